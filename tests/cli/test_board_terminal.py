@@ -22,6 +22,8 @@ import pytest
 from free_ports import free_port
 from waits import PATIENCE_S
 
+from diptych.board.board import message_of
+
 Service = dict[str, Any]
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 """What hides and shows the cursor."""
@@ -61,6 +63,19 @@ class Terminal:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         os.close(self._end)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("19:22:04 I [a-0] diptych_engine.execution.runner: loaded in 2 s", "loaded in 2 s"),
+        ("19:22:04 I [a-0] __main__: a: b", "a: b"),
+        ("(EngineCore pid=7) INFO 11-25 19:22:04 loader.py: x", None),
+        ("", None),
+    ],
+)
+def test_a_line_of_a_log_is_shown_without_its_head(line: str, message: str | None) -> None:
+    assert message_of(line) == (line if message is None else message)
 
 
 @pytest.mark.parametrize("plain", [False, True])

@@ -129,6 +129,22 @@ def test_what_does_not_compile_says_which_and_why() -> None:
         object_files._compile(["run_calls-3", "no_such-0", "run_calls-4"], LEVEL)
 
 
+def test_the_log_says_how_far_the_compiler_is(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "diptych_kernels")
+    object_files._compile(["run_calls-3", "run_calls-4"], LEVEL)
+    assert caplog.messages == [
+        f"compiling 2 kernels for {LEVEL.word}: run_calls-3, run_calls-4",
+        f"compiled 1 of 2 kernels for {LEVEL.word}: run_calls-3",
+        f"compiled 2 of 2 kernels for {LEVEL.word}: run_calls-4",
+    ]
+
+
+def test_a_compiler_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_files, "COMPILE_TIMEOUT_S", 0.05)
+    with pytest.raises(RuntimeError, match=r"run_calls-3 does not compile: .*exit code -9"):
+        object_files._compile(["run_calls-3"], LEVEL)
+
+
 def _seconds_of_processor(num_calls: int, seconds: list[float]) -> None:
     """What so many small kernels cost two threads that share a processor."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # of this thread and those it starts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import Iterator, Sequence
 
@@ -19,9 +20,11 @@ from diptych.laptop.supervisor import RunningPod
 TICK_S = 1.0
 """The table is drawn at most so often, and only if it has changed."""
 SLOW_S = 3
-"""After so long a start, the last line of a log is shown: it may compile kernels, for instance."""
+"""After so long a start, the last line of a log is shown: how many kernels are compiled, say."""
 LAST_LINES = 5
 """Lines of a pod's log that are shown when it fails."""
+_LOG_HEAD = re.compile(r"^[\d:]+ [A-Z] \[[^]]*\] [\w.]+: ")
+"""Time, level, pod and module before a message in the log of one of our pods."""
 _WAITING = (Phase.STARTING, Phase.NOT_READY, Phase.BACKING_OFF)
 
 
@@ -137,5 +140,10 @@ def _row(pod: RunningPod, now: float) -> PodRow:
         restarts=life.restarts,
         address=f"{LOOPBACK}:{pod.spec.ports['http']}",
         waited_s=waited_s,
-        doing="".join(pod.last_lines(1)) if is_slow else "",
+        doing=message_of("".join(pod.last_lines(1))) if is_slow else "",
     )
+
+
+def message_of(line: str) -> str:
+    """A line of one of our pods' logs without what stands before the message; others unchanged."""
+    return _LOG_HEAD.sub("", line, count=1)

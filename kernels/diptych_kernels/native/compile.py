@@ -1,7 +1,8 @@
 """`python -m diptych_kernels.native.compile FOLDER NAME-NUMBER ...`: kernels as object files there.
 
-A process of its own, so that no engine needs to import Numba: that and what Numba does before it
-loads anything it compiled earlier take half a second.
+It prints the name of each kernel that is done. A process of its own, so that no engine needs to
+import Numba: that and what Numba does before it loads anything it compiled earlier take half a
+second.
 """
 
 from __future__ import annotations
@@ -47,3 +48,4 @@ if __name__ == "__main__":
     for name in names:
         module_name, number = name.rsplit("-", 1)
         (Path(folder) / name).write_bytes(compile_kernel(module_name, int(number)))
+        print(name, flush=True)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -68,18 +70,25 @@ def _find(places: Sequence[Path]) -> bytes:
 
 def _compile(names: Sequence[str], level: CpuLevel) -> dict[str, bytes]:
     """Compile kernels, in one process for each target, because Numba knows only one target at a
-    time."""
-    log.info("compiling %s for %s", ", ".join(names), level.word)
+    time. The log says how far it is: users wait for this at their first start."""
+    log.info("compiling %d kernels for %s: %s", len(names), level.word, ", ".join(names))
+    done = itertools.count(1)
+
+    def tell(name: str) -> None:
+        log.info("compiled %d of %d kernels for %s: %s", next(done), len(names), level.word, name)
+
     compiled: dict[str, bytes] = {}
     for target in dict.fromkeys(target_of(name, level) for name in names):
         own = [name for name in names if target_of(name, level) == target]
-        compiled |= _compile_for(target, own)
+        compiled |= _compile_for(target, own, tell)
     return compiled
 
 
-def _compile_for(target: Target, names: Sequence[str]) -> dict[str, bytes]:
+def _compile_for(
+    target: Target, names: Sequence[str], tell: Callable[[str], None]
+) -> dict[str, bytes]:
     """Compile all of these kernels in one process, so that what they share, Numba above all, is
-    loaded once."""
+    loaded once. `tell` hears the name of each when it is done."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
@@ -88,14 +97,32 @@ def _compile_for(target: Target, names: Sequence[str]) -> dict[str, bytes]:
     }
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "diptych_kernels.native.compile", folder, *names]
-        done = subprocess.run(
-            command, env=environment, capture_output=True, timeout=COMPILE_TIMEOUT_S, check=False
-        )
+        fault = _run(command, environment, tell)
         files = [Path(folder) / name for name in names]
-        if done.returncode != 0:
+        if fault:
             failed = next((file.name for file in files if not file.exists()), names[-1])
-            raise RuntimeError(f"{failed} does not compile: {done.stderr.decode(errors='replace')}")
+            raise RuntimeError(f"{failed} does not compile: {fault}")
         return {file.name: file.read_bytes() for file in files}
+
+
+def _run(command: list[str], environment: Mapping[str, str], tell: Callable[[str], None]) -> str:
+    """Run a compiler to its end and `tell` each line that it prints. What it said of its failure;
+    empty if it did not fail."""
+    with tempfile.TemporaryFile() as errors:
+        compiler = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+        limit = threading.Timer(COMPILE_TIMEOUT_S, compiler.kill)
+        limit.start()
+        try:
+            with compiler:
+                for line in compiler.stdout or ():
+                    tell(line.strip())
+        finally:
+            limit.cancel()
+        errors.seek(0)
+        said = errors.read().decode(errors="replace")
+    return said + f" (exit code {compiler.returncode})" if compiler.returncode else ""
 
 
 def _leave_anywhere(compiled: bytes, places: Sequence[Path]) -> None:
