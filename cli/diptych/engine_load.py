@@ -1,24 +1,28 @@
-"""Each engine's load, read off a router's metrics: what both commands `top` show. Pure."""
+"""Each engine's load, read off a router's metrics, for `diptych up` and both `top`. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import prometheus_client.samples
 from prometheus_client.parser import text_string_to_metric_families
 from rich.markup import escape
 from rich.table import Table
 
-_GAUGES = {
+_FIELDS = {
     "diptych:num_requests_running": "running",
     "diptych:num_requests_waiting": "waiting",
     "diptych:queued_prompt_tokens": "queued_tokens",
     "diptych:kv_cache_usage_perc": "kv_usage",
+    "diptych:kv_cache_blocks": "blocks",
+    "diptych:kv_cache_blocks_free": "blocks_free",
     "diptych:kv_transfer_leases_held": "leases",
     "diptych:engine_prompt_tokens_computed_total": "prompt_tokens",
     "diptych:engine_tokens_generated_total": "generated_tokens",
+    "diptych:kv_transfer_bytes_received_total": "received_bytes",
 }
 ROLE_ORDER = {"prefill": 0, "decode": 1}
 
@@ -35,10 +39,20 @@ class Sample:
     """Prompt tokens that are still to be computed."""
     kv_usage: float = 0.0
     """Share of KV blocks in use, 0 to 1."""
+    blocks: int = 0
+    """KV blocks in all."""
+    blocks_free: int = 0
     leases: int = 0
     prompt_tokens: int = 0
     """Computed since the engine's start."""
     generated_tokens: int = 0
+    received_bytes: int = 0
+    """Of KV, from other engines."""
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens computed and tokens generated, since the engine's start."""
+        return self.prompt_tokens + self.generated_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +64,20 @@ class Load:
     """Prompt tokens computed and tokens generated; None for an engine that was not there."""
 
 
-def read_samples(metrics: str) -> dict[str, Sample]:
-    """The engines of a router's /metrics, by its label. Raises `ValueError` if it is none."""
+def items_of(metrics: str) -> list[prometheus_client.samples.Sample]:
+    """All finite values of a /metrics. Raises `ValueError` if the text is none."""
+    families = text_string_to_metric_families(metrics)
+    return [item for family in families for item in family.samples if math.isfinite(item.value)]
+
+
+def read_samples(items: Iterable[prometheus_client.samples.Sample]) -> dict[str, Sample]:
+    """The engines of a router's /metrics, by its label."""
     values: dict[str, dict[str, float]] = {}
-    for family in text_string_to_metric_families(metrics):
-        for item in family.samples:
-            field = _GAUGES.get(item.name)
-            engine = item.labels.get("engine")
-            if field and engine and math.isfinite(item.value):
-                values.setdefault(engine, {})[field] = item.value
+    for item in items:
+        field = _FIELDS.get(item.name)
+        engine = item.labels.get("engine")
+        if field and engine:
+            values.setdefault(engine, {})[field] = item.value
     return {engine: _sample(engine, found) for engine, found in values.items()}
 
 
@@ -80,17 +99,19 @@ def merged(of_routers: Sequence[Mapping[str, Sample]]) -> dict[str, Sample]:
 
 def loads(before: Mapping[str, Sample], now: Mapping[str, Sample], seconds: float) -> list[Load]:
     """Prefill engines first, each pool by name."""
-    found = [Load(sample, _rate(before.get(key), sample, seconds)) for key, sample in now.items()]
+    found = [
+        Load(sample, tokens_per_s(before.get(key), sample, seconds)) for key, sample in now.items()
+    ]
     return sorted(found, key=lambda x: (ROLE_ORDER.get(x.sample.role, 2), x.sample.name))
 
 
-def _rate(before: Sample | None, now: Sample, seconds: float) -> float | None:
+def tokens_per_s(before: Sample | None, now: Sample, seconds: float) -> float | None:
+    """None for an engine that was not there before."""
     if before is None or seconds <= 0:
         return None
-    done = now.prompt_tokens + now.generated_tokens
     # Totals start at zero again with the engine.
-    already = before.prompt_tokens + before.generated_tokens
-    return (done - already if done >= already else done) / seconds
+    again = now.tokens < before.tokens
+    return (now.tokens if again else now.tokens - before.tokens) / seconds
 
 
 def table(found: Sequence[Load]) -> Table:

@@ -51,14 +51,14 @@ def read_engines(name: str | None) -> Mapping[str, Sample]:
     """What the router of a service knows of its engines. Raises `RunError`."""
     import httpx
 
-    from diptych.engine_load import read_samples
+    from diptych.engine_load import items_of, read_samples
     from diptych.errors import RunError
     from diptych.laptop.client import read_metrics
     from diptych.laptop.rundir import find
 
     state = find(name)
     try:
-        return read_samples(read_metrics(state))
+        return read_samples(items_of(read_metrics(state)))
     except (httpx.HTTPError, OSError) as exc:
         why = str(exc) or type(exc).__name__
         raise RunError(f"the router of {state.service} does not answer: {why}") from exc

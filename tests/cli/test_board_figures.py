@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from diptych.board.figures import EngineFigures, Figures, Pace, pace, read_figures
+from diptych.board.figures import Figures, Pace, pace, read_figures
+from diptych.engine_load import Sample
 
 METRICS = """\
 # TYPE diptych:num_requests_running gauge
@@ -26,14 +27,24 @@ diptych:request_success_total{finished_reason="length"} 1
 
 def test_the_figures_are_read_off_the_metrics_of_a_router() -> None:
     found = read_figures(METRICS)
-    assert found.engines == {"d-0": EngineFigures(0, 3, 40, 100, 70)}
+    assert found.engines == {
+        "d-0": Sample(
+            "decode", "d-0", 3, blocks=100, blocks_free=60, generated_tokens=70, received_bytes=2048
+        )
+    }
     assert (found.answered, found.hand_offs, found.moved_bytes) == (5, 2, 2048)
 
 
+def test_an_engine_without_a_name_is_found_by_host_and_port() -> None:
+    metrics = 'diptych:num_requests_running{engine="decode/tcp://10.0.0.1:7000"} 1\n'
+    assert [*read_figures(metrics).engines] == ["10.0.0.1:7000"]
+
+
 def test_a_pace_is_what_went_on_between_two_looks() -> None:
-    before = Figures({"a": EngineFigures(tokens=10)}, first_tokens=1, first_token_s=1.0)
-    again = EngineFigures(tokens=6)  # started anew: its totals begin at zero
-    both = {"a": again, "new": EngineFigures(tokens=9)}
+    engine = Sample("decode", "a", generated_tokens=10)
+    before = Figures({"a": engine}, first_tokens=1, first_token_s=1.0)
+    again = Sample("decode", "a", generated_tokens=6)  # started anew: its totals begin at zero
+    both = {"a": again, "new": Sample("decode", "a", generated_tokens=9)}
     now = Figures(both, first_tokens=3, first_token_s=1.5)
     found = pace(before, now, 2.0, Pace())
     assert found == Pace({"a": 3.0}, 0.25)

@@ -7,8 +7,9 @@ import io
 import pytest
 from rich.console import Console
 
-from diptych.board.figures import EngineFigures, Figures, Pace
+from diptych.board.figures import Figures, Pace
 from diptych.board.picture import Picture, PodRow, drawn
+from diptych.engine_load import Sample
 from diptych.laptop.lifecycle import Phase
 
 PODS = [
@@ -20,8 +21,10 @@ PODS = [
 ]
 FIGURES = Figures(
     engines={
-        "smollm2-135m-prefill-0": EngineFigures(4, 1, 120, 2912, 67),
-        "127.0.0.1:8000": EngineFigures(0, 16, 1900, 2000, 5000),
+        "smollm2-135m-prefill-0": Sample(
+            "prefill", "smollm2-135m-prefill-0", 1, 4, blocks=2912, blocks_free=2792
+        ),
+        "127.0.0.1:8000": Sample("decode", "127.0.0.1:8000", 16, blocks=2000, blocks_free=100),
     },
     answered=12,
     hand_offs=13,

@@ -252,7 +252,7 @@ diptych:generation_tokens_total{{model_name="m"}} 5.0
 
 
 def samples(prompt: float, generated: float) -> dict[str, top.Sample]:
-    return top.read_samples(METRICS.format(prompt=prompt, generated=generated))
+    return top.read_samples(top.items_of(METRICS.format(prompt=prompt, generated=generated)))
 
 
 def test_load_is_read_off_two_samples() -> None:
@@ -274,7 +274,9 @@ def test_an_engine_that_is_new_has_no_rate_and_one_that_restarted_counts_from_ze
 
 def test_an_engine_without_a_name_is_shown_by_its_address() -> None:
     metrics = 'diptych:num_requests_running{engine="decode/tcp://10.0.0.1:7000"} 1\n'
-    assert [*top.read_samples(metrics).values()] == [top.Sample("decode", "tcp://10.0.0.1:7000", 1)]
+    assert [*top.read_samples(top.items_of(metrics)).values()] == [
+        top.Sample("decode", "tcp://10.0.0.1:7000", 1)
+    ]
 
 
 def test_routers_complete_each_other() -> None:
@@ -285,7 +287,7 @@ def test_routers_complete_each_other() -> None:
 
 def test_what_is_no_exposition_is_refused() -> None:
     with pytest.raises(ValueError, match="could not convert string to float"):
-        top.read_samples("<html>not { metrics")
-    assert top.read_samples("") == {}
+        top.read_samples(top.items_of("<html>not { metrics"))
+    assert top.read_samples(top.items_of("")) == {}
     endless = 'diptych:num_requests_running{engine="decode/d"} +Inf\n'
-    assert top.read_samples(endless) == {}
+    assert top.read_samples(top.items_of(endless)) == {}

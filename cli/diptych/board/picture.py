@@ -10,7 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from diptych.board.figures import EngineFigures, Figures, Pace
+from diptych.board.figures import Figures, Pace
+from diptych.engine_load import Sample
 from diptych.laptop.lifecycle import Phase
 
 T = TypeVar("T")
@@ -78,28 +79,28 @@ def _table(picture: Picture, columns: int) -> Table:
     for column in ("RESTARTS", "QUEUE", "ROWS", "BLOCKS", "TOKENS/S"):
         table.add_column(column, no_wrap=True, justify="right", min_width=len(column))
     for pod in picture.pods:
-        figures = _figures_of(pod, picture.figures.engines)
-        rate = _figures_of(pod, picture.pace.tokens_per_s)
+        sample = _known_of(pod, picture.figures.engines)
+        rate = _known_of(pod, picture.pace.tokens_per_s)
         table.add_row(
             Text(pod.name),
             *((pod.role,) if is_wide else ()),
             _state(pod, ended=picture.ended),
             str(pod.restarts),
-            *_cells(figures),
+            *_cells(sample),
             "-" if rate is None else f"{rate:.1f}",
         )
     return table
 
 
-def _figures_of(pod: PodRow, known: Mapping[str, T]) -> T | None:
+def _known_of(pod: PodRow, known: Mapping[str, T]) -> T | None:
     return known.get(pod.name, known.get(pod.address))
 
 
-def _cells(figures: EngineFigures | None) -> tuple[str, str, str]:
-    if figures is None:
+def _cells(sample: Sample | None) -> tuple[str, str, str]:
+    if sample is None:
         return "-", "-", "-"
-    blocks = f"{figures.blocks_used}/{figures.blocks}"
-    return str(figures.waiting), str(figures.running), blocks
+    used = sample.blocks - sample.blocks_free
+    return str(sample.waiting), str(sample.running), f"{used}/{sample.blocks}"
 
 
 def _state(pod: PodRow, *, ended: bool) -> Text:

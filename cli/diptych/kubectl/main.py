@@ -241,7 +241,7 @@ def _warnings(cluster: Cluster) -> list[dict[str, Any]]:
 
 def _samples(cluster: Cluster, name: str, https: bool) -> dict[str, Sample]:
     """From all ready routers that answer. Raises `ClusterError` if none does."""
-    from diptych.engine_load import merged, read_samples
+    from diptych.engine_load import items_of, merged, read_samples
     from diptych_operator.api.names import HTTP_PORT
     from diptych_operator.status.observed import pod_view
 
@@ -255,7 +255,7 @@ def _samples(cluster: Cluster, name: str, https: bool) -> dict[str, Sample]:
     found, problems = [], list[ClusterError]()
     for router in routers:
         try:
-            found.append(read_samples(cluster.metrics(router, HTTP_PORT, https=https)))
+            found.append(read_samples(items_of(cluster.metrics(router, HTTP_PORT, https=https))))
         except ClusterError as exc:
             problems.append(exc)
         except ValueError as exc:
