@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
 OBJECT_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 """Pattern of the name of a Kubernetes object."""
+ClaimName = Annotated[
+    str, Meta(pattern=OBJECT_NAME, max_length=253, title="the name of a PersistentVolumeClaim")
+]
 
 
 class SpecPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):

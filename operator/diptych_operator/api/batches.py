@@ -6,16 +6,13 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from diptych_operator.api.base import OBJECT_NAME, Rule, SpecPart
+from diptych_operator.api.base import ClaimName, Rule, SpecPart
 
 
 class BatchVolume(SpecPart, frozen=True):
     claim_name: Annotated[
-        str,
+        ClaimName,
         Meta(
-            pattern=OBJECT_NAME,
-            max_length=253,
-            title="the name of a PersistentVolumeClaim",
             description="A PersistentVolumeClaim in this namespace, which routers write to. For "
             "several router pods it must be ReadWriteMany, and locks (flock) must hold across "
             "nodes, as on NFS 4 and CephFS.",

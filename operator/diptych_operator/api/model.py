@@ -8,7 +8,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from diptych_operator.api.base import OBJECT_NAME, Rule, SpecPart, ruled
+from diptych_operator.api.base import OBJECT_NAME, ClaimName, Rule, SpecPart, ruled
 from diptych_protocol.model_uri import FORMS, Scheme
 
 
@@ -28,11 +28,8 @@ class ModelCredentials(SpecPart, frozen=True):
 
 class PersistentVolume(SpecPart, frozen=True):
     claim_name: Annotated[
-        str,
+        ClaimName,
         Meta(
-            pattern=OBJECT_NAME,
-            max_length=253,
-            title="the name of a PersistentVolumeClaim",
             description="A PersistentVolumeClaim in this namespace.",
         ),
     ]
