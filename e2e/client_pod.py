@@ -157,6 +157,21 @@ def fetch(url: str, body: str | None, key: str) -> str:
     return text.decode()
 
 
+def upload(url: str, purpose: str, content: str) -> str:
+    """One POST of a file as a form, as `POST /v1/files` takes it. Raises OSError."""
+    boundary = secrets.token_hex(16)
+    part = f"--{boundary}\r\nContent-Disposition: form-data; name="
+    body = (
+        f'{part}"purpose"\r\n\r\n{purpose}\r\n'
+        f'{part}"file"; filename="requests.jsonl"\r\n\r\n{content}\r\n--{boundary}--\r\n'
+    )
+    kind = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
+    request = urllib.request.Request(url, body.encode(), kind)
+    with urllib.request.urlopen(request, timeout=READ_TIMEOUT_S) as response:
+        text: bytes = response.read()
+    return text.decode()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
@@ -169,9 +184,15 @@ def main() -> None:
     single.add_argument("url")
     single.add_argument("--body")
     single.add_argument("--key", default="")
+    file = verbs.add_parser("upload")
+    file.add_argument("url")
+    file.add_argument("--purpose", required=True)
+    file.add_argument("--content", required=True)
     arguments = parser.parse_args()
     if arguments.verb == "fetch":
         print(fetch(arguments.url, arguments.body, arguments.key))
+    elif arguments.verb == "upload":
+        print(upload(arguments.url, arguments.purpose, arguments.content))
     else:
         run = Traffic(arguments.url, arguments.model, arguments.max_tokens)
         run.run(arguments.concurrency)

@@ -98,6 +98,12 @@ class Client:
         command = ("python", f"/e2e/{SCRIPT.name}", "fetch", url, *post, *own)
         return self._kubectl.exec(POD, *command, timeout_s=FETCH_TIMEOUT_S)
 
+    def upload(self, url: str, content: str, *, purpose: str) -> str:
+        """The answer to a file. Raises `KubectlError` for a refusal or an HTTP error."""
+        own = ("--purpose", purpose, "--content", content)
+        command = ("python", f"/e2e/{SCRIPT.name}", "upload", url, *own)
+        return self._kubectl.exec(POD, *command, timeout_s=FETCH_TIMEOUT_S)
+
     def traffic(
         self, url: str, model: str, *, concurrency: int, max_tokens: int, record: Path
     ) -> Traffic:
