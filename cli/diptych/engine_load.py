@@ -47,7 +47,7 @@ class Sample:
     """Computed since the engine's start."""
     generated_tokens: int = 0
     received_bytes: int = 0
-    """Of KV, from other engines."""
+    """Bytes of KV that came from other engines."""
 
     @property
     def tokens(self) -> int:
