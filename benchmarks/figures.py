@@ -74,14 +74,3 @@ def ratio(
         if name == system and values.get((other, repetition))
     ]
     return Spread.of(quotients) if quotients else None
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Between the two nearest values; of a single one, itself. Raises `ValueError` for none."""
-    if not values:
-        raise ValueError("no values")
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)

@@ -2,8 +2,7 @@
 
 `python -m benchmarks.load --url http://127.0.0.1:8080 --concurrency 4 --prompt-tokens 128` Prompts
 are random token ids, so their length is exact, and the same seed gives every system the same
-prompts. While answers come in, the client only notes when and what; it reads them afterwards,
-because it may share its processor with the server.
+prompts. `diptych bench` is the same for services whose prompts are texts.
 """
 
 from __future__ import annotations
@@ -19,7 +18,9 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
 import httpx
-from benchmarks.figures import percentile
+
+from diptych.bench.figures import percentile
+from diptych.bench.stream import Sample, stream
 
 WORD_IDS = range(1000, 48000)
 TIMEOUT_S = 600.0
@@ -47,22 +48,6 @@ class Load:
         return self.num_requests * (self.prompt_tokens + self.output_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One request as its user saw it; times in seconds."""
-
-    ttft_s: float
-    gaps_s: list[float]
-    output_tokens: int
-    cached_tokens: int | None = None
-    """Tokens of the prompt that were in a prefix cache; None: the server does not say."""
-
-    @property
-    def tpot_s(self) -> float:
-        """Mean time of a token after the first."""
-        return sum(self.gaps_s) / max(1, self.output_tokens - 1)
-
-
 def prompts(load: Load, seed: int) -> list[list[int]]:
     """One for each request."""
     rng = random.Random(seed)
@@ -84,38 +69,12 @@ async def stream_completion(
         "max_tokens": output_tokens,
         "temperature": 0,
         "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
         **fields,
     }
-    pieces: list[tuple[float, bytes]] = []
-    started = time.perf_counter()
-    async with client.stream("POST", "/v1/completions", json=body) as response:
-        if response.status_code != 200:
-            raise RuntimeError(f"{response.status_code}: {(await response.aread()).decode()}")
-        async for piece in response.aiter_raw():
-            pieces.append((time.perf_counter() - started, piece))
-    return read_stream(pieces, output_tokens)
-
-
-def read_stream(pieces: list[tuple[float, bytes]], expected_tokens: int) -> Sample:
-    """Server-sent events, cut anywhere, with the time at which each piece came."""
-    times: list[float] = []
-    tokens, cached, rest = 0, None, b""
-    for when, piece in pieces:
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            if not line.startswith(b"data: {"):
-                continue
-            event = json.loads(line[6:])
-            if event.get("choices"):
-                times.append(when)
-            if usage := event.get("usage"):
-                tokens = usage["completion_tokens"]
-                cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    if tokens != expected_tokens or not times:
-        raise RuntimeError(f"{tokens} tokens instead of {expected_tokens}")
-    return Sample(times[0], [b - a for a, b in itertools.pairwise(times)], tokens, cached)
+    sample = await stream(client, "/v1/completions", body, TIMEOUT_S)
+    if sample.output_tokens != output_tokens:
+        raise RuntimeError(f"{sample.output_tokens} tokens instead of {output_tokens}")
+    return sample
 
 
 Ask = Callable[[httpx.AsyncClient, str, list[int], int], Coroutine[None, None, Sample]]

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from benchmarks import aims
 from benchmarks.figures import Record, names_in_order, ratio, spread
-from benchmarks.pictures import looks, new_figure, save
 from benchmarks.scenario import Panel, Scenario
+
+from diptych.plots import looks, new_figure, save
 
 PAGE = "latest.md"
 

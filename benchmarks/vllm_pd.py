@@ -29,12 +29,14 @@ from pathlib import Path
 import httpx
 from benchmarks import report
 from benchmarks.figures import Record
-from benchmarks.load import TIMEOUT_S, Load, Sample, drive, stream_completion
+from benchmarks.load import TIMEOUT_S, Load, drive, stream_completion
 from benchmarks.machine import HERE, RESULTS, machine
 from benchmarks.peers.servers import vllm_dtype, vllm_environment, vllm_model
 from benchmarks.scenario import Column, Options, Reporter, Scenario, rotated, seed_of
 from benchmarks.servers import Running, System, free_port, running
 from rich.console import Console
+
+from diptych.bench.stream import Sample
 
 MODEL = "smollm2"
 WHOLE, NIXL, OURS = "vLLM, one server", "1P1D, NIXL", "1P1D, our connector"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pictures import looks, new_figure, save
+from diptych.plots import looks, new_figure, save
 
 WAYS = ("memcpy", "process_vm_readv", "cma", "tcp stream", "tcp")
 

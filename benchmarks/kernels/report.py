@@ -7,7 +7,8 @@ from typing import Any
 
 from benchmarks.kernels import costs
 from benchmarks.kernels.costs import LLAMA_3_8B as MODEL
-from benchmarks.pictures import LINES, new_figure, save
+
+from diptych.plots import LINES, new_figure, save
 
 H200_BANDWIDTH, H200_RATE = 4.8e12, 990e12
 """The vendor's figures: bytes a second, dense bf16 operations a second."""

@@ -15,11 +15,12 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.figures import Record, percentile
+from benchmarks.figures import Record
 from benchmarks.load import WORD_IDS
 from benchmarks.scenario import Column, Options, Reporter, Scenario
 from benchmarks.servers import MODEL, NotStartedError, free_port
 
+from diptych.bench.figures import percentile
 from diptych_frontend.core_client.curve import new_keys
 from diptych_frontend.core_client.launcher import CoreProcess
 from diptych_frontend.model_files.model_source import resolve_model

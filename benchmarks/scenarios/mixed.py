@@ -7,12 +7,15 @@ import itertools
 import random
 
 import httpx
-from benchmarks.figures import Record, percentile
-from benchmarks.load import TIMEOUT_S, WORD_IDS, Load, Sample, prompts, stream_completion
+from benchmarks.figures import Record
+from benchmarks.load import TIMEOUT_S, WORD_IDS, Load, prompts, stream_completion
 from benchmarks.peers import servers as peers
 from benchmarks.scenario import Column, Options, Reporter, Scenario, compare
 from benchmarks.scenarios.pair import PAIR, TWO_CORES
 from benchmarks.servers import Running, diptych, diptych_pair
+
+from diptych.bench.figures import percentile
+from diptych.bench.stream import Sample
 
 LONG_PROMPT = 1024
 LONG_OUTPUT = 2

@@ -6,9 +6,10 @@ import statistics
 import time
 from collections.abc import Iterable
 
-from benchmarks.figures import Record, percentile
+from benchmarks.figures import Record
 from benchmarks.scenario import Column, Options, Reporter, Scenario
 
+from diptych.bench.figures import percentile
 from diptych_engine.control.core import EngineCore
 from diptych_engine.serving.build_core import build_core
 from diptych_protocol import (

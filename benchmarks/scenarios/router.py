@@ -17,9 +17,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import uvloop
-from benchmarks.figures import Record, percentile
+from benchmarks.figures import Record
 from benchmarks.scenario import Column, Options, Reporter, Scenario, rotated
 from benchmarks.servers import MODEL, NotStartedError, Running, System, free_port, running
+
+from diptych.bench.figures import percentile
 
 SECONDS, QUICK_SECONDS = 3.0, 1.0
 CONNECTIONS = (1, 16)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from benchmarks.load import Sample
 from benchmarks.machine import RESULTS, machine
 from benchmarks.servers import diptych_pair, running
 from benchmarks.simulate.calibrate import Round, benches, conclude
@@ -25,6 +24,8 @@ from benchmarks.simulate.cluster import Simulation
 from benchmarks.simulate.metrics import Objectives, summarise
 from benchmarks.simulate.service import send
 from benchmarks.simulate.workload import Lengths, Request, Traffic, poisson
+
+from diptych.bench.stream import Sample
 
 FIGURES = ("TTFT p50", "ITL p50", "tokens/s")
 AIM = 0.15

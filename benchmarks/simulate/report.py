@@ -6,9 +6,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.pictures import looks, new_figure, save
 from benchmarks.simulate.calibration import Calibration
 from benchmarks.simulate.metrics import Summary
+
+from diptych.plots import looks, new_figure, save
 
 HEAD = (
     "TTFT p50 ms | p90 | p99 | ITL p50 ms | p99 | TPOT p99 ms | tokens/s | attained | goodput/s "

@@ -18,7 +18,6 @@ from typing import Any, Final
 
 import numpy as np
 from benchmarks.machine import RESULTS, machine
-from benchmarks.pictures import looks, new_figure, save
 from benchmarks.simulate import mocker
 from benchmarks.simulate.calibration import on_paper
 from benchmarks.simulate.cluster import Simulation
@@ -27,6 +26,7 @@ from benchmarks.simulate.workload import of_trace
 from benchmarks.traces.generate import generate
 from benchmarks.traces.recorded import Trace
 
+from diptych.plots import looks, new_figure, save
 from diptych_protocol.config import Disaggregate
 from diptych_router.policies import POLICIES
 

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import httpx
-from benchmarks.load import TIMEOUT_S, WORD_IDS, Sample, stream_completion
+from benchmarks.load import TIMEOUT_S, WORD_IDS, stream_completion
 from benchmarks.simulate.workload import Request
+
+from diptych.bench.stream import Sample
 
 MODEL_NAME = "smollm2"
 PROBE_TOKENS = 16

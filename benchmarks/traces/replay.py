@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from benchmarks.figures import percentile
-from benchmarks.load import TIMEOUT_S, WORD_IDS, Sample, stream_completion
+from benchmarks.load import TIMEOUT_S, WORD_IDS, stream_completion
 from benchmarks.traces.recorded import Trace
+
+from diptych.bench.figures import percentile
+from diptych.bench.stream import Sample
 
 
 @dataclass(frozen=True, slots=True)

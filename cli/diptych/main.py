@@ -10,6 +10,7 @@ import msgspec
 from click.shell_completion import get_completion_class
 from rich.console import Console
 
+from diptych.bench.command import bench
 from diptych.chat.command import chat
 from diptych.console import console_for_tables
 from diptych.defaults import DEFAULT_PORT, MODEL_CACHE
@@ -44,6 +45,7 @@ def main() -> None:
       diptych up examples/smollm2.yaml    serve what a file says
       diptych chat                        talk to it from another terminal
       diptych top                         what its engines do now
+    diptych bench                       how quick it is under load
       diptych why                         the newest requests, and where they went
       diptych doctor                      what will work on this machine
 
@@ -248,6 +250,7 @@ def completion(shell: str) -> None:
         click.echo('COMP_WORDBREAKS="${COMP_WORDBREAKS//:}"')
 
 
+main.add_command(bench)
 main.add_command(chat)
 main.add_command(doctor)
 main.add_command(top)

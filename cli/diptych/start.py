@@ -14,6 +14,7 @@ EXTRAS = {
     "frontend": "tokenizers and the OpenAI server: engine and router bring it",
     "fetch": "models from the Hub, S3 and HTTP: engine and router bring it",
     "vllm": "the hand-off of KV inside vLLM, beside a vLLM that is there already",
+    "plots": "pictures of `diptych bench --svg`",
     "tracing": "spans of requests for OpenTelemetry",
     "test": "all of these, and the tools of the tests",
 }

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.figures import Record, Spread, percentile, ratio, spread
+from benchmarks.figures import Record, Spread, ratio, spread
 from hypothesis import given
 from hypothesis import strategies as st
+
+from diptych.bench.figures import percentile
 
 values = st.lists(st.floats(0, 1e6), min_size=1)
 

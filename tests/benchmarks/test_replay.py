@@ -11,13 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from benchmarks.load import WORD_IDS, Sample
+from benchmarks.load import WORD_IDS
 from benchmarks.scenarios.replay import SCENARIO, trace_of
 from benchmarks.traces.formats import write_trace
 from benchmarks.traces.generate import generate
 from benchmarks.traces.recorded import Trace, TraceRequest
 from benchmarks.traces.replay import Failure, Outcome, Replay, figures, prompts
 
+from diptych.bench.stream import Sample
 from diptych_frontend.model_files.model_source import resolve_model
 
 TRACE = Trace(

@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-from benchmarks.load import Sample
 from benchmarks.vllm_pd import NIXL, OURS, WHOLE, systems, two_legs
+
+from diptych.bench.stream import Sample
 
 REFERENCE = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]}
 P, D = "http://p", "http://d"

@@ -18,12 +18,13 @@ import msgspec
 import openai
 import psutil
 import pytest
-from benchmarks.load import Sample
 from benchmarks.traces.recorded import Trace, TraceRequest
 from benchmarks.traces.replay import Failure, figures, replay
 from free_ports import free_port
 from model_kit.questions import COUNTING, DEMO, WHOLE
 from waits import PATIENCE_S, wait_until
+
+from diptych.bench.stream import Sample
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2.yaml"
 FRANCE: Any = [{"role": "user", "content": WHOLE.words}]

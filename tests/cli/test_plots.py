@@ -7,7 +7,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from benchmarks.pictures import DARK, LIGHT, LINES, MARKERS, Scheme, looks, new_figure, save
+
+from diptych.plots import DARK, LIGHT, LINES, MARKERS, Scheme, looks, new_figure, save
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

@@ -1,0 +1,173 @@
+"""One streamed answer, timed.
+
+While an answer comes in, the client only notes when and what; it reads the answer afterwards,
+because it may share its processor with the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import httpx
+import msgspec
+
+MAX_ANSWER_BYTES: Final = 64 << 20
+MAX_ERROR_CHARS: Final = 300
+
+
+class AnswerError(RuntimeError):
+    """There was no whole answer; `str()` says why in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One request as its user saw it; times in seconds."""
+
+    ttft_s: float
+    gaps_s: list[float]
+    """Between the events that brought tokens."""
+    output_tokens: int
+    cached_tokens: int | None = None
+    """Tokens of the prompt that were in a prefix cache; None: the server does not say."""
+    prompt_tokens: int | None = None
+    """None: the server does not say, and `output_tokens` is the number of events."""
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time of a token after the first."""
+        return sum(self.gaps_s) / max(1, self.output_tokens - 1)
+
+    @property
+    def e2e_s(self) -> float:
+        """From the request to the last token."""
+        return self.ttft_s + sum(self.gaps_s)
+
+
+class _Delta(msgspec.Struct):
+    content: Any = None
+    reasoning: Any = None
+    reasoning_content: Any = None
+    tool_calls: Any = None
+    refusal: Any = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None
+    """What a chat adds. Completions have a text in its place, which may be empty: half a letter."""
+
+    def brings_tokens(self) -> bool:
+        said = self.delta
+        return said is None or bool(
+            said.content
+            or said.reasoning
+            or said.reasoning_content
+            or said.tool_calls
+            or said.refusal
+        )
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+    prompt_tokens: int = 0
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+
+
+async def stream(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any], timeout_s: float
+) -> Sample:
+    """POST a body, which is completed so that the answer comes in pieces, with its usage.
+
+    Raises `AnswerError` for anything but a whole answer within the time limit.
+    """
+    body = body | {"stream": True, "stream_options": {"include_usage": True}}
+    pieces: list[tuple[float, bytes]] = []
+    size = 0
+    started = time.perf_counter()
+    try:
+        async with (
+            asyncio.timeout(timeout_s),
+            client.stream("POST", path, json=body) as response,
+        ):
+            if response.status_code != 200:
+                raise AnswerError(await _refusal(response))
+            async for piece in response.aiter_raw():
+                pieces.append((time.perf_counter() - started, piece))
+                size += len(piece)
+                if size > MAX_ANSWER_BYTES:
+                    raise AnswerError(f"an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
+    except TimeoutError as exc:
+        raise AnswerError(f"no end within {timeout_s:g} s") from exc
+    except httpx.HTTPError as exc:
+        raise AnswerError(f"{type(exc).__name__}: {exc}".removesuffix(": ")) from exc
+    return read_stream(pieces)
+
+
+async def _refusal(response: httpx.Response) -> str:
+    said = b""
+    async for piece in response.aiter_bytes():
+        said += piece
+        if len(said) > 4 * MAX_ERROR_CHARS:
+            break
+    return f"HTTP {response.status_code}: {_one_line(said.decode(errors='replace'))}"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:MAX_ERROR_CHARS]
+
+
+def read_stream(pieces: Sequence[tuple[float, bytes]]) -> Sample:
+    """Server-sent events, cut anywhere, with the time at which each piece came.
+
+    Raises `AnswerError` if it is no whole answer.
+    """
+    times: list[float] = []
+    usage: _Usage | None = None
+    rest, whole = b"", False
+    for when, piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                whole = True
+                continue
+            event = _read(data)
+            usage = event.usage or usage
+            if any(choice.brings_tokens() for choice in event.choices or ()):
+                times.append(when)
+    if not whole:
+        raise AnswerError("the stream broke off before its end")
+    if not times:
+        raise AnswerError("an answer without a token")
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    if usage is None:
+        return Sample(times[0], gaps, len(times))
+    details = usage.prompt_tokens_details
+    cached = details.cached_tokens if details else None
+    return Sample(times[0], gaps, usage.completion_tokens, cached, usage.prompt_tokens)
+
+
+def _read(data: bytes) -> _Event:
+    try:
+        event = msgspec.json.decode(data, type=_Event)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+        raise AnswerError(f"an event that is no chunk of an answer: {exc}") from exc
+    if event.error is not None:
+        raise AnswerError(f"an error in the stream: {_one_line(str(event.error))}")
+    return event
