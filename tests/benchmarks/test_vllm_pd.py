@@ -19,6 +19,7 @@ P, D = "http://p", "http://d"
 async def streamed(events: list[dict[str, object]]) -> AsyncIterator[bytes]:
     for event in events:
         yield b"data: %s\n\n" % json.dumps(event).encode()
+    yield b"data: [DONE]\n\n"
 
 
 class Servers:
