@@ -15,6 +15,7 @@ from diptych.chat.command import chat
 from diptych.console import console_for_tables
 from diptych.defaults import DEFAULT_PORT, MODEL_CACHE
 from diptych.doctor.command import doctor
+from diptych.request_trace import trace
 from diptych.service_argument import service_argument
 from diptych.top import top
 
@@ -47,6 +48,7 @@ def main() -> None:
       diptych top                         what its engines do now
     diptych bench                       how quick it is under load
       diptych why                         the newest requests, and where they went
+    diptych trace REQUEST-ID            when one was where, drawn over time
       diptych doctor                      what will work on this machine
 
     \b
@@ -254,6 +256,7 @@ main.add_command(bench)
 main.add_command(chat)
 main.add_command(doctor)
 main.add_command(top)
+main.add_command(trace)
 
 
 if __name__ == "__main__":

@@ -211,6 +211,37 @@ class AttemptReport(msgspec.Struct, frozen=True, kw_only=True):
     """What ended the attempt early: error, loss, full, late or move; empty if nothing did."""
     why: str = ""
     """The same in words."""
+    setback_s: float | None = None
+    """When that was; None: nothing was."""
+
+
+class StationReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine told of a request at one moment."""
+
+    name: str
+    """queued, scheduled, chunk, first_token, preempted, finished, kv_wait, kv_done or kv_fail: the
+    names of `RequestJourneyEventType`."""
+    at_s: float
+    """Seconds after the request's arrival, on the router's clock: the engine's time, placed by the
+    fastest of its messages."""
+    prompt_tokens: int = 0
+    """The furthest that the prompt was computed."""
+
+
+class PlacementReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A request at one engine. Seconds count from the request's arrival."""
+
+    engine: str
+    attempt: int
+    """The number of the attempt, from 1 on."""
+    sent_s: float
+    """When the router sent it there."""
+    first_word_s: float | None = None
+    """When the engine's first token came; None: none came."""
+    received_tokens: int = 0
+    """Tokens whose KV the engine received."""
+    stations: list[StationReport] = []
+    """What the engine told, as it happened; empty if it tells nothing, as engines of vLLM."""
 
 
 class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -235,6 +266,13 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
     """Later attempts that are not remembered, because there were so many."""
     tenant: str = ""
     """Whose request it is: the name of its API key; empty without keys."""
+    placements: list[PlacementReport] = []
+    """The engines that had it, one after the other."""
+    token_times_s: list[float] = []
+    """When tokens came, in seconds after the arrival: of a short answer every token, of a longer
+    one every second, fourth, ..."""
+    token_counts: list[int] = []
+    """How many tokens there were by each of these times."""
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,6 +21,8 @@ class RequestJourneyEventType(enum.IntEnum):
     """It waits for blocks from another engine."""
     KV_DONE = 8
     KV_FAIL = 9
+    CHUNK = 10
+    """A step has computed a part of its prompt, which goes on."""
 
 
 class RequestJourneyEvent(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):

@@ -67,6 +67,8 @@ class Deliver:
     such as by a stop string, comes back by `RequestTable.withdraw`."""
 
     outputs: list[EngineCoreOutput]
+    time: float
+    """When they came."""
 
 
 @dataclass(frozen=True, slots=True)

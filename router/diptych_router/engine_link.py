@@ -403,7 +403,7 @@ class EngineLink:
             return
         log.warning("%s engine %s is lost: %s", self.role, self.name, cause)
         self.description = None
-        self.row["usable"] = False
+        self.row["usable"] = self.row["lends"] = False
         self._gone.set()
         self._own.lose(cause)
         self._on_lost(self, cause)

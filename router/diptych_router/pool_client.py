@@ -189,6 +189,8 @@ class PoolClient(AsyncEngine, WithoutControl):
         if self.router_tracer is not None and message.journey_events is not None:
             self.router_tracer.take_stations(link.name, message.journey_events)
         now = self._loop.time()
+        if message.journey_events is not None:
+            self.explanations.told(link.key, message.journey_events, now)
         self._carry_out(self.table.receive(link.key, message.outputs, now))
         self._carry_out(self.table.take_turns(now))
 
@@ -231,7 +233,8 @@ class PoolClient(AsyncEngine, WithoutControl):
         if self.router_tracer is not None:
             self.router_tracer.note(action, self.name_of)
         match action:
-            case Deliver(outputs):
+            case Deliver(outputs, came_at):
+                self.explanations.delivered(outputs, came_at)
                 ended_here = self._hand_out(outputs)
                 if self.router_tracer is not None:
                     self.router_tracer.delivered(outputs, ended_here)
@@ -261,7 +264,7 @@ class PoolClient(AsyncEngine, WithoutControl):
             case Fail(request_id, error):
                 self.output_processor.fail(request_id, error)
             case Interrupted():
-                self.explanations.interrupted(action)
+                self.explanations.interrupted(action, self._loop.time())
             case WakeAt(time):
                 self._loop.call_at(time, self._wake, time)
 
@@ -276,6 +279,7 @@ class PoolClient(AsyncEngine, WithoutControl):
         link = self.pools.get(action.engine)
         if link is None or not self.table.is_placed(core_id):
             return  # sending something else found out that this engine is gone
+        self.explanations.sent(action, self._loop.time())
         try:
             link.add(action.request)
         except NotConnectedError as exc:

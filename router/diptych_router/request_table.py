@@ -159,7 +159,7 @@ class RequestTable:
         """An engine's outputs. `Deliver` what they hold, then call `take_turns`: the first token
         does not wait for the hand-off, and whom a stop string has ended needs none."""
         deliver: list[EngineCoreOutput] = []
-        actions: list[Action] = [Deliver(deliver)]
+        actions: list[Action] = [Deliver(deliver, now)]
         heard: list[Action] = []
         strays: list[str] = []
         for output in outputs:

@@ -154,7 +154,9 @@ class Trail:
 
     def _open(self, name: PhaseName, now_s: float, placement: Placement) -> int:
         phase = Phase(name, self._new_id(), now_s, placement)
-        self.attempts[-1].phases.append(phase)
+        attempt = self.attempts[-1]
+        attempt.phases.append(phase)
+        attempt.ended_s = None  # it goes on, whatever was said of its end
         return phase.span_id
 
     def _close(self, now_s: float, error: str = "") -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import AsyncIterator
 
-from diptych_protocol import EngineCoreOutputs, EngineDescription, SchedulerStats
+import pytest
+import pytest_asyncio
+
+from diptych_protocol import EngineCoreOutputs, EngineDeadError, EngineDescription, SchedulerStats
 from diptych_router.engine_link import EngineLink
 from diptych_router.engine_table import EngineTable, FleetRates
 
@@ -16,6 +19,24 @@ DESCRIPTION = EngineDescription(
 
 def statistics(*, draining: bool) -> EngineCoreOutputs:
     return EngineCoreOutputs(outputs=[], scheduler_stats=SchedulerStats(draining=draining))
+
+
+@pytest_asyncio.fixture
+async def reached() -> AsyncIterator[EngineLink]:
+    made = EngineLink(
+        "decode", "tcp://127.0.0.1:1", None, EngineTable(FleetRates()).add("decode", 0),
+        on_news=lambda: None, on_outputs=lambda *_: None, on_lost=lambda *_: None,
+        on_hang=lambda _: None,
+    )  # fmt: skip
+    yield made
+    made.close()
+
+
+async def test_an_engine_that_is_lost_lends_no_prefixes(reached: EngineLink) -> None:
+    reached.description = DESCRIPTION
+    reached.row["usable"] = reached.row["lends"] = True
+    reached._handle_lost(EngineDeadError("gone"))
+    assert (reached.row["usable"], reached.row["lends"]) == (False, False)
 
 
 async def test_an_engine_that_drains_is_never_taken_for_one_that_does_not(

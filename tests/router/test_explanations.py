@@ -12,12 +12,23 @@ from hypothesis import strategies as st
 from prometheus_client.core import HistogramMetricFamily
 from toy_pools import EngineView, fleet_of
 
-from diptych_protocol import EngineCoreOutput, EngineCoreRequest, SamplingParams
+from diptych_protocol import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    RequestJourneyEvent,
+    SamplingParams,
+)
+from diptych_protocol import RequestJourneyEventType as Station
 from diptych_protocol.admin import AttemptReport, Candidate, RequestReport
 from diptych_protocol.wire import SchedulerStats
-from diptych_router.actions import Ended, Explain, Heard, Interrupted
+from diptych_router.actions import Add, Ended, Explain, Heard, Interrupted
 from diptych_router.explaining.explained import MOST_CANDIDATES
-from diptych_router.explaining.explanations import MOST_ATTEMPTS, MOST_CHARACTERS, Explanations
+from diptych_router.explaining.explanations import (
+    MOST_ATTEMPTS,
+    MOST_CHARACTERS,
+    MOST_PLACEMENTS,
+    Explanations,
+)
 from diptych_router.explaining.prediction_metrics import BOUNDS, PredictionMetrics, Ratios
 from diptych_router.fleet_table import FleetTable
 from diptych_router.policies import POLICIES
@@ -25,6 +36,10 @@ from diptych_router.policy import Decision, RequestView
 from diptych_router.routed_request import Setback
 
 OUTPUT_TOKENS = 10.0
+
+
+def journey(core_id: str, kind: Station, time_s: float, tokens: int = 0) -> RequestJourneyEvent:
+    return RequestJourneyEvent(core_id, kind, time_s, None, tokens)
 
 
 def fleet(engines: int, policy: str = "prefix_aware") -> FleetTable:
@@ -65,6 +80,15 @@ class Router:
             external_req_id=external,
         )  # fmt: skip
         self.explanations.begin(made, now, 1000.0 + now)
+
+    def send(self, engine: str, number: int, now: float, name: str = "r") -> str:
+        """To an engine. Returns the id by which it knows the request."""
+        core_id = f"{name}/{number}"
+        made = EngineCoreRequest(
+            core_id, [1] * 50, None, SamplingParams(), None, None, 0.0, None, None, None
+        )
+        self.explanations.sent(Add(engine, made), now)
+        return core_id
 
     def choose(self, decision: Decision, name: str = "r", now: float = 0.0) -> None:
         facts = {"prefill": f"pod {decision.prefill}", "decode": f"pod {decision.decode}"}
@@ -199,7 +223,7 @@ def test_each_attempt_is_told_with_what_ended_it() -> None:
     router.choose(choice(table))
     router.hear("p1", 1.0)
     why = "engine d1 is gone " + "x" * 1000
-    router.explanations.interrupted(Interrupted("r", Setback.LOSS, why, True))
+    router.explanations.interrupted(Interrupted("r", Setback.LOSS, why, True), 1.5)
     router.choose(choice(table), now=2.0)
     router.hear("p0", 2.5)
     first, second = router.ask()[0].attempts
@@ -207,6 +231,41 @@ def test_each_attempt_is_told_with_what_ended_it() -> None:
     assert (first.hand_off_s, second.setback, second.first_token_s) == (None, "", 0.5)
     (line,) = router.explanations.newest(5, str).requests
     assert (line.attempts, line.first_token_s) == (2, 1.0)
+
+
+def test_placements_are_told_with_what_their_engines_say_and_when_tokens_came() -> None:
+    router = Router()
+    router.begin(now=10.0)
+    router.choose(choice(fleet(2)), now=10.5)
+    at_p = router.send("p", 1, 11.0)
+    router.explanations.told("p", [journey(at_p, Station.SCHEDULED, 70.0, 16)], 11.5)
+    router.explanations.told("d", [journey(at_p, Station.FINISHED, 70.0)], 11.5)
+    router.hear("p", 12.0)
+    router.explanations.delivered([EngineCoreOutput("r", [5])], 12.0)
+    at_d = router.send("d", 2, 12.5)
+    router.hear("d", 13.0, num_received_tokens=50)
+    router.explanations.delivered([EngineCoreOutput("r", [6, 7]), EngineCoreOutput("x", [1])], 13.0)
+    (known,) = router.ask()
+    first, second = known.placements
+    assert (first.engine, first.attempt, first.sent_s, first.first_word_s) == ("pod p", 1, 1.0, 2.0)
+    assert [(x.name, x.at_s, x.prompt_tokens) for x in first.stations] == [("scheduled", 1.5, 16)]
+    assert (second.engine, second.first_word_s, second.received_tokens) == ("pod d", 3.0, 50)
+    assert (known.token_times_s, known.token_counts) == ([2.0, 3.0], [1, 3])
+    router.explanations.told("d", [journey(at_d, Station.QUEUED, math.nan)], 13.0)
+    assert router.ask()[0].placements[1].stations == []
+
+
+def test_engines_of_a_forgotten_request_are_not_heard_and_many_are_not_kept() -> None:
+    router = Router(most_requests=1)
+    router.begin("a")
+    for number in range(MOST_PLACEMENTS + 5):
+        core_id = router.send("d", number, 1.0, "a")
+    assert len(router.ask("a")[0].placements) == MOST_PLACEMENTS
+    router.begin("b")
+    assert router.explanations._placements == {}
+    router.explanations.told("d", [journey(core_id, Station.QUEUED, 1.0)], 2.0)
+    router.send("d", 1, 1.0, "a")
+    assert router.ask("a") == []
 
 
 def test_later_attempts_than_the_first_few_are_counted() -> None:
@@ -300,7 +359,7 @@ def test_whatever_comes_in_whatever_order_stays_within_bounds(
             case "choose":
                 router.choose(decision, name, now)
             case "set back":
-                router.explanations.interrupted(Interrupted(name, Setback.ERROR, "why", True))
+                router.explanations.interrupted(Interrupted(name, Setback.ERROR, "why", True), now)
             case "end":
                 router.end(now, name)
             case _:

@@ -395,7 +395,7 @@ def test_an_answer_tells_where_it_was_computed_why_and_what_it_took(open_page: O
         expect(facts.locator("dt", has_text=term).first).to_be_visible()
     moved = facts.locator("dt", has_text="moved").locator("xpath=following-sibling::dd")
     expect(moved).to_have_text(re.compile(r"^[1-9]\d* blocks?, [\d.]+ [kM]B$"))
-    facts.locator("summary").click()
+    facts.locator("summary", has_text="Why there").click()
     tables = facts.locator("table")
     expect(tables).to_have_count(2)
     expect(tables.last.locator("tbody tr")).to_have_count(2)
@@ -403,6 +403,19 @@ def test_an_answer_tells_where_it_was_computed_why_and_what_it_took(open_page: O
     expect(chosen.locator("th")).to_have_text(f"✓ {decoder}")
     *terms, total = [float(cell) for cell in chosen.locator("td").all_inner_texts()[1:]]
     assert total == pytest.approx(sum(terms), abs=0.05 * (len(terms) + 1))
+
+
+def test_a_picture_shows_when_an_answer_was_where(open_page: Open) -> None:
+    scene = open_page()
+    scene.ask(WHOLE.words)
+    scene.wait_for_end()
+    scene.facts.locator("summary", has_text="Timeline").click()
+    picture = scene.facts.locator("img")
+    expect(picture).to_be_visible()
+    wait_until(lambda: picture.evaluate("image => image.naturalWidth") > 0)
+    told = picture.get_attribute("alt") or ""
+    for word in ("smollm2-prefill-0: ", "tokens of the prompt", "first token", "router: stop"):
+        assert word in told
 
 
 def test_the_facts_of_an_answer_are_for_its_own_client(open_page: Open, service: Laptop) -> None:

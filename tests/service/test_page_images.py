@@ -41,8 +41,8 @@ def test_an_image_is_shown_and_asked_about(tmp_path: Path) -> None:
                 page.click("#clear")
                 choose(scene, content)
                 scene.ask("what?")
-                scene.wait_for_end()
                 expect(page.locator(".message.user img").last).to_be_visible()
+                scene.wait_for_end()  # only now: the image is read before the answer begins
                 answers.append((scene.answer.text_content() or "").strip())
             choose(scene, TOO_LARGE)
             scene.ask("what?")

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import httpx
 import msgspec
@@ -66,7 +67,10 @@ class Service:
 async def service(smollm2: str, keys_dir: Path) -> AsyncIterator[Service]:
     names = (*sorted(PREFILL), "decode-0")
     started = await asyncio.gather(
-        *(start_engine(engine_config(name, smollm2), keys_dir) for name in names)
+        *(
+            start_engine(engine_config(name, smollm2, journey_events=True), keys_dir)
+            for name in names
+        )
     )
     [(_, at0), (_, at1), (_, at_d)] = started
     keys = read_keys(keys_dir)
@@ -212,8 +216,45 @@ async def test_predictions_are_counted(service: Service) -> None:
     assert sum(after.values()) == sum(before.values()) + 2
 
 
-async def run_command(*arguments: str) -> Any:
-    return await asyncio.to_thread(CliRunner().invoke, main, ["why", *arguments])
+async def run_command(*arguments: str, command: str = "why") -> Any:
+    return await asyncio.to_thread(CliRunner().invoke, main, [command, *arguments])
+
+
+async def test_a_timeline_shows_both_pools_part_by_part(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    answer = await service.ask("A new story. " + FIRST * 3, ignore_eos=True, max_tokens=20)
+    name = answer.headers["x-request-id"]
+    tokens = answer.json()["usage"]["prompt_tokens"]
+    assert tokens > 256, "more than one part"
+    picture = tmp_path / "trace.svg"
+    with RunDirectory("svc") as directory:
+        directory.save(state_of_this_process(service))
+        shown = await run_command(name, command="trace")
+        told = await run_command(name, "--json", "--svg", str(picture), command="trace")
+        nowhere = await run_command(name, "--svg", "/nowhere/trace.svg", command="trace")
+    assert shown.exit_code == 0, shown.output
+    for word in (f"{tokens} + 20 tokens, length", "KV of", "first token", "tokens of the prompt"):
+        assert word in shown.output
+    (found,) = msgspec.json.decode(told.stdout)
+    router, prefill, decode = found["lanes"]
+    assert (router["name"], prefill["name"] in PREFILL, decode["name"]) == (
+        "router", True, "decode-0",
+    )  # fmt: skip
+    assert sum(bar["kind"] == "prefill" for bar in prefill["bars"]) == -(-tokens // 256)
+    kinds = [bar["kind"] for bar in decode["bars"]]
+    assert kinds.index("kv") < kinds.index("decode")
+    assert len(decode["ticks_s"]) == 19
+    times = [
+        bar[end]
+        for lane in found["lanes"]
+        for bar in lane["bars"]
+        for end in ("began_s", "ended_s")
+    ]
+    assert 0.0 <= min(times) <= max(times) <= found["seconds"]
+    assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+    assert (nowhere.exit_code, "No such file" in nowhere.output) == (1, True)
 
 
 async def test_the_command_shows_it(

@@ -99,7 +99,7 @@ class Scene:
         expect(self.answer).to_have_text(WHOLE.answer)
         self.wait_for_end()
         self.page.locator("#settings").evaluate("settings => { settings.open = false; }")
-        self.facts.locator("summary").click()
+        self.facts.locator("summary", has_text="Why there").click()
         wait_until(lambda: sum(self.rows().values()) == 0)
 
     def killed(self, tokens: int = 120) -> tuple[str, str]:

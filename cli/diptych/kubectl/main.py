@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -14,6 +15,7 @@ from diptych.defaults import TOP_INTERVAL_S
 from diptych.kubectl.cluster import Access, Cluster, ClusterError
 from diptych.main import CONTEXT
 from diptych.main import render as render_file
+from diptych.request_trace import show_timelines, svg_option
 from diptych.service_argument import service_argument
 from diptych.watching import loads_over, show
 
@@ -50,6 +52,7 @@ def main() -> None:
       kubectl diptych status            every service of the namespace
       kubectl diptych why smollm2       what is wrong with one, and what to do
       kubectl diptych why smollm2 ID    why a request went where it did
+      kubectl diptych trace smollm2 ID  when it was where
       kubectl diptych top smollm2 -w    its engines' load
 
     \b
@@ -150,6 +153,40 @@ def why(
     else:
         _print_explanation(found, console_for_tables())
     raise SystemExit(0 if found.healthy else 1)
+
+
+@main.command()
+@click.argument("name")
+@click.argument("request_id")
+@svg_option
+@_access
+@_json_option
+def trace(
+    name: str,
+    request_id: str,
+    svg: Path | None,
+    kubeconfig: str | None,
+    context: str | None,
+    namespace: str | None,
+    as_json: bool,
+) -> None:
+    """Show when a request to service NAME was where: queue, prompt, hand-off, tokens and moves.
+
+    REQUEST_ID is the header X-Request-Id of the answer, or the id in its body. All routers are
+    asked, with the same rights as for `why`.
+
+    \b
+    Example:
+      kubectl diptych trace smollm2 0f3c5a7e9b1d2f40
+      kubectl diptych trace smollm2 0f3c5a7e9b1d2f40 --svg trace.svg
+    """
+    from diptych.kubectl.routers import ask_about
+
+    cluster = Cluster.connect(Access(kubeconfig, context, namespace))
+    told, problems = ask_about(cluster, name, request_id)
+    for problem in problems:
+        click.echo(problem, err=True)
+    show_timelines(told, svg, as_json=as_json)
 
 
 @main.command()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from diptych_engine.scheduling.request import Request, TokenOutput
+from diptych_engine.scheduling.request import Request, RequestStatus, StepPlan, TokenOutput
 from diptych_protocol import RequestJourneyEvent, RequestJourneyEventType
 
 Station = RequestJourneyEventType
@@ -73,8 +73,14 @@ class JourneyLog:
         )
         self._events[request.client].append(event)
 
-    def saw_tokens(self, outputs: list[TokenOutput], step: int) -> None:
-        """What a step has produced; the first token of each request is a station."""
+    def saw_step(self, plan: StepPlan, outputs: list[TokenOutput], step: int) -> None:
+        """What a step has computed and produced. A part of a prompt that goes on is a station, and
+        so is the first token of each request."""
+        for share in plan.scheduled:
+            request = share.request
+            goes_on = share.start + share.num_tokens < request.num_prompt_tokens
+            if goes_on and request.status is RequestStatus.RUNNING:
+                self.record(request, Station.CHUNK, step)
         for made in outputs:
             progress = self._progress.get(made.request.request_id)
             if made.output.new_token_ids and progress is not None and not progress.has_token:

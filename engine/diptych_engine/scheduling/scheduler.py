@@ -105,7 +105,7 @@ class Scheduler(SchedulerState):
         """Apply a step's results. Requests that ended meanwhile get nothing more."""
         outputs = apply_results(plan, result, self.prefixes, self.stats)
         if self.journey is not None:
-            self.journey.saw_tokens(outputs, self.stats.steps)
+            self.journey.saw_step(plan, outputs, self.stats.steps)
         return outputs
 
     # --- what others read ---------------------------------------------------------------------

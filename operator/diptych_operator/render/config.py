@@ -62,6 +62,7 @@ def engine_config(service: InferenceService, pool: Pool, revision: str, model: s
         kv_transfer=KVTransferConfig(lease_seconds=service.spec.transfer.lease_seconds),
         revision=revision,
         drain_seconds=service.spec.availability.drain_seconds,
+        journey_events=True,  # `diptych trace` shows them
         **settings,
     )
 

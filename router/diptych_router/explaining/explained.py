@@ -9,9 +9,12 @@ from diptych_protocol.admin import (
     AttemptReport,
     Candidate,
     Choice,
+    PlacementReport,
     RequestLine,
     RequestReport,
+    StationReport,
 )
+from diptych_router.explaining.course import Placement
 from diptych_router.explaining.remembered import Attempt, Explained
 from diptych_router.policy import Decision, Priced
 
@@ -38,6 +41,24 @@ def report_of(known: Explained, name_of: NameOf) -> RequestReport:
         attempts=[_attempt(attempt, shift, name_of) for attempt in known.attempts],
         attempts_left_out=known.num_attempts - len(known.attempts),
         tenant=known.tenant,
+        placements=[_placement(x, known.began_s, name_of) for x in known.placements],
+        token_times_s=[time_s - known.began_s for time_s in known.tokens.marks[::2]],
+        token_counts=[int(count) for count in known.tokens.marks[1::2]],
+    )
+
+
+def _placement(placement: Placement, began_s: float, name_of: NameOf) -> PlacementReport:
+    first = placement.first_word_s
+    return PlacementReport(
+        engine=name_of(placement.engine),
+        attempt=placement.attempt,
+        sent_s=placement.sent_s - began_s,
+        first_word_s=None if first is None else first - began_s,
+        received_tokens=placement.received_tokens,
+        stations=[
+            StationReport(name=kind.name.lower(), at_s=time_s - began_s, prompt_tokens=tokens)
+            for kind, time_s, tokens in placement.stations()
+        ],
     )
 
 
@@ -83,6 +104,7 @@ def _attempt(attempt: Attempt, shift: float, name_of: NameOf) -> AttemptReport:
         decoded_by=[name_of(key) for key in attempt.decoded_by],
         setback=attempt.setback,
         why=attempt.why,
+        setback_s=attempt.setback_s,
     )
 
 

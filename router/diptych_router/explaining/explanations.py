@@ -8,13 +8,15 @@ somebody asks. Nothing of a prompt is kept but how many tokens it has.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 from typing import Final
 
-from diptych_protocol import EngineCoreRequest
+from diptych_protocol import EngineCoreOutput, EngineCoreRequest, RequestJourneyEvent
 from diptych_protocol.admin import Explanation, RequestLine, RequestList, RequestReport
-from diptych_router.actions import Ended, Explain, Heard, Interrupted
+from diptych_router.actions import Add, Ended, Explain, Heard, Interrupted
+from diptych_router.explaining.course import Placement
 from diptych_router.explaining.explained import NameOf, line_of, report_of
 from diptych_router.explaining.prediction_metrics import PredictionMetrics
 from diptych_router.explaining.remembered import Attempt, Explained
@@ -25,6 +27,8 @@ MOST_BYTES: Final = 32 << 20
 """What was weighed for requests takes at most so much; the oldest is forgotten first."""
 MOST_ATTEMPTS: Final = 16
 """Attempts of one request that are remembered, the first ones."""
+MOST_PLACEMENTS: Final = 2 * MOST_ATTEMPTS
+"""Engines that had one request of which something is remembered, the first ones."""
 MOST_CHARACTERS: Final = 256
 """A client's id and a reason are cut to this length."""
 MOST_FOUND: Final = 32
@@ -52,6 +56,8 @@ class Explanations:
         """By the router's own id."""
         self._heavy: OrderedDict[str, Explained] = OrderedDict()
         """Those of them that have what was weighed, in the order of their first choice."""
+        self._placements: dict[str, Placement] = {}
+        """By the ids by which engines know them."""
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -74,6 +80,8 @@ class Explanations:
             _, oldest = self._requests.popitem(last=False)
             self._heavy.pop(oldest.core_id, None)
             self.num_bytes -= oldest.num_bytes
+            for placement in oldest.placements:
+                self._placements.pop(placement.core_id, None)
 
     def chose(self, action: Explain, now: float) -> None:
         """Engines were chosen for an attempt."""
@@ -96,8 +104,37 @@ class Explanations:
             while self.num_bytes > self._most_bytes:
                 self._lighten(next(iter(self._heavy.values())))
 
+    def sent(self, action: Add, now: float) -> None:
+        """It goes to an engine."""
+        core_id = action.request.request_id
+        known = self._requests.get(core_id.rpartition("/")[0])
+        if known is not None and len(known.placements) < MOST_PLACEMENTS:
+            placement = Placement(core_id, action.engine, known.num_attempts, now)
+            known.placements.append(placement)
+            self._placements[core_id] = placement
+
+    def told(self, engine: str, stations: Iterable[RequestJourneyEvent], now: float) -> None:
+        """An engine tells how far requests have come there. engine: its key."""
+        for station in stations:
+            placement = self._placements.get(station.request_id)
+            if placement is not None and placement.engine == engine:
+                placement.heard(station, now)
+
+    def delivered(self, outputs: Iterable[EngineCoreOutput], now: float) -> None:
+        """Outputs are for those who wait."""
+        for output in outputs:
+            known = self._requests.get(output.request_id)
+            if known is not None and output.new_token_ids:
+                known.tokens.came(len(output.new_token_ids), now)
+
     def heard(self, action: Heard, now: float) -> None:
         """A placement has brought its first word."""
+        known = self._requests.get(action.request_id)
+        if known is not None and known.placements:
+            newest = known.placements[-1]
+            if newest.engine == action.engine and newest.first_word_s is None:
+                newest.first_word_s = now
+                newest.received_tokens = action.output.num_received_tokens or 0
         attempt = self._attempt(action.request_id)
         if attempt is None:
             return
@@ -118,12 +155,13 @@ class Explanations:
                     self._predictions.hand_off.saw(real_s / expected_s)
             attempt.decoded_by.append(action.engine)
 
-    def interrupted(self, action: Interrupted) -> None:
+    def interrupted(self, action: Interrupted, now: float) -> None:
         """An attempt has ended early."""
         attempt = self._attempt(action.request_id)
         if attempt is not None:
             attempt.setback = action.setback.name.lower()
             attempt.why = action.why[:MOST_CHARACTERS]
+            attempt.setback_s = now - attempt.began_s
 
     def ended(self, action: Ended, now: float) -> None:
         """A request is over."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from diptych_router.explaining.course import Placement, TokenTimes
 from diptych_router.policy import FETCH, Decision
 
 
@@ -26,6 +27,7 @@ class Attempt:
     """Keys."""
     setback: str = ""
     why: str = ""
+    setback_s: float | None = None
 
     @property
     def first_token_expected_s(self) -> float | None:
@@ -63,3 +65,5 @@ class Explained:
     outcome: str = ""
     output_tokens: int = 0
     tenant: str = ""
+    placements: list[Placement] = field(default_factory=list)
+    tokens: TokenTimes = field(default_factory=TokenTimes)

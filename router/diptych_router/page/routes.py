@@ -14,6 +14,8 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from diptych_frontend.openai.asgi import UntilDisconnect, client_of, exchange_of, header
+from diptych_frontend.timeline.lanes import timeline
+from diptych_frontend.timeline.picture import svg
 from diptych_protocol import InvalidRequestError
 from diptych_protocol.admin import Explanation
 from diptych_router.page.assets import Assets
@@ -22,9 +24,12 @@ from diptych_router.page.view import RouterView
 from diptych_router.page.watchers import Watchers
 
 MOST_ID_CHARACTERS: Final = 256
+UNKEPT: Final = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+"""Headers of an answer for one client at one moment: nothing keeps it."""
 ABOUT_PATH: Final = "/ui/api/about"
 EVENTS_PATH: Final = "/ui/api/events"
 ANSWER_PATH: Final = "/ui/api/answers/{request_id:path}"
+TIMELINE_PATH: Final = "/ui/api/timelines/{request_id:path}"
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +73,7 @@ class Page:
             Route(ABOUT_PATH, self.about),
             _only_get(Route(EVENTS_PATH, _Events(self.watchers), methods=["GET"])),
             Route(ANSWER_PATH, self.answer),
+            Route(TIMELINE_PATH, self.timeline),
         ]
 
     async def about(self, request: Request) -> Response:
@@ -76,6 +82,16 @@ class Page:
     async def answer(self, request: Request) -> Response:
         """Why the engines of an answer were chosen, and what came true: of the caller's own
         requests only, and nobody learns whether there are others."""
+        return _json(await self._own(request))
+
+    async def timeline(self, request: Request) -> Response:
+        """When the caller's own request was where, as a picture."""
+        found = await self._own(request)
+        picture = svg(timeline(found.requests[0]))
+        return Response(picture, media_type="image/svg+xml", headers=UNKEPT)
+
+    async def _own(self, request: Request) -> Explanation:
+        """What is remembered under the id in the path. Raises `InvalidRequestError`."""
         request_id = request.path_params["request_id"]
         if len(request_id) > MOST_ID_CHARACTERS:
             raise InvalidRequestError(
@@ -91,7 +107,7 @@ class Page:
                 status=404,
                 code="not_found",
             )
-        return _json(msgspec.structs.replace(found, requests=own))
+        return msgspec.structs.replace(found, requests=own)
 
 
 def _only_get(route: Route) -> Route:
@@ -126,6 +142,4 @@ class _Events:
 
 
 def _json(value: About | Explanation) -> Response:
-    """An answer for one client at one moment: nothing keeps it."""
-    headers = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
-    return Response(msgspec.json.encode(value), media_type="application/json", headers=headers)
+    return Response(msgspec.json.encode(value), media_type="application/json", headers=UNKEPT)

@@ -35,14 +35,25 @@ def test_contract_M06_a_request_comes_by_every_station_in_order() -> None:
     scheduler.add(make_request("r", list(range(12)), 3))
     run(scheduler, ToyRunner())
     events = events_of(log, "r")
-    assert stations(events) == ["QUEUED", "SCHEDULED", "FIRST_TOKEN", "FINISHED", "DEPARTED"]
-    assert [e.scheduler_step for e in events] == [0, 0, 2, 4, 4]
-    assert [e.prefill_done_tokens for e in events] == [0, 0, 12, 12, 12]
-    assert [e.decode_done_tokens for e in events] == [0, 0, 1, 3, 3]
-    assert [e.phase for e in events] == ["PREFILL", "PREFILL", "DECODE", "DECODE", "DECODE"]
+    assert stations(events) == [
+        "QUEUED", "SCHEDULED", "CHUNK", "FIRST_TOKEN", "FINISHED", "DEPARTED",
+    ]  # fmt: skip
+    assert [e.scheduler_step for e in events] == [0, 0, 1, 2, 4, 4]
+    assert [e.prefill_done_tokens for e in events] == [0, 0, 8, 12, 12, 12]
+    assert [e.decode_done_tokens for e in events] == [0, 0, 0, 1, 3, 3]
+    assert [e.phase for e in events] == ["PREFILL"] * 3 + ["DECODE"] * 3
     assert {(e.prefill_total_tokens, e.decode_max_tokens) for e in events} == {(12, 3)}
-    assert [e.schedule_kind for e in events] == [None, "FIRST", None, None, None]
-    assert [e.finish_status for e in events] == [None, None, None, "length", "length"]
+    assert [e.schedule_kind for e in events] == [None, "FIRST", None, None, None, None]
+    assert [e.finish_status for e in events] == [None, None, None, None, "length", "length"]
+
+
+def test_contract_M06_each_part_of_a_long_prompt_is_a_station_but_the_last() -> None:
+    scheduler, log = followed(16)
+    scheduler.add(make_request("r", list(range(20)), 2))
+    run(scheduler, ToyRunner())
+    events = events_of(log, "r")
+    assert stations(events)[:5] == ["QUEUED", "SCHEDULED", "CHUNK", "CHUNK", "FIRST_TOKEN"]
+    assert [e.prefill_done_tokens for e in events[2:5]] == [8, 16, 20]
 
 
 def test_contract_M06_progress_survives_preemption() -> None:
@@ -50,7 +61,7 @@ def test_contract_M06_progress_survives_preemption() -> None:
     scheduler.add(make_request("old", [1] * 8, 12))
     scheduler.add(make_request("young", [2] * 8, 12))
     run(scheduler, ToyRunner())
-    events = events_of(log, "young")
+    events = [e for e in events_of(log, "young") if e.event_type is not Station.CHUNK]
     assert stations(events)[:5] == ["QUEUED", "SCHEDULED", "FIRST_TOKEN", "PREEMPTED", "SCHEDULED"]
     preempted, resumed = events[3], events[4]
     assert preempted.num_preemptions_so_far == 1

@@ -58,7 +58,10 @@ def http(page: Page, tmp_path: Path) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url="http://test")
 
 
-DATA = ("/ui/api/about", "/ui/api/events", "/ui/api/answers/shared")
+DATA = (
+    "/ui/api/about", "/ui/api/events", "/ui/api/answers/shared", "/ui/api/timelines/shared",
+)  # fmt: skip
+REMEMBERED = ("answers", "timelines")
 
 
 @pytest.mark.parametrize("path", DATA)
@@ -92,15 +95,25 @@ async def test_everybody_sees_his_own_requests_only(
     assert known["core_id"] == f"core of {name}"
 
 
-async def test_a_request_of_others_is_as_one_that_is_not_there(http: httpx.AsyncClient) -> None:
-    others = await http.get("/ui/api/answers/of-bob", headers=ALICE)
-    unknown = await http.get("/ui/api/answers/nobodys", headers=ALICE)
+@pytest.mark.parametrize("what", REMEMBERED)
+async def test_a_request_of_others_is_as_one_that_is_not_there(
+    http: httpx.AsyncClient, what: str
+) -> None:
+    others = await http.get(f"/ui/api/{what}/of-bob", headers=ALICE)
+    unknown = await http.get(f"/ui/api/{what}/nobodys", headers=ALICE)
     assert others.status_code == unknown.status_code == 404
     assert others.json() == unknown.json()
 
 
-async def test_an_id_that_cannot_be_one_is_refused(http: httpx.AsyncClient) -> None:
-    answer = await http.get(f"/ui/api/answers/{'x' * 300}", headers=ALICE)
+async def test_a_timeline_is_a_picture(http: httpx.AsyncClient) -> None:
+    answer = await http.get("/ui/api/timelines/shared", headers=BOB)
+    assert answer.headers["content-type"] == "image/svg+xml"
+    assert answer.text.startswith("<svg ")
+
+
+@pytest.mark.parametrize("what", REMEMBERED)
+async def test_an_id_that_cannot_be_one_is_refused(http: httpx.AsyncClient, what: str) -> None:
+    answer = await http.get(f"/ui/api/{what}/{'x' * 300}", headers=ALICE)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "request_id"
 

@@ -2,6 +2,7 @@
 
 import { make, termsOf } from "./dom.js";
 import { inBytes } from "./pools.js";
+import { timelineOf } from "./timeline.js";
 
 /**
  * @typedef {object} Candidate
@@ -38,9 +39,10 @@ const DUTIES = { prefill: "To compute the prompt", decode: "To decode", both: "T
  * @param {import("./answering.js").Outcome} outcome
  * @param {Explanation | null} explanation null: the router does not say
  * @param {import("./pools.js").Pools} pools
+ * @param {() => Promise<string>} askTimeline an SVG
  * @returns {HTMLElement}
  */
-export function factsOf(outcome, explanation, pools) {
+export function factsOf(outcome, explanation, pools, askTimeline) {
   const attempts = explanation?.requests[0]?.attempts ?? [];
   const box = make("div", "facts");
   const last = attempts.at(-1);
@@ -55,7 +57,7 @@ export function factsOf(outcome, explanation, pools) {
   if (explanation && last) {
     const why = make("details", "", make("summary", "", "Why there"));
     attempts.forEach((attempt, at) => why.append(...whyOf(attempt, at, explanation.policy)));
-    box.append(why);
+    box.append(timelineOf(askTimeline), why);
   }
   return box;
 }

@@ -115,7 +115,10 @@ async function answer() {
   if (outcome.text) conversation.answered(outcome.text);
   else transcript.removeAnswer();
   again.disabled = !conversation.canRegenerate;
-  if (outcome.text && panels) shown.attach(factsOf(outcome, await explained(outcome), panels.pools));
+  if (outcome.text && panels) {
+    const ask = () => service.timeline(outcome.requestId);
+    shown.attach(factsOf(outcome, await explained(outcome), panels.pools, ask));
+  }
 }
 
 /**

@@ -52,6 +52,15 @@ export class Service {
   }
 
   /**
+   * When an answer was where, as an SVG.
+   * @param {string} requestId
+   * @returns {Promise<string>}
+   */
+  async timeline(requestId) {
+    return (await this.#ask(`/ui/api/timelines/${encodeURIComponent(requestId)}`)).text();
+  }
+
+  /**
    * Changes of the pools, as they happen.
    * @returns {AsyncGenerator<import("./pools.js").Change>}
    */

@@ -1,0 +1,98 @@
+"""When things happened to a request: at engines, by their own word, and to its tokens.
+
+Times come in as seconds of the router's clock. What is kept is bounded and small, because it is
+kept of thousands of requests.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterator
+from typing import Final
+
+from diptych_protocol import RequestJourneyEvent
+from diptych_protocol import RequestJourneyEventType as Station
+
+MOST_STATIONS: Final = 40
+"""Stations of a request at one engine that are kept. Of a prompt in more parts, the newest part
+takes the place of the one before it: parts then look longer than they were."""
+MOST_MARKS: Final = 64
+"""Moments at which tokens came that are kept of a request."""
+PARTS: Final = 3
+"""Numbers that are kept of a station."""
+
+
+class Placement:
+    """A request at one engine."""
+
+    __slots__ = (
+        "_lag_s", "_told", "attempt", "core_id", "engine",
+        "first_word_s", "received_tokens", "sent_s",
+    )  # fmt: skip
+
+    def __init__(self, core_id: str, engine: str, attempt: int, sent_s: float) -> None:
+        """core_id: by which the engine knows it. engine: a key. attempt: its number."""
+        self.core_id, self.engine, self.attempt, self.sent_s = core_id, engine, attempt, sent_s
+        self.first_word_s: float | None = None
+        self.received_tokens = 0
+        self._told: array[float] | None = None
+        """Each station's type, the engine's time, and how far the prompt was, one after the other;
+        None: it tells nothing."""
+        self._lag_s = math.inf
+        """The router's clock less the engine's: the least that was seen, so it contains the
+        shortest time that a message took."""
+
+    def heard(self, station: RequestJourneyEvent, now_s: float) -> None:
+        """The engine tells a station. What makes no sense is not kept."""
+        time_s, kind = station.ts_monotonic, station.event_type
+        if not math.isfinite(time_s) or kind is Station.DEPARTED:
+            return
+        if self._told is None:
+            self._told = array("d")
+        told = self._told
+        if len(told) == PARTS * MOST_STATIONS:
+            if kind is Station.CHUNK and told[-PARTS] != kind:
+                return
+            del told[-PARTS:]
+        self._lag_s = min(self._lag_s, now_s - time_s)
+        told.extend((kind, time_s, station.prefill_done_tokens))
+
+    def stations(self) -> Iterator[tuple[Station, float, int]]:
+        """Each station, when it was by the router's clock, and how far the prompt had come."""
+        told = self._told or ()
+        for kind, time_s, tokens in zip(told[::PARTS], told[1::PARTS], told[2::PARTS], strict=True):
+            yield Station(int(kind)), max(self.sent_s, time_s + self._lag_s), int(tokens)
+
+
+class TokenTimes:
+    """When tokens came: of the first ones each, and of more every second, fourth, ..."""
+
+    __slots__ = ("_next", "_num_marks", "_stride", "marks", "total")
+
+    def __init__(self) -> None:
+        self.marks = array("d")
+        """A time, how many tokens there were then, the next time, ..."""
+        self.total = 0
+        self._num_marks = 0
+        self._stride = self._next = 1
+
+    def came(self, num_tokens: int, now_s: float) -> None:
+        """So many more came."""
+        self.total += num_tokens
+        if self.total < self._next:
+            return
+        if self._num_marks == MOST_MARKS:
+            self._thin_out()
+        self.marks.extend((now_s, self.total))
+        self._num_marks += 1
+        self._next = self.total + self._stride
+
+    def _thin_out(self) -> None:
+        """Forget every second mark."""
+        times, counts = self.marks[::4], self.marks[1::4]
+        self.marks = array("d")
+        for mark in zip(times, counts, strict=True):
+            self.marks.extend(mark)
+        self._num_marks //= 2
+        self._stride *= 2
