@@ -38,6 +38,7 @@ def main() -> None:
                 scene.page.screenshot(path=FOLDER / f"{name}.png")
         with Scene.opened(browser, service.url, "light", DESK) as scene:
             scene.killed()
+            scene.show_timeline()
             scene.page.screenshot(path=FOLDER / "page-killed.png")
 
 

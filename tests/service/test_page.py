@@ -409,11 +409,8 @@ def test_a_picture_shows_when_an_answer_was_where(open_page: Open) -> None:
     scene = open_page()
     scene.ask(WHOLE.words)
     scene.wait_for_end()
-    scene.facts.locator("summary", has_text="Timeline").click()
-    picture = scene.facts.locator("img")
-    expect(picture).to_be_visible()
-    wait_until(lambda: picture.evaluate("image => image.naturalWidth") > 0)
-    told = picture.get_attribute("alt") or ""
+    scene.show_timeline()
+    told = scene.facts.locator("img").get_attribute("alt") or ""
     for word in ("smollm2-prefill-0: ", "tokens of the prompt", "first token", "router: stop"):
         assert word in told
 

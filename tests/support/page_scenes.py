@@ -102,6 +102,13 @@ class Scene:
         self.facts.locator("summary", has_text="Why there").click()
         wait_until(lambda: sum(self.rows().values()) == 0)
 
+    def show_timeline(self) -> None:
+        """The picture of the newest answer's way, in view."""
+        self.facts.locator("summary", has_text="Timeline").click()
+        picture = self.facts.locator("img")
+        wait_until(lambda: picture.evaluate("image => image.naturalWidth") > 0)
+        picture.scroll_into_view_if_needed()
+
     def killed(self, tokens: int = 120) -> tuple[str, str]:
         """The engine of a long answer is killed, and the answer goes on to its end. Returns the
         name of that engine, and the text that there was before."""

@@ -152,9 +152,17 @@ def _bars(request: RequestReport, index: int, end_s: float) -> Iterator[Bar]:
         if at_s > began_s:
             label = _label(request, placement, kind, began_s, at_s, tokens - done)
             yield Bar(kind, began_s, at_s, label)
-        if begins == "end":
+        if begins == "end" or (begins == "decode" and _only_prompt(request, placement)):
             return
         kind, began_s, done = begins, at_s, max(done, tokens)
+
+
+def _only_prompt(request: RequestReport, placement: PlacementReport) -> bool:
+    """Whether the engine was to compute the prompt for another one."""
+    if placement.attempt > len(request.attempts):
+        return False
+    attempt = request.attempts[placement.attempt - 1]
+    return placement.engine == attempt.prefill != attempt.decode
 
 
 _WAITS: Final[dict[str, Kind]] = {
