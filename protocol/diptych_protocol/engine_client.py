@@ -84,11 +84,13 @@ class Renderer(Protocol):
         messages: list[dict[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
     ) -> TokensPrompt:
         """Apply the model's chat template; `tools` are those that the answer may call, and
-        `template_kwargs` further variables of the template.
+        `template_kwargs` further variables of the template. With `continue_final_message` the
+        prompt ends with the last message's text, so that the answer goes on with it.
 
         Raises `InvalidRequestError` if the template refuses.
         """

@@ -34,6 +34,43 @@ def test_names_and_filters(source: str, expected: str) -> None:
     assert render(source) == expected
 
 
+BEGUN = [{"role": "user", "content": "U"}, {"role": "assistant", "content": " a.  "}]
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content CUT }}</>\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("filters", "text"),
+    [("", "<user>U</>\n<assistant> a.  "), ("| trim", "<user>U</>\n<assistant>a.  ")],
+)
+def test_a_last_message_that_goes_on_ends_the_prompt(filters: str, text: str) -> None:
+    template = ChatTemplate(TURNS.replace("CUT", filters), "", "")
+    begun = template.render(BEGUN, add_generation_prompt=False, continue_final_message=True)
+    assert begun == text
+    assert BEGUN[-1]["content"] == " a.  "
+
+
+@pytest.mark.parametrize(
+    ("source", "message", "says"),
+    [
+        (TURNS.replace("CUT", ""), {"role": "user", "content": "a"}, "last message of the assist"),
+        (TURNS.replace("CUT", ""), {"role": "assistant", "content": ""}, "with a text"),
+        (TURNS.replace("CUT", ""), {"role": "assistant", "content": None}, "with a text"),
+        (
+            TURNS.replace("CUT", ""),
+            {"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]},
+            "without calls of tools",
+        ),
+        ("{{ messages[0].content }}", {"role": "assistant", "content": "a"}, "does not show"),
+    ],
+)
+def test_what_cannot_go_on_is_refused(source: str, message: dict[str, Any], says: str) -> None:
+    template = ChatTemplate(source, "", "")
+    messages = [{"role": "user", "content": "U"}, message]
+    with pytest.raises(InvalidRequestError, match=says) as caught:
+        template.render(messages, add_generation_prompt=False, continue_final_message=True)
+    assert caught.value.param == "messages"
+
+
 def test_the_date_can_be_had() -> None:
     assert re.fullmatch(r"\d{4}-\d\d", render("{{ strftime_now('%Y-%m') }}"))
 

@@ -126,6 +126,11 @@ def test_chat(text_renderer: TextRenderer, tokenizer: Tokenizer) -> None:
     assert rendered["prompt_token_ids"].count(1) == 3
     closed = text_renderer.render_chat(messages, add_generation_prompt=False)
     assert closed["prompt"] == text.removesuffix("<|im_start|>assistant\n")
+    begun = [*messages, {"role": "assistant", "content": "It is"}]
+    goes_on = text_renderer.render_chat(
+        begun, add_generation_prompt=False, continue_final_message=True
+    )
+    assert goes_on["prompt"] == text + "It is"
 
 
 @pytest.mark.parametrize(

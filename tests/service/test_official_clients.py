@@ -118,6 +118,18 @@ async def test_anthropics_client_gets_the_models_answer(claude: anthropic.AsyncA
     assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
+async def test_anthropics_client_lets_an_answer_go_on(claude: anthropic.AsyncAnthropic) -> None:
+    message = await claude.messages.create(
+        model="smollm2",
+        max_tokens=4,
+        messages=[*TURNS, {"role": "assistant", "content": "The capital of France is"}],
+        extra_body=GREEDY,
+    )
+    [block] = message.content
+    assert block.type == "text"
+    assert block.text.strip().startswith("Paris")
+
+
 async def test_anthropics_client_streams_the_models_answer(
     claude: anthropic.AsyncAnthropic,
 ) -> None:

@@ -75,12 +75,25 @@ def as_chat(request: CountTokensRequest, *, reasons: bool) -> TranslatedChat:
         include_reasoning=_shows_thinking(request, reasons),
         response_format=_format(request),
     )
+    if messages[-1].role == "assistant":
+        _continue(request, chat)
     if reasons and isinstance(request.thinking, NoThinking):
         chat.chat_template_kwargs = dict.fromkeys(SWITCHES, False)
     _choose_tools(request, chat)
     if isinstance(request, MessagesRequest):
         _set_options(request, chat)
     return chat
+
+
+def _continue(request: CountTokensRequest, chat: TranslatedChat) -> None:
+    """The last turn is an answer that has begun, and goes on. Raises `InvalidRequestError`."""
+    if isinstance(request.thinking, Thinking | AdaptiveThinking):
+        raise InvalidRequestError(
+            "messages: an answer that has begun goes on without thinking: leave thinking out, or "
+            "end with the user's turn",
+            param="messages",
+        )
+    chat.continue_final_message = True
 
 
 def _set_options(request: MessagesRequest, chat: TranslatedChat) -> None:
@@ -150,12 +163,6 @@ def _messages(request: CountTokensRequest) -> list[ChatMessage]:
     for role, turns in groupby(request.messages, key=lambda turn: turn.role):
         blocks = _blocks_of(turns)
         messages.extend(_answered(blocks) if role == "assistant" else _said(blocks, role))
-    if messages[-1].role == "assistant":
-        raise InvalidRequestError(
-            "messages: the last turn must be the user's: this server does not continue an answer "
-            "that has begun",
-            param="messages",
-        )
     return messages
 
 

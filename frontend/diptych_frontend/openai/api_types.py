@@ -197,6 +197,16 @@ def check_neutral(request: msgspec.Struct, neutral: Neutral) -> None:
             )
 
 
+def check_continues(request: Any) -> None:
+    """Raise `InvalidRequestError` for a conversation that is to go on in two ways at once."""
+    if request.continue_final_message and request.add_generation_prompt:
+        raise InvalidRequestError(
+            "continue_final_message goes on with the last message, and add_generation_prompt "
+            "begins another one: send one of them",
+            param="continue_final_message",
+        )
+
+
 class CompletionRequest(GenerationRequest, kw_only=True):
     """Body of POST /v1/completions."""
 
@@ -278,7 +288,6 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         "service_tier": ("auto", "default"),
         "prompt_cache_options": ({},),
         "add_special_tokens": (False,),
-        "continue_final_message": (False,),
         "chat_template": (),
         "documents": ([],),
     }
@@ -288,6 +297,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: AlternativesCount | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    """The answer goes on with the text of the last message, which is the assistant's."""
     tools: Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     """Without it a model may call tools if there are any."""
@@ -316,9 +327,22 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     service_tier: Any = None
     prompt_cache_options: Any = None
     add_special_tokens: Any = None
-    continue_final_message: Any = None
     chat_template: Any = None
     documents: Any = None
+
+    def check(self, num_prompts: int) -> None:
+        """See `GenerationRequest.check`."""
+        super().check(num_prompts)
+        check_continues(self)
+        if not self.continue_final_message:
+            return
+        for name, form in self.forms().items():
+            if form is not None:
+                raise InvalidRequestError(
+                    f"{name} gives a whole answer its form: leave it out where "
+                    "continue_final_message is true",
+                    param=name,
+                )
 
     @property
     def has_images(self) -> bool:

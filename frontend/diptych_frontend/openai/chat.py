@@ -156,7 +156,8 @@ class ChatApi:
         messages = [plain_message(message, index) for index, message in enumerate(request.messages)]
         prompt = renderer.render_chat(
             self._calls.prepare(messages),
-            add_generation_prompt=request.add_generation_prompt is not False,
+            add_generation_prompt=_begins_message(request),
+            continue_final_message=request.continue_final_message is True,
             tools=msgspec.to_builtins(request.callable_tools) or None,
             template_kwargs=request.chat_template_kwargs,
         )
@@ -201,6 +202,10 @@ class ChatApi:
         )
         [prompt] = sound.prompts
         return ChatWriter(envelope, request.top_logprobs or 0, self.parts(request, prompt))
+
+
+def _begins_message(request: ChatCompletionRequest) -> bool:
+    return request.add_generation_prompt is not False and not request.continue_final_message
 
 
 class ChatWriter(ResponseWriter):

@@ -20,6 +20,9 @@ from diptych_protocol import InvalidRequestError
 KWARGS: Final = "chat_template_kwargs"
 MAX_KWARGS_BYTES: Final = 16 << 10
 """Limit on `chat_template_kwargs`, encoded."""
+END_MARK: Final = "\ufdd0\ufdd1"
+"""Stands at the end of a message that goes on, while a template writes it. These characters are in
+no text: Unicode keeps them for uses within a program."""
 _VARIABLE = re.compile(r"[a-zA-Z][a-zA-Z0-9_]{0,63}")
 
 
@@ -58,14 +61,18 @@ class ChatTemplate:
         messages: list[dict[str, Any]],
         *,
         add_generation_prompt: bool,
+        continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
     ) -> str:
-        """Render a conversation; `template_kwargs` are further variables of the template.
+        """Render a conversation; `template_kwargs` are further variables of the template. With
+        `continue_final_message` the text ends where the last message's does.
 
         Raises `InvalidRequestError` for a variable that is not the caller's to set, and if the
-        template refuses the conversation.
+        template refuses the conversation, or does not show the message that is to go on.
         """
+        if continue_final_message:
+            messages = [*messages[:-1], _marked(messages[-1])]
         variables = {
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,
@@ -77,12 +84,36 @@ class ChatTemplate:
             check_template_kwargs(template_kwargs, self._globals | variables.keys())
             variables |= template_kwargs
         try:
-            return self._template.render(variables)
+            text: str = self._template.render(variables)
         except Exception as exc:
             # A template is the model author's program: it may fail in any way a program can.
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {exc}", param="messages"
             ) from exc
+        if not continue_final_message:
+            return text
+        begun, mark, _ = text.rpartition(END_MARK)
+        if not mark:
+            raise InvalidRequestError(
+                "the model's chat template does not show the last message, so no answer can go on "
+                "with it",
+                param="messages",
+            )
+        return begun
+
+
+def _marked(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose end can be found in what a template makes of it. Raises
+    `InvalidRequestError`."""
+    content = message.get("content")
+    is_text = isinstance(content, str) and content
+    if message.get("role") != "assistant" or message.get("tool_calls") or not is_text:
+        raise InvalidRequestError(
+            "only a last message of the assistant can go on, with a text and without calls of "
+            "tools",
+            param="messages",
+        )
+    return {**message, "content": f"{content}{END_MARK}"}
 
 
 def check_template_kwargs(kwargs: object, reserved: Collection[str] = ()) -> None:

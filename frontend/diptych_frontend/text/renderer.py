@@ -91,10 +91,11 @@ class TextRenderer:
         messages: list[dict[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
     ) -> TokensPrompt:
-        """Apply the model's chat template. Raises `InvalidRequestError` if it refuses."""
+        """See `Renderer.render_chat`."""
         tokenizer = self._require_tokenizer("messages")
         if not messages:
             raise InvalidRequestError("messages must not be empty", param="messages")
@@ -103,6 +104,7 @@ class TextRenderer:
         text = tokenizer.render_chat(
             [plain_message(message, index, seen) for index, message in enumerate(messages)],
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             tools=tools,
             template_kwargs=template_kwargs,
         )

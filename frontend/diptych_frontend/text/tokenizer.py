@@ -111,6 +111,7 @@ class Tokenizer:
         messages: list[dict[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
     ) -> str:
@@ -122,6 +123,7 @@ class Tokenizer:
         return self._template.render(
             messages,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             tools=tools,
             template_kwargs=template_kwargs,
         )

@@ -18,6 +18,7 @@ from diptych_frontend.openai.api_types import (
     ChatMessage,
     Int64,
     Neutral,
+    check_continues,
     check_neutral,
 )
 from diptych_frontend.openai.asgi import exchange_of, send_bytes
@@ -37,9 +38,10 @@ meanwhile."""
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /tokenize: `prompt`, or `messages` and what belongs to them."""
 
-    OF_CHATS: ClassVar = ("add_generation_prompt", "tools", "chat_template_kwargs")
+    OF_CHATS: ClassVar = (
+        "add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs",
+    )  # fmt: skip
     NEUTRAL: ClassVar[Neutral] = {
-        "continue_final_message": (False,),
         "chat_template": (),
         "media_io_kwargs": ({},),
         "mm_processor_kwargs": ({},),
@@ -55,10 +57,10 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     `prompt`; a chat's template writes it itself."""
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     tools: Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    continue_final_message: Any = None
     chat_template: Any = None
     media_io_kwargs: Any = None
     mm_processor_kwargs: Any = None
@@ -69,6 +71,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Raises `InvalidRequestError` naming the field.
         """
         check_neutral(self, self.NEUTRAL)
+        check_continues(self)
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequestError("send either prompt or messages", param="prompt")
         if self.messages is not None and self.add_special_tokens:
@@ -183,6 +186,7 @@ def _as_chat(request: TokenizeRequest) -> ChatCompletionRequest:
         model="",
         messages=request.messages or [],
         add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
         tools=request.tools,
         chat_template_kwargs=request.chat_template_kwargs,
     )

@@ -74,6 +74,7 @@ async def thinking(engine: Any, rendered: list[Any]) -> AsyncIterator[httpx.Asyn
         yield client
 
 
+BEGUN = {"role": "assistant", "content": "It"}
 USE = {"type": "tool_use", "id": "t1", "name": "f", "input": {"x": 1}}
 FAILED = {"content": [{"type": "text", "text": "no"}], "is_error": True}
 RESULT = {"type": "tool_result", "tool_use_id": "t1"}
@@ -222,6 +223,15 @@ async def test_options_reach_the_engine(http: httpx.AsyncClient, engine: Any) ->
     assert (priority, prompt["cache_salt"]) == (3, "s")
 
 
+async def test_an_answer_that_has_begun_goes_on(http: httpx.AsyncClient, engine: Any) -> None:
+    await ask(http, body(USER, BEGUN))
+    [(_, _, _, prompt)] = engine.seen
+    asked = engine.renderer.decode(prompt["prompt_token_ids"])
+    assert asked.endswith("assistant: It")
+    sent = {name: value for name, value in body(USER, BEGUN).items() if name != "max_tokens"}
+    assert (await ask(http, sent, COUNT))["input_tokens"] == len(prompt["prompt_token_ids"])
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -233,7 +243,8 @@ async def test_options_reach_the_engine(http: httpx.AsyncClient, engine: Any) ->
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "document"),
         ({"messages": [{"role": "user", "content": [USE]}]}, "tool_use"),
         ({"messages": [USER, {"role": "assistant", "content": [RESULT]}, USER]}, "tool_result"),
-        ({"messages": [USER, {"role": "assistant", "content": "It"}]}, "last turn"),
+        ({"messages": [USER, BEGUN], "thinking": {"type": "adaptive"}}, "without thinking"),
+        ({"messages": [USER, BEGUN], "tools": [TOOL], "tool_choice": {"type": "any"}}, "tools"),
         (
             {"messages": [{"role": "user", "content": [RESULT | {"tool_use_id": None}]}]},
             "tool_use_id",

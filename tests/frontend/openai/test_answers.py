@@ -126,6 +126,34 @@ async def test_messages_become_what_templates_know(http: httpx.AsyncClient, engi
     assert rendered == "system: be brief\nuser: one\ntwo\nassistant: ok\n"
 
 
+BEGUN = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "It is"}]
+
+
+async def test_an_answer_that_has_begun_goes_on(http: httpx.AsyncClient, engine: Any) -> None:
+    for more in ({}, {"add_generation_prompt": False}):
+        sent = chat(messages=BEGUN, continue_final_message=True, **more)
+        assert (await http.post(CHAT, json=sent)).status_code == 200
+    for *_, prompt in engine.seen:
+        rendered = engine.renderer.decode(prompt["prompt_token_ids"])
+        assert rendered == "user: hi\nassistant: It is"
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"add_generation_prompt": True}, "continue_final_message"),
+        ({"continue_final_message": "yes"}, "continue_final_message"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+async def test_what_contradicts_an_answer_that_goes_on_is_named(
+    http: httpx.AsyncClient, more: dict[str, Any], param: str
+) -> None:
+    sent = chat(messages=BEGUN, **{"continue_final_message": True, **more})
+    answer = await http.post(CHAT, json=sent)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
 async def test_infinitely_unlikely_tokens_can_be_reported(http: httpx.AsyncClient) -> None:
     answer = await http.post(CHAT, json=chat(max_tokens=1, logprobs=True, top_logprobs=4))
     top = answer.json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"]

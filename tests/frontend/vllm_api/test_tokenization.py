@@ -65,12 +65,21 @@ async def test_special_tokens_come_unless_they_are_not_wanted(
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"add_generation_prompt": False}, {"tools": [TOOL]}, {"chat_template_kwargs": {"a": 1}}],
+    [
+        {},
+        {"add_generation_prompt": False},
+        {"tools": [TOOL]},
+        {"chat_template_kwargs": {"a": 1}},
+        {
+            "messages": [*CHAT, {"role": "assistant", "content": "It"}],
+            "continue_final_message": True,
+        },
+    ],
 )
 async def test_a_chat_has_the_tokens_that_its_answer_would_be_given(
     http: httpx.AsyncClient, engine: Any, options: dict[str, Any]
 ) -> None:
-    told = await ask(http, "/tokenize", messages=CHAT, **options)
+    told = await ask(http, "/tokenize", **{"messages": CHAT, **options})
     chat = {"model": "echo", "messages": CHAT, "max_tokens": 1, **options}
     await ask(http, "/v1/chat/completions", **chat)
     [(_, _, _, prompt)] = engine.seen
@@ -96,6 +105,18 @@ async def test_special_tokens_stay_in_the_text(
         ("/tokenize", {"prompt": "a", "tools": [TOOL]}, 400, "tools"),
         ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, 400, "add_generation_prompt"),
         ("/tokenize", {"messages": []}, 400, "messages"),
+        (
+            "/tokenize",
+            {"messages": CHAT, "continue_final_message": True, "add_generation_prompt": True},
+            400,
+            "continue_final_message",
+        ),
+        (
+            "/tokenize",
+            {"prompt": "a", "continue_final_message": True},
+            400,
+            "continue_final_message",
+        ),
         ("/tokenize", {"messages": CHAT, "add_special_tokens": True}, 400, "add_special_tokens"),
         ("/tokenize", {"messages": CHAT, "chat_template": "{{ 1 }}"}, 400, "chat_template"),
         ("/tokenize", {"prompt": "a", "model": "nobody"}, 404, "model"),

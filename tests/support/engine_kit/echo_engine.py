@@ -48,12 +48,15 @@ class ByteRenderer:
         messages: list[dict[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
     ) -> TokensPrompt:
         if not all(isinstance(m["content"], str) for m in messages):
             raise InvalidRequestError("this model takes only text parts")
         text = "".join(f"{m['role']}: {m['content']}\n" for m in messages)
+        if continue_final_message:
+            return self.render_prompt(text.removesuffix("\n"))
         return self.render_prompt(text + ("assistant: " if add_generation_prompt else ""))
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
