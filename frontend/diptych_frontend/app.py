@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Sequence
+from functools import partial
 from importlib.metadata import version
 
 from starlette.requests import Request
@@ -12,8 +13,9 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from diptych_frontend.anthropic.api_types import CountTokensRequest
 from diptych_frontend.anthropic.errors import ANTHROPIC
-from diptych_frontend.anthropic.routes import CountTokensRoute, MessagesApi
+from diptych_frontend.anthropic.routes import MessagesApi, TokenCount, counted_prompt
 from diptych_frontend.api_docs.routes import docs_routes
 from diptych_frontend.batches_api.in_process import AskedByBatch
 from diptych_frontend.batches_api.routes import FILES_PATH, BatchRoutes
@@ -28,8 +30,10 @@ from diptych_frontend.openai.generation import GenerationRoute, unknown_model
 from diptych_frontend.openai.rejection import RejectionCleanup, RejectRoute
 from diptych_frontend.openai.request_workers import RequestWorkers
 from diptych_frontend.openai.responses import Health, ModelCard, ModelList, encode
+from diptych_frontend.openai.token_count import TokenCountRoute
 from diptych_frontend.reasoning.parser import ReasoningParser
-from diptych_frontend.responses_api.routes import ResponsesApi, StoredResponses
+from diptych_frontend.responses_api.api_types import ResponsesRequest
+from diptych_frontend.responses_api.routes import InputTokens, ResponsesApi, StoredResponses
 from diptych_frontend.responses_api.store import ResponseStore
 from diptych_frontend.tool_calls.formats import format_for
 from diptych_frontend.vllm_api.scoring import (
@@ -92,9 +96,17 @@ def build_app(
     chat = GenerationRoute(chat_api, engine, known, metrics, workers)
     messages = GenerationRoute(MessagesApi(chat_api), engine, known, metrics, workers)
     store = ResponseStore() if stores_responses else None
-    responses = GenerationRoute(ResponsesApi(chat_api, store), engine, known, metrics, workers)
+    responses_api = ResponsesApi(chat_api, store)
+    responses = GenerationRoute(responses_api, engine, known, metrics, workers)
+    input_tokens = TokenCountRoute(
+        ResponsesRequest, partial(responses_api.counted_prompt, engine.renderer), InputTokens,
+        ResponsesApi.image_word, engine, known, workers,
+    )  # fmt: skip
     stored = StoredResponses(store)
-    count_tokens = CountTokensRoute(chat_api, engine, known, workers)
+    count_tokens = TokenCountRoute(
+        CountTokensRequest, partial(counted_prompt, chat_api, engine.renderer), TokenCount,
+        MessagesApi.image_word, engine, known, workers,
+    )  # fmt: skip
     embeddings = EmbeddingRoute(engine, known, metrics, workers)
     score = ScoringRoute(ScoreRequest, engine, known, metrics, workers)
     rerank = ScoringRoute(RerankRequest, engine, known, metrics, workers)
@@ -106,6 +118,8 @@ def build_app(
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/embeddings", embeddings, methods=["POST"]),
             Route("/v1/responses", responses, methods=["POST"]),
+            Route("/v1/responses/input_tokens", input_tokens, methods=["POST"]),
+            Route("/v1/responses/{response_id}/input_items", stored.input_items),
             Route("/v1/responses/{response_id}", stored.one, methods=["GET", "DELETE"]),
             Route("/v1/messages", messages, methods=["POST"]),
             Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),

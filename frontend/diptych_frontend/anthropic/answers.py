@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -117,6 +117,12 @@ class MessageDelta(_Typed, tag="message_delta"):
 
 class MessageStop(_Typed, tag="message_stop"):
     pass
+
+
+EVENTS: Final = (
+    MessageStart, Ping, BlockStart, BlockDelta, BlockStop, MessageDelta, MessageStop,
+)  # fmt: skip
+"""All kinds of events of a stream that does not fail."""
 
 
 def sse(event: _Typed) -> bytes:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Final
 
 import msgspec
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope
 
 from diptych_frontend.anthropic.answers import MessageWriter
 from diptych_frontend.anthropic.api_types import CountTokensRequest, MessagesRequest
 from diptych_frontend.anthropic.conversation import TranslatedChat, as_chat
-from diptych_frontend.openai.asgi import exchange_of, header, send_bytes
+from diptych_frontend.openai.asgi import header
 from diptych_frontend.openai.chat import ChatApi
-from diptych_frontend.openai.generation import Sound, adapter_of
-from diptych_frontend.openai.request_body import decode_body, most_values
-from diptych_frontend.openai.request_workers import RequestWorkers
-from diptych_frontend.openai.responses import AnswerWriter, encode
+from diptych_frontend.openai.generation import Sound
+from diptych_frontend.openai.responses import AnswerWriter
 from diptych_protocol import (
-    EngineClient,
     InvalidRequestError,
     Renderer,
     SamplingParams,
@@ -78,32 +74,10 @@ class TokenCount(msgspec.Struct):
     input_tokens: int
 
 
-class CountTokensRoute:
-    """The ASGI endpoint: how many tokens a conversation has. No engine is asked."""
-
-    def __init__(
-        self,
-        chat: ChatApi,
-        engine: EngineClient,
-        served_names: frozenset[str],
-        workers: RequestWorkers,
-    ) -> None:
-        self._chat = chat
-        self._engine = engine
-        self._served_names = served_names
-        self._workers = workers
-        self._decoder = msgspec.json.Decoder(CountTokensRequest)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = exchange_of(scope).body
-        work = partial(self._count, scope, body)
-        answer = await self._workers.read(scope, body, work, MessagesApi.image_word)
-        await send_bytes(send, 200, answer, [])
-
-    def _count(self, scope: Scope, body: bytes) -> bytes:
-        check_version(scope)
-        request = decode_body(scope, body, self._decoder, most_values(self._engine.max_model_len))
-        adapter_of(request.model, self._served_names, self._engine.adapters)
-        chat = as_chat(request, reasons=self._chat.reasoning is not None)
-        [prompt] = self._chat.render(chat, self._engine.renderer)
-        return encode(TokenCount(len(prompt["prompt_token_ids"])))
+def counted_prompt(
+    chat: ChatApi, renderer: Renderer, body: CountTokensRequest, scope: Scope
+) -> TokensPrompt:
+    """The prompt whose tokens are counted. Raises `InvalidRequestError`."""
+    check_version(scope)
+    [prompt] = chat.render(as_chat(body, reasons=chat.reasoning is not None), renderer)
+    return prompt

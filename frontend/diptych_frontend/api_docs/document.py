@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import msgspec
 
@@ -25,6 +25,8 @@ PARTS: Final = (
     responses.Reasoning,
 )
 """Parts of requests that have fields which are known but not offered."""
+ITEMS: Final[tuple[Kind, ...]] = get_args(responses.Item)
+"""What the input of a response may be made of."""
 NOT_OFFERED: Final = "Not offered: only a value that asks for nothing is accepted."
 
 Schema = dict[str, Any]
@@ -37,6 +39,7 @@ def openapi_document() -> Schema:
     for kind, ref in zip(kinds, refs, strict=True):
         _limit_neutral(kind, schemas[_name(ref)])
     ref_of = dict(zip(kinds, refs, strict=True))
+    _type_items(schemas, ref_of)
     paths: dict[str, Schema] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _described(operation, ref_of)
@@ -59,10 +62,20 @@ def _kinds(operations: Sequence[Operation]) -> list[Kind]:
     kinds = [
         kind
         for operation in operations
-        for kind in (operation.request, operation.answer, operation.failure)
+        for kind in (operation.request, operation.answer, operation.failure, *operation.events)
         if kind is not None
     ]
-    return list(dict.fromkeys([*kinds, *PARTS]))
+    return list(dict.fromkeys([*kinds, *PARTS, *ITEMS]))
+
+
+def _type_items(schemas: Schema, ref_of: dict[Kind, Schema]) -> None:
+    """Say what the items of a response's input are: its type does not, because clients leave the
+    type of a message out."""
+    message = schemas[_name(ref_of[responses.Message])]
+    message["required"].remove("type")
+    items = {"anyOf": [ref_of[kind] for kind in ITEMS]}
+    request = schemas[_name(ref_of[responses.ResponsesRequest])]
+    request["properties"]["input"]["anyOf"][1]["items"] = items
 
 
 def _name(ref: Schema) -> str:
@@ -109,8 +122,16 @@ def _answer(operation: Operation, ref_of: dict[Kind, Schema]) -> Schema:
     content: Schema = {}
     if operation.answer is not None:
         content[JSON] = {"schema": ref_of[operation.answer]}
-    if operation.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+    if operation.events:
+        data = {"anyOf": [ref_of[kind] for kind in operation.events]}
+        content["text/event-stream"] = {
+            "schema": {
+                "type": "string",
+                "description": "The data of each event, but for a last one that is [DONE].",
+                "contentMediaType": JSON,
+                "contentSchema": data,
+            }
+        }
     return {"description": "The answer.", **({"content": content} if content else {})}
 
 

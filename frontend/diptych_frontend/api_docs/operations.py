@@ -7,6 +7,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from diptych_frontend.anthropic import answers as anthropic
 from diptych_frontend.anthropic.answers import Message
 from diptych_frontend.anthropic.api_types import CountTokensRequest, MessagesRequest
 from diptych_frontend.anthropic.errors import FailureBody
@@ -25,14 +26,18 @@ from diptych_frontend.openai.embeddings import EmbeddingList, EmbeddingRequest
 from diptych_frontend.openai.errors import ErrorBody
 from diptych_frontend.openai.rejection import LostRequest
 from diptych_frontend.openai.responses import (
+    ChatChunk,
     ChatCompletion,
     Completion,
     Health,
     ModelCard,
     ModelList,
 )
+from diptych_frontend.responses_api import answers as responses
 from diptych_frontend.responses_api.answers import Response
 from diptych_frontend.responses_api.api_types import ResponsesRequest
+from diptych_frontend.responses_api.input_items import InputItems
+from diptych_frontend.responses_api.routes import InputTokens
 from diptych_frontend.vllm_api.scoring import (
     RERANK_PATHS,
     SCORE_PATHS,
@@ -63,8 +68,8 @@ class Operation:
     """None: an answer of another kind, such as a text."""
     takes_form: bool = False
     """The request is multipart/form-data, not JSON."""
-    streams: bool = False
-    """With `stream: true` the answer comes in server-sent events."""
+    events: tuple[Kind, ...] = ()
+    """What the data of server-sent events are, in which the answer comes with `stream: true`."""
     query: tuple[str, ...] = ()
     """The parameters after the path."""
     failure: Kind = ErrorBody
@@ -80,20 +85,29 @@ class Operation:
 OPERATIONS: Final = (
     Operation(
         "post", "/v1/chat/completions", "An answer to a chat.", ChatCompletionRequest,
-        ChatCompletion, streams=True,
+        ChatCompletion, events=(ChatChunk, ErrorBody),
     ),
     Operation(
-        "post", "/v1/completions", "Texts that go on.", CompletionRequest, Completion, streams=True
+        "post", "/v1/completions", "Texts that go on.", CompletionRequest, Completion,
+        events=(Completion, ErrorBody),
     ),
     Operation(
         "post", "/v1/responses", "An answer in a conversation, by OpenAI's Responses API.",
-        ResponsesRequest, Response, streams=True,
+        ResponsesRequest, Response, events=responses.EVENTS,
     ),
     Operation("get", "/v1/responses/{response_id}", "A stored response.", answer=Response),
     Operation("delete", "/v1/responses/{response_id}", "Delete a stored response."),
     Operation(
+        "get", "/v1/responses/{response_id}/input_items", "What a stored response was asked.",
+        answer=InputItems, query=("after", "limit", "order"),
+    ),
+    Operation(
+        "post", "/v1/responses/input_tokens", "The tokens of a response's prompt.",
+        ResponsesRequest, InputTokens,
+    ),
+    Operation(
         "post", "/v1/messages", "An answer in a conversation, by Anthropic's Messages API.",
-        MessagesRequest, Message, streams=True, failure=FailureBody,
+        MessagesRequest, Message, events=(*anthropic.EVENTS, FailureBody), failure=FailureBody,
     ),
     Operation(
         "post", "/v1/messages/count_tokens", "The tokens of a conversation.", CountTokensRequest,

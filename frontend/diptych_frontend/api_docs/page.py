@@ -89,6 +89,8 @@ def _short(name: str) -> str:
 def type_text(schema: Schema) -> str:
     """A schema in words, as HTML."""
     match schema:
+        case {"contentSchema": data}:
+            return f"events of {type_text(data)}"
         case {"$ref": ref}:
             name = ref.rpartition("/")[2]
             return f'<a href="#{escape(name)}">{escape(_short(name))}</a>'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -18,7 +18,7 @@ from diptych_frontend.responses_api.api_types import (
     ResponsesRequest,
     TextConfig,
 )
-from diptych_frontend.responses_api.output import Event, Output, OutputItem
+from diptych_frontend.responses_api.output import OUTPUT_EVENTS, Event, Output, OutputItem
 from diptych_protocol import EngineGenerateError, RequestOutput
 
 
@@ -130,6 +130,9 @@ class Incomplete(_OfResponse, kw_only=True, tag="response.incomplete"):
 class Failed(_OfResponse, kw_only=True, tag="response.failed"):
     pass
 
+
+EVENTS: Final = (Created, InProgress, *OUTPUT_EVENTS, Completed, Incomplete, Failed)
+"""All kinds of events of a stream."""
 
 Keep = Callable[[Response, bytes], Any]
 """Called with a response that is to be stored, and its body."""

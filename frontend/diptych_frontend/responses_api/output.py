@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -109,6 +109,12 @@ class ArgumentsDone(Event, kw_only=True, tag="response.function_call_arguments.d
     output_index: int
     name: str
     arguments: str
+
+
+OUTPUT_EVENTS: Final = (
+    ItemAdded, PartAdded, TextDelta, TextDone, ReasoningDelta, ReasoningDone, ArgumentsDelta,
+    ArgumentsDone, PartDone, ItemDone,
+)  # fmt: skip
 
 
 class Output:

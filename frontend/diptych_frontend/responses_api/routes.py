@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request
@@ -17,8 +17,14 @@ from diptych_frontend.responses_api.answers import Keep, ResponsesWriter, new_re
 from diptych_frontend.responses_api.answers import Response as ResponseBody
 from diptych_frontend.responses_api.api_types import ResponsesRequest, as_items
 from diptych_frontend.responses_api.conversation import ResponseChat, as_chat
+from diptych_frontend.responses_api.input_items import page_of
 from diptych_frontend.responses_api.store import ResponseStore, StoredResponse
-from diptych_protocol import InvalidRequestError, Renderer, SamplingParams, TokensPrompt
+from diptych_protocol import (
+    InvalidRequestError,
+    Renderer,
+    SamplingParams,
+    TokensPrompt,
+)
 
 
 class ResponsesApi:
@@ -68,6 +74,13 @@ class ResponsesApi:
     def params(self, request: ResponseChat) -> SamplingParams:
         return self._chat.params(request)
 
+    def counted_prompt(
+        self, renderer: Renderer, body: ResponsesRequest, scope: Scope
+    ) -> TokensPrompt:
+        """The prompt whose tokens are counted. Raises `InvalidRequestError`."""
+        [prompt] = self.render(self.request(body, scope), renderer)
+        return prompt
+
     def render(self, request: ResponseChat, renderer: Renderer) -> list[TokensPrompt]:
         return self._chat.render(request, renderer)
 
@@ -90,7 +103,8 @@ class ResponsesApi:
         def keep(response: ResponseBody, body: bytes) -> None:
             items = [*request.items, *as_items(msgspec.to_builtins(response.output))]
             size = request.size + len(body)
-            store.put(request.tenant, response.id, StoredResponse(body, items, size))
+            kept = StoredResponse(body, items, len(request.items), size)
+            store.put(request.tenant, response.id, kept)
 
         return keep
 
@@ -114,6 +128,28 @@ class StoredResponses:
             kept = self._store.get(tenant, response_id)
             if kept is not None:
                 return Response(kept.body, media_type="application/json")
-        raise InvalidRequestError(
-            f"there is no stored response {response_id[:100]!r}", status=404, code="not_found"
-        )
+        raise _not_there(response_id)
+
+    async def input_items(self, request: Request) -> Response:
+        """GET what a response was asked, with the conversation before it. Raises
+        `InvalidRequestError`."""
+        response_id = request.path_params["response_id"]
+        tenant = exchange_of(request.scope).tenant
+        kept = None if self._store is None else self._store.get(tenant, response_id)
+        if kept is None:
+            raise _not_there(response_id)
+        page = page_of(response_id, kept.items[: kept.num_input], request.query_params)
+        return Response(encode(page), media_type="application/json")
+
+
+def _not_there(response_id: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"there is no stored response {response_id[:100]!r}", status=404, code="not_found"
+    )
+
+
+class InputTokens(msgspec.Struct):
+    """The answer of /v1/responses/input_tokens."""
+
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"

@@ -19,6 +19,8 @@ class StoredResponse:
     """As the client got it."""
     items: Sequence[Item]
     """The whole conversation up to its end."""
+    num_input: int
+    """How many of them went before the answer."""
     size: int
     """In bytes, with all of the conversation."""
 

@@ -117,6 +117,79 @@ async def test_what_is_sent_and_answered_is_as_described(
     validator(document, failure["$ref"].rpartition("/")[2]).validate(refused)
 
 
+FUNCTION = {"name": "f", "parameters": {"type": "object"}}
+THOUGHT_AND_CALL = '<think>why</think><tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kinds"),
+    [
+        ("/v1/chat/completions", {"logprobs": True}, ["reasoning_content", "tool_calls"]),
+        (
+            "/v1/chat/completions",
+            {"tools": [{"type": "function", "function": FUNCTION}]},
+            ["reasoning_content", "tool_calls"],
+        ),
+        (
+            "/v1/responses",
+            {"tools": [{"type": "function", **FUNCTION}]},
+            ["response.reasoning_text.delta", "response.function_call_arguments.done"],
+        ),
+        (
+            "/v1/messages",
+            {"tools": [{"name": "f", "input_schema": {}}], "max_tokens": 500},
+            ["thinking_delta", "input_json_delta"],
+        ),
+    ],
+)
+@pytest.mark.parametrize("said", ["hello", THOUGHT_AND_CALL])
+async def test_every_event_of_a_stream_is_as_described(
+    engine: Any,
+    document: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: Any,
+    kinds: list[str],
+    said: str,
+) -> None:
+    engine.reasoning_parser = "think"
+    renderer = engine.renderer  # the engine repeats its prompt, which is what was said last
+    monkeypatch.setattr(renderer, "render_chat", lambda messages, **_: renderer.render_prompt(said))
+    field = "input" if path == "/v1/responses" else "messages"
+    transport = httpx.ASGITransport(build_app(engine))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        sent = {"model": "echo", field: [USER], **body, "stream": True}
+        answer = await client.post(path, json=sent)
+    events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    told = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]
+    schema = {"components": document["components"], **told["schema"]["contentSchema"]}
+    for event in events:
+        jsonschema.Draft202012Validator(schema).validate(msgspec.json.decode(event))
+    if said == THOUGHT_AND_CALL and "logprobs" not in body:
+        assert all(f'"{kind}"' in answer.text for kind in kinds), answer.text
+    assert len(events) > 2
+
+
+@pytest.mark.parametrize(
+    ("item", "is_one"),
+    [
+        (USER, True),
+        (
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            True,
+        ),
+        ({"type": "function_call_output", "call_id": "c", "output": "1"}, True),
+        ({"type": "reasoning", "summary": []}, True),
+        ({"type": "item_reference", "id": "x"}, False),
+        ({"type": "function_call", "call_id": "c"}, False),
+        ({"role": "user"}, False),
+    ],
+)
+def test_items_of_a_response_are_described(document: Any, item: Any, is_one: bool) -> None:
+    request = {"model": "m", "input": [item]}
+    assert validator(document, "ResponsesRequest").is_valid(request) is is_one
+
+
 def structs(kind: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]:
     for below in kind.__subclasses__():
         yield below

@@ -43,8 +43,8 @@ def body(content: Any = "hi", **fields: Any) -> dict[str, Any]:
     return {"model": "echo", "input": content, "max_output_tokens": 5, **fields}
 
 
-async def ask(http: httpx.AsyncClient, sent: dict[str, Any]) -> Any:
-    answer = await http.post(PATH, json=sent)
+async def ask(http: httpx.AsyncClient, sent: dict[str, Any], path: str = PATH) -> Any:
+    answer = await http.post(path, json=sent)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -329,9 +329,45 @@ async def test_a_stored_response_is_its_tenants(engine: Any, tmp_path: Path) -> 
         assert (await http.post(PATH, json=goes_on, headers=bob)).status_code == 400
         assert (await http.get(path)).status_code == 401
         assert (await http.get(path, headers=alice)).json() == kept
+        assert (await http.get(f"{path}/input_items", headers=bob)).status_code == 404
+        assert (await http.get(f"{path}/input_items", headers=alice)).status_code == 200
         assert (await http.post(PATH, json=goes_on, headers=alice)).status_code == 200
         assert (await http.delete(path, headers=alice)).json()["deleted"] is True
         assert (await http.delete(path, headers=alice)).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("limit=0", "limit"),
+        ("limit=101", "limit"),
+        ("limit=x", "limit"),
+        ("limit=%D9%A3", "limit"),
+        ("order=up", "order"),
+        ("after=msg_1", "after"),
+    ],
+)
+async def test_a_wrong_parameter_of_input_items_is_named(
+    http: httpx.AsyncClient, query: str, param: str
+) -> None:
+    kept = (await http.post(PATH, json=body(store=True))).json()
+    answer = await http.get(f"{PATH}/{kept['id']}/input_items?{query}")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def test_tokens_of_a_prompt_are_counted_as_they_are_used(
+    http: httpx.AsyncClient, engine: Any
+) -> None:
+    sent = body([USER, {"role": "assistant", "content": "b"}, USER], instructions="Go.")
+    counted = await ask(http, sent, f"{PATH}/input_tokens")
+    assert counted["object"] == "response.input_tokens"
+    await ask(http, sent)
+    [(_, _, _, prompt)] = engine.seen
+    assert counted["input_tokens"] == len(prompt["prompt_token_ids"])
+    refused = await http.post(f"{PATH}/input_tokens", json=body(model="nobody"))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (404, "model")
+    refused = await http.post(f"{PATH}/input_tokens", json=body(loudly=True))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "loudly")
 
 
 async def test_one_of_several_processes_stores_nothing(engine: Any) -> None:
@@ -346,7 +382,7 @@ async def test_one_of_several_processes_stores_nothing(engine: Any) -> None:
 
 
 def stored(size: int) -> StoredResponse:
-    return StoredResponse(b"", (), size)
+    return StoredResponse(b"", (), 0, size)
 
 
 def test_a_full_store_forgets_the_oldest_of_who_has_the_most() -> None:

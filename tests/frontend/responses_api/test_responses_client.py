@@ -43,6 +43,25 @@ def test_a_text_is_answered_with_usage(client: openai.OpenAI, model: str) -> Non
     assert usage.input_tokens_details.cached_tokens == prompt // 2
 
 
+def test_what_a_response_was_asked_can_be_read_again(client: openai.OpenAI, model: str) -> None:
+    first = client.responses.create(model=model, input=TEXT, max_output_tokens=4, store=True)
+    second = client.responses.create(
+        model=model, input="And now?", max_output_tokens=4, store=True,
+        previous_response_id=first.id,
+    )  # fmt: skip
+    asked = list(client.responses.input_items.list(second.id, order="asc", limit=1))
+    said = [(item.role, item.content[0].text) for item in asked if item.type == "message"]  # type: ignore[union-attr]
+    assert said == [("user", TEXT), ("assistant", first.output_text), ("user", "And now?")]
+    assert len({item.id for item in asked}) == 3
+    newest_first = list(client.responses.input_items.list(second.id))
+    assert [item.id for item in newest_first] == [item.id for item in reversed(asked)]
+
+
+def test_tokens_are_counted(client: openai.OpenAI, model: str) -> None:
+    counted = client.responses.input_tokens.count(model=model, input=TEXT)
+    assert counted.input_tokens == len(f"user: {TEXT}\nassistant: ")
+
+
 def test_a_stream_is_the_whole_response_in_numbered_events(
     client: openai.OpenAI, model: str
 ) -> None:
