@@ -18,7 +18,9 @@ MAX_RANKS = 64
 BlockSize = Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 SchedulingPolicy = Literal["fcfs", "priority"]
 ReasoningParserName = Literal["none", "think", "harmony"]
-ToolCallParserName = Literal["auto", "hermes", "llama", "mistral", "deepseek", "qwen3_coder"]
+ToolCallParserName = Literal[
+    "auto", "hermes", "llama", "mistral", "deepseek", "pythonic", "qwen3_coder"
+]
 TracesEndpoint = Annotated[
     str,
     Meta(

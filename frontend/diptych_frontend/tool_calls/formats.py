@@ -14,6 +14,7 @@ from diptych_frontend.tool_calls import (
     hermes,
     llama,
     mistral,
+    pythonic,
     qwen3_coder,
 )
 from diptych_frontend.tool_calls.calls import OpenCall, Tools
@@ -30,9 +31,9 @@ class ToolCallFormat:
     """What calls begin with, all with the same character."""
     open: Callable[[str, Tools], OpenCall]
     """What begins with a marker."""
-    begins_bare: bool = False
-    """A call may also begin without a marker, by a `{` at the beginning of a line; `open` gets an
-    empty marker for it."""
+    bare: str = ""
+    """A call may also begin without a marker, by this character at the beginning of a line; `open`
+    gets an empty marker for it."""
     separators: str = ""
     """Characters that part one call from the next, beside blanks."""
     has_special_markers: bool = False
@@ -48,7 +49,7 @@ FORMATS: Final[Mapping[str, ToolCallFormat]] = MappingProxyType(
         "llama": ToolCallFormat(
             llama.MARKERS,
             llama.open_call,
-            begins_bare=True,
+            bare="{",
             separators=llama.SEPARATORS,
             prepare=earlier.one_call_each,
         ),
@@ -59,6 +60,7 @@ FORMATS: Final[Mapping[str, ToolCallFormat]] = MappingProxyType(
             prepare=earlier.short_ids,
         ),
         "deepseek": ToolCallFormat(deepseek.MARKERS, deepseek.open_call),
+        "pythonic": ToolCallFormat(pythonic.MARKERS, pythonic.open_call, bare="["),
         "qwen3_coder": ToolCallFormat(qwen3_coder.MARKERS, qwen3_coder.open_call),
         "harmony": ToolCallFormat(
             harmony.MARKERS, harmony.open_call, prepare=earlier.one_thought_each
@@ -71,6 +73,7 @@ SIGNS: Final = (
     ("[TOOL_CALLS]", "mistral"),
     ("<function=", "qwen3_coder"),
     ("<tool_call>", "hermes"),
+    ("[func_name1(", "pythonic"),
     ("<|start_header_id|>ipython", "llama"),
     ("<|python_tag|>", "llama"),
 )

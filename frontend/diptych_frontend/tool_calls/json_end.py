@@ -1,17 +1,17 @@
-"""Finds where a JSON object or list ends in a text that is still growing."""
+"""Finds where a JSON object or list, or a list of Python, ends in a text that is still growing."""
 
 from __future__ import annotations
 
 import re
-from typing import Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 from diptych_frontend.tool_calls.calls import MAX_CALL
 
 MAX_DEPTH: Final = 100
 """More brackets inside each other than this are no arguments."""
 
-_OUTSIDE = re.compile(r'[\[\]{}"]')
-_IN_STRING = re.compile(r'["\\]')
+_IN_STRING = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
+"""What matters inside of a string, by its quotation mark."""
 
 
 class JsonPart(NamedTuple):
@@ -24,11 +24,15 @@ class JsonPart(NamedTuple):
 class JsonEnd:
     """Counts brackets outside of strings; whether the JSON is valid, its reader finds out."""
 
+    OUTSIDE: ClassVar = re.compile(r'[\[\]{}"]')
+    """Brackets and quotation marks."""
+
     def __init__(self, begin: int) -> None:
         """begin: the place of its first bracket."""
         self._begin = self._at = begin
         self._depth = 0
-        self._in_string = False
+        self._quote = ""
+        """The quotation mark of the string that is open; empty: none is."""
 
     def find(self, text: str) -> JsonPart | None:
         """The end; None if that is still to come. text: as for `OpenCall.end`."""
@@ -43,10 +47,10 @@ class JsonEnd:
                 self._at = found.end() + 1
                 continue
             self._at = found.end()
-            if sign == '"':
-                self._in_string = not self._in_string
+            if sign in _IN_STRING:
+                self._quote = "" if self._quote else sign
                 continue
-            self._depth += 1 if sign in "[{" else -1
+            self._depth += 1 if sign in "[{(" else -1
             if self._depth == 0:
                 return JsonPart(self._at, True)
             if self._depth > MAX_DEPTH:
@@ -57,4 +61,10 @@ class JsonEnd:
         return None
 
     def _sign(self) -> re.Pattern[str]:
-        return _IN_STRING if self._in_string else _OUTSIDE
+        return _IN_STRING[self._quote] if self._quote else self.OUTSIDE
+
+
+class PythonEnd(JsonEnd):
+    """The same for a list of Python, whose strings have two kinds of quotation marks."""
+
+    OUTSIDE: ClassVar = re.compile(r"[\[\](){}\"']")

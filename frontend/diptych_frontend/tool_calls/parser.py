@@ -9,8 +9,6 @@ from diptych_frontend.reasoning.splitter import certain_length
 from diptych_frontend.tool_calls.calls import OpenCall, ParsedCall, Tools
 from diptych_frontend.tool_calls.formats import ToolCallFormat
 
-_BRACE = re.compile(r"^[ \t]*\{", re.MULTILINE)
-
 
 class ToolCallParser:
     """Parts an answer into its text and its calls.
@@ -23,6 +21,7 @@ class ToolCallParser:
         self.num_calls = 0
         self._style, self._tools, self._parallel = style, tools, parallel
         self._marker = re.compile("|".join(map(re.escape, style.markers)))
+        self._bare = re.compile(rf"^[ \t]*{re.escape(style.bare)}", re.MULTILINE)
         self._between = string.whitespace + style.separators
         self._held = ""
         """Text that may become a call. If a call is open, all of it since its beginning."""
@@ -53,9 +52,9 @@ class ToolCallParser:
         if self._after_call:
             self._held = self._held.lstrip(self._between)
         marker = self._marker.search(self._held)
-        brace = self._brace() if self._style.begins_bare else None
-        if brace is not None and (marker is None or brace < marker.start()):
-            begin, written = brace, ""
+        bracket = self._bracket() if self._style.bare else None
+        if bracket is not None and (marker is None or bracket < marker.start()):
+            begin, written = bracket, ""
         elif marker is not None:
             begin, written = marker.start(), marker.group()
         else:
@@ -64,9 +63,9 @@ class ToolCallParser:
         self._open = self._style.open(written, self._tools)
         return True
 
-    def _brace(self) -> int | None:
-        """The first `{` that begins a line."""
-        for found in _BRACE.finditer(self._held):
+    def _bracket(self) -> int | None:
+        """The first one that begins a line."""
+        for found in self._bare.finditer(self._held):
             if found.start() > 0 or self._begins_line:
                 return found.end() - 1
         return None

@@ -57,6 +57,17 @@ TO_F = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": "
 TO_G = "<|start|>assistant to=functions.g<|channel|>commentary json<|message|>{}<|call|>"
 FINAL = "<|start|>assistant<|channel|>final<|message|>"
 
+PYTHON = "[f(x='<b>')]"
+START, PYTHON_END = "<|python_start|>", "<|python_end|>"
+PYTHON_VALUES = """[f(x='a]\\'"', n=-3, b=True, o={'a': [1.5, None, (true, "[")]})]"""
+PYTHON_TYPED = ParsedCall("f", '{"x":"a]\'\\"","n":-3,"b":true,"o":{"a":[1.5,null,[true,"["]]}}')
+NO_PYTHON = (
+    "[nobody(x=1)]", "[f(x='a'), nobody()]", "[f('a')]", "[f(**{})]", "[f(x=open)]", "[f(x=g())]",
+    "[f(x=1+1)]", "[f(x={1: 2})]", "[f(x=b'a')]", "[f(x=1e999)]", "[f(x=1, x=2)]", "[f]", "[f(x=)]",
+    "[]", "[f(x=...)]", "[f(x=f'{1}')]", "[f(x='\\ud800')]", f"[f(n={'9' * 5000})]",
+    "[(lambda: f)()()]", "[f(x='a\nb')]",
+)  # fmt: skip
+
 CASES: list[tuple[str, str, str, list[ParsedCall]]] = [
     # format, answer, text, calls
     *((name, "", "", []) for name in FORMATS),
@@ -69,6 +80,15 @@ CASES: list[tuple[str, str, str, list[ParsedCall]]] = [
     ("hermes", "<tool_call>{no json}</tool_call>", "<tool_call>{no json}</tool_call>", []),
     ("hermes", '<tool_call>{"name": 1}</tool_call>!', '<tool_call>{"name": 1}</tool_call>!', []),
     ("hermes", f"<tool_<tool_call>[]</tool_call>{OTHER}", "<tool_<tool_call>[]</tool_call>", [G]),
+    ("pythonic", PYTHON, "", [F]),
+    ("pythonic", f"{START}{PYTHON}{PYTHON_END}", "", [F]),
+    ("pythonic", "[f(x='<b>'), g()]", "", [F, G]),
+    ("pythonic", f"First.\n {PYTHON}\nthen", "First.\n then", [F]),
+    ("pythonic", f"In words {PYTHON}", f"In words {PYTHON}", []),
+    ("pythonic", PYTHON_VALUES, "", [PYTHON_TYPED]),
+    ("pythonic", "[1, 2]\n[a](b)", "[1, 2]\n[a](b)", []),
+    ("pythonic", PYTHON[:-1], PYTHON[:-1], []),
+    *(("pythonic", text, text, []) for text in NO_PYTHON),
     ("llama", LLAMA, "", [F]),
     ("llama", f"<|python_tag|>{LLAMA}", "", [F]),
     ("llama", f"{LLAMA}; {LLAMA_G}", "", [F, G]),
@@ -152,6 +172,10 @@ LONG = [
     ("qwen3_coder", f"<tool_call><function=f><parameter=x>v</parameter>{BLANKS}y</tool_call>"),
     ("mistral", f"[TOOL_CALLS]{BLANKS}x"),
     ("llama", f"<|python_tag|>{BLANKS}x"),
+    ("pythonic", f"<|python_start|>{BLANKS}x"),
+    ("pythonic", f"[f(x=1){BLANKS}y]"),
+    ("pythonic", "[f(x=" * 50_000),
+    ("pythonic", f"[f(x={'1,' * 100_000})]"),
 ]
 
 
@@ -176,6 +200,7 @@ PARTS: dict[str, list[str]] = {
     "llama": [LLAMA, LLAMA_G, "<|python_tag|>", ";", "{", "}", '"', "\\", "["],
     "mistral": [LIST, NAMED, "[TOOL_CALLS]", "[ARGS]", "f", "[", "]", "{", "}", '"', "\\"],
     "deepseek": [ALL, END, V3, V31, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "{}"],
+    "pythonic": [PYTHON, PYTHON_VALUES, START, PYTHON_END, "[", "]", "(", ")", "'", '"', "\\", ","],
     "qwen3_coder": [XML, XML_G, "<tool_call>", "</tool_call>", "<function=f>", "</function>"],
     "harmony": [TO_F, TO_G, FINAL, "<|message|>", "<|call|>", "<|start|>", "<|channel|>"],
 }
@@ -199,6 +224,7 @@ BEGINNINGS: dict[str, tuple[str, str]] = {
     "llama": ('{"name": "f", "parameters": {"x": ', "}}"),
     "mistral": ('[TOOL_CALLS]f[ARGS]{"x": ', "}"),
     "deepseek": ('<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": ', "}<｜tool▁call▁end｜>"),
+    "pythonic": ("[f(x=", ")]"),
     "qwen3_coder": (
         "<tool_call><function=f><parameter=o>", "</parameter></function></tool_call>",
     ),
@@ -242,6 +268,7 @@ def test_contract_C05_a_call_without_end_does_not_hold_the_answer_back(name: str
         ("llama", f"{LLAMA};{LLAMA_G}"),
         ("mistral", f"{NAMED}{LIST}"),
         ("deepseek", f"{ALL}{V31}{V31_G}{END}"),
+        ("pythonic", "[f(x='<b>'), g()]"),
         ("qwen3_coder", XML + XML_G),
         ("harmony", f"{TO_F}{TO_G}{FINAL}"),
     ],
@@ -262,6 +289,7 @@ def test_contract_C05_without_parallel_calls_the_first_counts(name: str, answer:
         ("auto", "none", "<|start_header_id|>ipython<|end_header_id|>", "llama"),
         # Hermes 3 on Llama's tokens
         ("auto", "none", "<|start_header_id|>ipython<|python_tag|><tool_call>", "hermes"),
+        ("auto", "none", "put it in the format of [func_name1(params_name1=...)]", "pythonic"),
         ("auto", "harmony", "anything", "harmony"),
         ("llama", "none", "<tool_call>", "llama"),
         ("hermes", "harmony", None, "hermes"),

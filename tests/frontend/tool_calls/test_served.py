@@ -21,6 +21,7 @@ ANSWERS = {
     "mistral": f"So. [TOOL_CALLS]f[ARGS]{WRITTEN}",
     "deepseek": "So. <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n"
     f"```json\n{WRITTEN}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "pythonic": "So.\n[f(x='<b>', n=[1, {'a': None}])]",
     "qwen3_coder": "So. <tool_call>\n<function=f>\n<parameter=x>\n<b>\n</parameter>\n"
     '<parameter=n>\n[1, {"a": null}]\n</parameter>\n</function>\n</tool_call>',
     "harmony": "<|channel|>final<|message|>So. <|end|><|start|>assistant"

@@ -1,0 +1,124 @@
+"""`[name(key=value, ...), ...]`, a list of calls in Python, as Llama 4 and Llama 3.2 write it:
+with or without `<|python_start|>` and `<|python_end|>` around it.
+
+It is parsed as Python and never run: values are literals.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+import warnings
+from typing import Any, Final
+
+from diptych_frontend.tool_calls.calls import (
+    FUNCTION_NAME,
+    Ended,
+    Marker,
+    OpenCall,
+    ParsedCall,
+    Tools,
+    WrittenCall,
+    called,
+)
+from diptych_frontend.tool_calls.json_end import PythonEnd
+
+START: Final = "<|python_start|>"
+END: Final = "<|python_end|>"
+MARKERS: Final = (START, END)
+MAX_BLANKS: Final = 64
+MAX_LIST: Final = 64 << 10
+"""A list with more characters is text: to parse it would take too long."""
+_JSON_NAMES: Final = {"true": True, "false": False, "null": None}
+"""Models mix these up with Python's."""
+
+
+class _NotLiteralError(Exception):
+    """There is something that would have to be run."""
+
+
+class PythonicCalls:
+    """See `OpenCall`. Only a list of calls of the request's tools is one: without a marker, any
+    other is part of the answer."""
+
+    def __init__(self, marker: str, tools: Tools) -> None:
+        self._marker, self._tools = len(marker), tools
+        self._begin: int | None = None
+        self._list = PythonEnd(0)
+
+    def end(self, text: str) -> Ended | None:
+        """See `OpenCall`."""
+        if self._begin is None:
+            rest = text[self._marker : self._marker + MAX_BLANKS].lstrip()
+            if not rest and len(text) < self._marker + MAX_BLANKS:
+                return None
+            if not rest.startswith("["):
+                return Ended(self._marker, None)  # a program, not calls
+            self._begin = text.index("[", self._marker)
+            self._list = PythonEnd(self._begin)
+        part = self._list.find(text)
+        if part is None:
+            return None
+        calls = calls_in(text[self._begin : part.end]) if part.is_whole else None
+        if calls is None or not all(call.name in self._tools for call in calls):
+            return Ended(part.end, None)
+        return Ended(part.end, calls)
+
+
+def calls_in(written: str) -> list[ParsedCall] | None:
+    """The calls of a list; None if it is anything else."""
+    if len(written) > MAX_LIST:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the compiler, about what a model wrote
+            found = ast.parse(written.strip(), mode="eval").body
+        if not isinstance(found, ast.List) or not found.elts:
+            return None
+        return [_call(each) for each in found.elts]
+    except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError, _NotLiteralError):
+        return None
+
+
+def _call(node: ast.expr) -> ParsedCall:
+    if not isinstance(node, ast.Call) or node.args:
+        raise _NotLiteralError
+    name = ast.unparse(node.func) if isinstance(node.func, ast.Name | ast.Attribute) else ""
+    if not re.fullmatch(FUNCTION_NAME, name):
+        raise _NotLiteralError
+    arguments: dict[str, Any] = {}
+    for keyword in node.keywords:
+        if keyword.arg is None or keyword.arg in arguments:
+            raise _NotLiteralError
+        arguments[keyword.arg] = _value(keyword.value)
+    return called(WrittenCall(name, arguments))
+
+
+def _value(node: ast.expr) -> Any:
+    """What a literal stands for, as JSON has it."""
+    match node:
+        case ast.Constant(value=str() | int() | None as value):
+            return value
+        case ast.Constant(value=float() as value) if math.isfinite(value):
+            return value
+        case ast.Name(id=name) if name in _JSON_NAMES:
+            return _JSON_NAMES[name]
+        case ast.List(elts=parts) | ast.Tuple(elts=parts):
+            return [_value(part) for part in parts]
+        case ast.Dict(keys=keys, values=values):
+            return {_key(key): _value(value) for key, value in zip(keys, values, strict=True)}
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float())):
+            return -_value(node.operand)
+    raise _NotLiteralError
+
+
+def _key(node: ast.expr | None) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    raise _NotLiteralError
+
+
+def open_call(marker: str, tools: Tools) -> OpenCall:
+    """What begins with the marker; an empty one stands for a list without it."""
+    return Marker(END) if marker == END else PythonicCalls(marker, tools)
