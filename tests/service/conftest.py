@@ -11,7 +11,9 @@ import pytest
 import pytest_asyncio
 from service_kit import Pair, engine_config, healthy, make_router, start_engine
 
+from diptych_frontend.app import build_app
 from diptych_frontend.core_client.curve import new_keys, read_keys
+from diptych_frontend.openai.server import serve_http
 
 
 @pytest.fixture(scope="session")
@@ -54,3 +56,19 @@ async def pair(
         pools.shutdown()
         prefill.shutdown()
         decode.shutdown()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def base_url(pair: Pair) -> AsyncIterator[str]:
+    """Base URL of an HTTP server in front of the pair's router."""
+    bound: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
+    app = build_app(pair.pools)
+    server = asyncio.create_task(
+        serve_http(app, "127.0.0.1", 0, on_ready=lambda *at: bound.set_result(at))
+    )
+    try:
+        host, port = await bound
+        yield f"http://{host}:{port}"
+    finally:
+        server.cancel()
+        await asyncio.wait((server,))

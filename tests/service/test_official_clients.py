@@ -3,7 +3,6 @@ official clients and vLLM's shapes."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import operator
 from collections.abc import AsyncIterator
@@ -15,11 +14,7 @@ import openai
 import pytest
 import pytest_asyncio
 from model_kit.questions import WHOLE
-from service_kit import Pair
 from waits import PATIENCE_S
-
-from diptych_frontend.app import build_app
-from diptych_frontend.openai import serve_http
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -41,21 +36,6 @@ WEATHER: Any = {
         "additionalProperties": False,
     },
 }
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def base_url(pair: Pair) -> AsyncIterator[str]:
-    bound: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
-    app = build_app(pair.pools)
-    server = asyncio.create_task(
-        serve_http(app, "127.0.0.1", 0, on_ready=lambda *at: bound.set_result(at))
-    )
-    try:
-        host, port = await bound
-        yield f"http://{host}:{port}"
-    finally:
-        server.cancel()
-        await asyncio.wait((server,))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

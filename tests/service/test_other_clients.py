@@ -7,40 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from client_kit.environment import RUN_S, SCRIPTS, needs_client, program, surroundings
 from client_kit.tokenizer_folder import write_tokenizer
 from model_kit.questions import WHOLE
-from service_kit import Pair
 from vllm_kit.environment import VENV, needs_vllm
-
-from diptych_frontend.app import build_app
-from diptych_frontend.openai import serve_http
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(2 * RUN_S)]
 
 REQUESTS = 4
 IN_TOKENS, OUT_TOKENS = 32, 8
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def base_url(pair: Pair) -> AsyncIterator[str]:
-    bound: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
-    app = build_app(pair.pools)
-    server = asyncio.create_task(
-        serve_http(app, "127.0.0.1", 0, on_ready=lambda *at: bound.set_result(at))
-    )
-    try:
-        host, port = await bound
-        yield f"http://{host}:{port}"
-    finally:
-        server.cancel()
-        await asyncio.wait((server,))
 
 
 async def output_of(*command: str, folder: Path | None = None) -> str:
