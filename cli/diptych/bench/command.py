@@ -9,6 +9,7 @@ import math
 import signal
 from collections.abc import Iterator
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -154,7 +155,10 @@ def bench(url: str | None, model: str | None, api_key: str | None, **options: An
     from diptych.api_service import find_service
     from diptych.bench.figures import Goal, summary
     from diptych.bench.run import Plan
+    from diptych.errors import BadInputError
 
+    if options["svg"] and find_spec("matplotlib") is None:
+        raise BadInputError("--svg needs matplotlib: pip install 'diptych[plots]'")
     goal = Goal(options["ttft_ms"], options["inter_token_ms"])
     requests = _requests(options)
     service = find_service(url, model, api_key)
@@ -168,14 +172,14 @@ def bench(url: str | None, model: str | None, api_key: str | None, **options: An
     )
     outcome = asyncio.run(_measure(service, plan, requests, options))
     found = summary(outcome.sent, outcome.seconds, goal, outcome.cut_off)
-    if options["save"]:
-        _save(options["save"], outcome)
     if options["as_json"]:
         click.echo(msgspec.json.format(msgspec.json.encode(asdict(found)), indent=2))
     else:
         from diptych.bench.view import shown
 
         Console().print(shown(found, outcome.sent, goal))
+    if options["save"]:
+        _save(options["save"], outcome)
     if options["svg"] and outcome.sent:
         from diptych.bench.picture import draw
 

@@ -12,11 +12,9 @@ from diptych.plots import LINES, new_figure, save
 
 
 def draw(path: Path, title: str, sent: Sequence[Sent], seconds: float, goal: Goal) -> None:
-    """Write an SVG. Raises `RunError` without matplotlib, or if the file cannot be written."""
-    try:
-        figure = new_figure(12, 3.4)
-    except ImportError as exc:
-        raise RunError("--svg needs matplotlib: pip install 'diptych[plots]'") from exc
+    """Write an SVG. Raises `RunError` if the file cannot be written, `ImportError` without
+    matplotlib."""
+    figure = new_figure(12, 3.4)
     first, between, over_time = figure.subplots(1, 3)
     samples = answers(sent)
     ttfts = [sample.ttft_s * 1e3 for sample in samples]
