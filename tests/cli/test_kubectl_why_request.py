@@ -1,4 +1,5 @@
-"""`kubectl diptych why NAME REQUEST-ID` through an API server that forwards ports of pods.
+"""`kubectl diptych why NAME REQUEST-ID` and `kubectl diptych trace NAME REQUEST-ID` through an API
+server that forwards ports of pods.
 
 The API server is a small one of the tests; it speaks the protocol of `kubectl port-forward` over
 WebSockets, and forwards to the real admin app of a router.
@@ -163,7 +164,7 @@ def keys_dir(tmp_path: Path) -> Path:
     return folder
 
 
-def ask(server: Running, folder: Path, *arguments: str) -> Any:
+def ask(server: Running, folder: Path, *arguments: str, command: str = "why") -> Any:
     config = {
         "apiVersion": "v1", "kind": "Config", "current-context": "c",
         "clusters": [{"name": "c", "cluster": {"server": server.url}}],
@@ -175,7 +176,7 @@ def ask(server: Running, folder: Path, *arguments: str) -> Any:
     file = folder / "kubeconfig"
     file.write_text(yaml.safe_dump(config))
     where = ("--kubeconfig", str(file))
-    return CliRunner().invoke(main, ["why", "svc", *arguments, *where])
+    return CliRunner().invoke(main, [command, "svc", *arguments, *where])
 
 
 def test_all_routers_are_asked_and_the_one_that_knows_it_answers(
@@ -192,6 +193,11 @@ def test_all_routers_are_asked_and_the_one_that_knows_it_answers(
         assert "r2: port 8081 of r2 cannot be reached" in shown.stderr
         (told,) = json.loads(ask(server, tmp_path, "abc", "--json").stdout)
         assert (told["router"], told["policy"]) == ("r1", "prefix_aware")
+        picture = tmp_path / "trace.svg"
+        drawn = ask(server, tmp_path, "abc", "--svg", str(picture), command="trace")
+        assert drawn.exit_code == 0, drawn.output
+        assert "abc: 9 + 0 tokens, not ended" in picture.read_text()
+        assert "abc: 9 + 0" in ask(server, tmp_path, "abc", command="trace").stdout
         listed = ask(server, tmp_path, "--requests")
         assert [word in listed.stdout for word in ("other", "abc", "r0", "r1")] == [True] * 4
         assert set(server.api.selectors) == {f"{SERVICE_LABEL}=svc,{KEYS_LABEL}"}

@@ -78,16 +78,23 @@ def timeline(request: RequestReport) -> Timeline:
         lane = lanes.setdefault(placement.engine, Lane(placement.engine))
         end_s = _end_of(request, index, seconds)
         lane.bars += _bars(request, index, end_s)
-        lane.marks += [
-            Mark(station.at_s, "KV did not come", is_bad=True)
-            for station in placement.stations
-            if station.name == "kv_fail"
-        ]
+        lane.marks += _kv_marks(placement)
         lane.ticks_s += [t for t in request.token_times_s if placement.sent_s < t <= end_s]
     tokens = f"{request.prompt_tokens} + {request.output_tokens} tokens"
     outcome = request.outcome or "not ended"
     title = f"{request.request_id}: {tokens}, {outcome}"
     return Timeline(request.request_id, title, seconds, list(lanes.values()))
+
+
+def _kv_marks(placement: PlacementReport) -> Iterator[Mark]:
+    """KV that did not come, and KV that was fetched before the request was there: a decode engine
+    is told of it while another one computes the prompt."""
+    waited = any(station.name == "kv_wait" for station in placement.stations)
+    for station in placement.stations:
+        if station.name == "kv_fail":
+            yield Mark(station.at_s, "KV did not come", is_bad=True)
+        elif station.name == "kv_done" and not waited:
+            yield Mark(station.at_s, f"KV of {placement.received_tokens} tokens came before")
 
 
 def _seconds(request: RequestReport) -> float:

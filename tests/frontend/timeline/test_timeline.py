@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -122,6 +123,15 @@ def test_a_move_is_no_failure_and_kv_that_did_not_come_is_one() -> None:
     assert [bar[0] for bar in bars(found, "d")] == ["queue", "kv", "queue", "prefill", "decode"]
     (lane,) = [one for one in found.lanes if one.name == "d"]
     assert [(mark.label, mark.is_bad) for mark in lane.marks] == [("KV did not come", True)]
+
+
+def test_kv_that_was_fetched_before_the_request_came_is_a_mark() -> None:
+    stations = [each for each in DECODE.stations if each.name != "kv_wait"]
+    early = msgspec.structs.replace(DECODE, stations=stations)
+    found = timeline(request(PREFILL, early))
+    assert [bar[0] for bar in bars(found, "d")] == ["queue", "decode"]
+    (lane,) = [one for one in found.lanes if one.name == "d"]
+    assert [mark.label for mark in lane.marks] == ["KV of 900 tokens came before"]
 
 
 def test_a_preempted_request_waits_and_computes_again() -> None:
