@@ -69,6 +69,7 @@ async def router(
         [
             *(sys.executable, "-m", "diptych_router", "--config", tmp_path / "router.json"),
             *("--port", str(port), "--decode", ",".join(server.address for server in alive)),
+            *("--batch-directory", tmp_path / "batches"),
         ]
     )
     url = f"http://127.0.0.1:{port}"
@@ -134,6 +135,48 @@ async def test_answers_are_those_of_vllm(
     expected = text_of(await own_answer(servers[0], **fields))
     assert text_of(await ask(router, **fields)) == expected
     assert "".join([piece async for piece in deltas(router, **fields)]) == expected
+
+
+async def test_a_batch_has_the_answers_of_vllm(
+    router: httpx.AsyncClient, servers: list[RealVllm], eventually: Any
+) -> None:
+    questions = [f"Tell me of panel {number}." for number in range(4)]
+    asked = {question: [{"role": "user", "content": question}] for question in questions}
+    lines = [
+        {
+            "custom_id": question,
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {**HELLO, "messages": messages},
+        }
+        for question, messages in asked.items()
+    ]
+    content = "\n".join(map(json.dumps, lines))
+    file = await router.post(
+        "/v1/files", data={"purpose": "batch"}, files={"file": ("a.jsonl", content)}
+    )
+    assert file.status_code == 200, file.text
+    body = {
+        "input_file_id": file.json()["id"],
+        "endpoint": "/v1/chat/completions",
+        "completion_window": "24h",
+    }
+    batch = (await router.post("/v1/batches", json=body)).json()
+
+    async def ended() -> dict[str, Any] | None:
+        found: dict[str, Any] = (await router.get(f"/v1/batches/{batch['id']}")).json()
+        return found if found["status"] == "completed" else None
+
+    done = await eventually(ended)
+    assert done["request_counts"] == {"total": 4, "completed": 4, "failed": 0}
+    written = (await router.get(f"/v1/files/{done['output_file_id']}/content")).text
+    told = [json.loads(line) for line in written.splitlines()]
+    answers = {line["custom_id"]: text_of(line["response"]["body"]) for line in told}
+    expected = {
+        question: text_of(await own_answer(servers[0], messages=messages))
+        for question, messages in asked.items()
+    }
+    assert answers == expected
 
 
 async def test_log_probabilities_are_those_of_vllm(
