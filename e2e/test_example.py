@@ -114,6 +114,12 @@ def test_the_plugin_says_why_a_request_went_where_it_did(
     shown = plugin.ask("why", running.name, answer["id"]).text
     words = ("TOTAL", "first token", "hand-off", attempt["prefill"], attempt["decode"])
     assert [word for word in words if word not in shown] == []
+    (drawn,) = plugin.ask("trace", running.name, answer["id"], "--json").json
+    lanes = {lane["name"]: [bar["kind"] for bar in lane["bars"]] for lane in drawn["lanes"]}
+    assert list(lanes) == ["router", attempt["prefill"], attempt["decode"]]
+    # Engines in pods tell their stations: the prompt has waited there before it was computed.
+    assert [kind in lanes[attempt["prefill"]] for kind in ("queue", "prefill")] == [True, True]
+    assert lanes[attempt["decode"]][-1] == "decode"
 
 
 def test_the_plugin_shows_what_engines_do(
