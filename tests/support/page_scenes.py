@@ -109,7 +109,7 @@ class Scene:
         wait_until(lambda: picture.evaluate("image => image.naturalWidth") > 0)
         picture.scroll_into_view_if_needed()
 
-    def killed(self, tokens: int = 120) -> tuple[str, str]:
+    def killed(self, tokens: int = 400) -> tuple[str, str]:
         """The engine of a long answer is killed, and the answer goes on to its end. Returns the
         name of that engine, and the text that there was before."""
         self.set_numbers(temperature=0, max_tokens=tokens)
