@@ -49,6 +49,12 @@ def test_a_last_message_that_goes_on_ends_the_prompt(filters: str, text: str) ->
     assert BEGUN[-1]["content"] == " a.  "
 
 
+def test_a_template_that_shows_a_message_twice_ends_with_the_second_time() -> None:
+    template = ChatTemplate("{{ messages[-1].content }}|{{ messages[-1].content }}</>", "", "")
+    begun = template.render(BEGUN, add_generation_prompt=False, continue_final_message=True)
+    assert begun == " a.  | a.  "
+
+
 @pytest.mark.parametrize(
     ("source", "message", "says"),
     [

@@ -18,6 +18,8 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from diptych.api_options import api_options
+
 if TYPE_CHECKING:
     from diptych.api_service import Service
     from diptych.bench.run import Outcome, Plan, Run
@@ -54,13 +56,7 @@ class _Number(click.FloatRange):
 
 @click.command()
 @click.argument("url", required=False)
-@click.option("--model", help="Model name; left out, the first one the API lists.")
-@click.option(
-    "--api-key",
-    envvar="OPENAI_API_KEY",
-    show_envvar=True,
-    help="For an API elsewhere; a service on this machine has its own.",
-)
+@api_options
 @click.option(
     "-n",
     "--requests",

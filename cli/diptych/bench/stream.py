@@ -18,6 +18,8 @@ import msgspec
 
 MAX_ANSWER_BYTES: Final = 64 << 20
 MAX_ERROR_CHARS: Final = 300
+AS_IT_IS: Final = {"accept-encoding": "identity"}
+"""What is compressed could not be read piece by piece."""
 
 
 class AnswerError(RuntimeError):
@@ -101,7 +103,7 @@ async def stream(
     try:
         async with (
             asyncio.timeout(timeout_s),
-            client.stream("POST", path, json=body) as response,
+            client.stream("POST", path, json=body, headers=AS_IT_IS) as response,
         ):
             if response.status_code != 200:
                 raise AnswerError(await _refusal(response))

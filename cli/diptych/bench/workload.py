@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -59,20 +60,15 @@ class Request:
     max_tokens: int
 
 
-def made_up(
-    prompt: Lengths, output: Lengths, shared_tokens: int, seed: int, first: int = 0
-) -> Iterator[Request]:
-    """Endless requests of random words, beginning with the one of a number. Their first
-    `shared_tokens` words are the same in all. A prompt has about as many tokens as words, and those
-    of the chat's template."""
+def made_up(prompt: Lengths, output: Lengths, shared_tokens: int, seed: int) -> Iterator[Request]:
+    """Endless requests of random words, of which the first `shared_tokens` are the same in all. A
+    prompt has about as many tokens as words, and those of the chat's template."""
     shared = random.Random(f"{seed}").choices(WORDS, k=shared_tokens)
-    number = first
-    while True:
+    for number in itertools.count():
         rng = random.Random(f"{seed}/{number}")
         own = max(1, prompt.draw(rng) - shared_tokens)
         text = " ".join([*shared, *rng.choices(WORDS, k=own)])
         yield Request([{"role": "user", "content": text}], output.draw(rng))
-        number += 1
 
 
 class _Line(msgspec.Struct, forbid_unknown_fields=True):

@@ -7,16 +7,12 @@ from typing import Any
 
 import click
 
+from diptych.api_options import api_options
+
 
 @click.command()
 @click.option("--url", help="The API to talk to; left out, the newest service on this machine.")
-@click.option("--model", help="Model name; left out, the first one the API lists.")
-@click.option(
-    "--api-key",
-    envvar="OPENAI_API_KEY",
-    show_envvar=True,
-    help="For an API elsewhere; a service on this machine has its own.",
-)
+@api_options
 @click.option("--once", metavar="TEXT", help="Say TEXT, print the answer, and end.")
 @click.option("--system", metavar="TEXT", help="A system message to begin with.")
 @click.option("--temperature", type=click.FloatRange(0, 2), default=None)

@@ -77,6 +77,8 @@ class JourneyLog:
         """What a step has computed and produced. A part of a prompt that goes on is a station, and
         so is the first token of each request."""
         for share in plan.scheduled:
+            if share.samples:
+                continue  # most shares are decodes
             request = share.request
             goes_on = share.start + share.num_tokens < request.num_prompt_tokens
             if goes_on and request.status is RequestStatus.RUNNING:

@@ -99,7 +99,7 @@ class ChatTemplate:
                 "with it",
                 param="messages",
             )
-        return begun
+        return begun.replace(END_MARK, "")  # of a template that shows a message twice
 
 
 def _marked(message: dict[str, Any]) -> dict[str, Any]:

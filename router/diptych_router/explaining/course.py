@@ -66,7 +66,7 @@ class Placement:
 
 
 class TokenTimes:
-    """When tokens came: of the first ones each, and of more every second, fourth, ..."""
+    """When tokens came: all of them if there are few, and else every second, fourth, ..."""
 
     __slots__ = ("_next", "_num_marks", "_stride", "marks", "total")
 
