@@ -115,6 +115,7 @@ def main(out: Path = CAST) -> None:
 def play(terminal: Terminal, folder: Path) -> None:
     """Start a service, kill the engine of an answer, and look at what became of both."""
     log = folder / "up.log"
+    log.touch()  # a shell shows its prompt before its child in the background has opened the file
     terminal.type("diptych up smollm2.yaml --plain > up.log 2>&1 &")
     terminal.wait(lambda _: "Ctrl-C ends it" in log.read_text())
     terminal.type("cat up.log")
