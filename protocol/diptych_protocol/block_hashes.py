@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import zlib
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
+import numpy as np
+
 Extra = Callable[[int, int], bytes]
 """What the tokens from a place up to another stand for besides themselves."""
 FIRST_DIGEST: Final = 1
-"""The digest of a core that has told nothing yet; see `next_digest`."""
+"""The digest of a core that remembers nothing; see `next_digest`."""
 
 
 def salted(cache_salt: str | None) -> str | None:
@@ -90,12 +91,17 @@ def extend_block_hashes(
         hashes.append(parent)
 
 
-def next_digest(digest: int, number: int, added: bytes, removed: bytes) -> int:
-    """A CRC-32 of all that a core has told of its blocks, after a message with this number and
-    these keys, from that before it.
+def next_digest(digest: int, added: bytes, removed: bytes) -> int:
+    """One more than the sum, modulo 2^64, of the keys of all blocks that a core remembers, after
+    some were added and others removed, from that before it.
 
-    The core and those who follow it compute it alike, so that they notice when they do not speak of
-    the same messages: one was lost, or came from somebody else. It guards against accidents, and is
-    no signature.
+    The core and those who follow it compute it alike, so that they notice when they do not know of
+    the same blocks, also of an answer that has all of them: something was lost, or came from
+    somebody else. It guards against accidents, and is no signature.
     """
-    return zlib.crc32(b"%d+%b-%b" % (number, added, removed), digest & 0xFFFFFFFF)
+    return (digest + _sum(added) - _sum(removed)) % (1 << 64)
+
+
+def _sum(keys: bytes) -> int:
+    """Of keys of 8 bytes each; what remains of one that is cut off does not count."""
+    return int(np.frombuffer(keys, "<u8", len(keys) // 8).sum())

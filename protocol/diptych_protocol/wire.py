@@ -417,7 +417,7 @@ class PrefixChanges(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
     """Name -> digest of the content, of those adapters that it has: the hashes of what they have
     computed depend on both."""
     digest: int = 0
-    """That of all that was told up to here (`next_digest`); 0: not told."""
+    """That of all blocks that it remembers now (`next_digest`); 0: not told."""
 
 
 class Heartbeat(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

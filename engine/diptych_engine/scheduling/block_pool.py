@@ -22,7 +22,7 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._changes: dict[bytes, bool] | None = None
-        """Hash -> whether it is remembered, of those that changed since `take_changes`; None:
+        """Hash -> whether it is remembered, where it was not so at the last `take_changes`; None:
         nobody wants to know."""
 
     @property
@@ -96,8 +96,7 @@ class BlockPool:
         if self._hash_of[block] is None and block_hash not in self._block_of:
             self._hash_of[block] = block_hash
             self._block_of[block_hash] = block
-            if self._changes is not None:
-                self._changes[block_hash] = True
+            self._note(block_hash, remembered=True)
 
     def forget_all(self, *, even_held: bool = False) -> bool:
         """Drop every remembered prefix; False (and nothing done) while any block is held, unless
@@ -113,8 +112,7 @@ class BlockPool:
         if block_hash is not None:
             del self._block_of[block_hash]
             self._hash_of[block] = None
-            if self._changes is not None:
-                self._changes[block_hash] = False
+            self._note(block_hash, remembered=False)
 
     # --- for those who follow what is remembered ------------------------------------------------
 
@@ -127,12 +125,18 @@ class BlockPool:
         self._changes = {} if wanted else None
 
     def take_changes(self) -> dict[bytes, bool]:
-        """Hash -> whether it is remembered now, for all that changed since the last call."""
+        """Hash -> whether it is remembered now, where that was otherwise at the last call."""
         changes = self._changes
         if not changes:
             return {}
         self._changes = {}
         return changes
+
+    def _note(self, block_hash: bytes, *, remembered: bool) -> None:
+        """What was noted of this hash before, if anything, is undone by this."""
+        changes = self._changes
+        if changes is not None and changes.pop(block_hash, None) is None:
+            changes[block_hash] = remembered
 
     def check_integrity(self) -> None:
         """Raise unless every block is exactly one of held and free, and hashes agree both ways."""

@@ -44,6 +44,7 @@ class PrefixNews:
             self._scheduler.record_prefixes(True)
         self.followers.add(client)
         remembered = b"".join(map(_key, self._scheduler.remembered_prefixes()))
+        self._digest = next_digest(FIRST_DIGEST, remembered, b"")
         return PrefixChanges(
             self._number, remembered, whole=True, adapters=self._adapters(), digest=self._digest
         )
@@ -72,8 +73,7 @@ class PrefixNews:
         )
         if changes:
             self._number = message.number
-            told = message.number, message.added, message.removed
-            self._digest = next_digest(self._digest, *told)
+            self._digest = next_digest(self._digest, message.added, message.removed)
         message.digest = self._digest
         return message
 

@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from diptych_protocol.block_hashes import next_digest
+from diptych_protocol.block_hashes import FIRST_DIGEST, next_digest
 from diptych_protocol.wire import PREFIX_KEY_BYTES, PrefixChanges
 from diptych_router.prefixes.hash_table import Keys
 from diptych_router.prefixes.prefix_index import MAX_BLOCKS, Match, PrefixIndex, lengths
@@ -19,9 +19,11 @@ log = logging.getLogger(__name__)
 MAX_ENGINE_BLOCKS: Final = 2_000_000
 """An engine that says to remember more is not believed, however many blocks it says to have."""
 MAX_ADAPTERS: Final = 1024
+MAX_IN_VAIN: Final = 600
+"""Messages that come in vain before the engine is asked anew, ten seconds of one that is at work:
+what it told of everything was lost, or was not believed."""
 MAX_REPEATS: Final = 3
-"""Messages without changes, one every few seconds, that come in vain before the engine is asked
-anew: what it told of everything was lost, or was not believed."""
+"""Likewise, of messages without changes, which come every few seconds."""
 NO_ADAPTERS: Final[Mapping[str, str]] = {}
 
 
@@ -33,10 +35,10 @@ class _Follower:
     """The engine's number in the index."""
     number: int | None = None
     """That of the last message; None: the next one that counts has everything."""
-    digest: int = 0
-    """See `PrefixChanges.digest`."""
-    num_repeats: int = 0
-    """Messages without changes since `number` is None."""
+    digest: int = FIRST_DIGEST
+    """Of what it has told: see `next_digest`."""
+    num_in_vain: int = 0
+    """Messages since `number` is None; one without changes counts as many of them."""
     num_blocks: int = 0
     """Blocks that it remembers."""
     adapters: Mapping[str, str] = field(default_factory=dict)
@@ -53,7 +55,7 @@ class KnownPrefixes:
         self._followers: dict[str, _Follower] = {}
         self._free_places: list[int] = []
         self.num_gaps = 0
-        """Times that a message was missing, or did not go with those before it."""
+        """Times that a message was missing, or did not go with those before it or with itself."""
 
     @property
     def num_blocks(self) -> int:
@@ -82,16 +84,22 @@ class KnownPrefixes:
         follower = self._follower(engine)
         if changes.whole:
             self._clear(follower)
-            digest = changes.digest
+            is_next = True
         elif follower.number is None:
             return not _waits_in_vain(follower, changes)
+        elif changes.number == follower.number and changes.digest in (0, follower.digest):
+            follower.adapters = _adapters(changes)  # it is repeated, or came twice
+            return True
         else:
-            told = changes.number, changes.added, changes.removed
-            digest = next_digest(follower.digest, *told)
-            if changes.number != follower.number + 1 or changes.digest not in (0, digest):
-                return self._take_out_of_turn(follower, changes)
+            is_next = changes.number == follower.number + 1
+        digest = next_digest(follower.digest, changes.added, changes.removed)
+        if not is_next or changes.digest not in (0, digest):
+            self.num_gaps += 1
+            self._clear(follower)
+            # An engine that has its own sum wrong would be asked for ever if it were asked at once.
+            return changes.whole
         follower.number, follower.digest = changes.number, digest
-        follower.adapters = changes.adapters if len(changes.adapters) <= MAX_ADAPTERS else {}
+        follower.adapters = _adapters(changes)
         added, removed = _keys(changes.added), _keys(changes.removed)
         follower.num_blocks -= self._index.held.remove(follower.place, removed)
         if follower.num_blocks + len(added) > min(most_blocks, MAX_ENGINE_BLOCKS):
@@ -101,19 +109,11 @@ class KnownPrefixes:
             follower.num_blocks += self._index.held.add(follower.place, added)
         return True
 
-    def _take_out_of_turn(self, follower: _Follower, changes: PrefixChanges) -> bool:
-        """A message that is not the next one; see `take`."""
-        if _was_heard(follower, changes):
-            return True
-        self.num_gaps += 1
-        self._clear(follower)
-        return False
-
     def _clear(self, follower: _Follower) -> None:
         """Nothing is known of an engine until it tells everything."""
         if follower.num_blocks:
             self._index.held.forget_engine(follower.place)
-        follower.number, follower.num_repeats = None, 0
+        follower.number, follower.digest, follower.num_in_vain = None, FIRST_DIGEST, 0
         follower.num_blocks, follower.adapters = 0, {}
 
     def place(self, engine: str) -> int:
@@ -173,25 +173,17 @@ class KnownPrefixes:
         return follower
 
 
-def _was_heard(follower: _Follower, changes: PrefixChanges) -> bool:
-    """It comes twice or late. One that repeats a smaller number does not: then the last message was
-    not the engine's."""
-    number = follower.number or 0
-    if changes.number == number:
-        return changes.digest in (0, follower.digest)
-    return changes.number < number and not (changes.digest and _is_repeat(changes))
-
-
-def _is_repeat(changes: PrefixChanges) -> bool:
-    return not (changes.whole or changes.added or changes.removed)
+def _adapters(changes: PrefixChanges) -> Mapping[str, str]:
+    return changes.adapters if len(changes.adapters) <= MAX_ADAPTERS else NO_ADAPTERS
 
 
 def _waits_in_vain(follower: _Follower, changes: PrefixChanges) -> bool:
     """Everything is on its way, but has not come for so long that it will not."""
-    follower.num_repeats += _is_repeat(changes)
-    if follower.num_repeats < MAX_REPEATS:
+    is_repeat = not (changes.added or changes.removed)
+    follower.num_in_vain += MAX_IN_VAIN // MAX_REPEATS if is_repeat else 1
+    if follower.num_in_vain < MAX_IN_VAIN:
         return False
-    follower.num_repeats = 0
+    follower.num_in_vain = 0
     return True
 
 

@@ -15,6 +15,7 @@ from waits import PATIENCE_S
 from diptych_engine.serving import prefix_news
 from diptych_engine.serving.prefix_news import PrefixNews
 from diptych_protocol import UtilityCall
+from diptych_protocol.block_hashes import FIRST_DIGEST, next_digest
 from diptych_protocol.wire import FOLLOW_PREFIXES, PREFIX_KEY_BYTES, PrefixChanges
 
 Keys = set[bytes]
@@ -38,7 +39,10 @@ class Follower:
             self.held, self.number = set(), news.number - 1
         assert news.number == self.number + bool(news.whole or added or removed)
         self.number = news.number
+        assert not self.held & set(added)
+        assert self.held >= set(removed)
         self.held = (self.held | set(added)) - set(removed)
+        assert news.digest == next_digest(FIRST_DIGEST, b"".join(self.held), b"")
 
 
 def test_followers_know_what_the_pool_remembers() -> None:

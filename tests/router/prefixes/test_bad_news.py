@@ -10,8 +10,9 @@ import pytest
 from chaos_kit.bad_news import BadNews, Mischief
 
 from diptych_engine.serving.prefix_news import REPEAT_S, PrefixNews
+from diptych_protocol.block_hashes import FIRST_DIGEST, next_digest
 from diptych_protocol.wire import PREFIX_KEY_BYTES, PrefixChanges
-from diptych_router.prefixes.known_prefixes import MAX_REPEATS, KnownPrefixes, keys_of
+from diptych_router.prefixes.known_prefixes import MAX_IN_VAIN, MAX_REPEATS, KnownPrefixes, keys_of
 
 BLOCKS = [bytes([number]) * PREFIX_KEY_BYTES for number in range(1, 25)]
 SOME = Mischief(lose=0.2, double=0.2, delay=0.2, forge=0.3)
@@ -37,7 +38,8 @@ class ToyScheduler:
     def turn(self, block: bytes) -> None:
         """Forget a block, or remember it."""
         self.held ^= {block}
-        self.changes[block] = block in self.held
+        if self.changes.pop(block, None) is None:
+            self.changes[block] = block in self.held
 
 
 @dataclass
@@ -113,7 +115,41 @@ def test_a_calm_line_needs_no_second_question() -> None:
 
 def test_a_message_with_the_next_number_that_the_core_did_not_send_is_noticed() -> None:
     known = KnownPrefixes()
-    known.take("p0", PrefixChanges(4, BLOCKS[0], whole=True, digest=7))
-    assert not known.take("p0", PrefixChanges(5, BLOCKS[1], digest=8))
+    first = next_digest(FIRST_DIGEST, BLOCKS[0], b"")
+    known.take("p0", PrefixChanges(4, BLOCKS[0], whole=True, digest=first))
+    assert not known.take("p0", PrefixChanges(5, BLOCKS[1], digest=first))
     assert known.num_blocks == 0
     assert known.num_gaps == 1
+
+
+def test_an_answer_with_other_blocks_than_the_core_has_is_noticed() -> None:
+    """Whoever sends it knows the number and the digest of the moment."""
+    known = KnownPrefixes()
+    digest = next_digest(FIRST_DIGEST, BLOCKS[0], b"")
+    for _ in range(2):
+        known.take("p0", PrefixChanges(4, BLOCKS[0], whole=True, digest=digest))
+        assert known.num_blocks == 1
+        known.take("p0", PrefixChanges(4, BLOCKS[1], whole=True, digest=digest))
+        assert known.num_blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("news", "times"),
+    [(b"", 2 * MAX_IN_VAIN // MAX_REPEATS), (BLOCKS[1], 2)],
+    ids=["at rest", "at work"],
+)
+def test_an_engine_whose_answers_are_never_right_is_asked_now_and_then(
+    news: bytes, times: int
+) -> None:
+    known = KnownPrefixes()
+    for number in range(2 * MAX_IN_VAIN):
+        assert known.take("p0", PrefixChanges(number, BLOCKS[0], whole=True, digest=7))
+    took = [known.take("p0", PrefixChanges(n, news, digest=7)) for n in range(2 * MAX_IN_VAIN)]
+    assert took.count(False) == times
+
+
+def test_an_adapter_that_an_engine_at_rest_loads_is_known() -> None:
+    known = KnownPrefixes()
+    known.take("p0", PrefixChanges(4, BLOCKS[0], whole=True))
+    assert known.take("p0", PrefixChanges(4, adapters={"sql": "digest"}))
+    assert known.adapters("p0") == {"sql": "digest"}
