@@ -103,5 +103,5 @@ def next_digest(digest: int, added: bytes, removed: bytes) -> int:
 
 
 def _sum(keys: bytes) -> int:
-    """Of keys of 8 bytes each; what remains of one that is cut off does not count."""
+    """The sum of keys of 8 bytes each; what remains of one that is cut off does not count."""
     return int(np.frombuffer(keys, "<u8", len(keys) // 8).sum())

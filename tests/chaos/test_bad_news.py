@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -59,12 +58,16 @@ async def test_a_router_that_ignores_gaps_is_found_out(
 ) -> None:
     """The check itself: with this bug it fails, and the next router does without the bug."""
 
-    def ignore(self: KnownPrefixes, follower: Any, changes: PrefixChanges) -> bool:
-        follower.number, follower.digest = changes.number, changes.digest
-        return True
+    take = KnownPrefixes.take
+
+    def ignore(self: KnownPrefixes, engine: str, changes: PrefixChanges, most_blocks: int) -> bool:
+        follower = self._follower(engine)
+        if follower.number is not None and not changes.whole:
+            follower.number, changes.digest = changes.number - 1, 0
+        return take(self, engine, changes, most_blocks)
 
     with monkeypatch.context() as planted:
-        planted.setattr(KnownPrefixes, "_take_out_of_turn", ignore)
+        planted.setattr(KnownPrefixes, "take", ignore)
         await ask_amid(chaos, LOST, 1)
         assert "the router does not know" in "; ".join(await disagreements(chaos.service, 5.0))
     chaos.service.close_router()

@@ -36,7 +36,7 @@ class _Follower:
     number: int | None = None
     """That of the last message; None: the next one that counts has everything."""
     digest: int = FIRST_DIGEST
-    """Of what it has told: see `next_digest`."""
+    """The sum of what it has told: see `next_digest`."""
     num_in_vain: int = 0
     """Messages since `number` is None; one without changes counts as many of them."""
     num_blocks: int = 0
