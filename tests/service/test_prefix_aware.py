@@ -83,6 +83,7 @@ async def test_prompts_go_where_their_beginning_is_remembered(service: Service) 
     for question in QUESTIONS:
         for home, instructions in zip(homes, INSTRUCTIONS, strict=True):
             assert await prefill_of(service, instructions + question) == home
+    assert service.router.pools.fleet.known.num_gaps == 0, "nothing was lost, so nothing is doubted"
     gained = sum(await service.hits()) - sum(before)
     common = [
         len(service.router.renderer.render_prompt(text)["prompt_token_ids"])
