@@ -36,6 +36,7 @@ class Router:
 
     process: psutil.Popen
     url: str
+    told_to_end: bool = False
 
     def client(self, name: str = "ann") -> openai.OpenAI:
         return openai.OpenAI(
@@ -49,10 +50,15 @@ class Router:
 
     def kill(self) -> None:
         """As the system does when memory runs out."""
+        self.told_to_end = True
         for process in self.everybody():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.wait(PATIENCE_S)
+
+    def signal(self, number: signal.Signals) -> None:
+        self.told_to_end = True
+        self.process.send_signal(number)
 
     def is_ready(self) -> bool:
         with contextlib.suppress(httpx.TransportError):
@@ -102,8 +108,10 @@ def routers(
     try:
         yield start
     finally:
+        codes = [router.process.poll() for router in started if not router.told_to_end]
         for router in started:
             router.kill()
+        assert not any(code is not None for code in codes), f"routers ended by themselves: {codes}"
 
 
 def content(tokens: int = 16) -> bytes:
@@ -223,7 +231,7 @@ def test_another_router_goes_on_with_the_batch_of_one_that_ends(
         batch = begun(ann, content())
         wait_until(lambda: completed(ann, batch) >= 2, "some requests are done")
     before = {line["custom_id"]: line["id"] for line in journal_of(tmp_path, batch)}
-    first.process.send_signal(number)
+    first.signal(number)
     wait_until(second.is_ready, "the second router has found the engines")
     with second.client() as ann:
         found = {line["custom_id"]: line["id"] for line in whole(ann, batch)}

@@ -20,9 +20,10 @@ from diptych_router.pool_client import PoolClient
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 INSTRUCTIONS = [
-    "You answer letters to a lighthouse keeper, politely and in one sentence. " * 6,
-    "You translate the names of birds into the languages of their countries. " * 6,
+    "You answer letters to a lighthouse keeper, politely and in one sentence. " * 40,
+    "You translate the names of birds into the languages of their countries. " * 40,
 ]
+"""So long that no moment in which one of the engines is slow outweighs them."""
 QUESTIONS = ["Is it lonely?", "What of storms?", "And the lamp?", "Who comes by?"]
 
 

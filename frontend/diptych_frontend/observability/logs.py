@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 
 
 def setup_logging(name: str) -> None:
-    """`DIPTYCH_LOG_LEVEL` (default INFO) sets the level; `name` says which process speaks."""
+    """`DIPTYCH_LOG_LEVEL` (default INFO) sets the level; `name` says which process speaks.
+
+    A crash of native code writes the Python stack of each thread there, too.
+    """
+    faulthandler.enable()
     level = os.environ.get("DIPTYCH_LOG_LEVEL", "INFO").upper()
     logging.basicConfig(
         level=level if level in logging.getLevelNamesMapping() else "INFO",
