@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from diptych_frontend.observability.loop_watch import LONG_S, TICK_S, LoopWatch
+from diptych_frontend.observability.loop_watch import LONG_S, TICK_S, LoopWatch, _place
 
 
 async def hold_the_loop() -> None:
@@ -34,3 +34,29 @@ async def test_a_loop_on_time_says_nothing(caplog: pytest.LogCaptureFixture) -> 
         watch.tick()
     assert lags == [0.0, 0.0]
     assert not caplog.records
+
+
+DUMP = """Thread 0x00007f0000000002 (most recent call first):
+  File "/opt/python3.11/selectors.py", line 468 in select
+
+Current thread 0x00007f0000000003 (most recent call first):
+  File "/srv/diptych/frontend/diptych_frontend/observability/loop_watch.py", line 80 in _look_on
+
+Thread 0x00007f0000000001 [MainThread] (most recent call first):
+  File "/srv/diptych/.venv/lib/python3.11/site-packages/zmq/sugar/socket.py", line 5 in send
+  File "/srv/diptych/frontend/diptych_frontend/core_client/zmq_frames.py", line 38 in send_frames
+  File "/srv/diptych/router/diptych_router/__main__.py", line 69 in main
+"""
+
+
+@pytest.mark.parametrize(
+    ("thread", "place"),
+    [
+        (0x7F0000000001, "diptych_frontend.core_client.zmq_frames.send_frames:38"),
+        (0x7F0000000002, "/opt/python3.11/selectors.py:468 in select"),
+        (0x7F0000000004, "no function"),
+    ],
+    ids=["ours is named before a library's", "none is ours", "it has ended"],
+)
+def test_the_place_is_the_innermost_function_of_ours(thread: int, place: str) -> None:
+    assert _place(thread, DUMP) == place

@@ -177,7 +177,7 @@ class BatchRun:
             while self._asking and not self._stop.is_set():
                 await asyncio.wait(self._asking)
         finally:
-            file.close()
+            disk.close(file)
 
     def _undone(self, file: BinaryIO) -> Iterator[Line]:
         for number, raw in lines_of(file):

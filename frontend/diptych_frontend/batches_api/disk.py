@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Final, ParamSpec, TypeVar
+from typing import BinaryIO, Final, ParamSpec, TypeVar
 
 from diptych_protocol import EngineOverloadedError
 
@@ -46,3 +46,15 @@ class Disk:
         `OSError` itself."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, partial(work, *args, **kwargs))
+
+    def close(self, file: BinaryIO) -> None:
+        """Close a file once no thread reads or writes it any more. Whoever was given up, or went
+        away, may have left one at it, and what it has must not become another file's meanwhile."""
+        self._executor.submit(_close, file)
+
+
+def _close(file: BinaryIO) -> None:
+    try:
+        file.close()  # waits for the file's own lock
+    except OSError as exc:
+        log.error("a file of a batch cannot be closed: %s", exc)

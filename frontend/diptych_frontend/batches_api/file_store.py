@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Container
 from pathlib import Path
@@ -21,6 +20,7 @@ from diptych_frontend.batches_api.folder import (
     is_id,
     new_id,
     put,
+    sync,
     write_whole,
 )
 from diptych_protocol import InvalidRequestError
@@ -167,8 +167,7 @@ def synced(path: Path, pieces: Callable[[BinaryIO], None]) -> int:
     partial = path.with_name(f"{path.name}{TEMPORARY}")
     with create(partial) as file:
         pieces(file)
-        file.flush()
-        os.fsync(file.fileno())
+        sync(file)
         size = file.tell()
     put(partial, path)
     return size

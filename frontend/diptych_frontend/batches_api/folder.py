@@ -145,6 +145,12 @@ def create(path: Path) -> BinaryIO:
     return open(descriptor, "wb")
 
 
+def sync(file: BinaryIO) -> None:
+    """Have what was written on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
 def put(partial: Path, path: Path) -> None:
     """Give a whole file its name, for good."""
     os.replace(partial, path)
@@ -161,8 +167,7 @@ def write_whole(path: Path, content: bytes) -> None:
     try:
         with create(partial) as file:
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+            sync(file)
         put(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)

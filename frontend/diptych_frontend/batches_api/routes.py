@@ -131,9 +131,11 @@ class BatchRoutes:
 
 
 async def _pieces(service: BatchService, file: BinaryIO) -> AsyncIterator[bytes]:
-    with file:
+    try:
         while piece := await service.disk.run(file.read, READ_AT_ONCE):
             yield piece
+    finally:
+        service.disk.close(file)
 
 
 def _client(request: Request) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections import Counter
 from functools import partial
@@ -15,7 +14,7 @@ from starlette.requests import Request
 from diptych_frontend.batches_api.api_types import KEPT_S, FileForm, FileObject
 from diptych_frontend.batches_api.disk import Disk
 from diptych_frontend.batches_api.file_store import FileStore
-from diptych_frontend.batches_api.folder import create
+from diptych_frontend.batches_api.folder import create, sync
 from diptych_frontend.batches_api.form import MAX_FILE_BYTES, UploadForm
 from diptych_frontend.openai.asgi import BODY_TIMEOUT_S, Exchange, exchange_of
 from diptych_protocol import EngineOverloadedError, InvalidRequestError
@@ -74,7 +73,8 @@ class Uploads:
         ends_at = time.monotonic() + UPLOAD_TIMEOUT_S
         received, more = 0, True
         pieces = bytearray()
-        with await self._disk.run(create, content) as file:
+        file = await self._disk.run(create, content)
+        try:
             while more:
                 try:
                     message = await exchange.deadline.within(BODY_TIMEOUT_S, request.receive())
@@ -90,15 +90,11 @@ class Uploads:
                 pieces += form.feed(message.get("body", b""))
                 more = message.get("more_body", False)
                 if len(pieces) >= WRITTEN_AT_ONCE or not more:
-                    await self._disk.run(_write_all, file.fileno(), bytes(pieces))
+                    await self._disk.run(file.write, bytes(pieces))
                     pieces.clear()
-            await self._disk.run(os.fsync, file.fileno())
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
+            await self._disk.run(sync, file)
+        finally:
+            self._disk.close(file)
 
 
 def _described(form: FileForm, file_id: str, size: int) -> FileObject:

@@ -4,17 +4,22 @@ The loop is expected to `tick` every `TICK_S`. How late it comes is its lag. A t
 a tick is overdue by `LONG_S` it takes down what the loop's thread is at, which no code on the loop
 could. If that holds the GIL, the thread sees it as soon as it lets go, which is before the loop
 goes on to anything else.
+
+It is faulthandler that reads the other thread's stack, in one go. Python code that walks the frames
+of a thread that runs meanwhile crashes the interpreter (python/cpython issues 99110, 106883).
 """
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
-import sys
+import os
+import re
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Final, Self
 
 logger = logging.getLogger("diptych.loop")
@@ -22,6 +27,11 @@ logger = logging.getLogger("diptych.loop")
 TICK_S: Final = 0.1
 LONG_S: Final = 0.1
 """A lag that is worth a line in the log."""
+DUMP_BYTES: Final = 1 << 16
+"""What a pipe holds: a dump of several hundred calls."""
+_THREAD: Final = re.compile(r"(?:Thread|Current thread) 0x([0-9a-f]+) ")
+_CALL: Final = re.compile(r'  File "(.*)", line (\S+) in (.*)')
+_OURS: Final = re.compile(r"(?:.*/)?(diptych\w*(?:/\w+)*)\.py")
 
 
 class LoopWatch:
@@ -71,18 +81,31 @@ class LoopWatch:
 
     def _activity(self) -> str:
         task = asyncio.current_task(self._loop)
-        frame = sys._current_frames().get(self._loop_thread)
         doing = "no task" if task is None else task.get_name()
-        return f"{doing}, in {_place(frame)}"
+        return f"{doing}, in {_place(self._loop_thread, _dump())}"
 
 
-def _place(frame: FrameType | None) -> str:
-    """The innermost function of ours that runs, or of anybody's if none of ours does."""
-    innermost = frame
-    while frame is not None and not frame.f_globals.get("__name__", "").startswith("diptych"):
-        frame = frame.f_back
-    frame = frame or innermost
-    if frame is None:
-        return "no function"
-    module = frame.f_globals.get("__name__", "?")
-    return f"{module}.{frame.f_code.co_qualname}:{frame.f_lineno}"
+def _dump() -> str:
+    """The calls of all threads, in the words of faulthandler."""
+    reading, writing = os.pipe()
+    try:
+        os.set_blocking(writing, False)  # what does not fit is left out
+        faulthandler.dump_traceback(writing)
+    finally:
+        os.close(writing)
+    with open(reading, "rb") as dump:
+        return dump.read(DUMP_BYTES).decode(errors="replace")
+
+
+def _place(thread: int, dump: str) -> str:
+    """The innermost function of ours that a thread runs, or of anybody's if none of ours does."""
+    innermost, at_it = "", False
+    for line in dump.splitlines():
+        if header := _THREAD.match(line):
+            at_it = int(header[1], 16) == thread
+        elif at_it and (call := _CALL.fullmatch(line)):
+            path, number, function = call.groups()
+            if ours := _OURS.fullmatch(path):
+                return f"{ours[1].replace('/', '.')}.{function}:{number}"
+            innermost = innermost or f"{path}:{number} in {function}"
+    return innermost or "no function"
