@@ -53,7 +53,11 @@ def test_experts_of_a_gguf_file(tmp_path: Path, lone_sequence: Callable[..., Any
 @pytest.mark.skipif(not has_packed_product(), reason="nothing is packed at this level")
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_1])
 def test_experts_stay_packed(tmp_path: Path, lone_sequence: Callable[..., Any], kind: Kind) -> None:
-    """Every matrix but the router; and they compute what the file's values do."""
+    """Every matrix but the router; and they compute what the file's values do.
+
+    A token for which two experts are nearly equal may get the other one, since a matrix unit
+    multiplies in bfloat16. So it is the median of all tokens that counts.
+    """
     model = published_mixture(tmp_path / "hf")
     source = resolve_model(save_mixture_gguf(tmp_path / "model.gguf", model, kind))
     packed, plain = lone_sequence(source, 48, packs=True), lone_sequence(source, 48)
@@ -61,8 +65,8 @@ def test_experts_stay_packed(tmp_path: Path, lone_sequence: Callable[..., Any], 
     assert len(packed.model.packables) == 1 + 3 * (2 + 6 * 2)
     sizes = [30, *[1] * 10]
     actual, expected = (x.logits_in_chunks(PROMPT, sizes) for x in (packed, plain))
-    difference = (actual.log_softmax(-1) - expected.log_softmax(-1)).abs().mean()
-    assert difference < 0.1 * expected.std()
+    of_each_token = (actual.log_softmax(-1) - expected.log_softmax(-1)).abs().mean(-1)
+    assert of_each_token.median() < 0.1 * expected.std()
 
 
 def test_a_missing_expert_is_named(tmp_path: Path, lone_sequence: Callable[..., Any]) -> None:

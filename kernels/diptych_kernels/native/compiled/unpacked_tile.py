@@ -28,8 +28,10 @@ HALVES = ir.VectorType(ir.HalfType(), LANES)
 GROUP_BYTES = 2 * QUADS * VECTOR
 """Size, in bytes, of an unpacked group: 32 values in each of 16 columns, in bfloat16."""
 QUAD_BYTES = GROUP_BYTES // QUADS
-PLACE, BYTE = 8, 8
-"""Bits: where in a lane a byte of levels is worked on, and how many it has."""
+PLACE, BYTE = 15, 8
+"""Bits: where in a lane a byte of levels is worked on, and how many it has. As high as a mantissa
+allows: the lower it is, the larger is the power that is added to a level and taken away again, and
+the more of the value is rounded off by that."""
 MANTISSA = 23
 """Bits of a float32. A level in it, below the ones of a power of two, is added to the power."""
 LARGER = 1 + math.log(2) / 256
@@ -104,8 +106,6 @@ def _factors(builder, bits, source):
 def _at_place(builder, levels, byte):
     """A byte of each lane at `PLACE`, among others."""
     bits = constant(abs(PLACE - BYTE * byte))
-    if BYTE * byte == PLACE:
-        return levels
     return (builder.shl if BYTE * byte < PLACE else builder.lshr)(levels, bits)
 
 
