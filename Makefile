@@ -31,6 +31,9 @@ $(VENV)/.test: pyproject.toml requirements.lock install.py
 demo: $(VENV)/.demo ## one prefill and one decode process, a router, and a streamed answer
 	$(BIN)/diptych demo examples/smollm2.yaml
 
+# Tests start some hundred processes, which would each compile all modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.test ## each behaviour that needs no cluster and no GPU, in minutes
