@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import time
 
 import pytest
@@ -25,6 +27,22 @@ async def test_who_holds_the_loop_is_named(caplog: pytest.LogCaptureFixture) -> 
     assert lags[1] > LONG_S
     lines = [record.getMessage() for record in caplog.records]
     assert any("request 4711, in " in line and "hold_the_loop" in line for line in lines)
+
+
+async def test_without_a_descriptor_the_task_is_named_still(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "pipe", none_left)
+    with LoopWatch(lambda lag: None) as watch:
+        for _ in range(2):
+            await asyncio.create_task(hold_the_loop(), name="request 4711")
+            watch.tick()
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2
+    assert all("request 4711; its stack cannot be read: Too many open" in line for line in lines)
 
 
 async def test_a_loop_on_time_says_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -82,18 +82,21 @@ class LoopWatch:
     def _activity(self) -> str:
         task = asyncio.current_task(self._loop)
         doing = "no task" if task is None else task.get_name()
-        return f"{doing}, in {_place(self._loop_thread, _dump())}"
+        try:
+            return f"{doing}, in {_place(self._loop_thread, _dump())}"
+        except OSError as exc:  # there may be no descriptor left
+            return f"{doing}; its stack cannot be read: {exc.strerror}"
 
 
 def _dump() -> str:
     """The calls of all threads, in the words of faulthandler."""
     reading, writing = os.pipe()
-    try:
-        os.set_blocking(writing, False)  # what does not fit is left out
-        faulthandler.dump_traceback(writing)
-    finally:
-        os.close(writing)
     with open(reading, "rb") as dump:
+        try:
+            os.set_blocking(writing, False)  # what does not fit is left out
+            faulthandler.dump_traceback(writing)
+        finally:
+            os.close(writing)
         return dump.read(DUMP_BYTES).decode(errors="replace")
 
 
