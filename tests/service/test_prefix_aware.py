@@ -23,7 +23,7 @@ INSTRUCTIONS = [
     "You answer letters to a lighthouse keeper, politely and in one sentence. " * 40,
     "You translate the names of birds into the languages of their countries. " * 40,
 ]
-"""So long that no moment in which one of the engines is slow outweighs them."""
+"""So long that no engine computes them anew because the one that has them is slow at the moment."""
 QUESTIONS = ["Is it lonely?", "What of storms?", "And the lamp?", "Who comes by?"]
 
 
@@ -66,40 +66,59 @@ def remembered_blocks(router: PoolClient) -> int:
     return router.pools.fleet.known.num_blocks
 
 
-async def prefill_of(service: Service, prompt: PromptType) -> str:
-    output = await generate(service.router, prompt, max_tokens=2)
-    return str(output.metrics["prefill"])
+@dataclass(frozen=True)
+class Course:
+    """Who computed a prompt, and how many of its tokens came from another engine's memory.
+
+    Engines are about equal, but a busy machine makes one of them seem slow. Another one is then
+    cheaper with the beginning fetched: nobody computes it again.
+    """
+
+    engine: str
+    fetched: int
+
+
+async def course_of(service: Service, prompt: PromptType) -> Course:
+    metrics = (await generate(service.router, prompt, max_tokens=2)).metrics
+    fetches = str(metrics.get("fetches", "0 tokens"))
+    return Course(str(metrics["prefill"]), int(fetches.partition(" ")[0]))
 
 
 async def test_prompts_go_where_their_beginning_is_remembered(service: Service) -> None:
     """Though each engine has as little to do as the other, and whichever was first."""
-    homes = []
+    homes: list[set[str]] = []
     for instructions in INSTRUCTIONS:
         # The other engine has something to do at this moment: so this one has the instructions.
         busy = asyncio.create_task(generate(service.router, "word " * 900, max_tokens=1))
         await asyncio.sleep(0)
-        homes.append(await prefill_of(service, instructions))
+        homes.append({(await course_of(service, instructions)).engine})
         await busy
     before = await service.hits()
+    fetched = 0
     for question in QUESTIONS:
         for home, instructions in zip(homes, INSTRUCTIONS, strict=True):
-            assert await prefill_of(service, instructions + question) == home
+            course = await course_of(service, instructions + question)
+            assert course.engine in home or course.fetched
+            home.add(course.engine)
+            fetched += course.fetched
     assert service.router.pools.fleet.known.num_gaps == 0, "nothing was lost, so nothing is doubted"
     gained = sum(await service.hits()) - sum(before)
     common = [
         len(service.router.renderer.render_prompt(text)["prompt_token_ids"])
         for text in INSTRUCTIONS
     ]
-    assert gained >= len(QUESTIONS) * (sum(common) - 2 * 16 * len(common))
+    assert gained + fetched >= len(QUESTIONS) * (sum(common) - 2 * 16 * len(common))
 
 
 async def test_another_salt_is_another_prompt(service: Service) -> None:
     prompt: PromptType = {"prompt": INSTRUCTIONS[0] + QUESTIONS[0], "cache_salt": "pepper"}
     before = await service.hits()
-    home = await prefill_of(service, prompt)
+    first = await course_of(service, prompt)
     assert await service.hits() == before
-    assert await prefill_of(service, prompt) == home
-    assert sum(await service.hits()) > sum(before)
+    assert not first.fetched
+    second = await course_of(service, prompt)
+    assert second.engine == first.engine or second.fetched
+    assert second.fetched or sum(await service.hits()) > sum(before)
 
 
 async def test_a_router_that_comes_later_is_told_everything(
