@@ -13,12 +13,14 @@ import pytest
 from waits import Deadline, wait_until
 
 IN_A_TERMINAL = """
-import fcntl, sys, termios
+import fcntl, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from diptych.main import main
 main()
 """
-"""The program, to whose process group the terminal sends the signal of Ctrl-C."""
+"""The program, to whose process group the terminal sends the signal of Ctrl-C. It takes it also if
+the tests run in the background of a shell, which lets them ignore it."""
 CTRL_C, CTRL_D, UP, ALT_ENTER, ENTER = b"\x03", b"\x04", b"\x1b[A", b"\x1b\r", b"\r"
 PROMPT = "\x1b[?2004h"
 """What the program sends once when it begins to read: paste as one piece."""
