@@ -30,6 +30,8 @@ KEY_S = 0.04
 """Between two keys that are pressed."""
 LONGEST_PAUSE_S = 2.0
 """A pause is shown for so long at most."""
+HANG_UP_S = 0.5
+"""After which a shell that did not end is told again."""
 PATIENCE_S = 180.0
 QUESTION = "Write a long story about a lighthouse keeper and the sea."
 TOKENS, MIDDLE = 300, 300
@@ -79,8 +81,17 @@ class Terminal:
         return self._shown
 
     def end(self) -> None:
-        os.kill(self._pid, signal.SIGHUP)
-        os.waitpid(self._pid, 0)
+        """Hang up, so that the shell and its jobs end.
+
+        More than once: bash forgets a signal that arrives just before it waits for a key until a
+        key is pressed. A closed terminal would end it as well, but not always its jobs.
+        """
+        deadline = time.monotonic() + PATIENCE_S
+        while os.waitpid(self._pid, os.WNOHANG) == (0, 0):
+            if time.monotonic() > deadline:
+                raise TimeoutError("the shell does not end")
+            os.kill(self._pid, signal.SIGHUP)
+            time.sleep(HANG_UP_S)
         os.close(self._terminal)
 
     def _read(self, seconds: float) -> None:
@@ -94,15 +105,18 @@ class Terminal:
             seconds = 0.0
 
 
-def main(out: Path = CAST) -> None:
-    """Record into a file. Raises `TimeoutError` or `RuntimeError` if it is not what is promised."""
+def main(out: Path = CAST, *options: str) -> None:
+    """Record into a file, `diptych up` with these further options.
+
+    Raises `TimeoutError` or `RuntimeError` if it is not what is promised.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o700)
         shutil.copy(ROOT / "examples" / "smollm2.yaml", folder)
         terminal = Terminal(folder)
         try:
-            play(terminal, folder)
+            play(terminal, folder, *options)
         finally:
             terminal.end()
     out.parent.mkdir(exist_ok=True)
@@ -112,12 +126,15 @@ def main(out: Path = CAST) -> None:
     out.write_text("".join(f"{json.dumps(line)}\n" for line in (header, *events)))
 
 
-def play(terminal: Terminal, folder: Path) -> None:
+def play(terminal: Terminal, folder: Path, *options: str) -> None:
     """Start a service, kill the engine of an answer, and look at what became of both."""
     log = folder / "up.log"
     log.touch()  # a shell shows its prompt before its child in the background has opened the file
-    terminal.type("diptych up smollm2.yaml --plain > up.log 2>&1 &")
-    terminal.wait(lambda _: "Ctrl-C ends it" in log.read_text())
+    up = " ".join(("diptych up smollm2.yaml --plain", *options))
+    terminal.type(f"{up} > up.log 2>&1 &")
+    terminal.wait(lambda _: "Ctrl-C ends it" in log.read_text() or "Error: " in log.read_text())
+    if "Error: " in log.read_text():
+        raise RuntimeError(f"{up} says: {log.read_text()}")
     terminal.type("cat up.log")
     terminal.type("diptych status")
     victim = decode_engine(folder)
@@ -142,4 +159,4 @@ def decode_engine(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    main(*map(Path, sys.argv[1:2]), *sys.argv[2:])
