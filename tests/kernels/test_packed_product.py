@@ -17,9 +17,9 @@ BITS = pytest.mark.parametrize("bits", [4, 8])
 
 def random_tiles(rows: int, columns: int, bits: int) -> Tensor:
     generator = torch.Generator().manual_seed(bits)
-    levels = torch.randint(0, 1 << bits, (rows, columns), generator=generator).to(torch.uint8)
+    levels = torch.randint(0, 256, (rows, columns // 32, 4 * bits), generator=generator)
     scale, offset = torch.randn(2, rows, columns // 32, generator=generator)
-    tiles = to_tiles(levels, scale, offset * (1 << bits), bits)
+    tiles = to_tiles(levels.to(torch.uint8), scale, offset * (1 << bits))
     assert tiles is not None
     return tiles
 
@@ -33,11 +33,12 @@ def product(x: Tensor, tiles: Tensor, num_decodes: int) -> Tensor:
 @BITS
 def test_tiles_hold_the_matrix(bits: int) -> None:
     generator = torch.Generator().manual_seed(1)
-    levels = torch.randint(0, 1 << bits, (48, 96), generator=generator).to(torch.uint8)
+    levels = torch.randint(0, 1 << bits, (48, 3, 32), generator=generator).to(torch.uint8)
     scale, offset = torch.randn(2, 48, 3, generator=generator).half().float()
-    tiles = to_tiles(levels, scale, offset, bits)
+    stored = levels if bits == 8 else levels[..., :16] | (levels[..., 16:] << 4)
+    tiles = to_tiles(stored, scale, offset)
     assert tiles is not None
-    wanted = levels.view(48, 3, 32) * scale[..., None] + offset[..., None]
+    wanted = levels * scale[..., None] + offset[..., None]
     assert torch.equal(values_of(tiles), wanted.view(48, 96))
 
 
@@ -46,7 +47,7 @@ def test_tiles_hold_the_matrix(bits: int) -> None:
 )
 def test_what_fills_no_tiles_is_none(shape: tuple[int, int], scale: float) -> None:
     scales = torch.full((shape[0], shape[1] // 32), scale)
-    assert to_tiles(torch.zeros(shape, dtype=torch.uint8), scales, scales, 4) is None
+    assert to_tiles(torch.zeros(*scales.shape, 16, dtype=torch.uint8), scales, scales) is None
 
 
 @BITS

@@ -17,29 +17,44 @@ from torch import Tensor
 
 GROUP: Final = 32
 """Columns that share a scale."""
-HALF: Final = 2
-"""Bytes of a float16."""
+_BLOCKS: Final = {
+    GGMLQuantizationType.Q4_0: np.dtype([("scale", "<f2"), ("levels", "V16")]),
+    GGMLQuantizationType.Q4_1: np.dtype([("scale", "<f2"), ("offset", "<f2"), ("levels", "V16")]),
+    GGMLQuantizationType.Q8_0: np.dtype([("scale", "<f2"), ("levels", "V32")]),
+}
+"""What a group is in the file. NumPy copies a group's levels much faster as one value than as bytes
+one by one."""
 
 
 @dataclass(slots=True, frozen=True)
 class Groups:
-    """A matrix whose value at (r, c) is `levels[r, c] * scale[r, c // 32] + offset[r, c // 32]`."""
+    """A matrix whose value at (r, c) is `level[r, c] * scale[r, c // 32] + offset[r, c // 32]`."""
 
     levels: Tensor
-    """[rows, columns]: uint8 of 0 to 15 if `bits` is 4, int8 if it is 8."""
+    """[rows, groups, bytes] uint8, as in the file: 32 bytes are levels of -128 to 127; in 16 bytes,
+    the low halves are the levels, 0 to 15, of the first 16 columns, and the high halves the rest.
+    """
     scale: Tensor
     """[rows, groups] float32."""
     offset: Tensor | None
     """[rows, groups] float32; None: zeros."""
-    bits: int
+
+    @property
+    def bits(self) -> int:
+        """Of a level: 4 or 8."""
+        return self.levels.shape[-1] * 8 // GROUP
 
     def values(self) -> Tensor:
         """[rows, columns] float32."""
-        rows, columns = self.levels.shape
-        values = self.levels.float().view(rows, -1, GROUP).mul_(self.scale[..., None])
+        levels = self.levels
+        if self.bits == 4:
+            values = torch.cat([levels & 15, levels >> 4], 2).float()
+        else:
+            values = levels.view(torch.int8).float()
+        values.mul_(self.scale[..., None])
         if self.offset is not None:
             values.add_(self.offset[..., None])
-        return values.view(rows, columns)
+        return values.view(len(levels), -1)
 
     def columns(self, start: int, length: int) -> Groups | None:
         """Some of the columns; None if that would cut a group in two."""
@@ -47,13 +62,12 @@ class Groups:
             return None
         own = slice(start // GROUP, (start + length) // GROUP)
         offset = None if self.offset is None else self.offset[:, own]
-        levels = self.levels[:, start : start + length]
-        return Groups(levels, self.scale[:, own], offset, self.bits)
+        return Groups(self.levels[:, own], self.scale[:, own], offset)
 
     def rows(self, order: Tensor) -> Groups:
         """The rows that `order` [n] int64 names."""
         offset = None if self.offset is None else self.offset[order]
-        return Groups(self.levels[order], self.scale[order], offset, self.bits)
+        return Groups(self.levels[order], self.scale[order], offset)
 
 
 def read_groups(
@@ -63,48 +77,24 @@ def read_groups(
 
     raw: [bytes] of the tensor. shape: (rows, columns) of its values.
     """
-    if kind not in _READERS or len(shape) != 2:
+    if kind not in _BLOCKS or len(shape) != 2:
         return None
     rows, columns = shape
-    return _READERS[kind](raw.reshape(rows, columns // GROUP, -1))
+    blocks = raw.view(_BLOCKS[kind]).reshape(rows, columns // GROUP)
+    levels = np.array(blocks["levels"]).view(np.uint8).reshape(*blocks.shape, -1)
+    scale, offset = _factor(blocks["scale"]), None
+    if kind is GGMLQuantizationType.Q4_0:
+        offset = scale * -8
+    elif kind is GGMLQuantizationType.Q4_1:
+        offset = _factor(blocks["offset"])
+    return Groups(torch.from_numpy(levels), scale, offset)
 
 
 def has_groups(tensors: Iterable[tuple[GGMLQuantizationType, tuple[int, ...]]]) -> bool:
     """Whether any of a file's tensors, each of a type and a shape, is such a matrix."""
-    return any(kind in _READERS and len(shape) == 2 for kind, shape in tensors)
+    return any(kind in _BLOCKS and len(shape) == 2 for kind, shape in tensors)
 
 
-def _read_q4_0(blocks: NDArray[np.uint8]) -> Groups:
-    scale = _halves(blocks, 0)
-    return Groups(_nibbles(blocks[..., HALF:]), scale, scale * -8, bits=4)
-
-
-def _read_q4_1(blocks: NDArray[np.uint8]) -> Groups:
-    return Groups(_nibbles(blocks[..., 2 * HALF :]), _halves(blocks, 0), _halves(blocks, 1), bits=4)
-
-
-def _read_q8_0(blocks: NDArray[np.uint8]) -> Groups:
-    levels = np.array(blocks[..., HALF:]).view(np.int8).reshape(len(blocks), -1)
-    return Groups(torch.from_numpy(levels), _halves(blocks, 0), None, bits=8)
-
-
-def _halves(blocks: NDArray[np.uint8], index: int) -> Tensor:
-    """The float16 at a place in every block: [rows, groups] float32."""
-    own: NDArray[Any] = blocks[..., index * HALF : (index + 1) * HALF]
-    return torch.from_numpy(np.ascontiguousarray(own).view(np.float16)[..., 0].astype(np.float32))
-
-
-def _nibbles(packed: NDArray[np.uint8]) -> Tensor:
-    """[rows, groups, 16] -> [rows, columns]: the low halves of a group's bytes come first."""
-    rows, groups, _ = packed.shape
-    levels = np.empty((rows, groups, 2, GROUP // 2), np.uint8)
-    np.bitwise_and(packed, 15, out=levels[:, :, 0])
-    np.right_shift(packed, 4, out=levels[:, :, 1])
-    return torch.from_numpy(levels.reshape(rows, -1))
-
-
-_READERS: Final = {
-    GGMLQuantizationType.Q4_0: _read_q4_0,
-    GGMLQuantizationType.Q4_1: _read_q4_1,
-    GGMLQuantizationType.Q8_0: _read_q8_0,
-}
+def _factor(stored: NDArray[Any]) -> Tensor:
+    """[rows, groups] float16 -> float32."""
+    return torch.from_numpy(stored.astype(np.float32))

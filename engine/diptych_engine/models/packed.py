@@ -32,12 +32,11 @@ class PackedMatrix:
     @classmethod
     def of(cls, parts: Sequence[Groups]) -> PackedMatrix | None:
         """Put matrices below each other; None if the kernel cannot compute with that."""
-        [bits, *others] = {part.bits for part in parts}
-        if others or not is_available():
+        if len({part.bits for part in parts}) > 1 or not is_available():
             return None
         factors = [_factors(part) for part in parts]
         levels, scale, offset = (torch.cat(column) for column in zip(*factors, strict=True))
-        tiles = to_tiles(levels, scale, offset, bits)
+        tiles = to_tiles(levels, scale, offset)
         return None if tiles is None else cls(tiles)
 
     def values(self) -> Tensor:
@@ -60,4 +59,4 @@ def _factors(part: Groups) -> tuple[Tensor, Tensor, Tensor]:
     offset = torch.zeros_like(part.scale) if part.offset is None else part.offset
     if part.bits == 4:
         return part.levels, part.scale, offset
-    return part.levels.view(torch.uint8) ^ MIDDLE, part.scale, offset - part.scale * MIDDLE
+    return part.levels ^ MIDDLE, part.scale, offset - part.scale * MIDDLE

@@ -17,9 +17,10 @@ def _factors(bits: int) -> tuple[Tensor, Tensor]:
     """Rows, for blocks of every size, and the tiles that they are multiplied with."""
     groups, columns = 3, 48
     generator = torch.Generator().manual_seed(bits)
-    levels = torch.randint(0, 1 << bits, (columns, groups * GROUP), generator=generator)
+    size = GROUP * bits // 8
+    levels = torch.randint(0, 256, (columns, groups, size), generator=generator)
     scale, offset = random_values(2, columns, groups)
-    tiles = to_tiles(levels.to(torch.uint8), scale, offset, bits)
+    tiles = to_tiles(levels.to(torch.uint8), scale, offset)
     assert tiles is not None
     return random_values(19, groups * GROUP), tiles
 

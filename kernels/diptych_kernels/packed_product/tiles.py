@@ -13,35 +13,32 @@ from diptych_kernels.native.tile_layout import (
     QUAD,
     QUADS,
     TILE_ROWS,
-    group_bytes,
 )
 
 MAX_HALF: Final = torch.finfo(torch.float16).max
 
 
-def to_tiles(levels: Tensor, scale: Tensor, offset: Tensor, bits: int) -> Tensor | None:
+def to_tiles(levels: Tensor, scale: Tensor, offset: Tensor) -> Tensor | None:
     """A matrix of the values `level * scale + offset` as [tiles, groups, bytes] uint8.
 
-    levels: [rows, columns] uint8, below 2^bits; `bits` is 4 or 8.
+    levels: [rows, columns / 32, bytes] uint8, of 4 or 8 bits each. A group of 8-bit levels is 32
+    bytes; one of 4-bit levels is 16 bytes, whose low halves are its first 16 columns.
     scale, offset: [rows, columns / 32] float32, rounded to float16.
     None if the rows fill no tiles, or float16 cannot hold a factor.
     """
-    rows, columns = levels.shape
+    rows, groups, size = levels.shape
     largest = torch.maximum(scale.abs().amax(), offset.abs().amax())
-    if rows % TILE_ROWS or columns % GROUP or not float(largest) <= MAX_HALF:
+    if rows % TILE_ROWS or not float(largest) <= MAX_HALF:
         return None
-    num_tiles, groups = rows // TILE_ROWS, columns // GROUP
-    tiles = levels.new_empty(num_tiles, groups, group_bytes(bits))
-    quads = levels.contiguous().view(torch.int32).view(num_tiles, TILE_ROWS, groups, QUADS)
-    quads = quads.permute(0, 2, 3, 1)
-    if bits == 4:
-        quads = quads[:, :, : QUADS // 2] | (quads[:, :, QUADS // 2 :] << 4)
-    num_bytes = TILE_ROWS * GROUP * bits // 8
-    tiles[:, :, :num_bytes] = quads.reshape(num_tiles, groups, -1).view(torch.uint8)
+    num_tiles, quads = rows // TILE_ROWS, size // QUAD
+    tiles = levels.new_empty(num_tiles, groups, TILE_ROWS * size + FACTOR_BYTES)
+    # Both the group and the tile hold a quad of 4-bit levels beside the one 16 columns further on.
+    rows_of_quads = levels.contiguous().view(torch.int32).view(num_tiles, TILE_ROWS, groups, quads)
+    places = tiles.view(torch.int32)[:, :, : TILE_ROWS * quads]
+    places.view(num_tiles, groups, quads, TILE_ROWS).copy_(rows_of_quads.permute(0, 2, 3, 1))
+    halves = tiles.view(torch.float16)[:, :, -2 * TILE_ROWS :].view(num_tiles, groups, 2, TILE_ROWS)
     for index, factor in enumerate((scale, offset)):
-        first = num_bytes + index * FACTOR_BYTES // 2
-        halves = factor.half().view(num_tiles, TILE_ROWS, groups).transpose(1, 2).contiguous()
-        tiles[:, :, first : first + FACTOR_BYTES // 2] = halves.view(torch.uint8)
+        halves[:, :, index].copy_(factor.view(num_tiles, TILE_ROWS, groups).transpose(1, 2))
     return tiles
 
 
