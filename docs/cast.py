@@ -105,7 +105,7 @@ class Terminal:
             seconds = 0.0
 
 
-def main(out: Path = CAST, *options: str) -> None:
+def main(out: Path, *options: str) -> None:
     """Record into a file, `diptych up` with these further options.
 
     Raises `TimeoutError` or `RuntimeError` if it is not what is promised.
@@ -159,4 +159,5 @@ def decode_engine(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:2]), *sys.argv[2:])
+    file, *more = sys.argv[1:] or [str(CAST)]
+    main(Path(file), *more)

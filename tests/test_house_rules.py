@@ -75,6 +75,32 @@ def test_no_test_asserts_that_something_was_quick() -> None:
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
+REQUESTS = {"delete", "get", "post", "put", "request", "stream", "AsyncClient", "Client"}
+
+
+def impatient_requests(source: str) -> list[int]:
+    """Lines that leave httpx its own limit of five seconds. An app in this process has none."""
+    calls = {f"httpx.{name}" for name in REQUESTS}
+    return [
+        call.lineno
+        for call in parts(ast.Call, source)
+        if ast.unparse(call.func) in calls
+        and not {keyword.arg for keyword in call.keywords} & {"timeout", "transport", None}
+    ]
+
+
+def test_that_rule_sees_impatient_requests() -> None:
+    assert impatient_requests("httpx.get(url)") == [1]
+    assert impatient_requests("httpx.AsyncClient(base_url=url)") == [1]
+    assert impatient_requests("httpx.get(url, timeout=PATIENCE_S)") == []
+    assert impatient_requests("httpx.AsyncClient(transport=app)") == []
+
+
+def test_every_request_says_how_long_it_waits() -> None:
+    found = {name: impatient_requests(source) for name, source in sources_with("import httpx")}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
 MOVES = {"add", "can_add", "finish", "go_on_without", "hold", "load_ended", "preempt_all"}
 MOVES |= {"queue_held", "resume", "surplus", "suspend"}
 """What other rooms may call of `SchedulerState`; its other moves are parts of a step."""

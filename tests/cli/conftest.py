@@ -13,7 +13,7 @@ import httpx
 import pytest
 import yaml
 from free_ports import free_port
-from waits import wait_until
+from waits import PATIENCE_S, wait_until
 
 SMALL_POD = Path(__file__).parent / "small_pod.py"
 Service = dict[str, Any]
@@ -79,7 +79,7 @@ def small_server() -> Iterator[str]:
 
 def _answers(base: str) -> bool:
     try:
-        return httpx.get(f"{base}/health").status_code == 200
+        return httpx.get(f"{base}/health", timeout=PATIENCE_S).status_code == 200
     except httpx.HTTPError:
         return False
 

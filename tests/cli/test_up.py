@@ -143,7 +143,7 @@ def test_a_service_runs_until_ctrl_c_and_leaves_nothing(
 ) -> None:
     up = start(small_service(decode=small_pod("engine", "--child")))
     up.wait_ready()
-    assert httpx.get(f"http://127.0.0.1:{up.port}/health").status_code == 200
+    assert httpx.get(f"http://127.0.0.1:{up.port}/health", timeout=PATIENCE_S).status_code == 200
     state = up.state()
     assert state["ready"]
     assert {pod["name"]: pod["phase"] for pod in state["pods"]} == {
@@ -361,15 +361,17 @@ def test_an_order_of_the_page_kills_an_engine_which_starts_again(
     up = start(small_service())
     up.wait_ready()
     page = f"http://127.0.0.1:{up.port}"
-    control = httpx.get(f"{page}/control").json()
+    control = httpx.get(f"{page}/control", timeout=PATIENCE_S).json()
     (file,) = up.directory.glob("diptych-small-*/page-control.json")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     order = f"{control['url']}/engines/small-decode-0/kill"
     token = {"authorization": f"Bearer {control['token']}"}
-    assert httpx.post(order, headers=token).status_code == 403
-    assert httpx.post(order, headers={"origin": page}).status_code == 401
+    assert httpx.post(order, headers=token, timeout=PATIENCE_S).status_code == 403
+    assert httpx.post(order, headers={"origin": page}, timeout=PATIENCE_S).status_code == 401
     assert up.pod("small-decode-0")["restarts"] == 0
-    assert httpx.post(order, headers=token | {"origin": page}).status_code == 200
+    assert (
+        httpx.post(order, headers=token | {"origin": page}, timeout=PATIENCE_S).status_code == 200
+    )
     wait_until(lambda: up.pod("small-decode-0")["restarts"] == 1)
     wait_until(lambda: up.pod("small-decode-0")["phase"] == "ready")
 
@@ -379,4 +381,4 @@ def test_a_page_for_other_machines_can_kill_nothing(
 ) -> None:
     up = start(small_service(), host="0.0.0.0")
     up.wait_ready()
-    assert httpx.get(f"http://127.0.0.1:{up.port}/control").json() is None
+    assert httpx.get(f"http://127.0.0.1:{up.port}/control", timeout=PATIENCE_S).json() is None

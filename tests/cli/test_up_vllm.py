@@ -115,7 +115,10 @@ def test_vllm_starts_answers_through_the_router_and_goes_with_ctrl_c(run: Run) -
     assert routed == direct
 
     engines = _router_state(run)["engines"]
-    names = [model["id"] for model in httpx.get(f"{addresses[1]}/v1/models").json()["data"]]
+    names = [
+        model["id"]
+        for model in httpx.get(f"{addresses[1]}/v1/models", timeout=PATIENCE_S).json()["data"]
+    ]
     assert names == ["tiny", f"revision/{engines[0]['revision']}"]
     assert engines[0]["usable"]
 
@@ -138,7 +141,7 @@ def test_a_vllm_that_computes_prompts_hands_them_over_to_one_that_answers(run: R
         f"http://127.0.0.1:{prefill}", question
     )
     assert [engine["usable"] for engine in _router_state(run)["engines"]] == [True, True]
-    metrics = httpx.get(f"http://127.0.0.1:{decode}/metrics").text.splitlines()
+    metrics = httpx.get(f"http://127.0.0.1:{decode}/metrics", timeout=PATIENCE_S).text.splitlines()
     (fetched,) = (
         float(line.rpartition(" ")[2])
         for line in metrics
@@ -163,7 +166,7 @@ def _router_state(run: Run) -> dict[str, Any]:
     (token,) = run.state.parent.glob("secrets/*/admin-token")
     port = run.pod("tiny-router-0")["ports"]["admin"]
     headers = {"Authorization": f"Bearer {token.read_text()}"}
-    answer = httpx.get(f"http://127.0.0.1:{port}/admin/state", headers=headers)
+    answer = httpx.get(f"http://127.0.0.1:{port}/admin/state", headers=headers, timeout=PATIENCE_S)
     state: dict[str, Any] = answer.json()
     return state
 

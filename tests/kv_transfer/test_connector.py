@@ -340,12 +340,12 @@ def test_a_lease_that_nobody_reads_expires() -> None:
 
 
 def test_a_queued_request_keeps_its_lease_alive() -> None:
-    prefill = Prefill(lease_seconds=2.0)
+    prefill = Prefill(lease_seconds=4.0)
     decode = Decode()
     try:
         params = prefill.grant([1])
         decode.connector.hold("request", params)
-        assert prefill.ended(params, timeout_s=3.0) is None
+        assert prefill.ended(params, timeout_s=6.0) is None
         tokens = tokens_of(params.remote_num_tokens or 0)
         decode.connector.start_load("request", params, [0], [0], tokens, None)
         assert decode.wait().ok

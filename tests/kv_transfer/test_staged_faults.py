@@ -38,7 +38,8 @@ OURS = dict(zip(GEOMETRY, (16, 1), strict=True))
 TOKENS = list(range(1000))
 NUM_THEIRS, NUM_OURS = 32, 63
 """Blocks that these tokens take; the last ones are not full."""
-LOAD_TIMEOUT_S = 2.0
+LOAD_TIMEOUT_S = 6.0
+"""How long a load from an engine that will be frozen may take: enough for it to begin."""
 
 
 def layout(geometry: dict[str, int]) -> Layout:
@@ -92,10 +93,10 @@ class Prefill:
 class Decode:
     """The hinge of a decode engine of one rank, with room for one load at a time."""
 
-    def __init__(self, where: str = "host") -> None:
+    def __init__(self, where: str = "host", load_timeout_s: float = PATIENCE_S) -> None:
         self.memory = np.full((NUM_OURS, layout(OURS).block_bytes), 7, np.uint8)
         self.connector = open_connector(
-            KVTransferConfig(load_timeout_s=LOAD_TIMEOUT_S, staging_bytes=1),
+            KVTransferConfig(load_timeout_s=load_timeout_s, staging_bytes=1),
             engine_id="decode", epoch="d", compat=COMPAT, geometry=OURS,
             kv_memory=[
                 Shard.of(self.memory) if where == "host" else CopiedMemory(self.memory).shard
@@ -160,7 +161,8 @@ def test_an_engine_that_fails_in_mid_load_costs_one_load_and_no_block_is_touched
 ) -> None:
     """A part of its blocks has come. Another engine's load waits for the room, and gets it."""
     monkeypatch.setenv("UCX_TLS", tls)
-    failing, sound, decode = Prefill(where), Prefill(where), Decode(where)
+    timeout_s = LOAD_TIMEOUT_S if blow is signal.SIGSTOP else PATIENCE_S
+    failing, sound, decode = Prefill(where), Prefill(where), Decode(where, timeout_s)
     with closing(failing, sound, decode.connector):
         decode.start("a part", failing.lend_a_part(NUM_THEIRS // 2))
         until(lambda: "a part" in decode.loads and bool(decode.loads["a part"].batches))

@@ -44,7 +44,7 @@ HEAVY = (
 )
 """More than half a second for a step of `STEP_TOKENS`."""
 STEP_TOKENS = 1500
-NUM_TOKENS = 64
+NUM_TOKENS = 160
 """Tokens of a request that moves: enough that it does not end before anybody has looked."""
 STALL_LIMIT_S = 4.5
 """Longer than a step, shorter than many of them."""
@@ -190,16 +190,16 @@ async def start_pod(
 # --- the program ----------------------------------------------------------------------------------
 
 
-async def test_an_idle_engine_leaves_at_once(start_pod: StartPod) -> None:
+async def test_an_idle_engine_leaves_at_once(start_pod: StartPod, eventually: Any) -> None:
     pod = await start_pod(drain_seconds=FOR_EVER_S)
     pod.process.terminate()
     assert await pod.exit_code() == 0
-    assert pod.router.told[-1].draining
+    await eventually(lambda: pod.router.told and pod.router.told[-1].draining)
 
 
 async def test_a_stream_under_way_ends_complete(start_pod: StartPod, eventually: Any) -> None:
     pod = await start_pod()
-    async with pod.stream(max_tokens=400) as events:
+    async with pod.stream(max_tokens=700) as events:
         pod.process.terminate()
         await eventually(lambda: pod.router.told and pod.router.told[-1].draining)
         sick = await pod.http.get("/health")
@@ -281,7 +281,7 @@ async def test_an_operator_drains_over_the_admin_port(
     previous.write_text("previous")
     assert (await pod.admin.get("/admin/state", headers=wrong)).status_code == 200
     previous.unlink()
-    async with pod.stream(max_tokens=400) as events:
+    async with pod.stream(max_tokens=700) as events:
         impatient = await pod.admin.post("/admin/drain", params={"timeout_s": 0})
         assert impatient.json() == {**idle, "draining": True, "num_running": 1}
         await eventually(lambda: pod.router.told and pod.router.told[-1].draining)

@@ -83,8 +83,8 @@ def test_from_a_clone_to_an_answer_that_outlives_its_engine(
 def test_the_recorded_terminal_is_as_a_new_recording(tmp_path: Path) -> None:
     """The recording itself fails unless the engine was killed and came again."""
     new = tmp_path / "casts" / "kill.cast"
-    command = [sys.executable, ROOT / "docs" / "cast.py", new, "--port", str(free_port())]
-    subprocess.run(command, check=True, timeout=600)
+    command = [sys.executable, str(ROOT / "docs" / "cast.py"), str(new)]
+    subprocess.run([*command, "--port", str(free_port())], check=True, timeout=600)
     for cast in (new, ROOT / "docs" / "casts" / "kill.cast"):
         header, *events = map(json.loads, cast.read_text().splitlines())
         assert (header["version"], {kind for _, kind, _ in events}) == (2, {"o"})

@@ -337,7 +337,7 @@ def test_whoever_asked_for_no_motion_sees_none(open_page: Open) -> None:
 
 
 def test_the_page_is_served_without_a_key_and_its_data_is_not(service: Laptop) -> None:
-    assert "Content-Security-Policy".lower() in httpx.get(service.url).headers
+    assert "Content-Security-Policy".lower() in httpx.get(service.url, timeout=PATIENCE_S).headers
     for path in (
         "/ui/api/about",
         "/ui/api/events",
@@ -345,7 +345,7 @@ def test_the_page_is_served_without_a_key_and_its_data_is_not(service: Laptop) -
         "/ui/nothing",
         "/v1/models",
     ):
-        assert httpx.get(f"{service.url}{path}").status_code == 401
+        assert httpx.get(f"{service.url}{path}", timeout=PATIENCE_S).status_code == 401
 
 
 # --- the pools, and what became of answers --------------------------------------------------

@@ -63,7 +63,7 @@ def asked(url: str, content: bytes) -> str:
     """What the API answers to the same question, as the browser shows it."""
     parts = [image_part(content), {"type": "text", "text": "what?"}]
     body = {
-        "model": httpx.get(f"{url}/v1/models").json()["data"][0]["id"],
+        "model": httpx.get(f"{url}/v1/models", timeout=PATIENCE_S).json()["data"][0]["id"],
         "messages": [{"role": "user", "content": parts}],
         "temperature": 0,
         "max_tokens": TOKENS,

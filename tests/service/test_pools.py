@@ -93,7 +93,7 @@ async def test_what_was_announced_and_does_not_come_leaves_decode_empty(
 ) -> None:
     begun, adopted, dropped = await early_loads(pair)
     if end == "the user leaves":
-        task = asyncio.create_task(generate(pair.pools, "Nobody waits for the end of this. " * 90))
+        task = asyncio.create_task(generate(pair.pools, "Nobody waits for the end of this. " * 250))
         await eventually(lambda: told(pair))
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

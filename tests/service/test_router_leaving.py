@@ -154,8 +154,12 @@ async def test_what_only_waits_at_a_draining_engine_begins_again_elsewhere(
             twin.open_tokens += 1_000_000
             streams = [Streaming(client, prompt, LENGTH) for prompt in PROMPTS]
             await eventually(lambda: sum(len(s.token_ids) for s in streams) > 10)
-            stats = await leaving.refresh_stats()
-            assert (stats.num_running, stats.num_waiting) == (1, 1)
+
+            async def one_waits() -> bool:
+                stats = await leaving.refresh_stats()
+                return (stats.num_running, stats.num_waiting) == (1, 1)
+
+            await eventually(one_waits)
             twin.open_tokens -= 1_000_000
             await leaving.client.call("drain")
             assert [await stream.done() for stream in streams] == wanted

@@ -146,7 +146,7 @@ def test_the_page_of_any_process_shows_the_whole_router(router: Router) -> None:
         asked = httpx.get(f"{router.url}/ui/api/answers/{name}", timeout=PATIENCE_S)
         (known,) = asked.json()["requests"]
         assert known["request_id"] == name
-    body = {**QUESTION, "max_tokens": TOKENS, "stream": True}
+    body = {**QUESTION, "max_tokens": 10 * TOKENS, "stream": True}
     with contextlib.ExitStack() as stack:
         for _ in range(CONNECTIONS // 2):
             client = stack.enter_context(httpx.Client(base_url=router.url, timeout=PATIENCE_S))

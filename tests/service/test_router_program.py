@@ -26,9 +26,9 @@ from waits import PATIENCE_S
 from diptych_protocol import RouterConfig
 from diptych_protocol.admin import RouterReport
 
-LINGER_S = 4.0
+LINGER_S = 6.0
 CERTIFICATES = Path(__file__).parents[1] / "support" / "certificates"
-STREAMED = 110
+STREAMED = 150
 """Tokens of a stream that is still under way when the router has lingered."""
 QUESTION = {"model": "smollm2", "prompt": "Once upon a time", "temperature": 0, "ignore_eos": True}
 
@@ -75,7 +75,7 @@ def router(smollm2: str, keys_dir: Path, engines: list[Core], tmp_path: Path) ->
         ]
     )
     try:
-        with httpx.Client() as http:
+        with httpx.Client(timeout=PATIENCE_S) as http:
             yield Router(
                 process, f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin_port}", http
             )

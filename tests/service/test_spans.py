@@ -320,6 +320,6 @@ async def test_a_router_that_is_told_to_end_sends_its_last_spans(
 
 def is_ready(port: int) -> bool:
     try:
-        return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=PATIENCE_S).status_code == 200
     except httpx.TransportError:
         return False

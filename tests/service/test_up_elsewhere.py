@@ -60,7 +60,9 @@ def test_whoever_listens_elsewhere_has_a_key_and_its_own_commands_know_it(tmp_pa
         (key_file,) = tmp_path.glob("diptych-door-*/secrets/laptop-api-keys/*")
         key = key_file.read_text().strip()
         assert f"the API: one key, made for this run: {key}; TLS" in output.read_text()
-        with httpx.Client(base_url=f"https://127.0.0.1:{port}/v1", verify=False) as http:
+        with httpx.Client(
+            base_url=f"https://127.0.0.1:{port}/v1", verify=False, timeout=PATIENCE_S
+        ) as http:
             assert http.get("/models").status_code == 401
             named = http.get("/models", headers={"authorization": f"Bearer {key}"})
             assert named.json()["data"][0]["id"] == "door"

@@ -132,7 +132,7 @@ def said(server: RealVllm) -> str:
 
 def holds_nothing(server: RealVllm) -> bool:
     """No block is in use, by a request or for another server."""
-    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    lines = httpx.get(f"{server.url}/metrics", timeout=PATIENCE_S).text.splitlines()
     [usage] = [line for line in lines if line.startswith("vllm:kv_cache_usage_perc{")]
     return float(usage.rsplit(" ", 1)[1]) == 0.0
 

@@ -138,12 +138,14 @@ async def test_both_candidates_are_named_and_the_terms_add_up(service: Service) 
 
 
 async def test_a_next_turn_shows_what_the_cache_had(service: Service) -> None:
-    for _ in PREFILL:  # after that both remember it, wherever each of them went
-        await service.ask(FIRST)
-    answer = await service.ask(NEXT)
-    (request,) = await service.why(answer.headers["x-request-id"])
-    (attempt,) = request.attempts
-    (taken,) = [x for x in attempt.choices[0].candidates if x.chosen]
+    await service.ask(FIRST)
+    for _ in PREFILL:
+        answer = await service.ask(NEXT)
+        (request,) = await service.why(answer.headers["x-request-id"])
+        (attempt,) = request.attempts
+        (taken,) = [x for x in attempt.choices[0].candidates if x.chosen]
+        if taken.cached_tokens:
+            break  # otherwise the one that has it seemed slow, and now both have it
     assert attempt.cached_tokens == taken.cached_tokens
     assert taken.cached_tokens > 100
     assert attempt.to_compute == request.prompt_tokens - taken.cached_tokens

@@ -6,12 +6,17 @@ On the import path of the tests (pytest's `pythonpath`).
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import socket
 
-_PORTS = iter(random.SystemRandom().sample(range(10_000, 20_000), 5000))
-"""Below those that Linux gives to outgoing connections and to whoever does not care, and those that
-`diptych up` takes."""
+_WORKERS, _EACH = 8, 1250
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _WORKERS
+_FIRST = 10_000 + _WORKER * _EACH
+"""Every worker of pytest-xdist has a range of its own: a port seems free to all of them until its
+owner has started. All are below those that Linux gives to outgoing connections and to whoever does
+not care, and those that `diptych up` takes."""
+_PORTS = iter(random.SystemRandom().sample(range(_FIRST, _FIRST + _EACH), _EACH))
 
 
 def free_port() -> int:

@@ -41,7 +41,7 @@ class Groups:
 
     @property
     def bits(self) -> int:
-        """Of a level: 4 or 8."""
+        """Size of a level: 4 or 8."""
         return self.levels.shape[-1] * 8 // GROUP
 
     def values(self) -> Tensor:

@@ -106,14 +106,14 @@ def resident_bytes(engine: AsyncLLM) -> int:
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
 async def test_contract_C20_each_mode_over_the_wire(engine: AsyncLLM, mode: Any) -> None:
     alone, _ = await Reading(engine).end()
-    under_way = Reading(engine)
+    under_way = Reading(engine, max_tokens=900 if mode == "abort" else 30)
     await under_way.begun.wait()
     await engine.pause_generation(mode=mode)
     late = Reading(engine)
     if mode == "abort":
         tokens, reason = await under_way.end()
         assert reason == "abort"
-        assert tokens == alone[: len(tokens)] != []
+        assert tokens[: len(alone)] == alone[: len(tokens)] != []
     elif mode == "wait":
         assert under_way.task.done() or (await under_way.end())[1] == "length"
     assert await engine.is_paused()
@@ -202,7 +202,7 @@ async def test_contract_C13_C14_C15_resets_of_an_idle_engine(engine: AsyncLLM) -
     assert await engine.reset_mm_cache() is None  # type: ignore[func-returns-value]
     assert await engine.reset_encoder_cache() is None  # type: ignore[func-returns-value]
     assert await engine.reset_prefix_cache() is True
-    reading = Reading(engine, max_tokens=60)
+    reading = Reading(engine, max_tokens=300)
     await reading.begun.wait()
     assert await engine.reset_prefix_cache() is False
     assert await engine.reset_prefix_cache(True, True) is True
@@ -325,11 +325,11 @@ async def test_contract_C22_a_shutdown_with_a_timeout_drains_and_leaves_nothing(
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     engine = await AsyncLLM.start(EngineConfig(model=MODEL, num_threads=1, num_blocks=64))
     pid = engine.description.pid
-    short, endless = Reading(engine, max_tokens=20), Reading(engine, max_tokens=900)
+    short, endless = Reading(engine, max_tokens=5), Reading(engine, max_tokens=900)
     await asyncio.gather(short.begun.wait(), endless.begun.wait())
     engine.shutdown(timeout=1.2)
     tokens, reason = await short.end()
-    assert (len(tokens), reason) == (20, "length"), "what could end, ended"
+    assert (len(tokens), reason) == (5, "length"), "what could end, ended"
     with pytest.raises(EngineDeadError):
         await endless.end()
     engine.shutdown()

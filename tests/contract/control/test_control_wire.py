@@ -202,7 +202,7 @@ def start_core(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[
 
 @pytest.mark.parametrize(
     ("timeout_s", "max_tokens", "reason"),
-    [(0, 900, FinishReason.ABORT), (20, 600, FinishReason.LENGTH)],
+    [(0, 900, FinishReason.ABORT), (PATIENCE_S, 600, FinishReason.LENGTH)],
 )
 def test_contract_B16_sigterm_aborts_or_drains_and_turns_away_what_comes(
     start_core: Callable[..., Any], timeout_s: float, max_tokens: int, reason: FinishReason

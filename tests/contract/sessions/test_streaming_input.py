@@ -31,7 +31,7 @@ CONFIG = EngineConfig(
     num_threads=1,
     max_num_seqs=4,
     max_idle_sessions=2,
-    streaming_input_timeout_s=1.5,
+    streaming_input_timeout_s=5.0,
 )
 Eventually = Callable[..., Awaitable[Any]]
 
@@ -142,9 +142,7 @@ async def test_contract_B09_a_prompt_that_stops_coming_is_given_up(
         finally:
             closed.set()
 
-    with pytest.raises(
-        InvalidRequestError, match=r"no piece of the prompt came for 1\.5 s"
-    ) as late:
+    with pytest.raises(InvalidRequestError, match="no piece of the prompt came for 5 s") as late:
         await outputs_of(engine, pieces(), sampling())
     assert late.value.status == 408
     assert closed.is_set()

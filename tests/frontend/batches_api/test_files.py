@@ -37,7 +37,7 @@ async def ann(server: Any) -> AsyncIterator[openai.AsyncOpenAI]:
 @pytest.fixture
 async def http(server: Any) -> AsyncIterator[httpx.AsyncClient]:
     """Without the official client's manners."""
-    async with httpx.AsyncClient(base_url=server.url, headers=BOB) as client:
+    async with httpx.AsyncClient(base_url=server.url, headers=BOB, timeout=PATIENCE_S) as client:
         yield client
 
 
@@ -73,7 +73,7 @@ async def test_another_client_gets_404(server: Any, ann: openai.AsyncOpenAI) -> 
 
 
 async def test_without_a_key_nothing_is_taken(server: Any, tmp_path: Path) -> None:
-    async with httpx.AsyncClient(base_url=server.url) as stranger:
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as stranger:
         sent = await stranger.post(
             "/v1/files", data={"purpose": "batch"}, files={"file": ("a", b"x")}
         )
@@ -261,7 +261,10 @@ async def test_files_and_folders_are_private(ann: openai.AsyncOpenAI, tmp_path: 
 
 
 async def test_a_server_without_a_directory_says_so(engine: EchoEngine, serve: Any) -> None:
-    async with serve(build_app(engine)) as url, httpx.AsyncClient(base_url=url) as http:
+    async with (
+        serve(build_app(engine)) as url,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http,
+    ):
         for method, path in (("GET", "/v1/files"), ("POST", "/v1/files"), ("GET", "/v1/batches")):
             answer = await http.request(method, path)
             assert answer.status_code == 501

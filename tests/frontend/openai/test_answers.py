@@ -322,7 +322,7 @@ async def test_access_logs_carry_the_request_id(
     caplog.set_level("INFO", logger="diptych.access")
     for style in ("off", "plain", "json"):
         app = build_app(engine, access_log=style)
-        async with serve(app) as url, httpx.AsyncClient(base_url=url) as client:
+        async with serve(app) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
             await client.get("/version", headers={"X-Request-Id": style})
     plain, as_json = [r.getMessage() for r in caplog.records if r.name == "diptych.access"]
     assert plain.startswith("plain - GET b'/version' 200 ")

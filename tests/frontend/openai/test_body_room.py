@@ -9,6 +9,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waits import PATIENCE_S
 
 from diptych_frontend.app import build_app
 from diptych_frontend.openai import body_room
@@ -54,7 +55,7 @@ async def test_small_bodies_pass_while_large_ones_are_refused(
 ) -> None:
     monkeypatch.setattr(body_room.BodyRoom.__init__, "__defaults__", (64 << 10,))
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n"
-    async with serve(build_app(engine)) as url, httpx.AsyncClient() as client:
+    async with serve(build_app(engine)) as url, httpx.AsyncClient(timeout=PATIENCE_S) as client:
         address = httpx.URL(url)
         reader, writer = await asyncio.open_connection(address.host, address.port)
         writer.write(head + b"x" * (40 << 10))

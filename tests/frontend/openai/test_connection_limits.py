@@ -61,7 +61,7 @@ async def test_headers_are_bounded_in_number_and_size(
 
 
 async def test_headers_within_the_bounds_are_served(engine: Any, serve: Any) -> None:
-    async with serve(build_app(engine)) as url, httpx.AsyncClient() as client:
+    async with serve(build_app(engine)) as url, httpx.AsyncClient(timeout=PATIENCE_S) as client:
         headers = {f"x-{i}": "y" * 400 for i in range(100)}
         for _ in range(3):
             assert (await client.get(f"{url}/version", headers=headers)).status_code == 200

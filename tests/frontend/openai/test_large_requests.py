@@ -15,6 +15,7 @@ import httpx
 import msgspec
 import pytest
 from chaos_kit.large_requests import english, large_requests
+from waits import PATIENCE_S
 
 from diptych_frontend.app import build_app
 from diptych_frontend.openai.request_workers import INLINE_BYTES, MAX_WAITING_BYTES
@@ -113,7 +114,7 @@ async def test_one_client_with_many_large_requests_is_told_to_wait(
     render = engine.renderer.render_prompt
 
     def slow(prompt: Any) -> Any:
-        may_go_on.wait()
+        assert may_go_on.wait(PATIENCE_S)
         return render(prompt)
 
     engine.renderer.render_prompt = slow

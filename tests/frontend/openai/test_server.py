@@ -63,7 +63,7 @@ async def test_a_signal_lets_streams_finish_and_accepts_no_more(
     engine: Any, number: signal.Signals
 ) -> None:
     serving, url = await start(build_app(engine), drain_timeout_s=5)
-    async with httpx.AsyncClient(base_url=url) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
         body = BODY | {"max_tokens": 6, "stream": True}
         async with http.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.aiter_lines()
@@ -137,7 +137,7 @@ async def test_everything_is_served_until_the_server_is_drained(engine: Any, how
     sites = [Site(build_app(engine), listener) for listener in listeners]
     patience = 0.3 if how == "drain timeout" else 60
     serving = asyncio.create_task(serve_sites(*sites, drain=drain, drain_timeout_s=patience))
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as http:
         assert (await http.get(f"{urls[0]}/health")).status_code == 200
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.wait_for(begun.wait(), PATIENCE_S)
@@ -196,7 +196,7 @@ async def test_without_sites_the_first_signal_drains_and_ends() -> None:
 
 async def test_the_same_port_serves_again_at_once(engine: Any) -> None:
     serving, url = await start(build_app(engine))
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as http:
         assert (await http.get(f"{url}/health")).status_code == 200
         serving.cancel()
         await asyncio.wait((serving,))

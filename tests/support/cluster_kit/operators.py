@@ -30,6 +30,7 @@ from cluster_kit.charts import CHART
 from cluster_kit.kube_tools import find_tool
 from free_ports import free_port
 from prometheus_client.parser import text_string_to_metric_families
+from waits import PATIENCE_S
 
 NOWHERE: Object = {"podTemplate": {"spec": {"nodeSelector": {"diptych.dev/test": "no-such-node"}}}}
 STUCK: Object = {"prefill": NOWHERE, "decode": NOWHERE, "router": NOWHERE}
@@ -119,7 +120,9 @@ class Operator:
     def metrics(self) -> Mapping[str, float]:
         """Samples by name, with labels as in the exposition; empty while the port is closed."""
         try:
-            answer = httpx.get(f"http://127.0.0.1:{self.port}/metrics", trust_env=False)
+            answer = httpx.get(
+                f"http://127.0.0.1:{self.port}/metrics", trust_env=False, timeout=PATIENCE_S
+            )
         except httpx.TransportError:
             return {}
         return {

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import zmq
+from waits import PATIENCE_S
 
 from diptych_protocol import (
     EngineConfig,
@@ -26,7 +27,7 @@ from diptych_protocol import (
 )
 
 ADD, ABORT, WAVE, UTILITY, FAILED = (bytes([i]) for i in range(5))
-TIMEOUT_MS = 20_000
+TIMEOUT_MS = int(PATIENCE_S * 1000)
 
 
 class Client:

@@ -14,7 +14,7 @@ from typing import IO
 import httpx
 from free_ports import free_port
 from vllm_kit.environment import ENVIRONMENT, OPTIONS, SERVE, START_S
-from waits import wait_until
+from waits import PATIENCE_S, wait_until
 
 from diptych_protocol import SchedulerStats
 from diptych_router.vllm.metrics import read_metrics
@@ -55,7 +55,7 @@ class RealVllm:
     def answers(self) -> bool:
         assert self.process.poll() is None, f"vLLM ended while it started: see {self.log.name}"
         with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"{self.url}/health").status_code == 200
+            return httpx.get(f"{self.url}/health", timeout=PATIENCE_S).status_code == 200
         return False
 
     def num_running(self) -> int:
@@ -64,7 +64,7 @@ class RealVllm:
 
     def stats(self) -> SchedulerStats:
         """What its metrics tell now."""
-        return read_metrics(httpx.get(f"{self.url}/metrics").text).stats
+        return read_metrics(httpx.get(f"{self.url}/metrics", timeout=PATIENCE_S).text).stats
 
     def kill(self) -> None:
         """At once, with all its processes."""
