@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from benchmarks.__main__ import arguments
 from benchmarks.load import WORD_IDS
 from benchmarks.scenarios.replay import SCENARIO, trace_of
 from benchmarks.traces.formats import write_trace
@@ -117,26 +118,38 @@ def test_a_trace_is_cut_and_scaled_before_it_is_replayed(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("typed", "said"),
     [
         (["--trace", "FILE"], "for the scenario replay alone"),
         (["online", "--trace", "FILE"], "for the scenario replay alone"),
         (["replay", "--trace", "FILE.missing"], "there is no file"),
         (["replay", "--trace", "FILE", "--first", "0"], "no whole number greater than 0"),
         (["replay", "--trace", "FILE", "--speed", "nan"], "no number greater than 0"),
-        (["replay", "--trace", "FILE"], "line 2: input_length: Expected `int`, got `str`"),
     ],
 )
-def test_a_trace_that_cannot_be_replayed_starts_no_service(
-    tmp_path: Path, arguments: list[str], said: str
+def test_a_replay_that_makes_no_sense_is_refused(
+    tmp_path: Path,
+    typed: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    path = tmp_path / "trace"
+    path.touch()
+    words = [word.replace("FILE", str(path)) for word in typed]
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *words])
+    with pytest.raises(SystemExit) as end:
+        arguments()
+    assert end.value.code != 0
+    assert said in capsys.readouterr().err
+
+
+def test_a_trace_that_cannot_be_read_starts_no_service(tmp_path: Path) -> None:
     line = '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}\n'
     path = tmp_path / "trace"
     path.write_text(line + line.replace("5", '"5"'))
-    asked = [argument.replace("FILE", str(path)) for argument in arguments]
-    ran = subprocess.run(
-        [sys.executable, "-m", "benchmarks", *asked], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "benchmarks", "replay", "--trace", str(path)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode != 0
-    assert said in ran.stderr
+    assert "line 2: input_length: Expected `int`, got `str`" in ran.stderr
     assert "Traceback" not in ran.stderr

@@ -44,7 +44,7 @@ HEAVY = (
 )
 """More than half a second for a step of `STEP_TOKENS`."""
 STEP_TOKENS = 1500
-NUM_TOKENS = 160
+NUM_TOKENS = 100
 """Tokens of a request that moves: enough that it does not end before anybody has looked."""
 STALL_LIMIT_S = 4.5
 """Longer than a step, shorter than many of them."""

@@ -273,7 +273,15 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+SLOW = {decode_that_believes_anybody}
+"""Those that take hundreds of schedules to find."""
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [pytest.param(plant, marks=pytest.mark.slow if plant in SLOW else ()) for plant in PLANTS],
+    ids=lambda plant: plant.__name__,
+)
 def test_the_simulator_finds(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     for seed in range(MAX_SCHEDULES):
