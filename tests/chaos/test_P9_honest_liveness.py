@@ -22,7 +22,7 @@ from diptych_frontend.app import build_app
 from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_protocol import EngineDeadError, KVTransferConfig
 
-STALL_LIMIT_S = 2.5
+STALL_LIMIT_S = 4.0
 PROMPT = list(range(40))
 Alive = Callable[[], Awaitable[int]]
 

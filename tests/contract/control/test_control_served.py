@@ -42,7 +42,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 MODEL = "dummy://?num_hidden_layers=6&hidden_size=512&intermediate_size=2048"
 """80 MB of weights, and a few milliseconds a token."""
-STALL_LIMIT_S = 0.8
+STALL_LIMIT_S = 4.0
 TOKEN = "sesame"
 Json = dict[str, Any]
 
@@ -173,7 +173,8 @@ async def test_contract_C11_a_stopped_core_with_work_is_unhealthy_after_the_stal
     try:
         with pytest.raises(EngineDeadError, match="stalled"):
             await _healthy_for(engine, PATIENCE_S)
-        assert time.monotonic() - stopped > STALL_LIMIT_S
+        # Its last sign of life was before it was stopped: on a busy machine a while before.
+        assert time.monotonic() - stopped > STALL_LIMIT_S / 2
     finally:
         os.kill(engine.description.pid, signal.SIGCONT)
     assert (await reading.end())[1] == "length"
