@@ -13,6 +13,7 @@ import json
 import os
 import pty
 import select
+import shlex
 import shutil
 import signal
 import struct
@@ -106,9 +107,9 @@ class Terminal:
 
 
 def main(out: Path, *options: str) -> None:
-    """Record into a file, `diptych up` with these further options.
+    """Record into a file. `diptych up` gets the options.
 
-    Raises `TimeoutError` or `RuntimeError` if it is not what is promised.
+    Raises `TimeoutError` or `RuntimeError` if the recording does not show what is promised.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -130,7 +131,7 @@ def play(terminal: Terminal, folder: Path, *options: str) -> None:
     """Start a service, kill the engine of an answer, and look at what became of both."""
     log = folder / "up.log"
     log.touch()  # a shell shows its prompt before its child in the background has opened the file
-    up = " ".join(("diptych up smollm2.yaml --plain", *options))
+    up = shlex.join(["diptych", "up", "smollm2.yaml", "--plain", *options])
     terminal.type(f"{up} > up.log 2>&1 &")
     terminal.wait(lambda _: "Ctrl-C ends it" in log.read_text() or "Error: " in log.read_text())
     if "Error: " in log.read_text():

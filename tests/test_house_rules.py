@@ -79,7 +79,8 @@ REQUESTS = {"delete", "get", "post", "put", "request", "stream", "AsyncClient", 
 
 
 def impatient_requests(source: str) -> list[int]:
-    """Lines that leave httpx its own limit of five seconds. An app in this process has none."""
+    """Lines whose request has the limit of httpx, five seconds. One to an app in this process needs
+    no limit."""
     calls = {f"httpx.{name}" for name in REQUESTS}
     return [
         call.lineno

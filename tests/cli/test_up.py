@@ -366,12 +366,11 @@ def test_an_order_of_the_page_kills_an_engine_which_starts_again(
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     order = f"{control['url']}/engines/small-decode-0/kill"
     token = {"authorization": f"Bearer {control['token']}"}
-    assert httpx.post(order, headers=token, timeout=PATIENCE_S).status_code == 403
-    assert httpx.post(order, headers={"origin": page}, timeout=PATIENCE_S).status_code == 401
-    assert up.pod("small-decode-0")["restarts"] == 0
-    assert (
-        httpx.post(order, headers=token | {"origin": page}, timeout=PATIENCE_S).status_code == 200
-    )
+    with httpx.Client(timeout=PATIENCE_S) as http:
+        assert http.post(order, headers=token).status_code == 403
+        assert http.post(order, headers={"origin": page}).status_code == 401
+        assert up.pod("small-decode-0")["restarts"] == 0
+        assert http.post(order, headers=token | {"origin": page}).status_code == 200
     wait_until(lambda: up.pod("small-decode-0")["restarts"] == 1)
     wait_until(lambda: up.pod("small-decode-0")["phase"] == "ready")
 

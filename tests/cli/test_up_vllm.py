@@ -115,10 +115,8 @@ def test_vllm_starts_answers_through_the_router_and_goes_with_ctrl_c(run: Run) -
     assert routed == direct
 
     engines = _router_state(run)["engines"]
-    names = [
-        model["id"]
-        for model in httpx.get(f"{addresses[1]}/v1/models", timeout=PATIENCE_S).json()["data"]
-    ]
+    served = httpx.get(f"{addresses[1]}/v1/models", timeout=PATIENCE_S).json()["data"]
+    names = [model["id"] for model in served]
     assert names == ["tiny", f"revision/{engines[0]['revision']}"]
     assert engines[0]["usable"]
 

@@ -17,6 +17,7 @@ _FIRST = 10_000 + _WORKER * _EACH
 owner has started. All are below those that Linux gives to outgoing connections and to whoever does
 not care, and those that `diptych up` takes."""
 _PORTS = iter(random.SystemRandom().sample(range(_FIRST, _FIRST + _EACH), _EACH))
+_given: set[int] = set()
 
 
 def free_port() -> int:
@@ -28,7 +29,9 @@ def free_port() -> int:
 def first_of_free_ports(number: int) -> int:
     """The first of so many neighbours that are free."""
     for port in _PORTS:
-        if all(map(_is_free, range(port, port + number))):
+        neighbours = set(range(port, port + number))
+        if not neighbours & _given and all(map(_is_free, neighbours)):
+            _given.update(neighbours)
             return port
     raise RuntimeError("no port is free")
 
