@@ -21,7 +21,7 @@ from diptych_operator.kube.client import ApiError, Kube
 from diptych_operator.kube.cluster import Cluster
 from diptych_operator.service_snapshot import ServiceSnapshot
 from diptych_operator.status.conditions import ready_pods
-from diptych_operator.status.observed import Problem
+from diptych_operator.status.observed import Observed, Problem
 
 Raw = Mapping[str, Any]
 Object = dict[str, Any]
@@ -75,12 +75,20 @@ def with_sizes_from_outside(
     return msgspec.structs.replace(service, spec=msgspec.structs.replace(service.spec, **pools))
 
 
-def scaler_status(service: InferenceService, role: PoolName, ready: int) -> Object:
-    """What `/scale` shows of a pool besides its wanted size."""
+def scaler_status(service: InferenceService, role: PoolName, observed: Observed) -> Object:
+    """What `/scale` shows of a pool besides its wanted size.
+
+    Pods that still load count, as in a Deployment's own status: an autoscaler that is told of fewer
+    takes away those that its last step has asked for.
+    """
     labels = sorted(selector(service, role).items())
-    text = ",".join(f"{name}={value}" for name, value in labels)
-    status: Object = msgspec.to_builtins(PoolScalerStatus(replicas=ready, selector=text))
-    return status
+    status = PoolScalerStatus(
+        replicas=sum(pod.role == role and pod.stays for pod in observed.pods),
+        ready_replicas=ready_pods(observed, role),
+        selector=",".join(f"{name}={value}" for name, value in labels),
+    )
+    found: Object = msgspec.to_builtins(status)
+    return found
 
 
 def _bounds(
@@ -143,7 +151,7 @@ class PoolScalers:
         if here is None:
             seed = size(service, role, aim.of(role))
             await self._create(with_owner(scaler(service, role, seed), service), service)
-        status = scaler_status(service, role, ready_pods(snapshot.observed, role))
+        status = scaler_status(service, role, snapshot.observed)
         if here is None or here.get("status") != status:
             meta = metadata(service, role, role)
             named = {name: meta[name] for name in ("name", "namespace")}
