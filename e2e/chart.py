@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import subprocess
+import tempfile
 from pathlib import Path
 
 from cluster_kit.apply_crds import apply_crds
 from cluster_kit.kube_tools import find_tool
+from cluster_kit.old_clusters import chart_for
 from e2e.kubectl import Kubectl, Object
 
-CHART = Path(__file__).resolve().parent.parent / "charts/diptych"
 CRD = "inferenceservices.diptych.dev"
 RELEASE = "diptych"
 HELM_TIMEOUT_S = 240
@@ -21,6 +22,8 @@ class Chart:
 
     def __init__(self, kubectl: Kubectl, registry: str) -> None:
         """The images are those of the chart's version, in `registry`; empty: nodes have them."""
+        self._folder = tempfile.TemporaryDirectory()
+        self._chart = chart_for(kubectl.run, Path(self._folder.name))
         self._kubectl = kubectl
         self._values = {
             "scope": "namespaced",
@@ -37,7 +40,7 @@ class Chart:
             self._values["crds.install"] = "false" if self._renew_crd() else "true"
         wanted = {**self._values, **{key.replace("__", "."): v for key, v in values.items()}}
         settings = [word for key, value in wanted.items() for word in ("--set", f"{key}={value}")]
-        self._helm("upgrade", "--install", RELEASE, str(CHART), *settings,
+        self._helm("upgrade", "--install", RELEASE, str(self._chart), *settings,
                    "--wait", f"--timeout={HELM_TIMEOUT_S}s")  # fmt: skip
 
     def _renew_crd(self) -> bool:

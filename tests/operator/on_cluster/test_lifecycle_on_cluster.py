@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from chaos_kit.namespaces import KUBECONFIG, Namespace, Object, resting, until
+from cluster_kit.charts import OLDEST_MINOR
 from cluster_kit.operators import NO_IMAGE, NOWHERE, STUCK, Home, Identity, Operator, running
 
 from diptych_operator.api.names import (
@@ -61,7 +62,7 @@ def test_a_bad_pod_template_is_refused_before_anything_is_changed(home: Home, wh
 
 def test_a_bad_spec_is_told_of_where_the_cluster_does_not_check_it(home: Home) -> None:
     namespace = home.namespace
-    if namespace.minor >= 25:
+    if namespace.minor >= OLDEST_MINOR:
         pytest.skip("this cluster checks the rules of the CRD itself")
     scaling = {"replicas": 1, "autoscaling": {"maxReplicas": 2}}
     namespace.serve("unclear", decode=scaling)

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import yaml
 from chaos_kit.namespaces import KUBECONFIG, Namespace, Object, until
-from cluster_kit.crds import EXAMPLES, without_rules
+from cluster_kit.crds import EXAMPLES
 from cluster_kit.kube_tools import ToolUnavailable, find_tool
+from cluster_kit.old_clusters import newest, without_rules
 from cluster_kit.operators import NO_IMAGE, Identity, Operator, running
 from waits import PATIENCE_S
 
@@ -261,7 +262,7 @@ def test_kubernetes_own_autoscaler_reads_and_writes_a_scaler(cluster: Cluster) -
     (example,) = (path for path in EXAMPLES if path.name == "autoscaling-hpa.yaml")
     _, prefill, _ = yaml.safe_load_all(example.read_text())
     served = cluster.kubectl("api-versions").split()
-    version = "autoscaling/v2" if "autoscaling/v2" in served else "autoscaling/v2beta2"
+    version = newest("autoscaling", served)
     spec = prefill["spec"] | {"minReplicas": 3}
     spec["scaleTargetRef"]["name"] = "hpa-prefill"
     body = prefill | {"apiVersion": version, "metadata": {"name": "hpa"}, "spec": spec}

@@ -325,8 +325,10 @@ def test_routers_hold_the_older_keys_too_while_engines_may_have_them() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", ["policy/v1", "policy/v1beta1"])
-def test_budgets_are_written_in_the_newest_version_that_the_cluster_serves(policy: str) -> None:
+@pytest.mark.parametrize("policy", ["policy/v1", "policy/older"])
+def test_budgets_are_written_in_the_version_that_the_cluster_serves(
+    policy: str,
+) -> None:
     cluster = Cluster(policy_api=policy)
     objects = render_shared(service({}), cluster, KeySets("k"), Serving())
     budgets = by_kind(objects, "PodDisruptionBudget").values()
