@@ -61,7 +61,7 @@ chaos: $(VENV)/.test ## RUNS=200 faults under load on real processes, SEED=n to 
 simulate: $(VENV)/.test ## N=100000 schedules of faults in a simulated service, SEED=n replays one; docs/simulation.md
 	$(BIN)/python tests/simulation/explore.py $(if $(SEED),--seed $(SEED),--count $(N) $(if $(FIRST),--first $(FIRST)))
 
-lint: $(VENV)/.test ## style, types, the arrows between the rooms, workflows, scripts and Dockerfiles
+lint: $(VENV)/.test ## style, types, the arrows between the rooms, workflows, scripts, Dockerfiles and Kubernetes objects
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -69,6 +69,7 @@ lint: $(VENV)/.test ## style, types, the arrows between the rooms, workflows, sc
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/actionlint .github/workflows/*.yml
 	! [ -x $(BIN)/shellcheck ] || $(BIN)/shellcheck .ci/run .github/*.sh e2e/kind/*.sh
 	$(BIN)/hadolint --config docker/hadolint.yaml docker/*.Dockerfile
+	PYTHONPATH=tests/support $(BIN)/python -m cluster_kit.kube_schemas
 	$(MAKE) audit
 
 OSV := https://api.osv.dev/v1
