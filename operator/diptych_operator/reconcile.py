@@ -241,7 +241,6 @@ class Reconciler:
             before,
             target=target,
             desired=desired,
-            cluster_limits=self._cluster.limits(),
             now=_now(),
         )
         meta = service.metadata

@@ -29,16 +29,6 @@ class Cluster:
         """
         return self.version >= (1, 31)
 
-    def limits(self) -> tuple[str, ...]:
-        """What this cluster lacks that a service would get on a newer one, in words."""
-        lacking = []
-        if self.version < (1, 25):
-            lacking.append(
-                "CEL rules of the CRD are not evaluated before Kubernetes 1.25; the operator "
-                "checks them itself and reports in this status"
-            )
-        return tuple(lacking)
-
 
 def read_cluster(
     major: str,

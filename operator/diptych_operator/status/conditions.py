@@ -39,7 +39,6 @@ class Situation:
     previous: Status
     target: str
     desired: Counts
-    limits: Sequence[str]
     current: str
     """The revision that last served at full size, as of now."""
     transfer: TransferStatus
@@ -310,12 +309,9 @@ def _kept_transfer(seen: Situation) -> Verdict | None:
 
 
 def _degraded(seen: Situation) -> Verdict:
-    notes = [shorten(limit, MAX_PART).rstrip(".") + "." for limit in seen.limits]
     issues = list(_issues(seen))
     if issues:
-        return Verdict("True", issues[0][0], join([*(text for _, text in issues), *notes]))
-    if notes:
-        return Verdict("False", Reason.CLUSTER_LIMITED, join(notes))
+        return Verdict("True", issues[0][0], join([text for _, text in issues]))
     return Verdict("False", Reason.AS_EXPECTED, "Nothing wants attention.")
 
 

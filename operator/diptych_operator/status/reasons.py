@@ -197,11 +197,6 @@ class Reason(StrEnum):
         "A router is ready, but the operator gets no report from its admin port.",
         "Let the operator reach port 8081 of the router pods (NetworkPolicy).",
     )  # fmt: skip
-    CLUSTER_LIMITED = (
-        "ClusterLimited", Group.SERVICE,
-        "Nothing wants attention, but the cluster lacks something that newer ones have.",
-        "Upgrade the cluster if you want it.",
-    )  # fmt: skip
 
     SPEC_INVALID = (
         "SpecInvalid", Group.OPERATOR, "The spec can never work as written.",

@@ -33,12 +33,6 @@ def test_features_follow_from_the_version(
     assert (cluster.version, cluster.has_image_volumes) == (version, image_volumes)
 
 
-def test_an_old_cluster_says_what_it_lacks_and_a_new_one_lacks_nothing() -> None:
-    old, new = (read_cluster("1", minor, ["policy/v1"], "ns") for minor in ("20", "33"))
-    assert "CEL" in " ".join(old.limits())
-    assert new.limits() == ()
-
-
 def test_a_cluster_without_any_budget_is_refused() -> None:
     with pytest.raises(ValueError, match="PodDisruptionBudget"):
         read_cluster("1", "99", ["apps/v1"], "ns")

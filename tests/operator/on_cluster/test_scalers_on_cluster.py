@@ -67,6 +67,13 @@ class Cluster:
         self.scaler(name)
         self.kubectl("scale", f"poolscaler/{name}", f"--replicas={replicas}")
 
+    def counts(self, name: str, replicas: int) -> None:
+        """Wait until so many pods are there."""
+        until(
+            f"{name} counts {replicas} pods",
+            lambda: (self.scaler(name).get("status") or {}).get("replicas") == replicas,
+        )
+
     def wanted(self, service: str, role: str) -> dict[str, int]:
         """Pods that the Deployments of a pool want, by revision."""
         selector = f"diptych.dev/service={service},diptych.dev/role={role}"
@@ -144,10 +151,7 @@ def test_a_scale_shows_the_pods_and_their_selector_and_columns_tell_whose_it_is(
     cluster: Cluster,
 ) -> None:
     cluster.serve("shown", external())
-    until(
-        "its pod is counted",
-        lambda: (cluster.scaler("shown-prefill").get("status") or {}).get("replicas") == 1,
-    )
+    cluster.counts("shown-prefill", 1)
     path = f"/apis/diptych.dev/v1alpha1/namespaces/{cluster.namespace.name}/poolscalers"
     scale = json.loads(cluster.kubectl("get", "--raw", f"{path}/shown-prefill/scale"))
     selector = "diptych.dev/role=prefill,diptych.dev/service=shown"
@@ -169,7 +173,7 @@ def test_what_others_asked_for_is_never_overwritten_nor_written_for_nothing(
     cluster.serve("asked", external(most=2))
     until("there is a status", lambda: cluster.scaler("asked-prefill").get("status"))
     cluster.scale("asked-prefill", 700)
-    cluster.has_pods_wanted("asked", "prefill", 2)
+    cluster.counts("asked-prefill", 2)
     before = cluster.scaler("asked-prefill")
     time.sleep(QUIET_S)
     assert cluster.scaler("asked-prefill") == before

@@ -117,12 +117,11 @@ class Case:
     previous: Status = NO_STATUS
     target: str = NEW
     desired: Counts = ONE_EACH
-    cluster_limits: tuple[str, ...] = ()
 
     def at(self, now: str = T1) -> Status:
         return build_status(
             self.service, self.observed, self.step, self.previous, target=self.target,
-            desired=self.desired, cluster_limits=self.cluster_limits, now=now,
+            desired=self.desired, now=now,
         )  # fmt: skip
 
     def says(self, kind: str) -> tuple[str, str, str]:
@@ -142,7 +141,6 @@ RESTED = Case().at(T0)
 SLEEPING = Case(
     service=service(pool=SLEEPER), observed=given_pods(PODS[2]), desired=NOTHING, previous=RESTED
 )
-OIL = "CEL rules are not evaluated before 1.25"
 
 CLAUSES: dict[str, tuple[Case, ConditionType, str, Reason, str]] = {
     "available": (
@@ -271,13 +269,6 @@ CLAUSES: dict[str, tuple[Case, ConditionType, str, Reason, str]] = {
     ),
     "nothing wants attention": (
         Case(), ConditionType.DEGRADED, "False", Reason.AS_EXPECTED, "Nothing wants attention.",
-    ),
-    "an old cluster": (
-        Case(cluster_limits=(OIL,)), ConditionType.DEGRADED, "False", Reason.CLUSTER_LIMITED, OIL,
-    ),
-    "a pod fails beside one that serves, on an old cluster": (
-        Case(observed=given_pods(*PODS, failing("decode", 1)), cluster_limits=(OIL,)),
-        ConditionType.DEGRADED, "True", Reason.CONTAINER_CRASHING, f"{OIL}.",
     ),
     "two pods fail, the worse one first": (
         Case(observed=given_pods(
@@ -708,10 +699,7 @@ STEP = st.builds(
 SERVICES = st.sampled_from(
     [service(v, p, s) for v in ("Required", "Off") for p in (FIXED, SLEEPER) for s in (True, False)]
 )
-CASE = st.builds(
-    Case, SERVICES, OBSERVED, STEP, st.just(Status()), REVISION, COUNTS,
-    st.sampled_from([(), ("one limit.",)]),
-)  # fmt: skip
+CASE = st.builds(Case, SERVICES, OBSERVED, STEP, st.just(Status()), REVISION, COUNTS)
 
 
 @settings(max_examples=150)
