@@ -150,7 +150,7 @@ def test_a_copy_waits_for_the_step_that_wrote_its_blocks_and_for_none_after_it(
     try:
         [bus_stream] = streams
         assert isinstance(core.mark_launched, MethodType)
-        bus = core.mark_launched.__self__
+        bus: Any = core.mark_launched.__self__
         copies = BlockCopies(core.runner.kv_memory()[0], bus)  # type: ignore[attr-defined]
         room = copies.host_room(copies.block_bytes)
         core.add(request("r", [*range(60)] * 2, max_tokens=1), b"client")
