@@ -30,7 +30,7 @@ ROOMS = (
 )  # fmt: skip
 """What an installation would put on the path. Nothing is installed on a machine that is lent."""
 DRY_S = 150.0
-"""Of a stage of a rehearsal, on a slow machine with much else to do."""
+"""What a stage of a rehearsal may take on a slow machine with much else to do."""
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ def dummy(place: Place, real: Sizes = REAL, small: Sizes = SMALL) -> str:
 
 
 def options(place: Place, **more: Any) -> dict[str, Any]:
-    """Of an engine. A rehearsal's is in float32, which its kernels know."""
+    """Options of an engine; a rehearsal's is in float32, which its kernels know."""
     real = {"num_blocks": 4096, "max_num_seqs": 64, "max_num_batched_tokens": 4096}
     small = {"num_blocks": 64, "max_num_seqs": 2, "dtype": "float32", "max_num_batched_tokens": 32}
     return {**place.either(real, small), **more}
@@ -105,7 +105,7 @@ def graphs_and_sleep(place: Place) -> None:
 
 
 def memory_gb(place: Place) -> float:
-    """Of the device, in use by anybody."""
+    """What is in use of the device, by anybody."""
     if place.dry:
         return 0.0
     free, total = torch.cuda.mem_get_info()

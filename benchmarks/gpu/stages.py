@@ -13,7 +13,7 @@ class Stage:
 
     name: str
     function: str
-    """Of a module beside this one, as `module:function`."""
+    """In a module beside this one, as `module:function`."""
     seconds: int
     """It is killed when they are over."""
 

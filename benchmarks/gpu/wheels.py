@@ -20,11 +20,17 @@ LACKING = (
     "msgspec", "pyzmq", "gguf", "llguidance", "multipart", "starlette", "uvicorn", "httptools",
     "pytest-asyncio",
 )  # fmt: skip
+THERE = (
+    "torch", "triton", "numpy", "numba", "llvmlite", "safetensors", "tokenizers", "jinja2",
+    "markupsafe", "pillow", "pyyaml", "tqdm", "typing-extensions", "click", "uvloop",
+    "prometheus-client", "setuptools", "pytest", "pluggy", "iniconfig", "pygments", "hypothesis",
+)  # fmt: skip
+"""What a machine must have beside a driver: images for work with torch do."""
 UCX = "libucx-cu13"
 """42 MB, and only the last stage uses it: in a run of its own."""
 PYTHON = "3.12"
 PLATFORMS = ("2_17", "2_24", "2_27", "2_28", "2_31", "2_34")
-"""Of manylinux; pip takes each of them by its name."""
+"""Versions of manylinux; pip takes each of them by its name."""
 
 
 def main() -> None:

@@ -36,6 +36,28 @@ def test_what_a_gpu_machine_lacks_is_what_the_project_pins() -> None:
     assert len(pins) == len(wheels.LACKING) + 1
 
 
+SHOW_IMPORTS = """
+import importlib, json, re, sys
+from importlib.metadata import packages_distributions
+from benchmarks.gpu.first import MODULES
+for name in MODULES:
+    importlib.import_module(name)
+owners = packages_distributions()
+tops = {name.partition(".")[0] for name in sys.modules}
+print(json.dumps([re.sub("[-_.]+", "-", owners[top][0]).lower() for top in tops if top in owners]))
+"""
+
+
+def test_what_stages_import_is_there_or_travels(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", SHOW_IMPORTS],
+        cwd=ROOT, env=environment_of_stages(tmp_path, dry=True), capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    known = {*wheels.LACKING, *wheels.THERE, wheels.UCX, "diptych"}
+    assert not set(json.loads(run.stdout)) - known
+
+
 def test_a_stage_that_takes_too_long_costs_only_itself(tmp_path: Path) -> None:
     lines = tmp_path / "lines.jsonl"
     environment = environment_of_stages(tmp_path, dry=True)
