@@ -58,6 +58,7 @@ def run(lines: Path, numbers: list[int], *, dry: bool) -> int:
 
 def run_stages(lines: Path, numbers: list[int], environment: dict[str, str], *, dry: bool) -> int:
     """One after the other; each has its own deadline, and all have one."""
+    failed = False
     ends = time.monotonic() + (DRY_S * len(numbers) if dry else TOTAL_S)
     with lines.with_name("stages.log").open("ab") as log:
         for number in numbers:
@@ -69,10 +70,9 @@ def run_stages(lines: Path, numbers: list[int], environment: dict[str, str], *, 
             with lines.open("a") as file:
                 file.write(json.dumps(end | ({"error": error} if error else {})) + "\n")
             print(f"{number:2} {STAGES[number].name}: {error or 'done'}, {seconds} s", flush=True)
-            page = table([json.loads(line) for line in lines.read_text().splitlines()])
-            lines.with_name("table.md").write_text(page)
-    ended = [json.loads(line) for line in lines.read_text().splitlines()]
-    return int(any("error" in line for line in ended[-len(numbers) :] if line["what"] == "end"))
+            lines.with_name("table.md").write_text(table(lines.read_text()))
+            failed = failed or bool(error)
+    return int(failed)
 
 
 def failure_of(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections import defaultdict
 from typing import Any
 
 from benchmarks.gpu.stages import STAGES
@@ -10,18 +11,33 @@ from benchmarks.gpu.stages import STAGES
 Line = dict[str, Any]
 
 
-def table(lines: Sequence[Line]) -> str:
-    """A section for each stage that has run, what failed first."""
+def table(text: str) -> str:
+    """A section for each stage that has ended, of its latest run; what failed comes first."""
+    runs = latest_runs(text)
     page = ["# GPU", ""]
-    failed = [line for line in lines if "error" in line]
+    failed = [line for run in runs.values() for line in run if "error" in line]
     page += ["## Failed", "", *map(row_of, failed), ""] if failed else []
-    for number, stage in STAGES.items():
-        own = [line for line in lines if line["stage"] == number and line["what"] != "end"]
-        ends = [line for line in lines if line["stage"] == number and line["what"] == "end"]
-        if ends:
-            page += [f"## {number}. {stage.name}, {ends[-1]['seconds']} s", ""]
-            page += [*map(row_of, own), ""]
+    for number, run in runs.items():
+        *found, end = run
+        page += [f"## {number}. {STAGES[number].name}, {end['seconds']} s", ""]
+        page += [*map(row_of, found), ""]
     return "\n".join(page)
+
+
+def latest_runs(text: str) -> dict[int, list[Line]]:
+    """By stage, the lines of its latest run that has ended; the last says so. A stage that was
+    killed may have left half a line, which is skipped."""
+    under_way: defaultdict[int, list[Line]] = defaultdict(list)
+    ended: dict[int, list[Line]] = {}
+    for row in text.splitlines():
+        try:
+            line = json.loads(row)
+        except ValueError:
+            continue
+        under_way[line["stage"]].append(line)
+        if line["what"] == "end":
+            ended[line["stage"]] = under_way.pop(line["stage"])
+    return dict(sorted(ended.items()))
 
 
 def row_of(line: Line) -> str:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmarks.gpu import wheels
@@ -66,18 +67,29 @@ def test_a_stage_that_takes_too_long_costs_only_itself(tmp_path: Path) -> None:
     assert error == "killed after 1 s"
 
 
+LINES: list[dict[str, Any]] = [
+    {"stage": 2, "what": "a launch", "host_us": 3.14159},
+    {"stage": 2, "what": "end", "seconds": 4.0},
+    {"stage": 3, "what": "rope", "rows": 33, "error": "wrong"},
+    {"stage": 3, "what": "end", "seconds": 1.5, "error": "exit status 1"},
+]
+AGAIN = [{"stage": 3, "what": "rope", "rows": 33}, {"stage": 3, "what": "end", "seconds": 2.5}]
+
+
 def test_the_table_begins_with_what_failed() -> None:
-    page = table([
-        {"stage": 2, "what": "a launch", "host_us": 3.14159},
-        {"stage": 2, "what": "end", "seconds": 4.0},
-        {"stage": 3, "what": "rope", "rows": 33, "error": "wrong"},
-        {"stage": 3, "what": "end", "seconds": 1.5, "error": "exit status 1"},
-    ])  # fmt: skip
+    page = table("\n".join(map(json.dumps, LINES)))
     failed, _, rest = page.partition("## 2. ceilings, 4.0 s")
     assert "- 3: **rope** rows 33; error wrong" in failed
     assert "- 3: **end** seconds 1.5; error exit status 1" in failed
     assert "- 2: **a launch** host_us 3.142" in rest
     assert "## 3. kernels beside float64, 1.5 s" in rest
+
+
+def test_the_table_has_the_latest_run_of_each_stage() -> None:
+    page = table("\n".join([*map(json.dumps, LINES), '{"stage": 3, "wh', *map(json.dumps, AGAIN)]))
+    assert "Failed" not in page
+    assert "## 3. kernels beside float64, 2.5 s" in page
+    assert "## 2. ceilings, 4.0 s" in page
 
 
 @pytest.mark.slow
