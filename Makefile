@@ -11,7 +11,7 @@ WITH_VLLM = $(or $(DIPTYCH_VLLM),$(VLLM))
 N      ?= 100000
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all test-vllm chaos simulate lint docs screenshots cast audit format bench lock crds images cluster e2e clean vllm clients
+.PHONY: help demo test test-slow test-all test-vllm chaos simulate lint docs screenshots cast audit format bench gpu gpu-wheels lock crds images cluster e2e clean vllm clients
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -96,6 +96,15 @@ bench: $(VENV)/.test ## measure, beside PEERS=vllm=PYTHON,llamacpp=PYTHON if any
 	$(BIN)/python -m benchmarks $(if $(PEERS),--peers $(PEERS)) $(if $(QUICK),--quick)
 	$(BIN)/python -m benchmarks.handoff
 	$(BIN)/python -m benchmarks.kernels
+
+# A machine that is lent has a python3 with torch and Triton, no network, and nothing installed.
+GPU_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON))
+gpu: $(if $(DRY),$(VENV)/.test) ## all that a GPU can tell in 440 s, into OUT=dir; STAGES=3,6 for some, DRY=1 rehearses; docs/gpu.md
+	$(GPU_PYTHON) -m benchmarks.gpu --out $(or $(OUT),$(error OUT=dir says where the results go)) \
+		$(if $(STAGES),--stages $(STAGES)) $(if $(DRY),--dry)
+
+gpu-wheels: $(VENV)/.test ## what such a machine lacks, as wheels in build/gpu-wheels; UCX=1 for the last stage's, too
+	$(BIN)/python -m benchmarks.gpu.wheels $(if $(UCX),--ucx)
 
 vllm: ## vLLM's CPU build in $$VLLM, an environment of its own, for the tests that need it; docs/vllm.md
 	$(PYTHON) install_vllm.py --venv $(VLLM) $(if $(VLLM_VERSION),--version $(VLLM_VERSION))
