@@ -35,10 +35,18 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
     json_object: bool = False
     """Any JSON object."""
 
+    @property
+    def kind(self) -> str:
+        """The name of the field that is set, of a form that is checked."""
+        return self._asked()[0]
+
+    def _asked(self) -> list[str]:
+        fields = self.__struct_fields__
+        return [name for name in fields if getattr(self, name) not in (None, False)]
+
     def check(self) -> None:
         """Raise `InvalidRequestError` unless exactly one form is asked for, and it is not empty."""
-        fields = self.__struct_fields__
-        asked = [name for name in fields if getattr(self, name) not in (None, False)]
+        asked = self._asked()
         if len(asked) != 1:
             raise InvalidRequestError(
                 f"structured_outputs must set exactly one of {', '.join(self.__struct_fields__)}, "

@@ -12,7 +12,14 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import msgspec
 
 from diptych_frontend.openai.response_format import ResponseFormat, form_of
-from diptych_frontend.tool_calls.tools import MAX_TOOLS, Tool, ToolChoice, forced_call
+from diptych_frontend.tool_calls.tools import (
+    MAX_TOOLS,
+    Tool,
+    ToolChoice,
+    arguments_of,
+    called_tools,
+    forced_call,
+)
 from diptych_protocol import (
     InvalidRequestError,
     KVTransferParams,
@@ -46,6 +53,9 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What both generation routes share."""
+
+    FORMAT_FIELD: ClassVar[str] = "response_format"
+    """The field of the body that `response_format` stands for."""
 
     NEUTRAL: ClassVar[Neutral] = {
         "use_beam_search": (False,),
@@ -133,9 +143,14 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     def forms(self) -> dict[str, StructuredOutputsParams | None]:
         """The forms that the answer must have, by the fields that ask for them."""
         return {
-            "response_format": form_of(self.response_format),
+            self.FORMAT_FIELD: form_of(self.response_format),
             "structured_outputs": self.structured_outputs,
         }
+
+    def judged_forms(self) -> list[tuple[str, StructuredOutputsParams]]:
+        """What must be possible for an answer to have its form, by the fields that say so."""
+        form = self.form()
+        return [] if form is None else [form]
 
     def form(self) -> tuple[str, StructuredOutputsParams] | None:
         """The only form that is asked for, and its field. Raises `InvalidRequestError` for two."""
@@ -274,6 +289,9 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class ChatCompletionRequest(GenerationRequest, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
+    TOOL_FIELD: ClassVar[str] = "tools[{}].function.parameters"
+    """Where the body has the schema of a tool's arguments."""
+
     NEUTRAL: ClassVar[Neutral] = GenerationRequest.NEUTRAL | {
         "functions": ([],),
         "function_call": ("none", "auto"),
@@ -366,6 +384,14 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     @property
     def parallel_calls(self) -> bool:
         return self.parallel_tool_calls is not False
+
+    def judged_forms(self) -> list[tuple[str, StructuredOutputsParams]]:
+        called = called_tools(self.tools or [], self.tool_choice)
+        schemas = [
+            (self.TOOL_FIELD.format(index), StructuredOutputsParams(json=arguments_of(function)))
+            for index, function in called
+        ]
+        return [*schemas, *super().judged_forms()]
 
     def forms(self) -> dict[str, StructuredOutputsParams | None]:
         call = forced_call(self.tools or [], self.tool_choice, parallel=self.parallel_calls)

@@ -177,10 +177,8 @@ class GenerationRoute(Generic[B, R]):
 
         def read() -> Sound[B, R]:
             sound = self._decode(scope, body)
-            form = sound.request.form()
-            if form is not None:
-                # A form that no answer can have is refused by the field that asks for it.
-                field, wanted = form
+            # A form that no answer can have is refused by the field that asks for it.
+            for field, wanted in sound.request.judged_forms():
                 check_structured_outputs(wanted, field)
             return self._rendered(sound)
 

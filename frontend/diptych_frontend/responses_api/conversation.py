@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from typing import ClassVar
 
 import msgspec
 
@@ -35,7 +36,7 @@ from diptych_frontend.responses_api.api_types import (
     ResponsesRequest,
 )
 from diptych_frontend.tool_calls import tools
-from diptych_protocol import InvalidRequestError, StructuredOutputsParams
+from diptych_protocol import InvalidRequestError
 
 Parts = Iterable[InputText | InputImage | OutputText]
 
@@ -43,17 +44,15 @@ Parts = Iterable[InputText | InputImage | OutputText]
 class ResponseChat(ChatCompletionRequest, kw_only=True):
     """A chat whose form was asked for in the field `text`."""
 
+    FORMAT_FIELD: ClassVar[str] = "text"
+    TOOL_FIELD: ClassVar[str] = "tools[{}].parameters"
+
     items: list[Item] = msgspec.field(default_factory=list)
     """The whole conversation, in the terms of the Responses API."""
     tenant: str = ""
     """Whose response it is, if it is to be stored."""
     size: int = 0
     """The conversation's size in bytes, if it is to be stored."""
-
-    def forms(self) -> dict[str, StructuredOutputsParams | None]:
-        forms = super().forms()
-        forms["text"] = forms.pop("response_format")
-        return forms
 
 
 def as_chat(request: ResponsesRequest, before: Sequence[Item], *, reasons: bool) -> ResponseChat:

@@ -7,11 +7,14 @@ compile it. What is made here depends on nothing but the form, so both make the 
 from __future__ import annotations
 
 import functools
+import json
 from typing import Any, Final
 
 import msgspec
-from llguidance import LLMatcher, LLParserLimits, grammar_from
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
+from diptych_frontend.text.lark_parts import embedded_schemas, part_without_text
+from diptych_frontend.text.schema_circles import endless_part
 from diptych_protocol import InvalidRequestError, StructuredOutputsParams
 
 MAX_FORM_BYTES: Final = 64 << 10
@@ -24,6 +27,10 @@ WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{0,32}"
 """Pattern of the white space between the tokens of JSON. Every document can be written within this
 bound; without one, a small model may emit blanks until its tokens are used up."""
 ANY_OBJECT: Final = b'{"type":"object"}'
+FIELD: Final = "structured_outputs"
+NO_TEXT: Final = "NoExtension"
+"""How llguidance says that nothing may follow, and that the end may not come either."""
+NOTHING_FITS: Final = "no answer fits it"
 
 
 def parser_limits() -> LLParserLimits:
@@ -31,14 +38,15 @@ def parser_limits() -> LLParserLimits:
     return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
 
 
-def check_structured_outputs(
-    form: StructuredOutputsParams, field: str = "structured_outputs"
-) -> None:
-    """Raise `InvalidRequestError`, naming the field, unless the form can be compiled.
+def check_structured_outputs(form: StructuredOutputsParams, field: str = FIELD) -> None:
+    """Raise `InvalidRequestError`, naming the field, unless the form can be compiled, and an answer
+    of any model that has the form can begin, go on and end.
 
     Takes up to some 100 ms for a large schema that was not seen lately; releases the GIL.
     """
     form.check()
+    if field == FIELD:
+        field = f"{FIELD}.{form.kind}"
     reason = _verdict(encode_form(form, field))
     if reason:
         raise _refuse(reason[:MAX_REASON_CHARS], field)
@@ -80,12 +88,61 @@ def _from_schema(schema: bytes | str | dict[str, Any]) -> str:
 
 @functools.lru_cache(REMEMBERED_VERDICTS)
 def _verdict(encoded: bytes) -> str:
-    """Why a form cannot be compiled; empty if it can."""
+    """Why no answer can have a form; empty if one can."""
     try:
-        grammar = grammar_of(msgspec.msgpack.decode(encoded, type=StructuredOutputsParams))
+        form = msgspec.msgpack.decode(encoded, type=StructuredOutputsParams)
+        grammar = grammar_of(form)
+        return _why_not(grammar) or _flaw_inside(form, grammar)
     except (ValueError, RecursionError) as exc:
         return str(exc) or "nested too deeply"
-    return LLMatcher.validate_grammar(grammar, limits=parser_limits())
+
+
+def _why_not(grammar: str) -> str:
+    """Why no text can begin as a grammar wants it; empty if one can."""
+    matcher = LLMatcher(_bytes_as_tokens(), grammar, log_level=0, limits=parser_limits())
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return reason_of(matcher)
+
+
+def reason_of(matcher: LLMatcher) -> str:
+    """Why a grammar cannot be used, after its first mask; empty if it can."""
+    reason = matcher.get_error()
+    return NOTHING_FITS if reason.startswith(NO_TEXT) else reason
+
+
+def _flaw_inside(form: StructuredOutputsParams, grammar: str) -> str:
+    """A part of a form that no text fits: an answer that came there could not go on, or not end."""
+    schemas = [] if form.json is None else [_decoded(form.json)]
+    if form.grammar is not None:
+        part = part_without_text(grammar, lambda lark: _why_not(lark) != NOTHING_FITS)
+        if part is not None:
+            return f"no text fits {part}"
+        schemas = embedded_schemas(grammar)
+    endless = next(filter(None, map(endless_part, schemas)), None)
+    return f"no value fits {endless}, which always contains itself" if endless else ""
+
+
+def _decoded(schema: str | dict[str, Any]) -> Any:
+    return json.loads(schema) if isinstance(schema, str) else schema
+
+
+@functools.cache
+def _bytes_as_tokens() -> LLTokenizer:
+    """Texts byte by byte: what no text of bytes fits, no text of any vocabulary's tokens does."""
+    return LLTokenizer(TokenizerWrapper(_Bytes()))
+
+
+class _Bytes:
+    """The vocabulary of all bytes, and of an end."""
+
+    tokens = (*(bytes((value,)) for value in range(256)), b"<end>")
+    bos_token_id = None
+    eos_token_id = 256
+    special_token_ids = (256,)
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
 
 
 def _refuse(reason: str, field: str) -> InvalidRequestError:

@@ -55,31 +55,49 @@ def forced_call(
 
     parallel: it may call several. Raises `InvalidRequestError` for a choice that is not there.
     """
-    if choice is None or choice in ("none", "auto"):
+    called = called_tools(tools, choice)
+    if not called:
         return None
-    if isinstance(choice, NamedTool):
-        name, parallel = choice.function.name, False
-        tools = [tool for tool in tools if tool.function.name == name]
-        if not tools:
-            raise InvalidRequestError(
-                f"tool_choice: {name[:64]!r} is not among the tools", param="tool_choice"
-            )
-    if not tools:
-        raise InvalidRequestError("tool_choice needs tools", param="tool_choice")
+    parallel = parallel and not isinstance(choice, NamedTool)
     calls = f'call ("\\n" call){{0,{MAX_FORCED_CALLS - 1}}}' if parallel else "call"
-    alternatives = "\n    | ".join(_call(tool.function) for tool in tools)
+    alternatives = "\n    | ".join(_call(function) for _, function in called)
     return StructuredOutputsParams(grammar=f"start: {calls}\ncall: {alternatives}\n")
 
 
-def _call(function: FunctionTool) -> str:
-    """One function's call in Lark's notation."""
+def called_tools(tools: list[Tool], choice: ToolChoice | None) -> list[tuple[int, FunctionTool]]:
+    """The functions that an answer must choose from, with their places; none if it need not call.
+
+    Raises `InvalidRequestError` for a choice that is not there.
+    """
+    if choice is None or choice in ("none", "auto"):
+        return []
+    if not tools:
+        raise InvalidRequestError("tool_choice needs tools", param="tool_choice")
+    called = [(index, tool.function) for index, tool in enumerate(tools)]
+    if isinstance(choice, NamedTool):
+        name = choice.function.name
+        called = [(index, function) for index, function in called if function.name == name]
+        if not called:
+            raise InvalidRequestError(
+                f"tool_choice: {name[:64]!r} is not among the tools", param="tool_choice"
+            )
+    return called
+
+
+def arguments_of(function: FunctionTool) -> dict[str, Any]:
+    """The schema of the arguments of a call. Raises `InvalidRequestError`."""
     schema = {"type": "object", **(function.parameters or {"additionalProperties": False})}
     if schema["type"] != "object":
         raise InvalidRequestError(
             f"tools: the parameters of {function.name} must be a schema of type object",
             param="tools",
         )
-    schema["x-guidance"] = {"whitespace_pattern": WHITESPACE}
+    return schema
+
+
+def _call(function: FunctionTool) -> str:
+    """One function's call in Lark's notation."""
+    schema = arguments_of(function) | {"x-guidance": {"whitespace_pattern": WHITESPACE}}
     before = f'{BEGIN}\n{{"name": "{function.name}", "arguments": '
     after = f"}}\n{END}"
     return f"{_json(before)} %json {_json(schema)} {_json(after)}"
