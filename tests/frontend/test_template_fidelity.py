@@ -108,13 +108,11 @@ TEMPLATES = {
 def ours(template: str, conversation: Conversation) -> str | None:
     """What we render; None if the template refuses."""
     messages, options = conversation
-    kwargs = {name: value for name, value in options.items() if name == "enable_thinking"}
-    options = {"add_generation_prompt": True} | options
+    wanted: dict[str, Any] = {"add_generation_prompt": True} | options
+    kwargs = {name: wanted.pop(name) for name in ("enable_thinking",) if name in wanted}
     try:
         return ChatTemplate(template, "<s>", "</s>").render(
-            messages,
-            template_kwargs=kwargs or None,
-            **{name: value for name, value in options.items() if name not in kwargs},
+            messages, template_kwargs=kwargs, **wanted
         )
     except InvalidRequestError:
         return None
@@ -125,10 +123,10 @@ def theirs(template: str, conversation: Conversation) -> str | None:
     tokens: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
     wanted: dict[str, Any] = {"add_generation_prompt": True} | tokens | options
     try:
-        texts, _ = render_jinja_template([messages], chat_template=template, **wanted)
+        rendered: Any = render_jinja_template([messages], chat_template=template, **wanted)
     except Exception:  # templates fail in any way
         return None
-    return str(texts[0])
+    return str(rendered[0][0])
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -150,7 +148,7 @@ def test_a_message_that_is_shown_twice_leaves_no_mark() -> None:
 @needs_client("axolotl")
 @pytest.mark.slow
 def test_published_templates_render_as_in_transformers() -> None:
-    """Of the wheel `axolotl`, which `make clients CLIENTS=axolotl` fetches."""
+    """They are in the wheel `axolotl`, which `make clients CLIENTS=axolotl` fetches."""
     templates = sorted((FOLDER / "axolotl").glob("lib/*/site-packages/axolotl/**/*.jinja"))
     assert len(templates) == 36
     refused = 0

@@ -17,6 +17,7 @@ from typing import Final
 
 from llguidance import LLMatcher, LLTokenizer
 
+from diptych_engine.scheduling.number_limit import Digits
 from diptych_engine.scheduling.reasoning import ReasoningTokens
 from diptych_engine.scheduling.request import Request
 from diptych_frontend.model_files.model_source import ModelSource
@@ -26,6 +27,7 @@ from diptych_frontend.text.structured_outputs import (
     MAX_REASON_CHARS,
     encode_form,
     grammar_of,
+    is_json,
     parser_limits,
     reason_of,
 )
@@ -58,6 +60,7 @@ class Vocabulary:
     tokens: LLTokenizer
     reasoning: ReasoningTokens | None
     """None if nobody is to look for reasoning."""
+    digits: Digits
 
 
 class GrammarCompiler:
@@ -98,6 +101,7 @@ class GrammarCompiler:
         if reason is not None:
             raise HopelessFormError(str(reason)) from reason
         self._see_reasoning(request)
+        request.digits = self._vocabulary.result().digits if is_json(form) else None
         key = encode_form(form)
         grammar = self._known.get(key)
         if grammar is None:
@@ -180,7 +184,9 @@ def _vocabulary(source: ModelSource, style: ReasoningFormat | None) -> Vocabular
     if not ends:
         raise ValueError("this model has no token that ends an answer")
     size = source.config.vocab_size
+    tokens = LLTokenizer(tokenizer.backend.to_str(), n_vocab=size, eos_token=ends)
     return Vocabulary(
-        LLTokenizer(tokenizer.backend.to_str(), n_vocab=size, eos_token=ends),
+        tokens,
         None if style is None else ReasoningTokens.of(style, tokenizer, size, ends),
+        Digits.of(tokens),
     )

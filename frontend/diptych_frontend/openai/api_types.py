@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
-from diptych_frontend.openai.response_format import ResponseFormat, form_of
+from diptych_frontend.openai.response_format import ResponseFormat, check_format, form_of
 from diptych_frontend.tool_calls.tools import (
     MAX_TOOLS,
     Tool,
@@ -119,6 +119,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         Raises `InvalidRequestError` naming the field.
         """
         check_neutral(self, self.NEUTRAL)
+        check_format(self.response_format, self.FORMAT_FIELD)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError(
                 "stream_options is only allowed with stream=true", param="stream_options"
@@ -351,6 +352,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     def check(self, num_prompts: int) -> None:
         """See `GenerationRequest.check`."""
         super().check(num_prompts)
+        for index, tool in enumerate(self.tools or []):
+            tool.function.check(self.TOOL_FIELD.format(index))
         check_continues(self)
         if not self.continue_final_message:
             return

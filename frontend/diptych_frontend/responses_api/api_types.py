@@ -114,7 +114,7 @@ class FunctionTool(
     parameters: dict[str, Any] | None = None
     description: str | None = None
     strict: bool | None = None
-    """Ignored: a call that is forced always fits its schema."""
+    """The schema must say of each object that it has all of its properties, and no others."""
 
     defer_loading: Any = None
     allowed_callers: Any = None
@@ -134,7 +134,7 @@ class JsonSchemaFormat(
     schema: dict[str, Any]
     description: str | None = None
     strict: bool | None = None
-    """Ignored: every answer fits its schema."""
+    """The schema must say of each object that it has all of its properties, and no others."""
 
 
 class TextConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

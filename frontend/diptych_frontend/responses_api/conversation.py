@@ -105,7 +105,10 @@ def _template_kwargs(request: ResponsesRequest, reasons: bool) -> dict[str, bool
 def _tool(tool: FunctionTool) -> tools.Tool:
     check_neutral(tool, tool.NEUTRAL)
     function = tools.FunctionTool(
-        name=tool.name, description=tool.description, parameters=tool.parameters
+        name=tool.name,
+        description=tool.description,
+        parameters=tool.parameters,
+        strict=tool.strict,
     )
     return tools.Tool(type="function", function=function)
 
@@ -124,7 +127,9 @@ def _format(request: ResponsesRequest) -> response_format.ResponseFormat | None:
         return None
     check_neutral(config, config.NEUTRAL)
     if isinstance(config.format, JsonSchemaFormat):
-        schema = response_format.NamedSchema(name=config.format.name, schema=config.format.schema)
+        schema = response_format.NamedSchema(
+            name=config.format.name, schema=config.format.schema, strict=config.format.strict
+        )
         return response_format.JsonSchemaFormat(json_schema=schema)
     return config.format
 

@@ -7,10 +7,10 @@ answer could not begin, or would never end.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
-from urllib.parse import unquote
+
+from diptych_frontend.text.schema_parts import References, Schema, dict_at, list_at
 
 ALL_TYPES: Final = frozenset(("null", "boolean", "number", "integer", "string", "array", "object"))
 CONTAINERS: Final = frozenset(("array", "object"))
@@ -23,7 +23,7 @@ Ways = list[list[Part]]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    schema: dict[str, Any]
+    schema: Schema
     types: frozenset[str]
     path: str
 
@@ -58,16 +58,16 @@ def endless_part(schema: object) -> str | None:
     return max(endless, key=len, default=None)
 
 
-def _explore(schema: dict[str, Any]) -> tuple[dict[Part, Place], dict[Part, list[Ways]]]:
+def _explore(schema: Schema) -> tuple[dict[Part, Place], dict[Part, list[Ways]]]:
     """All parts that a value of the schema may use, and the conditions of each."""
-    targets = dict(_names(schema))
+    references = References(schema)
     root = Place(schema, ALL_TYPES, "#")
     places = {root.part: root}
     needs: dict[Part, list[Ways]] = {}
     queue = [root]
     while queue:
         place = queue.pop()
-        conditions, found = _conditions(place, schema, targets)
+        conditions, found = _conditions(place, references)
         needs[place.part] = conditions
         for other in found:
             if other.part not in places:
@@ -76,9 +76,7 @@ def _explore(schema: dict[str, Any]) -> tuple[dict[Part, Place], dict[Part, list
     return places, needs
 
 
-def _conditions(
-    place: Place, root: dict[str, Any], targets: dict[str, dict[str, Any]]
-) -> tuple[list[Ways], list[Place]]:
+def _conditions(place: Place, references: References) -> tuple[list[Ways], list[Place]]:
     """What a value of one part needs, and the parts that it may use."""
     schema = place.schema
     if "enum" in schema or "const" in schema:
@@ -93,16 +91,15 @@ def _conditions(
         found.append(used)
         return [used.part]
 
-    ref = schema.get("$ref")
-    target = _resolve(ref, root, targets) if isinstance(ref, str) else None
-    whole = _list(schema.get("allOf"))
+    target = references.target(schema)
+    whole = list_at(schema, "allOf")
     for member in (target, *whole):
         types &= _types(member)
     conditions: list[Ways] = []
-    conditions.append([use(target, f"#{str(ref).partition('#')[2]}", types)])
+    conditions.append([use(target, f"#{str(schema.get('$ref')).partition('#')[2]}", types)])
     conditions += [[use(member, f"allOf/{i}", types)] for i, member in enumerate(whole)]
     for key in ("anyOf", "oneOf"):
-        members = _list(schema.get(key))
+        members = list_at(schema, key)
         if members:
             conditions.append([use(m, f"{key}/{i}", types) for i, m in enumerate(members)])
     object_way = _object_way(schema, use)
@@ -113,28 +110,26 @@ def _conditions(
     return conditions, found
 
 
-def _object_way(schema: dict[str, Any], use: Any) -> list[Part]:
+def _object_way(schema: Schema, use: Any) -> list[Part]:
     """What an object needs: a value for each property that it must have."""
-    required = {name for name in _list(schema.get("required")) if isinstance(name, str)}
+    required = {name for name in list_at(schema, "required") if isinstance(name, str)}
     way: list[Part] = []
-    properties = _dict(schema.get("properties"))
+    properties = dict_at(schema, "properties")
     for name, value in properties.items():
         part = use(value, f"properties/{_escaped(name)}", ALL_TYPES)
         way += part if name in required else []
-    patterns = _dict(schema.get("patternProperties"))
+    patterns = dict_at(schema, "patternProperties")
     for pattern, value in patterns.items():
         use(value, f"patternProperties/{_escaped(pattern)}", ALL_TYPES)
     part = use(schema.get("additionalProperties"), "additionalProperties", ALL_TYPES)
     return way + (part if required - properties.keys() and not patterns else [])
 
 
-def _array_way(schema: dict[str, Any], use: Any) -> list[Part]:
+def _array_way(schema: Schema, use: Any) -> list[Part]:
     """What an array needs: a value for each item that it must have."""
-    items = schema.get("items")
-    first, rest = (
-        (items, schema.get("additionalItems")) if isinstance(items, list) else (None, items)
-    )
-    prefix = _list(schema.get("prefixItems") if first is None else first)
+    before_2020 = isinstance(schema.get("items"), list)
+    prefix = list_at(schema, "items" if before_2020 else "prefixItems")
+    rest = schema.get("additionalItems" if before_2020 else "items")
     least = schema.get("minItems")
     least = least if isinstance(least, int) else 0
     way: list[Part] = []
@@ -146,49 +141,11 @@ def _array_way(schema: dict[str, Any], use: Any) -> list[Part]:
 
 
 def _types(schema: object) -> frozenset[str]:
-    named = schema.get("type") if isinstance(schema, dict) else None
-    if isinstance(named, str):
-        return frozenset((named,))
-    return frozenset(_list(named)) if named else ALL_TYPES
-
-
-def _resolve(ref: str, root: dict[str, Any], targets: dict[str, dict[str, Any]]) -> object:
-    """What a reference points to; None if that is nothing, or in another document."""
-    if ref in targets:
-        return targets[ref]
-    document, _, pointer = ref.partition("#")
-    node: object = targets.get(document) if document else root
-    for name in unquote(pointer).split("/")[1:]:
-        name = name.replace("~1", "/").replace("~0", "~")
-        if isinstance(node, dict):
-            node = node.get(name)
-        elif isinstance(node, list) and name.isdecimal() and int(name) < len(node):
-            node = node[int(name)]
-        else:
-            return None
-    return node
-
-
-def _names(root: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The subschemas that have names of their own, by what refers to them."""
-    open_nodes: list[object] = [root]
-    while open_nodes:
-        node = open_nodes.pop()
-        if isinstance(node, dict):
-            for key, form in (("$id", "{}"), ("$anchor", "#{}")):
-                if isinstance(node.get(key), str):
-                    yield form.format(node[key]), node
-            open_nodes.extend(node.values())
-        elif isinstance(node, list):
-            open_nodes.extend(node)
-
-
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _dict(value: object) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+    if not isinstance(schema, dict):
+        return ALL_TYPES
+    named = schema.get("type")
+    names = [named] if isinstance(named, str) else list_at(schema, "type")
+    return frozenset(name for name in names if isinstance(name, str)) or ALL_TYPES
 
 
 def _escaped(name: str) -> str:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import functools
 import json
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
+from diptych_frontend.text.bounded_schemas import bounded
 from diptych_frontend.text.lark_parts import embedded_schemas, part_without_text
 from diptych_frontend.text.schema_circles import endless_part
+from diptych_frontend.text.schema_parts import Schema
 from diptych_protocol import InvalidRequestError, StructuredOutputsParams
 
 MAX_FORM_BYTES: Final = 64 << 10
@@ -26,7 +28,7 @@ REMEMBERED_VERDICTS: Final = 128
 WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{0,32}"
 """Pattern of the white space between the tokens of JSON. Every document can be written within this
 bound; without one, a small model may emit blanks until its tokens are used up."""
-ANY_OBJECT: Final = b'{"type":"object"}'
+ANY_OBJECT: Final = {"type": "object"}
 FIELD: Final = "structured_outputs"
 NO_TEXT: Final = "NoExtension"
 """How llguidance says that nothing may follow, and that the end may not come either."""
@@ -76,14 +78,27 @@ def grammar_of(form: StructuredOutputsParams) -> str:
         return LLMatcher.grammar_from_regex(form.regex)
     if form.grammar is not None:
         return grammar_from("grammar", form.grammar)
-    return _from_schema(ANY_OBJECT if form.json is None else form.json)
+    schema = ANY_OBJECT if form.json is None else decoded(form.json)
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema_for_llguidance(schema)))
 
 
-def _from_schema(schema: bytes | str | dict[str, Any]) -> str:
-    if isinstance(schema, dict):
-        schema = msgspec.json.encode(schema)
-    text = schema.decode() if isinstance(schema, bytes) else schema
-    return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
+def is_json(form: StructuredOutputsParams) -> bool:
+    """An answer is JSON, or has JSON in it as the arguments of a forced call are."""
+    return form.json is not None or form.json_object or "%json" in (form.grammar or "")
+
+
+def schema_for_llguidance(schema: Schema) -> Schema:
+    """A schema as it is compiled: bounded, and with llguidance's options."""
+    options = {"whitespace_pattern": WHITESPACE}
+    return bounded(schema) | {"x-guidance": options}
+
+
+def decoded(schema: str | Schema) -> Schema:
+    """A schema as an object. Raises `ValueError` if it is none."""
+    value = msgspec.json.decode(schema) if isinstance(schema, str) else schema
+    if not isinstance(value, dict):
+        raise ValueError("a schema must be a JSON object")
+    return value
 
 
 @functools.lru_cache(REMEMBERED_VERDICTS)
@@ -113,7 +128,7 @@ def reason_of(matcher: LLMatcher) -> str:
 
 def _flaw_inside(form: StructuredOutputsParams, grammar: str) -> str:
     """A part of a form that no text fits: an answer that came there could not go on, or not end."""
-    schemas = [] if form.json is None else [_decoded(form.json)]
+    schemas = [] if form.json is None else [decoded(form.json)]
     if form.grammar is not None:
         part = part_without_text(grammar, lambda lark: _why_not(lark) != NOTHING_FITS)
         if part is not None:
@@ -121,10 +136,6 @@ def _flaw_inside(form: StructuredOutputsParams, grammar: str) -> str:
         schemas = embedded_schemas(grammar)
     endless = next(filter(None, map(endless_part, schemas)), None)
     return f"no value fits {endless}, which always contains itself" if endless else ""
-
-
-def _decoded(schema: str | dict[str, Any]) -> Any:
-    return json.loads(schema) if isinstance(schema, str) else schema
 
 
 @functools.cache

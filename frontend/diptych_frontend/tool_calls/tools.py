@@ -10,7 +10,8 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from diptych_frontend.text.structured_outputs import WHITESPACE
+from diptych_frontend.text.strict_schemas import check_strict
+from diptych_frontend.text.structured_outputs import schema_for_llguidance
 from diptych_frontend.tool_calls.hermes import BEGIN, END
 from diptych_protocol import InvalidRequestError, StructuredOutputsParams
 
@@ -28,7 +29,13 @@ class FunctionTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omi
     parameters: dict[str, Any] | None = None
     """A JSON schema of an object; None for a function without parameters."""
     strict: bool | None = None
-    """Ignored: a call that is forced always fits its schema."""
+    """The schema must say of each object that it has all of its properties, and no others."""
+
+    def check(self, field: str) -> None:
+        """Raise `InvalidRequestError`, naming the field, for a schema that is not what it says."""
+        if self.strict:
+            schema = self.parameters or {"type": "object", "additionalProperties": False}
+            check_strict(schema, f"function {self.name!r}", field)
 
 
 class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -97,7 +104,10 @@ def arguments_of(function: FunctionTool) -> dict[str, Any]:
 
 def _call(function: FunctionTool) -> str:
     """One function's call in Lark's notation."""
-    schema = arguments_of(function) | {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+    try:
+        schema = schema_for_llguidance(arguments_of(function))
+    except RecursionError:
+        raise InvalidRequestError("tools: nested too deeply", param="tools") from None
     before = f'{BEGIN}\n{{"name": "{function.name}", "arguments": '
     after = f"}}\n{END}"
     return f"{_json(before)} %json {_json(schema)} {_json(after)}"

@@ -8,6 +8,7 @@ import select
 from typing import Any
 
 import jsonschema
+import pydantic
 import pytest
 from engine_kit.core import CLIENT, DUMMY, core_request, make_core, run, step, tokens
 from waits import PATIENCE_S
@@ -166,6 +167,71 @@ def test_contract_C05_a_stop_token_ends_a_form_early(
     assert outputs[-1].stop_reason == colon
 
 
+# --- what ends by itself --------------------------------------------------------------------------
+
+OPEN: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
+    "an integer": ({"type": "integer"}, {"7": 100.0}),
+    "a fraction": ({"type": "number", "minimum": 0, "maximum": 9}, {"7": 100.0}),
+    "an exponent": ({"type": "number"}, {"7": 100.0, "e": 80.0}),
+    "any value": ({"type": "array", "items": {}, "minItems": 1, "maxItems": 1}, {"7": 100.0}),
+    "seconds": ({"type": "string", "format": "date-time"}, {"7": 100.0, "0": 80.0, ".": 90.0}),
+    "a duration": ({"type": "string", "format": "duration"}, {"7": 100.0}),
+    "further properties": (
+        {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]},
+        {",": 100.0},
+    ),
+    "of a branch": (
+        {"anyOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"properties": {"a": {"const": 1}}}}},
+        {"{": 100.0, ",": 90.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_contract_C05_what_no_schema_bounds_ends(
+    core: EngineCore, tokenizer: Tokenizer, prompt: list[int], name: str
+) -> None:
+    """A model that would go on for ever with it comes to an end."""
+    schema, liked = OPEN[name]
+    bias = {tokenizer.encode(text)[0]: by for text, by in liked.items()}
+    request = ask("r", prompt, {"json": schema}, max_tokens=90, logit_bias=bias)
+    [outputs] = run(core, request).values()
+    jsonschema.validate(json.loads(text(tokenizer, outputs)), schema)
+
+
+class Address(pydantic.BaseModel):
+    street: str
+    number: int
+
+
+class Person(pydantic.BaseModel):
+    """What instructor and LangChain make a schema of; it says nothing of further properties."""
+
+    name: str
+    age: int
+    height_in_metres: float
+    address: Address | None = None
+
+
+def test_contract_C05_a_small_model_ends_what_pydantic_describes(
+    core: EngineCore, tokenizer: Tokenizer
+) -> None:
+    asked = "Anna is 34 years old, 1.7 m tall, and lives in Baker Street 12. Describe her in JSON."
+    prompt = tokenizer.encode(f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n")
+    request = ask("r", prompt, {"json": Person.model_json_schema()}, max_tokens=150)
+    Person.model_validate_json(text(tokenizer, run(core, request)["r"]))
+
+
+def test_contract_C05_digits_in_strings_and_bounds_of_schemas_are_the_callers(
+    core: EngineCore, tokenizer: Tokenizer, prompt: list[int]
+) -> None:
+    bias = {tokenizer.encode("7")[0]: 100.0, tokenizer.encode('"')[0]: 50.0}
+    digits = {"type": "string", "pattern": "^[0-9]{40}$"}
+    for schema, length in (({"type": "string"}, 60), (digits, 42)):
+        request = ask("r", prompt, {"json": schema}, max_tokens=60, logit_bias=bias)
+        assert len(tokenizer.decode(tokens(run(core, request)["r"]))) == length
+
+
 # --- where an answer stands is found from its tokens ----------------------------------------------
 
 
@@ -295,7 +361,7 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"regex": ""}, "regex must not be empty"),
     ({"choice": []}, "choice must not be empty"),
     ({"choice": ["a", ""]}, "choice must not be empty"),
-    ({"json": "{"}, "EOF"),
+    ({"json": "{"}, "truncated"),
     ({"json": {"type": "nonsense"}}, "nonsense"),
     ({"json": {"not": {}}}, "Unimplemented"),
     ({"regex": "(a"}, "unclosed"),
