@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Final
@@ -22,6 +22,7 @@ from diptych_engine.scheduling.reasoning import ReasoningTokens
 from diptych_engine.scheduling.request import Request
 from diptych_frontend.model_files.model_source import ModelSource
 from diptych_frontend.reasoning.formats import PROMPT_TAIL, ReasoningFormat, format_of
+from diptych_frontend.text.deep_stack import deep_executor
 from diptych_frontend.text.structured_outputs import (
     FIELD,
     MAX_REASON_CHARS,
@@ -72,7 +73,7 @@ class GrammarCompiler:
         reasoning_parser: as `EngineConfig.reasoning_parser`.
         """
         self._style = format_of(reasoning_parser)
-        self._executor = ThreadPoolExecutor(1, "grammar compiler")
+        self._executor = deep_executor("grammar compiler")
         self._vocabulary: Future[Vocabulary] = self._executor.submit(
             _vocabulary, source, self._style
         )

@@ -14,12 +14,12 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
 from diptych_frontend.text.bounded_schemas import bounded
+from diptych_frontend.text.deep_stack import MAX_FORM_BYTES, deep_executor
 from diptych_frontend.text.lark_parts import embedded_schemas, part_without_text
 from diptych_frontend.text.schema_circles import endless_part
 from diptych_frontend.text.schema_parts import Schema
 from diptych_protocol import InvalidRequestError, StructuredOutputsParams
 
-MAX_FORM_BYTES: Final = 64 << 10
 MAX_LEXER_STATES: Final = 50_000
 """Limit on the lexer states of one grammar. Each takes 1 to 2 kB, so this bounds the memory that
 the costliest grammar may hold."""
@@ -104,6 +104,11 @@ def decoded(schema: str | Schema) -> Schema:
 @functools.lru_cache(REMEMBERED_VERDICTS)
 def _verdict(encoded: bytes) -> str:
     """Why no answer can have a form; empty if one can."""
+    with deep_executor("form") as executor:
+        return executor.submit(_judged, encoded).result()
+
+
+def _judged(encoded: bytes) -> str:
     try:
         form = msgspec.msgpack.decode(encoded, type=StructuredOutputsParams)
         grammar = grammar_of(form)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import select
+import string
 from typing import Any
 
 import jsonschema
@@ -16,10 +18,10 @@ from waits import PATIENCE_S
 from diptych_engine import LLM
 from diptych_engine.control.core import EngineCore
 from diptych_frontend.model_files.model_source import resolve_model
+from diptych_frontend.text.deep_stack import MAX_FORM_BYTES
 from diptych_frontend.text.input_processor import InputProcessor
 from diptych_frontend.text.output_processor import failure_of
 from diptych_frontend.text.renderer import TextRenderer
-from diptych_frontend.text.structured_outputs import MAX_FORM_BYTES
 from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_frontend.text.tokenizer_files import load_tokenizer
 from diptych_protocol import (
@@ -351,6 +353,33 @@ def test_contract_C05_a_known_grammar_is_not_compiled_again(
     assert not core.scheduler.held
     core.abort(["r"])
     step(core)
+
+
+NAMES = ["".join(letters) for letters in itertools.product(string.ascii_lowercase, repeat=3)]
+
+
+def deep_form(kind: str) -> dict[str, Any]:
+    """A form close to the limit in which each part is the next one, for as many parts as fit."""
+    if kind == "rules":
+        names = NAMES[: MAX_FORM_BYTES // 8 - 4]
+        rules = [f"{name}:{after}" for name, after in itertools.pairwise(names)]
+        return {"grammar": "\n".join([f"start:{names[0]}", *rules, f'{names[-1]}:"y"'])}
+    count = MAX_FORM_BYTES // 60
+    chain = {f"{i}": {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(count)}
+    return {"json": {"$ref": "#/$defs/0", "$defs": chain | {f"{count}": {"type": "null"}}}}
+
+
+@pytest.mark.parametrize("kind", ["rules", "references"])
+def test_contract_C05_a_deep_form_kills_nobody(
+    core: EngineCore, prompt: list[int], kind: str
+) -> None:
+    """With the stack of an ordinary thread, the process would be gone."""
+    form = deep_form(kind)
+    inputs_of(core).process(
+        "r", prompt, SamplingParams(structured_outputs=StructuredOutputsParams(**form))
+    )
+    [outputs] = run(core, ask("r", prompt, form, max_tokens=1)).values()
+    assert outputs[-1].error is None
 
 
 # --- what is refused ------------------------------------------------------------------------------
