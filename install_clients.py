@@ -20,11 +20,13 @@ PACKAGES = {
     "guidellm": "guidellm==0.8.1",
     "aiperf": "aiperf==0.13.0",
     "axolotl": "axolotl==0.19.0",
+    "check-jsonschema": "check-jsonschema==0.39.0",
+    "validate-pyproject-schema-store": "validate-pyproject-schema-store==2026.10.23",
 }
 NEED_TORCH = ("guidellm",)
 """They take whatever torch is there; PyPI's brings CUDA's libraries, gigabytes of them."""
-FILES_ONLY = ("axolotl",)
-"""Tests read data files of theirs; what they would need to run stays away."""
+FILES_ONLY = ("axolotl", "check-jsonschema", "validate-pyproject-schema-store")
+"""Tests and benchmarks read data files of theirs; what they would need to run stays away."""
 
 
 def commands(name: str, python: Path, index: str) -> "list[list[str]]":

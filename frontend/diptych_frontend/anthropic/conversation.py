@@ -103,6 +103,7 @@ def _set_options(request: MessagesRequest, chat: TranslatedChat) -> None:
     chat.top_k = request.top_k
     chat.priority = request.priority
     chat.cache_salt = request.cache_salt
+    chat.json_schemas = request.json_schemas
 
 
 def _choose_tools(request: CountTokensRequest, chat: TranslatedChat) -> None:

@@ -22,6 +22,7 @@ from diptych_frontend.tool_calls.tools import (
 )
 from diptych_protocol import (
     InvalidRequestError,
+    JsonSchemas,
     KVTransferParams,
     RequestOutputKind,
     SamplingParams,
@@ -96,6 +97,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     prompt_logprobs: AlternativesCount | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    json_schemas: JsonSchemas | None = None
+    """Whether what cannot be enforced of a schema is refused or left out; as the service does."""
 
     user: str | None = None
 
@@ -144,9 +147,20 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     def forms(self) -> dict[str, StructuredOutputsParams | None]:
         """The forms that the answer must have, by the fields that ask for them."""
         return {
-            self.FORMAT_FIELD: form_of(self.response_format),
-            "structured_outputs": self.structured_outputs,
+            self.FORMAT_FIELD: form_of(self.response_format, lenient=self.is_lenient),
+            "structured_outputs": self._own_form(),
         }
+
+    def _own_form(self) -> StructuredOutputsParams | None:
+        form = self.structured_outputs
+        if form is None or not self.is_lenient:
+            return form
+        return msgspec.structs.replace(form, lenient=True)
+
+    @property
+    def is_lenient(self) -> bool:
+        """What cannot be enforced of a schema is left out."""
+        return self.json_schemas == "lenient"
 
     def judged_forms(self) -> list[tuple[str, StructuredOutputsParams]]:
         """What must be possible for an answer to have its form, by the fields that say so."""
@@ -391,11 +405,19 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     def judged_forms(self) -> list[tuple[str, StructuredOutputsParams]]:
         called = called_tools(self.tools or [], self.tool_choice)
         schemas = [
-            (self.TOOL_FIELD.format(index), StructuredOutputsParams(json=arguments_of(function)))
+            (
+                self.TOOL_FIELD.format(index),
+                StructuredOutputsParams(json=arguments_of(function), lenient=self.is_lenient),
+            )
             for index, function in called
         ]
         return [*schemas, *super().judged_forms()]
 
     def forms(self) -> dict[str, StructuredOutputsParams | None]:
-        call = forced_call(self.tools or [], self.tool_choice, parallel=self.parallel_calls)
+        call = forced_call(
+            self.tools or [],
+            self.tool_choice,
+            parallel=self.parallel_calls,
+            lenient=self.is_lenient,
+        )
         return {"tools": call, **super().forms()}

@@ -44,11 +44,13 @@ def check_format(response_format: ResponseFormat | None, field: str) -> None:
         check_strict(named.schema, f"response_format {named.name[:64]!r}", field)
 
 
-def form_of(response_format: ResponseFormat | None) -> StructuredOutputsParams | None:
+def form_of(
+    response_format: ResponseFormat | None, *, lenient: bool
+) -> StructuredOutputsParams | None:
     match response_format:
         case JsonObjectFormat():
             return StructuredOutputsParams(json_object=True)
         case JsonSchemaFormat(json_schema):
-            return StructuredOutputsParams(json=json_schema.schema)
+            return StructuredOutputsParams(json=json_schema.schema, lenient=lenient)
         case _:
             return None

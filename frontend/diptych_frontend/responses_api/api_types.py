@@ -14,7 +14,7 @@ from diptych_frontend.openai.api_types import MAX_MESSAGES, CacheSalt, Int64, Ne
 from diptych_frontend.openai.errors import from_decode_error
 from diptych_frontend.openai.response_format import JsonObjectFormat, TextFormat
 from diptych_frontend.tool_calls.tools import MAX_TOOLS, ToolName
-from diptych_protocol import InvalidRequestError
+from diptych_protocol import InvalidRequestError, JsonSchemas
 
 MAX_METADATA: Final = 16
 MetadataText = Annotated[str, msgspec.Meta(max_length=512)]
@@ -208,6 +208,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     )
     priority: Int64 | None = None
     cache_salt: CacheSalt | None = None
+    json_schemas: JsonSchemas | None = None
+    """See `GenerationRequest`."""
 
     user: str | None = None
     """Ignored, as the next ones."""

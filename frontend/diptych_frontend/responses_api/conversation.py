@@ -85,6 +85,7 @@ def as_chat(request: ResponsesRequest, before: Sequence[Item], *, reasons: bool)
         chat_template_kwargs=_template_kwargs(request, reasons),
         priority=request.priority,
         cache_salt=request.cache_salt,
+        json_schemas=request.json_schemas,
     )
 
 

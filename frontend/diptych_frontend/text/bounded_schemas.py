@@ -36,6 +36,8 @@ def bounded(schema: Schema) -> Schema:
 def _bounded(schema: Schema, met: set[int]) -> Schema:
     changed: Schema = {}
     for key, value in schema.items():
+        if key == "uniqueItems" and value is False:
+            continue  # llguidance does not have the keyword, whatever it says
         changed[key] = value
         if key in ("properties", "patternProperties", *_KEPT_FOR_REFERENCES):
             changed[key] = {
@@ -57,7 +59,7 @@ def _bounded(schema: Schema, met: set[int]) -> Schema:
 def _is_closed(schema: Schema) -> bool:
     """It names the properties that it wants."""
     properties = dict_at(schema, "properties")
-    says = any(key in schema for key in (*_SAYS_WHICH, *_COMBINES))
+    says = any(key in schema for key in (*_SAYS_WHICH, "minProperties", *_COMBINES))
     required = list_at(schema, "required")
     return bool(properties) and not says and all(str(name) in properties for name in required)
 

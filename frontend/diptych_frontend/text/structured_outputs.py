@@ -16,6 +16,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper,
 from diptych_frontend.text.bounded_schemas import bounded
 from diptych_frontend.text.deep_stack import MAX_FORM_BYTES, deep_executor
 from diptych_frontend.text.lark_parts import embedded_schemas, part_without_text
+from diptych_frontend.text.lenient_schemas import left_out, loosened
 from diptych_frontend.text.schema_circles import endless_part
 from diptych_frontend.text.schema_parts import Schema
 from diptych_protocol import InvalidRequestError, StructuredOutputsParams
@@ -34,24 +35,29 @@ NO_TEXT: Final = "NoExtension"
 """How llguidance says that nothing may follow, and that the end may not come either."""
 NOTHING_FITS: Final = "no answer fits it"
 
+Verdict = tuple[str, tuple[str, ...]]
+"""Why no answer can have a form, empty if one can; and what of it is not enforced."""
+
 
 def parser_limits() -> LLParserLimits:
     """What compiling and matching one grammar may cost; the library's defaults, but for memory."""
     return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
 
 
-def check_structured_outputs(form: StructuredOutputsParams, field: str = FIELD) -> None:
+def check_structured_outputs(form: StructuredOutputsParams, field: str = FIELD) -> tuple[str, ...]:
     """Raise `InvalidRequestError`, naming the field, unless the form can be compiled, and an answer
-    of any model that has the form can begin, go on and end.
+    of any model that has the form can begin, go on and end. Returns the keywords of a schema that
+    are not enforced, which are none unless the form is lenient.
 
     Takes up to some 100 ms for a large schema that was not seen lately; releases the GIL.
     """
     form.check()
     if field == FIELD:
         field = f"{FIELD}.{form.kind}"
-    reason = _verdict(encode_form(form, field))
+    reason, not_enforced = _verdict(encode_form(form, field))
     if reason:
         raise _refuse(reason[:MAX_REASON_CHARS], field)
+    return not_enforced
 
 
 def encode_form(form: StructuredOutputsParams, field: str = "structured_outputs") -> bytes:
@@ -79,7 +85,8 @@ def grammar_of(form: StructuredOutputsParams) -> str:
     if form.grammar is not None:
         return grammar_from("grammar", form.grammar)
     schema = ANY_OBJECT if form.json is None else decoded(form.json)
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema_for_llguidance(schema)))
+    prepared = schema_for_llguidance(schema, lenient=form.lenient)
+    return LLMatcher.grammar_from_json_schema(json.dumps(prepared))
 
 
 def is_json(form: StructuredOutputsParams) -> bool:
@@ -87,9 +94,11 @@ def is_json(form: StructuredOutputsParams) -> bool:
     return form.json is not None or form.json_object or "%json" in (form.grammar or "")
 
 
-def schema_for_llguidance(schema: Schema) -> Schema:
+def schema_for_llguidance(schema: Schema, *, lenient: bool) -> Schema:
     """A schema as it is compiled: bounded, and with llguidance's options."""
-    options = {"whitespace_pattern": WHITESPACE}
+    if lenient:
+        schema, _ = loosened(schema)
+    options = {"whitespace_pattern": WHITESPACE, "lenient": lenient}
     return bounded(schema) | {"x-guidance": options}
 
 
@@ -102,27 +111,31 @@ def decoded(schema: str | Schema) -> Schema:
 
 
 @functools.lru_cache(REMEMBERED_VERDICTS)
-def _verdict(encoded: bytes) -> str:
-    """Why no answer can have a form; empty if one can."""
+def _verdict(encoded: bytes) -> Verdict:
+    """What is to be said of a form."""
     with deep_executor("form") as executor:
         return executor.submit(_judged, encoded).result()
 
 
-def _judged(encoded: bytes) -> str:
+def _judged(encoded: bytes) -> Verdict:
     try:
         form = msgspec.msgpack.decode(encoded, type=StructuredOutputsParams)
         grammar = grammar_of(form)
-        return _why_not(grammar) or _flaw_inside(form, grammar)
+        matcher = _begun(grammar)
+        reason = reason_of(matcher) or _flaw_inside(form, grammar)
+        gone = loosened(decoded(form.json))[1] if form.lenient and form.json is not None else []
+        gone += left_out(matcher.get_grammar_warnings()) if form.lenient else []
     except (ValueError, RecursionError) as exc:
-        return str(exc) or "nested too deeply"
+        return str(exc) or "nested too deeply", ()
+    return reason, tuple(dict.fromkeys(gone))
 
 
-def _why_not(grammar: str) -> str:
-    """Why no text can begin as a grammar wants it; empty if one can."""
+def _begun(grammar: str) -> LLMatcher:
+    """A grammar with its first mask."""
     matcher = LLMatcher(_bytes_as_tokens(), grammar, log_level=0, limits=parser_limits())
     if not matcher.is_error():
         matcher.compute_bitmask()
-    return reason_of(matcher)
+    return matcher
 
 
 def reason_of(matcher: LLMatcher) -> str:
@@ -135,7 +148,7 @@ def _flaw_inside(form: StructuredOutputsParams, grammar: str) -> str:
     """A part of a form that no text fits: an answer that came there could not go on, or not end."""
     schemas = [] if form.json is None else [decoded(form.json)]
     if form.grammar is not None:
-        part = part_without_text(grammar, lambda lark: _why_not(lark) != NOTHING_FITS)
+        part = part_without_text(grammar, lambda lark: reason_of(_begun(lark)) != NOTHING_FITS)
         if part is not None:
             return f"no text fits {part}"
         schemas = embedded_schemas(grammar)

@@ -56,18 +56,19 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 def forced_call(
-    tools: list[Tool], choice: ToolChoice | None, *, parallel: bool
+    tools: list[Tool], choice: ToolChoice | None, *, parallel: bool, lenient: bool
 ) -> StructuredOutputsParams | None:
     """The form of an answer that must call one of the tools; None if it need not.
 
-    parallel: it may call several. Raises `InvalidRequestError` for a choice that is not there.
+    parallel: it may call several. lenient: see `StructuredOutputsParams`.
+    Raises `InvalidRequestError` for a choice that is not there.
     """
     called = called_tools(tools, choice)
     if not called:
         return None
     parallel = parallel and not isinstance(choice, NamedTool)
     calls = f'call ("\\n" call){{0,{MAX_FORCED_CALLS - 1}}}' if parallel else "call"
-    alternatives = "\n    | ".join(_call(function) for _, function in called)
+    alternatives = "\n    | ".join(_call(function, lenient) for _, function in called)
     return StructuredOutputsParams(grammar=f"start: {calls}\ncall: {alternatives}\n")
 
 
@@ -102,10 +103,10 @@ def arguments_of(function: FunctionTool) -> dict[str, Any]:
     return schema
 
 
-def _call(function: FunctionTool) -> str:
+def _call(function: FunctionTool, lenient: bool) -> str:
     """One function's call in Lark's notation."""
     try:
-        schema = schema_for_llguidance(arguments_of(function))
+        schema = schema_for_llguidance(arguments_of(function), lenient=lenient)
     except RecursionError:
         raise InvalidRequestError("tools: nested too deeply", param="tools") from None
     before = f'{BEGIN}\n{{"name": "{function.name}", "arguments": '
