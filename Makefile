@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 JOBS   ?= 3
 RUNS   ?= 200
 VLLM   ?= .vllm
-CLIENTS ?= langchain litellm guidellm aiperf
+CLIENTS ?= langchain litellm guidellm aiperf axolotl check-jsonschema validate-pyproject-schema-store
 WITH_VLLM = $(or $(DIPTYCH_VLLM),$(VLLM))
 # Schedules that `simulate` runs.
 N      ?= 100000
@@ -109,7 +109,7 @@ gpu-wheels: $(VENV)/.test ## what such a machine lacks, as wheels in build/gpu-w
 vllm: ## vLLM's CPU build in $$VLLM, an environment of its own, for the tests that need it; docs/vllm.md
 	$(PYTHON) install_vllm.py --venv $(VLLM) $(if $(VLLM_VERSION),--version $(VLLM_VERSION))
 
-clients: ## $$CLIENTS (langchain litellm guidellm aiperf), each in .clients, for the tests that need them; docs/clients.md
+clients: ## $$CLIENTS (langchain, litellm, guidellm, aiperf, and packages whose data files are read), each in .clients, for the tests that need them; docs/clients.md
 	$(PYTHON) install_clients.py $(CLIENTS)
 
 lock: ## write requirements.lock anew, after a change of the pins in pyproject.toml

@@ -24,7 +24,12 @@ from diptych_protocol.engine_client import (
     TextPrompt,
     TokensPrompt,
 )
-from diptych_protocol.engine_settings import EngineSettings, ReasoningParserName, SchedulingPolicy
+from diptych_protocol.engine_settings import (
+    EngineSettings,
+    JsonSchemas,
+    ReasoningParserName,
+    SchedulingPolicy,
+)
 from diptych_protocol.errors import (
     ClientClosedError,
     DiptychError,
@@ -99,6 +104,7 @@ __all__ = [
     "EngineSettings",
     "FinishReason",
     "InvalidRequestError",
+    "JsonSchemas",
     "KVTransferConfig",
     "KVTransferParams",
     "KVTransferStats",

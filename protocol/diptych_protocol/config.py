@@ -10,6 +10,7 @@ from msgspec import Meta
 from diptych_protocol.engine_settings import (
     MAX_RANKS,
     EngineSettings,
+    JsonSchemas,
     ReasoningParserName,
     ToolCallParserName,
     TracesEndpoint,
@@ -447,6 +448,13 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         ToolCallParserName,
         Meta(description="How the model writes calls of tools; the same as the engines'."),
     ] = "auto"
+    json_schemas: Annotated[
+        JsonSchemas,
+        Meta(
+            description="What happens to keywords of JSON schemas that cannot be enforced; the "
+            "same as the engines'."
+        ),
+    ] = "exact"
     otlp_traces_endpoint: TracesEndpoint | None = None
     processes: Annotated[
         int,

@@ -40,7 +40,7 @@ TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content CUT }}</>\n{% endfor 
 
 @pytest.mark.parametrize(
     ("filters", "text"),
-    [("", "<user>U</>\n<assistant> a.  "), ("| trim", "<user>U</>\n<assistant>a.  ")],
+    [("", "<user>U</>\n<assistant> a.  "), ("| trim", "<user>U</>\n<assistant>a.")],
 )
 def test_a_last_message_that_goes_on_ends_the_prompt(filters: str, text: str) -> None:
     template = ChatTemplate(TURNS.replace("CUT", filters), "", "")

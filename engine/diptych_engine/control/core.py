@@ -236,7 +236,7 @@ class EngineCore:
         for request, failure in self.grammars.finished():
             if request.finished:
                 continue
-            if failure:
+            if failure is not None:
                 self._end(request, FinishReason.ERROR)
                 self._fail(request.request_id, request.client, failure)
             else:

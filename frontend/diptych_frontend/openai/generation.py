@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -82,6 +82,8 @@ class Sound(Generic[B, R]):
     adapter: LoRARequest | None
     params: SamplingParams
     prompts: list[TokensPrompt]
+    not_enforced: dict[str, None] = field(default_factory=dict)
+    """Keywords of a schema that are not enforced, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,8 @@ class Job:
     trace_headers: dict[str, str] | None = None
     reasoning_ended: bool | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """What the answer's headers tell beside the router's facts."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -149,6 +153,7 @@ class GenerationRoute(Generic[B, R]):
             trace_context(header(scope, b"traceparent"), header(scope, b"tracestate")),
             self._api.reasoning_ended,
             self._api.reasoning_parser_kwargs(request),
+            {"not_enforced": ", ".join(sound.not_enforced)} if sound.not_enforced else {},
         )
         await self._engine.check_admission(
             len(job.prompts) * params.n, job.num_prompt_tokens * params.n, exchange.tenant
@@ -177,11 +182,9 @@ class GenerationRoute(Generic[B, R]):
 
         def read() -> Sound[B, R]:
             sound = self._decode(scope, body)
-            form = sound.request.form()
-            if form is not None:
-                # A form that no answer can have is refused by the field that asks for it.
-                field, wanted = form
-                check_structured_outputs(wanted, field)
+            # A form that no answer can have is refused by the field that asks for it.
+            for name, wanted in sound.request.judged_forms():
+                sound.not_enforced.update(dict.fromkeys(check_structured_outputs(wanted, name)))
             return self._rendered(sound)
 
         return await self._workers.run(scope, len(body), read)
@@ -190,6 +193,8 @@ class GenerationRoute(Generic[B, R]):
         """All but the prompts."""
         read = decode_body(scope, body, self._decoder, most_values(self._engine.max_model_len))
         request = self._api.request(read, scope)
+        if request.json_schemas is None:
+            request.json_schemas = self._engine.json_schemas
         adapter = adapter_of(request.model, self._served_names, self._engine.adapters)
         return Sound(read, request, adapter, self._api.params(request), [])
 
@@ -230,7 +235,7 @@ class GenerationRoute(Generic[B, R]):
                         (b"content-type", b"text/event-stream; charset=utf-8"),
                         (b"cache-control", b"no-cache"),
                         (b"x-accel-buffering", b"no"),
-                        *decision_headers(output.metrics),
+                        *decision_headers({**output.metrics, **job.facts}),
                     ]
                     start = {"type": "http.response.start", "status": 200, "headers": headers}
                     await send(start)
@@ -247,7 +252,7 @@ class GenerationRoute(Generic[B, R]):
             async for prompt_index, output in outputs:
                 tally.add(prompt_index, output)
                 collected[prompt_index].append(output)
-        headers = decision_headers(collected[0][-1].metrics)
+        headers = decision_headers({**collected[0][-1].metrics, **job.facts})
         if job.is_quickly_written:
             body = writer.answer(collected, tally)
         else:

@@ -20,9 +20,10 @@ from diptych_protocol import InvalidRequestError
 KWARGS: Final = "chat_template_kwargs"
 MAX_KWARGS_BYTES: Final = 16 << 10
 """Limit on `chat_template_kwargs`, encoded."""
-END_MARK: Final = "\ufdd0\ufdd1"
-"""Stands at the end of a message that goes on, while a template writes it. These characters are in
-no text: Unicode keeps them for uses within a program."""
+END_MARK: Final = "\ufdd0\ufdd1 "
+"""Stands at the end of a message that goes on, while a template writes it. The first characters are
+in no text: Unicode keeps them for uses within a program. The blank shows whether the template trims
+messages."""
 _VARIABLE = re.compile(r"[a-zA-Z][a-zA-Z0-9_]{0,63}")
 
 
@@ -92,14 +93,7 @@ class ChatTemplate:
             ) from exc
         if not continue_final_message:
             return text
-        begun, mark, _ = text.rpartition(END_MARK)
-        if not mark:
-            raise InvalidRequestError(
-                "the model's chat template does not show the last message, so no answer can go on "
-                "with it",
-                param="messages",
-            )
-        return begun.replace(END_MARK, "")  # of a template that shows a message twice
+        return _begun(text)
 
 
 def _marked(message: dict[str, Any]) -> dict[str, Any]:
@@ -114,6 +108,25 @@ def _marked(message: dict[str, Any]) -> dict[str, Any]:
             param="messages",
         )
     return {**message, "content": f"{content}{END_MARK}"}
+
+
+def _begun(text: str) -> str:
+    """What a template made of a conversation, up to the end of the message that goes on.
+
+    A template that trims messages has kept the blanks before the mark, which it would have taken
+    away from the message without one. Raises `InvalidRequestError`.
+    """
+    begun, mark, rest = text.rpartition(END_MARK.rstrip())
+    if not mark:
+        raise InvalidRequestError(
+            "the model's chat template does not show the last message, so no answer can go on "
+            "with it",
+            param="messages",
+        )
+    if not (mark + rest).startswith(END_MARK):
+        begun = begun.rstrip()
+    # Some templates show a message twice.
+    return begun.replace(END_MARK, "").replace(END_MARK.rstrip(), "")
 
 
 def check_template_kwargs(kwargs: object, reserved: Collection[str] = ()) -> None:
@@ -145,6 +158,21 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    # Jinja's own filter escapes for HTML; a prompt must show the characters as they are.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter `tojson`, with the arguments of transformers' in their order.
+
+    Jinja's own filter escapes for HTML; a prompt must show the characters as they are.
+    """
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

@@ -89,6 +89,7 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
         lora_modules=service.spec.engine.lora_modules,
         reasoning_parser=service.spec.engine.reasoning_parser,
         tool_call_parser=service.spec.engine.tool_call_parser,
+        json_schemas=service.spec.engine.json_schemas,
         otlp_traces_endpoint=service.spec.engine.otlp_traces_endpoint,
         runtime=service.spec.engine.runtime,
         slo=Slo(**{name: getattr(service.spec.slo, name) for name in Slo.__struct_fields__}),
