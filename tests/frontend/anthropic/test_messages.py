@@ -239,6 +239,13 @@ async def test_an_answer_that_has_begun_goes_on(http: httpx.AsyncClient, engine:
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
+        ({"messages": [None]}, "messages[0]"),
+        *(
+            ({"messages": [{"role": role, "content": content}]}, "messages[0].content")
+            for role in ("user", "assistant", "system")
+            for content in ([], None, 5, {}, ["x"], [[]], [{}], [{"type": "text", "text": None}])
+        ),
+        ({"messages": [USER, {"role": "assistant", "content": []}]}, "messages[1].content"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "role"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "document"),
         ({"messages": [{"role": "user", "content": [USE]}]}, "tool_use"),
