@@ -26,6 +26,7 @@ from diptych_protocol.engine_client import (
 )
 from diptych_protocol.engine_settings import EngineSettings, ReasoningParserName, SchedulingPolicy
 from diptych_protocol.errors import (
+    UNREADABLE,
     ClientClosedError,
     DiptychError,
     EngineDeadError,
@@ -75,6 +76,7 @@ from diptych_protocol.without_control import WithoutControl
 
 __all__ = [
     "FINISH_REASON_STRINGS",
+    "UNREADABLE",
     "AnyControlCall",
     "Array",
     "Batches",
