@@ -31,6 +31,7 @@ from diptych_protocol.engine_settings import (
     SchedulingPolicy,
 )
 from diptych_protocol.errors import (
+    UNREADABLE,
     ClientClosedError,
     DiptychError,
     EngineDeadError,
@@ -80,6 +81,7 @@ from diptych_protocol.without_control import WithoutControl
 
 __all__ = [
     "FINISH_REASON_STRINGS",
+    "UNREADABLE",
     "AnyControlCall",
     "Array",
     "Batches",

@@ -33,6 +33,7 @@ from chaos_kit.hostile_bytes import pester_core
 from chaos_kit.load import Load
 from chaos_kit.rejections import UNSERVABLE, Pair, rejected
 from chaos_kit.service import PREFIX_AWARE, REST_S, Engine, Footprint, Service
+from drawn_seed import drawn_seed
 from model_kit.sensitive_model import Question
 from waits import PATIENCE_S
 
@@ -101,9 +102,7 @@ async def canary(service: Service, asked: list[Question]) -> None:
 
 
 async def test_P4_mutated_messages_to_both_ports_harm_no_other_request(chaos: Campaign) -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = random.Random(drawn_seed())
     service = chaos.service
     pids = [engine.pid for engine in service.engines]
     cuts = 0

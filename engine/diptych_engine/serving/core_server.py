@@ -20,7 +20,6 @@ from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import Any
 
-import msgspec
 import zmq
 
 from diptych_engine.control.core import AT_WORK, SHUTTING_DOWN, EngineCore, Posture
@@ -32,6 +31,7 @@ from diptych_engine.serving.prefix_news import PrefixNews
 from diptych_frontend.core_client.curve import CurveGate
 from diptych_frontend.core_client.zmq_frames import receive_frames
 from diptych_protocol import (
+    UNREADABLE,
     CurveKeys,
     DiptychError,
     EngineCoreOutputs,
@@ -227,7 +227,7 @@ class CoreServer:
                 self._forget_vanished()
             try:
                 self._handle(client, frames, arrays)
-            except (msgspec.MsgspecError, ValueError) as exc:
+            except (ValueError, *UNREADABLE) as exc:
                 self._answer_malformed(client, frames, exc)
 
     @property

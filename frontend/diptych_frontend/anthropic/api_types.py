@@ -74,7 +74,7 @@ Block = (
 
 class Turn(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | Annotated[list[Block], msgspec.Meta(min_length=1)]
 
 
 class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -16,6 +16,7 @@ from diptych_frontend.core_client.curve import use_keys
 from diptych_frontend.core_client.sent_images import SentImages
 from diptych_frontend.core_client.zmq_frames import receive_frames, send_frames
 from diptych_protocol import (
+    UNREADABLE,
     ClientClosedError,
     CurveKeys,
     EngineCoreOutputs,
@@ -274,7 +275,7 @@ class CoreClient:
             return
         try:
             outputs = wire.outputs_decoder.decode(frames)
-        except msgspec.MsgspecError as exc:
+        except UNREADABLE as exc:
             self._reconnect(f"it sent a message that cannot be read: {exc}")
             return
         if outputs.last_words is not None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal, Self, Union, get_args, get_or
 import msgspec
 from msgspec import Meta
 
-from diptych_protocol import EngineConfig, KVTransferConfig, UsageContext
+from diptych_protocol import UNREADABLE, EngineConfig, KVTransferConfig, UsageContext
 from diptych_protocol.field_ranges import descriptions
 
 OUR_NAMES: Final = {
@@ -101,7 +101,7 @@ def _reader(kind: Any) -> Callable[[str], Any]:
             if plain:
                 return msgspec.convert(text, kind, strict=False)
             return msgspec.json.decode(text, type=kind)
-        except msgspec.MsgspecError as exc:
+        except UNREADABLE as exc:
             raise argparse.ArgumentTypeError(str(exc)) from exc
 
     return read

@@ -7,13 +7,12 @@ import contextlib
 import time
 from collections.abc import Callable
 
-import msgspec
-
 from diptych_frontend.core_client.client import UTILITY_TIMEOUT_S, CoreClient
 from diptych_frontend.core_client.launcher import TERMINATE_GRACE_S, Core
 from diptych_frontend.core_client.link import CoreLink
 from diptych_frontend.core_client.pulse import Pulse
 from diptych_protocol import (
+    UNREADABLE,
     DiptychError,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -132,7 +131,7 @@ class CoreMember:
         while True:
             await asyncio.sleep(PULSE_INTERVAL_S)
             self._pulse.asked(time.monotonic())
-            with contextlib.suppress(TimeoutError, ValueError, msgspec.MsgspecError, DiptychError):
+            with contextlib.suppress(TimeoutError, ValueError, DiptychError, *UNREADABLE):
                 await self.refresh_stats()
 
     def excuse_silence(self) -> None:

@@ -15,7 +15,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from diptych_protocol import InvalidRequestError
+from diptych_protocol import UNREADABLE, InvalidRequestError
 
 KWARGS: Final = "chat_template_kwargs"
 MAX_KWARGS_BYTES: Final = 16 << 10
@@ -50,7 +50,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as exc:
+        except (jinja2.TemplateError, RecursionError) as exc:
             raise InvalidRequestError(
                 f"the model's chat template is not valid: {exc}", param="model"
             ) from exc
@@ -140,7 +140,7 @@ def check_template_kwargs(kwargs: object, reserved: Collection[str] = ()) -> Non
             raise _refused(f"{name} is set by the server; leave it out")
     try:
         size = len(msgspec.msgpack.encode(kwargs))
-    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as exc:
+    except (TypeError, ValueError, OverflowError, *UNREADABLE) as exc:
         raise _refused(f"use plain values, and integers of 64 bits: {exc}") from None
     if size > MAX_KWARGS_BYTES:
         raise _refused(f"{size} bytes, of which at most {MAX_KWARGS_BYTES} are accepted")

@@ -9,7 +9,7 @@ from msgspec import Meta
 from diptych_operator.api.base import OBJECT_NAME, Rule, SpecPart, ruled
 from diptych_operator.api.batches import Batches
 from diptych_operator.api.prefill_engine import PrefillEngine
-from diptych_protocol.config import Disaggregate
+from diptych_protocol.config import Disaggregate, HostNames, Origins
 
 Quantity = Annotated[
     Annotated[int, Meta(ge=0)]
@@ -330,6 +330,8 @@ class Router(SpecPart, frozen=True):
         Meta(description="Who may use the API; left out, whoever reaches it."),
     ] = None
     tls: Annotated[Tls | None, Meta(description="Serve HTTPS; left out, plain HTTP.")] = None
+    allowed_hosts: HostNames = []
+    allowed_origins: Origins = []
     ui: Annotated[
         bool,
         Meta(

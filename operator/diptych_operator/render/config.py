@@ -15,6 +15,7 @@ from diptych_operator.api.names import (
     SERVING_FILE,
     Role,
     metadata,
+    object_name,
 )
 from diptych_operator.api.pools import Pool, PoolName
 from diptych_operator.api.service import InferenceService
@@ -84,6 +85,8 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
         hold_seconds=service.spec.router.hold_seconds,
         processes=service.spec.router.processes,
         ui=service.spec.router.ui,
+        allowed_hosts=_host_names(service),
+        allowed_origins=service.spec.router.allowed_origins,
         batches=_batches(service),
         drain_seconds=service.spec.availability.drain_seconds,
         lora_modules=service.spec.engine.lora_modules,
@@ -100,6 +103,12 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
             config, connector=service.connector, lease_seconds=service.lease_seconds
         )
     return config
+
+
+def _host_names(service: InferenceService) -> list[str]:
+    """What is asked for, and the one name of the cluster's DNS that somebody might register."""
+    own = f"{object_name(service, 'router')}.{service.metadata.namespace}"
+    return [own, *service.spec.router.allowed_hosts]
 
 
 def _batches(service: InferenceService) -> Batches:

@@ -106,8 +106,6 @@ class Answer(msgspec.Struct):
 
 answer_decoder: Final = msgspec.json.Decoder(Answer)
 """Raises one of `UNREADABLE` for what is no answer."""
-UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What decoding raises for bytes that are not what was expected, UTF-8, or of sensible depth."""
 _encoder: Final = msgspec.json.Encoder()
 
 

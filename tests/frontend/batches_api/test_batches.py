@@ -170,15 +170,33 @@ async def test_a_file_that_is_wrong_fails_the_batch_before_anything_is_asked(
     ann: openai.AsyncOpenAI, engine: EchoEngine, written: Any
 ) -> None:
     one = written(asked())
-    batch = await ended(ann, await begun(ann, one + b"nonsense\n" + one))
+    poisoned = one.replace(b'"abc"', b'"abc", "stream": 1e99999')
+    batch = await ended(ann, await begun(ann, one + b"nonsense\n" + one + poisoned))
     assert batch.status == "failed"
     assert batch.failed_at is not None
     assert batch.errors is not None
     assert batch.errors.data is not None
     found = [(error.code, error.line, error.param) for error in batch.errors.data]
-    assert found == [("invalid_json_line", 2, None), ("duplicate_custom_id", 3, "custom_id")]
+    assert found == [
+        ("invalid_json_line", 2, None),
+        ("duplicate_custom_id", 3, "custom_id"),
+        ("invalid_body", 4, "body"),
+    ]
     assert batch.output_file_id is None
     assert engine.seen == []
+
+
+async def test_a_file_that_a_defect_keeps_from_being_checked_fails_its_batch(
+    ann: openai.AsyncOpenAI, written: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def defective(*args: Any) -> None:
+        raise IndexError("planted")
+
+    monkeypatch.setattr(batch_run, "check", defective)
+    batch = await ended(ann, await begun(ann, written(asked())))
+    assert batch.status == "failed"
+    assert batch.errors is not None
+    assert [error.code for error in batch.errors.data or ()] == ["internal_error"]
 
 
 async def test_a_cancelled_batch_has_what_is_done(

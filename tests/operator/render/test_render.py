@@ -13,6 +13,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diptych_frontend.browsers.rules import BrowserRules
 from diptych_operator.api.errors import SpecError
 from diptych_operator.api.parse import parse
 from diptych_operator.api.service import InferenceService
@@ -173,8 +174,9 @@ def test_config_files_decode_to_the_configs_of_the_programs() -> None:
     assert engines[0].kv_transfer is not None
     assert engines[0].kv_transfer.lease_seconds == 45
     assert router == RouterConfig(
-        model="file:///models/qwen", served_name="qwen", drain_seconds=60, hold_seconds=30
-    )
+        model="file:///models/qwen", served_name="qwen", drain_seconds=60, hold_seconds=30,
+        allowed_hosts=["svc-router.models"],
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -236,6 +238,19 @@ def test_routers_have_a_page_only_if_the_service_asks_for_it(
     text = by_kind(render(shown, SECRETS), "ConfigMap")["svc-router"]["data"]["router.json"]
     assert msgspec.json.decode(text, type=RouterConfig).ui == ui
     assert revision(shown) == revision(service({})), "no engine pod is replaced for it"
+
+
+def test_routers_answer_under_their_own_names_and_those_that_the_service_allows() -> None:
+    said = {"allowedHosts": ["llm.example.com"], "allowedOrigins": ["https://app.example.com"]}
+    asking = service({"router": said})
+    text = by_kind(render(asking, SECRETS), "ConfigMap")["svc-router"]["data"]["router.json"]
+    config = msgspec.json.decode(text, type=RouterConfig)
+    assert config.allowed_hosts == ["svc-router.models", "llm.example.com"]
+    assert config.allowed_origins == ["https://app.example.com"]
+    rules = BrowserRules(frozenset(config.allowed_hosts))
+    for name in ("svc-router", "svc-router.models", "svc-router.models.svc.cluster.local"):
+        rules.check_host("/", {b"host": f"{name}:8080".encode()})
+    assert revision(asking) == revision(service({})), "no engine pod is replaced for it"
 
 
 def test_one_field_makes_all_pods_send_spans() -> None:

@@ -26,6 +26,7 @@ from typing import Final
 import msgspec
 
 from diptych_frontend.model_files.fetch.errors import CACHE, FetchError
+from diptych_protocol import UNREADABLE
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +175,7 @@ def _intact(folder: Path) -> Record | None:
     try:
         record = msgspec.json.decode((folder / RECORD).read_bytes(), type=Record)
         sizes = {name: (folder / name).stat().st_size for name in record.files}
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, *UNREADABLE):
         return None
     return record if sizes == record.files else None
 
