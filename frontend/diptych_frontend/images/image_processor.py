@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Final
 
-from diptych_frontend.images.decoding import GivenImage, decoded
+from diptych_frontend.images.decoding import MAX_PIXELS, GivenImage, decoded, size_of
 from diptych_frontend.images.features import MAX_IMAGES, content_hash
 from diptych_frontend.images.item_cache import ItemCache
-from diptych_frontend.images.tiles import Tiles, cut
+from diptych_frontend.images.tiles import Tiles, cut, num_tiles
 from diptych_frontend.model_files.vision_config import VisionConfig
 from diptych_protocol import InvalidRequestError
 from diptych_protocol.multimodal import (
@@ -24,6 +24,8 @@ from diptych_protocol.multimodal import (
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+MAX_PROMPT_PIXELS: Final = 4 * MAX_PIXELS
+"""Of all images of a prompt: they are decoded one after the other, in a second or two."""
 AROUND: Final = "<fake_token_around_image>"
 GLOBAL: Final = "<global-img>"
 """Markers that the published processors write as text."""
@@ -43,8 +45,10 @@ class Prepared:
 class ImageProcessor:
     """Prepares the images of one model. Safe to use from several threads."""
 
-    def __init__(self, config: VisionConfig) -> None:
+    def __init__(self, config: VisionConfig, max_tokens: int) -> None:
+        """max_tokens: what the context of the model holds."""
         self.config = config
+        self._max_tokens = max_tokens
         self._prepared: ItemCache[Prepared] = ItemCache(_size)
         self._lock = Lock()
         self._requests = self._queries = self._hits = 0
@@ -72,6 +76,7 @@ class ImageProcessor:
             raise InvalidRequestError(
                 f"{len(images)} images; at most {MAX_IMAGES} are taken", param=where
             )
+        self._judge(images, len(token_ids), where)
         prepared = self._prepare(images)
         expanded: list[int] = []
         features: list[MultiModalFeatureSpec] = []
@@ -99,6 +104,32 @@ class ImageProcessor:
         self._prepared.clear()
         with self._lock:
             self._reset = True
+
+    def _judge(self, images: Sequence[GivenImage], num_others: int, where: str) -> None:
+        """Raise `InvalidRequestError` for what the headers of the images tell already, before
+        anything is decoded.
+
+        num_others: the tokens of the prompt before its image tokens are expanded.
+        """
+        pixels, tokens = 0, num_others
+        for image in images:
+            content = image.content
+            size = size_of(content, image.where) if isinstance(content, bytes) else content.size
+            pixels += size[0] * size[1]
+            tokens += num_tiles(size, self.config) * self.config.tokens_per_tile
+        if pixels > MAX_PROMPT_PIXELS:
+            raise InvalidRequestError(
+                f"the images have {pixels} pixels together; at most {MAX_PROMPT_PIXELS} are taken; "
+                "send smaller ones, or fewer",
+                param=where,
+            )
+        if tokens > self._max_tokens:
+            raise InvalidRequestError(
+                f"the prompt has {tokens} tokens with those of its images, more than this model "
+                f"can hold, {self._max_tokens}; send fewer images",
+                param=where,
+                code="context_length_exceeded",
+            )
 
     def _prepare(self, images: Sequence[GivenImage]) -> list[Prepared]:
         prepared, hits = [], 0
