@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from datetime import datetime
 from typing import Any, Final, NoReturn
 
@@ -23,6 +23,8 @@ MAX_KWARGS_BYTES: Final = 16 << 10
 END_MARK: Final = "\ufdd0\ufdd1"
 """Stands at the end of a message that goes on, while a template writes it. These characters are in
 no text: Unicode keeps them for uses within a program."""
+MAX_CHARS: Final = 32 << 20
+"""Limit on what a template writes: several times what a request may bring."""
 _VARIABLE = re.compile(r"[a-zA-Z][a-zA-Z0-9_]{0,63}")
 
 
@@ -49,7 +51,8 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as exc:
+        except Exception as exc:
+            # What somebody else wrote may also be nested too deeply for a parser.
             raise InvalidRequestError(
                 f"the model's chat template is not valid: {exc}", param="model"
             ) from exc
@@ -84,7 +87,7 @@ class ChatTemplate:
             check_template_kwargs(template_kwargs, self._globals | variables.keys())
             variables |= template_kwargs
         try:
-            text: str = self._template.render(variables)
+            text = _bounded(self._template.generate(variables))
         except Exception as exc:
             # A template is the model author's program: it may fail in any way a program can.
             raise InvalidRequestError(
@@ -100,6 +103,18 @@ class ChatTemplate:
                 param="messages",
             )
         return begun.replace(END_MARK, "")  # of a template that shows a message twice
+
+
+def _bounded(pieces: Iterable[str]) -> str:
+    """What a template writes, unless it does not end in time for anybody to read it."""
+    written: list[str] = []
+    room = MAX_CHARS
+    for piece in pieces:
+        room -= len(piece)
+        if room < 0:
+            raise jinja2.TemplateError(f"it writes more than {MAX_CHARS} characters")
+        written.append(piece)
+    return "".join(written)
 
 
 def _marked(message: dict[str, Any]) -> dict[str, Any]:
