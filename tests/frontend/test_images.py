@@ -227,7 +227,7 @@ def test_what_headers_tell_is_judged_before_any_image_is_decoded(
     def no_decoding(*args: Any) -> Any:
         raise RuntimeError("an image was decoded")
 
-    monkeypatch.setattr(image_processor, "decoded", no_decoding)
+    monkeypatch.setattr(image_processor, "tiles_of", no_decoding)
     tall = bomb(1, 24 << 20) if num_images == 1 else bomb(4000, 6000)
     with pytest.raises(InvalidRequestError, match=r"16384|together") as caught:
         seeing.render_chat(user(*[image_part(tall)] * num_images, TEXT))

@@ -79,13 +79,16 @@ def size_of(encoded: bytes, where: str) -> tuple[int, int]:
 def decoded(encoded: bytes, where: str) -> Image:
     """The pixels of an image file, in RGB and upright.
 
-    Raises `InvalidRequestError` as `size_of` does, and for a file that cannot be decoded.
+    Raises `InvalidRequestError` as `size_of` does, and for a file that cannot be decoded, and
+    `MemoryError`.
     """
     from PIL import ImageOps  # here, as in `_opened`
 
     with _opened(encoded, where) as image:
         try:
             return ImageOps.exif_transpose(image).convert("RGB")
+        except MemoryError:
+            raise  # whoever set the bound knows what it was
         except Exception as exc:
             # A decoder of other people's bytes may fail in any way a program can.
             raise _unreadable(exc, where) from exc

@@ -6,9 +6,10 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from diptych_frontend.images.decoding import MAX_PIXELS, GivenImage, decoded, size_of
+from diptych_frontend.images.confined_decoding import tiles_of
+from diptych_frontend.images.decoding import MAX_PIXELS, GivenImage, size_of
 from diptych_frontend.images.features import MAX_IMAGES, content_hash
 from diptych_frontend.images.item_cache import ItemCache
 from diptych_frontend.images.tiles import Tiles, cut, num_tiles
@@ -21,11 +22,8 @@ from diptych_protocol.multimodal import (
     PlaceholderRange,
 )
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
 MAX_PROMPT_PIXELS: Final = 4 * MAX_PIXELS
-"""Of all images of a prompt: they are decoded one after the other, in a second or two."""
+"""All images of a prompt have at most so many: they are decoded one by one, in a second or two."""
 AROUND: Final = "<fake_token_around_image>"
 GLOBAL: Final = "<global-img>"
 """Markers that the published processors write as text."""
@@ -136,13 +134,13 @@ class ImageProcessor:
         for image in images:
             content = image.content
             if not isinstance(content, bytes):
-                prepared.append(self._cut(content))
+                prepared.append(_named(cut(content, self.config)))
                 continue
             key = hashlib.blake2b(content, digest_size=16).hexdigest()
             known = self._prepared.get(key)
             hits += known is not None
             if known is None:
-                known = self._cut(decoded(content, image.where))
+                known = _named(tiles_of(content, image.where, self.config))
                 self._prepared.put(key, known)
             prepared.append(known)
         with self._lock:
@@ -150,10 +148,6 @@ class ImageProcessor:
             self._queries += len(images)
             self._hits += hits
         return prepared
-
-    def _cut(self, image: Image) -> Prepared:
-        tiles = cut(image, self.config)
-        return Prepared(tiles, content_hash(tiles.pixels))
 
     def _expansion(self, tiles: Tiles, encode: Encode) -> list[int]:
         """The tokens of an image: its tiles' rows and columns, then the whole, between markers."""
@@ -165,6 +159,10 @@ class ImageProcessor:
             tokens += encode("\n") if row < tiles.rows else []
         before = "\n\n" if tiles.rows else ""
         return [*tokens, *encode(f"{before}{AROUND}{GLOBAL}"), *image, *encode(AROUND)]
+
+
+def _named(tiles: Tiles) -> Prepared:
+    return Prepared(tiles, content_hash(tiles.pixels))
 
 
 def _size(item: Prepared) -> int:

@@ -29,7 +29,7 @@ SCALARS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?"
 """Value type -> `struct` format."""
 MAX_RANK: Final = 8
 MAX_HEADER_BYTES: Final = 256 << 20
-"""Of metadata and tensor table; a vocabulary of a million entries takes less."""
+"""Metadata and tensor table take at most this; a vocabulary of a million entries takes less."""
 MAX_VALUES: Final = 8 << 20
 """Elements of all arrays, pairs and tensors: each takes more memory than its bytes in the file."""
 DEFAULT_ALIGNMENT: Final = 32
