@@ -154,6 +154,10 @@ def readable(path: Path) -> Iterator[None]:
         raise _refuse(f"{path} is not a usable GGUF file: {exc}; download it again") from exc
     except OSError as exc:
         raise _refuse(f"{exc.filename or path} cannot be read: {exc.strerror or exc}") from exc
+    except UnicodeDecodeError as exc:
+        raise _refuse(f"{path} has a file that should be text in UTF-8, and is not: {exc}") from exc
+    except RecursionError as exc:
+        raise _refuse(f"{path} has a file that is nested too deeply") from exc
 
 
 def _refuse(message: str) -> InvalidRequestError:

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -141,7 +142,10 @@ class GenerationRoute(Generic[B, R]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
-        sound = await self._read(scope, exchange.body)
+        sound = await self._read(scope, receive)
+        if sound is None:
+            logger.info("%s: the client left; its images are dropped", exchange.request_id)
+            return
         request, params = sound.request, sound.params
         job = Job(
             exchange.request_id,
@@ -165,11 +169,14 @@ class GenerationRoute(Generic[B, R]):
         if client.gone:
             logger.info("%s: the client left; request aborted", exchange.request_id)
 
-    async def _read(self, scope: Scope, body: bytes) -> Sound[B, R]:
+    async def _read(self, scope: Scope, receive: Receive) -> Sound[B, R] | None:
         """Read the body where that holds nobody up: here, or by turns in a thread.
 
-        What takes long is not begun for an engine that has no room.
+        What takes long is not begun for an engine that has no room, and images are not prepared any
+        longer for a client that has left: then there is no result.
         """
+        exchange = exchange_of(scope)
+        body = exchange.body
         if len(body) <= INLINE_BYTES:
             sound = self._decode(scope, body)
             # An escaped letter might hide the word.
@@ -185,9 +192,15 @@ class GenerationRoute(Generic[B, R]):
             # A form that no answer can have is refused by the field that asks for it.
             for name, wanted in sound.request.judged_forms():
                 sound.not_enforced.update(dict.fromkeys(check_structured_outputs(wanted, name)))
-            return self._rendered(sound)
+            return sound if sound.request.has_images else self._rendered(sound)
 
-        return await self._workers.run(scope, len(body), read)
+        sound = await self._workers.run(scope, len(body), read)
+        if not sound.request.has_images:
+            return sound
+        render = partial(self._rendered, sound)
+        async with UntilDisconnect(receive, exchange):
+            return await self._workers.run(scope, len(body), render, has_images=True)
+        return None
 
     def _decode(self, scope: Scope, body: bytes) -> Sound[B, R]:
         """All but the prompts."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from datetime import datetime
 from typing import Any, Final, NoReturn
 
@@ -24,6 +24,8 @@ END_MARK: Final = "\ufdd0\ufdd1 "
 """Stands at the end of a message that goes on, while a template writes it. The first characters are
 in no text: Unicode keeps them for uses within a program. The blank shows whether the template trims
 messages."""
+MAX_CHARS: Final = 32 << 20
+"""Limit on what a template writes: several times what a request may bring."""
 _VARIABLE = re.compile(r"[a-zA-Z][a-zA-Z0-9_]{0,63}")
 
 
@@ -50,7 +52,8 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
-        except (jinja2.TemplateError, RecursionError) as exc:
+        except Exception as exc:
+            # What somebody else wrote may also be nested too deeply for a parser.
             raise InvalidRequestError(
                 f"the model's chat template is not valid: {exc}", param="model"
             ) from exc
@@ -85,7 +88,7 @@ class ChatTemplate:
             check_template_kwargs(template_kwargs, self._globals | variables.keys())
             variables |= template_kwargs
         try:
-            text: str = self._template.render(variables)
+            text = _bounded(self._template.generate(variables))
         except Exception as exc:
             # A template is the model author's program: it may fail in any way a program can.
             raise InvalidRequestError(
@@ -94,6 +97,18 @@ class ChatTemplate:
         if not continue_final_message:
             return text
         return _begun(text)
+
+
+def _bounded(pieces: Iterable[str]) -> str:
+    """What a template writes, unless it does not end in time for anybody to read it."""
+    written: list[str] = []
+    room = MAX_CHARS
+    for piece in pieces:
+        room -= len(piece)
+        if room < 0:
+            raise jinja2.TemplateError(f"it writes more than {MAX_CHARS} characters")
+        written.append(piece)
+    return "".join(written)
 
 
 def _marked(message: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from diptych_frontend.model_files.fetch.errors import (
     UnreachableError,
 )
 from diptych_frontend.model_files.fetch.source import Checksum, RemoteFile, Source
-from diptych_frontend.model_files.gguf_header import MAGIC, GGUFError, read_header
+from diptych_frontend.model_files.gguf_header import MAGIC, MAX_HEADER_BYTES, GGUFError, read_header
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -37,8 +37,6 @@ ATTEMPTS: Final = 6
 FIRST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 30.0
 HASH_CHUNK_BYTES: Final = 4 << 20
-MAX_HEADER_BYTES: Final = 256 << 20
-"""Limit, in bytes, of the header of a GGUF file; a vocabulary of a million entries takes less."""
 
 Advance = Callable[[int], None]
 """Called with the number of bytes by which the file on the disk has grown; negative if it was
