@@ -70,7 +70,12 @@ async def operate(
     log.info("leading as %s on %s", args.identity, cluster)
     indexed = Indexed()
     async with Routers() as routers:
-        images = Images(args.engine_image, args.router_image, args.vllm_connector_image)
+        images = Images(
+            args.engine_image,
+            args.router_image,
+            args.vllm_connector_image,
+            cluster_chooses_user=args.cluster_chooses_user,
+        )
         reconciler = Reconciler(kube, indexed, cluster, routers, metrics, images)
         queue = WorkQueue(reconciler.reconcile, concurrency=CONCURRENT_PASSES, batch_s=BATCH_S)
         metrics.watch_gauge("queue_length", "Services that wait for a worker.", queue.backlog)
@@ -169,6 +174,11 @@ def main() -> None:
             default=default,
             help=f"image of services that leave spec.{field} out; %(default)s",
         )
+    parser.add_argument(
+        "--cluster-chooses-user",
+        action="store_true",
+        help="pods name no user and no group, as OpenShift's constraints want it",
+    )
     parser.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info"
     )

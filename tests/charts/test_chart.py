@@ -174,6 +174,16 @@ def test_every_pod_is_restricted(helm: Helm, values: dict[str, Any]) -> None:
             assert {"requests", "limits"} <= container["resources"].keys()
 
 
+def test_pods_name_no_user_where_the_cluster_chooses_it(helm: Helm) -> None:
+    found = pods(helm.render({"clusterChoosesUser": True}))
+    for pod in found:
+        assert pod["securityContext"] == {
+            "runAsNonRoot": True,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+    assert "--cluster-chooses-user" in found[0]["containers"][0]["args"]
+
+
 def test_the_operator_is_told_what_to_serve_and_who_it_is(helm: Helm) -> None:
     (container,) = pods(helm.render(MATRIX["namespaced"]))[0]["containers"]
     assert container["command"] == ["python", "-m", "diptych_operator"]
