@@ -29,6 +29,8 @@ class Chart:
             "scope": "namespaced",
             "namespaces": f"{{{kubectl.namespace}}}",
             "images.registry": registry,
+            # Models of some tests come from a folder of the node.
+            "limits.allow.hostPaths": "{*}",
         }
 
     def install(self, **values: str) -> None:

@@ -13,9 +13,11 @@ import sys
 from typing import Any
 
 import kopf
+import msgspec
 from pythonjsonlogger.json import JsonFormatter
 
 from diptych_operator.api.images import Images
+from diptych_operator.api.limits import Allowed
 from diptych_operator.api.scaler import SCALER_KIND
 from diptych_operator.api.service import API_VERSION
 from diptych_operator.kube.client import Kube
@@ -70,8 +72,13 @@ async def operate(
     log.info("leading as %s on %s", args.identity, cluster)
     indexed = Indexed()
     async with Routers() as routers:
-        images = Images(args.engine_image, args.router_image, args.vllm_connector_image)
-        reconciler = Reconciler(kube, indexed, cluster, routers, metrics, images)
+        images = Images(
+            args.engine_image,
+            args.router_image,
+            args.vllm_connector_image,
+            cluster_chooses_user=args.cluster_chooses_user,
+        )
+        reconciler = Reconciler(kube, indexed, cluster, routers, metrics, images, args.limits)
         queue = WorkQueue(reconciler.reconcile, concurrency=CONCURRENT_PASSES, batch_s=BATCH_S)
         metrics.watch_gauge("queue_length", "Services that wait for a worker.", queue.backlog)
         handlers = registry(cluster, indexed, queue.add)
@@ -169,6 +176,17 @@ def main() -> None:
             default=default,
             help=f"image of services that leave spec.{field} out; %(default)s",
         )
+    parser.add_argument(
+        "--limits",
+        type=lambda text: msgspec.json.decode(text, type=Allowed),
+        metavar="JSON",
+        help="what services may ask for, as the chart's limits.allow; left out, anything",
+    )
+    parser.add_argument(
+        "--cluster-chooses-user",
+        action="store_true",
+        help="pods name no user and no group, as OpenShift's constraints want it",
+    )
     parser.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info"
     )

@@ -18,6 +18,7 @@ import msgspec
 
 from diptych_operator.api.errors import SpecError
 from diptych_operator.api.images import Images
+from diptych_operator.api.limits import Allowed, check_limits
 from diptych_operator.api.parse import parse_object
 from diptych_operator.api.service import API_VERSION, KIND, InferenceService
 from diptych_operator.autoscale import Memory, autoscale
@@ -74,13 +75,16 @@ class Reconciler:
         routers: Routers,
         metrics: OperatorMetrics,
         images: Images,
+        allowed: Allowed | None = None,
     ) -> None:
+        """With `allowed`, services may ask for no more than that."""
         self._kube = kube
         self._watched = watched
         self._cluster = cluster
         self._routers = routers
         self._metrics = metrics
         self._images = images
+        self._allowed = allowed
         self._keys = KeyKeeper(kube)
         self._children = Children(kube)
         self._executor = Executor(kube, cluster, self._children, self._keys)
@@ -96,9 +100,14 @@ class Reconciler:
             return None
         with self._metrics.timed():
             try:
-                return await self._pass(key, parse_object(raw, self._images))
+                service = parse_object(raw, self._images)
+                # Whatever is wrong with a service, it can be stopped.
+                if self._allowed is not None and not service.spec.suspend:
+                    check_limits(raw["spec"], self._allowed)
+                return await self._pass(key, service)
             except SpecError as exc:
-                # The schema of a cluster with CEL refuses these before they get here.
+                # The schema and the policy of a cluster refuse these before they get here, unless
+                # they are older than it.
                 await self._report_unusable(raw, exc)
                 return None
 

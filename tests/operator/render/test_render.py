@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from diptych_frontend.browsers.rules import BrowserRules
 from diptych_operator.api.errors import SpecError
+from diptych_operator.api.images import Images, with_images
 from diptych_operator.api.parse import parse
 from diptych_operator.api.service import InferenceService
 from diptych_operator.kube.cluster import Cluster
@@ -441,9 +442,8 @@ def test_a_suspended_service_keeps_its_objects_and_has_no_pods() -> None:
         ({"metadata": {"labels": {"diptych.dev/role": "decode"}}},
          "spec.prefill.podTemplate.metadata.labels: diptych.dev/role must stay 'prefill'"),
         ({"metadata": None},
-         "spec.prefill.podTemplate.metadata.labels: diptych.dev/service must stay 'svc'"),
-        ({"spec": {"containers": None}},
-         "spec.prefill.podTemplate.spec.containers: the container 'engine' must stay"),
+         "spec.prefill.podTemplate.metadata: is null, which kubectl apply does not send; to remove "
+         "the field, name its path in podTemplateRemove"),
         ({"spec": {"containers": [{"image": "x"}]}},
          "spec.prefill.podTemplate.spec.containers[0].name: is missing; entries are merged by it"),
     ],
@@ -453,6 +453,80 @@ def test_a_pod_template_cannot_break_the_service(template: dict[str, Any], messa
     with pytest.raises(SpecError) as caught:
         render(service(spec), SECRETS)
     assert str(caught.value) == message
+
+
+def refusal(**part: Any) -> str:
+    with pytest.raises(SpecError) as caught:
+        render(service({"prefill": {"replicas": 1, **part}}), SECRETS)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("metadata.labels[diptych.dev/service]",
+         "spec.prefill.podTemplate.metadata.labels: diptych.dev/service must stay 'svc'"),
+        ("spec.containers[engine]",
+         "spec.prefill.podTemplate.spec.containers: the container 'engine' must stay"),
+        ("spec.terminationGracePeriodSeconds",
+         "spec.prefill.podTemplate.spec.terminationGracePeriodSeconds: must be at least 78"),
+        ("spec.containers[engine].readinessProbe",
+         "spec.prefill.podTemplate.spec.containers[engine].readinessProbe: must stay"),
+        ("spec.nothing", "spec.prefill.podTemplateRemove: 'spec.nothing' names nothing"),
+    ],
+)  # fmt: skip
+def test_what_the_service_relies_on_cannot_be_removed(path: str, words: str) -> None:
+    assert refusal(podTemplateRemove=[path]).startswith(words)
+
+
+PRE_STOP = {"preStop": {"exec": {"command": ["sleep", "1000"]}}}
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("terminationGracePeriodSeconds", [-5, 0, 30, 77, 77.5, "78", True]),
+        ("restartPolicy", ["Never", "OnFailure"]),
+        ("activeDeadlineSeconds", [0, 3600]),
+        ("shareProcessNamespace", [True, "true"]),
+        ("containers[engine].lifecycle", [PRE_STOP, {"stopSignal": "SIGKILL"}, "x"]),
+    ],
+)
+def test_a_pod_template_cannot_defeat_the_drain(field: str, values: list[Any]) -> None:
+    *_, last = field.split(".")
+    for value in values:
+        changed = {last: value}
+        if field != last:
+            changed = {"containers": [{"name": "engine", **changed}]}
+        said = refusal(podTemplate={"spec": changed})
+        assert said.startswith(f"spec.prefill.podTemplate.spec.{field}: must "), value
+
+
+def test_what_harms_no_drain_is_left_to_the_pod_template() -> None:
+    post_start = {"postStart": {"exec": {"command": ["true"]}}}
+    changed = {
+        "terminationGracePeriodSeconds": 78, "restartPolicy": "Always",
+        "containers": [
+            {"name": "engine", "lifecycle": post_start},
+            {"name": "other", "image": "other:1", "lifecycle": PRE_STOP},
+        ],
+    }  # fmt: skip
+    part = {"replicas": 1, "podTemplate": {"spec": changed}}
+    render(service({"prefill": part, "decode": part, "router": {}}), SECRETS)
+
+
+def test_pods_name_no_user_where_the_cluster_chooses_it() -> None:
+    """As OpenShift's constraint restricted-v2 wants it; all else is as before."""
+    asked, left = (
+        with_images(service({}), Images(cluster_chooses_user=chosen)) for chosen in (False, True)
+    )
+    named, open_ = (by_kind(render(each, SECRETS), "Deployment") for each in (asked, left))
+    assert named.keys() == open_.keys()
+    for name, deployment in named.items():
+        context = deployment["spec"]["template"]["spec"]["securityContext"]
+        for field in ("runAsUser", "runAsGroup", "fsGroup"):
+            assert context.pop(field) == 10001
+        assert deployment["spec"]["template"] == open_[name]["spec"]["template"]
 
 
 pools = st.fixed_dictionaries(

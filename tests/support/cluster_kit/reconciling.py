@@ -13,6 +13,7 @@ from aiohttp import web
 from kubernetes.aio import client
 
 from diptych_operator.api.images import Images
+from diptych_operator.api.limits import Allowed
 from diptych_operator.kube.client import Kube
 from diptych_operator.kube.cluster import Cluster
 from diptych_operator.metrics import OperatorMetrics
@@ -119,8 +120,9 @@ async def serving(store: Store) -> AsyncIterator[Kube]:
         await runner.cleanup()
 
 
-async def one_pass(store: Store) -> None:
+async def one_pass(store: Store, allowed: Allowed | None = None) -> None:
     """One pass of an operator that has just started and remembers nothing."""
     async with serving(store) as kube, Routers() as routers:
-        reconciler = Reconciler(kube, store, Cluster(), routers, OperatorMetrics(), Images())  # type: ignore[arg-type]
+        metrics, images = OperatorMetrics(), Images()
+        reconciler = Reconciler(kube, store, Cluster(), routers, metrics, images, allowed)  # type: ignore[arg-type]
         await reconciler.reconcile(KEY)

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import random
+import stat
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -59,6 +60,23 @@ def download(source: Source, file: RemoteFile, path: Path, advance: Advance) -> 
         f"{file.name} differs from its checksum twice; it is damaged on its way, or {SHA256} is "
         "that of another file"
     )
+
+
+def is_as_listed(path: Path, file: RemoteFile) -> bool:
+    """Whether there is a plain file with the size, and the checksum if there is one, of `file`.
+
+    What somebody could still change under another name, through a link, is not plain.
+    """
+    try:
+        found = path.lstat()
+        plain = stat.S_ISREG(found.st_mode) and found.st_nlink == 1
+        return (
+            plain
+            and found.st_size == file.size
+            and (file.checksum is None or _digest(path, file.checksum) == file.checksum.digest)
+        )
+    except OSError:
+        return False
 
 
 def download_header(source: Source, file: RemoteFile, path: Path, advance: Advance) -> None:
