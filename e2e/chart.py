@@ -64,7 +64,9 @@ class Chart:
         self._helm("test", RELEASE, f"--timeout={HELM_TIMEOUT_S}s")
 
     def uninstall(self) -> None:
+        """The last that is done with it."""
         self._helm("uninstall", RELEASE, "--wait", f"--timeout={HELM_TIMEOUT_S}s")
+        self._folder.cleanup()
 
     def pods(self) -> list[Object]:
         return self._kubectl.list("pods", OPERATOR_PODS)
