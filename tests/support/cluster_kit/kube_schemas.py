@@ -13,7 +13,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -70,7 +70,7 @@ def is_served(api: str) -> bool:
     return all(any(_schemas(v).glob(f"*-{_short(api)}.json")) for v in VERSIONS)
 
 
-def complaints(obj: dict[str, Any]) -> Iterator[str]:
+def complaints(obj: Mapping[str, Any]) -> Iterator[str]:
     """What the oldest and the newest Kubernetes have against an object of a kind of their own."""
     kind, api = obj["kind"], obj["apiVersion"]
     if "/" in api and not _OF_KUBERNETES.fullmatch(api):
