@@ -18,20 +18,25 @@ OPERATOR_PODS = {"app.kubernetes.io/name": "diptych-operator"}
 
 
 class Chart:
-    """A release in the tests' own namespace that serves only that namespace."""
+    """A release in a namespace of the tests' own."""
 
-    def __init__(self, kubectl: Kubectl, registry: str) -> None:
-        """The images are those of the chart's version, in `registry`; empty: nodes have them."""
+    def __init__(self, kubectl: Kubectl, registry: str, serves: str) -> None:
+        """The images are those of the chart's version, in `registry`; empty: nodes have them.
+
+        serves: the one namespace that the operator serves; empty: it serves the whole cluster.
+        """
         self._folder = tempfile.TemporaryDirectory()
         self._chart = chart_for(kubectl.run, Path(self._folder.name))
         self._kubectl = kubectl
         self._values = {
-            "scope": "namespaced",
-            "namespaces": f"{{{kubectl.namespace}}}",
+            # Both are named, whichever the chart's default is.
+            "scope": "namespaced" if serves else "cluster",
             "images.registry": registry,
             # Models of some tests come from a folder of the node.
             "limits.allow.hostPaths": "{*}",
         }
+        if serves:
+            self._values["namespaces"] = f"{{{serves}}}"
 
     def install(self, **values: str) -> None:
         """Install or upgrade the release, and wait until the operator is ready.
@@ -61,7 +66,9 @@ class Chart:
         self._helm("test", RELEASE, f"--timeout={HELM_TIMEOUT_S}s")
 
     def uninstall(self) -> None:
+        """The last that is done with it."""
         self._helm("uninstall", RELEASE, "--wait", f"--timeout={HELM_TIMEOUT_S}s")
+        self._folder.cleanup()
 
     def pods(self) -> list[Object]:
         return self._kubectl.list("pods", OPERATOR_PODS)

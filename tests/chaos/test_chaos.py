@@ -22,7 +22,9 @@ from chaos_kit.faults import (
     ON_A_NETWORK,
     Fault,
     black_hole,
+    out_of_memory,
     resets,
+    slow_readers,
     stale_references,
     stop_decode,
     strangers,
@@ -60,6 +62,8 @@ async def chaos(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Campa
     [
         pytest.param(stop_decode, marks=pytest.mark.slow),
         pytest.param(stale_references, marks=pytest.mark.slow),
+        pytest.param(out_of_memory, marks=pytest.mark.slow),
+        pytest.param(slow_readers, marks=pytest.mark.slow),
         black_hole,
         resets,
         strangers,

@@ -28,6 +28,7 @@ from diptych_engine.scheduling.request import Pending, StepPlan
 from diptych_engine.serving.farewell import Farewell
 from diptych_engine.serving.heartbeat_sender import HeartbeatSender
 from diptych_engine.serving.prefix_news import PrefixNews
+from diptych_frontend.core_client.client import ask_for_signs_of_life
 from diptych_frontend.core_client.curve import CurveGate
 from diptych_frontend.core_client.zmq_frames import receive_frames
 from diptych_protocol import (
@@ -116,8 +117,7 @@ class CoreServer:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a vanished client is an error, not silence
         socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
         socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
+        ask_for_signs_of_life(socket, endpoint)
         if keys is not None:
             gate = CurveGate(keys)
             gate.guard(self._context, socket)

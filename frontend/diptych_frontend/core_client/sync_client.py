@@ -49,7 +49,7 @@ class SyncCoreClient:
         Raises `EngineDeadError` if it ends instead, `TimeoutError` if it takes too long.
         """
         self._core = core
-        self._socket = open_dealer(core.keys)
+        self._socket = open_dealer(core.endpoint, core.keys)
         self._messages: deque[EngineCoreOutputs] = deque()
         self._images = SentImages()
         self._answers: dict[int, UtilityOutput] = {}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+import resource
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Any
 
 import openai
@@ -408,6 +409,34 @@ async def test_a_batch_survives_a_disk_that_is_full_for_a_while(
     assert (batch.status, batch.error_file_id) == ("completed", None)
     assert len(await results(ann, batch.output_file_id)) == 4
     assert len(failures) == 3
+
+
+@pytest.fixture
+def small_files() -> Iterator[Callable[[int], None]]:
+    """`small_files(size)`: the system takes no more of any file, and of the write that reaches the
+    size only a part."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+async def test_a_disk_that_is_full_in_the_middle_of_an_answer_costs_none_and_doubles_none(
+    ann: openai.AsyncOpenAI,
+    engine: HoldingEngine,
+    written: Any,
+    small_files: Callable[[int], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    content = written(*[asked()] * 20)
+    small_files(len(content) + 1000)  # the answers are longer than the questions
+    batch = await begun(ann, content)
+    await until(lambda: caplog.text.count("File too large") >= 2)
+    halfway = await ann.batches.retrieve(batch.id)
+    assert halfway.status == "in_progress"
+    small_files(resource.RLIM_INFINITY)
+    batch = await ended(ann, batch)
+    assert (batch.status, batch.error_file_id) == ("completed", None)
+    assert len(await results(ann, batch.output_file_id)) == 20
 
 
 async def test_a_batch_waits_while_its_client_has_no_room(

@@ -13,25 +13,25 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
 import jsonschema
-import kubernetes_validate
 import yaml
 from cluster_kit.charts import OLDEST_MINOR, ROOT, Helm, load_script
 from cluster_kit.crds import EXAMPLES, service_of
 from cluster_kit.kube_tools import find_tool
-from kubernetes_validate.utils import latest_version
 from referencing import Registry
 
 from diptych.manifest import rendered
 from diptych_operator.api.parse import parse
 
-VERSIONS: Final = (f"1.{OLDEST_MINOR}.0", latest_version())
-_SCHEMAS: Final = Path(kubernetes_validate.__file__).parent / "kubernetes-json-schema"
+_SCHEMAS: Final = Path(str(files("kubernetes_validate") / "kubernetes-json-schema"))
+_MINORS: Final = [int(path.name.split(".")[1]) for path in _SCHEMAS.glob("v1.*-local-strict")]
+VERSIONS: Final = tuple(f"1.{minor}.0" for minor in (OLDEST_MINOR, max(_MINORS)))
 _OF_KUBERNETES: Final = re.compile(
     r"(?<![\w./-])((?:[a-z][a-z.-]*\.k8s\.io|apps|autoscaling|batch|extensions|policy)"
     r"/v\d+(?:(?:alpha|beta)\d+)?)(?!\w)"
@@ -70,7 +70,7 @@ def is_served(api: str) -> bool:
     return all(any(_schemas(v).glob(f"*-{_short(api)}.json")) for v in VERSIONS)
 
 
-def complaints(obj: dict[str, Any]) -> Iterator[str]:
+def complaints(obj: Mapping[str, Any]) -> Iterator[str]:
     """What the oldest and the newest Kubernetes have against an object of a kind of their own."""
     kind, api = obj["kind"], obj["apiVersion"]
     if "/" in api and not _OF_KUBERNETES.fullmatch(api):
