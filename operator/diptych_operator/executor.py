@@ -58,6 +58,7 @@ class Executor:
         changed then that the old revision needs.
         """
         service = snapshot.service
+        await self._children.adopt(service, snapshot.children.values())
         if service.spec.suspend:
             await self._stop(snapshot)
         asleep = service.sleeps_when_idle and not step.replicas.get(snapshot.target, NOTHING)

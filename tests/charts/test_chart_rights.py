@@ -20,7 +20,7 @@ OPERATOR_MAY: dict[tuple[str, str], tuple[str, ...]] = {
     ("", "serviceaccounts"): MANAGED,
     ("policy", "poddisruptionbudgets"): MANAGED,
     ("networking.k8s.io", "networkpolicies"): MANAGED,
-    ("", "secrets"): ("get", "create", "delete"),
+    ("", "secrets"): ("get", "create", "patch", "delete"),
     ("", "pods"): ("get", "list", "watch", "patch"),
     ("", "events"): ("create",),
 }

@@ -214,7 +214,8 @@ class Reason(StrEnum):
     )  # fmt: skip
     OBJECT_NOT_OURS = (
         "ObjectNotOurs", Group.OPERATOR,
-        "An object that the service needs exists already and belongs to somebody else.",
+        "An object that the service needs exists already and belongs to somebody else. One that "
+        "nobody owns and that has all labels of the service's own objects is adopted instead.",
         "Delete or rename that object, or give the service another name.",
     )  # fmt: skip
     KEYS_LOST = (

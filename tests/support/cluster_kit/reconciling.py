@@ -31,6 +31,8 @@ class Store:
         self.objects: dict[str, Object] = {}
         self.pods_here: list[Object] = []
         self.annotations: dict[str, str] = {}
+        self.uid = "u1"
+        """Of the service."""
         self.spec: Object = {}
         self.refuses_pods = False
         """It takes no pod template."""
@@ -51,7 +53,10 @@ class Store:
             path += "/" + meta.get("name", f"{meta.get('generateName')}{self._version}")
             if path in self.objects:
                 return web.json_response({"reason": "AlreadyExists"}, status=409)
-        kept = {**self.objects.get(path, {}), **body}
+        before = self.objects.get(path, {})
+        if request.method == "PATCH":
+            body |= {"metadata": before.get("metadata", {}) | body.get("metadata", {})}
+        kept = {**before, **body}
         if "kind" not in kept:
             return web.json_response({"reason": "NotFound"}, status=404)
         self._version += 1
@@ -66,7 +71,7 @@ class Store:
     # What the watches have seen.
 
     def service(self, key: tuple[str, str]) -> Object:
-        meta = {"name": "svc", "namespace": "ns", "uid": "u1", "annotations": self.annotations}
+        meta = {"name": "svc", "namespace": "ns", "uid": self.uid, "annotations": self.annotations}
         written = next((o for p, o in self.objects.items() if "/inferenceservices/" in p), {})
         return {
             "apiVersion": "diptych.dev/v1alpha1",
