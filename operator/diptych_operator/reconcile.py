@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
@@ -61,6 +61,18 @@ class Watched(Protocol):
     def children(self, key: ServiceKey) -> list[Raw]: ...
 
     def pods(self, key: ServiceKey) -> list[Raw]: ...
+
+
+@dataclass(slots=True)
+class _Done:
+    """What came of the acts of one pass."""
+
+    problems: list[Problem] = field(default_factory=list)
+    """What status has to tell."""
+    failure: ApiError | None = None
+    """An error that should be tried again."""
+    changed: bool = False
+    """A Deployment is no longer as it was when the pass looked."""
 
 
 class Reconciler:
@@ -120,12 +132,12 @@ class Reconciler:
         aim = snapshot.aim
         desired = self._desired(key, snapshot, aim)
         step = _decide(snapshot, desired)
-        found, failure = await self._act(snapshot, step, aim)
-        problems = (*snapshot.observed.problems, *found)
-        observed = replace(snapshot.observed, problems=problems)
+        done = await self._act(snapshot, step, aim)
+        problems = (*snapshot.observed.problems, *done.problems)
+        observed = replace(snapshot.observed, problems=problems, lags=done.changed)
         await self._report(service, observed, step, snapshot.target, desired)
-        if failure is not None:
-            raise failure  # the queue tries again, with back-off
+        if done.failure is not None:
+            raise done.failure  # the queue tries again, with back-off
         return REFUSAL_S if problems else _interval(service, step)
 
     async def _look(self, key: ServiceKey, service: InferenceService) -> ServiceSnapshot:
@@ -159,28 +171,25 @@ class Reconciler:
         except KeysLostError as exc:
             return exc.token, (Problem(Reason.KEYS_LOST, str(exc)),)
 
-    async def _act(
-        self, snapshot: ServiceSnapshot, step: Step, aim: Counts
-    ) -> tuple[tuple[Problem, ...], ApiError | None]:
-        """Do all that is to be done; one part that fails keeps no other from being done.
-
-        Returns what status has to tell, and an error that should be tried again.
-        """
-        found: list[Problem | None] = []
-        failure: ApiError | None = None
-        for part in (self._carry_out(snapshot, step), self._scalers.keep(snapshot, aim)):
+    async def _act(self, snapshot: ServiceSnapshot, step: Step, aim: Counts) -> _Done:
+        """Do all that is to be done; one part that fails keeps no other from being done."""
+        done = _Done()
+        for part in (self._carry_out(snapshot, step, done), self._scalers.keep(snapshot, aim)):
             try:
-                found.append(await part)
+                problem = await part
             except ApiError as exc:
-                failure = exc
-                if exc.will_last:
-                    found.append(Problem("OperatorProblem", str(exc)))
-        return tuple(filter(None, found)), failure
+                done.failure = exc
+                problem = Problem("OperatorProblem", str(exc)) if exc.will_last else None
+            if problem is not None:
+                done.problems.append(problem)
+        return done
 
-    async def _carry_out(self, snapshot: ServiceSnapshot, step: Step) -> Problem | None:
+    async def _carry_out(
+        self, snapshot: ServiceSnapshot, step: Step, done: _Done
+    ) -> Problem | None:
         """What the user has to mend comes back, all else is raised."""
         try:
-            await self._executor.carry_out(snapshot, step)
+            done.changed = await self._executor.carry_out(snapshot, step)
         except SpecError as exc:
             return Problem("PodTemplateRejected", f"{exc}; correct the spec")
         except NotOursError as exc:

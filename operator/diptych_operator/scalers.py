@@ -27,8 +27,8 @@ from diptych_operator.kube.children import (
 from diptych_operator.kube.client import ApiError, Kube
 from diptych_operator.kube.cluster import Cluster
 from diptych_operator.service_snapshot import ServiceSnapshot
-from diptych_operator.status.conditions import ready_pods
 from diptych_operator.status.observed import Observed, Problem
+from diptych_operator.status.situation import ready_pods
 
 Raw = Mapping[str, Any]
 Object = dict[str, Any]
@@ -159,10 +159,10 @@ class PoolScalers:
         seed = size(service, role, aim.of(role))
         if here is not None and is_orphan_of(here, service):
             # There is no right to give it an owner: it is made anew, with the size it asks for.
-            meta = here["metadata"]
+            meta, seed = here["metadata"], int(here["spec"]["replicas"])
             name = (meta["namespace"], meta["name"], meta["uid"])
             await self._kube.delete(API_VERSION, SCALER_KIND, *name)
-            here, seed = None, int(here["spec"]["replicas"])
+            here = None
         if here is None:
             await self._create(with_owner(scaler(service, role, seed), service), service)
         status = scaler_status(service, role, snapshot.observed)

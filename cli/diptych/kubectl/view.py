@@ -19,7 +19,7 @@ Raw = dict[str, Any]
 
 POOLS = ("prefill", "decode", "router")
 _WORDS = {"True": "yes", "False": "no", "Unknown": "?"}
-_GOOD_WHEN_FALSE = frozenset({"Degraded"})
+_GOOD_WHEN_FALSE = frozenset({"Degraded", "Stalled"})
 _NEUTRAL = frozenset({"Progressing"})
 
 

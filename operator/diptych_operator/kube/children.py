@@ -96,11 +96,13 @@ class Children:
         service: InferenceService,
         objects: Iterable[dict[str, Any]],
         live: Mapping[ChildId, Raw],
-    ) -> None:
+    ) -> bool:
         """Apply those objects that are not in the cluster as they were rendered.
 
-        Raises `ApiError` for the first that is refused, `NotOursError`.
+        True if `live` does not show yet what became of a Deployment. Raises `ApiError` for the
+        first that is refused, `NotOursError`.
         """
+        lags = False
         for obj in objects:
             owned = with_owner(obj, service)
             name = child_id(owned)
@@ -108,6 +110,9 @@ class Children:
             if now is None or self._applied.get(name) != _left(owned, now) or _lacks(now, owned):
                 await self._check_free(owned, service, live)
                 self._applied[name] = _left(owned, await self._send(owned, now))
+            if owned["kind"] == "Deployment":
+                lags |= now is None or self._applied[name].version != _version(now)
+        return lags
 
     async def _send(self, owned: Raw, now: Raw | None, *, dry_run: bool = False) -> Raw:
         self._raise_if_refused(owned)

@@ -54,6 +54,21 @@ class ConditionType(StrEnum):
             "blocks moved, and decode computed nothing of the prompt."
         ),
     )
+    READY = (
+        "Ready",
+        (
+            "Everything is as the newest spec asks: all wanted pods are ready, of the newest "
+            "revision, and requests are answered; or, if it is suspended, no pod is left."
+        ),
+    )
+    RECONCILING = (
+        "Reconciling",
+        "Something is on its way to what the spec asks, or has to come back. Never with Stalled.",
+    )
+    STALLED = (
+        "Stalled",
+        "It comes no further until somebody changes an object; the message says which.",
+    )
 
 
 class Group(StrEnum):
