@@ -20,7 +20,7 @@ Raw = dict[str, Any]
 POOLS = ("prefill", "decode", "router")
 _WORDS = {"True": "yes", "False": "no", "Unknown": "?"}
 _GOOD_WHEN_FALSE = frozenset({"Degraded", "Stalled"})
-_NEUTRAL = frozenset({"Progressing"})
+_NEUTRAL = frozenset({"Progressing", "Reconciling"})
 
 
 @dataclass(frozen=True, slots=True)
