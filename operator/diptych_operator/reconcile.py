@@ -27,7 +27,9 @@ from diptych_operator.key_keeper import KeyKeeper, KeysLostError
 from diptych_operator.kube.children import REFUSAL_S, Children, NotOursError, child_id
 from diptych_operator.kube.client import ApiError, Kube
 from diptych_operator.kube.cluster import Cluster
-from diptych_operator.kube.event_log import EventLog
+from diptych_operator.kube.event_log import SERVED_BY_ANOTHER, EventLog, Warned
+from diptych_operator.kube.leader import LEASE_S
+from diptych_operator.kube.rivals import Rivals
 from diptych_operator.metrics import OperatorMetrics
 from diptych_operator.plan import Phase, Step, plan
 from diptych_operator.render import fixed_counts
@@ -86,8 +88,10 @@ class Reconciler:
         routers: Routers,
         metrics: OperatorMetrics,
         images: Images,
+        rivals: Rivals,
     ) -> None:
         self._kube = kube
+        self._rivals = rivals
         self._watched = watched
         self._cluster = cluster
         self._routers = routers
@@ -99,6 +103,7 @@ class Reconciler:
         self._scalers = PoolScalers(kube, cluster)
         self._events = EventLog(kube)
         self._scaling: dict[ServiceKey, Memory] = {}
+        self._stands_back: set[ServiceKey] = set()
 
     async def reconcile(self, key: ServiceKey) -> float | None:
         """Bring one service closer to its spec; seconds until it wants the next pass."""
@@ -106,6 +111,9 @@ class Reconciler:
         if raw is None or "deletionTimestamp" in raw["metadata"]:
             self._forget(key)
             return None
+        if rival := await self._rivals.of(key[0]):
+            return await self._stand_back(key, raw, rival)
+        self._stands_back.discard(key)
         with self._metrics.timed():
             try:
                 return await self._pass(key, parse_object(raw, self._images))
@@ -114,7 +122,18 @@ class Reconciler:
                 await self._report_unusable(raw, exc)
                 return None
 
+    async def _stand_back(self, key: ServiceKey, raw: Raw, rival: str) -> float:
+        """Another operator serves the namespace: touch nothing, and say so once."""
+        if key not in self._stands_back:
+            self._forget(key)
+            self._stands_back.add(key)
+            words = f"{rival} serves the namespace {key[0]}; the cluster's operator stands back"
+            log.warning("%s/%s: %s", *key, words)
+            await self._events.post_about(raw, Warned(SERVED_BY_ANOTHER, words))
+        return LEASE_S
+
     def _forget(self, key: ServiceKey) -> None:
+        self._stands_back.discard(key)
         self._scaling.pop(key, None)
         self._keys.forget(key)
         self._children.forget(*key)

@@ -45,4 +45,9 @@ All that the operator may do to the namespaces it serves: one list, which the Cl
 - apiGroups: [""]
   resources: [events]
   verbs: [create]
+# Who serves a namespace by itself: an operator of the whole cluster leaves it alone.
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  resourceNames: [diptych-operator]
+  verbs: [get]
 {{- end -}}

@@ -254,6 +254,12 @@ class Reason(StrEnum):
 
     ROLLOUT_STARTED = "RolloutStarted", Group.EVENTS, "A rollout, or the first start, began."
     ROLLOUT_FINISHED = "RolloutFinished", Group.EVENTS, "The newest revision serves in full."
+    SERVED_BY_ANOTHER = (
+        "ServedByAnother", Group.EVENTS,
+        "Another installation of the operator serves this already; the one that says so touches "
+        "nothing.",
+        "Uninstall one of the two, or give them different namespaces.",
+    )  # fmt: skip
     RECOVERED = "Recovered", Group.EVENTS, "What wanted attention does no more."
 
 

@@ -15,6 +15,7 @@ from kubernetes.aio import client
 from diptych_operator.api.images import Images
 from diptych_operator.kube.client import Kube
 from diptych_operator.kube.cluster import Cluster
+from diptych_operator.kube.rivals import Rivals
 from diptych_operator.metrics import OperatorMetrics
 from diptych_operator.reconcile import Reconciler
 from diptych_operator.routers import Routers
@@ -34,6 +35,8 @@ class Store:
         self.uid = "u1"
         """Of the service."""
         self.spec: Object = {}
+        self.serves_cluster = False
+        """The operator is that of the cluster, and not of the namespace alone."""
         self.refuses_pods = False
         """It takes no pod template."""
         self._version = 0
@@ -127,5 +130,14 @@ async def serving(store: Store) -> AsyncIterator[Kube]:
 async def one_pass(store: Store) -> None:
     """One pass of an operator that has just started and remembers nothing."""
     async with serving(store) as kube, Routers() as routers:
-        reconciler = Reconciler(kube, store, Cluster(), routers, OperatorMetrics(), Images())  # type: ignore[arg-type]
+        rivals = Rivals(kube, serves_cluster=store.serves_cluster)
+        reconciler = Reconciler(
+            kube,
+            store,  # type: ignore[arg-type]
+            Cluster(),
+            routers,
+            OperatorMetrics(),
+            Images(),
+            rivals,
+        )
         await reconciler.reconcile(KEY)
