@@ -239,8 +239,7 @@ def test_the_operator_is_told_what_to_serve_and_who_it_is(helm: Helm) -> None:
     assert container["command"] == ["python", "-m", "diptych_operator"]
     assert container["args"] == [
         "--namespaces=team-a,team-b",
-        "--lease-namespace=$(POD_NAMESPACE)",
-        "--lease-name=diptych-operator",
+        "--release=$(POD_NAMESPACE)/diptych-operator",
         "--metrics-port=8080",
         f"--engine-image={published('engine')}",
         f"--router-image={published('router')}",

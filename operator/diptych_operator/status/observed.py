@@ -83,6 +83,8 @@ class Observed:
     unreachable_routers: int = 0
     """Router pods whose admin port did not answer."""
     problems: tuple[Problem, ...] = field(default=())
+    lags: bool = False
+    """The operator has just changed a Deployment, and this is from before."""
 
     def revisions(self) -> tuple[str, ...]:
         """Every revision that has a Deployment or a pod, sorted."""

@@ -25,17 +25,12 @@ from diptych_operator.api.status import (
 from diptych_operator.counts import Counts
 from diptych_operator.plan import Phase, Step
 from diptych_operator.status.canaries import transfer_status
-from diptych_operator.status.conditions import (
-    Situation,
-    Verdict,
-    judge,
-    ready_pods,
-    verified,
-)
+from diptych_operator.status.conditions import judge, verified
 from diptych_operator.status.diagnose import Finding, diagnose, shorten
 from diptych_operator.status.observed import Observed
 from diptych_operator.status.progress import AT_REST, Progress, rollout_status
 from diptych_operator.status.reasons import ConditionType, Reason
+from diptych_operator.status.situation import Situation, Verdict, ready_pods
 
 
 def build_status(

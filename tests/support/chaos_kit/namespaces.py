@@ -124,9 +124,9 @@ class Namespace:
         headers = {"Content-Type": "application/merge-patch+json"}
         return self._ask("PATCH", path, content=json.dumps(patch), headers=headers)
 
-    def delete(self, kind: str, name: str) -> None:
-        """As kubectl does: what the object owns goes after it."""
-        self._ask("DELETE", self._path(kind, name), params={"propagationPolicy": "Background"})
+    def delete(self, kind: str, name: str, policy: str = "Background") -> None:
+        """As kubectl does: what the object owns goes after it, or stays by the policy `Orphan`."""
+        self._ask("DELETE", self._path(kind, name), params={"propagationPolicy": policy})
 
     @property
     def minor(self) -> int:
