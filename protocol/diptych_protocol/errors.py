@@ -7,7 +7,7 @@ DiptychError
 ├── EngineOverloadedError    no room now; HTTP 503, retry later
 │   └── TenantOverloadedError  because of the caller's own requests; HTTP 429
 ├── EngineDeadError          the engine core is gone; HTTP 500 for all its requests
-├── ClientClosedError        the client object was used after shutdown()
+│   └── ClientClosedError    the client object was used after shutdown()
 ├── UtilityError             a control call failed in the core; carries its message
 └── UnsupportedFeatureError  this engine does not offer the method; says so plainly
 """
@@ -63,8 +63,8 @@ class EngineDeadError(DiptychError):
     """The engine core died; the message carries the first known cause."""
 
 
-class ClientClosedError(DiptychError):
-    """The client was closed by its owner."""
+class ClientClosedError(EngineDeadError):
+    """The client was closed by its owner. In vLLM this is an `EngineDeadError`, too."""
 
 
 class UtilityError(DiptychError):

@@ -143,6 +143,11 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """Its first token is due so many milliseconds after `arrival_time`; None: at once."""
 
     @property
+    def shown_id(self) -> str:
+        """The id under which its answers come: the user's own, which may be empty."""
+        return self.request_id if self.external_req_id is None else self.external_req_id
+
+    @property
     def params(self) -> SamplingParams | PoolingParams:
         """The sampling parameters, or else the pooling parameters. Raises `ValueError` if there
         are neither."""
@@ -283,6 +288,8 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     newest_moves: list[Move] = []
     """The newest moves to this engine that are complete, the newest last, `MAX_MOVES_TOLD` at most.
     All others are only in the totals."""
+    rejections_ignored: int = 0
+    """Times that somebody spoke of a refused request without naming a lease, or without proof."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

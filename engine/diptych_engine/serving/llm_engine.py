@@ -224,7 +224,7 @@ class LLMEngine(EngineReports):
         )
         collector = Collector[Any]([part.request_id for part in parts])
         token_ids = request.prompt_token_ids or []
-        external_id = request.external_req_id or request_id
+        external_id = request.shown_id
         opened = _Open(external_id, prompt_text, token_ids, collector, facts)
         try:
             for index, part in enumerate(parts):
