@@ -268,6 +268,11 @@ class EngineClient(ABC):
         if self.errored:
             raise self.dead_error
 
+    def get_kv_event_sources(self) -> dict[int, Any]:
+        """Where each core publishes what it remembers: nowhere, because an engine tells it to the
+        routers that are connected to it."""
+        return {}
+
     @abstractmethod
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End every request with these (external) ids; unknown ids are ignored."""

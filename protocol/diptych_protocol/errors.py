@@ -2,6 +2,7 @@
 
 DiptychError
 ├── InvalidRequestError      the caller's fault; HTTP 400 (or `status`), names the field
+│   ├── NoParametersError     a request without parameters; an AssertionError, too
 │   └── RefusedByEngineError  found out by the engine core, which has told whom it concerns
 ├── EngineGenerateError      this request failed inside the engine; HTTP 500, may be retried
 ├── EngineOverloadedError    no room now; HTTP 503, retry later
@@ -10,6 +11,8 @@ DiptychError
 │   └── ClientClosedError    the client object was used after shutdown()
 ├── UtilityError             a control call failed in the core; carries its message
 └── UnsupportedFeatureError  this engine does not offer the method; says so plainly
+    ├── AbsentError           what an attribute names; an AttributeError, too
+    └── NotKeptError          what it was told not to keep; an AssertionError, too
 """
 
 from __future__ import annotations
@@ -78,3 +81,15 @@ class UtilityError(DiptychError):
 
 class UnsupportedFeatureError(DiptychError, NotImplementedError):
     """The engine does not offer this feature."""
+
+
+class AbsentError(UnsupportedFeatureError, AttributeError):
+    """It does not have what an attribute names; vLLM's attribute is missing then."""
+
+
+class NotKeptError(UnsupportedFeatureError, AssertionError):
+    """It was told not to keep what is asked for; vLLM asserts that it was not."""
+
+
+class NoParametersError(InvalidRequestError, AssertionError):
+    """A request lacks its parameters; vLLM asserts that it has them."""

@@ -27,6 +27,7 @@ import msgspec
 
 from diptych_protocol.arrays import Array, FrameDecoder, FrameEncoder
 from diptych_protocol.engine_settings import SchedulingPolicy
+from diptych_protocol.errors import NoParametersError
 from diptych_protocol.journey import RequestJourneyEvent
 from diptych_protocol.kv_transfer_params import KVTransferParams
 from diptych_protocol.lora import LoRARequest
@@ -149,18 +150,20 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
 
     @property
     def params(self) -> SamplingParams | PoolingParams:
-        """The sampling parameters, or else the pooling parameters. Raises `ValueError` if there
-        are neither."""
+        """The sampling parameters, or else the pooling parameters. Raises `NoParametersError`
+        if there are neither."""
         params = self.sampling_params or self.pooling_params
         if params is None:
-            raise ValueError(f"request {self.request_id} has neither sampling nor pooling params")
+            raise NoParametersError(
+                f"request {self.request_id} has neither sampling nor pooling params"
+            )
         return params
 
     @property
     def sampling(self) -> SamplingParams:
-        """The sampling parameters. Raises `ValueError` for a pooling request."""
+        """The sampling parameters. Raises `NoParametersError` for a pooling request."""
         if self.sampling_params is None:
-            raise ValueError(f"request {self.request_id} carries no sampling_params")
+            raise NoParametersError(f"request {self.request_id} carries no sampling_params")
         return self.sampling_params
 
 
