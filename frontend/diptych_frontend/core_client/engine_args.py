@@ -103,7 +103,7 @@ def _loosely(text: str) -> Any:
 _FOREIGN_OPTION: Final[dict[str, Any]] = {
     "help": argparse.SUPPRESS, "default": None, "nargs": "?", "const": True, "type": _loosely,
 }  # fmt: skip
-"""Of the options that are vLLM's only: read, and judged as those of a program are."""
+"""How argparse reads the options that only vLLM has; a program's are judged in the same way."""
 
 
 def _option(field: msgspec.structs.FieldInfo, kind: Any) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class ForeignArgs(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     ] = None
     max_logprobs: Annotated[Any, Foreign("the limit is fixed", (20,))] = None
     disable_custom_all_reduce: Annotated[
-        Any, Foreign("ranks add up through gloo or NCCL", (True,), True)
+        Any, Foreign("ranks add up through gloo", (True,), True)
     ] = None
     distributed_executor_backend: Annotated[
         Any, Foreign("ranks are processes of one machine", ("mp",))
