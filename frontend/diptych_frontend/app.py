@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from diptych_frontend.accepted_engine import accepted
 from diptych_frontend.anthropic.api_types import CountTokensRequest
 from diptych_frontend.anthropic.errors import ANTHROPIC
 from diptych_frontend.anthropic.routes import MessagesApi, TokenCount, counted_prompt
@@ -76,7 +77,7 @@ def build_app(
     """The HTTP server of one engine client.
 
     Args:
-        engine: started and stopped by the caller.
+        engine: started and stopped by the caller. Others' are taken too: see `accepted`.
         served_names: the names under which clients may ask for the model; the engine's own name
             if there are none.
         api_keys: if given, all routes but probes and metrics want one as a bearer token.
@@ -92,6 +93,7 @@ def build_app(
         browsers: the names of the server and the sites whose pages may use it. With API keys it
             answers under any name.
     """
+    engine = accepted(engine)
     names = tuple(served_names) or (engine.model_name,)
     metrics = metrics or ServerMetrics(engine.model_name)
     known = frozenset(names)

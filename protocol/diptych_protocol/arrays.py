@@ -71,11 +71,25 @@ class Array:
 
     def tolist(self) -> Any:
         """Nested lists of Python numbers. Raises `ValueError` for bfloat16, which has none."""
+        flat: Any = memoryview(self.data).cast("B")
+        return _nest(flat.cast(self._format()).tolist(), self.shape)
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """By which `numpy.asarray` makes an array of the same bytes, which cannot be written to.
+
+        Raises `ValueError` for bfloat16, which NumPy has not.
+        """
+        kind = {"B": "|u1", "?": "|b1"}.get(self._format())
+        kind = kind or f"{'<i' if self.dtype[0] == 'i' else '<f'}{ITEM_BYTES[self.dtype]}"
+        data = memoryview(self.data).cast("B").toreadonly()
+        return {"version": 3, "shape": self.shape, "typestr": kind, "data": data}
+
+    def _format(self) -> str:
         item = _FORMATS.get(self.dtype)
         if item is None:
             raise ValueError(f"{self.dtype} has no Python number; convert it to float32 first")
-        flat: Any = memoryview(self.data).cast("B")
-        return _nest(flat.cast(item).tolist(), self.shape)
+        return item
 
 
 def _nest(flat: list[Any], shape: tuple[int, ...]) -> Any:

@@ -272,7 +272,8 @@ class EngineConfig(EngineSettings, frozen=True, forbid_unknown_fields=True, omit
         """vLLM has its settings in groups; here one struct is all of them."""
         return self
 
-    parallel_config = scheduler_config = observability_config
+    parallel_config = scheduler_config = cache_config = lora_config = observability_config
+    model_config = device_config = load_config = observability_config
 
     def check(self) -> None:
         """Raise `InvalidRequestError`, naming the field, unless every value is in range."""

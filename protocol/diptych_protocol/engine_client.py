@@ -258,8 +258,13 @@ class EngineClient(ABC):
         request that somebody else aborts has no vectors, which is an `EngineGenerateError`.
         """
 
-    async def check_admission(
-        self, num_requests: int = 1, num_tokens: int = 0, tenant: str = ""
+    def check_admission(
+        self,
+        num_requests: int = 1,
+        request_id: str = "",
+        *,
+        num_tokens: int = 0,
+        tenant: str = "",
     ) -> None:
         """Ask before an answer begins: is there room for requests with so many prompt tokens?
 
@@ -268,6 +273,11 @@ class EngineClient(ABC):
         """
         if self.errored:
             raise self.dead_error
+
+    def get_kv_event_sources(self) -> dict[int, Any]:
+        """Where each core publishes what it remembers: nowhere, because an engine tells it to the
+        routers that are connected to it."""
+        return {}
 
     @abstractmethod
     async def abort(self, request_id: str | Iterable[str]) -> None:
@@ -283,8 +293,22 @@ class EngineClient(ABC):
     ) -> None:
         """Free what a prefill engine holds for a request that was refused before admission.
 
-        Idempotent, creates no request, and never fails the caller's own error response.
+        Idempotent, creates no request, and never fails the caller's own error response: what names
+        no lease, or is not signed, is ignored and counted.
         """
+
+    async def reject_kv_transfer(
+        self,
+        request_id: str,
+        kv_transfer_params: dict[str, Any],
+        *,
+        data_parallel_rank: int | None = None,
+    ) -> None:
+        """The same, for a caller who wants to know: raises `InvalidRequestError` for what is
+        ignored there."""
+        await self.notify_kv_transfer_request_rejected(
+            request_id, kv_transfer_params, data_parallel_rank=data_parallel_rank
+        )
 
     @abstractmethod
     async def check_health(self) -> None:

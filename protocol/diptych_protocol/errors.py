@@ -2,14 +2,17 @@
 
 DiptychError
 ├── InvalidRequestError      the caller's fault; HTTP 400 (or `status`), names the field
+│   ├── NoParametersError     a request without parameters; an AssertionError, too
 │   └── RefusedByEngineError  found out by the engine core, which has told whom it concerns
 ├── EngineGenerateError      this request failed inside the engine; HTTP 500, may be retried
 ├── EngineOverloadedError    no room now; HTTP 503, retry later
 │   └── TenantOverloadedError  because of the caller's own requests; HTTP 429
 ├── EngineDeadError          the engine core is gone; HTTP 500 for all its requests
-├── ClientClosedError        the client object was used after shutdown()
+│   └── ClientClosedError    the client object was used after shutdown()
 ├── UtilityError             a control call failed in the core; carries its message
 └── UnsupportedFeatureError  this engine does not offer the method; says so plainly
+    ├── AbsentError           what an attribute names; an AttributeError, too
+    └── NotKeptError          what it was told not to keep; an AssertionError, too
 """
 
 from __future__ import annotations
@@ -72,8 +75,8 @@ class EngineDeadError(DiptychError):
     """The engine core died; the message carries the first known cause."""
 
 
-class ClientClosedError(DiptychError):
-    """The client was closed by its owner."""
+class ClientClosedError(EngineDeadError):
+    """The client was closed by its owner. In vLLM this is an `EngineDeadError`, too."""
 
 
 class UtilityError(DiptychError):
@@ -87,3 +90,15 @@ class UtilityError(DiptychError):
 
 class UnsupportedFeatureError(DiptychError, NotImplementedError):
     """The engine does not offer this feature."""
+
+
+class AbsentError(UnsupportedFeatureError, AttributeError):
+    """It does not have what an attribute names; vLLM's attribute is missing then."""
+
+
+class NotKeptError(UnsupportedFeatureError, AssertionError):
+    """It was told not to keep what is asked for; vLLM asserts that it was not."""
+
+
+class NoParametersError(InvalidRequestError, AssertionError):
+    """A request lacks its parameters; vLLM asserts that it has them."""

@@ -27,6 +27,7 @@ import msgspec
 
 from diptych_protocol.arrays import Array, FrameDecoder, FrameEncoder
 from diptych_protocol.engine_settings import SchedulingPolicy
+from diptych_protocol.errors import NoParametersError
 from diptych_protocol.journey import RequestJourneyEvent
 from diptych_protocol.kv_transfer_params import KVTransferParams
 from diptych_protocol.lora import LoRARequest
@@ -143,19 +144,26 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """Its first token is due so many milliseconds after `arrival_time`; None: at once."""
 
     @property
+    def shown_id(self) -> str:
+        """The id under which its answers come: the user's own, which may be empty."""
+        return self.request_id if self.external_req_id is None else self.external_req_id
+
+    @property
     def params(self) -> SamplingParams | PoolingParams:
-        """The sampling parameters, or else the pooling parameters. Raises `ValueError` if there
-        are neither."""
+        """The sampling parameters, or else the pooling parameters. Raises `NoParametersError`
+        if there are neither."""
         params = self.sampling_params or self.pooling_params
         if params is None:
-            raise ValueError(f"request {self.request_id} has neither sampling nor pooling params")
+            raise NoParametersError(
+                f"request {self.request_id} has neither sampling nor pooling params"
+            )
         return params
 
     @property
     def sampling(self) -> SamplingParams:
-        """The sampling parameters. Raises `ValueError` for a pooling request."""
+        """The sampling parameters. Raises `NoParametersError` for a pooling request."""
         if self.sampling_params is None:
-            raise ValueError(f"request {self.request_id} carries no sampling_params")
+            raise NoParametersError(f"request {self.request_id} carries no sampling_params")
         return self.sampling_params
 
 
@@ -283,6 +291,8 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     newest_moves: list[Move] = []
     """The newest moves to this engine that are complete, the newest last, `MAX_MOVES_TOLD` at most.
     All others are only in the totals."""
+    rejections_ignored: int = 0
+    """Times that somebody spoke of a refused request without naming a lease, or without proof."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

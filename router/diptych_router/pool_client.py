@@ -307,7 +307,7 @@ class PoolClient(AsyncEngine, WithoutControl):
 
     # --- what all engines do ------------------------------------------------------------------
 
-    async def notify_kv_transfer_request_rejected(
+    async def reject_kv_transfer(
         self,
         request_id: str,
         kv_transfer_params: dict[str, Any],

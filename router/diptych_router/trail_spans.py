@@ -62,7 +62,7 @@ def _of_request(trail: Trail, model_name: str) -> SpanFacts:
         "gen_ai.provider.name": "diptych",
         "gen_ai.request.model": model_name if lora is None else _cut(lora.lora_name),
         "gen_ai.response.model": model_name,
-        "gen_ai.request.id": _cut(request.external_req_id or request.request_id),
+        "gen_ai.request.id": _cut(request.shown_id),
         "gen_ai.usage.input_tokens": len(request.prompt_token_ids or ()),
         "gen_ai.usage.output_tokens": trail.num_tokens,
         "gen_ai.latency.e2e": trail.ended_s - trail.began_s,

@@ -6,6 +6,7 @@ from array import array
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from diptych_protocol import (
     WeightTransferUpdateRequest,
     wire,
 )
+from diptych_protocol.arrays import ITEM_BYTES
 
 
 def request(embeddings: Array | None) -> EngineCoreRequest:
@@ -93,3 +95,17 @@ def test_a_message_has_a_bounded_number_of_frames() -> None:
     frame, *_ = wire.encoder.encode(request(None))
     with pytest.raises(msgspec.ValidationError, match="65 frames"):
         wire.request_decoder.decode([frame] + [b""] * 64)
+
+
+@pytest.mark.parametrize("dtype", sorted(ITEM_BYTES.keys() - {"bfloat16"}))
+def test_numpy_reads_the_bytes_where_they_are(dtype: str) -> None:
+    wanted = np.array([[0, 1, 0], [1, 0, 1]], dtype)
+    found = np.asarray(Array(dtype, wanted.shape, wanted.tobytes()))
+    assert found.dtype == wanted.dtype
+    assert found.tolist() == wanted.tolist()
+    assert not found.flags.writeable
+
+
+def test_numpy_has_no_bfloat16() -> None:
+    with pytest.raises(ValueError, match="convert it to float32 first"):
+        np.asarray(Array("bfloat16", (1,), b"ab"))

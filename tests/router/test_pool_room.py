@@ -25,7 +25,7 @@ async def fill(client: PoolClient, tenant: str) -> list[asyncio.Task[None]]:
 
     while True:
         try:
-            await client.check_admission(1, 2, tenant)
+            client.check_admission(1, num_tokens=2, tenant=tenant)
         except EngineOverloadedError:
             return tasks
         tasks.append(asyncio.create_task(ask(len(tasks))))

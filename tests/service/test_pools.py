@@ -256,6 +256,17 @@ async def test_a_user_who_leaves_frees_everything(pair: Pair, after: int, eventu
     await eventually(pair.all_blocks_free)
 
 
+NAMING_NO_LEASE: list[Any] = [
+    {},
+    {"do_remote_prefill": True, "remote_engine_id": "p", "remote_block_ids": [1],
+     "remote_host": "10.0.0.1", "remote_port": 5600},
+    None,
+    {"lease_id": 3},
+    {"lease_id": object()},
+]  # fmt: skip
+"""The second is all that vLLM's engines say."""
+
+
 async def test_contract_C08_a_rejected_hand_off_frees_prefill_at_once(
     pair: Pair, eventually: Any
 ) -> None:
@@ -264,7 +275,15 @@ async def test_contract_C08_a_rejected_hand_off_frees_prefill_at_once(
     stats = await pair.prefill.refresh_stats()
     assert stats.blocks_free < stats.blocks_total
     with pytest.raises(InvalidRequestError, match="rank 1 is not one of the 1"):
-        await pair.decode.notify_kv_transfer_request_rejected("r", params, data_parallel_rank=1)
+        await pair.decode.reject_kv_transfer("r", params, data_parallel_rank=1)
+    for told in NAMING_NO_LEASE:
+        await pair.decode.notify_kv_transfer_request_rejected("r", told)
+        await pair.pools.notify_kv_transfer_request_rejected("r", told)
+    await pair.decode.notify_kv_transfer_request_rejected("r", params, data_parallel_rank=1)
+    assert not await pair.all_blocks_free()
+    counted = (await pair.decode.refresh_stats()).kv_transfer
+    assert counted is not None
+    assert counted.rejections_ignored == 3, "the others have another type, and nobody is asked"
     await pair.decode.notify_kv_transfer_request_rejected("r", params, data_parallel_rank=0)
     await eventually(pair.all_blocks_free)
     await pair.decode.notify_kv_transfer_request_rejected("r", params)  # harmless

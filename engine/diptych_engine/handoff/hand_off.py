@@ -63,6 +63,7 @@ class HandOffs:
         self._promises: dict[str, Promise] = {}
         """By the ids of the requests; those whose leases have ended are not among them."""
         self.fetches = PrefixFetches()
+        self._rejections_ignored = 0
         self.before_load: Callable[[Sequence[int]], None] | None = None
         """Told of the blocks that a load will fill; whoever builds the core may set it."""
 
@@ -324,6 +325,7 @@ class HandOffs:
         stats = self._connector.stats()
         self._scheduler.count_early(stats)
         self.fetches.count(stats)
+        stats.rejections_ignored = self._rejections_ignored
         return stats
 
     # --- rejection ----------------------------------------------------------------------------
@@ -331,14 +333,19 @@ class HandOffs:
     def reject_kv_transfer(self, request_id: str, raw_params: dict[str, Any]) -> None:
         """Somebody refused or lost a request before admission: free what P holds for it.
 
-        Works on either side: P ends its own lease, D tells P. Repeating it is harmless. Raises
-        `InvalidRequestError` for parameters that P has not signed. Those of a request that is here
-        or was change nothing: what becomes of the lease is its affair.
+        Works on either side: P ends its own lease, D tells P. Repeating it is harmless. Parameters
+        that P has not signed are counted, and raise `InvalidRequestError`. Those of a request that
+        is here or was change nothing: what becomes of the lease is its affair.
         """
-        if self._connector is None:
-            return
+        try:
+            self._release(request_id, raw_params)
+        except InvalidRequestError:
+            self._rejections_ignored += 1
+            raise
+
+    def _release(self, request_id: str, raw_params: dict[str, Any]) -> None:
         params = KVTransferParams.naming_lease(raw_params)
-        if self._connector.is_taken(params):
+        if self._connector is None or self._connector.is_taken(params):
             return
         if params.remote_engine_id == self._description.engine_id:
             self._connector.revoke(params)
@@ -360,6 +367,6 @@ class HandOffs:
             try:
                 if self._connector is not None:
                     self._connector.prove(KVTransferParams.parse(raw))
-                self.reject_kv_transfer(message.request_id, raw)
+                self._release(message.request_id, raw)
             except DiptychError as exc:
                 log.info("request %s: nothing to release: %s", message.request_id, exc)

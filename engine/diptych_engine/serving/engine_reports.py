@@ -18,8 +18,8 @@ from diptych_protocol import (
     InvalidRequestError,
     PauseMode,
     SchedulerStats,
-    UnsupportedFeatureError,
 )
+from diptych_protocol.errors import NotKeptError
 
 if TYPE_CHECKING:
     from diptych_frontend.observability.request_tracer import RequestTracer
@@ -55,9 +55,9 @@ class EngineReports(EngineControls):
     """None before the first question whether they are."""
 
     def get_metrics(self) -> list[Metric]:
-        """The values of all metrics now. Raises `UnsupportedFeatureError` without `log_stats`."""
+        """The values of all metrics now. Raises `NotKeptError` without `log_stats`."""
         if not self.log_stats:
-            raise UnsupportedFeatureError("this engine keeps no statistics: log_stats is False")
+            raise NotKeptError("this engine keeps no statistics: log_stats is False")
         self._metrics.stats_by_engine[self.description.engine_id] = self._fetch_stats()
         return self._metrics.snapshot()
 

@@ -40,11 +40,11 @@ from diptych_protocol import (
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
-    UnsupportedFeatureError,
     UsageContext,
 )
 from diptych_protocol.as_sent import check_id, check_whole, ids_of
 from diptych_protocol.control_calls import CALL_TIMEOUT_S
+from diptych_protocol.errors import AbsentError
 
 if TYPE_CHECKING:
     from diptych_engine.serving.lockstep_peers import LockstepPeers
@@ -224,7 +224,7 @@ class LLMEngine(EngineReports):
         )
         collector = Collector[Any]([part.request_id for part in parts])
         token_ids = request.prompt_token_ids or []
-        external_id = request.external_req_id or request_id
+        external_id = request.shown_id
         opened = _Open(external_id, prompt_text, token_ids, collector, facts)
         try:
             for index, part in enumerate(parts):
@@ -343,10 +343,10 @@ class LLMEngine(EngineReports):
 
     @property
     def model_executor(self) -> Any:
-        """What runs the model. Raises `UnsupportedFeatureError` if that is in another process."""
+        """What runs the model. Raises `AbsentError` if that is in another process."""
         core = getattr(self.engine_core, "core", None)
         if core is None:
-            raise UnsupportedFeatureError("the model runs in another process")
+            raise AbsentError("the model runs in another process")
         return core.runner
 
     # --- the core -----------------------------------------------------------------------------

@@ -70,9 +70,7 @@ class ControlRoutes:
     async def reject_kv_transfer(self, request: Request) -> Response:
         """Somebody refused a request before admission: free what is held for it."""
         refused = await body_of(request, RejectKVTransfer)
-        await self._engine.notify_kv_transfer_request_rejected(
-            refused.request_id, refused.kv_transfer_params
-        )
+        await self._engine.reject_kv_transfer(refused.request_id, refused.kv_transfer_params)
         return report(Done())
 
 

@@ -46,6 +46,7 @@ from diptych_protocol import (
     SamplingParams,
     SchedulerStats,
     StreamingInput,
+    UtilityError,
 )
 from diptych_protocol.as_sent import check_whole, ids_of
 from diptych_protocol.lora import numbered
@@ -85,6 +86,7 @@ class AsyncEngine(EngineClient):
         self._tracer: RequestTracer | None = None
         self._dead: EngineDeadError | None = None
         self._closed = False
+        self._home_loop: asyncio.AbstractEventLoop | None = None
         self._facts: dict[str, dict[str, Any]] = {}
         """Internal request id -> what the response headers tell about it."""
 
@@ -349,8 +351,13 @@ class AsyncEngine(EngineClient):
             name_alike(made, request)
         return collector
 
-    async def check_admission(
-        self, num_requests: int = 1, num_tokens: int = 0, tenant: str = ""
+    def check_admission(
+        self,
+        num_requests: int = 1,
+        request_id: str = "",
+        *,
+        num_tokens: int = 0,
+        tenant: str = "",
     ) -> None:
         self._check_usable()
         self._check_room(num_requests, num_tokens, tenant)
@@ -400,6 +407,29 @@ class AsyncEngine(EngineClient):
         parent of n answers."""
         self._withdraw(self.output_processor.abort(ids_of(request_id), internal))
 
+    @abstractmethod
+    async def reject_kv_transfer(
+        self,
+        request_id: str,
+        kv_transfer_params: dict[str, Any],
+        *,
+        data_parallel_rank: int | None = None,
+    ) -> None: ...
+
+    async def notify_kv_transfer_request_rejected(
+        self,
+        request_id: str,
+        kv_transfer_params: dict[str, Any],
+        *,
+        data_parallel_rank: int | None = None,
+    ) -> None:
+        try:
+            await self.reject_kv_transfer(
+                request_id, kv_transfer_params, data_parallel_rank=data_parallel_rank
+            )
+        except (ValueError, TypeError, RecursionError, UtilityError) as exc:
+            log.info("request %s: nothing to release: %s", request_id, exc)
+
     async def is_tracing_enabled(self) -> bool:
         return self._tracer is not None
 
@@ -411,8 +441,21 @@ class AsyncEngine(EngineClient):
     def _check_usable(self) -> None:
         if self._closed:
             raise ClientClosedError("this engine client was shut down")
+        self._keep_to_loop()
         if self._dead is not None:
             raise self._dead
+
+    def _keep_to_loop(self) -> None:
+        """Sockets and tasks are of the loop in which they were made. Raises `ClientClosedError` in
+        any other one."""
+        loop = asyncio._get_running_loop()
+        if self._home_loop is None:
+            self._home_loop = loop
+        elif loop is not self._home_loop and loop is not None:
+            raise ClientClosedError(
+                "this engine client belongs to the event loop that used it first, as of an earlier "
+                "asyncio.run; do all in one asyncio.run, or make an engine in each"
+            )
 
     def _die(self, cause: EngineDeadError) -> None:
         """Record the first cause of death and wake everybody who waits."""

@@ -30,7 +30,6 @@ from diptych_protocol import (
     EngineDeadError,
     EngineDescription,
     InvalidRequestError,
-    KVTransferParams,
     PauseMode,
     RefusedByEngineError,
     UsageContext,
@@ -216,6 +215,7 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
 
         Raises `EngineDeadError` if it ends instead, `TimeoutError` if it takes too long.
         """
+        self._keep_to_loop()
         await self._cores.connect(timeout_s)
         if self.logger_manager is not None and not hasattr(self, "description"):
             self.logger_manager.log_engine_initialized()
@@ -229,6 +229,7 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
 
     def _run_output_handler(self) -> None:
         """Begin to take outputs from the cores; the first request does it."""
+        self._keep_to_loop()
         self._cores.open()
 
     async def died(self) -> EngineDeadError:
@@ -307,14 +308,13 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
         await self._connect()
         return await self._cores.call_each(method, *args, timeout_s=timeout_s)
 
-    async def notify_kv_transfer_request_rejected(
+    async def reject_kv_transfer(
         self,
         request_id: str,
         kv_transfer_params: dict[str, Any],
         *,
         data_parallel_rank: int | None = None,
     ) -> None:
-        KVTransferParams.naming_lease(kv_transfer_params)
         if data_parallel_rank is not None:  # an engine of several cores takes part in no hand-off
             self._cores.member_of(data_parallel_rank)
         try:

@@ -10,6 +10,13 @@ from typing import Annotated, Any, Final, Literal, Self, Union, get_args, get_or
 import msgspec
 from msgspec import Meta
 
+from diptych_frontend.core_client.foreign_options import (
+    Foreign,
+    ForeignArgs,
+    foreign_fields,
+    judge_foreign,
+    warn_of_environment,
+)
 from diptych_protocol import UNREADABLE, EngineConfig, KVTransferConfig, UsageContext
 from diptych_protocol.field_ranges import descriptions
 
@@ -22,7 +29,7 @@ OUR_NAMES: Final = {
 """vLLM's name of a field -> ours, where they differ."""
 
 
-class EngineArgs(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EngineArgs(ForeignArgs, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An `EngineConfig` whose fields may also be given under vLLM's names, and what concerns the
     client of the engine rather than the engine.
 
@@ -41,7 +48,14 @@ class EngineArgs(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=
     def create_engine_config(
         self, usage_context: UsageContext = UsageContext.ENGINE_CONTEXT
     ) -> EngineConfig:
-        """What the engine gets. Raises `InvalidRequestError` for a value out of range."""
+        """What the engine gets.
+
+        Raises `InvalidRequestError` for a value out of range, and `UnsupportedFeatureError` for one
+        of vLLM's that asks for what is not here.
+        """
+        warn_of_environment()
+        Foreign("it is the model's own", (self.model,)).judge("tokenizer", self.tokenizer)
+        judge_foreign(self)
         values = {name: getattr(self, name) for name in EngineConfig.__struct_fields__}
         for theirs, ours in OUR_NAMES.items():
             value = getattr(self, theirs)
@@ -61,6 +75,9 @@ class EngineArgs(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=
                 continue
             names = [field.name, *([theirs[field.name]] if field.name in theirs else [])]
             flags = [f"--{name.replace('_', '-')}" for name in names]
+            if field.name in foreign_fields(ForeignArgs) or field.name == "tokenizer":
+                parser.add_argument(*flags, dest=field.name, **_FOREIGN_OPTION)
+                continue
             parser.add_argument(
                 *flags,
                 dest=field.name,
@@ -74,6 +91,19 @@ class EngineArgs(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=
         """From what a parser with `add_cli_args` has read; other attributes are left alone."""
         given = vars(args)
         return cls(**{name: given[name] for name in cls.__struct_fields__ if name in given})
+
+
+def _loosely(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text
+
+
+_FOREIGN_OPTION: Final[dict[str, Any]] = {
+    "help": argparse.SUPPRESS, "default": None, "nargs": "?", "const": True, "type": _loosely,
+}  # fmt: skip
+"""How argparse reads the options that only vLLM has; a program's are judged in the same way."""
 
 
 def _option(field: msgspec.structs.FieldInfo, kind: Any) -> dict[str, Any]:

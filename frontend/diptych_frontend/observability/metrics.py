@@ -298,6 +298,8 @@ _TRANSFER_COUNTERS: tuple[tuple[str, str, _Transfer], ...] = (
      lambda k: k.leases_rejected),
     ("kv_transfer_rejections_sent", "Times that another engine was told so.",
      lambda k: k.leases_refused_here),
+    ("kv_transfer_rejections_ignored", "Times that a report of a refused request named no lease.",
+     lambda k: k.rejections_ignored),
     ("kv_transfer_prefix_tokens_fetched", "Prompt tokens whose KV another engine remembered.",
      lambda k: k.prefix_tokens_fetched),
     ("kv_transfer_prefix_seconds", "Sum of the time that requests waited for fetched prefixes.",

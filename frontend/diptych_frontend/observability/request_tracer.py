@@ -109,7 +109,7 @@ class RequestTracer:
         ended = FinishReason.STOP if traced.stopped else reason
         attributes: dict[str, AttributeValue] = {
             "gen_ai.response.model": self._model_name,
-            "gen_ai.request.id": request.external_req_id or request.request_id,
+            "gen_ai.request.id": request.shown_id,
             "gen_ai.response.finish_reasons": [str(ended)],
             "gen_ai.usage.input_tokens": last.prefill_total_tokens if last else prompt_tokens,
             "gen_ai.usage.output_tokens": traced.num_output_tokens,

@@ -220,7 +220,7 @@ class EmbeddingRoute:
 
         if len(body) <= INLINE_BYTES:
             return read()
-        await self._engine.check_admission()
+        self._engine.check_admission()
         return await self._workers.run(scope, len(body), read)
 
     def _render(self, request: EmbeddingRequest) -> list[TokensPrompt]:

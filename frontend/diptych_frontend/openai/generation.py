@@ -159,8 +159,11 @@ class GenerationRoute(Generic[B, R]):
             self._api.reasoning_parser_kwargs(request),
             {"not_enforced": ", ".join(sound.not_enforced)} if sound.not_enforced else {},
         )
-        await self._engine.check_admission(
-            len(job.prompts) * params.n, job.num_prompt_tokens * params.n, exchange.tenant
+        self._engine.check_admission(
+            len(job.prompts) * params.n,
+            job.request_id,
+            num_tokens=job.num_prompt_tokens * params.n,
+            tenant=exchange.tenant,
         )
         writer = self._api.writer(sound, exchange.request_id, int(time.time()))
         deliver = self._stream if request.stream else self._answer
@@ -185,7 +188,7 @@ class GenerationRoute(Generic[B, R]):
                 may_see and sound.request.has_images
             ):
                 return self._rendered(sound)
-        await self._engine.check_admission()
+        self._engine.check_admission()
 
         def read() -> Sound[B, R]:
             sound = self._decode(scope, body)

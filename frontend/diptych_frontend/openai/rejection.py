@@ -88,9 +88,7 @@ class RejectRoute:
         request_id = lost.request_id or exchange.request_id
         try:
             async with asyncio.timeout(NOTIFY_TIMEOUT_S):
-                await self._engine.notify_kv_transfer_request_rejected(
-                    request_id, lost.kv_transfer_params
-                )
+                await self._engine.reject_kv_transfer(request_id, lost.kv_transfer_params)
         except TimeoutError as exc:
             raise EngineOverloadedError("the engine does not answer; retry later") from exc
         await send_bytes(send, 200, b'{"done":true}', [])

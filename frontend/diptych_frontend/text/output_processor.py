@@ -253,7 +253,7 @@ class _Answer:
         params = request.sampling
         prompt = request.prompt_token_ids or []
         self.request_id = request.request_id
-        self.external_id = request.external_req_id or request.request_id
+        self.external_id = request.shown_id
         self.collector = collector
         self.parent = parent
         self._index = index

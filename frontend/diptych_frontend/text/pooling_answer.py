@@ -24,7 +24,7 @@ class PoolingAnswer:
         self, request: EngineCoreRequest, collector: Collector[PoolingRequestOutput]
     ) -> None:
         self.request_id = request.request_id
-        self.external_id = request.external_req_id or request.request_id
+        self.external_id = request.shown_id
         self.collector = collector
         self._prompt_token_ids = request.prompt_token_ids or []
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any, Final, Self, TypeVar
+from typing import Annotated, Any, Final, Self, TypeVar
 
 import msgspec
 
 import diptych_protocol
+from diptych_frontend.core_client.foreign_options import Foreign, foreign_fields, judge_foreign
 from diptych_protocol import (
     EngineConfig,
     InvalidRequestError,
@@ -17,6 +18,7 @@ from diptych_protocol import (
 )
 
 Base = TypeVar("Base", bound=msgspec.Struct)
+FORMS: Final = "use structured_outputs, or logit_bias"
 BACKENDS: Final = (None, "auto", "guidance")
 """What compiles grammars here is llguidance; `auto` takes what there is."""
 
@@ -89,6 +91,26 @@ class SamplingParams(
 
     guided_decoding: GuidedDecodingParams | None = None
     """V0's name of `structured_outputs`."""
+    allowed_token_ids: Annotated[Any, Foreign(FORMS)] = None
+    best_of: Annotated[Any, Foreign("use n, and choose among the answers", (1,))] = None
+    use_beam_search: Annotated[Any, Foreign("there is no beam search", (False,))] = None
+    truncate_prompt_tokens: Annotated[
+        Any, Foreign("use tokenization_kwargs={'truncation': True, 'max_length': ...}")
+    ] = None
+    spaces_between_special_tokens: Annotated[
+        Any, Foreign("text is what the tokens say", (True, False))
+    ] = None
+    skip_reading_prefix_cache: Annotated[Any, Foreign("use a cache_salt of its own", (False,))] = (
+        None
+    )
+    flat_logprobs: Annotated[Any, Foreign("log probabilities are dictionaries", (False,))] = None
+    repetition_detection: Annotated[Any, Foreign("use a penalty, or max_tokens")] = None
+    thinking_token_budget: Annotated[Any, Foreign("limit the answer with max_tokens")] = None
+
+    def __post_init__(self) -> None:
+        judge_foreign(self)
+        for name in foreign_fields(type(self)):
+            setattr(self, name, None)  # so that it does not travel
 
 
 def params_of_today(params: Any) -> Any:

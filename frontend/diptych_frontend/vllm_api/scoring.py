@@ -211,7 +211,7 @@ class ScoringRoute:
         exchange = exchange_of(scope)
         body = exchange.body
         if len(body) > INLINE_BYTES:
-            await self._engine.check_admission()
+            self._engine.check_admission()
         request, prompts, first = await self._workers.read(
             scope, body, lambda: self._read(scope, body)
         )

@@ -69,7 +69,7 @@ class Explanations:
         """A request has come."""
         core_id = request.request_id
         self._requests[core_id] = Explained(
-            (request.external_req_id or core_id)[:MOST_CHARACTERS],
+            request.shown_id[:MOST_CHARACTERS],
             core_id,
             now,
             unix_time,

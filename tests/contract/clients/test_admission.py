@@ -79,13 +79,13 @@ async def test_contract_B18_the_fifth_of_four_gets_503_before_any_header(
 ) -> None:
     async with open_requests(engine, [1], [2], [3], [4]):
         with pytest.raises(EngineOverloadedError, match="4 requests are open"):
-            await engine.check_admission(1)
+            engine.check_admission(1)
         refused = await post(engine, [5], stream=stream)
         assert refused.status_code == 503
         assert refused.headers["content-type"] == "application/json"
         assert int(refused.headers["retry-after"]) > 0
         assert refused.json()["error"]["code"] == "overloaded"
-    await engine.check_admission(4)
+    engine.check_admission(4)
     served = await post(engine, [5], stream=stream)
     assert served.status_code == 200
 
@@ -105,8 +105,8 @@ async def test_contract_B18_waiting_prompt_tokens_are_bounded(engine: AsyncLLM) 
         # The first has begun: only the second one's tokens wait.
         assert (await post(engine, [3] * 6)).status_code == 503
         with pytest.raises(EngineOverloadedError, match="15 prompt tokens wait already"):
-            await engine.check_admission(1, 6)
-        await engine.check_admission(1, 5)
+            engine.check_admission(1, num_tokens=6)
+        engine.check_admission(1, num_tokens=5)
     assert (await post(engine, [4] * 30)).status_code == 200, "alone, it may be longer"
 
 

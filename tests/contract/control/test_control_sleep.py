@@ -104,6 +104,17 @@ def test_contract_C17_an_engine_without_its_memory_is_not_resumed() -> None:
     assert owner.call("is_sleeping") is False
 
 
+@pytest.mark.parametrize("tags", [["weights", "kv_cache"], ["kv_cache", "weights"]])
+def test_contract_C17_what_wakes_up_is_what_the_tags_say(tags: list[str]) -> None:
+    owner = Owner()
+    owner.call("sleep", 1)
+    for tag in tags[:-1]:
+        owner.call("wake_up", [tag])
+        assert owner.call("is_sleeping") is True, "partly awake is asleep"
+    owner.call("wake_up", tags[-1:])
+    assert owner.call("is_sleeping") is False
+
+
 def test_a_model_that_is_put_aside_leaves_nothing_of_its_weights() -> None:
     owner = Owner(model=DUMMY)
     storages = [

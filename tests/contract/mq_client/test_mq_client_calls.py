@@ -252,3 +252,17 @@ async def test_contract_Q17_getters_tell_what_the_client_was_made_of(
 def test_the_heartbeat_is_a_question_with_an_answer() -> None:
     outputs = wire.EngineCoreOutputs(utility_output=UtilityOutput(1, result={}))
     assert answer_in(wire.encoder.encode(outputs)) == UtilityOutput(1, result={})
+
+
+async def test_contract_Q16_a_healthy_session_says_nothing_in_the_log(
+    client: MQLLMEngineClient, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Neither here nor, at the level of a warning, in the engine."""
+    async for _ in client.generate(FACT.words, SamplingParams(max_tokens=2), "healthy"):
+        pass
+    for call in (client.sleep, client.wake_up, client.reset_prefix_cache, client.check_health):
+        await call()
+    await client.abort("nobody")
+    assert await client.is_sleeping() is False
+    assert caplog.records == []
+    assert " W [" not in capfd.readouterr().err

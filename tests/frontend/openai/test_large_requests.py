@@ -97,7 +97,7 @@ async def test_small_requests_are_rendered_at_once(
 async def test_an_engine_without_room_is_asked_before_the_work(
     client: httpx.AsyncClient, engine: Any, renderers: ThreadsOf
 ) -> None:
-    async def full(*_: Any) -> None:
+    def full(*_: Any) -> None:
         raise EngineOverloadedError("4096 requests are open already; retry later")
 
     engine.check_admission = full

@@ -71,9 +71,9 @@ async def test_tokens_are_counted_by_the_key_they_were_asked_for_with(
         told.append(("generate", kwargs["tenant"]))
         return generate(*args, **kwargs)
 
-    def checking(*args: Any) -> Any:
-        told.append(("check_admission", args[-1]))
-        return check_admission(*args)
+    def checking(*args: Any, **kwargs: Any) -> None:
+        told.append(("check_admission", kwargs["tenant"]))
+        check_admission(*args, **kwargs)
 
     monkeypatch.setattr(engine, "generate", generating)
     monkeypatch.setattr(engine, "check_admission", checking)
