@@ -20,11 +20,14 @@ LEASES = "/apis/coordination.k8s.io/v1/namespaces/ns/leases"
 async def says(operator: Operator, probe: str, words: str) -> int:
     """The status of a probe, once its answer has these words."""
     url = f"http://127.0.0.1:{operator.port}/{probe}"
-    async with asyncio.timeout(PATIENCE_S), httpx.AsyncClient(trust_env=False) as client:
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S) as client,
+    ):
         while True:
             assert operator.process.poll() is None, operator.log
             try:
-                answer = await client.get(url, timeout=PATIENCE_S)
+                answer = await client.get(url)
             except httpx.TransportError:
                 await asyncio.sleep(0.1)
                 continue

@@ -34,7 +34,7 @@ class Store:
         self.pods_here: list[Object] = []
         self.annotations: dict[str, str] = {}
         self.uid = "u1"
-        """Of the service."""
+        """The service has it."""
         self.spec: Object = {}
         self.serves_cluster = False
         """The operator is that of the cluster, and not of the namespace alone."""
