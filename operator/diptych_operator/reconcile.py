@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
@@ -25,7 +25,13 @@ from diptych_operator.autoscale import Memory, autoscale
 from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.executor import Executor
 from diptych_operator.key_keeper import KeyKeeper, KeysLostError
-from diptych_operator.kube.children import REFUSAL_S, Children, NotOursError, child_id
+from diptych_operator.kube.children import (
+    REFUSAL_S,
+    ChildId,
+    Children,
+    NotOursError,
+    child_id,
+)
 from diptych_operator.kube.client import ApiError, Kube
 from diptych_operator.kube.cluster import Cluster
 from diptych_operator.kube.event_log import SERVED_BY_ANOTHER, EventLog, Warned
@@ -33,14 +39,17 @@ from diptych_operator.kube.leader import LEASE_S
 from diptych_operator.kube.rivals import Rivals
 from diptych_operator.metrics import OperatorMetrics
 from diptych_operator.plan import Phase, Step, plan
-from diptych_operator.render import fixed_counts
+from diptych_operator.referents import Referents
+from diptych_operator.render import KeySets, fixed_counts
+from diptych_operator.render.keys import secret_name
 from diptych_operator.revision import key_set, revision
 from diptych_operator.routers import Routers
 from diptych_operator.scalers import PoolScalers, with_sizes_from_outside
 from diptych_operator.service_snapshot import ServiceSnapshot, key_sets, keys_in_pods
-from diptych_operator.status.observed import Observed, Problem, observe, pod_view
+from diptych_operator.status.observed import Observed, PodView, Problem, observe, pod_view
 from diptych_operator.status.progress import deadline_missed
 from diptych_operator.status.reasons import Reason
+from diptych_operator.status.references import Reference
 from diptych_operator.status.status import build_status, count, events_between
 
 log = logging.getLogger(__name__)
@@ -106,6 +115,7 @@ class Reconciler:
         self._executor = Executor(kube, cluster, self._children, self._keys)
         self._scalers = PoolScalers(kube, cluster)
         self._events = EventLog(kube)
+        self._referents = Referents(kube)
         self._scaling: dict[ServiceKey, Memory] = {}
         self._stands_back: set[ServiceKey] = set()
 
@@ -183,7 +193,8 @@ class Reconciler:
         asked = [pod.ip for pod in routers if pod.ip]
         polled = await self._routers.poll(asked, list(filter(None, (current, older))))
         observed = observe(deployments, pods, polled.reports, polled.unreachable)
-        observed = replace(observed, problems=problems)
+        missing = await self._referents.missing(service, _foreign(service, views, children, keys))
+        observed = replace(observed, problems=problems, missing=missing)
         lost = frozenset({keys.previous} if older is None else ())
         return ServiceSnapshot(service, revision(service), keys, children, pods, observed, lost)
 
@@ -311,6 +322,16 @@ class Reconciler:
 
 _READABLE_SPEC = {"model": {"uri": "dummy://"}, "prefill": {}, "decode": {}}
 """Stands in for one that is not, so that a status can be written for it."""
+
+
+def _foreign(
+    service: InferenceService, pods: Iterable[PodView], ours: Collection[ChildId], keys: KeySets
+) -> set[Reference]:
+    """What waiting pods refer to, but for what we make: that is known already."""
+    waiting = [pod.refers for pod in pods if pod.stays and not pod.ready]
+    made = {Reference(kind, name) for _, kind, name in ours}
+    made |= {Reference("Secret", secret_name(service, k)) for k in (keys.current, keys.previous)}
+    return set().union(*waiting) - made
 
 
 def _decide(snapshot: ServiceSnapshot, desired: Counts) -> Step:

@@ -38,6 +38,8 @@ PLURALS = {
 }
 
 
+_METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+
 _NOT_ITS_FAULT = (
     401,  # our token has run out
     408,
@@ -152,6 +154,17 @@ class Kube:
                 return None
             raise
 
+    async def exists(self, api_version: str, kind: str, namespace: str, name: str) -> bool:
+        """Whether there is such an object; what is in it is not sent."""
+        path = object_path(api_version, kind, namespace, name)
+        try:
+            await self.request("GET", path, accept=_METADATA_ONLY)
+        except ApiError as exc:
+            if exc.status == 404:
+                return False
+            raise
+        return True
+
     async def merge(
         self,
         api_version: str,
@@ -211,10 +224,11 @@ class Kube:
         query: Mapping[str, str] | None = None,
         body: Raw | None = None,
         content_type: str = "application/json",
+        accept: str = "application/json",
     ) -> Raw:
         """One request with a deadline. Raises `ApiError`."""
         self.requests += 1
-        headers: dict[str, str] = {"Accept": "application/json", "Content-Type": content_type}
+        headers: dict[str, str] = {"Accept": accept, "Content-Type": content_type}
         url = self._api.configuration.host + path + (f"?{urlencode(query)}" if query else "")
         try:
             await self._api.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)

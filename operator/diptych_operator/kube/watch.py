@@ -200,6 +200,13 @@ def _trimmed(raw: dict[str, Any]) -> Raw:
         kept["spec"] = {"replicas": raw["spec"].get("replicas", 1)}
     if raw["kind"] == SCALER_KIND:
         kept["spec"] = {"replicas": raw["spec"]["replicas"]}
+    if raw["kind"] == "Pod" and not _is_ready(raw):
+        kept["spec"] = raw["spec"]  # for what it may wait for; see `status.references`
     if raw["kind"] in ("Deployment", "Pod", SCALER_KIND):
         kept["status"] = raw.get("status") or {}
     return kept
+
+
+def _is_ready(pod: Raw) -> bool:
+    conditions = (pod.get("status") or {}).get("conditions") or ()
+    return any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
 from diptych_operator.api.names import MODEL_CONTAINER
 from diptych_operator.status.observed import DeploymentView, Observed, PodView
 from diptych_operator.status.reasons import Reason
+from diptych_operator.status.references import Reference
 
 MAX_QUOTE = 300
 """Characters of the cluster's own words that one finding repeats."""
@@ -63,7 +64,7 @@ def diagnose(observed: Observed, role: str) -> list[Finding]:
     by_case: dict[Finding, list[str]] = {}
     quotes: dict[Finding, str] = {}
     for pod in _alive(observed, role):
-        if (case := _case(pod)) is not None:
+        for case in _cases(pod, observed.missing):
             # Pods that fail alike are told of once, with the words of the first that has some.
             key = Finding(case.reason, case.what, "", case.remedy, case.severity)
             by_case.setdefault(key, []).append(pod.name)
@@ -139,6 +140,18 @@ def _step(pod: PodView) -> str:
     if pod.waiting_reason == "PodInitializing" and pod.ip:
         return "fetching the model"
     return "being started by the node" if pod.waiting_reason else "waiting for a node"
+
+
+def _cases(pod: PodView, missing: Mapping[Reference, str]) -> Iterator[Finding]:
+    """All that is wrong with one pod: first what it waits for and is not there."""
+    lacking = sorted(pod.refers & missing.keys()) if not pod.ready else []
+    for reference in lacking:
+        what = f'waits for the {reference.kind} "{reference.name}", which is not there'
+        reason = Reason.CONTAINER_CONFIG_ERROR
+        yield Finding(reason, what, "", missing[reference], Severity.BLOCKED)
+    case = _case(pod)
+    if case is not None and not (lacking and case.reason is Reason.CONTAINER_CONFIG_ERROR):
+        yield case
 
 
 def _case(pod: PodView) -> Finding | None:
@@ -242,6 +255,7 @@ def _lasting(text: str) -> str:
 
 
 _LACKING = re.compile(r"Insufficient ([\w.-]+(?:/[\w.-]+)?)")
+_NO_CLAIM = re.compile(r'persistentvolumeclaim "(?P<name>[^"]+)" not found', re.I)
 _PREEMPTION = re.compile(r"\s*(?:preemption|no new claims to deallocate)\b.*$", re.DOTALL)
 
 
@@ -258,7 +272,12 @@ def _unschedulable(pod: PodView) -> Finding:
         remedies.append(f"Tolerate the taint in {template}.tolerations.")
     if "selector" in said or "affinity" in said:
         remedies.append(f"Check nodeSelector and affinity in {template}.")
-    if "persistentvolumeclaim" in said.lower():
+    if found := _NO_CLAIM.search(said):
+        remedies.append(
+            f'Create the PersistentVolumeClaim "{found["name"]}", or correct spec.model or the '
+            "podTemplate."
+        )
+    elif "persistentvolumeclaim" in said.lower():
         remedies.append("Check the PersistentVolumeClaim of spec.model.")
     remedy = " ".join(remedies) or Reason.UNSCHEDULABLE.remedy
     says = shorten(said, MAX_QUOTE).rstrip(".")
@@ -271,11 +290,29 @@ def _unschedulable(pod: PodView) -> Finding:
 _POD_REFUSED = re.compile(r'^pods? "[^"]*" (?:is forbidden|is invalid): ', re.I)
 
 
+_NO_PART = re.compile(
+    r"(?P<kind>serviceaccount|PriorityClass|RuntimeClass)(?: with name)? "
+    r"\"?(?P<name>[\w.-]+)\"?(?: was)? (?:not )?found",
+    re.I,
+)
+_PARTS = {
+    "serviceaccount": "ServiceAccount",
+    "priorityclass": "PriorityClass",
+    "runtimeclass": "RuntimeClass",
+}
+"""What pods refer to that Kubernetes looks for when it creates them, by its words for it."""
+
+
 def _refused(view: DeploymentView) -> Finding:
     says = shorten(_POD_REFUSED.sub("", view.failure), MAX_QUOTE)
     remedy = Reason.PODS_REFUSED.remedy
     if "exceeded quota" in says:
         remedy = f"Raise the namespace's ResourceQuota, or lower spec.{view.role}.resources."
+    elif found := _NO_PART.search(says):
+        remedy = (
+            f'Create the {_PARTS[found["kind"].lower()]} "{found["name"]}", or '
+            f"correct spec.{view.role}.podTemplate."
+        )
     elif "PodSecurity" in says:
         remedy = f"Correct spec.{view.role}.podTemplate, or the namespace's PodSecurity label."
     what = f"{view.role} pods cannot be created"

@@ -11,6 +11,7 @@ from typing import Any
 
 from diptych_operator.api.names import POOLS, REVISION_LABEL, ROLE_LABEL, Role
 from diptych_operator.counts import Counts
+from diptych_operator.status.references import Reference, references
 from diptych_protocol.admin import RouterReport
 
 Raw = Mapping[str, Any]
@@ -61,6 +62,9 @@ class PodView:
     last_exit_reason: str = ""
     """Why `ended_container` ended, in Kubernetes' word, such as Error or OOMKilled."""
 
+    refers: frozenset[Reference] = frozenset()
+    """The Secrets and ConfigMaps that it cannot do without; empty once it is ready."""
+
     @property
     def gone(self) -> bool:
         """Only its record is left, as of an evicted pod; its address may be another's by now."""
@@ -83,6 +87,8 @@ class Observed:
     unreachable_routers: int = 0
     """Router pods whose admin port did not answer."""
     problems: tuple[Problem, ...] = field(default=())
+    missing: Mapping[Reference, str] = field(default_factory=dict)
+    """What pods refer to and is not there, with what to do about each."""
     lags: bool = False
     """The operator has just changed a Deployment, and this is from before."""
 
@@ -206,6 +212,7 @@ def pod_view(raw: Raw) -> PodView:
         ended_container=(ended or {}).get("name", ""),
         last_exit=_ended(ended or {}).get("message", ""),
         last_exit_reason=_ended(ended or {}).get("reason", ""),
+        refers=references(raw.get("spec") or {}),
     )
 
 

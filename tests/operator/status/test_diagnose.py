@@ -201,7 +201,7 @@ CASES = {
     "no volume": (
         unscheduled('0/1 nodes are available: 1 persistentvolumeclaim "weights" not found.'),
         Reason.UNSCHEDULABLE,
-        ["Check the PersistentVolumeClaim of spec.model."],
+        ['Create the PersistentVolumeClaim "weights", or correct spec.model'],
     ),
     "wrong labels": (
         unscheduled("0/1 nodes are available: 1 node(s) didn't match Pod's node affinity/selector"),

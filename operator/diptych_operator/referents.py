@@ -1,0 +1,52 @@
+"""Looks whether the objects that waiting pods refer to are there; only their metadata is read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+
+from diptych_operator.api.service import InferenceService
+from diptych_operator.key_keeper import RECHECK_S
+from diptych_operator.kube.children import REFUSAL_S
+from diptych_operator.kube.client import ApiError, Kube
+from diptych_operator.status.references import Reference, remedy
+
+_Id = tuple[str, Reference]
+"""The namespace, and what is looked for in it."""
+
+
+class Referents:
+    """Remembers what it saw, so that pods that stay stuck cost few requests."""
+
+    def __init__(self, kube: Kube) -> None:
+        self._kube = kube
+        self._there_until: dict[_Id, float] = {}
+        self._missing_until: dict[_Id, float] = {}
+
+    async def missing(
+        self, service: InferenceService, wanted: Collection[Reference]
+    ) -> Mapping[Reference, str]:
+        """Those that are not there, with what to do about each."""
+        namespace = service.metadata.namespace
+        gone = [name for name in sorted(wanted) if not await self._is_there((namespace, name))]
+        return {name: remedy(service, name) for name in gone}
+
+    async def _is_there(self, what: _Id) -> bool:
+        now = time.monotonic()
+        for memory in (self._there_until, self._missing_until):
+            for old in [seen for seen, until in memory.items() if until <= now]:
+                del memory[old]
+        if what in self._there_until or what in self._missing_until:
+            return what in self._there_until
+        namespace, (kind, name) = what
+        try:
+            there = await self._kube.exists("v1", kind, namespace, name)
+        except ApiError as exc:
+            if not exc.is_refusal:
+                raise
+            there = True  # nobody lets us look; the pod's own words have to do
+        memory, seconds = (
+            (self._there_until, RECHECK_S) if there else (self._missing_until, REFUSAL_S)
+        )
+        memory[what] = now + seconds
+        return there

@@ -1,0 +1,65 @@
+"""The Secrets and ConfigMaps that a pod refers to, and what to do if one is not there. Pure.
+
+A node waits for a volume without a word in the pod's status, so the operator looks for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from diptych_operator.api.service import InferenceService
+
+Raw = Mapping[str, Any]
+
+
+class Reference(NamedTuple):
+    """An object in the pod's namespace."""
+
+    kind: str
+    name: str
+
+
+def references(spec: Raw) -> frozenset[Reference]:
+    """What a pod of this spec cannot do without, whoever put it there."""
+    found = {Reference("Secret", s.get("name", "")) for s in spec.get("imagePullSecrets") or ()}
+    for container in (*(spec.get("initContainers") or ()), *(spec.get("containers") or ())):
+        for entry in container.get("env") or ():
+            source = entry.get("valueFrom") or {}
+            found |= set(_named(source, "secretKeyRef", "configMapKeyRef"))
+        for entry in container.get("envFrom") or ():
+            found |= set(_named(entry, "secretRef", "configMapRef"))
+    for volume in spec.get("volumes") or ():
+        projected = (volume.get("projected") or {}).get("sources") or ()
+        for source in (volume, *projected):
+            found |= set(_named(source, "secret", "configMap"))
+    return frozenset(reference for reference in found if reference.name)
+
+
+def _named(source: Raw, secret: str, config_map: str) -> Iterator[Reference]:
+    for kind, field in (("Secret", secret), ("ConfigMap", config_map)):
+        named = source.get(field) or {}
+        if not named.get("optional"):
+            yield Reference(kind, named.get("name") or named.get("secretName") or "")
+
+
+def remedy(service: InferenceService, reference: Reference) -> str:
+    """What to do about one that is not there."""
+    fields = list(_fields(service, reference)) or ["the podTemplate"]
+    namespace = service.metadata.namespace
+    return (
+        f'Create the {reference.kind} "{reference.name}" in the namespace {namespace}, or correct '
+        f"{' and '.join(fields)}."
+    )
+
+
+def _fields(service: InferenceService, reference: Reference) -> Iterable[str]:
+    spec = service.spec
+    named = {
+        "spec.model.credentials": spec.model.credentials,
+        "spec.router.tls": spec.router.tls,
+        "spec.router.apiKeys": spec.router.api_keys,
+    }
+    for field, owner in named.items():
+        if owner is not None and reference == ("Secret", owner.secret_name):
+            yield field
