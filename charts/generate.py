@@ -1,8 +1,9 @@
 """Bring the chart up to date with what it is made from: `python charts/generate.py`.
 
-The CRDs in the chart are copies of those in crds/, and the table of values in the chart's README is
-made from values.schema.json and values.yaml. `generated()` says what should be where, so that a
-test can tell whether somebody forgot to run this.
+The CRDs in the chart are copies of those in crds/, the limits of its admission policy are the
+operator's, and the table of values in the chart's README is made from values.schema.json and
+values.yaml. `generated()` says what should be where, so that a test can tell whether it was
+forgotten.
 """
 
 # ruff: noqa: INP001 (a script; charts/ is no package)
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from diptych_operator.api.limits import validations
 
 CHART = Path(__file__).parent / "diptych"
 CRDS = CHART.parent.parent / "crds"
@@ -56,6 +59,9 @@ def generated() -> dict[Path, bytes]:
         )
     return {
         **{CHART / "files" / "crds" / crd.name: crd.read_bytes() for crd in CRDS.glob("*.yaml")},
+        CHART / "files" / "limits.yaml": yaml.safe_dump(
+            validations(), sort_keys=False, width=100
+        ).encode(),
         readme: f"{before}{BEGIN}\n{values_table()}\n{END}{after}".encode(),
     }
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import subprocess
+import tempfile
 from pathlib import Path
 
 from cluster_kit.apply_crds import apply_crds
 from cluster_kit.kube_tools import find_tool
+from cluster_kit.old_clusters import chart_for
 from e2e.kubectl import Kubectl, Object
 
-CHART = Path(__file__).resolve().parent.parent / "charts/diptych"
 CRD = "inferenceservices.diptych.dev"
 RELEASE = "diptych"
 HELM_TIMEOUT_S = 240
@@ -17,16 +18,25 @@ OPERATOR_PODS = {"app.kubernetes.io/name": "diptych-operator"}
 
 
 class Chart:
-    """A release in the tests' own namespace that serves only that namespace."""
+    """A release in a namespace of the tests' own."""
 
-    def __init__(self, kubectl: Kubectl, registry: str) -> None:
-        """The images are those of the chart's version, in `registry`; empty: nodes have them."""
+    def __init__(self, kubectl: Kubectl, registry: str, serves: str) -> None:
+        """The images are those of the chart's version, in `registry`; empty: nodes have them.
+
+        serves: the one namespace that the operator serves; empty: it serves the whole cluster.
+        """
+        self._folder = tempfile.TemporaryDirectory()
+        self._chart = chart_for(kubectl.run, Path(self._folder.name))
         self._kubectl = kubectl
         self._values = {
-            "scope": "namespaced",
-            "namespaces": f"{{{kubectl.namespace}}}",
+            # Both are named, whichever the chart's default is.
+            "scope": "namespaced" if serves else "cluster",
             "images.registry": registry,
+            # Models of some tests come from a folder of the node.
+            "limits.allow.hostPaths": "{*}",
         }
+        if serves:
+            self._values["namespaces"] = f"{{{serves}}}"
 
     def install(self, **values: str) -> None:
         """Install or upgrade the release, and wait until the operator is ready.
@@ -37,7 +47,7 @@ class Chart:
             self._values["crds.install"] = "false" if self._renew_crd() else "true"
         wanted = {**self._values, **{key.replace("__", "."): v for key, v in values.items()}}
         settings = [word for key, value in wanted.items() for word in ("--set", f"{key}={value}")]
-        self._helm("upgrade", "--install", RELEASE, str(CHART), *settings,
+        self._helm("upgrade", "--install", RELEASE, str(self._chart), *settings,
                    "--wait", f"--timeout={HELM_TIMEOUT_S}s")  # fmt: skip
 
     def _renew_crd(self) -> bool:
@@ -56,7 +66,9 @@ class Chart:
         self._helm("test", RELEASE, f"--timeout={HELM_TIMEOUT_S}s")
 
     def uninstall(self) -> None:
+        """The last that is done with it."""
         self._helm("uninstall", RELEASE, "--wait", f"--timeout={HELM_TIMEOUT_S}s")
+        self._folder.cleanup()
 
     def pods(self) -> list[Object]:
         return self._kubectl.list("pods", OPERATOR_PODS)

@@ -6,6 +6,7 @@ import os
 import secrets
 import tomllib
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -45,21 +46,28 @@ def figures() -> Figures:
     return Figures()
 
 
-@pytest.fixture(scope="module")
-def kubectl(request: pytest.FixtureRequest) -> Iterator[Kubectl]:
-    """A fresh namespace for each module, deleted with all that is in it."""
-    kubectl = Kubectl(f"diptych-e2e-{secrets.token_hex(3)}")
+@contextmanager
+def namespace(name: str) -> Iterator[Kubectl]:
+    """A fresh namespace, deleted with all that is in it."""
+    kubectl = Kubectl(name)
     try:
         kubectl.run("create", "namespace", kubectl.namespace)
     except KubectlError as exc:
         pytest.fail(f"these tests need a cluster, such as that of e2e/kind: {exc}", pytrace=False)
-    request.config.stash[IN_USE] = kubectl
     yield kubectl
-    del request.config.stash[IN_USE]
     # A namespace waits for its pods, longer than they take: let none be left.
     kubectl.run("delete", "pods", "--all", "--grace-period=1", "--timeout=180s", timeout_s=190)
     kubectl.delete("namespace", kubectl.namespace)
     kubectl.gone("namespace", [kubectl.namespace])
+
+
+@pytest.fixture(scope="module")
+def kubectl(request: pytest.FixtureRequest) -> Iterator[Kubectl]:
+    """A namespace for each module."""
+    with namespace(f"diptych-e2e-{secrets.token_hex(3)}") as kubectl:
+        request.config.stash[IN_USE] = kubectl
+        yield kubectl
+        del request.config.stash[IN_USE]
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +79,15 @@ def client(kubectl: Kubectl) -> Client:
 
 @pytest.fixture(scope="module")
 def chart(kubectl: Kubectl) -> Iterator[Chart]:
-    """The operator. It goes after the services it looks after, which it has to take down."""
-    chart = Chart(kubectl, REGISTRY)
+    """The operator, of this one namespace. It goes after the services it looks after, which it has
+    to take down."""
+    with operating(Chart(kubectl, REGISTRY, serves=kubectl.namespace), kubectl) as chart:
+        yield chart
+
+
+@contextmanager
+def operating(chart: Chart, kubectl: Kubectl) -> Iterator[Chart]:
+    """The chart is installed while tests have services in a namespace."""
     try:
         chart.install()
         yield chart

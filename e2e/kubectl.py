@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from cluster_kit.kube_schemas import complaints
 from cluster_kit.kube_tools import find_tool
 
 Object = Mapping[str, Any]
@@ -86,6 +87,9 @@ class Kubectl:
         return items
 
     def apply(self, *objects: Object) -> None:
+        """Also holds them against the oldest and the newest Kubernetes, whichever this is."""
+        wrong = [told for obj in objects for told in complaints(obj)]
+        assert not wrong, "; ".join(wrong)
         listing = {"apiVersion": "v1", "kind": "List", "items": objects}
         self.run("apply", "--filename", "-", stdin=json.dumps(listing))
 

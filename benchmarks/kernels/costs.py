@@ -101,10 +101,26 @@ def prefill_attention(model: Model, new: int, prefix: int) -> Cost:
     return Cost(moved, 4 * pairs * model.heads * model.head_dim)
 
 
+def products(model: Model) -> list[tuple[str, int, int]]:
+    """The four products of a layer: name, inputs and outputs."""
+    heads, all_heads = model.heads, model.heads + 2 * model.kv_heads
+    return [
+        ("qkv", model.hidden, all_heads * model.head_dim),
+        ("o", heads * model.head_dim, model.hidden),
+        ("gate and up", model.hidden, 2 * model.intermediate),
+        ("down", model.intermediate, model.hidden),
+    ]
+
+
+def product(model: Model, rows: int, inputs: int, outputs: int) -> Cost:
+    """Read both factors, write the product."""
+    moved = (inputs * outputs + rows * (inputs + outputs)) * model.itemsize
+    return Cost(moved, 2 * rows * inputs * outputs)
+
+
 def layer_weights(model: Model) -> int:
     """Numbers in the four products of a layer."""
-    attention = 2 * (model.heads + model.kv_heads) * model.head_dim
-    return model.hidden * (attention + 3 * model.intermediate)
+    return sum(inputs * outputs for _, inputs, outputs in products(model))
 
 
 def decode_step(model: Model, contexts: Iterable[int]) -> Cost:
@@ -115,6 +131,15 @@ def decode_step(model: Model, contexts: Iterable[int]) -> Cost:
     return Cost(
         weights * model.itemsize + model.layers * attention.bytes,
         2 * weights * len(contexts) + model.layers * attention.flops,
+    )
+
+
+def mixed_step(model: Model, contexts: Iterable[int], new: int) -> Cost:
+    """Decodes and a whole prompt, which share the reading of weights."""
+    decodes, prompt = decode_step(model, contexts), prefill_step(model, new)
+    weights = model.layers * layer_weights(model) + model.vocabulary * model.hidden
+    return Cost(
+        decodes.bytes + prompt.bytes - weights * model.itemsize, decodes.flops + prompt.flops
     )
 
 

@@ -57,6 +57,11 @@ def markdown(results: dict[str, Any]) -> str:
         "|---|---|---:|---:|---:|---:|---:|",
     ]  # fmt: skip
     for row in results["rows"]:
+        if "error" in row:
+            lines.append(
+                f"| {row['kernel']} | {row['size']} | {row['error'].replace('|', '/')} |||||"
+            )
+            continue
         lines.append(
             f"| {row['kernel']} | {row['size']} | {row['us']:.1f} "
             f"({row['us_low']:.1f}-{row['us_high']:.1f}) | {row['gb_per_s']:.0f} | "
@@ -74,7 +79,7 @@ def beside(row: dict[str, Any]) -> str:
 
 def plot(results: dict[str, Any], path: Path) -> bool:
     """Shares of the limit as bars; False where matplotlib is not installed."""
-    rows = results["rows"][::-1]
+    rows = [row for row in results["rows"][::-1] if "error" not in row]
     try:
         figure = new_figure(8, 1 + 0.28 * len(rows))
     except ImportError:

@@ -18,13 +18,17 @@ from diptych_kernels.paged_attention import AttentionMetadata
 
 
 def step_cases(workload: Workload, sizes: Sizes) -> Iterator[Case]:
-    """Decode steps of several batches and prefills of one prompt, on the same weights."""
+    """Decode steps of several batches, prefills of one prompt, and both at once, on the same
+    weights."""
     longest = max(context for _, context in sizes.decode_steps)
-    model = random_model(workload, max(longest, *sizes.prefill_steps))
+    mixed = (max(context, new) for _, context, new in sizes.mixed_steps)
+    model = random_model(workload, max(longest, *sizes.prefill_steps, *mixed))
     for sequences, context in sizes.decode_steps:
         yield from decode_steps(workload, model, sequences, context)
     for new in sizes.prefill_steps:
         yield prefill_step(workload, model, new)
+    for sequences, context, new in sizes.mixed_steps:
+        yield mixed_step(workload, model, sequences, context, new)
 
 
 def random_model(workload: Workload, max_tokens: int) -> CausalLM:
@@ -55,8 +59,8 @@ def decode_steps(
         costs.decode_step(workload.model, [context] * sequences),
     )
     yield Case("decode step", size, cost, lambda: model.logits(model.forward(inputs, layers)), None)
-    if workload.device.type == "cuda":
-        graphs = DecodeGraphs(model, layers, context, cuda_recorder())
+    if workload.device.type != "cpu":
+        graphs = DecodeGraphs(model, layers, context, cuda_recorder)
         yield Case(
             "decode step as a graph", size, cost,
             lambda: model.logits(graphs.forward(inputs)), None,
@@ -73,15 +77,30 @@ def prefill_step(workload: Workload, model: CausalLM, new: int) -> Case:
     )  # fmt: skip
 
 
+def mixed_step(workload: Workload, model: CausalLM, sequences: int, context: int, new: int) -> Case:
+    """Decodes and a whole prompt, and the logits of all their last tokens."""
+    layers, tables = paged_cache(workload, sequences + 1, max(context, new))
+    starts = np.array([*range(sequences + 1), sequences + new])
+    positions = np.concatenate((np.full(sequences, context - 1), np.arange(new)))
+    inputs = step_inputs(workload, starts, positions, tables, sequences)
+    last = torch.from_numpy(starts[1:] - 1).to(workload.device)
+    return Case(
+        "mixed step", f"{sequences} x {context} and {new} tokens",
+        costs.mixed_step(workload.model, [context] * sequences, new),
+        lambda: model.logits(model.forward(inputs, layers).index_select(0, last)), None,
+    )  # fmt: skip
+
+
 def paged_cache(
     workload: Workload, sequences: int, context: int
 ) -> tuple[tuple[Tensor, ...], NDArray[np.int64]]:
-    """The layers of a cache, and block tables that go through it in no order."""
+    """The layers of a cache, and block tables that go through it in no order; its last block is in
+    none of them."""
     shape = workload.model
     width = -(-context // shape.block_size)
     order = np.random.default_rng(0).permutation(sequences * width)
     cache = workload.random(
-        sequences * width, shape.layers, 2, shape.block_size, shape.kv_heads, shape.head_dim
+        sequences * width + 1, shape.layers, 2, shape.block_size, shape.kv_heads, shape.head_dim
     )
     return cache.unbind(1), order.reshape(sequences, width)
 

@@ -72,9 +72,30 @@ def main() -> None:
     "run where there must be one.",
 )
 @click.option("--tls", type=FOLDER, help="Serve HTTPS with the tls.crt and tls.key in it.")
+@click.option(
+    "--allow-host",
+    "hosts",
+    multiple=True,
+    metavar="NAME",
+    help="A further name that it is reached under, such as host.docker.internal; again for more.",
+)
+@click.option(
+    "--allow-origin",
+    "origins",
+    multiple=True,
+    metavar="ORIGIN",
+    help="A site whose pages may use the API, such as http://localhost:3000; again for more.",
+)
 @click.option("--plain", is_flag=True, help="Lines instead of a live table, as in a pipe.")
 def up(
-    source: Source, port: int, host: str, api_keys: Path | None, tls: Path | None, plain: bool
+    source: Source,
+    port: int,
+    host: str,
+    api_keys: Path | None,
+    tls: Path | None,
+    hosts: tuple[str, ...],
+    origins: tuple[str, ...],
+    plain: bool,
 ) -> None:
     """Run a service on this machine until Ctrl-C.
 
@@ -102,7 +123,8 @@ def up(
     from diptych.foreground import serve
     from diptych.laptop.api_access import ApiAccess
 
-    serve(source, ApiAccess(port, host, api_keys, tls), MODEL_CACHE.expanduser(), plain=plain)
+    access = ApiAccess(port, host, api_keys, tls, hosts, origins)
+    serve(source, access, MODEL_CACHE.expanduser(), plain=plain)
 
 
 @main.command()

@@ -8,6 +8,8 @@ from urllib.parse import quote
 
 import msgspec
 
+from diptych_protocol import UNREADABLE
+
 LIST_PATH: Final = "/admin/requests"
 
 T = TypeVar("T")
@@ -54,7 +56,7 @@ def ask_all(
                 unknown = _message(body)
             else:
                 problems.append(f"{name}: HTTP {status}: {_message(body)}")
-        except (RouterError, msgspec.MsgspecError) as exc:
+        except (RouterError, *UNREADABLE) as exc:
             problems.append(f"{name}: {exc}")
     if found:
         return found, problems
@@ -66,6 +68,6 @@ def ask_all(
 def _message(body: bytes) -> str:
     try:
         said = msgspec.json.decode(body, type=_Refused).error.message
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         said = ""
     return said or body[:200].decode(errors="replace")

@@ -21,6 +21,8 @@ from diptych_frontend.api_docs.routes import docs_routes
 from diptych_frontend.batches_api.in_process import AskedByBatch
 from diptych_frontend.batches_api.routes import FILES_PATH, BatchRoutes
 from diptych_frontend.batches_api.service import BatchService
+from diptych_frontend.browsers.gate import BrowserGate
+from diptych_frontend.browsers.rules import BrowserRules
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.api_keys import OPEN_PATHS, ApiKeys, KeyGate
 from diptych_frontend.openai.asgi import AccessLogStyle, BodyReader, Boundary
@@ -53,6 +55,7 @@ DIALECTS = {"/v1/messages": ANTHROPIC}
 METRICS_AGE_S = 1.0
 """Metrics are written at most so often, however often somebody asks for them."""
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
+NO_SITES = BrowserRules()
 HEALTH_TIMEOUT_S = 5.0
 """A health check that takes longer is a failed one."""
 
@@ -69,6 +72,7 @@ def build_app(
     batches: BatchService | None = None,
     extra_routes: Sequence[BaseRoute] = (),
     extra_open_paths: frozenset[str] = frozenset(),
+    browsers: BrowserRules = NO_SITES,
 ) -> ASGIApp:
     """The HTTP server of one engine client.
 
@@ -86,6 +90,8 @@ def build_app(
             files.
         extra_routes: further Starlette routes, behind the same layers.
         extra_open_paths: paths of them that want no key.
+        browsers: the names of the server and the sites whose pages may use it. With API keys it
+            answers under any name.
     """
     engine = accepted(engine)
     names = tuple(served_names) or (engine.model_name,)
@@ -146,6 +152,7 @@ def build_app(
         batches.start(RejectionCleanup(asked, engine))
     if api_keys is not None:
         app = KeyGate(app, api_keys, OPEN_PATHS | extra_open_paths)
+    app = BrowserGate(app, browsers, any_host=api_keys is not None)
     app = Boundary(app, on_answer=metrics.count_answer, access_log=access_log, dialects=DIALECTS)
     return RejectionCleanup(app, engine)
 
@@ -154,7 +161,8 @@ def build_probe_app(engine: EngineClient, metrics: ServerMetrics) -> ASGIApp:
     """What probes and scrapers ask, and nothing else: it takes no body, and nobody's prompt."""
     routes = Probes(engine, metrics).routes()
     router = Router(routes, redirect_slashes=False, default=_unknown_path)
-    return Boundary(router, on_answer=metrics.count_answer, access_log="off")
+    app = BrowserGate(router, NO_SITES)
+    return Boundary(app, on_answer=metrics.count_answer, access_log="off")
 
 
 async def _unknown_path(scope: Scope, receive: Receive, send: Send) -> None:

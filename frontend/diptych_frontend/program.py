@@ -7,11 +7,10 @@ import sys
 from collections.abc import Coroutine
 from typing import Any
 
-import msgspec
 import uvloop
 
 from diptych_frontend.observability.logs import setup_logging
-from diptych_protocol import DiptychError, InvalidRequestError
+from diptych_protocol import UNREADABLE, DiptychError, InvalidRequestError
 
 
 def run_program(name: str, main: Coroutine[Any, Any, None]) -> None:
@@ -22,7 +21,7 @@ def run_program(name: str, main: Coroutine[Any, Any, None]) -> None:
     setup_logging(name)
     try:
         uvloop.run(main)
-    except (InvalidRequestError, msgspec.MsgspecError, OSError) as exc:
+    except (InvalidRequestError, OSError, *UNREADABLE) as exc:
         sys.exit(_complain(name, exc, 2))
     except DiptychError as exc:
         sys.exit(_complain(name, exc, 1))

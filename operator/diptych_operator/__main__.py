@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
 import signal
 import socket
 import sys
+import time
 from typing import Any
 
 import kopf
+import msgspec
 from pythonjsonlogger.json import JsonFormatter
 
 from diptych_operator.api.images import Images
+from diptych_operator.api.limits import Allowed
 from diptych_operator.api.scaler import SCALER_KIND
-from diptych_operator.api.service import API_VERSION
+from diptych_operator.api.service import API_VERSION, KIND
 from diptych_operator.kube.client import Kube
 from diptych_operator.kube.cluster import Cluster, read_cluster
-from diptych_operator.kube.leader import Candidate, lead
-from diptych_operator.kube.watch import Indexed, registry, settings
+from diptych_operator.kube.leader import Candidate, lead, leases_of
+from diptych_operator.kube.liveness import Liveness
+from diptych_operator.kube.rivals import Rivals
+from diptych_operator.kube.watch import Indexed, ServiceKey, registry, settings, watched_paths
 from diptych_operator.kube.work_queue import WorkQueue
 from diptych_operator.metrics import OperatorMetrics
 from diptych_operator.probes import serve_probes
@@ -33,6 +39,10 @@ log = logging.getLogger("diptych_operator")
 
 CONCURRENT_PASSES = 64
 """A pass mostly waits; a router that is out of reach holds one up for seconds."""
+END_S = 5.0
+"""What the leader runs is waited for so long at the end, and then left behind."""
+LOOK_S = 5.0
+"""So often it is looked whether the CRD is there, and whether the watches are heard."""
 BATCH_S = 0.2
 """Events of one service that arrive within this time are one pass."""
 
@@ -43,53 +53,116 @@ async def run(args: argparse.Namespace) -> None:
     stop = asyncio.Event()
     _stop_on_signals(stop)
     async with await Kube.connect() as kube:
-        versions = await kube.group_versions()
-        if API_VERSION not in versions:
-            raise DiptychError(f"the cluster does not serve {API_VERSION}: apply the CRD first")
-        cluster = read_cluster(
-            *await kube.version(),
-            versions,
-            args.lease_namespace,
-            has_pool_scalers=await kube.can_list(API_VERSION, SCALER_KIND, args.namespaces),
-        )
+        await kube.version()  # or say at once that there is no cluster
         metrics.watch_gauge("api_requests", "Requests to the API server.", lambda: kube.requests)
-        async with serve_probes(args.metrics_host, args.metrics_port, metrics):
-            candidate = Candidate(args.identity, args.lease_namespace, args.lease_name)
-            await lead(kube, candidate, lambda: operate(kube, cluster, metrics, args, stop), stop)
+        leader = Leader(kube, metrics, args, stop)
+        probes = serve_probes(
+            args.metrics_host, args.metrics_port, metrics, leader.faults, leader.unready
+        )
+        async with probes:
+            candidate = Candidate(args.identity, args.release, leases_of(args.namespaces))
+            await lead(kube, candidate, leader.operate, stop, leader.hindered)
     log.info("stopped")
 
 
-async def operate(
-    kube: Kube,
-    cluster: Cluster,
-    metrics: OperatorMetrics,
-    args: argparse.Namespace,
-    stop: asyncio.Event,
-) -> None:
-    """What the leader does, until told to stop. Whatever ends it ends the process."""
-    log.info("leading as %s on %s", args.identity, cluster)
-    indexed = Indexed()
-    async with Routers() as routers:
-        images = Images(args.engine_image, args.router_image, args.vllm_connector_image)
-        reconciler = Reconciler(kube, indexed, cluster, routers, metrics, images)
-        queue = WorkQueue(reconciler.reconcile, concurrency=CONCURRENT_PASSES, batch_s=BATCH_S)
-        metrics.watch_gauge("queue_length", "Services that wait for a worker.", queue.backlog)
-        handlers = registry(cluster, indexed, queue.add)
-        tasks: tuple[asyncio.Task[Any], ...] = (
-            asyncio.create_task(queue.run(), name="work queue"),
-            asyncio.create_task(watch(handlers, settings(cluster), args, stop), name="watches"),
-            asyncio.create_task(stop.wait(), name="stop"),
+class Leader:
+    """What an operator does while it leads, and what its probes say."""
+
+    def __init__(
+        self, kube: Kube, metrics: OperatorMetrics, args: argparse.Namespace, stop: asyncio.Event
+    ) -> None:
+        self._kube, self._metrics, self._args, self._stop = kube, metrics, args, stop
+        self._alive = Liveness()
+        self._queue: WorkQueue[ServiceKey] | None = None
+        metrics.watch_gauge(
+            "queue_length",
+            "Services that wait for a worker.",
+            lambda: self._queue.backlog() if self._queue else 0,
         )
-        metrics.leader.set(1)
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            metrics.leader.set(0)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        for task in done:
-            task.result()
+
+    def hindered(self, words: str) -> None:
+        self._alive.hindrance = words
+
+    def faults(self) -> list[str]:
+        return self._alive.faults(time.monotonic(), self._standstill_s())
+
+    def unready(self) -> list[str]:
+        return self._alive.unready(time.monotonic(), self._standstill_s())
+
+    def _standstill_s(self) -> float:
+        return self._queue.standstill_s() if self._queue else 0.0
+
+    async def operate(self) -> None:
+        """Serve until told to stop. Whatever ends it ends the process. Raises `DiptychError`."""
+        if (cluster := await self._cluster_with_crd()) is None:
+            return
+        log.info("leading as %s on %s", self._args.identity, cluster)
+        indexed = Indexed()
+        async with Routers() as routers:
+            args = self._args
+            images = Images(
+                args.engine_image,
+                args.router_image,
+                args.vllm_connector_image,
+                cluster_chooses_user=args.cluster_chooses_user,
+            )
+            rivals = Rivals(self._kube, serves_cluster=not self._args.namespaces)
+            reconciler = Reconciler(
+                self._kube, indexed, cluster, routers, self._metrics, images, rivals, args.limits
+            )
+            queue = self._queue = WorkQueue(
+                reconciler.reconcile, concurrency=CONCURRENT_PASSES, batch_s=BATCH_S
+            )
+            self._alive.expect(watched_paths(cluster, self._args.namespaces), time.monotonic())
+            handlers = registry(cluster, indexed, queue.add, self._answered)
+            tasks: tuple[asyncio.Task[Any], ...] = (
+                asyncio.create_task(queue.run(), name="work queue"),
+                asyncio.create_task(self._end_when_deaf(), name="liveness"),
+                asyncio.create_task(
+                    watch(handlers, settings(cluster), self._args, self._stop), name="watches"
+                ),
+                asyncio.create_task(self._stop.wait(), name="stop"),
+            )
+            self._metrics.leader.set(1)
+            try:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                self._metrics.leader.set(0)
+                for task in tasks:
+                    task.cancel()
+                # kopf logs in for ever if it is ended by a kind that is no longer there.
+                await asyncio.wait(tasks, timeout=END_S)
+            for task in done:
+                task.result()
+
+    async def _cluster_with_crd(self) -> Cluster | None:
+        """What the cluster can do, once it serves our CRD; None if told to stop before."""
+        while not await self._kube.can_list(API_VERSION, KIND, self._args.namespaces):
+            words = f"the cluster does not serve {API_VERSION}, or not to us: apply the CRD"
+            if words != self._alive.hindrance:
+                log.warning("%s", words)
+            self._alive.hindrance = words
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), LOOK_S)
+                return None
+        self._alive.hindrance = ""
+        return read_cluster(
+            *await self._kube.version(),
+            await self._kube.group_versions(),
+            self._args.release.partition("/")[0],
+            has_pool_scalers=await self._kube.can_list(
+                API_VERSION, SCALER_KIND, self._args.namespaces
+            ),
+        )
+
+    def _answered(self, path: str, status: int) -> None:
+        self._alive.answered(path, status, time.monotonic())
+
+    async def _end_when_deaf(self) -> None:
+        """Raises `DiptychError` once another life of the process may mend what is wrong."""
+        while not (faults := self.faults()):
+            await asyncio.sleep(LOOK_S)
+        raise DiptychError(f"it does not serve: {'; '.join(faults)}")
 
 
 async def watch(
@@ -145,11 +218,10 @@ def main() -> None:
         help="namespaces to serve, with commas; left out, the whole cluster",
     )
     parser.add_argument(
-        "--lease-namespace",
-        default=os.environ.get("POD_NAMESPACE", "default"),
-        help="where the Lease is by which one of several operators leads",
+        "--release",
+        default=f"{os.environ.get('POD_NAMESPACE', 'default')}/diptych-operator",
+        help="namespace and name of this installation, which its replicas have in common",
     )
-    parser.add_argument("--lease-name", default="diptych-operator")
     parser.add_argument(
         "--identity",
         default=os.environ.get("POD_NAME") or f"{socket.gethostname()}-{secrets.token_hex(4)}",
@@ -170,15 +242,29 @@ def main() -> None:
             help=f"image of services that leave spec.{field} out; %(default)s",
         )
     parser.add_argument(
+        "--limits",
+        type=lambda text: msgspec.json.decode(text, type=Allowed),
+        metavar="JSON",
+        help="what services may ask for, as the chart's limits.allow; left out, anything",
+    )
+    parser.add_argument(
+        "--cluster-chooses-user",
+        action="store_true",
+        help="pods name no user and no group, as OpenShift's constraints want it",
+    )
+    parser.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info"
     )
     args = parser.parse_args()
     set_up_logging(args.log_level)
+    status = 0
     try:
-        asyncio.run(run(args))
+        asyncio.new_event_loop().run_until_complete(run(args))
     except (DiptychError, OSError, ValueError) as exc:
         log.error("%s", exc)
-        sys.exit(1)
+        status = 1
+    logging.shutdown()
+    os._exit(status)  # what was left behind is not waited for; see END_S
 
 
 if __name__ == "__main__":

@@ -51,13 +51,14 @@ class Executor:
         self._children = children
         self._keys = keys
 
-    async def carry_out(self, snapshot: ServiceSnapshot, step: Step) -> None:
-        """Make the cluster as the step wants it.
+    async def carry_out(self, snapshot: ServiceSnapshot, step: Step) -> bool:
+        """Make the cluster as the step wants it; true if `snapshot` shows an older Deployment.
 
         Raises `SpecError` and `ApiError` for what does not render or is refused; nothing has been
         changed then that the old revision needs.
         """
         service = snapshot.service
+        await self._children.adopt(service, snapshot.children.values())
         if service.spec.suspend:
             await self._stop(snapshot)
         asleep = service.sleeps_when_idle and not step.replicas.get(snapshot.target, NOTHING)
@@ -71,9 +72,10 @@ class Executor:
             deployments = [obj for obj in wanted if obj["kind"] == "Deployment"]
             await self._children.try_out(service, deployments, snapshot.children)
         await self._name_the_idlest(snapshot, step)
-        await self._children.apply_all(service, wanted, snapshot.children)
+        changed = await self._children.apply_all(service, wanted, snapshot.children)
         await self._scale_older(snapshot, step)
         await self._remove(snapshot, step, shared)
+        return changed
 
     async def _stop(self, snapshot: ServiceSnapshot) -> None:
         """Take all pods away, whatever else the spec asks for and however wrong that may be."""

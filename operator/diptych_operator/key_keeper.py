@@ -9,7 +9,13 @@ from dataclasses import dataclass
 
 from diptych_operator.api.names import ROTATE_ANNOTATION
 from diptych_operator.api.service import InferenceService
-from diptych_operator.kube.children import NotOursError, belongs_to, with_owner
+from diptych_operator.kube.children import (
+    NotOursError,
+    adopt_orphan,
+    belongs_to,
+    is_orphan_of,
+    with_owner,
+)
 from diptych_operator.kube.client import ApiError, Kube
 from diptych_operator.new_secrets import new_secrets
 from diptych_operator.render.keys import secret, secret_name
@@ -105,7 +111,9 @@ class KeyKeeper:
         raw = await self._kube.get("v1", "Secret", service.metadata.namespace, name)
         if raw is None:
             return None
-        if not belongs_to(raw, service):
+        if is_orphan_of(raw, service):
+            await adopt_orphan(self._kube, raw, service)
+        elif not belongs_to(raw, service):
             raise NotOursError("Secret", name)
         try:
             token = base64.b64decode(raw["data"][ADMIN_TOKEN_FILE], validate=True).decode()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ import msgspec
 
 from diptych_operator.api.errors import SpecError
 from diptych_operator.api.images import Images
+from diptych_operator.api.limits import Allowed, check_limits
 from diptych_operator.api.parse import parse_object
 from diptych_operator.api.service import API_VERSION, KIND, InferenceService
 from diptych_operator.autoscale import Memory, autoscale
@@ -27,7 +28,9 @@ from diptych_operator.key_keeper import KeyKeeper, KeysLostError
 from diptych_operator.kube.children import REFUSAL_S, Children, NotOursError, child_id
 from diptych_operator.kube.client import ApiError, Kube
 from diptych_operator.kube.cluster import Cluster
-from diptych_operator.kube.event_log import EventLog
+from diptych_operator.kube.event_log import SERVED_BY_ANOTHER, EventLog, Warned
+from diptych_operator.kube.leader import LEASE_S
+from diptych_operator.kube.rivals import Rivals
 from diptych_operator.metrics import OperatorMetrics
 from diptych_operator.plan import Phase, Step, plan
 from diptych_operator.render import fixed_counts
@@ -63,6 +66,18 @@ class Watched(Protocol):
     def pods(self, key: ServiceKey) -> list[Raw]: ...
 
 
+@dataclass(slots=True)
+class _Done:
+    """What came of the acts of one pass."""
+
+    problems: list[Problem] = field(default_factory=list)
+    """What status has to tell."""
+    failure: ApiError | None = None
+    """An error that should be tried again."""
+    changed: bool = False
+    """A Deployment is no longer as it was when the pass looked."""
+
+
 class Reconciler:
     """Owns the children of every service that the watches show."""
 
@@ -74,19 +89,25 @@ class Reconciler:
         routers: Routers,
         metrics: OperatorMetrics,
         images: Images,
+        rivals: Rivals,
+        allowed: Allowed | None = None,
     ) -> None:
+        """With `allowed`, services may ask for no more than that."""
         self._kube = kube
+        self._rivals = rivals
         self._watched = watched
         self._cluster = cluster
         self._routers = routers
         self._metrics = metrics
         self._images = images
+        self._allowed = allowed
         self._keys = KeyKeeper(kube)
         self._children = Children(kube)
         self._executor = Executor(kube, cluster, self._children, self._keys)
         self._scalers = PoolScalers(kube, cluster)
         self._events = EventLog(kube)
         self._scaling: dict[ServiceKey, Memory] = {}
+        self._stands_back: set[ServiceKey] = set()
 
     async def reconcile(self, key: ServiceKey) -> float | None:
         """Bring one service closer to its spec; seconds until it wants the next pass."""
@@ -94,15 +115,34 @@ class Reconciler:
         if raw is None or "deletionTimestamp" in raw["metadata"]:
             self._forget(key)
             return None
+        if rival := await self._rivals.of(key[0]):
+            return await self._stand_back(key, raw, rival)
+        self._stands_back.discard(key)
         with self._metrics.timed():
             try:
-                return await self._pass(key, parse_object(raw, self._images))
+                service = parse_object(raw, self._images)
+                # Whatever is wrong with a service, it can be stopped.
+                if self._allowed is not None and not service.spec.suspend:
+                    check_limits(raw["spec"], self._allowed)
+                return await self._pass(key, service)
             except SpecError as exc:
-                # The schema of a cluster with CEL refuses these before they get here.
+                # The schema and the policy of a cluster refuse these before they get here, unless
+                # they are older than it.
                 await self._report_unusable(raw, exc)
                 return None
 
+    async def _stand_back(self, key: ServiceKey, raw: Raw, rival: str) -> float:
+        """Another operator serves the namespace: touch nothing, and say so once."""
+        if key not in self._stands_back:
+            self._forget(key)
+            self._stands_back.add(key)
+            words = f"{rival} serves the namespace {key[0]}; the cluster's operator stands back"
+            log.warning("%s/%s: %s", *key, words)
+            await self._events.post_about(raw, Warned(SERVED_BY_ANOTHER, words))
+        return LEASE_S
+
     def _forget(self, key: ServiceKey) -> None:
+        self._stands_back.discard(key)
         self._scaling.pop(key, None)
         self._keys.forget(key)
         self._children.forget(*key)
@@ -120,12 +160,12 @@ class Reconciler:
         aim = snapshot.aim
         desired = self._desired(key, snapshot, aim)
         step = _decide(snapshot, desired)
-        found, failure = await self._act(snapshot, step, aim)
-        problems = (*snapshot.observed.problems, *found)
-        observed = replace(snapshot.observed, problems=problems)
+        done = await self._act(snapshot, step, aim)
+        problems = (*snapshot.observed.problems, *done.problems)
+        observed = replace(snapshot.observed, problems=problems, lags=done.changed)
         await self._report(service, observed, step, snapshot.target, desired)
-        if failure is not None:
-            raise failure  # the queue tries again, with back-off
+        if done.failure is not None:
+            raise done.failure  # the queue tries again, with back-off
         return REFUSAL_S if problems else _interval(service, step)
 
     async def _look(self, key: ServiceKey, service: InferenceService) -> ServiceSnapshot:
@@ -159,28 +199,25 @@ class Reconciler:
         except KeysLostError as exc:
             return exc.token, (Problem(Reason.KEYS_LOST, str(exc)),)
 
-    async def _act(
-        self, snapshot: ServiceSnapshot, step: Step, aim: Counts
-    ) -> tuple[tuple[Problem, ...], ApiError | None]:
-        """Do all that is to be done; one part that fails keeps no other from being done.
-
-        Returns what status has to tell, and an error that should be tried again.
-        """
-        found: list[Problem | None] = []
-        failure: ApiError | None = None
-        for part in (self._carry_out(snapshot, step), self._scalers.keep(snapshot, aim)):
+    async def _act(self, snapshot: ServiceSnapshot, step: Step, aim: Counts) -> _Done:
+        """Do all that is to be done; one part that fails keeps no other from being done."""
+        done = _Done()
+        for part in (self._carry_out(snapshot, step, done), self._scalers.keep(snapshot, aim)):
             try:
-                found.append(await part)
+                problem = await part
             except ApiError as exc:
-                failure = exc
-                if exc.will_last:
-                    found.append(Problem("OperatorProblem", str(exc)))
-        return tuple(filter(None, found)), failure
+                done.failure = exc
+                problem = Problem("OperatorProblem", str(exc)) if exc.will_last else None
+            if problem is not None:
+                done.problems.append(problem)
+        return done
 
-    async def _carry_out(self, snapshot: ServiceSnapshot, step: Step) -> Problem | None:
+    async def _carry_out(
+        self, snapshot: ServiceSnapshot, step: Step, done: _Done
+    ) -> Problem | None:
         """What the user has to mend comes back, all else is raised."""
         try:
-            await self._executor.carry_out(snapshot, step)
+            done.changed = await self._executor.carry_out(snapshot, step)
         except SpecError as exc:
             return Problem("PodTemplateRejected", f"{exc}; correct the spec")
         except NotOursError as exc:
@@ -241,7 +278,6 @@ class Reconciler:
             before,
             target=target,
             desired=desired,
-            cluster_limits=self._cluster.limits(),
             now=_now(),
         )
         meta = service.metadata

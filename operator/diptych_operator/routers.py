@@ -12,6 +12,7 @@ import aiohttp
 import msgspec
 
 from diptych_operator.api.names import ADMIN_PORT
+from diptych_protocol import UNREADABLE
 from diptych_protocol.admin import RouterReport
 
 log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class Routers:
                     if (answer.content_length or MAX_REPORT_BYTES) >= MAX_REPORT_BYTES:
                         raise OSError(f"its report is longer than {MAX_REPORT_BYTES} bytes")
                     return msgspec.json.decode(await answer.read(), type=RouterReport)
-            except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as exc:
+            except (aiohttp.ClientError, TimeoutError, OSError, *UNREADABLE) as exc:
                 # Not louder: a router that starts is asked again and again. Status tells of it.
                 log.debug("router at %s does not report: %s", address, exc or type(exc).__name__)
                 return None

@@ -16,12 +16,19 @@ from diptych_operator.api.pools import DecodeAutoscaling, Pool, PoolName, Prefil
 from diptych_operator.api.scaler import SCALER_KIND, PoolScalerStatus
 from diptych_operator.api.service import API_VERSION, InferenceService
 from diptych_operator.counts import Counts
-from diptych_operator.kube.children import ChildId, NotOursError, belongs_to, child_id, with_owner
+from diptych_operator.kube.children import (
+    ChildId,
+    NotOursError,
+    belongs_to,
+    child_id,
+    is_orphan_of,
+    with_owner,
+)
 from diptych_operator.kube.client import ApiError, Kube
 from diptych_operator.kube.cluster import Cluster
 from diptych_operator.service_snapshot import ServiceSnapshot
-from diptych_operator.status.conditions import ready_pods
-from diptych_operator.status.observed import Problem
+from diptych_operator.status.observed import Observed, Problem
+from diptych_operator.status.situation import ready_pods
 
 Raw = Mapping[str, Any]
 Object = dict[str, Any]
@@ -75,12 +82,20 @@ def with_sizes_from_outside(
     return msgspec.structs.replace(service, spec=msgspec.structs.replace(service.spec, **pools))
 
 
-def scaler_status(service: InferenceService, role: PoolName, ready: int) -> Object:
-    """What `/scale` shows of a pool besides its wanted size."""
+def scaler_status(service: InferenceService, role: PoolName, observed: Observed) -> Object:
+    """What `/scale` shows of a pool besides its wanted size.
+
+    Pods that still load count, as in a Deployment's own status: an autoscaler that is told of fewer
+    takes away those that its last step has asked for.
+    """
     labels = sorted(selector(service, role).items())
-    text = ",".join(f"{name}={value}" for name, value in labels)
-    status: Object = msgspec.to_builtins(PoolScalerStatus(replicas=ready, selector=text))
-    return status
+    status = PoolScalerStatus(
+        replicas=sum(pod.role == role and pod.stays for pod in observed.pods),
+        ready_replicas=ready_pods(observed, role),
+        selector=",".join(f"{name}={value}" for name, value in labels),
+    )
+    found: Object = msgspec.to_builtins(status)
+    return found
 
 
 def _bounds(
@@ -91,9 +106,10 @@ def _bounds(
 
 
 def _own(service: InferenceService, role: PoolName, live: Mapping[ChildId, Raw]) -> Raw | None:
-    """The pool's PoolScaler, unless it is one that an earlier service of this name left."""
+    """The pool's PoolScaler, unless it has another owner."""
     found = live.get(child_id(scaler(service, role, 1)))
-    return found if found is not None and belongs_to(found, service) else None
+    ours = found is not None and (belongs_to(found, service) or is_orphan_of(found, service))
+    return found if ours else None
 
 
 _KEEPS_ITS_SIZE = "autoscaling.by is External, but the pool keeps its size"
@@ -140,10 +156,16 @@ class PoolScalers:
     async def _keep_one(self, snapshot: ServiceSnapshot, role: PoolName, aim: Counts) -> None:
         service = snapshot.service
         here = _own(service, role, snapshot.children)
+        seed = size(service, role, aim.of(role))
+        if here is not None and is_orphan_of(here, service):
+            # There is no right to give it an owner: it is made anew, with the size it asks for.
+            meta, seed = here["metadata"], int(here["spec"]["replicas"])
+            name = (meta["namespace"], meta["name"], meta["uid"])
+            await self._kube.delete(API_VERSION, SCALER_KIND, *name)
+            here = None
         if here is None:
-            seed = size(service, role, aim.of(role))
             await self._create(with_owner(scaler(service, role, seed), service), service)
-        status = scaler_status(service, role, ready_pods(snapshot.observed, role))
+        status = scaler_status(service, role, snapshot.observed)
         if here is None or here.get("status") != status:
             meta = metadata(service, role, role)
             named = {name: meta[name] for name in ("name", "namespace")}

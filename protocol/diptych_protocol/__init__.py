@@ -24,8 +24,14 @@ from diptych_protocol.engine_client import (
     TextPrompt,
     TokensPrompt,
 )
-from diptych_protocol.engine_settings import EngineSettings, ReasoningParserName, SchedulingPolicy
+from diptych_protocol.engine_settings import (
+    EngineSettings,
+    JsonSchemas,
+    ReasoningParserName,
+    SchedulingPolicy,
+)
 from diptych_protocol.errors import (
+    UNREADABLE,
     ClientClosedError,
     DiptychError,
     EngineDeadError,
@@ -75,6 +81,7 @@ from diptych_protocol.without_control import WithoutControl
 
 __all__ = [
     "FINISH_REASON_STRINGS",
+    "UNREADABLE",
     "AnyControlCall",
     "Array",
     "Batches",
@@ -99,6 +106,7 @@ __all__ = [
     "EngineSettings",
     "FinishReason",
     "InvalidRequestError",
+    "JsonSchemas",
     "KVTransferConfig",
     "KVTransferParams",
     "KVTransferStats",

@@ -134,14 +134,11 @@ class FrameDecoder(Generic[T]):
         self._decoder = msgspec.msgpack.Decoder(kind, dec_hook=self._take, ext_hook=_inline)
 
     def decode(self, frames: Sequence[Frame]) -> T:
-        """Raises `msgspec.ValidationError` or `msgspec.DecodeError` for anything malformed."""
+        """Raises one of `UNREADABLE` for anything malformed."""
         if not 0 < len(frames) <= MAX_FRAMES:
             raise msgspec.ValidationError(f"a message of {len(frames)} frames")
         self._frames = frames
-        try:
-            return self._decoder.decode(frames[0])
-        except RecursionError:
-            raise msgspec.ValidationError("a message that is nested too deeply") from None
+        return self._decoder.decode(frames[0])
 
     def convert(self, value: Any, kind: type[C]) -> C:
         """A part of the newest message that its type left open, made a `kind`.

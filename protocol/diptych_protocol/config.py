@@ -10,6 +10,7 @@ from msgspec import Meta
 from diptych_protocol.engine_settings import (
     MAX_RANKS,
     EngineSettings,
+    JsonSchemas,
     ReasoningParserName,
     ToolCallParserName,
     TracesEndpoint,
@@ -381,6 +382,51 @@ class Batches(
     ] = 16
 
 
+HostNames = Annotated[
+    list[
+        Annotated[
+            str,
+            Meta(
+                pattern=r"^[a-z0-9]([-._a-z0-9]*[a-z0-9])?$",
+                max_length=253,
+                title="a DNS name in lower case, without a port",
+                description="A DNS name in lower case, without a port.",
+            ),
+        ]
+    ],
+    Meta(
+        max_length=64,
+        title="DNS names",
+        description="Names under which clients reach the router, as that of an Ingress. Without "
+        "API keys it answers only under these, addresses, names without a dot, and names that "
+        "end in .localhost, .svc or .svc.cluster.local, so that no web site can lead a browser to "
+        "it. With API keys it answers under every name.",
+        examples=[["llm.example.com"]],
+    ),
+]
+"""The custom resource has this setting too, and the next one."""
+Origins = Annotated[
+    list[
+        Annotated[
+            str,
+            Meta(
+                pattern=r"^[a-z][-+.a-z0-9]*://[-._:\[\]a-z0-9]+$",
+                max_length=512,
+                title="an origin, such as https://app.example.com",
+                description="An origin: scheme, host and port of a site.",
+            ),
+        ]
+    ],
+    Meta(
+        max_length=64,
+        title="origins of web sites",
+        description="Web sites, by the origins of their pages, whose pages may use the API from "
+        "browsers (CORS). Left out, only the router's own page may.",
+        examples=[["https://app.example.com"]],
+    ),
+]
+
+
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What a router needs to know of the service it fronts; travels to it as JSON."""
 
@@ -448,6 +494,13 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         ToolCallParserName,
         Meta(description="How the model writes calls of tools; the same as the engines'."),
     ] = "auto"
+    json_schemas: Annotated[
+        JsonSchemas,
+        Meta(
+            description="What happens to keywords of JSON schemas that cannot be enforced; the "
+            "same as the engines'."
+        ),
+    ] = "exact"
     otlp_traces_endpoint: TracesEndpoint | None = None
     processes: Annotated[
         int,
@@ -494,6 +547,8 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     batches: Annotated[
         Batches, Meta(description="Files and batches, for a router with `--batch-directory`.")
     ] = Batches()
+    allowed_hosts: HostNames = []
+    allowed_origins: Origins = []
 
     def check(self) -> None:
         """Raise `InvalidRequestError`, naming the field, unless every value is in range."""

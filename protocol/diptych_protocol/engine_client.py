@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypedDict
 from diptych_protocol.arrays import Array
 from diptych_protocol.config import EngineConfig, RouterConfig
 from diptych_protocol.control_calls import PauseMode
+from diptych_protocol.engine_settings import JsonSchemas
 from diptych_protocol.errors import UnsupportedFeatureError
 from diptych_protocol.lora import LoRARequest
 from diptych_protocol.multimodal import MultiModalFeatureSpec
@@ -159,6 +160,11 @@ class EngineClient(ABC):
     def tool_call_parser(self) -> str:
         """The format in which the model calls tools; `auto` if its chat template is to show it."""
         return self.vllm_config.tool_call_parser
+
+    @property
+    def json_schemas(self) -> JsonSchemas:
+        """What happens to keywords of JSON schemas that cannot be enforced."""
+        return self.vllm_config.json_schemas
 
     @property
     def adapters(self) -> Mapping[str, LoRARequest]:

@@ -21,6 +21,7 @@ ReasoningParserName = Literal["none", "think", "harmony"]
 ToolCallParserName = Literal[
     "auto", "hermes", "llama", "mistral", "deepseek", "pythonic", "qwen3_coder"
 ]
+JsonSchemas = Literal["exact", "lenient"]
 TracesEndpoint = Annotated[
     str,
     Meta(
@@ -181,6 +182,14 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "template shows, or in channels where `reasoning_parser` is harmony."
         ),
     ] = "auto"
+    json_schemas: Annotated[
+        JsonSchemas,
+        Meta(
+            description="What happens to a request whose JSON schema has keywords that cannot be "
+            "enforced, unless it says so itself. exact: it is refused; lenient: they are left out, "
+            "and the answer's header x-diptych-not-enforced names them."
+        ),
+    ] = "exact"
     seed: Annotated[
         int, Meta(description="Seeds dummy weights and requests that bring no seed.")
     ] = 0

@@ -17,6 +17,15 @@ DiptychError
 
 from __future__ import annotations
 
+from typing import Final
+
+import msgspec
+
+UNREADABLE: Final = (msgspec.MsgspecError, UnicodeError, RecursionError)
+"""What decoding raises for bytes that are not what was expected, no UTF-8, or nested too deeply.
+
+Whoever decodes what others wrote catches all of them, and says so in an error of this project."""
+
 
 class DiptychError(Exception):
     """Base of every error that this project raises on purpose."""

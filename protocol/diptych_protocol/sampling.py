@@ -23,8 +23,11 @@ class RequestOutputKind(enum.IntEnum):
     """One output, when the request has finished."""
 
 
+_FORMS = ("json", "regex", "choice", "grammar", "json_object")
+
+
 class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """The form that an answer must have: exactly one of these is set."""
+    """The form that an answer must have: exactly one of the first five is set."""
 
     json: str | dict[str, Any] | None = None
     """A JSON schema."""
@@ -34,14 +37,23 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
     """In the notation of Lark, or in GBNF."""
     json_object: bool = False
     """Any JSON object."""
+    lenient: bool = False
+    """What cannot be enforced of a JSON schema is left out instead of refused."""
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is set, of a form that is checked."""
+        return self._asked()[0]
+
+    def _asked(self) -> list[str]:
+        return [name for name in _FORMS if getattr(self, name) not in (None, False)]
 
     def check(self) -> None:
         """Raise `InvalidRequestError` unless exactly one form is asked for, and it is not empty."""
-        fields = self.__struct_fields__
-        asked = [name for name in fields if getattr(self, name) not in (None, False)]
+        asked = self._asked()
         if len(asked) != 1:
             raise InvalidRequestError(
-                f"structured_outputs must set exactly one of {', '.join(self.__struct_fields__)}, "
+                f"structured_outputs must set exactly one of {', '.join(_FORMS)}, "
                 f"not {', '.join(asked) or 'none'}",
                 param="structured_outputs",
             )

@@ -80,8 +80,8 @@ class ErrorKind(enum.IntEnum):
     MISSING_IMAGE = 2
     """The request names an image that the core does not have: send it again with all data."""
     REFUSED = 3
-    """The request can never succeed as written. Only a router's line to an engine of another
-    runtime says so: cores of this project are sent nothing that they refuse."""
+    """The request can never succeed as written. Engines of another runtime say so, and cores of a
+    form that their vocabulary cannot write; nothing else that they refuse is sent to them."""
 
 
 class EngineCoreRequestType(enum.Enum):

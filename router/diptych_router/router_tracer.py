@@ -33,6 +33,7 @@ from opentelemetry.trace import (
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from diptych_frontend.observability.span_sender import SpanSender
+from diptych_frontend.observability.steady_clock import steady_time
 from diptych_protocol import EngineCoreOutput, EngineCoreRequest, RequestJourneyEvent
 from diptych_router.actions import Action, Add, Explain, Fail, Interrupted
 from diptych_router.routed_request import Setback
@@ -99,7 +100,7 @@ class RouterTracer:
         sampled = self._sampler.should_sample(context, trace_id, "request", SpanKind.SERVER)
         if sampled.decision is not Decision.RECORD_AND_SAMPLE:
             return
-        now_s, wall_ns = time.monotonic(), time.time_ns()
+        now_s, wall_ns = time.monotonic(), int(steady_time() * 1e9)
         waited_s = min(max(0.0, wall_ns / 1e9 - request.arrival_time), now_s)
         self._followed[request.request_id] = _Followed(
             Trail(request, now_s - waited_s, self._ids.generate_span_id),

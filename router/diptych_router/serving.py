@@ -10,6 +10,8 @@ from pathlib import Path
 
 import msgspec
 
+from diptych_protocol import UNREADABLE
+
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 64 << 10
@@ -51,7 +53,7 @@ class ServingFile:
         before = self.serving
         try:
             self.serving = self._parse(content)
-        except (msgspec.MsgspecError, ValueError) as exc:
+        except (ValueError, *UNREADABLE) as exc:
             log.error("%s is malformed, so what it said before stays: %s", self._path, exc)
         return self.serving != before
 

@@ -12,6 +12,7 @@ from chaos_kit.bad_news import Mischief
 from chaos_kit.campaign import Campaign, campaign
 from chaos_kit.load import Load
 from chaos_kit.service import PREFIX_AUTO, REST_S
+from drawn_seed import drawn_seed
 from waits import PATIENCE_S
 
 from diptych_protocol.wire import PrefixChanges
@@ -46,9 +47,7 @@ async def ask_amid(chaos: Campaign, mischief: Mischief, seed: int) -> None:
 async def test_news_that_are_lost_doubled_late_or_forged_mislead_nobody_for_long(
     chaos: Campaign,
 ) -> None:
-    seed = random.randrange(10**6)
-    print(f"seed {seed}")
-    await ask_amid(chaos, OFTEN, seed)
+    await ask_amid(chaos, OFTEN, drawn_seed())
     assert sum(chaos.service.news.done.values()) > 0
     assert await disagreements(chaos.service) == []
 

@@ -22,7 +22,9 @@ from chaos_kit.faults import (
     ON_A_NETWORK,
     Fault,
     black_hole,
+    out_of_memory,
     resets,
+    slow_readers,
     stale_references,
     stop_decode,
     strangers,
@@ -33,6 +35,7 @@ from chaos_kit.hostile_bytes import pester_core
 from chaos_kit.load import Load
 from chaos_kit.rejections import UNSERVABLE, Pair, rejected
 from chaos_kit.service import PREFIX_AWARE, REST_S, Engine, Footprint, Service
+from drawn_seed import drawn_seed
 from model_kit.sensitive_model import Question
 from waits import PATIENCE_S
 
@@ -59,6 +62,8 @@ async def chaos(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Campa
     [
         pytest.param(stop_decode, marks=pytest.mark.slow),
         pytest.param(stale_references, marks=pytest.mark.slow),
+        pytest.param(out_of_memory, marks=pytest.mark.slow),
+        pytest.param(slow_readers, marks=pytest.mark.slow),
         black_hole,
         resets,
         strangers,
@@ -101,9 +106,7 @@ async def canary(service: Service, asked: list[Question]) -> None:
 
 
 async def test_P4_mutated_messages_to_both_ports_harm_no_other_request(chaos: Campaign) -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = random.Random(drawn_seed())
     service = chaos.service
     pids = [engine.pid for engine in service.engines]
     cuts = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 from cluster_kit.charts import (
@@ -26,11 +28,15 @@ from waits import PATIENCE_S
 
 from diptych_operator.api.crd import VERSION_ANNOTATION
 from diptych_operator.api.images import REGISTRY, published
+from diptych_operator.api.limits import Allowed, validations
 from diptych_operator.api.names import OPERATOR_LABELS
 from diptych_operator.api.parse import parse
 
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 GOLDEN = Path(__file__).parent / "golden" / "default.yaml"
+DEFAULT_LIMITS = dict(
+    sorted(yaml.safe_load((CHART / "values.yaml").read_text())["limits"]["allow"].items())
+)
 MONITORING = {
     name: {"enabled": True}
     for name in ("serviceMonitor", "podMonitor", "prometheusRule", "dashboard")
@@ -174,17 +180,71 @@ def test_every_pod_is_restricted(helm: Helm, values: dict[str, Any]) -> None:
             assert {"requests", "limits"} <= container["resources"].keys()
 
 
+POLICY = ("--api-versions", "admissionregistration.k8s.io/v1/ValidatingAdmissionPolicy")
+
+
+def test_limits_are_the_operators_and_the_api_servers_where_it_has_policies(helm: Helm) -> None:
+    values = {"limits": {"allow": {"hostPaths": ["/data"]}}}
+    rendered = helm.render(values, *POLICY)
+    (argument,) = [
+        each for each in pods(rendered)[0]["containers"][0]["args"] if each.startswith("--limits=")
+    ]
+    allowed = json.loads(argument.removeprefix("--limits="))
+    assert msgspec.to_builtins(msgspec.convert(allowed, Allowed)) == allowed
+    assert allowed["hostPaths"] == ["/data"]
+    policy = only(rendered, "ValidatingAdmissionPolicy")
+    assert policy["spec"]["validations"] == validations()
+    variables = {each["name"]: each["expression"] for each in policy["spec"]["variables"]}
+    assert {name: json.loads(text) for name, text in variables.items()} == allowed
+    binding = only(rendered, "ValidatingAdmissionPolicyBinding")
+    assert binding["spec"]["policyName"] == policy["metadata"]["name"]
+    assert "matchResources" not in binding["spec"]
+
+
+@pytest.mark.parametrize(
+    ("values", "arguments"),
+    [({}, ()), ({"limits": {"admissionPolicy": False}}, POLICY),
+     ({"limits": {"enabled": False}}, POLICY)],
+)  # fmt: skip
+def test_there_is_no_policy_where_there_can_or_shall_be_none(
+    helm: Helm, values: dict[str, Any], arguments: tuple[str, ...]
+) -> None:
+    rendered = helm.render(values, *arguments)
+    assert not of_kind(rendered, "ValidatingAdmissionPolicy")
+    told = pods(rendered)[0]["containers"][0]["args"]
+    asked = values.get("limits", {}).get("enabled", True)
+    assert any(each.startswith("--limits=") for each in told) == asked
+
+
+def test_a_policy_of_some_namespaces_binds_those_only(helm: Helm) -> None:
+    rendered = helm.render(MATRIX["namespaced"], *POLICY)
+    (chosen,) = only(rendered, "ValidatingAdmissionPolicyBinding")["spec"]["matchResources"][
+        "namespaceSelector"
+    ]["matchExpressions"]
+    assert chosen["values"] == ["team-a", "team-b"]
+
+
+def test_pods_name_no_user_where_the_cluster_chooses_it(helm: Helm) -> None:
+    found = pods(helm.render({"clusterChoosesUser": True}))
+    for pod in found:
+        assert pod["securityContext"] == {
+            "runAsNonRoot": True,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+    assert "--cluster-chooses-user" in found[0]["containers"][0]["args"]
+
+
 def test_the_operator_is_told_what_to_serve_and_who_it_is(helm: Helm) -> None:
     (container,) = pods(helm.render(MATRIX["namespaced"]))[0]["containers"]
     assert container["command"] == ["python", "-m", "diptych_operator"]
     assert container["args"] == [
         "--namespaces=team-a,team-b",
-        "--lease-namespace=$(POD_NAMESPACE)",
-        "--lease-name=diptych-operator",
+        "--release=$(POD_NAMESPACE)/diptych-operator",
         "--metrics-port=8080",
         f"--engine-image={published('engine')}",
         f"--router-image={published('router')}",
         f"--vllm-connector-image={published('vllm-connector')}",
+        f"--limits={json.dumps(DEFAULT_LIMITS, separators=(',', ':'))}",
         "--log-level=info",
     ]
     fields = {e["name"]: e["valueFrom"]["fieldRef"]["fieldPath"] for e in container["env"]}

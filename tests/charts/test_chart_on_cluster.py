@@ -14,13 +14,16 @@ import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from cluster_kit.charts import CHART, Helm
+from cluster_kit.apply_crds import run
+from cluster_kit.charts import Helm
 from cluster_kit.kube_tools import ToolUnavailable, find_tool
+from cluster_kit.old_clusters import chart_for
 from waits import PATIENCE_S, Deadline
 
 KUBECONFIG = os.environ.get("DIPTYCH_TEST_KUBECONFIG")
@@ -42,6 +45,7 @@ class Cluster:
 
     kubectl_path: Path
     helm: Helm
+    chart: Path
     system: str
     team_a: str
     team_b: str
@@ -94,13 +98,16 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(helm: Helm) -> Iterator[Cluster]:
+def cluster(helm: Helm, tmp_path: Path) -> Iterator[Cluster]:
     try:
         kubectl = find_tool("kubectl")
     except ToolUnavailable as exc:
         pytest.skip(str(exc))
     mark = f"chart-{secrets.token_hex(3)}"
-    found = Cluster(kubectl, helm, f"{mark}-system", f"{mark}-team-a", f"{mark}-team-b")
+    chart = chart_for(
+        partial(run, "kubectl", "--kubeconfig", str(KUBECONFIG)), tmp_path / "fitting"
+    )
+    found = Cluster(kubectl, helm, chart, f"{mark}-system", f"{mark}-team-a", f"{mark}-team-b")
     namespaces = (found.system, found.team_a, found.team_b)
     try:
         for namespace in namespaces:
@@ -117,12 +124,14 @@ def operator(cluster: Cluster) -> str:
 
 
 def test_install_upgrade_and_uninstall_leave_nothing_behind(cluster: Cluster) -> None:
-    cluster.release("install", str(CHART), values=NO_CRD)
+    cluster.release("install", str(cluster.chart), values=NO_CRD)
     budget = cluster.read("get", "poddisruptionbudget", ACCOUNT, "-n", cluster.system)
     assert budget["spec"]["minAvailable"] == 1
     before = cluster.read("get", "deployment", ACCOUNT, "-n", cluster.system)
 
-    cluster.release("upgrade", str(CHART), values=NO_CRD | {"logLevel": "debug", "replicas": 1})
+    cluster.release(
+        "upgrade", str(cluster.chart), values=NO_CRD | {"logLevel": "debug", "replicas": 1}
+    )
     after = cluster.read("get", "deployment", ACCOUNT, "-n", cluster.system)
     assert before["metadata"]["uid"] == after["metadata"]["uid"]
     (container,) = after["spec"]["template"]["spec"]["containers"]
@@ -139,7 +148,7 @@ def test_install_upgrade_and_uninstall_leave_nothing_behind(cluster: Cluster) ->
 
 
 def test_a_cluster_wide_operator_may_do_its_work_and_no_more(cluster: Cluster) -> None:
-    cluster.release("install", str(CHART), values=NO_CRD)
+    cluster.release("install", str(cluster.chart), values=NO_CRD)
     user = operator(cluster)
     for namespace in (cluster.team_a, ""):
         for verb, what in (
@@ -176,7 +185,7 @@ def test_a_cluster_wide_operator_may_do_its_work_and_no_more(cluster: Cluster) -
 def test_the_operator_may_hold_its_own_lease_only(cluster: Cluster, scope: str) -> None:
     namespaces = [cluster.team_a] if scope == "namespaced" else []
     values = NO_CRD | {"scope": scope, "namespaces": namespaces}
-    cluster.release("install", str(CHART), values=values)
+    cluster.release("install", str(cluster.chart), values=values)
     user, lease = operator(cluster), "leases.coordination.k8s.io"
     assert cluster.allows(user, "create", lease, cluster.system)
     assert cluster.allows(user, "update", lease, cluster.system, ACCOUNT)
@@ -186,7 +195,7 @@ def test_the_operator_may_hold_its_own_lease_only(cluster: Cluster, scope: str) 
 
 def test_a_namespaced_operator_sees_its_namespaces_only(cluster: Cluster) -> None:
     values = NO_CRD | {"scope": "namespaced", "namespaces": [cluster.team_a]}
-    cluster.release("install", str(CHART), values=values)
+    cluster.release("install", str(cluster.chart), values=values)
     user = operator(cluster)
     for verb, what in (("watch", "inferenceservices.diptych.dev"), ("create", "deployments.apps")):
         assert cluster.allows(user, verb, what, cluster.team_a)
@@ -194,13 +203,13 @@ def test_a_namespaced_operator_sees_its_namespaces_only(cluster: Cluster) -> Non
         assert not cluster.allows(user, verb, what)
 
     # Told to serve another, it gives up the first.
-    cluster.release("upgrade", str(CHART), values=values | {"namespaces": [cluster.team_b]})
+    cluster.release("upgrade", str(cluster.chart), values=values | {"namespaces": [cluster.team_b]})
     assert cluster.allows(user, "create", "deployments.apps", cluster.team_b)
     assert not cluster.allows(user, "create", "deployments.apps", cluster.team_a)
 
 
 def test_the_built_in_roles_reach_inference_services(cluster: Cluster) -> None:
-    cluster.release("install", str(CHART), values=NO_CRD)
+    cluster.release("install", str(cluster.chart), values=NO_CRD)
     what = "inferenceservices.diptych.dev"
     for role in ("view", "edit"):
         bind = ("create", "rolebinding", role, "--clusterrole", role, "--user", f"a-{role}er")
@@ -217,9 +226,9 @@ def test_the_built_in_roles_reach_inference_services(cluster: Cluster) -> None:
     assert not cluster.allows("a-editer", "create", what, cluster.team_b)
 
 
-def older_chart(folder: Path) -> Path:
+def older_chart(chart: Path, folder: Path) -> Path:
     """The chart as it was when it had one CRD, and that one printer column less."""
-    copy = Path(shutil.copytree(CHART, folder / "diptych"))
+    copy = Path(shutil.copytree(chart, folder / "diptych"))
     crd, second = sorted((copy / "files" / "crds").iterdir())
     second.unlink()
     definition = yaml.safe_load(crd.read_text())
@@ -237,15 +246,15 @@ def test_the_crds_are_upgraded_and_outlive_the_release(cluster: Cluster, tmp_pat
         return [column["name"] for column in version["additionalPrinterColumns"]]
 
     try:
-        cluster.release("install", str(older_chart(tmp_path)), values=QUIET)
+        cluster.release("install", str(older_chart(cluster.chart, tmp_path)), values=QUIET)
         assert "Age" not in columns()
         assert not cluster.exists("crd", CRDS[1])
-        cluster.release("upgrade", str(CHART), values=QUIET)
+        cluster.release("upgrade", str(cluster.chart), values=QUIET)
         assert "Age" in columns()
         assert cluster.exists("crd", CRDS[1])
         cluster.release("uninstall")
         assert all(cluster.exists("crd", crd) for crd in CRDS)
-        cluster.release("install", str(CHART), values=QUIET)  # finds its own CRDs again
+        cluster.release("install", str(cluster.chart), values=QUIET)  # finds its own CRDs again
     finally:
         for crd in CRDS:
             if cluster.exists("crd", crd) and not cluster.read("get", crd, "-A")["items"]:

@@ -20,9 +20,10 @@ OPERATOR_MAY: dict[tuple[str, str], tuple[str, ...]] = {
     ("", "serviceaccounts"): MANAGED,
     ("policy", "poddisruptionbudgets"): MANAGED,
     ("networking.k8s.io", "networkpolicies"): MANAGED,
-    ("", "secrets"): ("get", "create", "delete"),
+    ("", "secrets"): ("get", "create", "patch", "delete"),
     ("", "pods"): ("get", "list", "watch", "patch"),
     ("", "events"): ("create",),
+    ("coordination.k8s.io", "leases"): ("get",),
 }
 EXPECTED = {(group, what, verb) for (group, what), verbs in OPERATOR_MAY.items() for verb in verbs}
 NAMESPACED: dict[str, Any] = {"scope": "namespaced", "namespaces": ["team-a", "team-b"]}
@@ -74,18 +75,23 @@ def test_nothing_is_a_wildcard_and_secrets_are_never_listed(
             assert verb not in ("escalate", "bind", "impersonate")
 
 
-@pytest.mark.parametrize("values", [{}, NAMESPACED], ids=["cluster", "namespaced"])
-def test_leases_are_the_operators_own_one(helm: Helm, values: dict[str, Any]) -> None:
-    granting = [
-        role
-        for role in roles(helm.render(values))
-        if any(resource == "leases" for _, resource, _ in permissions(role["rules"]))
-    ]
-    (role,) = granting
-    assert (role["kind"], role["metadata"]["namespace"]) == ("Role", NAMESPACE)
-    named, unnamed = role["rules"]
-    assert named["resourceNames"] == ["diptych-operator"]
-    assert unnamed["verbs"] == ["create"]
+@pytest.mark.parametrize(
+    ("values", "lease", "places"),
+    [
+        ({}, "diptych-operator-cluster", {"default"}),
+        (NAMESPACED, "diptych-operator", {"team-a", "team-b"}),
+    ],
+    ids=["cluster", "namespaced"],
+)
+def test_leases_are_the_operators_own_where_all_installations_look(
+    helm: Helm, values: dict[str, Any], lease: str, places: set[str]
+) -> None:
+    granting = [r for r in roles(helm.render(values)) if r["metadata"]["name"].endswith("-leader")]
+    assert {role["metadata"]["namespace"] for role in granting} == places
+    for role in granting:
+        named, unnamed = role["rules"]
+        assert (named["resourceNames"], named["verbs"]) == ([lease], ["get", "update"])
+        assert unnamed["verbs"] == ["create"]
 
 
 @pytest.mark.parametrize("values", [{}, NAMESPACED], ids=["cluster", "namespaced"])

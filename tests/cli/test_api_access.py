@@ -47,6 +47,14 @@ def test_a_laptop_always_has_files_and_batches() -> None:
     assert fitted(FILE, service(batches={"size": "5Gi"})).spec.router.batches == Batches(size="5Gi")
 
 
+def test_names_and_sites_are_those_of_the_file_and_of_the_command_line() -> None:
+    api = ApiAccess(8080, hosts=("b.example",), origins=("http://b.example:81",))
+    said = service(allowedHosts=["a.example"], allowedOrigins=["https://a.example"])
+    router = api.fit(FILE, said).spec.router
+    assert router.allowed_hosts == ["a.example", "b.example"]
+    assert router.allowed_origins == ["https://a.example", "http://b.example:81"]
+
+
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
     folder = tmp_path / "keys"
@@ -152,6 +160,8 @@ def test_the_users_folders_outlive_the_run(
             ApiAccess(1, tls=Path("/nonexistent")),
             "--tls: /nonexistent must hold tls.crt and tls.key",
         ),
+        (ApiAccess(1, hosts=("a.example:80",)), "--allow-host: Expected `str` matching"),
+        (ApiAccess(1, origins=("http://a.example/",)), "--allow-origin: Expected `str` matching"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(api: ApiAccess, words: str) -> None:

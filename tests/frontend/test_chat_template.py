@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from diptych_frontend.text import chat_template
 from diptych_frontend.text.chat_template import ChatTemplate
 from diptych_protocol import InvalidRequestError
 
@@ -40,7 +41,7 @@ TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content CUT }}</>\n{% endfor 
 
 @pytest.mark.parametrize(
     ("filters", "text"),
-    [("", "<user>U</>\n<assistant> a.  "), ("| trim", "<user>U</>\n<assistant>a.  ")],
+    [("", "<user>U</>\n<assistant> a.  "), ("| trim", "<user>U</>\n<assistant>a.")],
 )
 def test_a_last_message_that_goes_on_ends_the_prompt(filters: str, text: str) -> None:
     template = ChatTemplate(TURNS.replace("CUT", filters), "", "")
@@ -102,6 +103,25 @@ def test_a_template_that_does_not_parse_is_an_error_of_the_model() -> None:
     with pytest.raises(InvalidRequestError, match="not valid") as caught:
         ChatTemplate("{% if %}", "", "")
     assert caught.value.param == "model"
+
+
+@pytest.mark.parametrize("beginning", ["{{ " + "(" * 5000, "{{ " + "[" * 5000, "{% if 1 %}" * 5000])
+def test_a_template_that_is_nested_too_deeply_is_an_error_of_the_model(beginning: str) -> None:
+    with pytest.raises(InvalidRequestError, match="not valid") as caught:
+        ChatTemplate(beginning, "", "")
+    assert caught.value.param == "model"
+
+
+def test_a_template_that_does_not_stop_writing_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MAX_CHARS", 1000)
+    assert len(render("{% for i in range(1000) %}x{% endfor %}")) == 1000
+    with pytest.raises(InvalidRequestError, match="writes more than 1000 characters"):
+        render("{% for i in range(99999) %}{% for i in range(99999) %}x{% endfor %}{% endfor %}")
+
+
+def test_a_template_that_calls_itself_for_ever_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="refuses these messages"):
+        render("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}")
 
 
 def with_kwargs(source: str, kwargs: Any) -> str:

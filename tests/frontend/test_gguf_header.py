@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,12 @@ def test_the_real_models_tensors_fill_the_file_without_overlap(model_source: Mod
     assert model_source.tensors()["token_embd.weight"].shape == (49152, 576)
 
 
+def with_array(kind: int, count: int) -> bytes:
+    """A file whose only value is an array, as far as the array's length."""
+    head = b"GGUF\x03\0\0\0" + struct.pack("<QQ", 0, 1) + struct.pack("<Q", 1) + b"k"
+    return head + struct.pack("<IIQ", 9, kind, count)
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -94,7 +101,12 @@ def test_the_real_models_tensors_fill_the_file_without_overlap(model_source: Mod
         (b"GGML" + bytes(40), "does not start"),
         (b"GGUF\x63\0\0\0" + bytes(16), "version 99"),
         (b"GGUF\x03\0\0\0", "ends inside"),
-        (b"GGUF\x03\0\0\0" + b"\xff" * 16, "ends inside"),
+        (b"GGUF\x03\0\0\0" + b"\xff" * 16, "more than"),
+        (with_array(8, 2**60), "more than"),
+        (with_array(0, 2**63), "more than"),
+        (with_array(0, 9 << 20) + bytes(9 << 20), "more than"),
+        (with_array(9, 1) + b"\x09\0\0\0" * 2000, "unknown array element type 9"),
+        (with_array(8, 2) + (2**63).to_bytes(8, "little"), "ends inside"),
     ],
 )
 def test_a_file_that_is_not_gguf_is_named_as_such(

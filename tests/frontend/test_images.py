@@ -24,11 +24,13 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
-from diptych_frontend.images import decoding
+from diptych_frontend.images import decoding, image_processor
 from diptych_frontend.images import features as feature_limits
+from diptych_frontend.images.decoding import GivenImage
 from diptych_frontend.images.features import MAX_IMAGES, check_features, content_hash
+from diptych_frontend.images.image_processor import ImageProcessor
 from diptych_frontend.images.item_cache import ItemCache
-from diptych_frontend.images.tiles import cut
+from diptych_frontend.images.tiles import cut, num_tiles
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.model_files.vision_config import VisionConfig
 from diptych_frontend.text.input_processor import InputProcessor
@@ -106,7 +108,7 @@ def test_no_image_is_enlarged_beyond_a_limit(vision: VisionConfig) -> None:
 # --- tokens ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [(60, 40), (64, 16), (1, 300), (30, 30)])
+@pytest.mark.parametrize("size", [(60, 40), (64, 16), (1, 150), (30, 30)])
 def test_a_conversation_has_the_tokens_of_the_published_processor(
     seeing: TextRenderer, folder: Path, size: tuple[int, int]
 ) -> None:
@@ -198,6 +200,9 @@ def bomb(width: int, height: int) -> bytes:
         (data_url(encoded(picture(1))[:200]), "can be read"),
         (data_url(bomb(60000, 60000)), "60000 x 60000 pixels|can be read"),
         (data_url(bomb(6000, 6000)), "6000 x 6000 pixels"),
+        (data_url(bomb(1, 24 << 20)), "at most 16384 are taken on a side"),
+        (data_url(bomb(20_000, 1000)), "at most 16384 are taken on a side"),
+        (data_url(bomb(201, 1)), "at most 200 times the other"),
         (data_url(picture(1), "bmp"), "can be read"),
     ],
 )
@@ -208,6 +213,38 @@ def test_an_image_that_is_none_is_refused_by_its_place(
         seeing.render_chat(user({"type": "image_url", "image_url": {"url": url}}, TEXT))
     assert (caught.value.param or "").startswith("messages")
     assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("num_images", [1, 5])
+def test_what_headers_tell_is_judged_before_any_image_is_decoded(
+    seeing: TextRenderer,
+    vision: VisionConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    num_images: int,
+) -> None:
+    """A tall image, and too many tokens or pixels of images that are each within the limits."""
+
+    def no_decoding(*args: Any) -> Any:
+        raise RuntimeError("an image was decoded")
+
+    monkeypatch.setattr(image_processor, "tiles_of", no_decoding)
+    tall = bomb(1, 24 << 20) if num_images == 1 else bomb(4000, 6000)
+    with pytest.raises(InvalidRequestError, match=r"16384|together") as caught:
+        seeing.render_chat(user(*[image_part(tall)] * num_images, TEXT))
+    assert caught.value.status == 400
+    small = ImageProcessor(vision, 100)
+    marks = [IMAGE_TOKEN] * 20
+    images = [GivenImage(encoded(picture(1)), "x")] * 20
+    with pytest.raises(InvalidRequestError, match="send fewer images") as caught:
+        small.place(marks, images, lambda text: [1], "prompt")
+    assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_a_header_tells_how_many_tiles_an_image_has(vision: VisionConfig, splits: bool) -> None:
+    config = msgspec.structs.replace(vision, splits=splits)
+    for size in SIZES:
+        assert num_tiles(size, config) == cut(picture(1, *size), config).pixels.shape[0], size
 
 
 def test_bytes_and_numbers_of_images_have_limits(

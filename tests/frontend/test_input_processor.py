@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from diptych_frontend.model_files.model_source import resolve_model
+from diptych_frontend.observability.steady_clock import steady_time
 from diptych_frontend.text.input_processor import InputProcessor
 from diptych_frontend.text.renderer import TextRenderer
 from diptych_protocol import (
@@ -48,8 +49,19 @@ def process(inputs: InputProcessor, prompt: Any = (7, 8, 9), **params: Any) -> E
     return inputs.process("req", prompt, SamplingParams(**params))
 
 
+def test_requests_stay_in_their_order_when_somebody_sets_the_clock(
+    inputs: InputProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrivals = []
+    for hours in (0, 1, -2):
+        monkeypatch.setattr(time, "time", lambda hours=hours: 1.8e9 + 3600 * hours)
+        arrivals.append(process(inputs).arrival_time)
+    assert arrivals == sorted(arrivals)
+    assert arrivals == pytest.approx([arrivals[0]] * 3, abs=3000), "none is due an hour later"
+
+
 def test_a_request_is_complete(inputs: InputProcessor) -> None:
-    before = time.time()
+    before = steady_time()
     request = inputs.process(
         "req",
         {"prompt": "Hello", "cache_salt": "pepper"},
@@ -66,7 +78,7 @@ def test_a_request_is_complete(inputs: InputProcessor) -> None:
     assert request.priority == 3
     assert request.trace_headers == {"traceparent": "00-x"}
     assert request.data_parallel_rank == 1
-    assert before <= request.arrival_time <= time.time()
+    assert before <= request.arrival_time <= steady_time()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=EngineCoreRequest)
     assert inputs.process("r", [1], SamplingParams(), arrival_time=1.5).arrival_time == 1.5
 

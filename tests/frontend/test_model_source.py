@@ -10,6 +10,8 @@ from typing import Any
 
 import gguf
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
 from waits import PATIENCE_S
 
 from diptych_frontend.model_files.model_source import ModelConfig, ModelSource, resolve_model
@@ -98,6 +100,7 @@ def test_a_path_a_file_uri_and_a_package_uri_lead_to_the_same_model(
 def test_a_package_is_found_without_being_imported(smollm2: str) -> None:
     code = f"""
 import sys
+from diptych_frontend.text.tokenizer_files import load_tokenizer
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.text.tokenizer_files import load_tokenizer
 source = resolve_model({smollm2!r})
@@ -281,3 +284,24 @@ def test_a_router_needs_no_weights(tmp_path: Path) -> None:
 def test_only_a_gguf_model_has_a_tensor_table() -> None:
     with pytest.raises(ValueError, match="not a GGUF file"):
         resolve_model("dummy://").tensors()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("config.json", b'{"a":' * 5000, "nested too deeply"),
+        ("config.json", b'{"a":"\xff"}', "UTF-8|not a JSON object"),
+        ("tokenizer_config.json", b'{"a":' * 5000, "nested too deeply"),
+        ("chat_template.jinja", b"\xff", "UTF-8"),
+    ],
+)
+def test_files_that_no_parser_gets_through_are_errors_of_the_model(
+    tmp_path: Path, name: str, content: bytes, says: str
+) -> None:
+    backend = Backend(models.WordLevel({"a": 0}, "a"))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InvalidRequestError, match=says) as caught:
+        load_tokenizer(resolve_model(str(tmp_path), weights=False))
+    assert caught.value.param == "model"

@@ -17,7 +17,6 @@ import pytest
 
 ROOT = install.ROOT
 UV = str(Path(sys.executable).parent / "uv")
-INDEX = "https://pypi.org/simple"
 PYTHONS = [f"3.{minor}" for minor in range(install.OLDEST[1], install.NEWEST[1] + 1)]
 PLATFORMS = [f"{machine}-manylinux_2_31" for machine in install.MACHINES]
 """The glibc of Debian 11 and Ubuntu 20.04: the oldest that all wheels agree on."""
@@ -26,7 +25,7 @@ PLATFORMS = [f"{machine}-manylinux_2_31" for machine in install.MACHINES]
 @pytest.fixture(scope="module", autouse=True)
 def index() -> None:
     # What it says to a page that is not there is an answer, too.
-    if not install.answers(f"{INDEX}/msgspec/", install.PROBE_S):
+    if not install.answers(f"{install.PYPI}/msgspec/", install.PROBE_S):
         pytest.skip("no index")
 
 
@@ -58,11 +57,10 @@ def test_all_extras_resolve_to_wheels_that_are_locked(
     What does for all extras at once does for each of them.
     """
     found = tmp_path / "found.txt"
-    command = [UV, "pip", "compile", "--no-config", "--no-python-downloads", "--quiet"]
-    command += ["--default-index", INDEX, "--all-extras", "--constraint", install.LOCK]
-    command += ["--only-binary", ":all:", "--python-version", python, "--python-platform", platform]
-    command += ["--no-header", "--no-annotate", "--output-file", str(found), "pyproject.toml"]
-    run(command)
+    command = install.resolve_command(UV, found)
+    command += ["--constraint", install.LOCK, "--only-binary", ":all:"]
+    command += ["--python-version", python, "--python-platform", platform]
+    run([*command, "--no-header", "--no-annotate"])
     locked = (ROOT / install.LOCK).read_text().splitlines()
     versions = {line.split("#")[0].split(";")[0].strip() for line in locked}
     assert set(found.read_text().split()) <= versions

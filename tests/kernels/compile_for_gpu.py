@@ -1,12 +1,15 @@
 """Compile every kernel for a Hopper GPU, as its launcher would call it, without having one.
 
 Prints a JSON line for each: name, shared memory in bytes, and which instructions stand in it. A
-process of its own, because Triton's interpreter, once chosen, is all that a process has.
+process of its own, because Triton's interpreter, once chosen, is all that a process has. With two
+arguments, INDEX and COUNT, it is one of so many processes that share the launches.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +34,8 @@ from diptych_kernels.silu_mul.triton import silu_mul
 
 INSTRUCTIONS = ("wgmma", "mma.sync", "cp.async", "ld.global.v4")
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, BLOCK_SIZE = 32, 8, 128, 4096, 16
+NARROW_HEAD = 8
+"""Products of matrices on a GPU have 16 dimensions at least."""
 EPS = 1e-5
 PROCESSORS = 132
 VOCABULARY = 128256
@@ -49,10 +54,16 @@ class HopperThatOnlyCompiles:
         return 0
 
 
+PART, PARTS = map(int, sys.argv[1:] or (0, 1))
+LAUNCHES = itertools.count()
+
+
 def compile_only(kernel: JITFunction, grid: Any) -> Callable[..., None]:
     """Stands in for `kernel[grid]`."""
 
     def run(*args: Any, **kwargs: Any) -> None:
+        if next(LAUNCHES) % PARTS != PART:
+            return
         compiled = kernel.warmup(*args, grid=grid, **kwargs)
         found = [name for name in INSTRUCTIONS if name in compiled.asm["ptx"]]
         shared = compiled.metadata.shared
@@ -61,7 +72,7 @@ def compile_only(kernel: JITFunction, grid: Any) -> Callable[..., None]:
     return run
 
 
-def attend(kv_dtype: torch.dtype, window: int | None) -> None:
+def attend(kv_dtype: torch.dtype, window: int | None, head_dim: int = HEAD_DIM) -> None:
     """Two long decodes and a chunk after a prefix."""
     metadata = AttentionMetadata(
         query_starts=np.array([0, 1, 2, 102]),
@@ -71,13 +82,13 @@ def attend(kv_dtype: torch.dtype, window: int | None) -> None:
         block_size=BLOCK_SIZE,
         window=window,
     )
-    queries = torch.empty(102, HEADS, HEAD_DIM, dtype=torch.bfloat16)
-    paged_attention.paged_attention(queries, cache(kv_dtype), metadata)
+    queries = torch.empty(102, HEADS, head_dim, dtype=torch.bfloat16)
+    paged_attention.paged_attention(queries, cache(kv_dtype, head_dim), metadata)
 
 
-def cache(dtype: torch.dtype) -> torch.Tensor:
+def cache(dtype: torch.dtype, head_dim: int = HEAD_DIM) -> torch.Tensor:
     """One layer of two."""
-    return torch.empty(4, 2, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=dtype)[:, 1]
+    return torch.empty(4, 2, 2, BLOCK_SIZE, KV_HEADS, head_dim, dtype=dtype)[:, 1]
 
 
 def main() -> None:
@@ -103,6 +114,7 @@ def main() -> None:
         sample(torch.empty(4, VOCABULARY), one, where, filters)
     attend(torch.bfloat16, None)
     attend(FLOAT8, 3000)
+    attend(torch.bfloat16, None, NARROW_HEAD)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import msgspec
+import psutil
 import pytest
 import pytest_asyncio
 from free_ports import free_port
@@ -24,8 +25,10 @@ from waits import FOR_EVER_S, PATIENCE_S
 
 from diptych_frontend.app import build_app
 from diptych_frontend.core_client.async_llm import AsyncLLM
+from diptych_frontend.core_client.client import PATIENCE_S as SILENCE_S
 from diptych_frontend.core_client.client import CoreClient
 from diptych_frontend.core_client.curve import read_keys
+from diptych_frontend.core_client.link import CAUSE_GRACE_S
 from diptych_protocol import (
     EngineConfig,
     EngineCoreOutputs,
@@ -341,7 +344,7 @@ async def test_a_busy_core_is_alive() -> None:
 
 
 async def test_a_stopped_core_with_work_is_stalled(eventually: Any) -> None:
-    limit_s = 2.0  # far below the silence after which the core is lost
+    limit_s = 2.0
     async with asked_if_alive(engine_config("stopped", SLOW), limit_s) as (engine, live, http):
         endless = asyncio.create_task(generate(engine, [7] * 8, max_tokens=4000, ignore_eos=True))
         await eventually(lambda: engine.stats_by_engine()["stopped"].num_running == 1)
@@ -513,3 +516,44 @@ async def test_revisions_exchange_nothing(smollm2: str, keys_dir: Path, eventual
 async def nothing_is_held(cores: tuple[Core, Core]) -> bool:
     stats = [await core.client.fetch_stats() for core in cores]
     return all(s.blocks_free == s.blocks_total for s in stats)
+
+
+async def test_seconds_in_which_an_engine_stood_still_itself_are_not_held_against_its_core(
+    eventually: Any,
+) -> None:
+    limit_s = 2.0
+    async with asked_if_alive(engine_config("excused", SLOW), limit_s) as (engine, live, _):
+        endless = asyncio.create_task(generate(engine, [7] * 8, max_tokens=4000, ignore_eos=True))
+        await eventually(lambda: engine.stats_by_engine()["excused"].num_running == 1)
+        os.kill(engine.description.pid, signal.SIGSTOP)
+        try:
+            await eventually(lambda: engine._cores.doubtful_s() > 0.0)
+            time.sleep(limit_s + 1.0)  # the core is silent, and its client does not listen
+            assert (await live())["status_code"] == 200
+            await eventually(lambda: _reason_if_sick(live))
+        finally:
+            os.kill(engine.description.pid, signal.SIGCONT)
+        endless.cancel()
+        await asyncio.gather(endless, return_exceptions=True)
+
+
+async def test_an_engine_that_was_stopped_as_a_whole_goes_on_with_its_requests_and_its_kv(
+    start_pod: StartPod,
+) -> None:
+    """As when a machine is paused, for longer than a peer on a network may be silent."""
+    pod = await start_pod()
+    await pod.complete(max_tokens=1)
+    front = psutil.Process(pod.process.pid)
+    processes = [*front.children(recursive=True), front]
+    async with pod.stream(max_tokens=200) as events:
+        for process in processes:
+            process.suspend()
+            await asyncio.sleep(SILENCE_S / 2)  # the first may be asked for what it cannot answer
+        await asyncio.sleep(SILENCE_S / 2)
+        for process in reversed(processes):
+            process.resume()
+        assert "data: [DONE]" in [event async for event in events]
+    await asyncio.sleep(2 * CAUSE_GRACE_S)  # within it the program ends after a lost core
+    assert pod.process.poll() is None
+    usage = (await pod.complete(max_tokens=1))["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] > 0

@@ -15,7 +15,11 @@ from service_kit import engine_config, generate, healthy, make_router, start_eng
 from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_frontend.core_client.curve import read_keys
 from diptych_protocol import CurveKeys, PromptType
+from diptych_protocol.block_hashes import extend_block_hashes
+from diptych_router.canaries.canary import run_canary
+from diptych_router.policy import ROLES
 from diptych_router.pool_client import PoolClient
+from diptych_router.prefixes.known_prefixes import keys_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -143,11 +147,32 @@ async def test_a_router_that_comes_later_is_told_everything(
         later.shutdown()
 
 
+def known_to_be_remembered(service: Service, prompt: str) -> set[int]:
+    """How much of a prompt, in blocks, the router takes some engine to remember."""
+    pools = service.router.pools
+    links = [link for role in ROLES for link in pools.of(role)]
+    assert len(links) == 3
+    description = links[0].description
+    assert description is not None
+    token_ids = service.router.renderer.render_prompt(prompt)["prompt_token_ids"]
+    hashes: list[bytes] = []
+    extend_block_hashes(hashes, token_ids, description.block_size, None)
+    return set(pools.fleet.known.num_cached([x.key for x in links], keys_of(hashes)).values())
+
+
 async def test_what_engines_forget_the_router_forgets(service: Service, eventually: Any) -> None:
+    """A canary that comes afterwards, as on a machine so busy that an engine seems to fail, is
+    remembered like any request, and nothing else is."""
+    pools = service.router.pools
+    instructions = INSTRUCTIONS[0]
+    await generate(service.router, instructions, max_tokens=1)
+    await eventually(lambda: max(known_to_be_remembered(service, instructions)) > 0)
+    pools.fleet.known.age()
+    pools.fleet.known.age()  # what was sent a moment ago counts no more
     for engine in (*service.prefill, service.decode):
         await eventually(engine.reset_prefix_cache)  # once nothing is lent any more
-
-    async def knows_nothing() -> bool:
-        return remembered_blocks(service.router) == 0
-
-    await eventually(knows_nothing)
+    report = await run_canary(pools.of("prefill")[0], pools.of("decode")[0], pools.release)
+    assert report.ok, report.error
+    await eventually(lambda: known_to_be_remembered(service, instructions) == {0})
+    await eventually(lambda: 0 < remembered_blocks(service.router) <= 3 * report.prompt_tokens)
+    assert pools.fleet.known.num_gaps == 0

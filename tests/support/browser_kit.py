@@ -41,11 +41,12 @@ OPTIONS = (
 
 
 @contextlib.contextmanager
-def chromium() -> Iterator[Browser]:
-    """A browser without a window, which ends with the block."""
+def chromium(*options: str) -> Iterator[Browser]:
+    """A browser without a window, which ends with the block. `options`: further ones of its
+    command line."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=list(OPTIONS), timeout=PATIENCE_S * 1000
+            executable_path=CHROMIUM, args=[*OPTIONS, *options], timeout=PATIENCE_S * 1000
         )
         try:
             yield browser

@@ -42,9 +42,9 @@ class LateDevice(Bus):
         self._awaited = len(self._told)
 
     @contextmanager
-    def in_turn(self) -> Iterator[None]:
+    def in_turn(self, *, to_host: bool) -> Iterator[None]:
         self.work(self._awaited)
-        with super().in_turn():
+        with super().in_turn(to_host=to_host):
             yield
 
     def work(self, until: int) -> None:

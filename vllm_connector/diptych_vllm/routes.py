@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diptych_kv_transfer.connector import with_literals
 from diptych_kv_transfer.signing.references import References
-from diptych_protocol import InvalidRequestError, KVTransferParams
+from diptych_protocol import UNREADABLE, InvalidRequestError, KVTransferParams
 from diptych_protocol.kv_transfer_params import LEASE_FIELDS
 from diptych_vllm.settings import ConnectorSettings
 
@@ -115,7 +115,7 @@ class Rejections:
         """
         try:
             lost = msgspec.json.decode(body, type=LostRequest)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        except UNREADABLE as exc:
             raise InvalidRequestError(f"the body cannot be read: {exc}") from exc
         params = KVTransferParams.naming_lease(lost.kv_transfer_params)
         self._references.check_lease(params)

@@ -59,9 +59,11 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 {{/* What the "restricted" Pod Security Standard asks of a pod. */}}
 {{- define "diptych.podSecurityContext" -}}
 runAsNonRoot: true
+{{- if not .Values.clusterChoosesUser }}
 runAsUser: 10001
 runAsGroup: 10001
 fsGroup: 10001
+{{- end }}
 seccompProfile:
   type: RuntimeDefault
 {{- end -}}

@@ -33,10 +33,11 @@ All that the operator may do to the namespaces it serves: one list, which the Cl
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: [get, list, watch, create, patch, delete]
-# By name only: a list or a watch would carry every Secret of the namespace.
+# By name only: a list or a watch would carry every Secret of the namespace. Patched to own again
+# what an earlier service of the same name left.
 - apiGroups: [""]
   resources: [secrets]
-  verbs: [get, create, delete]
+  verbs: [get, create, patch, delete]
 # Patched for the annotation that says which pod a scale-down should take.
 - apiGroups: [""]
   resources: [pods]
@@ -44,4 +45,9 @@ All that the operator may do to the namespaces it serves: one list, which the Cl
 - apiGroups: [""]
   resources: [events]
   verbs: [create]
+# Who serves a namespace by itself: an operator of the whole cluster leaves it alone.
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  resourceNames: [diptych-operator]
+  verbs: [get]
 {{- end -}}

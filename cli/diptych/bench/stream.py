@@ -16,6 +16,8 @@ from typing import Any, Final
 import httpx
 import msgspec
 
+from diptych_protocol import UNREADABLE
+
 MAX_ANSWER_BYTES: Final = 64 << 20
 MAX_ERROR_CHARS: Final = 300
 AS_IT_IS: Final = {"accept-encoding": "identity"}
@@ -168,7 +170,7 @@ def read_stream(pieces: Sequence[tuple[float, bytes]]) -> Sample:
 def _read(data: bytes) -> _Event:
     try:
         event = msgspec.json.decode(data, type=_Event)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+    except UNREADABLE as exc:
         raise AnswerError(f"an event that is no chunk of an answer: {exc}") from exc
     if event.error is not None:
         raise AnswerError(f"an error in the stream: {_one_line(str(event.error))}")

@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from diptych.errors import BadInputError
+from diptych_protocol import UNREADABLE
 
 MAX_TOKENS: Final = 1_000_000
 MAX_DATASET_BYTES: Final = 256 << 20
@@ -103,7 +104,7 @@ def of_file(path: Path, output: Lengths, seed: int) -> list[Request]:
 def _request(where: str, line: bytes, max_tokens: int) -> Request:
     try:
         found = msgspec.json.decode(line, type=_Line)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+    except UNREADABLE as exc:
         raise BadInputError(f"{where}: {exc}") from exc
     if (found.prompt is None) == (found.messages is None):
         raise BadInputError(f"{where}: give either prompt or messages")

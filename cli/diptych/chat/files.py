@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from diptych.chat.conversation import Message
 from diptych_frontend.images.decoding import MAX_IMAGE_BYTES, decoded
-from diptych_protocol import InvalidRequestError
+from diptych_protocol import UNREADABLE, InvalidRequestError
 
 MAX_SAVED_BYTES: Final = 64 << 20
 MAX_HISTORY_BYTES: Final = 256 << 10
@@ -62,7 +62,7 @@ def load(path: Path) -> list[Message]:
     """The messages of a saved chat. Raises `FileError` for anything else."""
     try:
         chat = msgspec.json.decode(_read(path, MAX_SAVED_BYTES), type=_Chat)
-    except msgspec.MsgspecError as exc:
+    except UNREADABLE as exc:
         raise FileError(f"{path} is no saved chat: {exc}") from exc
     for number, message in enumerate(chat.messages):
         if message.role == "system" and (number or not isinstance(message.content, str)):

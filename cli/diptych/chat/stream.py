@@ -8,6 +8,8 @@ from typing import Any
 import httpx
 import msgspec
 
+from diptych_protocol import UNREADABLE
+
 TIMEOUT = httpx.Timeout(connect=5.0, read=120.0, write=10.0, pool=5.0)
 
 
@@ -48,7 +50,7 @@ def read_event(data: str) -> Piece:
     """The payload of one server-sent event. Raises `ChatError` for an error, or for nonsense."""
     try:
         chunk = msgspec.json.decode(data, type=_Chunk)
-    except msgspec.MsgspecError as exc:
+    except UNREADABLE as exc:
         raise ChatError(f"the service sent something that is no chat chunk: {exc}") from exc
     if chunk.error is not None:
         raise ChatError(chunk.error.message)
@@ -83,6 +85,6 @@ async def stream_chat(
 def _refusal(status: int, body: bytes) -> str:
     try:
         error = msgspec.json.decode(body, type=_Chunk).error
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         error = None
     return f"HTTP {status}: {error.message if error else body[:200].decode(errors='replace')}"

@@ -16,6 +16,8 @@ from urllib.parse import quote, urlencode
 import click
 import msgspec
 
+from diptych_protocol import UNREADABLE
+
 if TYPE_CHECKING:
     from kubernetes.client import ApiClient
 
@@ -158,7 +160,7 @@ class Cluster:
         data = self._request(path, query or {}, "application/json")
         try:
             return msgspec.json.decode(data, type=Raw)
-        except msgspec.MsgspecError as exc:
+        except UNREADABLE as exc:
             host = self._api.configuration.host
             raise ClusterError(f"{host} does not answer as an API server does: {exc}") from exc
 
@@ -183,7 +185,7 @@ def refusal(status: int, data: bytes, path: str) -> str:
     """What the API server's refusal means here, and what to do."""
     try:
         said = msgspec.json.decode(data, type=Raw)
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         said = {}
     message = str(said.get("message") or data[:200].decode(errors="replace")).strip()
     if status == 401:

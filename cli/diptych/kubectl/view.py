@@ -19,8 +19,8 @@ Raw = dict[str, Any]
 
 POOLS = ("prefill", "decode", "router")
 _WORDS = {"True": "yes", "False": "no", "Unknown": "?"}
-_GOOD_WHEN_FALSE = frozenset({"Degraded"})
-_NEUTRAL = frozenset({"Progressing"})
+_GOOD_WHEN_FALSE = frozenset({"Degraded", "Stalled"})
+_NEUTRAL = frozenset({"Progressing", "Reconciling"})
 
 
 @dataclass(frozen=True, slots=True)

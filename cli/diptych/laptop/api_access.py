@@ -12,6 +12,7 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from msgspec.structs import replace
 
 from diptych.errors import BadInputError
@@ -22,9 +23,10 @@ from diptych_frontend.openai.api_keys import ApiKeys
 from diptych_frontend.openai.tls import CERTIFICATE_FILE, Certificate
 from diptych_operator.api.batches import Batches
 from diptych_operator.api.pools import ApiKeys as ApiKeysOfSecret
-from diptych_operator.api.pools import Tls
+from diptych_operator.api.pools import Router, Tls
 from diptych_operator.api.service import InferenceService
 from diptych_protocol import InvalidRequestError
+from diptych_protocol.config import HostNames, Origins
 
 KEYS_NAME, TLS_NAME = "laptop-api-keys", "laptop-tls"
 """What stands for the names of Secrets; the run directory has folders of these names."""
@@ -43,6 +45,10 @@ class ApiAccess:
     """A directory like a mounted Secret: each file is a key, under its client's name."""
     tls: Path | None = None
     """A directory with `tls.crt` and `tls.key`."""
+    hosts: tuple[str, ...] = ()
+    """Names that it answers under, beside those that the file allows."""
+    origins: tuple[str, ...] = ()
+    """Sites whose pages may use it, beside those that the file allows."""
 
     @property
     def on_loopback(self) -> bool:
@@ -86,8 +92,23 @@ class ApiAccess:
             tls=Tls(TLS_NAME) if self.tls is not None else None,
             ui=True,
             batches=service.spec.router.batches or Batches(size=BATCHES_SIZE),
+            allowed_hosts=[*service.spec.router.allowed_hosts, *self.hosts],
+            allowed_origins=[*service.spec.router.allowed_origins, *self.origins],
         )
+        self._check_names(router)
         return replace(service, spec=replace(service.spec, router=router))
+
+    @staticmethod
+    def _check_names(router: Router) -> None:
+        """Raise `BadInputError` for what is no name, or no origin."""
+        for option, values, kind in (
+            ("--allow-host", router.allowed_hosts, HostNames),
+            ("--allow-origin", router.allowed_origins, Origins),
+        ):
+            try:
+                msgspec.convert(values, kind)
+            except msgspec.ValidationError as exc:
+                raise BadInputError(f"{option}: {exc}") from exc
 
     def furnish(self, run_dir: RunDirectory) -> Path | None:
         """Put keys and certificate where the router looks for them; returns a key's file."""

@@ -1,8 +1,7 @@
 """Kills an engine of this run when its page says so, and takes orders from nobody else.
 
 A browser lets any site send requests to loopback. So an order needs the token of this run, which
-only the router passes on, and comes from an address of the page: the header `Origin`, which no
-script can set.
+only the router passes on, and of all sites the page's alone may give one.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ from starlette.types import ASGIApp
 
 from diptych.laptop.pods import LOOPBACK
 from diptych.laptop.supervisor import RunningPod
+from diptych_frontend.browsers.gate import BrowserGate
+from diptych_frontend.browsers.rules import BrowserRules
 from diptych_frontend.openai.asgi import Boundary
-from diptych_frontend.openai.errors import ErrorBody, error_answer
 from diptych_protocol import InvalidRequestError
 from diptych_router.page.control import Control
 
@@ -43,29 +43,13 @@ class KillSwitch:
         return Control(f"http://{LOOPBACK}:{port}", self._token)
 
     def app(self) -> ASGIApp:
-        path = "/engines/{name:path}/kill"
-        router = Router([Route(path, self._answer, methods=["POST", "OPTIONS"])])
-        return Boundary(router, on_answer=lambda *_: None, access_log="off")
+        router = Router([Route("/engines/{name:path}/kill", self._answer, methods=["POST"])])
+        gate = BrowserGate(router, BrowserRules(origins=self._origins))
+        return Boundary(gate, on_answer=lambda *_: None, access_log="off")
 
     async def _answer(self, request: Request) -> Response:
-        origin = request.headers.get("origin", "")
-        if origin not in self._origins:
-            raise InvalidRequestError("only the page of this service may say so", status=403)
-        shared = {"access-control-allow-origin": origin, "vary": "origin"}
-        if request.method == "OPTIONS":
-            allowed = {
-                "access-control-allow-methods": "POST",
-                "access-control-allow-headers": "authorization",
-            }
-            return Response(status_code=204, headers=shared | allowed)
-        try:
-            killed = self._kill(request)
-        except InvalidRequestError as exc:  # the page may read why
-            refusal = error_answer(exc, "")
-            body = msgspec.json.encode(ErrorBody(refusal.detail))
-            return Response(body, refusal.status, shared, "application/json")
-        body = msgspec.json.encode({"killed": killed})
-        return Response(body, headers=shared, media_type="application/json")
+        body = msgspec.json.encode({"killed": self._kill(request)})
+        return Response(body, media_type="application/json")
 
     def _kill(self, request: Request) -> str:
         """Returns the name of the pod. Raises `InvalidRequestError`."""

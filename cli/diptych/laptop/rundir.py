@@ -18,6 +18,7 @@ import msgspec
 import psutil
 
 from diptych.errors import RunError
+from diptych_protocol import UNREADABLE
 
 PREFIX = "diptych-"
 STATE_FILE = "state.json"
@@ -145,7 +146,7 @@ def _runs() -> Iterator[tuple[Path, RunState]]:
             if private and status.st_uid == os.getuid():
                 raw = (directory / STATE_FILE).read_bytes()
                 yield directory, msgspec.json.decode(raw, type=RunState)
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, *UNREADABLE):
             continue
 
 

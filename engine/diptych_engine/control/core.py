@@ -23,7 +23,7 @@ from diptych_engine.control.utilities import Convert, call_utility
 from diptych_engine.execution.grammar_compiler import GrammarCompiler
 from diptych_engine.handoff.hand_off import HandOffs
 from diptych_engine.lora.table import AdapterTable
-from diptych_engine.scheduling.request import Pending, Request, StepPlan, no_result
+from diptych_engine.scheduling.request import Pending, Request, StepPlan, StepResult, no_result
 from diptych_engine.scheduling.run_ahead import plan_ahead
 from diptych_engine.scheduling.scheduler import Scheduler
 from diptych_engine.scheduling.sessions import go_on
@@ -106,6 +106,9 @@ class EngineCore:
         """A pause is complete when all of them hold; whoever drives the core adds to them."""
         self.before_step: Callable[[StepPlan], None] | None = None
         """Hears of every step before it is computed; whoever drives the core sets it."""
+        self.mark_launched: Callable[[], Callable[[], None]] | None = None
+        """Marks what the device was told so far; its result is called when the step that was
+        launched last has had its turn. Whoever builds the core may set it."""
         self.draining = False
         """This engine is about to leave; every client is to know."""
         self.leaving = False
@@ -233,7 +236,7 @@ class EngineCore:
         for request, failure in self.grammars.finished():
             if request.finished:
                 continue
-            if failure:
+            if failure is not None:
                 self._end(request, FinishReason.ERROR)
                 self._fail(request.request_id, request.client, failure)
             else:
@@ -291,7 +294,7 @@ class EngineCore:
         if self._runs_ahead and self.runner.can_run_ahead(plan):
             ahead = plan_ahead(self.scheduler, plan)
             if ahead is not None:
-                self._launched = self.runner.launch(ahead)
+                self._launched = self._launch(ahead)
                 self._ahead = ahead, self._launched
         return plan, pending
 
@@ -313,7 +316,21 @@ class EngineCore:
             plan = plan.without_finished()
         if not (plan.scheduled or plan.removed or plan.images):
             return plan, no_result
-        return plan, self.runner.launch(plan)
+        return plan, self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> Pending:
+        """A copy of KV that the step has written waits for this step, and for none after it."""
+        pending = self.runner.launch(plan)
+        if self.mark_launched is None:
+            return pending
+        complete = self.mark_launched()
+
+        def result() -> StepResult:
+            found = pending()
+            complete()
+            return found
+
+        return result
 
     def finish_step(self, plan: StepPlan, pending: Pending) -> None:
         """Wait for a step's results and turn them into outputs. Requests aborted since it started

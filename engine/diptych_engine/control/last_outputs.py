@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from diptych_engine.control.image_intake import MissingImageError
+from diptych_engine.execution.grammar_compiler import HopelessFormError
 from diptych_protocol import (
     DiptychError,
     EngineCoreOutput,
@@ -32,6 +33,8 @@ def aborted(request_id: str) -> EngineCoreOutput:
 
 def _kind_of(error: DiptychError | str) -> ErrorKind:
     match error:
+        case HopelessFormError():
+            return ErrorKind.REFUSED
         case EngineOverloadedError():
             return ErrorKind.OVERLOADED
         case MissingImageError():

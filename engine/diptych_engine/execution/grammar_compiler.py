@@ -10,22 +10,27 @@ import contextlib
 import logging
 import os
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Final
 
 from llguidance import LLMatcher, LLTokenizer
 
+from diptych_engine.scheduling.number_limit import Digits
 from diptych_engine.scheduling.reasoning import ReasoningTokens
 from diptych_engine.scheduling.request import Request
 from diptych_frontend.model_files.model_source import ModelSource
 from diptych_frontend.reasoning.formats import PROMPT_TAIL, ReasoningFormat, format_of
+from diptych_frontend.text.deep_stack import deep_executor
 from diptych_frontend.text.structured_outputs import (
+    FIELD,
     MAX_REASON_CHARS,
     encode_form,
     grammar_of,
+    is_json,
     parser_limits,
+    reason_of,
 )
 from diptych_frontend.text.tokenizer_files import load_tokenizer
 from diptych_protocol import (
@@ -43,11 +48,20 @@ Compiled = tuple[bytes, LLMatcher | None, str]
 """An encoded form, its grammar, and why there is none."""
 
 
+class HopelessFormError(InvalidRequestError):
+    """No answer of this model can have the form. What can be known without the model's vocabulary,
+    a front-end has refused before."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{FIELD}: {reason}", param=FIELD)
+
+
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     tokens: LLTokenizer
     reasoning: ReasoningTokens | None
     """None if nobody is to look for reasoning."""
+    digits: Digits
 
 
 class GrammarCompiler:
@@ -59,7 +73,7 @@ class GrammarCompiler:
         reasoning_parser: as `EngineConfig.reasoning_parser`.
         """
         self._style = format_of(reasoning_parser)
-        self._executor = ThreadPoolExecutor(1, "grammar compiler")
+        self._executor = deep_executor("grammar compiler")
         self._vocabulary: Future[Vocabulary] = self._executor.submit(
             _vocabulary, source, self._style
         )
@@ -86,10 +100,9 @@ class GrammarCompiler:
             return True
         reason = self._vocabulary.exception()
         if reason is not None:
-            raise InvalidRequestError(
-                f"structured_outputs: {reason}", param="structured_outputs"
-            ) from reason
+            raise HopelessFormError(str(reason)) from reason
         self._see_reasoning(request)
+        request.digits = self._vocabulary.result().digits if is_json(form) else None
         key = encode_form(form)
         grammar = self._known.get(key)
         if grammar is None:
@@ -120,18 +133,18 @@ class GrammarCompiler:
     def has_finished(self) -> bool:
         return not self._finished.empty()
 
-    def finished(self) -> list[tuple[Request, str]]:
+    def finished(self) -> list[tuple[Request, HopelessFormError | None]]:
         """Requests whose grammar is there now, or the reason why it cannot be."""
         with contextlib.suppress(BlockingIOError):  # taken before the thread could wake us
             os.eventfd_read(self.wake_fd)
-        told = []
+        told: list[tuple[Request, HopelessFormError | None]] = []
         while self.has_finished:
             key, grammar, reason = self._finished.get()
             if grammar is not None:
                 self._remember(key, grammar)
             for request in self._waiting.pop(key):
                 request.grammar = grammar
-                told.append((request, reason and f"structured_outputs: {reason}"))
+                told.append((request, HopelessFormError(reason) if reason else None))
         return told
 
     def close(self) -> None:
@@ -152,7 +165,7 @@ class GrammarCompiler:
             if not grammar.is_error():
                 # The first mask is the dearest, and shows what the limits do not allow.
                 grammar.compute_bitmask()
-            reason = grammar.get_error()[:MAX_REASON_CHARS]
+            reason = reason_of(grammar)[:MAX_REASON_CHARS]
         except Exception as exc:
             # Whatever is wrong with a form is for those to hear who want it.
             reason = str(exc) or type(exc).__name__
@@ -172,7 +185,9 @@ def _vocabulary(source: ModelSource, style: ReasoningFormat | None) -> Vocabular
     if not ends:
         raise ValueError("this model has no token that ends an answer")
     size = source.config.vocab_size
+    tokens = LLTokenizer(tokenizer.backend.to_str(), n_vocab=size, eos_token=ends)
     return Vocabulary(
-        LLTokenizer(tokenizer.backend.to_str(), n_vocab=size, eos_token=ends),
+        tokens,
         None if style is None else ReasoningTokens.of(style, tokenizer, size, ends),
+        Digits.of(tokens),
     )

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diptych_engine.execution.preface import Preface
+from diptych_engine.scheduling.number_limit import Digits, NumberLimit
 from diptych_engine.scheduling.reasoning import Reasoning
 from diptych_engine.scheduling.request import Request
 from diptych_kernels.host_arrays import to_device
@@ -24,9 +25,15 @@ class GrammarState:
     """One output's place in its grammar, found from the tokens of the output alone: a request that
     comes back after preemption, or from another engine, is at the same place."""
 
-    def __init__(self, grammar: LLMatcher, reasoning: Reasoning | None = None) -> None:
-        """reasoning: what may stand before the part of the output that has the grammar."""
+    def __init__(
+        self, grammar: LLMatcher, reasoning: Reasoning | None = None, digits: Digits | None = None
+    ) -> None:
+        """reasoning: what may stand before the part of the output that has the grammar.
+
+        digits: of the vocabulary, if the grammar is one of JSON.
+        """
         self._matcher = grammar.deep_copy()
+        self._numbers = None if digits is None else NumberLimit(digits)
         self._num_taken = 0
         self._preface = None if reasoning is None else Preface(reasoning)
 
@@ -49,12 +56,14 @@ class GrammarState:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
             raise GrammarError(self._reason())
-        return bits
+        return bits if self._numbers is None else self._numbers.without_more(bits)
 
     def _consume(self, token: int) -> None:
         # After its end only more ends can come, from a request that ignores them.
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token)
+            if self._numbers is not None:
+                self._numbers.take(token)
         if self._matcher.is_error():
             raise GrammarError(self._reason())
 

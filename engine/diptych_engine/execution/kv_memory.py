@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from diptych_protocol import InvalidRequestError
+
 
 class KVMemory:
     """Zeroed memory at an address that stays.
@@ -31,15 +33,16 @@ class KVMemory:
         device: torch.device,
         shared_fd: int | None = None,
     ) -> None:
-        """`shared_fd`: an empty file to have the memory in; on a CPU only."""
+        """`shared_fd`: an empty file to have the memory in; on a CPU only.
+
+        Raises `InvalidRequestError` if the system, or a limit of this process, has not so much.
+        """
         self._pages: mmap.mmap | None = None
         self._shared = shared_fd is not None
         self._num_bytes = num_bytes
-        if shared_fd is not None:
-            os.ftruncate(shared_fd, num_bytes)
-            self._pages = mmap.mmap(shared_fd, num_bytes)
-        elif device.type == "cpu":
-            self._pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if shared_fd is not None or device.type == "cpu":
+            self._pages = _mapped(num_bytes, shared_fd)
+        if self._pages is not None and not self._shared:
             # Blocks are touched for the first time in the middle of a hand-off. Small pages cost
             # far more there than the copy itself.
             with contextlib.suppress(OSError):  # a kernel without huge pages
@@ -64,6 +67,20 @@ class KVMemory:
         if storage.nbytes() < self._num_bytes:
             storage.resize_(self._num_bytes)
             self.tensor.zero_()
+
+
+def _mapped(num_bytes: int, shared_fd: int | None) -> mmap.mmap:
+    try:
+        if shared_fd is None:
+            return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        os.ftruncate(shared_fd, num_bytes)
+        return mmap.mmap(shared_fd, num_bytes)
+    except (OSError, OverflowError) as exc:
+        raise InvalidRequestError(
+            f"there is no memory for a KV cache of {num_bytes / 2**30:.1f} GiB: {exc}; "
+            "ask for fewer bytes, or give the engine more memory",
+            param="kv_cache_bytes",
+        ) from exc
 
 
 def map_shared(fd: int, num_blocks: int) -> NDArray[np.uint8]:

@@ -26,7 +26,16 @@ def choose_device(config: EngineConfig, rank: int = 0) -> torch.device:
         raise InvalidRequestError("device is cuda, but torch finds no GPU", param="device")
     if not available or config.device == "cpu":
         return torch.device("cpu")
-    return torch.device("cuda", rank)
+    return torch.device("cuda", gpu_of(config, rank, torch.cuda.device_count()))
+
+
+def gpu_of(config: EngineConfig, rank: int, num_visible: int) -> int:
+    """Which of the GPUs that a process sees is a rank's.
+
+    All ranks of all replicas on a machine see the same GPUs. Where a pod has been given only those
+    of one replica, it sees them as the first.
+    """
+    return (config.data_parallel_rank * config.tensor_parallel_size + rank) % num_visible
 
 
 def enough_prompt_tokens(config: EngineConfig, device: torch.device) -> int:

@@ -81,7 +81,9 @@ class RowOptions:
             params.bad_words_token_ids or [],
             Bias.of(params.logit_bias),
             Penalties.of(params),
-            None if request.grammar is None else GrammarState(request.grammar, request.reasoning),
+            None
+            if request.grammar is None
+            else GrammarState(request.grammar, request.reasoning, request.digits),
             [processors[name] for name in params.logits_processors or ()],
         )
         return options if options._any else None

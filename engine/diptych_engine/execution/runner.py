@@ -88,6 +88,8 @@ class ModelRunner:
         """
         shard.check(source.config)
         self._device = choose_device(config, shard.rank)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # where kernels are launched, wherever tensors are
         self._dtype = choose_dtype(config, self._device)
         self._block_size = config.block_size
         self._window = source.config.sliding_window
@@ -124,15 +126,18 @@ class ModelRunner:
         if not self.num_blocks:
             room = bytes_for_kv(config, local, self._device, self._dtype, shard.size)
             self.num_blocks = blocks_in(room, self.block_bytes)
-        num_bytes = self.num_blocks * self.block_bytes
+        # A mixture of experts is launched with counts of rows, which a recording would repeat.
+        on_gpu = self._device.type != "cpu"
+        records = on_gpu and shard.size == 1 and not source.config.num_experts
+        num_bytes = (self.num_blocks + records) * self.block_bytes
         memory = KVMemory(num_bytes, self._kv_dtype, self._device, kv_memory_fd)
-        self.kv_cache = memory.tensor.view(-1, *block_shape(local, config.block_size))
+        blocks = memory.tensor.view(-1, *block_shape(local, config.block_size))
+        self.kv_cache = blocks[: self.num_blocks]
         """[num_blocks, num_layers, 2, block_size, kv_heads, head_dim], contiguous."""
         self._kv_layers = self.kv_cache.unbind(1)
         self._graphs: DecodeGraphs | None = None
-        # A mixture of experts is launched with counts of rows, which a recording would repeat.
-        if self._device.type == "cuda" and shard.size == 1 and not source.config.num_experts:
-            self._graphs = DecodeGraphs(self.model, self._kv_layers, max_tokens, cuda_recorder())
+        if records:
+            self._graphs = DecodeGraphs(self.model, blocks.unbind(1), max_tokens, cuda_recorder)
         self._rows = BatchRows(config.max_num_seqs, -(-max_tokens // config.block_size))
         self._sampler = Sampler(
             config.max_num_seqs,
@@ -141,7 +146,7 @@ class ModelRunner:
             load_processors(config.logits_processors),
         )
         self.enough_prompt_tokens = enough_prompt_tokens(config, self._device)
-        self.runs_ahead = config.runs_ahead(on_gpu=self._device.type == "cuda")
+        self.runs_ahead = config.runs_ahead(on_gpu=on_gpu)
         self._prompt_logprobs = PromptLogprobs(source.config.vocab_size)
         self._pooler = Pooler(config.pooling)
         self._embeds = PromptEmbeds(self.model, self._dtype, self._device)
@@ -152,8 +157,9 @@ class ModelRunner:
         self.loras = LoraBank(self.model, config.max_lora_rank, self._dtype, self._device)
         self.profiler = Profiler(config.profile_dir, config.engine_id or "engine")
         worker_rank = config.data_parallel_rank * shard.size + shard.rank
+        self._foreign_methods = extension_methods(config, self)
         self.worker_methods: dict[str, Callable[..., Any]] = {
-            **extension_methods(config, self),
+            **self._foreign_methods,
             "_reload_weights": self._load,
             **self.loras.methods(),
             **WeightReceiver(self.model, worker_rank).methods(),
@@ -296,9 +302,13 @@ class ModelRunner:
         if call is None:
             known = ", ".join(sorted(self.worker_methods))
             raise InvalidRequestError(f"no worker method {method!r}; there are {known}")
-        if self._graphs is not None and method != "execute_dummy_batch":
-            self._graphs.forget()  # whatever else it did, memory may have moved
-        return [call(*args, **(kwargs or {}))]
+        try:
+            return [call(*args, **(kwargs or {}))]
+        finally:
+            if self._graphs is not None and method in self._foreign_methods:
+                self._graphs.forget()  # nobody knows what it did to the model
+            elif self._graphs is not None:
+                self._graphs.forget_moved()
 
     def _place(self, planned: Sequence[ScheduledRequest]) -> list[int]:
         """Give the scheduled requests rows, and bring their block tables up to date; returns the
@@ -423,6 +433,10 @@ class ModelRunner:
         for power in range((most - 1).bit_length() + 1):
             some = decodes[: 1 << power]
             self.execute(StepPlan(some, len(some), removed=[]))
+        if self._device.type != "cpu":  # the other kernel that draws
+            self.execute(StepPlan([], 0, removed=names))
+            filtered = warm_up_request(0, num_prompt, self._block_size, min_p=0.5)
+            self.execute(StepPlan([ScheduledRequest(filtered, num_prompt, 1, samples=True)], 1, []))
         self.execute(StepPlan([], 0, removed=names))
         self.kv_cache[requests[0].block_ids] = 0
 

@@ -10,13 +10,13 @@ from diptych_protocol import SamplingParams
 WARM_UP_TOKENS: Final = 8
 
 
-def warm_up_request(index: int, num_prompt: int, block_size: int) -> Request:
+def warm_up_request(index: int, num_prompt: int, block_size: int, min_p: float = 0.0) -> Request:
     """A prompt of so many tokens, and one more. All such requests write to the same blocks; nobody
     looks at what comes of it."""
     return Request(
         request_id=f"warm-up {index}",
         client=b"",
-        params=SamplingParams(temperature=1.0),
+        params=SamplingParams(temperature=1.0, min_p=min_p),
         token_ids=[0] * (num_prompt + 1),
         num_prompt_tokens=num_prompt,
         eos_token_id=None,

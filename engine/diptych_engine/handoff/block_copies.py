@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,20 +12,25 @@ from diptych_kv_transfer.memory.region import MemoryKind, MemoryRegion
 from diptych_kv_transfer.memory.shard import Shard
 from diptych_protocol.config import Staging
 
+Mark = Callable[[], Callable[[], None]]
+"""See `Bus.mark`."""
 
-def for_the_hinge(ranks: Sequence[Tensor], staging: Staging) -> list[Shard]:
-    """How the hinge is to reach each rank's KV memory, [num_blocks, ...].
+
+def for_the_hinge(ranks: Sequence[Tensor], staging: Staging) -> tuple[list[Shard], Mark | None]:
+    """How the hinge is to reach each rank's KV memory, [num_blocks, ...], and how its copies are
+    told of steps, if it needs any.
 
     On the host it reads and writes blocks where they are, unless it is told not to. On a device
     there are only copies: UCX would have to be one that was built for that device.
     """
     if staging == "always" or any(blocks.device.type != "cpu" for blocks in ranks):
-        return [_copied(blocks) for blocks in ranks]
-    return [Shard.of(blocks.flatten(1).view(torch.uint8).numpy()) for blocks in ranks]
+        bus = Bus(ranks[0].device)
+        return [_copied(blocks, bus) for blocks in ranks], bus.mark
+    return [Shard.of(blocks.flatten(1).view(torch.uint8).numpy()) for blocks in ranks], None
 
 
-def _copied(blocks: Tensor) -> Shard:
-    copies = BlockCopies(blocks, Bus(blocks.device))
+def _copied(blocks: Tensor, bus: Bus) -> Shard:
+    copies = BlockCopies(blocks, bus)
     region = MemoryRegion(
         blocks.data_ptr(), blocks.nbytes, MemoryKind.DEVICE, str(blocks.device), blocks
     )

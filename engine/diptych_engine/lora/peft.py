@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from diptych_engine.models.interface import Projection
-from diptych_protocol import InvalidRequestError
+from diptych_protocol import UNREADABLE, InvalidRequestError
 
 CONFIG_FILE: Final = "adapter_config.json"
 TENSOR_FILE: Final = "adapter_model.safetensors"
@@ -93,7 +93,7 @@ def read_peft(
         most = num_layers * sum(sizes) * config.r * torch.float32.itemsize + MAX_HEADER_BYTES
         tensor_bytes = _read(folder / TENSOR_FILE, most)
         pairs = _pair(safetensors.torch.load(tensor_bytes), projections, num_layers, config.r)
-    except (OSError, ValueError, msgspec.MsgspecError, SafetensorError) as exc:
+    except (OSError, ValueError, SafetensorError, *UNREADABLE) as exc:
         raise InvalidRequestError(f"adapter {path}: {exc}", param="lora_path") from exc
     content = hashlib.blake2b(config_bytes, digest_size=16)
     content.update(tensor_bytes)

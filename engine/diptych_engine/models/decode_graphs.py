@@ -3,14 +3,14 @@
 A step of decodes launches some ten kernels a layer, most of which take a GPU less time than it
 takes the host to launch them. A CUDA graph launches them all at once. It repeats exactly what was
 recorded, so there is one for each of a few numbers of rows, everything that changes lies at
-addresses of its own, and a step is padded to the next such number: with its first row once more,
-which writes the same keys and values to the same place.
+addresses of its own, and a step is padded to the next such number. A row of padding is the first
+token of a sequence of nobody's: whatever the others read, it reads one key, in a block of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from diptych_kernels.paged_attention.fixed_decodes import FixedDecodes
 
 Compute = Callable[[], Tensor]
 """Puts its result at the same place each time it is called."""
+Recorder = Callable[[Compute], Compute]
 
 
 @dataclass(slots=True, frozen=True)
@@ -41,13 +42,22 @@ class DecodeGraphs:
         model: CausalLM,
         kv_layers: Sequence[Tensor],
         longest: int,
-        record: Callable[[Compute], Compute],
+        make_recorder: Callable[[], Recorder],
     ) -> None:
-        """longest: the longest context that a request may have, in tokens."""
+        """
+        Args:
+            kv_layers: their last block is no request's; rows of padding write to it.
+            longest: the longest context that a request may have, in tokens.
+            make_recorder: called again whenever all that was recorded is forgotten.
+        """
         self._model, self._kv_layers = model, kv_layers
+        self._spare_block = len(kv_layers[0]) - 1
         self._longest = longest
-        self._record = record
+        self._make_recorder = make_recorder
+        self._record = make_recorder()
         self._recorded: dict[int, Recorded] = {}
+        self._addresses: list[int] = []
+        """Where everything was when the first step was recorded."""
 
     @staticmethod
     def fit(inputs: StepInputs) -> bool:
@@ -59,48 +69,78 @@ class DecodeGraphs:
         """As the model's, for inputs that fit. The next call overwrites what this one returns."""
         num_rows = len(inputs.token_ids)
         size = 1 << (num_rows - 1).bit_length()
-        rows = np.arange(size)
-        rows[num_rows:] = 0
+        padded = self._padded(inputs, size)
         recorded = self._recorded.get(size)
         if recorded is None:
-            return self._first(inputs, rows)[:num_rows]
-        order = to_device(rows, inputs.attention.device)
-        for old, new in zip(_tensors(recorded.inputs), _tensors(inputs), strict=True):
-            torch.index_select(new, 0, order, out=old)
-        attention = inputs.attention
-        recorded.attention.change(attention.context_lens[rows], attention.block_tables[rows])
+            return self._first(padded)[:num_rows]
+        for old, new in zip(_tensors(recorded.inputs), _tensors(padded), strict=True):
+            old.copy_(new)
+        attention = padded.attention
+        recorded.attention.change(attention.context_lens, attention.block_tables)
         return recorded.run()[:num_rows]
 
     def forget(self) -> None:
-        """Weights or KV may have moved: record anew."""
+        """Whatever was recorded may be wrong: record anew."""
         self._recorded.clear()
+        self._record = self._make_recorder()
 
-    def _first(
-        self, inputs: StepInputs, rows: np.ndarray[tuple[int], np.dtype[np.int64]]
-    ) -> Tensor:
+    def forget_moved(self) -> None:
+        """Record anew if weights or KV have moved, or have gone."""
+        if self._recorded and self._addresses != self._now():
+            self.forget()
+
+    def _now(self) -> list[int]:
+        memory = (*self._model.weight_memory, *self._kv_layers)
+        return [tensor.untyped_storage().data_ptr() for tensor in memory]
+
+    def _padded(self, inputs: StepInputs, size: int) -> StepInputs:
+        """The same with as many rows as are recorded."""
+        attention, extra = inputs.attention, size - len(inputs.token_ids)
+        if not extra:
+            return inputs
+        ones = np.ones(extra, np.int64)
+        unused = np.full((extra, attention.block_tables.shape[1]), self._spare_block)
+        padding = to_device(np.outer([0, 0, self._spare_block, 0], ones), attention.device)
+        token_ids, positions, blocks, offsets = (
+            torch.cat(pair) for pair in zip(_tensors(inputs), padding, strict=True)
+        )
+        return StepInputs(
+            token_ids,
+            positions,
+            blocks,
+            offsets,
+            replace(
+                attention,
+                query_starts=np.arange(size + 1),
+                context_lens=np.concatenate((attention.context_lens, ones)),
+                block_tables=np.concatenate((attention.block_tables, unused)),
+                num_decodes=size,
+            ),
+        )
+
+    def _first(self, inputs: StepInputs) -> Tensor:
         """Compute a step launch by launch, which compiles what needs to be, and record it."""
         attention = inputs.attention
-        order = to_device(rows, attention.device)
         fixed = FixedDecodes(
-            query_starts=np.arange(len(rows) + 1),
-            context_lens=attention.context_lens[rows],
-            block_tables=attention.block_tables[rows],
-            num_decodes=len(rows),
+            query_starts=attention.query_starts,
+            context_lens=attention.context_lens,
+            block_tables=attention.block_tables,
+            num_decodes=attention.num_decodes,
             block_size=attention.block_size,
             window=attention.window,
             device=attention.device,
             longest=self._longest,
         )
-        token_ids, positions, blocks, offsets = (
-            tensor.index_select(0, order) for tensor in _tensors(inputs)
-        )
+        token_ids, positions, blocks, offsets = (tensor.clone() for tensor in _tensors(inputs))
         own = StepInputs(token_ids, positions, blocks, offsets, fixed)
 
         def compute() -> Tensor:
             return self._model.forward(own, self._kv_layers)
 
         hidden = compute()
-        self._recorded[len(rows)] = Recorded(own, fixed, self._record(compute))
+        if not self._recorded:
+            self._addresses = self._now()
+        self._recorded[attention.num_decodes] = Recorded(own, fixed, self._record(compute))
         return hidden
 
 
@@ -108,8 +148,13 @@ def _tensors(inputs: StepInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return inputs.token_ids, inputs.positions, inputs.slot_blocks, inputs.slot_offsets
 
 
-def cuda_recorder() -> Callable[[Compute], Compute]:
-    """Records graphs that share their memory, since none runs while another one does."""
+def cuda_recorder() -> Recorder:
+    """Records graphs that share their memory, since none runs while another one does.
+
+    A pool ends with its last graph and cannot be used again. What the pool before this one had is
+    given back.
+    """
+    torch.cuda.empty_cache()
     pool = torch.cuda.graph_pool_handle()
 
     def record(compute: Compute) -> Compute:

@@ -11,6 +11,7 @@ from llguidance import LLMatcher
 
 from diptych_engine.scheduling.adapter import Adapter
 from diptych_engine.scheduling.images import ImageWork, PlacedImage, identity_of
+from diptych_engine.scheduling.number_limit import Digits
 from diptych_engine.scheduling.reasoning import Reasoning
 from diptych_frontend.fair_share import Account
 from diptych_protocol import (
@@ -139,6 +140,8 @@ class Request:
     """Whether its sender says that there is no reasoning to come before its answer."""
     reasoning: Reasoning | None = None
     """What may stand in its output before the part that has the grammar."""
+    digits: Digits | None = None
+    """What the vocabulary has of digits, if its grammar is one of JSON."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 

@@ -113,14 +113,15 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
         encoder=EncoderCache(config.encoder_cache_tokens, config.max_num_batched_tokens),
         stats=SchedulerStats(cpu_level=cpu_level, cpu_kernels_set_aside=num_set_aside),
     )
-    connector = None
+    connector = mark = None
     if config.kv_transfer is not None:
+        kv_memory, mark = for_the_hinge(runner.kv_memory(), config.kv_transfer.staging)
         connector = open_connector(
             config.kv_transfer,
             engine_id=description.engine_id,
             epoch=description.epoch,
             compat=description.compat,
-            kv_memory=for_the_hinge(runner.kv_memory(), config.kv_transfer.staging),
+            kv_memory=kv_memory,
             geometry={
                 "block_size": config.block_size,
                 "tensor_parallel_size": config.tensor_parallel_size,
@@ -134,6 +135,7 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
     core = EngineCore(
         description, scheduler, runner, connector, grammars, images, runs_ahead=runner.runs_ahead
     )
+    core.mark_launched = mark
     if runner.routed is not None:
         core.hand_offs.before_load = runner.routed.forget
     core.watched.update(runner.watched)

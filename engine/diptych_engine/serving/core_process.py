@@ -25,6 +25,7 @@ from diptych_engine.serving.membership import Membership
 from diptych_frontend.core_client.curve import read_keys
 from diptych_frontend.observability.logs import setup_logging
 from diptych_protocol import (
+    UNREADABLE,
     CurveKeys,
     DiptychError,
     EngineConfig,
@@ -76,7 +77,7 @@ def main() -> None:
                 raise InvalidRequestError("--public needs --keys", param="keys")
             endpoints.append((args.public, keys))
         serve(config, endpoints, keys)
-    except (InvalidRequestError, msgspec.MsgspecError) as exc:
+    except (InvalidRequestError, *UNREADABLE) as exc:
         sys.exit(fail(2, f"bad configuration: {exc}"))
     except zmq.ZMQError as exc:
         sys.exit(fail(1, f"cannot listen on {args.public or args.local}: {exc}"))

@@ -20,7 +20,6 @@ from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import Any
 
-import msgspec
 import zmq
 
 from diptych_engine.control.core import AT_WORK, SHUTTING_DOWN, EngineCore, Posture
@@ -29,9 +28,11 @@ from diptych_engine.scheduling.request import Pending, StepPlan
 from diptych_engine.serving.farewell import Farewell
 from diptych_engine.serving.heartbeat_sender import HeartbeatSender
 from diptych_engine.serving.prefix_news import PrefixNews
+from diptych_frontend.core_client.client import ask_for_signs_of_life
 from diptych_frontend.core_client.curve import CurveGate
 from diptych_frontend.core_client.zmq_frames import receive_frames
 from diptych_protocol import (
+    UNREADABLE,
     CurveKeys,
     DiptychError,
     EngineCoreOutputs,
@@ -116,8 +117,7 @@ class CoreServer:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a vanished client is an error, not silence
         socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
         socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
+        ask_for_signs_of_life(socket, endpoint)
         if keys is not None:
             gate = CurveGate(keys)
             gate.guard(self._context, socket)
@@ -227,7 +227,7 @@ class CoreServer:
                 self._forget_vanished()
             try:
                 self._handle(client, frames, arrays)
-            except (msgspec.MsgspecError, ValueError) as exc:
+            except (ValueError, *UNREADABLE) as exc:
                 self._answer_malformed(client, frames, exc)
 
     @property

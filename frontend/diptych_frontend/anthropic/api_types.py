@@ -12,6 +12,7 @@ import msgspec
 
 from diptych_frontend.openai.api_types import MAX_MESSAGES, CacheSalt, Int64, Neutral
 from diptych_frontend.tool_calls.tools import MAX_TOOLS, ToolName
+from diptych_protocol import JsonSchemas
 from diptych_protocol.sampling import MAX_STOP_CHARS, MAX_STOPS
 
 StopSequence = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -73,7 +74,7 @@ Block = (
 
 class Turn(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | Annotated[list[Block], msgspec.Meta(min_length=1)]
 
 
 class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -194,6 +195,8 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     top_k: Int64 | None = None
     priority: Int64 | None = None
     cache_salt: CacheSalt | None = None
+    json_schemas: JsonSchemas | None = None
+    """See `GenerationRequest`."""
 
     metadata: Any = None
     """Ignored."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import groupby
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import msgspec
 
@@ -40,7 +40,7 @@ from diptych_frontend.openai.api_types import (
 )
 from diptych_frontend.reasoning.request_options import SWITCHES
 from diptych_frontend.tool_calls import tools
-from diptych_protocol import InvalidRequestError, StructuredOutputsParams
+from diptych_protocol import InvalidRequestError
 
 FAILED: Final = "Error:"
 """Stands before the result of a tool that failed: chat templates have no other place for it."""
@@ -49,10 +49,8 @@ FAILED: Final = "Error:"
 class TranslatedChat(ChatCompletionRequest, kw_only=True):
     """A chat whose form was asked for in the field `output_config`."""
 
-    def forms(self) -> dict[str, StructuredOutputsParams | None]:
-        forms = super().forms()
-        forms["output_config"] = forms.pop("response_format")
-        return forms
+    FORMAT_FIELD: ClassVar[str] = "output_config"
+    TOOL_FIELD: ClassVar[str] = "tools[{}].input_schema"
 
 
 def as_chat(request: CountTokensRequest, *, reasons: bool) -> TranslatedChat:
@@ -105,6 +103,7 @@ def _set_options(request: MessagesRequest, chat: TranslatedChat) -> None:
     chat.top_k = request.top_k
     chat.priority = request.priority
     chat.cache_salt = request.cache_salt
+    chat.json_schemas = request.json_schemas
 
 
 def _choose_tools(request: CountTokensRequest, chat: TranslatedChat) -> None:

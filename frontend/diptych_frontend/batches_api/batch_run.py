@@ -122,6 +122,12 @@ class BatchRun:
                 return check(file, record.batch.endpoint)
         except InvalidRequestError as exc:
             return Checked(errors=[BatchError("file_not_found", str(exc), "input_file_id")])
+        except OSError:
+            raise  # the disk may be there again later
+        except Exception:  # a defect, which would be there again however often it is tried
+            log.exception("%s: its file cannot be checked", record.batch.id)
+            message = "internal error while the file was checked; the server's log has it"
+            return Checked(errors=[BatchError("internal_error", message, "input_file_id")])
 
     async def _fail(self, record: Record) -> None:
         await self._write(record)

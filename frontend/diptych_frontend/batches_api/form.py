@@ -33,9 +33,12 @@ class UploadForm:
                 param="Content-Type",
                 status=415,
             )
-        self._parser = PushMultipartParser(
-            boundary, max_segment_count=MAX_FIELDS, max_segment_size=MAX_FILE_BYTES, strict=True
-        )
+        try:
+            self._parser = PushMultipartParser(
+                boundary, max_segment_count=MAX_FIELDS, max_segment_size=MAX_FILE_BYTES, strict=True
+            )
+        except MultipartError as exc:
+            raise InvalidRequestError(f"the boundary: {exc}", param="Content-Type") from exc
         self._segment: MultipartSegment | None = None
         self._value = bytearray()
         self._fields: dict[str, str] = {}

@@ -17,6 +17,7 @@ from typing import Final, Self
 import msgspec
 
 from diptych_frontend.batches_api.usage import BatchUsage, Told, added
+from diptych_protocol import UNREADABLE
 
 DONE: Final = b"+"
 ERROR: Final = b"-"
@@ -99,7 +100,7 @@ class Journal:
                 break
             try:
                 told = _DECODER.decode(entry[1:])
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except UNREADABLE:
                 break  # the machine stopped while this was written
             self._count(entry[:1], told)
             size += len(entry)

@@ -9,6 +9,7 @@ from typing import Any, BinaryIO, Final
 import msgspec
 
 from diptych_frontend.batches_api.api_types import BatchError
+from diptych_protocol import UNREADABLE
 
 MAX_LINES: Final = 50_000
 MAX_LINE_BYTES: Final = (4 << 20) + 4096
@@ -57,7 +58,7 @@ def read_line(number: int, raw: bytes, endpoint: str) -> Line | BatchError:
         return BatchError("line_too_large", message, None, number)
     try:
         decoded = _DECODER.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+    except UNREADABLE as exc:
         message = f"this line is not valid JSON, or not an object: {exc}"
         return BatchError("invalid_json_line", message[:300], None, number)
     for name in ("custom_id", "method", "url"):
@@ -79,7 +80,12 @@ def read_line(number: int, raw: bytes, endpoint: str) -> Line | BatchError:
         return BatchError("missing_required_parameter", message, "body", number)
     if not body.startswith(b"{"):
         return BatchError("invalid_body", "body must be a JSON object", "body", number)
-    if _BODY_DECODER.decode(body).stream:
+    try:
+        is_streamed = _BODY_DECODER.decode(body).stream
+    except UNREADABLE as exc:  # the line's own decoder only skips over values of its body
+        message = f"the body is not valid JSON: {exc}"
+        return BatchError("invalid_body", message[:300], "body", number)
+    if is_streamed:
         return BatchError("invalid_stream", "a batch is not streamed", "body.stream", number)
     return Line(number, decoded.custom_id, body)
 

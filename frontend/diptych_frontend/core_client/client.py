@@ -16,6 +16,7 @@ from diptych_frontend.core_client.curve import use_keys
 from diptych_frontend.core_client.sent_images import SentImages
 from diptych_frontend.core_client.zmq_frames import receive_frames, send_frames
 from diptych_protocol import (
+    UNREADABLE,
     ClientClosedError,
     CurveKeys,
     EngineCoreOutputs,
@@ -67,24 +68,34 @@ class MalformedAnswerError(UtilityError, ValueError):
     """The core's answer is not what was asked for: it is of another version, or no core."""
 
 
-def open_dealer(keys: CurveKeys | None, patience_s: float = PATIENCE_S) -> zmq.Socket[bytes]:
+def open_dealer(
+    endpoint: str, keys: CurveKeys | None, patience_s: float = PATIENCE_S
+) -> zmq.Socket[bytes]:
     """A socket for one core, still to be connected; see `CoreClient` for the parameters."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-    set_dealer_options(socket, keys, patience_s)
+    set_dealer_options(socket, keys)
+    ask_for_signs_of_life(socket, endpoint, patience_s)
     return socket
 
 
-def set_dealer_options(
-    socket: zmq.Socket[Any], keys: CurveKeys | None, patience_s: float = PATIENCE_S
+def ask_for_signs_of_life(
+    socket: zmq.Socket[bytes], endpoint: str, patience_s: float = PATIENCE_S
 ) -> None:
+    """Have ZMQ's threads take a peer for lost that gives none for so long, if a network may lie in
+    between. Where both are on this machine, the system tells of an end, and who was only paused,
+    perhaps together with this process, has lost nothing."""
+    if not endpoint.startswith("ipc://"):
+        socket.setsockopt(zmq.HEARTBEAT_IVL, int(patience_s * 1000 / HEARTBEATS))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(patience_s * 1000))
+
+
+def set_dealer_options(socket: zmq.Socket[Any], keys: CurveKeys | None) -> None:
     """Make a new DEALER one for an engine core."""
     socket.setsockopt(zmq.LINGER, 0)
     # Nothing waits for a connection: a message is for the core that listens now, or for none.
     socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the admission limit above us
     socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, int(patience_s * 1000 / HEARTBEATS))
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(patience_s * 1000))
     socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -112,8 +123,8 @@ class CoreClient:
     ) -> None:
         """Connect in the background.
 
-        `patience_s` is how long a connected core may give no sign of life, not even a heartbeat
-        of its ZMQ, which does not depend on how busy the core is.
+        `patience_s` is how long a connected core of another machine may give no sign of life, not
+        even a heartbeat of its ZMQ, which does not depend on how busy the core is.
         """
         self.endpoint = endpoint
         self._on_outputs = on_outputs
@@ -127,7 +138,7 @@ class CoreClient:
         self._handshake_failed = False
         """The newest attempt to connect ended in the handshake."""
         self._loop = asyncio.get_running_loop()
-        self._socket = open_dealer(keys, patience_s)
+        self._socket = open_dealer(endpoint, keys, patience_s)
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(
             zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | HANDSHAKE_FAILURES
         )
@@ -274,7 +285,7 @@ class CoreClient:
             return
         try:
             outputs = wire.outputs_decoder.decode(frames)
-        except msgspec.MsgspecError as exc:
+        except UNREADABLE as exc:
             self._reconnect(f"it sent a message that cannot be read: {exc}")
             return
         if outputs.last_words is not None:

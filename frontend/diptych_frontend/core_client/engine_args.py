@@ -17,7 +17,7 @@ from diptych_frontend.core_client.foreign_options import (
     judge_foreign,
     warn_of_environment,
 )
-from diptych_protocol import EngineConfig, KVTransferConfig, UsageContext
+from diptych_protocol import UNREADABLE, EngineConfig, KVTransferConfig, UsageContext
 from diptych_protocol.field_ranges import descriptions
 
 OUR_NAMES: Final = {
@@ -131,7 +131,7 @@ def _reader(kind: Any) -> Callable[[str], Any]:
             if plain:
                 return msgspec.convert(text, kind, strict=False)
             return msgspec.json.decode(text, type=kind)
-        except msgspec.MsgspecError as exc:
+        except UNREADABLE as exc:
             raise argparse.ArgumentTypeError(str(exc)) from exc
 
     return read

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable
-
-import msgspec
 
 from diptych_frontend.core_client.client import UTILITY_TIMEOUT_S, CoreClient
 from diptych_frontend.core_client.launcher import TERMINATE_GRACE_S, Core
 from diptych_frontend.core_client.link import CoreLink
-from diptych_frontend.core_client.pulse import Pulse
+from diptych_frontend.core_client.pulse import Pulse, stood_still_s
 from diptych_protocol import (
+    UNREADABLE,
     DiptychError,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -61,6 +61,7 @@ class CoreMember:
         self._on_outputs = on_outputs
         self._on_death = on_death
         self._pulse = Pulse()
+        self._look_due = math.inf
         self._questions: asyncio.Task[None] | None = None
         """Asks the core for its statistics again and again, which takes its pulse too."""
 
@@ -125,15 +126,33 @@ class CoreMember:
 
     def doubtful_s(self) -> float:
         """For how many seconds the core gave no proof of progress, though it was asked."""
-        return self._pulse.doubtful_s(time.monotonic())
+        return self._pulse.doubtful_s(self._look())
+
+    def _look(self) -> float:
+        """Now; seconds in which this process stood still, perhaps paused with its core, are not
+        held against the core from here on."""
+        now = time.monotonic()
+        self._pulse.excuse_seconds(stood_still_s(self._look_due, now), now)
+        self._look_due = now + PULSE_INTERVAL_S
+        return now
 
     async def _keep_asking(self) -> None:
         """Until cancelled. An answer may take as long as the core's longest step."""
-        while True:
-            await asyncio.sleep(PULSE_INTERVAL_S)
-            self._pulse.asked(time.monotonic())
-            with contextlib.suppress(TimeoutError, ValueError, msgspec.MsgspecError, DiptychError):
-                await self.refresh_stats()
+        question: asyncio.Task[None] | None = None
+        try:
+            while True:
+                await asyncio.sleep(PULSE_INTERVAL_S)
+                now = self._look()
+                if question is None or question.done():
+                    self._pulse.asked(now)
+                    question = asyncio.create_task(self._ask())
+        finally:
+            if question is not None:
+                question.cancel()
+
+    async def _ask(self) -> None:
+        with contextlib.suppress(TimeoutError, ValueError, DiptychError, *UNREADABLE):
+            await self.refresh_stats()
 
     def excuse_silence(self) -> None:
         """There was a reason for what silence there was up to now."""

@@ -7,7 +7,19 @@ is judged by a silence in which nobody asked.
 
 from __future__ import annotations
 
+from typing import Final
+
 from diptych_protocol import SchedulerStats
+
+LATE_LOOK_S: Final = 0.5
+"""If a look comes so much later than planned, this process stood still, and what others sent may
+lie unread."""
+
+
+def stood_still_s(planned: float, now: float) -> float:
+    """For how long this process stood still before a look at `now`; 0: it did not."""
+    late_s = now - planned
+    return late_s if late_s > LATE_LOOK_S else 0.0
 
 
 class Pulse:

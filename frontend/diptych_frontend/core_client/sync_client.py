@@ -20,6 +20,7 @@ from diptych_frontend.core_client.launcher import TERMINATE_GRACE_S, Core
 from diptych_frontend.core_client.sent_images import SentImages
 from diptych_frontend.core_client.zmq_frames import receive_frames, send_frames
 from diptych_protocol import (
+    UNREADABLE,
     ClientClosedError,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -48,7 +49,7 @@ class SyncCoreClient:
         Raises `EngineDeadError` if it ends instead, `TimeoutError` if it takes too long.
         """
         self._core = core
-        self._socket = open_dealer(core.keys)
+        self._socket = open_dealer(core.endpoint, core.keys)
         self._messages: deque[EngineCoreOutputs] = deque()
         self._images = SentImages()
         self._answers: dict[int, UtilityOutput] = {}
@@ -147,7 +148,7 @@ class SyncCoreClient:
             raise self._dead
         try:
             message = wire.outputs_decoder.decode([*heads, *arrays])
-        except msgspec.MsgspecError as exc:
+        except UNREADABLE as exc:
             # Whatever it was about would be waited for in vain.
             self._dead = EngineDeadError(
                 f"the engine core at {self._core.endpoint} sent what cannot be read: {exc}"

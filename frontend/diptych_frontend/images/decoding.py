@@ -21,6 +21,11 @@ MAX_IMAGE_BYTES: Final = 16 << 20
 """Limit on an image as it is sent, decoded from base64."""
 MAX_PIXELS: Final = 24 << 20
 """Limit on width times height, looked at before a single pixel is decoded: 72 MiB of them."""
+MAX_SIDE: Final = 16_384
+"""Limit on width and on height: a decoder's rows and a filter's tables grow with one of them."""
+MAX_ASPECT: Final = 200
+"""Limit on how many times longer one side is than the other: the shorter one would all but vanish
+from what the model sees."""
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
 """Decoders for these only, in their first frame: each further one is another's code to trust."""
 
@@ -62,27 +67,48 @@ def bytes_of_url(url: str, where: str) -> bytes:
         raise InvalidRequestError(f"{where} is not valid base64: {exc}", param=where) from exc
 
 
+def size_of(encoded: bytes, where: str) -> tuple[int, int]:
+    """Width and height, as the header of an image file tells; nothing is decoded.
+
+    Raises `InvalidRequestError` for a file that is no image, is of another format, or is too large.
+    """
+    with _opened(encoded, where) as image:
+        return image.size
+
+
 def decoded(encoded: bytes, where: str) -> Image:
     """The pixels of an image file, in RGB and upright.
 
-    Raises `InvalidRequestError` for a file that is none, is of another format, or is too large.
+    Raises `InvalidRequestError` as `size_of` does, and for a file that cannot be decoded, and
+    `MemoryError`.
     """
+    from PIL import ImageOps  # here, as in `_opened`
+
+    with _opened(encoded, where) as image:
+        try:
+            return ImageOps.exif_transpose(image).convert("RGB")
+        except MemoryError:
+            raise  # whoever set the bound knows what it was
+        except Exception as exc:
+            # A decoder of other people's bytes may fail in any way a program can.
+            raise _unreadable(exc, where) from exc
+
+
+def _opened(encoded: bytes, where: str) -> Image:
+    """The file with its header read and its size judged."""
     # Loaded with the first image: most servers never see one.
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     if len(encoded) > MAX_IMAGE_BYTES:
         raise InvalidRequestError(
             f"{where} has {len(encoded)} bytes; at most {MAX_IMAGE_BYTES} are taken", param=where
         )
     try:
-        with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
-            check_size(image.size, where)
-            return ImageOps.exif_transpose(image).convert("RGB")
-    except InvalidRequestError:
-        raise
-    except Exception as exc:
-        # A decoder of other people's bytes may fail in any way a program can.
+        image = Image.open(io.BytesIO(encoded), formats=FORMATS)
+    except Exception as exc:  # as in `decoded`
         raise _unreadable(exc, where) from exc
+    check_size(image.size, where)
+    return image
 
 
 def _unreadable(cause: Exception, where: str) -> InvalidRequestError:
@@ -93,13 +119,18 @@ def _unreadable(cause: Exception, where: str) -> InvalidRequestError:
 
 
 def check_size(size: tuple[int, int], where: str) -> None:
-    """Raise `InvalidRequestError` for an image of too many pixels, or of none."""
+    """Raise `InvalidRequestError` for an image of too many pixels, of none, or of such a shape that
+    preparing it costs more than its pixels tell."""
     width, height = size
     if not 1 <= width * height <= MAX_PIXELS:
-        raise InvalidRequestError(
-            f"{where} has {width} x {height} pixels; at most {MAX_PIXELS} in all are taken",
-            param=where,
-        )
+        wanted = f"at most {MAX_PIXELS} in all are taken"
+    elif max(size) > MAX_SIDE:
+        wanted = f"at most {MAX_SIDE} are taken on a side; shrink it or send it in parts"
+    elif max(size) > MAX_ASPECT * min(size):
+        wanted = f"a side may be at most {MAX_ASPECT} times the other; send it in parts"
+    else:
+        return
+    raise InvalidRequestError(f"{where} has {width} x {height} pixels; {wanted}", param=where)
 
 
 def as_given(image: Any, where: str) -> GivenImage:

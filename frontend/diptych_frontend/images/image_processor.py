@@ -6,12 +6,13 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from diptych_frontend.images.decoding import GivenImage, decoded
+from diptych_frontend.images.confined_decoding import tiles_of
+from diptych_frontend.images.decoding import MAX_PIXELS, GivenImage, size_of
 from diptych_frontend.images.features import MAX_IMAGES, content_hash
 from diptych_frontend.images.item_cache import ItemCache
-from diptych_frontend.images.tiles import Tiles, cut
+from diptych_frontend.images.tiles import Tiles, cut, num_tiles
 from diptych_frontend.model_files.vision_config import VisionConfig
 from diptych_protocol import InvalidRequestError
 from diptych_protocol.multimodal import (
@@ -21,9 +22,8 @@ from diptych_protocol.multimodal import (
     PlaceholderRange,
 )
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
+MAX_PROMPT_PIXELS: Final = 4 * MAX_PIXELS
+"""All images of a prompt have at most so many: they are decoded one by one, in a second or two."""
 AROUND: Final = "<fake_token_around_image>"
 GLOBAL: Final = "<global-img>"
 """Markers that the published processors write as text."""
@@ -43,8 +43,10 @@ class Prepared:
 class ImageProcessor:
     """Prepares the images of one model. Safe to use from several threads."""
 
-    def __init__(self, config: VisionConfig) -> None:
+    def __init__(self, config: VisionConfig, max_tokens: int) -> None:
+        """max_tokens: what the context of the model holds."""
         self.config = config
+        self._max_tokens = max_tokens
         self._prepared: ItemCache[Prepared] = ItemCache(_size)
         self._lock = Lock()
         self._requests = self._queries = self._hits = 0
@@ -72,6 +74,7 @@ class ImageProcessor:
             raise InvalidRequestError(
                 f"{len(images)} images; at most {MAX_IMAGES} are taken", param=where
             )
+        self._judge(images, len(token_ids), where)
         prepared = self._prepare(images)
         expanded: list[int] = []
         features: list[MultiModalFeatureSpec] = []
@@ -100,18 +103,44 @@ class ImageProcessor:
         with self._lock:
             self._reset = True
 
+    def _judge(self, images: Sequence[GivenImage], num_others: int, where: str) -> None:
+        """Raise `InvalidRequestError` for what the headers of the images tell already, before
+        anything is decoded.
+
+        num_others: the tokens of the prompt before its image tokens are expanded.
+        """
+        pixels, tokens = 0, num_others
+        for image in images:
+            content = image.content
+            size = size_of(content, image.where) if isinstance(content, bytes) else content.size
+            pixels += size[0] * size[1]
+            tokens += num_tiles(size, self.config) * self.config.tokens_per_tile
+        if pixels > MAX_PROMPT_PIXELS:
+            raise InvalidRequestError(
+                f"the images have {pixels} pixels together; at most {MAX_PROMPT_PIXELS} are taken; "
+                "send smaller ones, or fewer",
+                param=where,
+            )
+        if tokens > self._max_tokens:
+            raise InvalidRequestError(
+                f"the prompt has {tokens} tokens with those of its images, more than this model "
+                f"can hold, {self._max_tokens}; send fewer images",
+                param=where,
+                code="context_length_exceeded",
+            )
+
     def _prepare(self, images: Sequence[GivenImage]) -> list[Prepared]:
         prepared, hits = [], 0
         for image in images:
             content = image.content
             if not isinstance(content, bytes):
-                prepared.append(self._cut(content))
+                prepared.append(_named(cut(content, self.config)))
                 continue
             key = hashlib.blake2b(content, digest_size=16).hexdigest()
             known = self._prepared.get(key)
             hits += known is not None
             if known is None:
-                known = self._cut(decoded(content, image.where))
+                known = _named(tiles_of(content, image.where, self.config))
                 self._prepared.put(key, known)
             prepared.append(known)
         with self._lock:
@@ -119,10 +148,6 @@ class ImageProcessor:
             self._queries += len(images)
             self._hits += hits
         return prepared
-
-    def _cut(self, image: Image) -> Prepared:
-        tiles = cut(image, self.config)
-        return Prepared(tiles, content_hash(tiles.pixels))
 
     def _expansion(self, tiles: Tiles, encode: Encode) -> list[int]:
         """The tokens of an image: its tiles' rows and columns, then the whole, between markers."""
@@ -134,6 +159,10 @@ class ImageProcessor:
             tokens += encode("\n") if row < tiles.rows else []
         before = "\n\n" if tiles.rows else ""
         return [*tokens, *encode(f"{before}{AROUND}{GLOBAL}"), *image, *encode(AROUND)]
+
+
+def _named(tiles: Tiles) -> Prepared:
+    return Prepared(tiles, content_hash(tiles.pixels))
 
 
 def _size(item: Prepared) -> int:

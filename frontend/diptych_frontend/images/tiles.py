@@ -51,6 +51,15 @@ def cut(image: Image, config: VisionConfig) -> Tiles:
     return _tiles([*parts, _resized(image, (edge, edge), config)], rows, columns)
 
 
+def num_tiles(size: tuple[int, int], config: VisionConfig) -> int:
+    """How many tiles `cut` makes of an image of this width and height."""
+    if not config.splits:
+        return 1
+    width, height = whole_tiles(longest(size, config.longest_edge), config.image_size)
+    parts = (width // config.image_size) * (height // config.image_size)
+    return parts if parts == 1 else parts + 1
+
+
 def longest(size: tuple[int, int], edge: int) -> tuple[int, int]:
     """(width, height) whose longer one is `edge`, in about the same proportion; the shorter one is
     even, as the models were trained."""

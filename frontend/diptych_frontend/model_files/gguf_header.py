@@ -28,6 +28,10 @@ SCALARS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?"
                   12: "d"}  # fmt: skip
 """Value type -> `struct` format."""
 MAX_RANK: Final = 8
+MAX_HEADER_BYTES: Final = 256 << 20
+"""Metadata and tensor table take at most this; a vocabulary of a million entries takes less."""
+MAX_VALUES: Final = 8 << 20
+"""Elements of all arrays, pairs and tensors: each takes more memory than its bytes in the file."""
 DEFAULT_ALIGNMENT: Final = 32
 
 
@@ -92,7 +96,8 @@ class GGUFHeader:
 def read_header(path: Path) -> GGUFHeader:
     """Parse the header of the file. Raises `GGUFError` if it is damaged, `OSError` if unreadable.
 
-    Every count in the file is checked against the bytes that are there before it is believed.
+    Every count in the file is checked against the bytes that are there, and against limits of our
+    own, before it is believed.
     """
     with path.open("rb") as file:
         if file.read(4) != MAGIC:
@@ -111,13 +116,16 @@ class _Cursor:
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
+        self._end = min(len(data), MAX_HEADER_BYTES)
         self._at = len(MAGIC)
+        self._values_left = MAX_VALUES
 
     def header(self) -> GGUFHeader:
         version = self._number("I")
         if version not in VERSIONS:
             raise GGUFError(f"version {version} is not one of {VERSIONS}")
         num_tensors, num_pairs = self._number("Q"), self._number("Q")
+        self._count(num_tensors + num_pairs)
         metadata: dict[str, Any] = {}
         for _ in range(num_pairs):
             key = self._string()
@@ -153,6 +161,7 @@ class _Cursor:
         return self._number(SCALARS[kind])
 
     def _array(self, kind: int, count: int) -> list[Any]:
+        self._count(count)
         if kind == STRING:
             return self._string_array(count)
         if kind not in SCALARS:
@@ -169,7 +178,7 @@ class _Cursor:
         strings = []
         for _ in range(count):
             end = at + 8 + length_at(data, at)[0]
-            if end > len(data):
+            if end > self._end:
                 raise GGUFError("it ends inside its header")
             strings.append(data[at + 8 : end].decode())
             at = end
@@ -188,6 +197,11 @@ class _Cursor:
             raise GGUFError(f"alignment {alignment!r} is not a power of two")
         return (self._at + alignment - 1) & -alignment
 
+    def _count(self, values: int) -> None:
+        self._values_left -= values
+        if self._values_left < 0:
+            raise GGUFError(f"its header has more than {MAX_VALUES} values")
+
     def _require(self, nbytes: int) -> None:
-        if nbytes > len(self._data) - self._at:
+        if nbytes > self._end - self._at:
             raise GGUFError("it ends inside its header")

@@ -10,7 +10,7 @@ import msgspec
 from diptych_frontend.model_files.families import FAMILIES, GGUF_ARCHITECTURES
 from diptych_frontend.model_files.family_spec import FamilySpec
 from diptych_frontend.model_files.vision_config import VisionConfig, vision_from_hf
-from diptych_protocol import InvalidRequestError
+from diptych_protocol import UNREADABLE, InvalidRequestError
 
 T = TypeVar("T")
 
@@ -152,7 +152,7 @@ def config_from_query(query: Mapping[str, str]) -> ModelConfig:
 def _json_object(text: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
-    except msgspec.DecodeError as exc:
+    except UNREADABLE as exc:
         raise InvalidRequestError(f"model configuration: {exc}", param="model") from exc
 
 

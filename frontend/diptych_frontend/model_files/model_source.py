@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 import msgspec
 
@@ -19,7 +19,7 @@ from diptych_frontend.model_files.model_config import (
     config_from_hf,
     config_from_query,
 )
-from diptych_protocol import InvalidRequestError
+from diptych_protocol import UNREADABLE, InvalidRequestError
 
 __all__ = ["GGUFTensor", "ModelConfig", "ModelSource", "readable", "resolve_model"]
 
@@ -58,7 +58,7 @@ def resolve_model(uri: str, *, weights: bool = True) -> ModelSource:
     Raises:
         InvalidRequestError: no such model, or not one that can be run; the message names a remedy.
     """
-    parts = urlsplit(uri)
+    parts = _split(uri)
     if parts.scheme == "dummy":
         query = parse_qsl(parts.query, keep_blank_values=True)
         return ModelSource(uri, "dummy", None, config_from_query(dict(query)))
@@ -73,8 +73,17 @@ def resolve_model(uri: str, *, weights: bool = True) -> ModelSource:
         return ModelSource(uri, "gguf", path, config_from_gguf(header.metadata, names))
 
 
+def _split(uri: str) -> SplitResult:
+    if "\0" in unquote(uri):
+        raise _refuse(f"{uri!r} holds a zero byte, which no path has")
+    try:
+        return urlsplit(uri)
+    except ValueError as exc:
+        raise _refuse(f"{uri}: {exc}") from exc
+
+
 def _locate(uri: str) -> Path:
-    parts = urlsplit(uri)
+    parts = _split(uri)
     if parts.scheme == "package":
         return _locate_in_package(parts.netloc, unquote(parts.path.lstrip("/")))
     if parts.scheme == "file":
@@ -92,13 +101,19 @@ def _locate(uri: str) -> Path:
         raise _refuse(
             f"{uri}: unknown scheme; use package://PKG/FILE, file:///PATH, a path, or dummy://"
         )
-    return Path(uri).expanduser()
+    try:
+        return Path(uri).expanduser()
+    except RuntimeError as exc:
+        raise _refuse(f"{uri}: {exc}") from exc
 
 
 def _locate_in_package(package: str, name: str) -> Path:
     if not package.isidentifier() or not name or ".." in Path(name).parts:
         raise _refuse(f"package://{package}/{name} is not of the form package://PKG/FILE")
-    spec = importlib.util.find_spec(package)
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:  # it is in memory, but from no file
+        spec = None
     if spec is None or spec.submodule_search_locations is None:
         raise _refuse(f"the Python package {package!r} is not installed; install it in this image")
     for location in map(Path, spec.submodule_search_locations):
@@ -126,7 +141,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise _refuse(f"{path} is larger than {MAX_JSON_BYTES} bytes")
     try:
         return msgspec.json.decode(raw, type=dict[str, Any])
-    except msgspec.DecodeError as exc:
+    except UNREADABLE as exc:
         raise _refuse(f"{path} is not a JSON object: {exc}") from exc
 
 
@@ -139,6 +154,10 @@ def readable(path: Path) -> Iterator[None]:
         raise _refuse(f"{path} is not a usable GGUF file: {exc}; download it again") from exc
     except OSError as exc:
         raise _refuse(f"{exc.filename or path} cannot be read: {exc.strerror or exc}") from exc
+    except UnicodeDecodeError as exc:
+        raise _refuse(f"{path} has a file that should be text in UTF-8, and is not: {exc}") from exc
+    except RecursionError as exc:
+        raise _refuse(f"{path} has a file that is nested too deeply") from exc
 
 
 def _refuse(message: str) -> InvalidRequestError:

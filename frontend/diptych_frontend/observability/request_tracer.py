@@ -7,7 +7,6 @@ there are any. Importing this needs the extra `tracing`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -18,6 +17,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 from diptych_frontend.observability.span_sender import SpanSender
+from diptych_frontend.observability.steady_clock import steady_time
 from diptych_protocol import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -99,7 +99,7 @@ class RequestTracer:
         )
         if reason is FinishReason.ERROR:
             span.set_status(StatusCode.ERROR, output.error)
-        span.end(time.time_ns())
+        span.end(int(steady_time() * 1e9))
 
     def _attributes(
         self, traced: _Open, output: EngineCoreOutput, reason: FinishReason

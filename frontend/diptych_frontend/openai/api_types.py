@@ -11,10 +11,18 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
-from diptych_frontend.openai.response_format import ResponseFormat, form_of
-from diptych_frontend.tool_calls.tools import MAX_TOOLS, Tool, ToolChoice, forced_call
+from diptych_frontend.openai.response_format import ResponseFormat, check_format, form_of
+from diptych_frontend.tool_calls.tools import (
+    MAX_TOOLS,
+    Tool,
+    ToolChoice,
+    arguments_of,
+    called_tools,
+    forced_call,
+)
 from diptych_protocol import (
     InvalidRequestError,
+    JsonSchemas,
     KVTransferParams,
     RequestOutputKind,
     SamplingParams,
@@ -46,6 +54,9 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What both generation routes share."""
+
+    FORMAT_FIELD: ClassVar[str] = "response_format"
+    """The field of the body that `response_format` stands for."""
 
     NEUTRAL: ClassVar[Neutral] = {
         "use_beam_search": (False,),
@@ -86,6 +97,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     prompt_logprobs: AlternativesCount | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    json_schemas: JsonSchemas | None = None
+    """Whether what cannot be enforced of a schema is refused or left out; as the service does."""
 
     user: str | None = None
 
@@ -109,6 +122,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         Raises `InvalidRequestError` naming the field.
         """
         check_neutral(self, self.NEUTRAL)
+        check_format(self.response_format, self.FORMAT_FIELD)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError(
                 "stream_options is only allowed with stream=true", param="stream_options"
@@ -133,9 +147,25 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     def forms(self) -> dict[str, StructuredOutputsParams | None]:
         """The forms that the answer must have, by the fields that ask for them."""
         return {
-            "response_format": form_of(self.response_format),
-            "structured_outputs": self.structured_outputs,
+            self.FORMAT_FIELD: form_of(self.response_format, lenient=self.is_lenient),
+            "structured_outputs": self._own_form(),
         }
+
+    def _own_form(self) -> StructuredOutputsParams | None:
+        form = self.structured_outputs
+        if form is None or not self.is_lenient:
+            return form
+        return msgspec.structs.replace(form, lenient=True)
+
+    @property
+    def is_lenient(self) -> bool:
+        """What cannot be enforced of a schema is left out."""
+        return self.json_schemas == "lenient"
+
+    def judged_forms(self) -> list[tuple[str, StructuredOutputsParams]]:
+        """What must be possible for an answer to have its form, by the fields that say so."""
+        form = self.form()
+        return [] if form is None else [form]
 
     def form(self) -> tuple[str, StructuredOutputsParams] | None:
         """The only form that is asked for, and its field. Raises `InvalidRequestError` for two."""
@@ -274,6 +304,9 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class ChatCompletionRequest(GenerationRequest, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
+    TOOL_FIELD: ClassVar[str] = "tools[{}].function.parameters"
+    """Where the body has the schema of a tool's arguments."""
+
     NEUTRAL: ClassVar[Neutral] = GenerationRequest.NEUTRAL | {
         "functions": ([],),
         "function_call": ("none", "auto"),
@@ -333,6 +366,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     def check(self, num_prompts: int) -> None:
         """See `GenerationRequest.check`."""
         super().check(num_prompts)
+        for index, tool in enumerate(self.tools or []):
+            tool.function.check(self.TOOL_FIELD.format(index))
         check_continues(self)
         if not self.continue_final_message:
             return
@@ -367,6 +402,22 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     def parallel_calls(self) -> bool:
         return self.parallel_tool_calls is not False
 
+    def judged_forms(self) -> list[tuple[str, StructuredOutputsParams]]:
+        called = called_tools(self.tools or [], self.tool_choice)
+        schemas = [
+            (
+                self.TOOL_FIELD.format(index),
+                StructuredOutputsParams(json=arguments_of(function), lenient=self.is_lenient),
+            )
+            for index, function in called
+        ]
+        return [*schemas, *super().judged_forms()]
+
     def forms(self) -> dict[str, StructuredOutputsParams | None]:
-        call = forced_call(self.tools or [], self.tool_choice, parallel=self.parallel_calls)
+        call = forced_call(
+            self.tools or [],
+            self.tool_choice,
+            parallel=self.parallel_calls,
+            lenient=self.is_lenient,
+        )
         return {"tools": call, **super().forms()}

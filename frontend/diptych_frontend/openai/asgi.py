@@ -1,7 +1,7 @@
 """The ASGI layers around the routes: identity of a request, errors, key, body, disconnects.
 
-From the outside in: `RejectionCleanup` (its own module), `Boundary`, `KeyGate` (its own module),
-`BodyReader`, and the routes. All of them share one `Exchange` per request.
+From the outside in: `RejectionCleanup`, `Boundary`, `BrowserGate`, `KeyGate` (three of them have
+modules of their own), `BodyReader`, and the routes. All of them share one `Exchange` per request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diptych_frontend.openai.body_room import BodyRoom
 from diptych_frontend.openai.deadline import Deadline
-from diptych_frontend.openai.errors import OPENAI, Dialect, error_answer
+from diptych_frontend.openai.errors import OPENAI, Dialect, Headers, error_answer
 from diptych_frontend.openai.promised_prefill import PromiseFinder
 from diptych_protocol import ClientClosedError, InvalidRequestError
 
@@ -59,6 +59,8 @@ class Exchange:
     """As much of it as came, unless that was too large."""
     promise: dict[str, Any] | None = None
     """The `kv_transfer_params` of remotely prefilled blocks in a body that was too large."""
+    headers: Headers = ()
+    """These every answer has, an error too."""
     status: int | None = None
     """Set when the answer's headers go out."""
     is_event_stream: bool = False
@@ -184,7 +186,7 @@ def _recording(send: Send, exchange: Exchange) -> Send:
         if message["type"] == "http.response.start":
             exchange.status = message["status"]
             id_header = (exchange.dialect.id_header, request_id)
-            message["headers"] = [*message.get("headers", ()), id_header]
+            message["headers"] = [*message.get("headers", ()), id_header, *exchange.headers]
         elif not message.get("more_body", False):
             exchange.completed = True
         deadline.begin(WRITE_TIMEOUT_S)

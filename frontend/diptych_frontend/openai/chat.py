@@ -51,6 +51,7 @@ from diptych_frontend.tool_calls.earlier import Arguments
 from diptych_frontend.tool_calls.formats import HERMES, ToolCallFormat
 from diptych_frontend.tool_calls.parser import ToolCallParser
 from diptych_protocol import (
+    UNREADABLE,
     CompletionOutput,
     InvalidRequestError,
     Logprob,
@@ -105,7 +106,7 @@ def plain_call(call: CalledTool, index: int) -> dict[str, Any]:
     written = call.function.arguments or "{}"
     try:
         arguments = msgspec.json.decode(written)
-    except (msgspec.DecodeError, RecursionError) as exc:
+    except UNREADABLE as exc:
         raise InvalidRequestError(
             f"messages[{index}].tool_calls: the arguments of {call.function.name[:64]!r} are not "
             f"JSON: {exc}",

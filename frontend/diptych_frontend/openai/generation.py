@@ -11,7 +11,8 @@ import re
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -82,6 +83,8 @@ class Sound(Generic[B, R]):
     adapter: LoRARequest | None
     params: SamplingParams
     prompts: list[TokensPrompt]
+    not_enforced: dict[str, None] = field(default_factory=dict)
+    """Keywords of a schema that are not enforced, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,8 @@ class Job:
     trace_headers: dict[str, str] | None = None
     reasoning_ended: bool | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """What the answer's headers tell beside the router's facts."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -137,7 +142,10 @@ class GenerationRoute(Generic[B, R]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
-        sound = await self._read(scope, exchange.body)
+        sound = await self._read(scope, receive)
+        if sound is None:
+            logger.info("%s: the client left; its images are dropped", exchange.request_id)
+            return
         request, params = sound.request, sound.params
         job = Job(
             exchange.request_id,
@@ -149,6 +157,7 @@ class GenerationRoute(Generic[B, R]):
             trace_context(header(scope, b"traceparent"), header(scope, b"tracestate")),
             self._api.reasoning_ended,
             self._api.reasoning_parser_kwargs(request),
+            {"not_enforced": ", ".join(sound.not_enforced)} if sound.not_enforced else {},
         )
         self._engine.check_admission(
             len(job.prompts) * params.n,
@@ -163,11 +172,14 @@ class GenerationRoute(Generic[B, R]):
         if client.gone:
             logger.info("%s: the client left; request aborted", exchange.request_id)
 
-    async def _read(self, scope: Scope, body: bytes) -> Sound[B, R]:
+    async def _read(self, scope: Scope, receive: Receive) -> Sound[B, R] | None:
         """Read the body where that holds nobody up: here, or by turns in a thread.
 
-        What takes long is not begun for an engine that has no room.
+        What takes long is not begun for an engine that has no room, and images are not prepared any
+        longer for a client that has left: then there is no result.
         """
+        exchange = exchange_of(scope)
+        body = exchange.body
         if len(body) <= INLINE_BYTES:
             sound = self._decode(scope, body)
             # An escaped letter might hide the word.
@@ -180,19 +192,25 @@ class GenerationRoute(Generic[B, R]):
 
         def read() -> Sound[B, R]:
             sound = self._decode(scope, body)
-            form = sound.request.form()
-            if form is not None:
-                # A form that no answer can have is refused by the field that asks for it.
-                field, wanted = form
-                check_structured_outputs(wanted, field)
-            return self._rendered(sound)
+            # A form that no answer can have is refused by the field that asks for it.
+            for name, wanted in sound.request.judged_forms():
+                sound.not_enforced.update(dict.fromkeys(check_structured_outputs(wanted, name)))
+            return sound if sound.request.has_images else self._rendered(sound)
 
-        return await self._workers.run(scope, len(body), read)
+        sound = await self._workers.run(scope, len(body), read)
+        if not sound.request.has_images:
+            return sound
+        render = partial(self._rendered, sound)
+        async with UntilDisconnect(receive, exchange):
+            return await self._workers.run(scope, len(body), render, has_images=True)
+        return None
 
     def _decode(self, scope: Scope, body: bytes) -> Sound[B, R]:
         """All but the prompts."""
         read = decode_body(scope, body, self._decoder, most_values(self._engine.max_model_len))
         request = self._api.request(read, scope)
+        if request.json_schemas is None:
+            request.json_schemas = self._engine.json_schemas
         adapter = adapter_of(request.model, self._served_names, self._engine.adapters)
         return Sound(read, request, adapter, self._api.params(request), [])
 
@@ -233,7 +251,7 @@ class GenerationRoute(Generic[B, R]):
                         (b"content-type", b"text/event-stream; charset=utf-8"),
                         (b"cache-control", b"no-cache"),
                         (b"x-accel-buffering", b"no"),
-                        *decision_headers(output.metrics),
+                        *decision_headers({**output.metrics, **job.facts}),
                     ]
                     start = {"type": "http.response.start", "status": 200, "headers": headers}
                     await send(start)
@@ -250,7 +268,7 @@ class GenerationRoute(Generic[B, R]):
             async for prompt_index, output in outputs:
                 tally.add(prompt_index, output)
                 collected[prompt_index].append(output)
-        headers = decision_headers(collected[0][-1].metrics)
+        headers = decision_headers({**collected[0][-1].metrics, **job.facts})
         if job.is_quickly_written:
             body = writer.answer(collected, tally)
         else:

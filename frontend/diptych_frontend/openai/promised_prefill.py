@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from diptych_protocol import UNREADABLE
+
 MAX_PARAMS_BYTES = 256 << 10
 """Limit, in bytes, of the `kv_transfer_params` that are looked for; they list a prompt's blocks.
 Nothing larger is decoded, because decoding runs on the event loop."""
@@ -32,7 +34,7 @@ def promised_prefill(body: bytes) -> dict[str, Any] | None:
         return finder.found()
     try:
         request = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         finder.feed(body)
         return finder.found()
     return _promise(request.get("kv_transfer_params") if isinstance(request, dict) else None)

@@ -10,7 +10,7 @@ from starlette.types import Scope
 
 from diptych_frontend.openai.asgi import header
 from diptych_frontend.openai.errors import from_decode_error
-from diptych_protocol import InvalidRequestError
+from diptych_protocol import UNREADABLE, InvalidRequestError
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ def decode_json(body: bytes, decoder: msgspec.json.Decoder[T], max_values: int =
         gc.disable()
     try:
         return decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+    except UNREADABLE as exc:
         raise from_decode_error(exc) from exc
     finally:
         if large:

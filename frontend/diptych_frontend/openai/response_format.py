@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from diptych_frontend.text.strict_schemas import check_strict
 from diptych_protocol import StructuredOutputsParams
 
 
@@ -24,7 +25,7 @@ class NamedSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     description: str | None = None
     schema: dict[str, Any] = {}
     strict: bool | None = None
-    """Ignored: every answer fits its schema."""
+    """The schema must say of each object that it has all of its properties, and no others."""
 
 
 class JsonSchemaFormat(
@@ -36,11 +37,20 @@ class JsonSchemaFormat(
 ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
-def form_of(response_format: ResponseFormat | None) -> StructuredOutputsParams | None:
+def check_format(response_format: ResponseFormat | None, field: str) -> None:
+    """Raise `InvalidRequestError`, naming the field, for a schema that is not what it says."""
+    if isinstance(response_format, JsonSchemaFormat) and response_format.json_schema.strict:
+        named = response_format.json_schema
+        check_strict(named.schema, f"response_format {named.name[:64]!r}", field)
+
+
+def form_of(
+    response_format: ResponseFormat | None, *, lenient: bool
+) -> StructuredOutputsParams | None:
     match response_format:
         case JsonObjectFormat():
             return StructuredOutputsParams(json_object=True)
         case JsonSchemaFormat(json_schema):
-            return StructuredOutputsParams(json=json_schema.schema)
+            return StructuredOutputsParams(json=json_schema.schema, lenient=lenient)
         case _:
             return None

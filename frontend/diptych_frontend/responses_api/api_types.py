@@ -14,7 +14,7 @@ from diptych_frontend.openai.api_types import MAX_MESSAGES, CacheSalt, Int64, Ne
 from diptych_frontend.openai.errors import from_decode_error
 from diptych_frontend.openai.response_format import JsonObjectFormat, TextFormat
 from diptych_frontend.tool_calls.tools import MAX_TOOLS, ToolName
-from diptych_protocol import InvalidRequestError
+from diptych_protocol import InvalidRequestError, JsonSchemas
 
 MAX_METADATA: Final = 16
 MetadataText = Annotated[str, msgspec.Meta(max_length=512)]
@@ -114,7 +114,7 @@ class FunctionTool(
     parameters: dict[str, Any] | None = None
     description: str | None = None
     strict: bool | None = None
-    """Ignored: a call that is forced always fits its schema."""
+    """The schema must say of each object that it has all of its properties, and no others."""
 
     defer_loading: Any = None
     allowed_callers: Any = None
@@ -134,7 +134,7 @@ class JsonSchemaFormat(
     schema: dict[str, Any]
     description: str | None = None
     strict: bool | None = None
-    """Ignored: every answer fits its schema."""
+    """The schema must say of each object that it has all of its properties, and no others."""
 
 
 class TextConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -208,6 +208,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     )
     priority: Int64 | None = None
     cache_salt: CacheSalt | None = None
+    json_schemas: JsonSchemas | None = None
+    """See `GenerationRequest`."""
 
     user: str | None = None
     """Ignored, as the next ones."""

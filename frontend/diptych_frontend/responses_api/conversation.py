@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from typing import ClassVar
 
 import msgspec
 
@@ -35,7 +36,7 @@ from diptych_frontend.responses_api.api_types import (
     ResponsesRequest,
 )
 from diptych_frontend.tool_calls import tools
-from diptych_protocol import InvalidRequestError, StructuredOutputsParams
+from diptych_protocol import InvalidRequestError
 
 Parts = Iterable[InputText | InputImage | OutputText]
 
@@ -43,17 +44,15 @@ Parts = Iterable[InputText | InputImage | OutputText]
 class ResponseChat(ChatCompletionRequest, kw_only=True):
     """A chat whose form was asked for in the field `text`."""
 
+    FORMAT_FIELD: ClassVar[str] = "text"
+    TOOL_FIELD: ClassVar[str] = "tools[{}].parameters"
+
     items: list[Item] = msgspec.field(default_factory=list)
     """The whole conversation, in the terms of the Responses API."""
     tenant: str = ""
     """Whose response it is, if it is to be stored."""
     size: int = 0
     """The conversation's size in bytes, if it is to be stored."""
-
-    def forms(self) -> dict[str, StructuredOutputsParams | None]:
-        forms = super().forms()
-        forms["text"] = forms.pop("response_format")
-        return forms
 
 
 def as_chat(request: ResponsesRequest, before: Sequence[Item], *, reasons: bool) -> ResponseChat:
@@ -86,6 +85,7 @@ def as_chat(request: ResponsesRequest, before: Sequence[Item], *, reasons: bool)
         chat_template_kwargs=_template_kwargs(request, reasons),
         priority=request.priority,
         cache_salt=request.cache_salt,
+        json_schemas=request.json_schemas,
     )
 
 
@@ -106,7 +106,10 @@ def _template_kwargs(request: ResponsesRequest, reasons: bool) -> dict[str, bool
 def _tool(tool: FunctionTool) -> tools.Tool:
     check_neutral(tool, tool.NEUTRAL)
     function = tools.FunctionTool(
-        name=tool.name, description=tool.description, parameters=tool.parameters
+        name=tool.name,
+        description=tool.description,
+        parameters=tool.parameters,
+        strict=tool.strict,
     )
     return tools.Tool(type="function", function=function)
 
@@ -125,7 +128,9 @@ def _format(request: ResponsesRequest) -> response_format.ResponseFormat | None:
         return None
     check_neutral(config, config.NEUTRAL)
     if isinstance(config.format, JsonSchemaFormat):
-        schema = response_format.NamedSchema(name=config.format.name, schema=config.format.schema)
+        schema = response_format.NamedSchema(
+            name=config.format.name, schema=config.format.schema, strict=config.format.strict
+        )
         return response_format.JsonSchemaFormat(json_schema=schema)
     return config.format
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from datetime import datetime
 from typing import Any, Final, NoReturn
 
@@ -15,14 +15,17 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from diptych_protocol import InvalidRequestError
+from diptych_protocol import UNREADABLE, InvalidRequestError
 
 KWARGS: Final = "chat_template_kwargs"
 MAX_KWARGS_BYTES: Final = 16 << 10
 """Limit on `chat_template_kwargs`, encoded."""
-END_MARK: Final = "\ufdd0\ufdd1"
-"""Stands at the end of a message that goes on, while a template writes it. These characters are in
-no text: Unicode keeps them for uses within a program."""
+END_MARK: Final = "\ufdd0\ufdd1 "
+"""Stands at the end of a message that goes on, while a template writes it. The first characters are
+in no text: Unicode keeps them for uses within a program. The blank shows whether the template trims
+messages."""
+MAX_CHARS: Final = 32 << 20
+"""Limit on what a template writes: several times what a request may bring."""
 _VARIABLE = re.compile(r"[a-zA-Z][a-zA-Z0-9_]{0,63}")
 
 
@@ -49,7 +52,8 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as exc:
+        except Exception as exc:
+            # What somebody else wrote may also be nested too deeply for a parser.
             raise InvalidRequestError(
                 f"the model's chat template is not valid: {exc}", param="model"
             ) from exc
@@ -84,7 +88,7 @@ class ChatTemplate:
             check_template_kwargs(template_kwargs, self._globals | variables.keys())
             variables |= template_kwargs
         try:
-            text: str = self._template.render(variables)
+            text = _bounded(self._template.generate(variables))
         except Exception as exc:
             # A template is the model author's program: it may fail in any way a program can.
             raise InvalidRequestError(
@@ -92,14 +96,19 @@ class ChatTemplate:
             ) from exc
         if not continue_final_message:
             return text
-        begun, mark, _ = text.rpartition(END_MARK)
-        if not mark:
-            raise InvalidRequestError(
-                "the model's chat template does not show the last message, so no answer can go on "
-                "with it",
-                param="messages",
-            )
-        return begun.replace(END_MARK, "")  # of a template that shows a message twice
+        return _begun(text)
+
+
+def _bounded(pieces: Iterable[str]) -> str:
+    """What a template writes, unless it does not end in time for anybody to read it."""
+    written: list[str] = []
+    room = MAX_CHARS
+    for piece in pieces:
+        room -= len(piece)
+        if room < 0:
+            raise jinja2.TemplateError(f"it writes more than {MAX_CHARS} characters")
+        written.append(piece)
+    return "".join(written)
 
 
 def _marked(message: dict[str, Any]) -> dict[str, Any]:
@@ -116,6 +125,25 @@ def _marked(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": f"{content}{END_MARK}"}
 
 
+def _begun(text: str) -> str:
+    """What a template made of a conversation, up to the end of the message that goes on.
+
+    A template that trims messages has kept the blanks before the mark, which it would have taken
+    away from the message without one. Raises `InvalidRequestError`.
+    """
+    begun, mark, rest = text.rpartition(END_MARK.rstrip())
+    if not mark:
+        raise InvalidRequestError(
+            "the model's chat template does not show the last message, so no answer can go on "
+            "with it",
+            param="messages",
+        )
+    if not (mark + rest).startswith(END_MARK):
+        begun = begun.rstrip()
+    # Some templates show a message twice.
+    return begun.replace(END_MARK, "").replace(END_MARK.rstrip(), "")
+
+
 def check_template_kwargs(kwargs: object, reserved: Collection[str] = ()) -> None:
     """Raise `InvalidRequestError` unless these are a few plain values under names of their own."""
     if not isinstance(kwargs, dict):
@@ -127,7 +155,7 @@ def check_template_kwargs(kwargs: object, reserved: Collection[str] = ()) -> Non
             raise _refused(f"{name} is set by the server; leave it out")
     try:
         size = len(msgspec.msgpack.encode(kwargs))
-    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as exc:
+    except (TypeError, ValueError, OverflowError, *UNREADABLE) as exc:
         raise _refused(f"use plain values, and integers of 64 bits: {exc}") from None
     if size > MAX_KWARGS_BYTES:
         raise _refused(f"{size} bytes, of which at most {MAX_KWARGS_BYTES} are accepted")
@@ -145,6 +173,21 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    # Jinja's own filter escapes for HTML; a prompt must show the characters as they are.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter `tojson`, with the arguments of transformers' in their order.
+
+    Jinja's own filter escapes for HTML; a prompt must show the characters as they are.
+    """
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import secrets
-import time
 from collections.abc import Collection, Mapping
 from typing import Any, Self
 
@@ -12,6 +11,7 @@ import msgspec
 
 from diptych_frontend.images.features import check_features
 from diptych_frontend.model_files.model_source import resolve_model
+from diptych_frontend.observability.steady_clock import steady_time
 from diptych_frontend.reasoning.request_options import check_options
 from diptych_frontend.text.renderer import TextRenderer
 from diptych_frontend.text.structured_outputs import check_structured_outputs
@@ -129,7 +129,7 @@ class InputProcessor:
             sampling_params=params if isinstance(params, SamplingParams) else None,
             pooling_params=params if isinstance(params, PoolingParams) else None,
             eos_token_id=None,
-            arrival_time=time.time() if arrival_time is None else arrival_time,
+            arrival_time=steady_time() if arrival_time is None else arrival_time,
             lora_request=lora_request,
             cache_salt=rendered.get("cache_salt"),
             data_parallel_rank=data_parallel_rank,

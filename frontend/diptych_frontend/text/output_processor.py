@@ -398,6 +398,6 @@ def failure_of(output: EngineCoreOutput) -> DiptychError:
     reason = output.error or "the engine gave no reason"
     if output.error_kind is ErrorKind.OVERLOADED:
         return EngineOverloadedError(reason)
-    if output.error_param == PARAM:
-        return RefusedByEngineError(reason, param=PARAM)
+    if output.error_kind is ErrorKind.REFUSED or output.error_param == PARAM:
+        return RefusedByEngineError(reason, param=output.error_param)
     return EngineGenerateError(reason)

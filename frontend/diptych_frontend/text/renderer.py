@@ -50,7 +50,7 @@ class TextRenderer:
         """What the model itself can hold; an engine may be set to less."""
         vision = source.config.vision
         self.vision = vision
-        self._images = None if vision is None else ImageProcessor(vision)
+        self._images = None if vision is None else ImageProcessor(vision, self.max_model_len)
 
     @property
     def chat_template(self) -> str | None:

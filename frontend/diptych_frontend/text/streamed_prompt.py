@@ -8,12 +8,12 @@ that every piece is checked against the room that is left, and each answer knows
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import msgspec
 
+from diptych_frontend.observability.steady_clock import steady_time
 from diptych_frontend.text.collector import Collector
 from diptych_frontend.text.renderer import TextRenderer
 from diptych_frontend.text.tokenization import tokenization
@@ -117,7 +117,7 @@ class StreamedPrompt:
             self._template,
             prompt_token_ids=list(self._token_ids),
             sampling_params=params,
-            arrival_time=time.time(),
+            arrival_time=steady_time(),
             resumable=True,
         )
 
@@ -128,7 +128,7 @@ class StreamedPrompt:
     def closing(self, request_id: str) -> EngineCoreRequest:
         """Word to the core that there are no more pieces."""
         return msgspec.structs.replace(
-            self._template, request_id=request_id, arrival_time=time.time()
+            self._template, request_id=request_id, arrival_time=steady_time()
         )
 
     def saw(self, output: RequestOutput) -> bool:

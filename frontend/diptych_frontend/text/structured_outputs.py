@@ -7,14 +7,20 @@ compile it. What is made here depends on nothing but the form, so both make the 
 from __future__ import annotations
 
 import functools
-from typing import Any, Final
+import json
+from typing import Final
 
 import msgspec
-from llguidance import LLMatcher, LLParserLimits, grammar_from
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
+from diptych_frontend.text.bounded_schemas import bounded
+from diptych_frontend.text.deep_stack import MAX_FORM_BYTES, deep_executor
+from diptych_frontend.text.lark_parts import embedded_schemas, part_without_text
+from diptych_frontend.text.lenient_schemas import left_out, loosened
+from diptych_frontend.text.schema_circles import endless_part
+from diptych_frontend.text.schema_parts import Schema
 from diptych_protocol import InvalidRequestError, StructuredOutputsParams
 
-MAX_FORM_BYTES: Final = 64 << 10
 MAX_LEXER_STATES: Final = 50_000
 """Limit on the lexer states of one grammar. Each takes 1 to 2 kB, so this bounds the memory that
 the costliest grammar may hold."""
@@ -23,7 +29,14 @@ REMEMBERED_VERDICTS: Final = 128
 WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{0,32}"
 """Pattern of the white space between the tokens of JSON. Every document can be written within this
 bound; without one, a small model may emit blanks until its tokens are used up."""
-ANY_OBJECT: Final = b'{"type":"object"}'
+ANY_OBJECT: Final = {"type": "object"}
+FIELD: Final = "structured_outputs"
+NO_TEXT: Final = "NoExtension"
+"""How llguidance says that nothing may follow, and that the end may not come either."""
+NOTHING_FITS: Final = "no answer fits it"
+
+Verdict = tuple[str, tuple[str, ...]]
+"""Why no answer can have a form, empty if one can; and what of it is not enforced."""
 
 
 def parser_limits() -> LLParserLimits:
@@ -31,17 +44,20 @@ def parser_limits() -> LLParserLimits:
     return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
 
 
-def check_structured_outputs(
-    form: StructuredOutputsParams, field: str = "structured_outputs"
-) -> None:
-    """Raise `InvalidRequestError`, naming the field, unless the form can be compiled.
+def check_structured_outputs(form: StructuredOutputsParams, field: str = FIELD) -> tuple[str, ...]:
+    """Raise `InvalidRequestError`, naming the field, unless the form can be compiled, and an answer
+    of any model that has the form can begin, go on and end. Returns the keywords of a schema that
+    are not enforced, which are none unless the form is lenient.
 
     Takes up to some 100 ms for a large schema that was not seen lately; releases the GIL.
     """
     form.check()
-    reason = _verdict(encode_form(form, field))
+    if field == FIELD:
+        field = f"{FIELD}.{form.kind}"
+    reason, not_enforced = _verdict(encode_form(form, field))
     if reason:
         raise _refuse(reason[:MAX_REASON_CHARS], field)
+    return not_enforced
 
 
 def encode_form(form: StructuredOutputsParams, field: str = "structured_outputs") -> bytes:
@@ -68,24 +84,94 @@ def grammar_of(form: StructuredOutputsParams) -> str:
         return LLMatcher.grammar_from_regex(form.regex)
     if form.grammar is not None:
         return grammar_from("grammar", form.grammar)
-    return _from_schema(ANY_OBJECT if form.json is None else form.json)
+    schema = ANY_OBJECT if form.json is None else decoded(form.json)
+    prepared = schema_for_llguidance(schema, lenient=form.lenient)
+    return LLMatcher.grammar_from_json_schema(json.dumps(prepared))
 
 
-def _from_schema(schema: bytes | str | dict[str, Any]) -> str:
-    if isinstance(schema, dict):
-        schema = msgspec.json.encode(schema)
-    text = schema.decode() if isinstance(schema, bytes) else schema
-    return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
+def is_json(form: StructuredOutputsParams) -> bool:
+    """An answer is JSON, or has JSON in it as the arguments of a forced call are."""
+    return form.json is not None or form.json_object or "%json" in (form.grammar or "")
+
+
+def schema_for_llguidance(schema: Schema, *, lenient: bool) -> Schema:
+    """A schema as it is compiled: bounded, and with llguidance's options."""
+    if lenient:
+        schema, _ = loosened(schema)
+    options = {"whitespace_pattern": WHITESPACE, "lenient": lenient}
+    return bounded(schema) | {"x-guidance": options}
+
+
+def decoded(schema: str | Schema) -> Schema:
+    """A schema as an object. Raises `ValueError` if it is none."""
+    value = msgspec.json.decode(schema) if isinstance(schema, str) else schema
+    if not isinstance(value, dict):
+        raise ValueError("a schema must be a JSON object")
+    return value
 
 
 @functools.lru_cache(REMEMBERED_VERDICTS)
-def _verdict(encoded: bytes) -> str:
-    """Why a form cannot be compiled; empty if it can."""
+def _verdict(encoded: bytes) -> Verdict:
+    """What is to be said of a form."""
+    with deep_executor("form") as executor:
+        return executor.submit(_judged, encoded).result()
+
+
+def _judged(encoded: bytes) -> Verdict:
     try:
-        grammar = grammar_of(msgspec.msgpack.decode(encoded, type=StructuredOutputsParams))
+        form = msgspec.msgpack.decode(encoded, type=StructuredOutputsParams)
+        grammar = grammar_of(form)
+        matcher = _begun(grammar)
+        reason = reason_of(matcher) or _flaw_inside(form, grammar)
+        gone = loosened(decoded(form.json))[1] if form.lenient and form.json is not None else []
+        gone += left_out(matcher.get_grammar_warnings()) if form.lenient else []
     except (ValueError, RecursionError) as exc:
-        return str(exc) or "nested too deeply"
-    return LLMatcher.validate_grammar(grammar, limits=parser_limits())
+        return str(exc) or "nested too deeply", ()
+    return reason, tuple(dict.fromkeys(gone))
+
+
+def _begun(grammar: str) -> LLMatcher:
+    """A grammar with its first mask."""
+    matcher = LLMatcher(_bytes_as_tokens(), grammar, log_level=0, limits=parser_limits())
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return matcher
+
+
+def reason_of(matcher: LLMatcher) -> str:
+    """Why a grammar cannot be used, after its first mask; empty if it can."""
+    reason = matcher.get_error()
+    return NOTHING_FITS if reason.startswith(NO_TEXT) else reason
+
+
+def _flaw_inside(form: StructuredOutputsParams, grammar: str) -> str:
+    """A part of a form that no text fits: an answer that came there could not go on, or not end."""
+    schemas = [] if form.json is None else [decoded(form.json)]
+    if form.grammar is not None:
+        part = part_without_text(grammar, lambda lark: reason_of(_begun(lark)) != NOTHING_FITS)
+        if part is not None:
+            return f"no text fits {part}"
+        schemas = embedded_schemas(grammar)
+    endless = next(filter(None, map(endless_part, schemas)), None)
+    return f"no value fits {endless}, which always contains itself" if endless else ""
+
+
+@functools.cache
+def _bytes_as_tokens() -> LLTokenizer:
+    """Texts byte by byte: what no text of bytes fits, no text of any vocabulary's tokens does."""
+    return LLTokenizer(TokenizerWrapper(_Bytes()))
+
+
+class _Bytes:
+    """The vocabulary of all bytes, and of an end."""
+
+    tokens = (*(bytes((value,)) for value in range(256)), b"<end>")
+    bos_token_id = None
+    eos_token_id = 256
+    special_token_ids = (256,)
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
 
 
 def _refuse(reason: str, field: str) -> InvalidRequestError:

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as Backend
 from diptych_frontend.model_files.gguf_header import read_header
 from diptych_frontend.model_files.model_source import ModelSource, readable
 from diptych_frontend.text.tokenizer import Tokenizer
-from diptych_protocol import InvalidRequestError
+from diptych_protocol import UNREADABLE, InvalidRequestError
 
 TOKEN_TYPE_CONTROL: Final = 3
 TOKEN_TYPE_USER_DEFINED: Final = 4
@@ -60,10 +60,17 @@ def tokenizer_from_hf(folder: Path, eos_token_ids: tuple[int, ...]) -> Tokenizer
         eos_token_ids=eos_token_ids,
         bos_token=_token_text(config.bos_token),
         eos_token=_token_text(config.eos_token),
-        chat_template=template.read_text("utf-8")
+        chat_template=_read_template(template)
         if template.is_file()
         else _default_template(config.chat_template),
     )
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as exc:
+        raise _refuse(f"{path}: {exc}") from exc
 
 
 class NamedTemplate(msgspec.Struct):
@@ -88,7 +95,7 @@ def _read_config(path: Path) -> HFTokenizerConfig:
         return HFTokenizerConfig()
     try:
         return msgspec.json.decode(path.read_bytes(), type=HFTokenizerConfig)
-    except msgspec.DecodeError as exc:
+    except UNREADABLE as exc:
         raise _refuse(f"{path}: {exc}") from exc
 
 

@@ -9,6 +9,8 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
+from diptych_protocol import UNREADABLE
+
 MAX_CALL: Final = 256 << 10
 """A call with more characters than this is no call, but text."""
 FUNCTION_NAME: Final = r"[a-zA-Z0-9_.-]{1,64}"
@@ -87,7 +89,7 @@ def call_of_json(written: str) -> ParsedCall | None:
     """A call that is one JSON object; None for anything else."""
     try:
         return called(msgspec.json.decode(written, type=WrittenCall))
-    except (msgspec.DecodeError, RecursionError, UnicodeError):
+    except UNREADABLE:
         return None
 
 
@@ -95,7 +97,7 @@ def calls_of_json(written: str) -> list[ParsedCall] | None:
     """Calls in a JSON list; None for anything else."""
     try:
         calls = msgspec.json.decode(written, type=list[WrittenCall])
-    except (msgspec.DecodeError, RecursionError, UnicodeError):
+    except UNREADABLE:
         return None
     return [called(call) for call in calls] or None
 
@@ -106,7 +108,7 @@ def call_of(name: str, arguments: str) -> ParsedCall | None:
         return None
     try:
         given = msgspec.json.decode(arguments, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError, UnicodeError):
+    except UNREADABLE:
         return None
     return called(WrittenCall(name, given))
 

@@ -15,6 +15,7 @@ import msgspec
 
 from diptych_frontend.tool_calls.calls import FUNCTION_NAME, BetweenMarkers, ParsedCall, Tools
 from diptych_frontend.tool_calls.hermes import BEGIN, END, MARKERS
+from diptych_protocol import UNREADABLE
 
 __all__ = ["MARKERS", "open_call"]
 
@@ -63,6 +64,6 @@ def _value(written: str, schema: Any) -> msgspec.Raw:
         value = _WORDS.get(written.strip(), written)
         try:
             return msgspec.Raw(msgspec.json.encode(msgspec.json.decode(value)))
-        except (msgspec.MsgspecError, RecursionError, UnicodeError):
+        except UNREADABLE:
             pass
     return msgspec.Raw(msgspec.json.encode(written))

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from diptych_frontend.text.structured_outputs import WHITESPACE
+from diptych_frontend.text.strict_schemas import check_strict
+from diptych_frontend.text.structured_outputs import schema_for_llguidance
 from diptych_frontend.tool_calls.hermes import BEGIN, END
 from diptych_protocol import InvalidRequestError, StructuredOutputsParams
 
@@ -28,7 +29,13 @@ class FunctionTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omi
     parameters: dict[str, Any] | None = None
     """A JSON schema of an object; None for a function without parameters."""
     strict: bool | None = None
-    """Ignored: a call that is forced always fits its schema."""
+    """The schema must say of each object that it has all of its properties, and no others."""
+
+    def check(self, field: str) -> None:
+        """Raise `InvalidRequestError`, naming the field, for a schema that is not what it says."""
+        if self.strict:
+            schema = self.parameters or {"type": "object", "additionalProperties": False}
+            check_strict(schema, f"function {self.name!r}", field)
 
 
 class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -49,37 +56,59 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 def forced_call(
-    tools: list[Tool], choice: ToolChoice | None, *, parallel: bool
+    tools: list[Tool], choice: ToolChoice | None, *, parallel: bool, lenient: bool
 ) -> StructuredOutputsParams | None:
     """The form of an answer that must call one of the tools; None if it need not.
 
-    parallel: it may call several. Raises `InvalidRequestError` for a choice that is not there.
+    parallel: it may call several. lenient: see `StructuredOutputsParams`.
+    Raises `InvalidRequestError` for a choice that is not there.
     """
-    if choice is None or choice in ("none", "auto"):
+    called = called_tools(tools, choice)
+    if not called:
         return None
-    if isinstance(choice, NamedTool):
-        name, parallel = choice.function.name, False
-        tools = [tool for tool in tools if tool.function.name == name]
-        if not tools:
-            raise InvalidRequestError(
-                f"tool_choice: {name[:64]!r} is not among the tools", param="tool_choice"
-            )
-    if not tools:
-        raise InvalidRequestError("tool_choice needs tools", param="tool_choice")
+    parallel = parallel and not isinstance(choice, NamedTool)
     calls = f'call ("\\n" call){{0,{MAX_FORCED_CALLS - 1}}}' if parallel else "call"
-    alternatives = "\n    | ".join(_call(tool.function) for tool in tools)
+    alternatives = "\n    | ".join(_call(function, lenient) for _, function in called)
     return StructuredOutputsParams(grammar=f"start: {calls}\ncall: {alternatives}\n")
 
 
-def _call(function: FunctionTool) -> str:
-    """One function's call in Lark's notation."""
+def called_tools(tools: list[Tool], choice: ToolChoice | None) -> list[tuple[int, FunctionTool]]:
+    """The functions that an answer must choose from, with their places; none if it need not call.
+
+    Raises `InvalidRequestError` for a choice that is not there.
+    """
+    if choice is None or choice in ("none", "auto"):
+        return []
+    if not tools:
+        raise InvalidRequestError("tool_choice needs tools", param="tool_choice")
+    called = [(index, tool.function) for index, tool in enumerate(tools)]
+    if isinstance(choice, NamedTool):
+        name = choice.function.name
+        called = [(index, function) for index, function in called if function.name == name]
+        if not called:
+            raise InvalidRequestError(
+                f"tool_choice: {name[:64]!r} is not among the tools", param="tool_choice"
+            )
+    return called
+
+
+def arguments_of(function: FunctionTool) -> dict[str, Any]:
+    """The schema of the arguments of a call. Raises `InvalidRequestError`."""
     schema = {"type": "object", **(function.parameters or {"additionalProperties": False})}
     if schema["type"] != "object":
         raise InvalidRequestError(
             f"tools: the parameters of {function.name} must be a schema of type object",
             param="tools",
         )
-    schema["x-guidance"] = {"whitespace_pattern": WHITESPACE}
+    return schema
+
+
+def _call(function: FunctionTool, lenient: bool) -> str:
+    """One function's call in Lark's notation."""
+    try:
+        schema = schema_for_llguidance(arguments_of(function), lenient=lenient)
+    except RecursionError:
+        raise InvalidRequestError("tools: nested too deeply", param="tools") from None
     before = f'{BEGIN}\n{{"name": "{function.name}", "arguments": '
     after = f"}}\n{END}"
     return f"{_json(before)} %json {_json(schema)} {_json(after)}"

@@ -17,6 +17,7 @@ import msgspec
 from diptych_frontend.v0.errors import MQEngineDeadError
 from diptych_frontend.v0.params import Device
 from diptych_protocol import (
+    UNREADABLE,
     ControlCall,
     EngineCoreRequestType,
     EngineDescription,
@@ -181,7 +182,7 @@ def answer_in(frames: Sequence[Frame]) -> UtilityOutput | Exception | None:
         return MQEngineDeadError("the engine core has ended")
     try:
         outputs = wire.outputs_decoder.decode(frames)
-    except msgspec.MsgspecError as exc:
+    except UNREADABLE as exc:
         raise ValueError(f"the message cannot be read: {exc}") from exc
     if outputs.last_words is not None:
         return MQEngineDeadError(f"the engine core has ended: {outputs.last_words}")

@@ -16,7 +16,6 @@ from diptych_frontend.openai.api_types import (
     MAX_MESSAGES,
     ChatCompletionRequest,
     ChatMessage,
-    Int64,
     Neutral,
     check_continues,
     check_neutral,
@@ -98,7 +97,7 @@ class Tokens(msgspec.Struct):
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /detokenize."""
 
-    tokens: list[Int64]
+    tokens: list[Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]]
     model: str | None = None
 
 

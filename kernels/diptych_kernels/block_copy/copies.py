@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -29,6 +29,7 @@ class Bus:
         self.device = device
         self._stream: torch.cuda.Stream | None = None
         self._launched: torch.cuda.Event | None = None
+        self._complete: torch.cuda.Event | None = None
         with torch.inference_mode():
             self._window = torch.empty(WINDOW_BYTES, dtype=torch.uint8, device=device)
         if self._window.is_cuda:
@@ -37,25 +38,41 @@ class Bus:
     def launched(self) -> None:
         """From now on, copies wait for all that the calling thread has launched so far, on the
         stream that it uses now. Any thread may call it."""
-        if self._stream is not None:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(self.device))
-            self._launched = event
+        self._launched = self._complete = self._event()
+
+    def mark(self) -> Callable[[], None]:
+        """Marks what the calling thread has launched so far. From the call of the result on, what
+        is copied to the host is known to be complete by this mark, and waits for no more."""
+        event = self._event()
+
+        def complete() -> None:
+            self._complete = event
+
+        return complete
+
+    def _event(self) -> torch.cuda.Event | None:
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
     @contextmanager
-    def in_turn(self) -> Iterator[None]:
+    def in_turn(self, *, to_host: bool) -> Iterator[None]:
         """What is launched within waits for what was launched before, and has been done at the end.
 
-        If `launched` was never called, that is all that is on the device's default stream now.
+        That is what `launched` says or, of copies to the host, `mark`; if nobody has said anything,
+        all that is on the device's default stream now.
         """
         with torch.inference_mode():
             if self._stream is None:
                 yield
                 return
-            if self._launched is None:
+            event = self._complete if to_host else self._launched
+            if event is None:
                 self._stream.wait_stream(torch.cuda.default_stream(self.device))
             else:
-                self._stream.wait_event(self._launched)
+                self._stream.wait_event(event)
             with torch.cuda.stream(self._stream):
                 yield
             self._stream.synchronize()
@@ -79,8 +96,8 @@ class BlockCopies:
     """KV memory that is copied block by block.
 
     Scattered blocks are brought together on the device, and cross the bus as one run. A copy waits
-    for what has been launched before, as its bus says: a prefill may still write the blocks that
-    were lent, and a step for nobody into those that were reserved.
+    for what has been launched before, as its bus says: the step that wrote the blocks that are
+    lent, and one for nobody that still writes into those that were reserved.
     """
 
     def __init__(self, blocks: Tensor, bus: Bus) -> None:
@@ -109,7 +126,7 @@ class BlockCopies:
         self, block_ids: Sequence[int], room: NDArray[np.uint8], index: int = 0, count: int = 1
     ) -> None:
         """Copy part `index` of `count` of block block_ids[i] to place i of the room."""
-        with self._bus.in_turn():
+        with self._bus.in_turn(to_host=True):
             rows, chunks = self._chunks(block_ids, room, index, count)
             for ids, host, window in chunks:
                 gather_blocks(rows, ids, window)
@@ -120,7 +137,7 @@ class BlockCopies:
     ) -> None:
         """Copy place i of the room to part `index` of `count` of block block_ids[i]; no id comes
         twice."""
-        with self._bus.in_turn():
+        with self._bus.in_turn(to_host=False):
             rows, chunks = self._chunks(block_ids, room, index, count)
             for ids, host, window in chunks:
                 window.copy_(host, non_blocking=True)

@@ -216,7 +216,8 @@ class _Launch:
         self._kv_scale = kv_scale
         _, self._heads, self._head_dim = queries.shape
         self._kv_heads = kv_layer.shape[3]
-        self._block_d = triton.next_power_of_2(self._head_dim)
+        # A GPU makes no product of matrices with fewer dimensions.
+        self._block_d = max(MIN_ROWS, triton.next_power_of_2(self._head_dim))
 
     def decodes(self, out: Tensor) -> None:
         """One new token each, cut along the keys if that fills the device better."""

@@ -30,6 +30,7 @@ from typing import Annotated
 
 import msgspec
 
+from diptych_protocol import UNREADABLE
 from diptych_protocol.kv_transfer_params import MAX_PREFIX_BLOCKS
 
 VERSION = 2
@@ -145,6 +146,6 @@ def decode(data: bytes) -> AnyMessage:
         raise RemoteProtocolError(f"a message of {len(data)} bytes")
     try:
         message: AnyMessage = _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+    except UNREADABLE as exc:
         raise RemoteProtocolError(str(exc)) from exc
     return message

@@ -76,7 +76,7 @@ SCALER_COLUMNS = _columns(
     ("Service", "string", _label(SERVICE_LABEL), 0, "The InferenceService."),
     ("Pool", "string", _label(ROLE_LABEL), 0, "Which of its pools."),
     ("Wanted", "integer", ".spec.replicas", 0, "Pods asked for, before the service's bounds."),
-    ("Ready", "integer", ".status.replicas", 0, "Pods that are ready."),
+    ("Ready", "integer", ".status.readyReplicas", 0, "Pods that are ready."),
     _AGE,
 )
 

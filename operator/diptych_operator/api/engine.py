@@ -40,7 +40,8 @@ else:
                     description="The program that engines run. diptych: our own, in two pools. "
                     "vllm: `vllm serve`, from an image of vLLM, in one pool or two "
                     "(docs/vllm-pods.md); of the fields below it has image, args, "
-                    "tensorParallelSize, reasoningParser, toolCallParser and otlpTracesEndpoint."
+                    "tensorParallelSize, reasoningParser, toolCallParser, jsonSchemas and "
+                    "otlpTracesEndpoint."
                 ),
             ],
             "diptych",
@@ -80,7 +81,7 @@ VLLM_HAS: Final = frozenset(
         "runtime", "image", "args",
         "tensor_parallel_size",
         # These are the routers' business, whatever the engines run.
-        "reasoning_parser", "tool_call_parser", "otlp_traces_endpoint",
+        "reasoning_parser", "tool_call_parser", "json_schemas", "otlp_traces_endpoint",
     }
 )  # fmt: skip
 """Fields that mean something where the runtime is vllm. All others must be at their defaults."""

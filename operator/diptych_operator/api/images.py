@@ -1,4 +1,4 @@
-"""Which images a service runs on: those that it names, or else the operator's.
+"""Which images a service runs on: those that it names, or else the operator's; and as which user.
 
 Everything behind `parse` sees a service whose images are named, so that what is rendered, what a
 revision stands for and what the status says cannot disagree.
@@ -11,7 +11,7 @@ from importlib.metadata import version
 
 import msgspec
 
-from diptych_operator.api.service import InferenceService
+from diptych_operator.api.service import InferenceService, Spec
 
 REGISTRY = "ghcr.io/diptych-dev"
 """Where releases are published. The chart's `images.registry` is the same; `charts/stamp.py` sets
@@ -30,6 +30,15 @@ class Images:
     engine: str = published("engine")
     router: str = published("router")
     vllm_connector: str = published("vllm-connector")
+    cluster_chooses_user: bool = False
+    """Pods name no user and no group, because the cluster gives each namespace its own: a security
+    context constraint of OpenShift."""
+
+
+USER_FIELDS = tuple(
+    f"spec.securityContext.{name}" for name in ("runAsUser", "runAsGroup", "fsGroup")
+)
+"""What pods do not say where the cluster chooses."""
 
 
 def with_images(service: InferenceService, defaults: Images) -> InferenceService:
@@ -41,4 +50,16 @@ def with_images(service: InferenceService, defaults: Images) -> InferenceService
     if service.has_connector_of_ours:
         image = transfer.connector_image or defaults.vllm_connector
         transfer = replace(transfer, connector_image=image)
-    return replace(service, spec=replace(spec, engine=engine, router=router, transfer=transfer))
+    spec = replace(spec, engine=engine, router=router, transfer=transfer)
+    return replace(service, spec=_without_user(spec) if defaults.cluster_chooses_user else spec)
+
+
+def _without_user(spec: Spec) -> Spec:
+    parts = {
+        role: msgspec.structs.replace(
+            part, pod_template_remove=[*USER_FIELDS, *part.pod_template_remove]
+        )
+        for role in ("prefill", "decode", "router")
+        if (part := getattr(spec, role)) is not None
+    }
+    return msgspec.structs.replace(spec, **parts)

@@ -51,7 +51,10 @@ class ModelCache(SpecPart, frozen=True):
     ] = None
     host_path: Annotated[
         Annotated[str, Meta(pattern=r"^/.+", max_length=1024, title="an absolute path")] | None,
-        Meta(description="A directory on each node, made if need be: one download a node."),
+        Meta(
+            description="A directory on each node, in which each namespace has a folder: one "
+            "download a node and namespace. Routers fetch the little they read for themselves."
+        ),
     ] = None
     ephemeral: Annotated[
         Annotated[str, Meta(pattern=r"^[1-9][0-9]{0,8}(Mi|Gi|Ti)$", examples=["20Gi"])] | None,

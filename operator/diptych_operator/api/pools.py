@@ -9,7 +9,7 @@ from msgspec import Meta
 from diptych_operator.api.base import OBJECT_NAME, Rule, SpecPart, ruled
 from diptych_operator.api.batches import Batches
 from diptych_operator.api.prefill_engine import PrefillEngine
-from diptych_protocol.config import Disaggregate
+from diptych_protocol.config import Disaggregate, HostNames, Origins
 
 Quantity = Annotated[
     Annotated[int, Meta(ge=0)]
@@ -39,14 +39,34 @@ PodResources = Annotated[
 ]
 _TEMPLATE_HELP = (
     "A partial pod template (metadata, spec) merged over the rendered one: objects field by field, "
-    "containers by name, env, volumes, volumeMounts and ports replaced by name; null deletes a "
-    "field."
+    "containers by name, env, volumes, volumeMounts and ports replaced by name. What "
+    "drains a pod stays: see docs/operations.md. Null is refused: podTemplateRemove removes fields."
 )
 PodTemplate = Annotated[
     dict[str, Any],
     Meta(
         description=_TEMPLATE_HELP,
         extra_json_schema={"x-kubernetes-preserve-unknown-fields": True},
+    ),
+]
+PodTemplateRemove = Annotated[
+    list[
+        Annotated[
+            str,
+            Meta(
+                pattern=r"^(metadata|spec)(\.[^.\[\]\s]+|\[[^\[\]\s]+\])+$",
+                max_length=253,
+                title="the path of a field",
+                examples=["spec.securityContext.runAsUser"],
+                description="The path of one field.",
+            ),
+        ]
+    ],
+    Meta(
+        max_length=32,
+        description="Fields of the rendered pod template that are left out, before the podTemplate "
+        "is merged: paths such as spec.securityContext.runAsUser. Entries of lists, and names with "
+        "dots, stand in brackets: spec.containers[engine].startupProbe.",
     ),
 ]
 
@@ -230,6 +250,7 @@ class PrefillPool(SpecPart, frozen=True):
     ] = None
     resources: PodResources = Resources()
     pod_template: EngineTemplate = {}
+    pod_template_remove: PodTemplateRemove = []
 
 
 class DecodePool(SpecPart, frozen=True):
@@ -244,6 +265,7 @@ class DecodePool(SpecPart, frozen=True):
     ] = None
     resources: PodResources = Resources()
     pod_template: EngineTemplate = {}
+    pod_template_remove: PodTemplateRemove = []
 
 
 Pool = PrefillPool | DecodePool
@@ -330,6 +352,8 @@ class Router(SpecPart, frozen=True):
         Meta(description="Who may use the API; left out, whoever reaches it."),
     ] = None
     tls: Annotated[Tls | None, Meta(description="Serve HTTPS; left out, plain HTTP.")] = None
+    allowed_hosts: HostNames = []
+    allowed_origins: Origins = []
     ui: Annotated[
         bool,
         Meta(
@@ -349,3 +373,4 @@ class Router(SpecPart, frozen=True):
         Resources()
     )
     pod_template: PodTemplate = {}
+    pod_template_remove: PodTemplateRemove = []

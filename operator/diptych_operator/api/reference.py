@@ -14,8 +14,8 @@ _INTRODUCTION = """\
 
 `kubectl explain {short_name}.spec` says the same at a terminal. What is left out takes its default,
 which the API server fills in. A field that is unknown is refused by `kubectl`, or dropped by API
-servers that are asked in other ways. Rules over several fields are enforced by the API server from
-Kubernetes 1.25 on, and by Diptych everywhere.
+servers that are asked in other ways. Rules over several fields are enforced by the API server,
+and by Diptych where there is none.
 
 The kind is not in kubectl's category `all`, so `kubectl delete all --all` spares services.
 

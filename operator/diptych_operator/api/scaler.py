@@ -31,7 +31,14 @@ class PoolScalerSpec(SpecPart, frozen=True, kw_only=True):
 
 
 class PoolScalerStatus(msgspec.Struct, frozen=True, rename="camel", kw_only=True):
-    replicas: Annotated[int, Meta(description="Pods of the pool that are ready, of any revision.")]
+    replicas: Annotated[
+        int,
+        Meta(
+            description="Pods of the pool that are there, of any revision, ready or not, without "
+            "those that are leaving. This is what an HPA calculates with."
+        ),
+    ]
+    ready_replicas: Annotated[int, Meta(description="Those of them that are ready.")]
     selector: Annotated[
         str, Meta(max_length=256, description="The labels that pick the pool's pods.")
     ]

@@ -33,8 +33,8 @@ class Condition(_Status, frozen=True):
         str,
         Meta(
             max_length=316,
-            description="Available, Progressing, Degraded, PrefillReady, DecodeReady, RouterReady "
-            "or KVTransferVerified.",
+            description="Available, Progressing, Degraded, PrefillReady, DecodeReady, RouterReady, "
+            "KVTransferVerified, Ready, Reconciling or Stalled.",
         ),
     ]
     status: Annotated[

@@ -19,7 +19,8 @@ from typing import Any
 
 import msgspec
 
-from diptych_operator.api.names import COMPONENT_LABEL
+from diptych_operator.api.names import COMPONENT_LABEL, labels
+from diptych_operator.api.scaler import SCALER_KIND
 from diptych_operator.api.service import API_VERSION, KIND, InferenceService
 from diptych_operator.kube.client import ApiError, Kube
 
@@ -66,6 +67,13 @@ class Children:
         self._applied: dict[ChildId, _Applied] = {}
         self._refused: dict[ChildId, _Refused] = {}
 
+    async def adopt(self, service: InferenceService, live: Iterable[Raw]) -> None:
+        """Make the service the owner of its orphans, of whatever revision. Raises `ApiError`."""
+        for raw in live:
+            # There is no right to change a PoolScaler; see `scalers`.
+            if raw["kind"] != SCALER_KIND and is_orphan_of(raw, service):
+                await adopt_orphan(self._kube, raw, service)
+
     async def try_out(
         self,
         service: InferenceService,
@@ -88,11 +96,13 @@ class Children:
         service: InferenceService,
         objects: Iterable[dict[str, Any]],
         live: Mapping[ChildId, Raw],
-    ) -> None:
+    ) -> bool:
         """Apply those objects that are not in the cluster as they were rendered.
 
-        Raises `ApiError` for the first that is refused, `NotOursError`.
+        True if `live` does not show yet what became of a Deployment. Raises `ApiError` for the
+        first that is refused, `NotOursError`.
         """
+        lags = False
         for obj in objects:
             owned = with_owner(obj, service)
             name = child_id(owned)
@@ -100,6 +110,9 @@ class Children:
             if now is None or self._applied.get(name) != _left(owned, now) or _lacks(now, owned):
                 await self._check_free(owned, service, live)
                 self._applied[name] = _left(owned, await self._send(owned, now))
+            if owned["kind"] == "Deployment":
+                lags |= now is None or self._applied[name].version != _version(now)
+        return lags
 
     async def _send(self, owned: Raw, now: Raw | None, *, dry_run: bool = False) -> Raw:
         self._raise_if_refused(owned)
@@ -133,7 +146,7 @@ class Children:
         now, known = live.get(child_id(owned)), self._applied.get(child_id(owned))
         if now is not None:
             made_by_us = known is not None and known.uid == now["metadata"]["uid"]
-            if not made_by_us and not belongs_to(now, service):
+            if not (made_by_us or belongs_to(now, service) or is_orphan_of(now, service)):
                 raise NotOursError(owned["kind"], now["metadata"]["name"])
             return
         self._raise_if_refused(owned)
@@ -141,7 +154,7 @@ class Children:
         there = await self._kube.get(
             owned["apiVersion"], owned["kind"], meta["namespace"], meta["name"]
         )
-        if there is not None and not belongs_to(there, service):
+        if there is not None and not (belongs_to(there, service) or is_orphan_of(there, service)):
             error = NotOursError(owned["kind"], meta["name"])
             self._remember(owned, error)
             raise error
@@ -190,7 +203,12 @@ class Children:
 
 def with_owner(obj: dict[str, Any], service: InferenceService) -> dict[str, Any]:
     """The object with the service as its controller: it goes when the service goes."""
-    owner = {
+    return obj | {"metadata": obj["metadata"] | {"ownerReferences": [owner_of(service)]}}
+
+
+def owner_of(service: InferenceService) -> dict[str, Any]:
+    """The reference by which a child names the service as its controller."""
+    return {
         "apiVersion": API_VERSION,
         "kind": KIND,
         "name": service.metadata.name,
@@ -198,13 +216,38 @@ def with_owner(obj: dict[str, Any], service: InferenceService) -> dict[str, Any]
         "controller": True,
         "blockOwnerDeletion": True,
     }
-    return obj | {"metadata": obj["metadata"] | {"ownerReferences": [owner]}}
 
 
 def belongs_to(obj: Raw, service: InferenceService) -> bool:
     """Whether the service, and not a namesake of it, controls the object."""
     owners = obj["metadata"].get("ownerReferences") or []
     return any(o.get("controller") and o.get("uid") == service.metadata.uid for o in owners)
+
+
+def is_orphan_of(obj: Raw, service: InferenceService) -> bool:
+    """Whether nobody owns the object, and it has the labels that this service's children get.
+
+    Such objects are left by `kubectl delete --cascade=orphan`, or come out of a backup. An object
+    that names any owner is no orphan: if that owner is gone, Kubernetes deletes the object.
+    """
+    meta = obj["metadata"]
+    found = meta.get("labels") or {}
+    given = labels(service, found.get(COMPONENT_LABEL, ""))
+    unowned = not meta.get("ownerReferences") and "deletionTimestamp" not in meta
+    return unowned and found.items() >= given.items()
+
+
+async def adopt_orphan(kube: Kube, orphan: Raw, service: InferenceService) -> None:
+    """Make the service its owner; do nothing if somebody has changed it since it was read, because
+    that may have been another owner. Raises `ApiError`."""
+    meta = orphan["metadata"]
+    seen = {"uid": meta["uid"], "resourceVersion": meta["resourceVersion"]}
+    name = (orphan["apiVersion"], orphan["kind"], meta["namespace"], meta["name"])
+    try:
+        await kube.merge(*name, {"metadata": {**seen, "ownerReferences": [owner_of(service)]}})
+    except ApiError as exc:
+        if exc.status not in (404, 409):
+            raise
 
 
 def child_id(obj: Raw) -> ChildId:

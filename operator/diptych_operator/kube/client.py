@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 from kubernetes.aio import client, config
 
-from diptych_protocol import DiptychError
+from diptych_protocol import UNREADABLE, DiptychError
 
 FIELD_MANAGER = "diptych"
 REQUEST_TIMEOUT_S = 30.0
@@ -231,7 +231,7 @@ class Kube:
             raise _refusal(response.status, data)
         try:
             answer: Raw = msgspec.json.decode(data, type=dict[str, Any])
-        except msgspec.MsgspecError as exc:
+        except UNREADABLE as exc:
             raise ApiError(0, "Garbled", f"this is not the API server's answer: {exc}") from exc
         return answer
 
@@ -247,6 +247,6 @@ def object_path(api_version: str, kind: str, namespace: str, name: str = "") -> 
 def _refusal(status: int, data: bytes) -> ApiError:
     try:
         said = msgspec.json.decode(data, type=dict[str, Any])
-    except msgspec.MsgspecError:  # from a proxy, say
+    except UNREADABLE:  # from a proxy, say
         said = {"message": data[:200].decode(errors="replace")}
     return ApiError(status, str(said.get("reason", "")), str(said.get("message", "")))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
+
+POLICY_API: Final = "policy/v1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,7 +14,7 @@ class Cluster:
     """Pure facts; the defaults are those of every Kubernetes since 1.31."""
 
     version: tuple[int, int] = (1, 31)
-    policy_api: str = "policy/v1"
+    policy_api: str = POLICY_API
     """The API version of PodDisruptionBudgets."""
     operator_namespace: str = "diptych-system"
     """From where admin ports may be called."""
@@ -26,16 +29,6 @@ class Cluster:
         """
         return self.version >= (1, 31)
 
-    def limits(self) -> tuple[str, ...]:
-        """What this cluster lacks that a service would get on a newer one, in words."""
-        lacking = []
-        if self.version < (1, 25):
-            lacking.append(
-                "CEL rules of the CRD are not evaluated before Kubernetes 1.25; the operator "
-                "checks them itself and reports in this status"
-            )
-        return tuple(lacking)
-
 
 def read_cluster(
     major: str,
@@ -47,12 +40,14 @@ def read_cluster(
 ) -> Cluster:
     """From `/version` (whose minor may end in a plus) and the group versions of `/apis`.
 
-    Raises `ValueError` for a cluster that serves no PodDisruptionBudget this operator knows.
+    Raises `ValueError` for a cluster that serves no PodDisruptionBudget.
     """
-    served = set(group_versions)
-    policy = next((v for v in ("policy/v1", "policy/v1beta1") if v in served), None)
-    if policy is None:
-        raise ValueError("the cluster serves neither policy/v1 nor policy/v1beta1")
+    served = list(group_versions)
+    # Every promised cluster serves v1. Older ones, for development, put theirs first.
+    policies = [version for version in served if version.startswith("policy/")]
+    if not policies:
+        raise ValueError("the cluster serves no version of policy, so no PodDisruptionBudget")
+    policy = POLICY_API if POLICY_API in policies else policies[0]
     numbers = (int("".join(filter(str.isdigit, part)) or 0) for part in (major, minor))
     first, second = numbers
     return Cluster((first, second), policy, operator_namespace, has_pool_scalers)

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Protocol
 
 from diptych_operator.api.service import API_VERSION, KIND, InferenceService
 from diptych_operator.api.status import MAX_MESSAGE
-from diptych_operator.kube.client import ApiError, Kube
+from diptych_operator.kube.client import ApiError, Kube, Raw
 
 log = logging.getLogger(__name__)
 
 COMPONENT = "diptych-operator"
+
+
+SERVED_BY_ANOTHER = "ServedByAnother"
+"""Reason of the event that an operator posts where it stands back; see `status.reasons`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """A warning that no status tells."""
+
+    reason: str
+    message: str
+    type: str = "Warning"
 
 
 class Note(Protocol):
@@ -34,18 +48,22 @@ class EventLog:
 
     async def post(self, service: InferenceService, note: Note) -> None:
         meta = service.metadata
-        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         log.info("%s/%s: %s: %s", meta.namespace, meta.name, note.reason, note.message)
+        named = {"namespace": meta.namespace, "name": meta.name, "uid": meta.uid}
+        await self.post_about({"apiVersion": API_VERSION, "kind": KIND, "metadata": named}, note)
+
+    async def post_about(self, about: Raw, note: Note) -> None:
+        """The same for an object of whatever kind."""
+        meta = about["metadata"]
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         event = {
             "apiVersion": "v1",
             "kind": "Event",
-            "metadata": {"generateName": f"{meta.name}.", "namespace": meta.namespace},
+            "metadata": {"generateName": f"{meta['name']}.", "namespace": meta["namespace"]},
             "involvedObject": {
-                "apiVersion": API_VERSION,
-                "kind": KIND,
-                "namespace": meta.namespace,
-                "name": meta.name,
-                "uid": meta.uid,
+                "apiVersion": about["apiVersion"],
+                "kind": about["kind"],
+                **{name: meta[name] for name in ("namespace", "name", "uid")},
             },
             "type": note.type,
             "reason": note.reason,
@@ -59,4 +77,5 @@ class EventLog:
         try:
             await self._kube.create(event)
         except ApiError as exc:
-            log.warning("event %s on %s/%s: %s", note.reason, meta.namespace, meta.name, exc)
+            name = f"{meta['namespace']}/{meta['name']}"
+            log.warning("event %s on %s: %s", note.reason, name, exc)

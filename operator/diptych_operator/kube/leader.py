@@ -1,4 +1,9 @@
-"""One of several operators leads, by a Lease; the others wait.
+"""One operator serves a namespace, by Leases; the others wait.
+
+There is one Lease for each namespace that an operator is told to serve, in that namespace, or one
+for the cluster. Its name is the same for every installation, so two of them never serve the same
+namespace. Who does not get all its Leases touches nothing; for a namespace that is served both by
+itself and with the cluster, see `rivals`.
 
 As client-go does it: who renews the Lease leads; a Lease that nobody renewed for its duration, by
 the clock of the one who watches it, is free. Clocks of two machines are never compared. A leader
@@ -12,16 +17,18 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from diptych_operator.kube.client import ApiError, Kube, Raw
+from diptych_operator.kube.event_log import SERVED_BY_ANOTHER, EventLog, Warned
 from diptych_protocol import DiptychError
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 LEASE_S, RENEW_DEADLINE_S, RETRY_S = 20.0, 10.0, 4.0
 """A dead leader is replaced within LEASE_S + RETRY_S; one that left, within RETRY_S.
 
@@ -34,14 +41,29 @@ class LeadershipLostError(DiptychError):
     """The Lease could not be renewed in time; the process must end."""
 
 
+LeaseName = tuple[str, str]
+"""Namespace and name."""
+LEASE_NAME = "diptych-operator"
+CLUSTER_LEASE: LeaseName = ("default", "diptych-operator-cluster")
+RELEASE_ANNOTATION = "diptych.dev/operator"
+"""On a Lease: the installation whose operator holds it."""
+
+
+def leases_of(namespaces: Sequence[str]) -> tuple[LeaseName, ...]:
+    """The Leases of an operator of these namespaces, or of all if there are none; in the order in
+    which every operator takes them, so that no two wait for each other."""
+    return tuple((name, LEASE_NAME) for name in sorted(set(namespaces))) or (CLUSTER_LEASE,)
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """Who stands for election, and for what."""
 
     identity: str
     """Unique: the pod's name."""
-    namespace: str
-    lease: str
+    release: str
+    """The installation that it belongs to, such as `diptych-system/diptych-operator`."""
+    leases: tuple[LeaseName, ...]
 
 
 @dataclass(slots=True)
@@ -53,13 +75,18 @@ class Sighting:
 
     def is_free(self, lease: Raw, identity: str, now: float) -> bool:
         """Whether the Lease may be taken: nobody's, one's own, or not renewed for too long."""
-        version = lease["metadata"]["resourceVersion"]
-        if version != self.version:
-            self.version, self.since = version, now
+        unchanged = self.unchanged_s(lease, now)
         spec = lease.get("spec") or {}
         holder = spec.get("holderIdentity") or ""
         duration = spec.get("leaseDurationSeconds") or LEASE_S
-        return holder in ("", identity) or now - self.since > duration
+        return holder in ("", identity) or unchanged > duration
+
+    def unchanged_s(self, lease: Raw, now: float) -> float:
+        """For how long nobody has written the Lease, as far as was seen."""
+        version = lease["metadata"]["resourceVersion"]
+        if version != self.version:
+            self.version, self.since = version, now
+        return now - self.since
 
 
 async def lead(
@@ -67,38 +94,45 @@ async def lead(
     candidate: Candidate,
     work: Callable[[], Coroutine[Any, Any, None]],
     stop: asyncio.Event,
+    hindered: Callable[[str], None],
 ) -> None:
     """Wait for leadership, then run `work` to its end, or until leadership is lost.
 
-    Returns at once if `stop` is set while waiting; `work` minds it itself. Raises
-    `LeadershipLostError`, and whatever `work` raises.
+    `hindered` is told why it cannot even stand by, and of an empty text once it can. Returns at
+    once if `stop` is set while waiting; `work` minds it itself. Raises `LeadershipLostError`, and
+    whatever `work` raises.
     """
     try:
-        lease = await _unless(stop, _acquire(kube, candidate))
-        if lease is not None:
-            await _work_while_leading(kube, candidate, lease, work)
+        leases = await _unless(stop, _acquire(kube, candidate, hindered))
+        if leases is not None:
+            await _work_while_leading(kube, candidate, leases, work)
     finally:
-        # Also if told to stop in the very moment of taking the Lease.
+        # Also if told to stop in the very moment of taking a Lease.
         with contextlib.suppress(ApiError, TimeoutError):  # it runs out by itself
             async with asyncio.timeout(RETRY_S):
-                await _release(kube, candidate)
+                for name in candidate.leases:
+                    await _release(kube, candidate, name)
 
 
 async def _work_while_leading(
-    kube: Kube, candidate: Candidate, lease: Raw, work: Callable[[], Coroutine[Any, Any, None]]
+    kube: Kube,
+    candidate: Candidate,
+    leases: Mapping[LeaseName, Raw],
+    work: Callable[[], Coroutine[Any, Any, None]],
 ) -> None:
-    working = asyncio.create_task(work())
-    renewing = asyncio.create_task(_renew(kube, candidate, lease))
+    tasks = [asyncio.create_task(work())]
+    tasks += [asyncio.create_task(_renew(kube, candidate, lease)) for lease in leases.values()]
     try:
-        await asyncio.wait((working, renewing), return_when=asyncio.FIRST_COMPLETED)
-        (working if working.done() else renewing).result()
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
     finally:
-        for task in (working, renewing):
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(working, renewing, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _unless(stop: asyncio.Event, waiting: Coroutine[Any, Any, Raw]) -> Raw | None:
+async def _unless(stop: asyncio.Event, waiting: Coroutine[Any, Any, T]) -> T | None:
     """The result, or None if told to stop before."""
     wanted, stopping = asyncio.create_task(waiting), asyncio.create_task(stop.wait())
     await asyncio.wait((wanted, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -108,26 +142,62 @@ async def _unless(stop: asyncio.Event, waiting: Coroutine[Any, Any, Raw]) -> Raw
     return None if wanted.cancelled() else wanted.result()
 
 
-async def _acquire(kube: Kube, candidate: Candidate) -> Raw:
-    """The Lease, once it is ours."""
-    seen = Sighting()
+async def _acquire(
+    kube: Kube, candidate: Candidate, hindered: Callable[[str], None]
+) -> Mapping[LeaseName, Raw]:
+    """All Leases, once they are ours."""
+    seen = {name: Sighting() for name in candidate.leases}
+    told = ""
     while True:
-        try:
-            async with asyncio.timeout(RETRY_S):  # a late yes would be a Lease half run out
-                lease = await kube.get(*_API, candidate.namespace, candidate.lease)
-                if lease is None:
-                    return await kube.create(_lease(candidate, None))
-                if seen.is_free(lease, candidate.identity, time.monotonic()):
-                    return await kube.replace(_lease(candidate, lease))
-        except (ApiError, TimeoutError) as exc:
-            if not isinstance(exc, ApiError) or exc.status != 409:  # 409: another was quicker
-                reason = str(exc) or "no answer"
-                log.warning("cannot take the lease %s: %s", candidate.lease, reason)
+        held: dict[LeaseName, Raw] = {}
+        words, created = "", False
+        for name in candidate.leases:
+            try:
+                async with asyncio.timeout(RETRY_S):  # a late yes would be a Lease half run out
+                    lease = await kube.get(*_API, *name)
+                    if lease is None:
+                        created = True
+                        held[name] = await kube.create(_lease(candidate, name, None))
+                    elif seen[name].is_free(lease, candidate.identity, time.monotonic()):
+                        held[name] = await kube.replace(_lease(candidate, name, lease))
+                    elif (rival := release_of(lease)) != candidate.release:
+                        words = _words(candidate, name, rival)
+                        if words != told:
+                            log.warning("%s", words)
+                            await EventLog(kube).post_about(lease, Warned(SERVED_BY_ANOTHER, words))
+            except (ApiError, TimeoutError) as exc:
+                if not isinstance(exc, ApiError) or exc.status != 409:  # 409: another was quicker
+                    words = f"cannot take the lease {name[1]}: {str(exc) or 'no answer'}"
+                    log.warning("%s", words)
+            if name not in held:
+                break
+        hindered(words)
+        told = words
+        if len(held) == len(candidate.leases):
+            if created:  # who serves the cluster has to see it first
+                await asyncio.sleep(RETRY_S)
+            return held
         await asyncio.sleep(RETRY_S)
+
+
+def release_of(lease: Raw) -> str:
+    """The installation whose operator holds a Lease, as far as it says so."""
+    said = (lease["metadata"].get("annotations") or {}).get(RELEASE_ANNOTATION)
+    holder = (lease.get("spec") or {}).get("holderIdentity")
+    return str(said or holder or "another operator")
+
+
+def _words(candidate: Candidate, name: LeaseName, rival: str) -> str:
+    what = "the cluster" if name == CLUSTER_LEASE else f"the namespace {name[0]}"
+    return (
+        f"{what} is served by {rival}; {candidate.release} serves nothing until that has gone: "
+        "uninstall one of them, or give them different namespaces"
+    )
 
 
 async def _renew(kube: Kube, candidate: Candidate, lease: Raw) -> None:
     """Renew for ever. Raises `LeadershipLostError`."""
+    name = _name(lease)
     renewed_at = time.monotonic()
     while time.monotonic() - renewed_at < RENEW_DEADLINE_S:
         await asyncio.sleep(RETRY_S)
@@ -137,37 +207,40 @@ async def _renew(kube: Kube, candidate: Candidate, lease: Raw) -> None:
                 lease = await _renewed(kube, candidate, lease)
             renewed_at = tried_at
         except (ApiError, TimeoutError) as exc:
-            log.warning("cannot renew the lease %s: %s", candidate.lease, str(exc) or "no answer")
-    raise LeadershipLostError(f"the lease {candidate.lease} could not be renewed in time")
+            log.warning("cannot renew the lease %s: %s", name[1], str(exc) or "no answer")
+    raise LeadershipLostError(f"the lease {name[1]} could not be renewed in time")
 
 
 async def _renewed(kube: Kube, candidate: Candidate, lease: Raw) -> Raw:
     """The Lease after one renewal. Raises `ApiError`, `LeadershipLostError`."""
+    name = _name(lease)
     try:
-        return await kube.replace(_lease(candidate, lease))
+        return await kube.replace(_lease(candidate, name, lease))
     except ApiError as exc:
         if exc.status not in (404, 409):
             raise
     # Somebody was at it; or it was us, and the answer did not reach us.
-    now = await kube.get(*_API, candidate.namespace, candidate.lease)
+    now = await kube.get(*_API, *name)
     holder = ((now or {}).get("spec") or {}).get("holderIdentity")
     if now is None or holder != candidate.identity:
-        raise LeadershipLostError(
-            f"the lease {candidate.lease} is now held by {holder or 'nobody'}"
-        )
-    return await kube.replace(_lease(candidate, now))
+        raise LeadershipLostError(f"the lease {name[1]} is now held by {holder or 'nobody'}")
+    return await kube.replace(_lease(candidate, name, now))
 
 
-async def _release(kube: Kube, candidate: Candidate) -> None:
-    lease = await kube.get(*_API, candidate.namespace, candidate.lease)
+async def _release(kube: Kube, candidate: Candidate, name: LeaseName) -> None:
+    lease = await kube.get(*_API, *name)
     holder = ((lease or {}).get("spec") or {}).get("holderIdentity")
     if lease is not None and holder == candidate.identity:
-        freed = _lease(candidate, lease)
+        freed = _lease(candidate, name, lease)
         freed["spec"]["holderIdentity"] = ""
         await kube.replace(freed)
 
 
-def _lease(candidate: Candidate, before: Raw | None) -> dict[str, Any]:
+def _name(lease: Raw) -> LeaseName:
+    return lease["metadata"]["namespace"], lease["metadata"]["name"]
+
+
+def _lease(candidate: Candidate, name: LeaseName, before: Raw | None) -> dict[str, Any]:
     """The Lease with our name and the time of now; the times are for people to read."""
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
     spec = dict((before or {}).get("spec") or {})
@@ -179,7 +252,11 @@ def _lease(candidate: Candidate, before: Raw | None) -> dict[str, Any]:
         "leaseDurationSeconds": int(LEASE_S),
         "renewTime": now,
     }
-    metadata = {"name": candidate.lease, "namespace": candidate.namespace}
+    metadata: dict[str, Any] = {
+        "name": name[1],
+        "namespace": name[0],
+        "annotations": {RELEASE_ANNOTATION: candidate.release},
+    }
     if before is not None:
         metadata["resourceVersion"] = before["metadata"]["resourceVersion"]
     return {"apiVersion": _API[0], "kind": _API[1], "metadata": metadata, "spec": spec}

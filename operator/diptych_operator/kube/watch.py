@@ -7,21 +7,24 @@ away. Children go by their owner references instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import aiohttp
 import kopf
 
 from diptych_operator.api.names import MANAGED_BY, MANAGED_BY_LABEL, SERVICE_LABEL
 from diptych_operator.api.scaler import SCALER_KIND, SCALER_PLURAL
 from diptych_operator.api.service import GROUP, KIND, VERSION
 from diptych_operator.kube.cluster import Cluster
+from diptych_operator.kube.liveness import WATCH_TURN_S
 
 Raw = Mapping[str, Any]
 ServiceKey = tuple[str, str]
 Index = Mapping[ServiceKey, Collection[Raw]]
 
 SERVICES, CHILDREN, PODS = "services", "children", "pods"
+_POD_KIND = ("", "v1", "pods")
 
 
 class Indexed:
@@ -68,16 +71,66 @@ def _child_indices() -> tuple[str, ...]:
     return tuple(_child_kinds(Cluster()))
 
 
+def watched_paths(cluster: Cluster, namespaces: Sequence[str]) -> list[str]:
+    """The REST paths of all collections that are watched; no namespaces stand for all."""
+    kinds = [(GROUP, VERSION, "inferenceservices"), *_child_kinds(cluster).values(), _POD_KIND]
+    return [
+        "/".join(
+            filter(
+                None,
+                (
+                    f"/apis/{group}/{version}" if group else f"/api/{version}",
+                    f"namespaces/{namespace}" if namespace else "",
+                    plural,
+                ),
+            )
+        )
+        for group, version, plural in kinds
+        for namespace in namespaces or ("",)
+    ]
+
+
+def _listening_login(
+    answered: Callable[[str, int], None],
+) -> Callable[..., Awaitable[kopf.AiohttpSession]]:
+    """kopf's own login, with a session that tells of the path and status of each answer."""
+
+    async def tell(_: object, __: object, end: aiohttp.TraceRequestEndParams) -> None:
+        answered(end.url.path, end.response.status)
+
+    async def log_in(**kwargs: Any) -> kopf.AiohttpSession:
+        found = kopf.login_with_service_account(**kwargs) or kopf.login_with_kubeconfig(**kwargs)
+        if found is None:
+            raise kopf.LoginError("no cluster to talk to")
+        trace = aiohttp.TraceConfig()
+        trace.on_request_end.append(tell)
+        session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=found.as_ssl_context()),
+            headers=found.as_http_headers(),
+            proxy=found.proxy_url,
+            trust_env=found.trust_env,
+            trace_configs=[trace],
+        )
+        return kopf.AiohttpSession(
+            server=found.server, default_namespace=found.default_namespace, aiohttp_session=session
+        )
+
+    return log_in
+
+
 def registry(
-    cluster: Cluster, indexed: Indexed, changed: Callable[[ServiceKey], None]
+    cluster: Cluster,
+    indexed: Indexed,
+    changed: Callable[[ServiceKey], None],
+    answered: Callable[[str, int], None],
 ) -> kopf.OperatorRegistry:
     """Handlers for one run of `kopf.operator`: each calls `changed` with the service's key.
 
-    They run only after all indices hold what the cluster held at the start.
+    They run only after all indices hold what the cluster held at the start. `answered` is told of
+    the path and the status of each answer of the API server.
     """
     handlers = kopf.OperatorRegistry()
-    for login in (kopf.login_with_service_account, kopf.login_with_kubeconfig):
-        kopf.on.login(id=login.__name__, registry=handlers)(login)
+    kopf.on.login(id="login", registry=handlers)(_listening_login(answered))
 
     async def index_service(body: kopf.Body, **_: Any) -> dict[ServiceKey, Raw]:
         meta = body["metadata"]
@@ -96,7 +149,7 @@ def registry(
 
     kopf.index(GROUP, VERSION, "inferenceservices", id=SERVICES, registry=handlers)(index_service)
     kopf.on.event(GROUP, VERSION, "inferenceservices", registry=handlers)(wake_service)
-    kinds = _child_kinds(cluster) | {PODS: ("", "v1", "pods")}
+    kinds = _child_kinds(cluster) | {PODS: _POD_KIND}
     # The server has filtered already; this keeps out what was relabelled since.
     ours: dict[str, Any] = {MANAGED_BY_LABEL: MANAGED_BY, SERVICE_LABEL: kopf.PRESENT}
     for name, (group, version, plural) in kinds.items():
@@ -113,8 +166,9 @@ def settings(cluster: Cluster) -> kopf.OperatorSettings:
     chosen.posting.enabled = False
     chosen.scanning.disabled = True
     chosen.peering.standalone = True
+    chosen.watching.server_timeout = WATCH_TURN_S
     selector = f"{MANAGED_BY_LABEL}={MANAGED_BY},{SERVICE_LABEL}"
-    for _, _, plural in (*_child_kinds(cluster).values(), ("", "v1", "pods")):
+    for _, _, plural in (*_child_kinds(cluster).values(), _POD_KIND):
         chosen.watching.label_selectors[plural] = selector
     return chosen
 

@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 Key = TypeVar("Key")
 
+PASS_S = 300.0
+"""After so long a pass is given up and tried again."""
 BACKOFF_S = (1.0, 2.0, 5.0, 15.0, 60.0)
 
 
@@ -42,11 +44,18 @@ class WorkQueue(Generic[Key]):
         self._failures: dict[Key, int] = {}
         self._order = itertools.count()
         self._changed = asyncio.Event()
+        self._ended_at = float("-inf")
+        """When a pass last ended."""
 
     def backlog(self) -> int:
         """Keys that are due and wait for a worker."""
         now = self._now()
         return sum(due <= now for due in self._due_of.values())
+
+    def standstill_s(self) -> float:
+        """For how long keys have been due while no pass ended."""
+        now = self._now()
+        return max(0.0, now - max(self._ended_at, min(self._due_of.values(), default=now)))
 
     def add(self, key: Key, after_s: float | None = None) -> None:
         """Have the key worked on, at the latest after so many seconds."""
@@ -90,7 +99,8 @@ class WorkQueue(Generic[Key]):
     async def _attend(self, key: Key) -> None:
         again: float | None
         try:
-            again = await self._work(key)
+            async with asyncio.timeout(PASS_S):
+                again = await self._work(key)
             self._failures.pop(key, None)
         except Exception as exc:
             failures = self._failures[key] = self._failures.get(key, 0) + 1
@@ -100,11 +110,12 @@ class WorkQueue(Generic[Key]):
                 "%s: failed, once more in %g s: %s",
                 key,
                 again,
-                exc,
+                str(exc) or f"no end within {PASS_S:g} s",
                 exc_info=None if known else exc,
             )
         finally:
             self._running.discard(key)
+            self._ended_at = self._now()
             self._changed.set()
         if key in self._again:
             self._again.discard(key)

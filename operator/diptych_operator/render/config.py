@@ -15,6 +15,7 @@ from diptych_operator.api.names import (
     SERVING_FILE,
     Role,
     metadata,
+    object_name,
 )
 from diptych_operator.api.pools import Pool, PoolName
 from diptych_operator.api.service import InferenceService
@@ -84,11 +85,14 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
         hold_seconds=service.spec.router.hold_seconds,
         processes=service.spec.router.processes,
         ui=service.spec.router.ui,
+        allowed_hosts=_host_names(service),
+        allowed_origins=service.spec.router.allowed_origins,
         batches=_batches(service),
         drain_seconds=service.spec.availability.drain_seconds,
         lora_modules=service.spec.engine.lora_modules,
         reasoning_parser=service.spec.engine.reasoning_parser,
         tool_call_parser=service.spec.engine.tool_call_parser,
+        json_schemas=service.spec.engine.json_schemas,
         otlp_traces_endpoint=service.spec.engine.otlp_traces_endpoint,
         runtime=service.spec.engine.runtime,
         slo=Slo(**{name: getattr(service.spec.slo, name) for name in Slo.__struct_fields__}),
@@ -99,6 +103,12 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
             config, connector=service.connector, lease_seconds=service.lease_seconds
         )
     return config
+
+
+def _host_names(service: InferenceService) -> list[str]:
+    """What is asked for, and the one name of the cluster's DNS that somebody might register."""
+    own = f"{object_name(service, 'router')}.{service.metadata.namespace}"
+    return [own, *service.spec.router.allowed_hosts]
 
 
 def _batches(service: InferenceService) -> Batches:

@@ -25,7 +25,8 @@ from diptych_operator.api.names import (
 )
 from diptych_operator.api.pools import Pool, Resources, Router
 from diptych_operator.api.service import InferenceService
-from diptych_operator.render.merge import merge
+from diptych_operator.render.invariants import check_invariants
+from diptych_operator.render.merge import merge, removed
 from diptych_operator.render.model import CONFINED, ModelMount
 
 USER_ID = 10001
@@ -64,11 +65,12 @@ class Pods:
 def deployment(service: InferenceService, pods: Pods) -> dict[str, Any]:
     """Raises `SpecError` for a podTemplate that does not fit."""
     role = pods.role
-    template = merge(
-        _pod_template(service, pods), pods.part.pod_template, f"spec.{role}.podTemplate"
-    )
+    ours, field = _pod_template(service, pods), f"spec.{role}.podTemplate"
+    kept = removed(ours, pods.part.pod_template_remove, f"{field}Remove")
+    template = merge(kept, pods.part.pod_template, field)
     selected = _selected(service, pods)
-    _check_template(template, selected, pods.container["name"], role)
+    _check_template(template, selected, pods.container["name"], field)
+    check_invariants(template, ours, pods.container["name"], field)
     rollout = service.spec.rollout
     # Routers are replaced one more at a time, whatever the pools do: they are cheap.
     surge, unavailable = (
@@ -171,10 +173,9 @@ def _pod_template(service: InferenceService, pods: Pods) -> dict[str, Any]:
 
 
 def _check_template(
-    template: dict[str, Any], selected: dict[str, str], container: str, role: Role
+    template: dict[str, Any], selected: dict[str, str], container: str, field: str
 ) -> None:
     """A podTemplate may change anything but what the rest of the service relies on."""
-    field = f"spec.{role}.podTemplate"
     found = (template.get("metadata") or {}).get("labels") or {}
     for label, value in selected.items():
         if found.get(label) != value:

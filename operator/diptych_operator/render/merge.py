@@ -3,13 +3,17 @@
 A small part of Kubernetes' strategic merge, with rules that fit in one breath: objects merge field
 by field; containers and init containers merge by name, new ones are appended; `env`, `volumes`,
 `volumeMounts`, `ports` and `imagePullSecrets` replace the entry with the same name (for mounts the
-same path, for ports the same number) and append the others; every other list is replaced; null
-deletes a field.
+same path, for ports the same number) and append the others; every other list is replaced.
+
+What is to go is named by its path (`removed`). Null removes nothing: `kubectl apply` drops nulls
+before it sends, so a service would mean one thing by this way and another by others.
 """
 
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Iterable
 from typing import Any
 
 from diptych_operator.api.errors import SpecError
@@ -23,6 +27,38 @@ _REPLACED_BY = {
     "imagePullSecrets": "name",
 }
 
+_STEP = re.compile(r"\.?([^.\[\]]+)|\[([^\[\]]+)\]")
+"""A field, or in brackets a name: of an entry of a list, or of a field that has dots in it."""
+
+
+def removed(base: dict[str, Any], paths: Iterable[str], field: str) -> dict[str, Any]:
+    """`base` without what the paths name; it is not changed itself.
+
+    A path is written as in errors: `spec.securityContext.runAsUser`, `spec.containers[engine].env`,
+    `metadata.annotations[example.org/team]`. Raises `SpecError` for one that names nothing.
+    field: path of the list of paths in the object.
+    """
+    result = copy.deepcopy(base)
+    for path in dict.fromkeys(paths):
+        *way, last = (name or quoted for name, quoted in _STEP.findall(path))
+        holder: Any = result
+        for step in way:
+            place = _place(holder, step)
+            holder = None if place is None else holder[place]
+        place = _place(holder, last)
+        if place is None:
+            raise SpecError(field, f"{path!r} names nothing that the pods have; correct it")
+        del holder[place]
+    return result
+
+
+def _place(holder: Any, step: str) -> str | int | None:
+    """The key, or the index of the entry of that name; None if there is none."""
+    if isinstance(holder, list):
+        names = [entry.get("name") if isinstance(entry, dict) else entry for entry in holder]
+        return names.index(step) if step in names else None
+    return step if isinstance(holder, dict) and step in holder else None
+
 
 def merge(base: dict[str, Any], overlay: dict[str, Any], field: str) -> dict[str, Any]:
     """`base` with `overlay` laid over it; neither is changed.
@@ -34,8 +70,12 @@ def merge(base: dict[str, Any], overlay: dict[str, Any], field: str) -> dict[str
         here = f"{field}.{key}"
         present = result.get(key)
         if value is None:
-            result.pop(key, None)
-        elif key in _MERGED_BY or key in _REPLACED_BY:
+            raise SpecError(
+                here,
+                "is null, which kubectl apply does not send; to remove the field, name its path in "
+                "podTemplateRemove",
+            )
+        if key in _MERGED_BY or key in _REPLACED_BY:
             result[key] = _merge_named(present or [], value, key, here)
         elif isinstance(value, dict) and (present is None or isinstance(present, dict)):
             result[key] = merge(present or {}, value, here)

@@ -85,7 +85,8 @@ def _fetched(service: InferenceService, role: Role, uri: ModelUri) -> ModelMount
     model = service.spec.model
     reader: Reader = "router" if role == "router" else "engine"
     path = cached_path(uri, model.revision, model.sha256, reader)
-    volumes: list[dict[str, Any]] = [{"name": "model-cache", **_cache_volume(model.cache)}]
+    source = _cache_volume(model.cache, service.metadata.namespace, reader)
+    volumes: list[dict[str, Any]] = [{"name": "model-cache", **source}]
     if model.credentials is not None:
         secret = {"secretName": model.credentials.secret_name, "defaultMode": 0o440}
         volumes.append({"name": "model-credentials", "secret": secret})
@@ -116,6 +117,8 @@ def _init_container(service: InferenceService, role: Role, reader: Reader) -> di
         arguments += ["--revision", model.revision]
     if model.sha256:
         arguments += ["--sha256", model.sha256]
+    if _on_node(model.cache, reader):
+        arguments.append("--shared")
     if model.credentials is not None:
         arguments += ["--credentials", CREDENTIALS_DIR]
         mounts.append({"name": "model-credentials", "mountPath": CREDENTIALS_DIR, "readOnly": True})
@@ -134,14 +137,23 @@ def _init_container(service: InferenceService, role: Role, reader: Reader) -> di
     }
 
 
-def _cache_volume(cache: ModelCache) -> dict[str, Any]:
+def _on_node(cache: ModelCache, reader: Reader) -> bool:
+    """Whether the cache is the node's. A router has its own copy of the little that it reads: what
+    it takes of a GGUF file, no checksum covers."""
+    return cache.host_path is not None and reader == "engine"
+
+
+def _cache_volume(cache: ModelCache, namespace: str, reader: Reader) -> dict[str, Any]:
+    """A node's cache has a folder for each namespace: pods of all namespaces are the same user, so
+    in one folder each could write what the others read."""
     if cache.pvc is not None:
         claim: dict[str, Any] = {"claimName": cache.pvc.claim_name}
         if cache.pvc.read_only:
             claim["readOnly"] = True
         return {"persistentVolumeClaim": claim}
-    if cache.host_path is not None:
-        return {"hostPath": {"path": cache.host_path, "type": "DirectoryOrCreate"}}
+    if _on_node(cache, reader):
+        path = f"{cache.host_path}/{namespace}"
+        return {"hostPath": {"path": path, "type": "DirectoryOrCreate"}}
     return {"emptyDir": {"sizeLimit": cache.ephemeral} if cache.ephemeral else {}}
 
 

@@ -3,85 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from diptych_operator.api.names import ROLES
 from diptych_operator.api.pools import PoolName
-from diptych_operator.api.service import InferenceService
-from diptych_operator.api.status import MAX_MESSAGE, ConditionStatus, Status, TransferStatus
-from diptych_operator.counts import Counts
-from diptych_operator.plan import Phase, Step
+from diptych_operator.api.status import MAX_MESSAGE, TransferStatus
+from diptych_operator.plan import Phase
 from diptych_operator.status.canaries import failures, figures, newest
-from diptych_operator.status.diagnose import Finding, progress_text, shorten
+from diptych_operator.status.diagnose import progress_text, shorten
 from diptych_operator.status.observed import Observed
+from diptych_operator.status.readiness import readiness
 from diptych_operator.status.reasons import ConditionType, Reason
+from diptych_operator.status.situation import Situation, Verdict
 
 MAX_PART = 600
 """Characters of one of the things that a message lists."""
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What a condition is to say; when it began to is added by `build_status`."""
-
-    status: ConditionStatus
-    reason: Reason
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class Situation:
-    """All that conditions are judged by."""
-
-    service: InferenceService
-    observed: Observed
-    step: Step
-    previous: Status
-    target: str
-    desired: Counts
-    limits: Sequence[str]
-    current: str
-    """The revision that last served at full size, as of now."""
-    transfer: TransferStatus
-    findings: Mapping[str, list[Finding]]
-    """By role, the worst first."""
-
-    @property
-    def serving(self) -> tuple[str, ...]:
-        """Revisions that may serve, the newest one first."""
-        serving = self.step.serving or self.observed.revisions()
-        return tuple(sorted(serving, key=lambda name: (name != self.target, name)))
-
-    @property
-    def blind(self) -> bool:
-        """The operator ran into something before it could look at the pods."""
-        found = self.observed.pods or self.observed.deployments
-        return bool(self.observed.problems) and not found
-
-    @property
-    def must_verify(self) -> bool:
-        return self.service.verification == "Required"
-
-    def wanted(self, role: str) -> int:
-        if self.service.spec.suspend:
-            return 0
-        return self.service.spec.router.replicas if role == "router" else self.desired.of(role)
-
-    def ready(self, role: str, revisions: Iterable[str] | None = None) -> int:
-        return ready_pods(self.observed, role, revisions)
-
-    def pair_ready(self, revision: str) -> bool:
-        return all(self.ready(role, (revision,)) for role in self.observed.pools(revision))
-
-
-def ready_pods(observed: Observed, role: str, revisions: Iterable[str] | None = None) -> int:
-    """Ready pods that are to stay, of the given revisions or of any."""
-    chosen = None if revisions is None else set(revisions)
-    return sum(
-        pod.ready and not pod.terminating and (chosen is None or pod.revision in chosen)
-        for pod in observed.pods
-        if pod.role == role
-    )
 
 
 def verified(observed: Observed, revision: str, known: TransferStatus) -> bool:
@@ -107,6 +42,7 @@ def judge(seen: Situation) -> dict[ConditionType, Verdict]:
             ConditionType.KV_TRANSFER_VERIFIED: _transfer(seen),
         }
     verdicts[ConditionType.DEGRADED] = _degraded(seen)
+    verdicts |= readiness(seen, verdicts)
     return {condition: verdicts[condition] for condition in ConditionType}
 
 
@@ -310,12 +246,9 @@ def _kept_transfer(seen: Situation) -> Verdict | None:
 
 
 def _degraded(seen: Situation) -> Verdict:
-    notes = [shorten(limit, MAX_PART).rstrip(".") + "." for limit in seen.limits]
     issues = list(_issues(seen))
     if issues:
-        return Verdict("True", issues[0][0], join([*(text for _, text in issues), *notes]))
-    if notes:
-        return Verdict("False", Reason.CLUSTER_LIMITED, join(notes))
+        return Verdict("True", issues[0][0], join([text for _, text in issues]))
     return Verdict("False", Reason.AS_EXPECTED, "Nothing wants attention.")
 
 

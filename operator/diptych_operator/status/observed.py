@@ -66,6 +66,11 @@ class PodView:
         """Only its record is left, as of an evicted pod; its address may be another's by now."""
         return self.phase in ("Failed", "Succeeded")
 
+    @property
+    def stays(self) -> bool:
+        """It is there, ready or not, and is not on its way out."""
+        return not self.terminating and not self.gone
+
 
 @dataclass(frozen=True, slots=True)
 class Observed:
@@ -78,6 +83,8 @@ class Observed:
     unreachable_routers: int = 0
     """Router pods whose admin port did not answer."""
     problems: tuple[Problem, ...] = field(default=())
+    lags: bool = False
+    """The operator has just changed a Deployment, and this is from before."""
 
     def revisions(self) -> tuple[str, ...]:
         """Every revision that has a Deployment or a pod, sorted."""

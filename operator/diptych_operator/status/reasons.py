@@ -54,6 +54,21 @@ class ConditionType(StrEnum):
             "blocks moved, and decode computed nothing of the prompt."
         ),
     )
+    READY = (
+        "Ready",
+        (
+            "Everything is as the newest spec asks: all wanted pods are ready, of the newest "
+            "revision, and requests are answered; or, if it is suspended, no pod is left."
+        ),
+    )
+    RECONCILING = (
+        "Reconciling",
+        "Something is on its way to what the spec asks, or has to come back. Never with Stalled.",
+    )
+    STALLED = (
+        "Stalled",
+        "It comes no further until somebody changes an object; the message says which.",
+    )
 
 
 class Group(StrEnum):
@@ -197,11 +212,6 @@ class Reason(StrEnum):
         "A router is ready, but the operator gets no report from its admin port.",
         "Let the operator reach port 8081 of the router pods (NetworkPolicy).",
     )  # fmt: skip
-    CLUSTER_LIMITED = (
-        "ClusterLimited", Group.SERVICE,
-        "Nothing wants attention, but the cluster lacks something that newer ones have.",
-        "Upgrade the cluster if you want it.",
-    )  # fmt: skip
 
     SPEC_INVALID = (
         "SpecInvalid", Group.OPERATOR, "The spec can never work as written.",
@@ -214,7 +224,8 @@ class Reason(StrEnum):
     )  # fmt: skip
     OBJECT_NOT_OURS = (
         "ObjectNotOurs", Group.OPERATOR,
-        "An object that the service needs exists already and belongs to somebody else.",
+        "An object that the service needs exists already and belongs to somebody else. One that "
+        "nobody owns and that has all labels of the service's own objects is adopted instead.",
         "Delete or rename that object, or give the service another name.",
     )  # fmt: skip
     KEYS_LOST = (
@@ -238,6 +249,12 @@ class Reason(StrEnum):
 
     ROLLOUT_STARTED = "RolloutStarted", Group.EVENTS, "A rollout, or the first start, began."
     ROLLOUT_FINISHED = "RolloutFinished", Group.EVENTS, "The newest revision serves in full."
+    SERVED_BY_ANOTHER = (
+        "ServedByAnother", Group.EVENTS,
+        "Another installation of the operator serves this already; the one that says so touches "
+        "nothing.",
+        "Uninstall one of the two, or give them different namespaces.",
+    )  # fmt: skip
     RECOVERED = "Recovered", Group.EVENTS, "What wanted attention does no more."
 
 

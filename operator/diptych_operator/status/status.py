@@ -6,7 +6,7 @@ nothing is written. Times move only with what they stamp.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -25,17 +25,12 @@ from diptych_operator.api.status import (
 from diptych_operator.counts import Counts
 from diptych_operator.plan import Phase, Step
 from diptych_operator.status.canaries import transfer_status
-from diptych_operator.status.conditions import (
-    Situation,
-    Verdict,
-    judge,
-    ready_pods,
-    verified,
-)
+from diptych_operator.status.conditions import judge, verified
 from diptych_operator.status.diagnose import Finding, diagnose, shorten
 from diptych_operator.status.observed import Observed
 from diptych_operator.status.progress import AT_REST, Progress, rollout_status
 from diptych_operator.status.reasons import ConditionType, Reason
+from diptych_operator.status.situation import Situation, Verdict, ready_pods
 
 
 def build_status(
@@ -46,14 +41,12 @@ def build_status(
     *,
     target: str,
     desired: Counts,
-    cluster_limits: Sequence[str] = (),
     now: str,
 ) -> Status:
     """The whole status.
 
-    `target` is the revision that the spec asks for, `desired` the
-    engine pods that are wanted now, `cluster_limits` what the cluster lacks, in words, and `now` an
-    RFC 3339 time. Feeding the result back as `previous` gives an equal status.
+    `target` is the revision that the spec asks for, `desired` the engine pods that are wanted now,
+    and `now` an RFC 3339 time. Feeding the result back as `previous` gives an equal status.
     """
     current = _current_revision(service, observed, step, previous, target, desired)
     seen = Situation(
@@ -63,7 +56,6 @@ def build_status(
         previous=previous,
         target=target,
         desired=desired,
-        limits=cluster_limits,
         current=current,
         transfer=transfer_status(observed, previous.transfer, current, target),
         findings=_findings(observed, previous.conditions),

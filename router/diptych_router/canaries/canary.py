@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from diptych_frontend.observability.steady_clock import steady_time
 from diptych_protocol import (
     DiptychError,
     EngineCoreOutput,
@@ -151,7 +152,7 @@ def _random_request(length: int, vocabulary: int, max_tokens: int) -> EngineCore
         ),
         pooling_params=None,
         eos_token_id=None,
-        arrival_time=time.time(),
+        arrival_time=steady_time(),
         lora_request=None,
         cache_salt=secrets.token_hex(8),
         data_parallel_rank=None,

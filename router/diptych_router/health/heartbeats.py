@@ -10,15 +10,13 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from diptych_frontend.core_client.pulse import stood_still_s
 from diptych_protocol.wire import Heartbeat
 
 GRACE_S: Final = 1.0
 """A heartbeat may be so late."""
 MOST_PROMISED_S: Final = 600.0
 """No promise of silence is believed beyond this."""
-LATE_LOOK_S: Final = 0.5
-"""If a look comes so much later than planned, this process stood still, and heartbeats may lie
-unread."""
 
 
 class Heartbeats:
@@ -46,8 +44,7 @@ class Heartbeats:
 
     def stood_still_s(self, now: float) -> float:
         """For how long this process stood still before a look at `now`; 0: it did not."""
-        late_s = now - self._next_look
-        return late_s if late_s > LATE_LOOK_S else 0.0
+        return stood_still_s(self._next_look, now)
 
     def look(self, now: float) -> float:
         """Judge. Returns after how many seconds to look again, if it has ever sent one."""

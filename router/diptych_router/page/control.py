@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-from diptych_protocol import InvalidRequestError
+from diptych_protocol import UNREADABLE, InvalidRequestError
 
 CONTROL_VARIABLE = "DIPTYCH_PAGE_CONTROL"
 """The environment variable that names the file."""
@@ -33,5 +33,5 @@ def read_control() -> Control | None:
     try:
         with Path(path).open("rb") as file:
             return msgspec.json.decode(file.read(MAX_BYTES), type=Control)
-    except (OSError, msgspec.MsgspecError) as exc:
+    except (OSError, *UNREADABLE) as exc:
         raise InvalidRequestError(f"{CONTROL_VARIABLE}: {path}: {exc}") from exc

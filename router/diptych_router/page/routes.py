@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from diptych_frontend.openai.asgi import UntilDisconnect, client_of, exchange_of, header
+from diptych_frontend.openai.asgi import UntilDisconnect, client_of, exchange_of
 from diptych_frontend.timeline.lanes import timeline
 from diptych_frontend.timeline.picture import svg
 from diptych_protocol import InvalidRequestError
@@ -124,9 +124,6 @@ class _Events:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
-        if header(scope, b"sec-fetch-site") == "cross-site":
-            # It could not read the stream, but would hold a place.
-            raise InvalidRequestError("not for the pages of other sites", status=403)
         async with self._watchers.watching(client_of(scope)) as events:
             exchange.is_event_stream = True
             headers = [

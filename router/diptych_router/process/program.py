@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from diptych_frontend.app import build_app
 from diptych_frontend.batches_api.service import BatchService, Manners
+from diptych_frontend.browsers.rules import BrowserRules
 from diptych_frontend.core_client.curve import read_key_ring
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.observability.metrics import ServerMetrics
@@ -90,6 +91,7 @@ async def started(
         batches=batches,
         extra_routes=page.routes() if page is not None else (),
         extra_open_paths=page.open_paths if page is not None else frozenset(),
+        browsers=BrowserRules(frozenset(config.allowed_hosts), frozenset(config.allowed_origins)),
     )
     leaving = Leaving(app, client, args.linger_seconds, batches)
     client.start()

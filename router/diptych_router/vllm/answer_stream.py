@@ -6,9 +6,8 @@ from typing import Final
 
 import msgspec
 
-from diptych_protocol import DiptychError, EngineCoreOutput, EngineCoreRequest
+from diptych_protocol import UNREADABLE, DiptychError, EngineCoreOutput, EngineCoreRequest
 from diptych_router.vllm.messages import (
-    UNREADABLE,
     Answer,
     ErrorBody,
     answer_decoder,

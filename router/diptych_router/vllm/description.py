@@ -8,9 +8,9 @@ from typing import Final
 
 import msgspec
 
-from diptych_protocol import EngineDescription, UtilityError
+from diptych_protocol import UNREADABLE, EngineDescription, UtilityError
 from diptych_protocol.config import SERVED_REVISION
-from diptych_router.vllm.messages import GENERATE, UNREADABLE
+from diptych_router.vllm.messages import GENERATE
 from diptych_router.vllm.metrics import ServerFigures
 
 _EXISTS: Final = 405

@@ -15,6 +15,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from diptych_protocol import UNREADABLE
 from diptych_protocol.wire import PrefixChanges
 from diptych_router.vllm.kv_events import EventsError, RememberedBlocks
 
@@ -50,7 +51,7 @@ def source_of(page: bytes, host: str) -> EventSource | None:
     differ. Raises `EventsError`."""
     try:
         sources = list(msgspec.json.decode(page, type=dict[str, _Source]).values())
-    except msgspec.MsgspecError as exc:
+    except UNREADABLE as exc:
         raise EventsError(f"its sources of KV events cannot be read: {exc}") from exc
     if len(sources) != 1 or not sources[0].enable_kv_cache_events or sources[0].publisher != "zmq":
         return None

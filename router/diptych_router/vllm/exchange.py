@@ -11,6 +11,7 @@ import aiohttp
 import msgspec
 
 from diptych_protocol import (
+    UNREADABLE,
     EngineCoreOutput,
     EngineCoreRequest,
     EngineDescription,
@@ -32,7 +33,6 @@ from diptych_router.vllm.hand_off import (
 )
 from diptych_router.vllm.messages import (
     GENERATE,
-    UNREADABLE,
     cannot_go_on,
     cut_short,
     generate_body,

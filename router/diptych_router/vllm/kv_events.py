@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from diptych_protocol import UtilityError
+from diptych_protocol import UNREADABLE, UtilityError
 from diptych_protocol.block_hashes import extend_block_hashes, root_hash, salted
 from diptych_protocol.wire import PREFIX_KEY_BYTES
 
@@ -82,7 +82,7 @@ class RememberedBlocks:
         """Take in a batch of events. Raises `EventsError`."""
         try:
             events = _decoder.decode(payload).events
-        except msgspec.MsgspecError as exc:
+        except UNREADABLE as exc:
             raise EventsError(f"its KV events cannot be read: {exc}") from exc
         for event in events:
             match event:

@@ -106,8 +106,6 @@ class Answer(msgspec.Struct):
 
 answer_decoder: Final = msgspec.json.Decoder(Answer)
 """Raises one of `UNREADABLE` for what is no answer."""
-UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What decoding raises for bytes that are not what was expected, UTF-8, or of sensible depth."""
 _encoder: Final = msgspec.json.Encoder()
 
 
@@ -170,7 +168,7 @@ def _sampling(params: SamplingParams, num_done: int, max_tokens: int) -> _Sampli
         logprobs=_asked(params.logprobs),
         logit_bias=params.logit_bias,
         bad_words=params.bad_words,
-        structured_outputs=params.structured_outputs,
+        structured_outputs=_form_of(params),
         detokenize=False,
     )
 
@@ -202,6 +200,12 @@ def output_of(core_id: str, answer: Answer, logprobs: int | None) -> EngineCoreO
         if output.finish_reason is None:
             return broken(core_id, f"it ended the answer for {choice.finish_reason!r}")
     return output
+
+
+def _form_of(params: SamplingParams) -> StructuredOutputsParams | None:
+    """The form in vLLM's terms, which has rules of its own for what it cannot enforce."""
+    form = params.structured_outputs
+    return None if form is None else msgspec.structs.replace(form, lenient=False)
 
 
 def _logprobs_of(choice: _Choice, wanted: int) -> LogprobsLists | None:

@@ -172,12 +172,15 @@ async def test_contract_A01_a_second_front_end_may_join_a_core(
 
 
 async def test_contract_A02_arguments_make_the_configuration_that_the_engine_has() -> None:
-    engine = AsyncLLM.from_engine_args(ARGS)
+    engine = AsyncLLM.from_engine_args(ARGS, stat_loggers=[RecordingLogger])
     expected = EngineConfig(
         MODEL, num_blocks=8192, num_threads=1, max_num_seqs=64, max_num_batched_tokens=256
     )
     assert engine.vllm_config == expected
     assert type(engine.vllm_config) is EngineConfig
+    assert engine.logger_manager is not None
+    _, logger = engine.logger_manager.stat_loggers
+    assert isinstance(logger, RecordingLogger)
     engine.shutdown()
 
 

@@ -103,6 +103,20 @@ async def test_contract_C04_the_dead_error_names_the_cause(killed: Killed) -> No
         await killed.engine.check_health()
 
 
+async def test_contract_C04_the_first_cause_is_the_one_that_is_told(killed: Killed) -> None:
+    """A core that was killed also loses its connection, and what comes later explains nothing."""
+    killed.engine._die(EngineDeadError("the connection was lost"))
+    with pytest.raises(EngineDeadError, match="killed by signal 9"):
+        raise killed.engine.dead_error
+
+
+async def test_contract_C02_an_engine_that_was_shut_down_is_stopped() -> None:
+    engine = AsyncLLM(ARGS.create_engine_config())
+    await final(engine, "one")
+    engine.shutdown()
+    assert state(engine) == (False, True, True)
+
+
 async def test_contract_C02_after_its_end_an_engine_is_stopped_for_good(killed: Killed) -> None:
     killed.engine.shutdown()
     assert state(killed.engine) == (False, True, True)

@@ -135,6 +135,16 @@ def test_contract_L02_the_environment_decides_where_an_engine_lives_and_dies(
     assert child_pids() == before
 
 
+def test_contract_L02_an_argument_asks_for_a_process_whatever_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = child_pids()
+    monkeypatch.setenv(MULTIPROCESSING, "0")
+    engine = LLMEngine.from_engine_args(ARGS, enable_multiprocessing=True)
+    assert len(child_pids() - before) == 1
+    engine.shutdown()
+
+
 def test_contract_L03_an_id_must_be_text(engine: LLMEngine) -> None:
     with pytest.raises(TypeError, match="must be a string, got <class 'int'>"):
         engine.add_request(7, [1], params())  # type: ignore[arg-type]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import select
+import string
 from typing import Any
 
 import jsonschema
+import pydantic
 import pytest
 from engine_kit.core import CLIENT, DUMMY, core_request, make_core, run, step, tokens
 from waits import PATIENCE_S
@@ -15,9 +18,10 @@ from waits import PATIENCE_S
 from diptych_engine import LLM
 from diptych_engine.control.core import EngineCore
 from diptych_frontend.model_files.model_source import resolve_model
+from diptych_frontend.text.deep_stack import MAX_FORM_BYTES
 from diptych_frontend.text.input_processor import InputProcessor
+from diptych_frontend.text.output_processor import failure_of
 from diptych_frontend.text.renderer import TextRenderer
-from diptych_frontend.text.structured_outputs import MAX_FORM_BYTES
 from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_frontend.text.tokenizer_files import load_tokenizer
 from diptych_protocol import (
@@ -165,6 +169,71 @@ def test_contract_C05_a_stop_token_ends_a_form_early(
     assert outputs[-1].stop_reason == colon
 
 
+# --- what ends by itself --------------------------------------------------------------------------
+
+OPEN: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
+    "an integer": ({"type": "integer"}, {"7": 100.0}),
+    "a fraction": ({"type": "number", "minimum": 0, "maximum": 9}, {"7": 100.0}),
+    "an exponent": ({"type": "number"}, {"7": 100.0, "e": 80.0}),
+    "any value": ({"type": "array", "items": {}, "minItems": 1, "maxItems": 1}, {"7": 100.0}),
+    "seconds": ({"type": "string", "format": "date-time"}, {"7": 100.0, "0": 80.0, ".": 90.0}),
+    "a duration": ({"type": "string", "format": "duration"}, {"7": 100.0}),
+    "further properties": (
+        {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]},
+        {",": 100.0},
+    ),
+    "of a branch": (
+        {"anyOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"properties": {"a": {"const": 1}}}}},
+        {"{": 100.0, ",": 90.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_contract_C05_what_no_schema_bounds_ends(
+    core: EngineCore, tokenizer: Tokenizer, prompt: list[int], name: str
+) -> None:
+    """A model that would go on for ever with it comes to an end."""
+    schema, liked = OPEN[name]
+    bias = {tokenizer.encode(text)[0]: by for text, by in liked.items()}
+    request = ask("r", prompt, {"json": schema}, max_tokens=90, logit_bias=bias)
+    [outputs] = run(core, request).values()
+    jsonschema.validate(json.loads(text(tokenizer, outputs)), schema)
+
+
+class Address(pydantic.BaseModel):
+    street: str
+    number: int
+
+
+class Person(pydantic.BaseModel):
+    """What instructor and LangChain make a schema of; it says nothing of further properties."""
+
+    name: str
+    age: int
+    height_in_metres: float
+    address: Address | None = None
+
+
+def test_contract_C05_a_small_model_ends_what_pydantic_describes(
+    core: EngineCore, tokenizer: Tokenizer
+) -> None:
+    asked = "Anna is 34 years old, 1.7 m tall, and lives in Baker Street 12. Describe her in JSON."
+    prompt = tokenizer.encode(f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n")
+    request = ask("r", prompt, {"json": Person.model_json_schema()}, max_tokens=150)
+    Person.model_validate_json(text(tokenizer, run(core, request)["r"]))
+
+
+def test_contract_C05_digits_in_strings_and_bounds_of_schemas_are_the_callers(
+    core: EngineCore, tokenizer: Tokenizer, prompt: list[int]
+) -> None:
+    bias = {tokenizer.encode("7")[0]: 100.0, tokenizer.encode('"')[0]: 50.0}
+    digits = {"type": "string", "pattern": "^[0-9]{40}$"}
+    for schema, length in (({"type": "string"}, 60), (digits, 42)):
+        request = ask("r", prompt, {"json": schema}, max_tokens=60, logit_bias=bias)
+        assert len(tokenizer.decode(tokens(run(core, request)["r"]))) == length
+
+
 # --- where an answer stands is found from its tokens ----------------------------------------------
 
 
@@ -286,6 +355,33 @@ def test_contract_C05_a_known_grammar_is_not_compiled_again(
     step(core)
 
 
+NAMES = ["".join(letters) for letters in itertools.product(string.ascii_lowercase, repeat=3)]
+
+
+def deep_form(kind: str) -> dict[str, Any]:
+    """A form close to the limit in which each part is the next one, for as many parts as fit."""
+    if kind == "rules":
+        names = NAMES[: MAX_FORM_BYTES // 8 - 4]
+        rules = [f"{name}:{after}" for name, after in itertools.pairwise(names)]
+        return {"grammar": "\n".join([f"start:{names[0]}", *rules, f'{names[-1]}:"y"'])}
+    count = MAX_FORM_BYTES // 60
+    chain = {f"{i}": {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(count)}
+    return {"json": {"$ref": "#/$defs/0", "$defs": chain | {f"{count}": {"type": "null"}}}}
+
+
+@pytest.mark.parametrize("kind", ["rules", "references"])
+def test_contract_C05_a_deep_form_kills_nobody(
+    core: EngineCore, prompt: list[int], kind: str
+) -> None:
+    """With the stack of an ordinary thread, the process would be gone."""
+    form = deep_form(kind)
+    inputs_of(core).process(
+        "r", prompt, SamplingParams(structured_outputs=StructuredOutputsParams(**form))
+    )
+    [outputs] = run(core, ask("r", prompt, form, max_tokens=1)).values()
+    assert outputs[-1].error is None
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 MALFORMED: list[tuple[dict[str, Any], str]] = [
@@ -294,7 +390,7 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"regex": ""}, "regex must not be empty"),
     ({"choice": []}, "choice must not be empty"),
     ({"choice": ["a", ""]}, "choice must not be empty"),
-    ({"json": "{"}, "EOF"),
+    ({"json": "{"}, "truncated"),
     ({"json": {"type": "nonsense"}}, "nonsense"),
     ({"json": {"not": {}}}, "Unimplemented"),
     ({"regex": "(a"}, "unclosed"),
@@ -312,7 +408,7 @@ def test_contract_C05_a_malformed_form_is_refused_on_both_sides(
     params = SamplingParams(structured_outputs=StructuredOutputsParams(**form))
     with pytest.raises(InvalidRequestError, match=re.escape(reason)) as refusal:
         inputs_of(core).process("r", prompt, params)
-    assert refusal.value.param == "structured_outputs"
+    assert (refusal.value.param or "").partition(".")[0] == "structured_outputs"
     [outputs] = run(core, ask("r", prompt, form)).values()
     assert outputs[-1].finish_reason is FinishReason.ERROR
     assert reason in (outputs[-1].error or "")
@@ -325,7 +421,10 @@ def test_contract_C05_a_form_beyond_the_limits_fails_before_its_first_step(
     computed = core.scheduler.stats.prompt_tokens_computed
     [outputs] = run(core, ask("r", prompt, {"regex": "(.{1,1000}){1,1000}"})).values()
     assert outputs[-1].finish_reason is FinishReason.ERROR
-    assert "too many" in (outputs[-1].error or "")
+    refusal = failure_of(outputs[-1])
+    assert isinstance(refusal, InvalidRequestError)
+    assert "too many" in str(refusal)
+    assert refusal.param == "structured_outputs"
     assert core.scheduler.stats.prompt_tokens_computed == computed
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from diptych_engine.execution.kv_memory import KVMemory, map_shared
+from diptych_protocol import InvalidRequestError
 
 BLOCKS, BLOCK_BYTES = 8, 1 << 16
 
@@ -37,3 +38,9 @@ def test_shared_memory_is_the_same_on_both_sides_and_given_back(fd: int) -> None
     memory.take_again()
     assert not memory.tensor.any()
     assert not seen.any()
+
+
+def test_a_cache_that_the_system_has_no_memory_for_names_the_field_and_the_remedy() -> None:
+    with pytest.raises(InvalidRequestError, match="give the engine more memory") as caught:
+        KVMemory(1 << 60, torch.float32, torch.device("cpu"))
+    assert caught.value.param == "kv_cache_bytes"

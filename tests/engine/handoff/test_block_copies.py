@@ -11,10 +11,12 @@ from diptych_kv_transfer.memory.region import MemoryKind
 
 def test_blocks_on_the_host_travel_from_where_they_are_unless_told_otherwise() -> None:
     blocks = torch.zeros((9, 3, 2, 4, 2, 8))
-    [direct] = for_the_hinge([blocks], "auto")
+    [direct], mark = for_the_hinge([blocks], "auto")
+    assert mark is None
     assert (direct.region.kind, direct.copies) == (MemoryKind.HOST, None)
     assert direct.region.address == blocks.data_ptr()
     assert direct.array().shape == (9, blocks[0].nbytes)
-    [copied] = for_the_hinge([blocks], "always")
+    [copied], mark = for_the_hinge([blocks], "always")
+    assert mark is not None
     assert isinstance(copied.copies, BlockCopies)
     assert copied.region.kind is MemoryKind.DEVICE

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from drawn_seed import drawn_seed
 from engine_kit.wire import ABORT, ADD, FAILED, TIMEOUT_MS, UTILITY, WAVE, Client, request, start
 from waits import PATIENCE_S, Deadline
 
@@ -268,9 +269,7 @@ def test_contract_M07_garbage_is_dropped_and_the_core_lives(
 
 
 def test_contract_M07_mutated_messages_do_not_kill_a_core(client: Client) -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = random.Random(drawn_seed())
     stranger = Client(client.socket.getsockopt_string(zmq.LAST_ENDPOINT))
     good = [
         (ADD, msgspec.msgpack.encode(request("m", max_tokens=2))),

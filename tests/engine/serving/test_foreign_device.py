@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from engine_kit import foreign_device
 from engine_kit.control import Owner
 from engine_kit.core import core_request as request
-from engine_kit.core import make_core, run, tokens
+from engine_kit.core import generate, make_core, run, tokens
 from engine_kit.foreign_device import DEVICE, ForeignTensor, place
 from engine_kit.geometry import Engines, totals
 from model_kit.mixture import answer_of, experts_of, published_mixture
@@ -23,10 +24,12 @@ from model_kit.sensitive_model import Question, questions, save_sensitive_model
 
 from diptych_frontend.text.routed_experts import joined
 from diptych_kernels.block_copy import triton as block_copy
+from diptych_kernels.block_copy.copies import BlockCopies
+from diptych_kernels.sampling import triton as sampling
 from diptych_protocol import KVTransferConfig
 
 HINGE = KVTransferConfig()
-OPTIONS: dict[str, Any] = {"dtype": "float32"}
+OPTIONS: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 4}
 CHUNK, ANSWER_TOKENS = 32, 6
 """Prompts are computed in chunks; of all but the last nobody waits for a result."""
 
@@ -129,6 +132,88 @@ def test_a_mixture_of_experts_answers_there_too(
     expected = experts_of(model, (prompt + tokens(outputs))[:-1])
     assert told.tolist() == expected.tolist()
     assert waits == 2 * 6, "layers with experts, times steps"
+
+
+def test_a_copy_waits_for_the_step_that_wrote_its_blocks_and_for_none_after_it(
+    model: str, foreign: pytest.MonkeyPatch
+) -> None:
+    """A prefill engine computes all the time."""
+    streams: list[foreign_device.Stream] = []
+
+    class Known(foreign_device.Stream):
+        def __init__(self, of: torch.device) -> None:
+            super().__init__(of)
+            streams.append(self)
+
+    foreign.setattr(torch.cuda, "Stream", Known)
+    core = make_core(model, kv_transfer=HINGE, max_num_batched_tokens=CHUNK, **OPTIONS)
+    try:
+        [bus_stream] = streams
+        assert isinstance(core.mark_launched, MethodType)
+        bus: Any = core.mark_launched.__self__
+        copies = BlockCopies(core.runner.kv_memory()[0], bus)  # type: ignore[attr-defined]
+        room = copies.host_room(copies.block_bytes)
+        core.add(request("r", [*range(60)] * 2, max_tokens=1), b"client")
+        core.finish_step(*core.start_step())
+        first = foreign_device.device.launches
+        under_way = core.start_step()
+        both = foreign_device.device.launches
+        copies.gather([0], room)
+        assert bus_stream.awaited.pop() <= first < both
+        copies.scatter(room, [9])
+        assert bus_stream.awaited.pop() >= both, "a step may still write there for nobody"
+        core.finish_step(*under_way)
+        copies.gather([0], room)
+        assert first < bus_stream.awaited.pop() <= both
+    finally:
+        core.close()
+
+
+def test_serving_goes_on_with_what_was_recorded_until_it_has_moved(
+    model: str, asked: list[Question], foreign: pytest.MonkeyPatch
+) -> None:
+    """Sleep takes weights and KV away; other calls of workers leave them where they are."""
+    recorded = Counter[int]()
+    record = foreign_device.Pools.record
+
+    def counted(pools: foreign_device.Pools, graph: Any, pool: int, **options: Any) -> Any:
+        recorded[pool] += 1
+        return record(pools, graph, pool, **options)
+
+    foreign.setattr(torch.cuda, "graph", partial(counted, foreign_device.Pools()))
+    core = make_core(model, **{**OPTIONS, "max_num_seqs": 1})
+    try:
+        [question, *_] = asked
+        assert list(recorded.values()) == [1], "warm-up has recorded a decode"
+        core.runner.collective_rpc("rank")
+        core.runner.collective_rpc("_reload_weights")
+        assert generate(core, question.prompt, max_tokens=3) == question.answer[:3]
+        assert list(recorded.values()) == [1]
+        for call in ("_put_weights_aside", "_drop_kv_cache", "_restore_weights"):
+            core.runner.collective_rpc(call)
+        core.runner.collective_rpc("_restore_kv_cache")
+        core.call("reset_prefix_cache", [])
+        assert generate(core, question.prompt, max_tokens=3) == question.answer[:3]
+        assert list(recorded.values()) == [1, 1]
+        foreign_device.device.waits.clear()  # weights that were put aside
+    finally:
+        core.close()
+
+
+def test_either_kernel_that_draws_is_called_before_anybody_asks(
+    model: str, foreign: pytest.MonkeyPatch
+) -> None:
+    """The first request with a filter would wait until it is compiled."""
+    drawn = Counter[bool]()
+    sample = sampling.sample
+
+    def counted(*args: Any) -> torch.Tensor:
+        drawn[args[3] is not None] += 1
+        return sample(*args)
+
+    foreign.setattr(sampling, "sample", counted)
+    make_core(model, **{**OPTIONS, "max_num_seqs": 1}).close()
+    assert set(drawn) == {False, True}
 
 
 @pytest.mark.parametrize(

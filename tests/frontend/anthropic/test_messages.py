@@ -78,6 +78,9 @@ BEGUN = {"role": "assistant", "content": "It"}
 USE = {"type": "tool_use", "id": "t1", "name": "f", "input": {"x": 1}}
 FAILED = {"content": [{"type": "text", "text": "no"}], "is_error": True}
 RESULT = {"type": "tool_result", "tool_use_id": "t1"}
+NO_CONTENT: list[Any] = [
+    [], None, 5, {}, ["x"], [[]], [{}], [{"type": "text", "text": None}],
+]  # fmt: skip
 
 
 def text(content: str, **more: Any) -> dict[str, Any]:
@@ -239,6 +242,13 @@ async def test_an_answer_that_has_begun_goes_on(http: httpx.AsyncClient, engine:
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
+        ({"messages": [None]}, "messages[0]"),
+        *(
+            ({"messages": [{"role": role, "content": content}]}, "messages[0].content")
+            for role in ("user", "assistant", "system")
+            for content in NO_CONTENT
+        ),
+        ({"messages": [USER, {"role": "assistant", "content": []}]}, "messages[1].content"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "role"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "document"),
         ({"messages": [{"role": "user", "content": [USE]}]}, "tool_use"),

@@ -294,3 +294,12 @@ def test_operations_have_names_that_programs_can_use(document: Any) -> None:
     names = [of["operationId"] for methods in document["paths"].values() for of in methods.values()]
     assert len(set(names)) == len(names)
     assert all(re.fullmatch(r"\w+", name) for name in names)
+
+
+async def test_the_description_and_the_server_agree_that_no_token_is_negative(
+    http: httpx.AsyncClient, document: Any
+) -> None:
+    for token, status in ((0, 200), (-1, 400)):
+        body = {"tokens": [token]}
+        assert validator(document, "DetokenizeRequest").is_valid(body) == (status == 200)
+        assert (await http.post("/detokenize", json=body)).status_code == status

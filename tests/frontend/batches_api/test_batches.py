@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+import resource
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Any
 
 import openai
@@ -170,15 +171,33 @@ async def test_a_file_that_is_wrong_fails_the_batch_before_anything_is_asked(
     ann: openai.AsyncOpenAI, engine: EchoEngine, written: Any
 ) -> None:
     one = written(asked())
-    batch = await ended(ann, await begun(ann, one + b"nonsense\n" + one))
+    poisoned = one.replace(b'"abc"', b'"abc", "stream": 1e99999')
+    batch = await ended(ann, await begun(ann, one + b"nonsense\n" + one + poisoned))
     assert batch.status == "failed"
     assert batch.failed_at is not None
     assert batch.errors is not None
     assert batch.errors.data is not None
     found = [(error.code, error.line, error.param) for error in batch.errors.data]
-    assert found == [("invalid_json_line", 2, None), ("duplicate_custom_id", 3, "custom_id")]
+    assert found == [
+        ("invalid_json_line", 2, None),
+        ("duplicate_custom_id", 3, "custom_id"),
+        ("invalid_body", 4, "body"),
+    ]
     assert batch.output_file_id is None
     assert engine.seen == []
+
+
+async def test_a_file_that_a_defect_keeps_from_being_checked_fails_its_batch(
+    ann: openai.AsyncOpenAI, written: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def defective(*args: Any) -> None:
+        raise IndexError("planted")
+
+    monkeypatch.setattr(batch_run, "check", defective)
+    batch = await ended(ann, await begun(ann, written(asked())))
+    assert batch.status == "failed"
+    assert batch.errors is not None
+    assert [error.code for error in batch.errors.data or ()] == ["internal_error"]
 
 
 async def test_a_cancelled_batch_has_what_is_done(
@@ -390,6 +409,34 @@ async def test_a_batch_survives_a_disk_that_is_full_for_a_while(
     assert (batch.status, batch.error_file_id) == ("completed", None)
     assert len(await results(ann, batch.output_file_id)) == 4
     assert len(failures) == 3
+
+
+@pytest.fixture
+def small_files() -> Iterator[Callable[[int], None]]:
+    """`small_files(size)`: the system takes no more of any file, and of the write that reaches the
+    size only a part."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+async def test_a_disk_that_is_full_in_the_middle_of_an_answer_costs_none_and_doubles_none(
+    ann: openai.AsyncOpenAI,
+    engine: HoldingEngine,
+    written: Any,
+    small_files: Callable[[int], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    content = written(*[asked()] * 20)
+    small_files(len(content) + 1000)  # the answers are longer than the questions
+    batch = await begun(ann, content)
+    await until(lambda: caplog.text.count("File too large") >= 2)
+    halfway = await ann.batches.retrieve(batch.id)
+    assert halfway.status == "in_progress"
+    small_files(resource.RLIM_INFINITY)
+    batch = await ended(ann, batch)
+    assert (batch.status, batch.error_file_id) == ("completed", None)
+    assert len(await results(ann, batch.output_file_id)) == 20
 
 
 async def test_a_batch_waits_while_its_client_has_no_room(

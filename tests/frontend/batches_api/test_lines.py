@@ -41,6 +41,8 @@ def test_a_sound_line_is_a_request_with_the_body_as_it_was_sent() -> None:
         (written(url="http://127.0.0.1/"), "invalid_url", "url"),
         (written(body="hi"), "invalid_body", "body"),
         (written(body={"stream": True}), "invalid_stream", "body.stream"),
+        (written().replace(b'"m"}', b'"m", "stream": 1e99999}'), "invalid_body", "body"),
+        (written().replace(b'"m"}', b'"m", "stream": "\xff"}'), "invalid_body", "body"),
     ],
 )
 def test_what_is_wrong_with_a_line_is_told_with_its_number(

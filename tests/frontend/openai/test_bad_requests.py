@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import httpx
@@ -188,7 +189,7 @@ async def test_a_wrong_field_is_named(
     assert answer.status_code == 400, error
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
-    assert error["param"] == next(iter(changes))
+    assert re.split(r"[.\[]", error["param"])[0] == next(iter(changes))
     assert error["message"]
     assert "$" not in error["message"] or error["param"] == "kv_transfer_params"
     assert not engine.seen

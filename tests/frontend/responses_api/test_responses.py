@@ -21,7 +21,12 @@ from diptych_protocol import EngineGenerateError, EngineOverloadedError, Structu
 PATH = "/v1/responses"
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 REASONING, ANSWER = "hm, < so ", "Hello </think> there"
 THOUGHT = f"<think>\n{REASONING}</think>\n\n{ANSWER}"
 OUTPUT_TEXT = {"type": "output_text", "text": "let me", "annotations": [], "logprobs": []}

@@ -1,6 +1,7 @@
 """P4: whatever a peer sends, the hinge decides about it and lives on.
 
 `DIPTYCH_TEST_MESSAGES` says how many mutated messages there are; `make chaos` sends a million.
+Their seed is printed, and `DIPTYCH_TEST_SEED` gives it back.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import os
 import random
 
 from chaos_kit.hostile_bytes import control_messages, mutated
+from drawn_seed import drawn_seed
 
 from diptych_kv_transfer.tables.actions import Address, PrefixAsked
 from diptych_kv_transfer.tables.events import Connected, PeerLost, Received
@@ -22,9 +24,7 @@ MESSAGES = int(os.environ.get("DIPTYCH_TEST_MESSAGES", "10000"))
 
 def test_P4_the_hinge_decides_about_any_bytes_without_raising() -> None:
     """The pure part alone, in whatever state the messages before have left it."""
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = random.Random(drawn_seed())
     me = Hello("me", "epoch", {"dtype": "float32"})
     hinge = Hinge(me, LeaseTable(5.0), LoadTable(me, 5.0))
     there: Address = ("10.0.0.1", 5)

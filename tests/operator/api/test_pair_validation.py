@@ -17,7 +17,7 @@ POOLS = ("prefill", "decode")
 SHARED = [
     (part, name) for part in ("model", "engine", "transfer") for name in SPEC[part]["properties"]
 ]
-MAY_DIFFER = {"replicas", "autoscaling", "resources", "podTemplate"}
+MAY_DIFFER = {"replicas", "autoscaling", "resources", "podTemplate", "podTemplateRemove"}
 
 
 def refusal(service: dict[str, Any]) -> SpecError:

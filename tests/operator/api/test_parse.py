@@ -163,7 +163,7 @@ def test_no_status_whatever_keeps_a_service_from_being_read(raw: object) -> None
          "spec.prefill.replica: unknown field; did you mean replicas?"),
         ("replicas: 1", "replicas: 1, zzz: 1",
          "spec.prefill.zzz: unknown field; known here: autoscaling, engine, podTemplate, "
-         "replicas, resources"),
+         "podTemplateRemove, replicas, resources"),
         ("replicas: 1", "blockSize: 32",
          "spec.prefill.blockSize: unknown field; it stands in spec.engine, where it holds for both "
          "pools"),

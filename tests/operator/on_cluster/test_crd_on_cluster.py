@@ -10,14 +10,16 @@ import json
 import os
 import secrets
 import subprocess
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
+from cluster_kit.apply_crds import wait_until_established
 from cluster_kit.crds import SCHEMA, definition_in, inference_service, with_defaults
 from cluster_kit.kube_tools import ToolUnavailable, find_tool
+from cluster_kit.old_clusters import has_rules
+from waits import wait_until
 
 from diptych_operator.api.images import Images
 from diptych_operator.api.parse import parse_object
@@ -27,9 +29,7 @@ KUBECONFIG = os.environ.get("DIPTYCH_TEST_KUBECONFIG")
 pytestmark = pytest.mark.skipif(
     not KUBECONFIG, reason="DIPTYCH_TEST_KUBECONFIG names no cluster to install the CRD into"
 )
-FIRST_MINOR_WITH_RULES = 25
 COMMAND_TIMEOUT_S = 120
-ESTABLISHED_TIMEOUT_S = 100
 
 
 class Cluster:
@@ -83,15 +83,11 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     cluster = Cluster()
-    minor = json.loads(cluster.kubectl("version", "-o", "json"))["serverVersion"]["minor"]
-    has_rules = int(minor.rstrip("+")) >= FIRST_MINOR_WITH_RULES
-    definition = definition_in(cluster.group, rules=has_rules)
+    definition = definition_in(cluster.group, rules=has_rules(cluster.kubectl))
     try:
         cluster.kubectl("create", "namespace", cluster.namespace)
         cluster.kubectl("apply", "--server-side", "-f", "-", stdin=definition)
-        timeout = f"--timeout={ESTABLISHED_TIMEOUT_S}s"
-        name = definition["metadata"]["name"]
-        cluster.kubectl("wait", "--for=condition=Established", timeout, "crd", name)
+        wait_until_established(cluster.kubectl, definition["metadata"]["name"])
         _wait_until_explained(cluster)
         yield cluster
     finally:
@@ -101,12 +97,7 @@ def cluster() -> Iterator[Cluster]:
 
 def _wait_until_explained(cluster: Cluster) -> None:
     """API servers publish the schema of a new CRD a moment after they serve it."""
-    deadline = time.monotonic() + ESTABLISHED_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if "pools" in explain(cluster, "", must=False):
-            return
-        time.sleep(0.5)
-    pytest.fail("the schema of the CRD is not published")
+    wait_until(lambda: "pools" in explain(cluster, "", must=False), "the schema is published")
 
 
 def explain(cluster: Cluster, path: str, *flags: str, must: bool = True) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from chaos_kit.namespaces import KUBECONFIG, Namespace, Object, resting, until
+from cluster_kit.charts import OLDEST_MINOR
 from cluster_kit.operators import NO_IMAGE, NOWHERE, STUCK, Home, Identity, Operator, running
 
 from diptych_operator.api.names import (
@@ -61,7 +62,7 @@ def test_a_bad_pod_template_is_refused_before_anything_is_changed(home: Home, wh
 
 def test_a_bad_spec_is_told_of_where_the_cluster_does_not_check_it(home: Home) -> None:
     namespace = home.namespace
-    if namespace.minor >= 25:
+    if namespace.minor >= OLDEST_MINOR:
         pytest.skip("this cluster checks the rules of the CRD itself")
     scaling = {"replicas": 1, "autoscaling": {"maxReplicas": 2}}
     namespace.serve("unclear", decode=scaling)
@@ -103,6 +104,29 @@ def test_an_image_that_cannot_be_pulled_is_told_of(home: Home) -> None:
 
 
 # --- suspend, rotate, delete ------------------------------------------------------------------
+
+
+def test_what_an_orphaning_deletion_left_belongs_to_the_service_that_is_made_anew(
+    home: Home,
+) -> None:
+    namespace = home.namespace
+    namespace.serve("left", **STUCK)
+    namespace.degraded("left", "Unschedulable")
+    before = {key: child["metadata"]["uid"] for key, child in namespace.children("left").items()}
+    namespace.delete("InferenceService", "left", policy="Orphan")
+    until("the service is gone", lambda: namespace.get("InferenceService", "left") is None)
+    uid = namespace.serve("left", **STUCK)["metadata"]["uid"]
+
+    def adopted() -> bool:
+        metas = [child["metadata"] for child in namespace.children("left").values()]
+        return all([o["uid"] for o in meta.get("ownerReferences", [])] == [uid] for meta in metas)
+
+    until("the new service owns them all", adopted)
+    resting(namespace, "left")
+    after = {key: child["metadata"]["uid"] for key, child in namespace.children("left").items()}
+    assert after == before
+    assert namespace.condition("left", "Degraded")["reason"] == "Unschedulable"
+    namespace.delete("InferenceService", "left")
 
 
 def test_suspend_and_back(home: Home) -> None:

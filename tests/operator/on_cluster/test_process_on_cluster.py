@@ -6,10 +6,7 @@ CRDs.
 
 from __future__ import annotations
 
-import http.server
 import signal
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -169,11 +166,6 @@ def test_without_an_api_server_it_ends_with_one_clear_line(tmp_path: Path) -> No
     assert "127.0.0.1:9" in ended
 
 
-def test_without_the_crd_it_ends_with_one_clear_line(tmp_path: Path, bare_api: str) -> None:
-    words = "the cluster does not serve diptych.dev/v1alpha1: apply the CRD first"
-    assert _ends(tmp_path, bare_api) == words
-
-
 def _ends(folder: Path, server: str) -> str:
     """The only line of an operator that is pointed at this API server and ends with 1."""
     kubeconfig = folder / "kubeconfig"
@@ -226,26 +218,3 @@ def test_metrics_count_services_by_condition(
         namespace.delete("InferenceService", "stuck")
         one_left = f'{services}{{condition="Available",status="False"}}'
         until("it is forgotten", lambda: operator.metrics()[one_left] == 1)
-
-
-@pytest.fixture
-def bare_api() -> Iterator[str]:
-    """An API server's answers to discovery, on a cluster that has no kind but its own."""
-    answers = {
-        "/apis": b'{"kind": "APIGroupList", "groups": []}',
-        "/version": b'{"major": "1", "minor": "31"}',
-    }
-
-    class Answers(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200 if self.path in answers else 404)
-            self.end_headers()
-            self.wfile.write(answers.get(self.path, b"{}"))
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych_operator.api.errors import SpecError
-from diptych_operator.render.merge import merge
+from diptych_operator.render.merge import merge, removed
 
 BASE: dict[str, Any] = {
     "metadata": {"labels": {"a": "1"}},
@@ -36,7 +37,6 @@ def container(**fields: Any) -> dict[str, Any]:
     ("overlay", "path", "expected"),
     [
         ({"metadata": {"labels": {"b": "2"}}}, ("metadata", "labels"), {"a": "1", "b": "2"}),
-        ({"spec": {"grace": None}}, ("spec", "grace"), None),
         (container(command=["x", "y"]), ("spec", "containers", 0, "command"), ["x", "y"]),
         (container(image="i"), ("spec", "containers", 0, "command"), ["python"]),
         ({"spec": {"containers": [{"name": "side"}]}}, ("spec", "containers", 1),
@@ -63,6 +63,7 @@ def test_the_overlay_wins_by_the_rules(
     ("overlay", "field"),
     [
         ({"metadata": 1}, "t.metadata"),
+        ({"spec": {"grace": None}}, "t.spec.grace"),
         ({"spec": {"containers": {}}}, "t.spec.containers"),
         ({"spec": {"containers": [{"image": "x"}]}}, "t.spec.containers[0].name"),
         (container(command="python"), "t.spec.containers[0].command"),
@@ -80,6 +81,40 @@ def test_an_empty_overlay_changes_nothing_and_shares_nothing() -> None:
     assert merged == BASE
     merged["spec"]["containers"][0]["env"].clear()
     assert BASE["spec"]["containers"][0]["env"]
+
+
+@pytest.mark.parametrize(
+    ("path", "holder", "gone"),
+    [
+        ("spec.grace", ("spec",), "grace"),
+        ("metadata.labels[a]", ("metadata", "labels"), "a"),
+        ("spec.containers[engine].command", ("spec", "containers", 0), "command"),
+    ],
+)
+def test_a_path_removes_what_it_names_and_nothing_else(
+    path: str, holder: tuple[str | int, ...], gone: str
+) -> None:
+    expected = copy.deepcopy(BASE)
+    node: Any = expected
+    for step in holder:
+        node = node[step]
+    del node[gone]
+    assert removed(BASE, [path, path], "r") == expected != BASE
+
+
+def test_an_entry_of_a_list_is_removed_by_its_name() -> None:
+    assert removed(BASE, ["spec.volumes[tmp]"], "r")["spec"]["volumes"] == []
+    (container,) = removed(BASE, ["spec.containers[engine].env[B]"], "r")["spec"]["containers"]
+    assert [entry["name"] for entry in container["env"]] == ["IP"]
+
+
+@pytest.mark.parametrize(
+    "path", ["spec.grac", "spec.containers[x].env", "spec.grace.x", "spec.volumes.tmp.x", "spec[0]"]
+)
+def test_a_path_that_names_nothing_is_refused(path: str) -> None:
+    with pytest.raises(SpecError, match=r"^r: .*names nothing that the pods have") as caught:
+        removed(BASE, [path], "r")
+    assert path in str(caught.value)
 
 
 keys = st.sampled_from(["metadata", "spec", "containers", "env", "name", "volumes", "x"])

@@ -33,7 +33,7 @@ from diptych_operator.scalers import (
     with_sizes_from_outside,
 )
 from diptych_operator.service_snapshot import ServiceSnapshot
-from diptych_operator.status.observed import Observed
+from diptych_operator.status.observed import Observed, PodView
 from diptych_protocol import KVTransferStats, SchedulerStats
 
 EXTERNAL = {"autoscaling": {"by": "External", "minReplicas": 2, "maxReplicas": 5}}
@@ -129,8 +129,29 @@ def test_a_scaler_that_an_earlier_service_left_says_nothing() -> None:
 def test_the_status_has_the_selector_of_the_pools_pods_as_text() -> None:
     owner = service(prefill=EXTERNAL)
     text = "diptych.dev/role=prefill,diptych.dev/service=svc"
-    assert scaler_status(owner, "prefill", 0) == {"replicas": 0, "selector": text}
+    status = {"replicas": 0, "readyReplicas": 0, "selector": text}
+    assert scaler_status(owner, "prefill", Observed()) == status
     assert dict(part.split("=") for part in text.split(",")) == selector(owner, "prefill")
+
+
+def test_the_status_counts_pods_that_load_and_not_those_that_leave() -> None:
+    """By what is ready alone, an HPA would take away the pods that it has just asked for."""
+
+    def pod(
+        name: str, ready: bool = False, phase: str = "Running", leaves: bool = False
+    ) -> PodView:
+        return PodView(name, "prefill", "rev", phase, ready, terminating=leaves)
+
+    pods = (
+        pod("serves", ready=True),
+        pod("loads"),
+        pod("waits", phase="Pending"),
+        pod("leaves", ready=True, leaves=True),
+        pod("was-evicted", phase="Failed"),
+        PodView("other", "decode", "rev", "Running", ready=True, terminating=False),
+    )
+    status = scaler_status(service(prefill=EXTERNAL), "prefill", Observed(pods=pods))
+    assert (status["replicas"], status["readyReplicas"]) == (3, 1)
 
 
 # --- the watches ------------------------------------------------------------------------------

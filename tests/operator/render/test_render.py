@@ -13,7 +13,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diptych_frontend.browsers.rules import BrowserRules
 from diptych_operator.api.errors import SpecError
+from diptych_operator.api.images import Images, with_images
 from diptych_operator.api.parse import parse
 from diptych_operator.api.service import InferenceService
 from diptych_operator.kube.cluster import Cluster
@@ -173,8 +175,9 @@ def test_config_files_decode_to_the_configs_of_the_programs() -> None:
     assert engines[0].kv_transfer is not None
     assert engines[0].kv_transfer.lease_seconds == 45
     assert router == RouterConfig(
-        model="file:///models/qwen", served_name="qwen", drain_seconds=60, hold_seconds=30
-    )
+        model="file:///models/qwen", served_name="qwen", drain_seconds=60, hold_seconds=30,
+        allowed_hosts=["svc-router.models"],
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -236,6 +239,19 @@ def test_routers_have_a_page_only_if_the_service_asks_for_it(
     text = by_kind(render(shown, SECRETS), "ConfigMap")["svc-router"]["data"]["router.json"]
     assert msgspec.json.decode(text, type=RouterConfig).ui == ui
     assert revision(shown) == revision(service({})), "no engine pod is replaced for it"
+
+
+def test_routers_answer_under_their_own_names_and_those_that_the_service_allows() -> None:
+    said = {"allowedHosts": ["llm.example.com"], "allowedOrigins": ["https://app.example.com"]}
+    asking = service({"router": said})
+    text = by_kind(render(asking, SECRETS), "ConfigMap")["svc-router"]["data"]["router.json"]
+    config = msgspec.json.decode(text, type=RouterConfig)
+    assert config.allowed_hosts == ["svc-router.models", "llm.example.com"]
+    assert config.allowed_origins == ["https://app.example.com"]
+    rules = BrowserRules(frozenset(config.allowed_hosts))
+    for name in ("svc-router", "svc-router.models", "svc-router.models.svc.cluster.local"):
+        rules.check_host("/", {b"host": f"{name}:8080".encode()})
+    assert revision(asking) == revision(service({})), "no engine pod is replaced for it"
 
 
 def test_one_field_makes_all_pods_send_spans() -> None:
@@ -325,8 +341,10 @@ def test_routers_hold_the_older_keys_too_while_engines_may_have_them() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", ["policy/v1", "policy/v1beta1"])
-def test_budgets_are_written_in_the_newest_version_that_the_cluster_serves(policy: str) -> None:
+@pytest.mark.parametrize("policy", ["policy/v1", "policy/older"])
+def test_budgets_are_written_in_the_version_that_the_cluster_serves(
+    policy: str,
+) -> None:
     cluster = Cluster(policy_api=policy)
     objects = render_shared(service({}), cluster, KeySets("k"), Serving())
     budgets = by_kind(objects, "PodDisruptionBudget").values()
@@ -424,9 +442,8 @@ def test_a_suspended_service_keeps_its_objects_and_has_no_pods() -> None:
         ({"metadata": {"labels": {"diptych.dev/role": "decode"}}},
          "spec.prefill.podTemplate.metadata.labels: diptych.dev/role must stay 'prefill'"),
         ({"metadata": None},
-         "spec.prefill.podTemplate.metadata.labels: diptych.dev/service must stay 'svc'"),
-        ({"spec": {"containers": None}},
-         "spec.prefill.podTemplate.spec.containers: the container 'engine' must stay"),
+         "spec.prefill.podTemplate.metadata: is null, which kubectl apply does not send; to remove "
+         "the field, name its path in podTemplateRemove"),
         ({"spec": {"containers": [{"image": "x"}]}},
          "spec.prefill.podTemplate.spec.containers[0].name: is missing; entries are merged by it"),
     ],
@@ -436,6 +453,80 @@ def test_a_pod_template_cannot_break_the_service(template: dict[str, Any], messa
     with pytest.raises(SpecError) as caught:
         render(service(spec), SECRETS)
     assert str(caught.value) == message
+
+
+def refusal(**part: Any) -> str:
+    with pytest.raises(SpecError) as caught:
+        render(service({"prefill": {"replicas": 1, **part}}), SECRETS)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("metadata.labels[diptych.dev/service]",
+         "spec.prefill.podTemplate.metadata.labels: diptych.dev/service must stay 'svc'"),
+        ("spec.containers[engine]",
+         "spec.prefill.podTemplate.spec.containers: the container 'engine' must stay"),
+        ("spec.terminationGracePeriodSeconds",
+         "spec.prefill.podTemplate.spec.terminationGracePeriodSeconds: must be at least 78"),
+        ("spec.containers[engine].readinessProbe",
+         "spec.prefill.podTemplate.spec.containers[engine].readinessProbe: must stay"),
+        ("spec.nothing", "spec.prefill.podTemplateRemove: 'spec.nothing' names nothing"),
+    ],
+)  # fmt: skip
+def test_what_the_service_relies_on_cannot_be_removed(path: str, words: str) -> None:
+    assert refusal(podTemplateRemove=[path]).startswith(words)
+
+
+PRE_STOP = {"preStop": {"exec": {"command": ["sleep", "1000"]}}}
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("terminationGracePeriodSeconds", [-5, 0, 30, 77, 77.5, "78", True]),
+        ("restartPolicy", ["Never", "OnFailure"]),
+        ("activeDeadlineSeconds", [0, 3600]),
+        ("shareProcessNamespace", [True, "true"]),
+        ("containers[engine].lifecycle", [PRE_STOP, {"stopSignal": "SIGKILL"}, "x"]),
+    ],
+)
+def test_a_pod_template_cannot_defeat_the_drain(field: str, values: list[Any]) -> None:
+    *_, last = field.split(".")
+    for value in values:
+        changed = {last: value}
+        if field != last:
+            changed = {"containers": [{"name": "engine", **changed}]}
+        said = refusal(podTemplate={"spec": changed})
+        assert said.startswith(f"spec.prefill.podTemplate.spec.{field}: must "), value
+
+
+def test_what_harms_no_drain_is_left_to_the_pod_template() -> None:
+    post_start = {"postStart": {"exec": {"command": ["true"]}}}
+    changed = {
+        "terminationGracePeriodSeconds": 78, "restartPolicy": "Always",
+        "containers": [
+            {"name": "engine", "lifecycle": post_start},
+            {"name": "other", "image": "other:1", "lifecycle": PRE_STOP},
+        ],
+    }  # fmt: skip
+    part = {"replicas": 1, "podTemplate": {"spec": changed}}
+    render(service({"prefill": part, "decode": part, "router": {}}), SECRETS)
+
+
+def test_pods_name_no_user_where_the_cluster_chooses_it() -> None:
+    """As OpenShift's constraint restricted-v2 wants it; all else is as before."""
+    asked, left = (
+        with_images(service({}), Images(cluster_chooses_user=chosen)) for chosen in (False, True)
+    )
+    named, open_ = (by_kind(render(each, SECRETS), "Deployment") for each in (asked, left))
+    assert named.keys() == open_.keys()
+    for name, deployment in named.items():
+        context = deployment["spec"]["template"]["spec"]["securityContext"]
+        for field in ("runAsUser", "runAsGroup", "fsGroup"):
+            assert context.pop(field) == 10001
+        assert deployment["spec"]["template"] == open_[name]["spec"]["template"]
 
 
 pools = st.fixed_dictionaries(

@@ -122,7 +122,7 @@ def test_only_the_fetching_container_sees_credentials() -> None:
     [
         ({}, {"emptyDir": {}}),
         ({"ephemeral": "20Gi"}, {"emptyDir": {"sizeLimit": "20Gi"}}),
-        ({"hostPath": "/m"}, {"hostPath": {"path": "/m", "type": "DirectoryOrCreate"}}),
+        ({"hostPath": "/m"}, {"hostPath": {"path": "/m/default", "type": "DirectoryOrCreate"}}),
         ({"pvc": {"claimName": "m"}}, {"persistentVolumeClaim": {"claimName": "m"}}),
         (
             {"pvc": {"claimName": "m", "readOnly": True}},
@@ -142,6 +142,27 @@ def test_the_cache_is_the_volume_that_was_asked_for(
         if entry["name"] == "model-cache"
     ]
     assert written.get("readOnly", False) == (cache.get("pvc", {}).get("readOnly", False))
+
+
+def test_a_nodes_cache_is_the_namespaces_own_and_is_not_believed() -> None:
+    cache = {"hostPath": "/m"}
+    for role in ROLES:
+        found = mount("hf://org/repo/x.gguf", role, cache=cache)
+        on_node = role != "router"  # no checksum covers what a router takes of a file
+        assert ("--shared" in found.init_containers[0]["args"]) == on_node
+        assert ("hostPath" in volume(found, "model-cache")) == on_node
+    assert "--shared" not in mount("hf://org/repo").init_containers[0]["args"]
+    here = service("hf://org/repo", cache=cache)
+    elsewhere = msgspec.structs.replace(
+        here, metadata=msgspec.structs.replace(here.metadata, namespace="other")
+    )
+    paths = {
+        volume(model_mount(each, "decode", cluster_has_image_volumes=True), "model-cache")[
+            "hostPath"
+        ]["path"]
+        for each in (here, elsewhere)
+    }
+    assert paths == {"/m/default", "/m/other"}
 
 
 def test_the_fetching_container_has_the_pods_resources_but_no_devices() -> None:

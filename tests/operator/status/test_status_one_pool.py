@@ -86,6 +86,9 @@ def test_one_pool_is_enough_and_no_canary_is_waited_for() -> None:
         "RouterReady": ("True", "PodsReady"),
         "KVTransferVerified": ("Unknown", "OnePool"),
         "Degraded": ("False", "AsExpected"),
+        "Ready": ("True", "Serving"),
+        "Reconciling": ("False", "Idle"),
+        "Stalled": ("False", "Idle"),
     }
     assert status.current_revision == name
     assert (status.prefill.summary, status.decode.summary) == ("0/0", "1/1")

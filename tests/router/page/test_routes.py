@@ -10,6 +10,8 @@ import msgspec
 import pytest
 from starlette.routing import Router
 
+from diptych_frontend.browsers.gate import BrowserGate
+from diptych_frontend.browsers.rules import BrowserRules
 from diptych_frontend.openai.api_keys import OPEN_PATHS, ApiKeys, KeyGate
 from diptych_frontend.openai.asgi import Boundary
 from diptych_protocol import InvalidRequestError
@@ -42,7 +44,8 @@ class View:
 
 def app_of(page: Page, keys: ApiKeys) -> Any:
     gate = KeyGate(Router(page.routes()), keys, OPEN_PATHS | page.open_paths)
-    return Boundary(gate, on_answer=lambda *_: None, access_log="off")
+    browsers = BrowserGate(gate, BrowserRules(), any_host=True)
+    return Boundary(browsers, on_answer=lambda *_: None, access_log="off")
 
 
 @pytest.fixture

@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import resource
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from chaos_kit.faulty_network import BLACK_HOLE, Weather
 from chaos_kit.hostile_bytes import knock_without_its_key, pester_core, pester_hinge
@@ -46,6 +48,19 @@ class Scene:
 
     def anybody(self) -> Engine:
         return self.rng.choice(self.service.engines)
+
+    @contextlib.contextmanager
+    def without_memory(self, engine: Engine) -> Iterator[None]:
+        """The engine's address space does not grow meanwhile."""
+        before = resource.prlimit(engine.pid, resource.RLIMIT_AS)
+        pages = int(Path(f"/proc/{engine.pid}/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize()
+        resource.prlimit(engine.pid, resource.RLIMIT_AS, (limit, before[1]))
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(engine.pid, resource.RLIMIT_AS, before)
 
     def while_s(self) -> float:
         """A short time most often, sometimes one longer than leases, loads and patience."""
@@ -97,6 +112,23 @@ async def stop_decode(scene: Scene) -> None:
     await _stop(scene, scene.one_of("decode"))
 
 
+async def out_of_memory(scene: Scene) -> None:
+    """The system has no more memory for an engine, which ends of it or manages without; it may not
+    do neither, with requests that wait."""
+    engine, seconds = scene.anybody(), scene.while_s()
+    with scene.without_memory(engine):
+        count = scene.rng.randrange(20, 60)
+        scene.note(f"{engine.name} gets no memory for {seconds:.2f} s, and {count} requests come")
+        scene.load.burst(count)
+        await asyncio.sleep(seconds)
+    try:
+        await engine.stats()
+    except EngineDeadError as exc:  # it ends, or has ended
+        scene.note(f"{exc}; start {engine.name} again")
+        engine.kill()
+        engine.start()
+
+
 async def lose_the_router(scene: Scene) -> None:
     """Its connections end, with requests in all states on them; another one starts."""
     scene.note("the router goes")
@@ -114,6 +146,14 @@ async def impatient_clients(scene: Scene) -> None:
     scene.note(f"{scene.load.abort_share:.0%} of the clients leave early")
     await asyncio.sleep(scene.rng.uniform(0.5, 1.5))
     scene.load.abort_share = 0.0
+
+
+async def slow_readers(scene: Scene) -> None:
+    """Clients that take their answers slowly, while an engine is stopped beside them."""
+    scene.load.slow_share = scene.rng.uniform(0.3, 1.0)
+    scene.note(f"{scene.load.slow_share:.0%} of the clients read slowly")
+    await _stop(scene, scene.anybody())
+    scene.load.slow_share = 0.0
 
 
 async def overload(scene: Scene) -> None:
@@ -311,7 +351,8 @@ async def a_node_vanishes(scene: Scene) -> None:
 Fault = Callable[[Scene], Awaitable[None]]
 ANYWHERE: list[Fault] = [
     *[kill_prefill, kill_decode, kill_a_pair, stop_prefill, stop_decode] * 2,
-    lose_the_router, impatient_clients, overload, pause, sleep, forget_prefixes, drain_and_replace,
+    out_of_memory, lose_the_router, impatient_clients, slow_readers, overload, pause, sleep,
+    forget_prefixes, drain_and_replace,
     hostile_bytes, stale_rejections, stale_references, strangers,
 ]  # fmt: skip
 ON_A_NETWORK: list[Fault] = [

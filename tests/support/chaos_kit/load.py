@@ -76,6 +76,8 @@ class Load:
         self.fates: list[Fate] = []
         self.abort_share = 0.0
         """The share of the requests that begin from now on which leave early."""
+        self.slow_share = 0.0
+        """The share of those whose client takes its time after each piece of the answer."""
         self._client = client
         self.questions = questions
         self._rng = random.Random(seed)
@@ -126,13 +128,19 @@ class Load:
         self.fates.append(fate)
         salt = rng.choice([fate.name, fate.name, f"shared {rng.randrange(NUM_SALTS)}"])
         leaves_after = rng.randrange(ANSWER_TOKENS) if rng.random() < self.abort_share else None
-        task = asyncio.create_task(self._follow(client, fate, salt, leaves_after))
+        rest_s = rng.uniform(0.05, 0.3) if rng.random() < self.slow_share else 0.0
+        task = asyncio.create_task(self._follow(client, fate, salt, leaves_after, rest_s))
         self._open.add(task)
         task.add_done_callback(self._open.discard)
         return task
 
     async def _follow(
-        self, client: PoolClient, fate: Fate, salt: str, leaves_after: int | None
+        self,
+        client: PoolClient,
+        fate: Fate,
+        salt: str,
+        leaves_after: int | None,
+        rest_s: float,
     ) -> None:
         params = SamplingParams(
             temperature=0.0,
@@ -154,6 +162,8 @@ class Load:
                     if leaves_after is not None and len(fate.tokens) >= leaves_after:
                         fate.outcome = "aborted"
                         return
+                    if rest_s:
+                        await asyncio.sleep(rest_s)
             fate.outcome = "answered"
         except EXPECTED_ERRORS as exc:
             fate.outcome, fate.error = "failed", f"{type(exc).__name__}: {exc}"

@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import httpx
+from cluster_kit.old_clusters import newest
 from kubernetes import client, config
 
 from diptych_operator.api.names import MANAGED_BY, MANAGED_BY_LABEL, ROLE_LABEL, SERVICE_LABEL
@@ -32,7 +33,7 @@ API_VERSIONS = {
     "Lease": "coordination.k8s.io/v1",
     "NetworkPolicy": "networking.k8s.io/v1",
     "Pod": "v1",
-    "PodDisruptionBudget": "policy/v1beta1",
+    "PodDisruptionBudget": "policy/v1",
     "PoolScaler": "diptych.dev/v1alpha1",
     "Secret": "v1",
     "Service": "v1",
@@ -82,6 +83,9 @@ class Namespace:
             timeout=COMMAND_TIMEOUT_S,
             trust_env=False,
         )
+        policies = self._ask("GET", "/apis/policy")["versions"]
+        budgets = newest("policy", (each["groupVersion"] for each in policies))
+        self._versions = API_VERSIONS | {"PodDisruptionBudget": budgets}
 
     def __enter__(self) -> Namespace:
         body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": self.name}}
@@ -111,7 +115,7 @@ class Namespace:
         return found
 
     def create(self, obj: Object) -> Object:
-        body = {"apiVersion": API_VERSIONS[obj["kind"]], **obj}
+        body = {"apiVersion": self._versions[obj["kind"]], **obj}
         return self._ask("POST", self._path(obj["kind"]), json=body)
 
     def merge(self, kind: str, name: str, patch: Object, part: str = "") -> Object:
@@ -120,9 +124,9 @@ class Namespace:
         headers = {"Content-Type": "application/merge-patch+json"}
         return self._ask("PATCH", path, content=json.dumps(patch), headers=headers)
 
-    def delete(self, kind: str, name: str) -> None:
-        """As kubectl does: what the object owns goes after it."""
-        self._ask("DELETE", self._path(kind, name), params={"propagationPolicy": "Background"})
+    def delete(self, kind: str, name: str, policy: str = "Background") -> None:
+        """As kubectl does: what the object owns goes after it, or stays by the policy `Orphan`."""
+        self._ask("DELETE", self._path(kind, name), params={"propagationPolicy": policy})
 
     @property
     def minor(self) -> int:
@@ -164,7 +168,7 @@ class Namespace:
         }
 
     def _path(self, kind: str, name: str = "") -> str:
-        return object_path(API_VERSIONS[kind], kind, self.name, name)
+        return object_path(self._versions[kind], kind, self.name, name)
 
     def _ask(self, method: str, path: str, **rest: Any) -> Object:
         return self._told(self._http.request(method, path, **rest))

@@ -8,13 +8,16 @@ path of the tests, and a program for `make cluster`:
 
 from __future__ import annotations
 
-import json
 import subprocess
+import tempfile
+from functools import partial
 from pathlib import Path
 
+import yaml
 from cluster_kit.kube_tools import Tool, find_tool
+from cluster_kit.old_clusters import Kubectl, chart_for
+from waits import wait_until
 
-CHART = Path(__file__).parents[3] / "charts" / "diptych"
 TIMEOUT_S = 60
 
 
@@ -29,17 +32,25 @@ def run(tool: Tool, *arguments: str, stdin: str = "") -> str:
 
 def apply_crds() -> str:
     """Bring the CRDs up to date, whoever brought them; what kubectl says of it."""
-    # An old API server knows no rules in a schema: the chart leaves them out then.
-    version = json.loads(run("kubectl", "version", "--output", "json"))["serverVersion"]
-    crds = run(
-        *("helm", "template", "crds", str(CHART), "--kube-version", version["gitVersion"]),
-        *("--show-only", "templates/crd.yaml"),
-    )
+    kubectl = partial(run, "kubectl")
+    with tempfile.TemporaryDirectory() as folder:
+        chart = str(chart_for(kubectl, Path(folder)))
+        crds = run("helm", "template", "crds", chart, "--show-only", "templates/crd.yaml")
     options = ("--server-side", "--force-conflicts", "--filename", "-")
-    said = run("kubectl", "apply", *options, stdin=crds)
-    established = ("--for=condition=Established", f"--timeout={TIMEOUT_S // 2}s")
-    run("kubectl", "wait", *established, "--filename", "-", stdin=crds)
+    said = kubectl("apply", *options, stdin=crds)
+    for crd in yaml.safe_load_all(crds):
+        wait_until_established(kubectl, crd["metadata"]["name"])
     return said
+
+
+def wait_until_established(kubectl: Kubectl, crd: str) -> None:
+    """Wait until the cluster serves a CRD.
+
+    Not `kubectl wait`, which is an error as long as the CRD has no condition at all.
+    """
+    conditions = "{range .status.conditions[*]}{.type}={.status} {end}"
+    look = ("get", "crd", crd, "--output", f"jsonpath={conditions}")
+    wait_until(lambda: "Established=True" in kubectl(*look).split(), f"{crd} is established")
 
 
 if __name__ == "__main__":

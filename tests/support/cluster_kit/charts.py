@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ import yaml
 
 ROOT = Path(__file__).parents[3]
 CHART = ROOT / "charts" / "diptych"
+OLDEST_MINOR = int(re.findall(r"kubeVersion: .*1\.(\d+)\.0", (CHART / "Chart.yaml").read_text())[0])
+"""The second number of the oldest Kubernetes that is promised."""
 RELEASE, NAMESPACE = "diptych", "diptych-system"
 TIMEOUT_S = 120
 

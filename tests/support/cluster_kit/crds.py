@@ -16,6 +16,7 @@ import celpy
 import yaml
 from celpy.adapter import json_to_cel
 from celpy.celtypes import DoubleType, MapType, StringType
+from cluster_kit.old_clusters import without_rules
 
 from diptych_operator.api.base import Rule
 from diptych_operator.api.batches import ONE_ROUTER_WITHOUT_VOLUME
@@ -535,17 +536,6 @@ def definition_in(group: str, *, rules: bool = True) -> dict[str, Any]:
     if not rules:
         version["schema"] = without_rules(version["schema"])
     return definition
-
-
-def without_rules(value: Any) -> Any:
-    """A schema, or a part of one, as API servers older than CEL take it."""
-    if isinstance(value, list):
-        return [without_rules(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    return {
-        key: without_rules(item) for key, item in value.items() if key != "x-kubernetes-validations"
-    }
 
 
 def with_defaults(value: Any, schema: dict[str, Any]) -> Any:

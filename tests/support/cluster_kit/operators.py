@@ -32,6 +32,8 @@ from free_ports import free_port
 from prometheus_client.parser import text_string_to_metric_families
 from waits import PATIENCE_S
 
+from diptych_operator.kube.leader import LEASE_NAME
+
 NOWHERE: Object = {"podTemplate": {"spec": {"nodeSelector": {"diptych.dev/test": "no-such-node"}}}}
 STUCK: Object = {"prefill": NOWHERE, "decode": NOWHERE, "router": NOWHERE}
 """The spec of a service whose pods are never scheduled."""
@@ -62,13 +64,9 @@ class Identity:
             argument.replace("$(POD_NAMESPACE)", namespace.name)
             for argument in pod["containers"][0]["args"]
         ]
-        self.lease = self._argument("--lease-name")
+        self.lease = LEASE_NAME
         self.kubeconfig = folder / f"{namespace.name}.yaml"
         self.kubeconfig.write_text(yaml.safe_dump(_with_token(self.token)))
-
-    def _argument(self, flag: str) -> str:
-        (value,) = (a.partition("=")[2] for a in self.arguments if a.startswith(f"{flag}="))
-        return value
 
 
 def _as_list(objects: Sequence[Object]) -> Object:

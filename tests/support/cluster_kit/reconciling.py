@@ -13,8 +13,10 @@ from aiohttp import web
 from kubernetes.aio import client
 
 from diptych_operator.api.images import Images
+from diptych_operator.api.limits import Allowed
 from diptych_operator.kube.client import Kube
 from diptych_operator.kube.cluster import Cluster
+from diptych_operator.kube.rivals import Rivals
 from diptych_operator.metrics import OperatorMetrics
 from diptych_operator.reconcile import Reconciler
 from diptych_operator.routers import Routers
@@ -31,7 +33,11 @@ class Store:
         self.objects: dict[str, Object] = {}
         self.pods_here: list[Object] = []
         self.annotations: dict[str, str] = {}
+        self.uid = "u1"
+        """Of the service."""
         self.spec: Object = {}
+        self.serves_cluster = False
+        """The operator is that of the cluster, and not of the namespace alone."""
         self.refuses_pods = False
         """It takes no pod template."""
         self._version = 0
@@ -51,7 +57,10 @@ class Store:
             path += "/" + meta.get("name", f"{meta.get('generateName')}{self._version}")
             if path in self.objects:
                 return web.json_response({"reason": "AlreadyExists"}, status=409)
-        kept = {**self.objects.get(path, {}), **body}
+        before = self.objects.get(path, {})
+        if request.method == "PATCH":
+            body |= {"metadata": before.get("metadata", {}) | body.get("metadata", {})}
+        kept = {**before, **body}
         if "kind" not in kept:
             return web.json_response({"reason": "NotFound"}, status=404)
         self._version += 1
@@ -66,7 +75,7 @@ class Store:
     # What the watches have seen.
 
     def service(self, key: tuple[str, str]) -> Object:
-        meta = {"name": "svc", "namespace": "ns", "uid": "u1", "annotations": self.annotations}
+        meta = {"name": "svc", "namespace": "ns", "uid": self.uid, "annotations": self.annotations}
         written = next((o for p, o in self.objects.items() if "/inferenceservices/" in p), {})
         return {
             "apiVersion": "diptych.dev/v1alpha1",
@@ -119,8 +128,18 @@ async def serving(store: Store) -> AsyncIterator[Kube]:
         await runner.cleanup()
 
 
-async def one_pass(store: Store) -> None:
+async def one_pass(store: Store, allowed: Allowed | None = None) -> None:
     """One pass of an operator that has just started and remembers nothing."""
     async with serving(store) as kube, Routers() as routers:
-        reconciler = Reconciler(kube, store, Cluster(), routers, OperatorMetrics(), Images())  # type: ignore[arg-type]
+        rivals = Rivals(kube, serves_cluster=store.serves_cluster)
+        reconciler = Reconciler(
+            kube,
+            store,  # type: ignore[arg-type]
+            Cluster(),
+            routers,
+            OperatorMetrics(),
+            Images(),
+            rivals,
+            allowed,
+        )
         await reconciler.reconcile(KEY)

@@ -24,7 +24,7 @@ class Owner:
     """What CoreServer does, without sockets: step, tell, settle."""
 
     def __init__(self, **options: Any) -> None:
-        self.core: EngineCore = make_core(max_num_batched_tokens=32, **options)
+        self.core: EngineCore = make_core(**{"max_num_batched_tokens": 32, **options})
         self.outputs: dict[str, list[EngineCoreOutput]] = {}
         self.order: list[str] = []
         """Requests in the order in which they ended."""

@@ -16,6 +16,7 @@ from diptych_protocol import (
     Array,
     CompletionOutput,
     InvalidRequestError,
+    JsonSchemas,
     Logprob,
     PoolingOutput,
     PoolingParams,
@@ -95,6 +96,7 @@ class EchoEngine(WithoutControl):
     model_config = SimpleNamespace(vocab_size=EOS + 1)
     reasoning_parser = "none"
     tool_call_parser = "auto"
+    json_schemas: JsonSchemas = "exact"
     max_model_len = 2048
     is_running = True
     is_stopped = errored = False

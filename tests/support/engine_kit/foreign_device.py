@@ -3,16 +3,21 @@
 Its tensors keep their values from the host as a GPU's do. NumPy gets nothing of them, their address
 is nobody's, operators refuse tensors of the host beside them, and a copy to the host that does not
 wait is made when somebody waits for it: until then there is rubbish in its place. Everything else
-is computed on the CPU; Triton's kernels run in its interpreter.
+is computed on the CPU; Triton's kernels run in its interpreter. What is launched can be recorded
+and launched again, as CUDA graphs are: with nothing of the host in it, and in a pool that is gone
+with its last graph.
 
 On the import path of the tests (pytest's `pythonpath`).
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from triton.runtime.interpreter import GridExecutor
 
 if torch.cuda.is_available():
     pytest.skip("there is a device: Triton's kernels run on it", allow_module_level=True)
@@ -40,8 +46,25 @@ class Device:
     def __init__(self) -> None:
         self.waits: list[str] = []
         """Operators that made the host wait for a value."""
+        self.launches = 0
+        """Operators and kernels so far."""
+        self.recording = threading.local()
         self._copies: list[Callable[[], object]] = []
         self._lock = threading.Lock()
+
+    def launch(self, operation: Callable[[], Any]) -> Any:
+        """Do something that the device does, and again whenever a graph that is being recorded
+        is launched."""
+        self.launches += 1
+        result = operation()
+        if (graph := self.graph) is not None:
+            graph.launches.append((operation, result))
+        return result
+
+    @property
+    def graph(self) -> Graph | None:
+        """The one that this thread records."""
+        return getattr(self.recording, "graph", None)
 
     def later(self, copy: Callable[[], object]) -> None:
         with self._lock:
@@ -98,6 +121,8 @@ class ForeignTensor(Tensor):
     ) -> Any:
         kwargs = dict(kwargs or {})
         _refuse_mixtures(func, args, kwargs)
+        if device.graph is not None:
+            _refuse_the_host(func, args, kwargs)
         to = kwargs.get("device")
         if to is not None:
             kwargs["device"] = torch.device("cpu")
@@ -106,7 +131,7 @@ class ForeignTensor(Tensor):
         if func.overloadpacket in READS or _goes_to_host(func, to):
             device.waits.append(str(func))
             device.synchronize()
-        result = func(*_inner(args), **_inner(kwargs))
+        result = device.launch(partial(func, *_inner(args), **_inner(kwargs)))
         if to is not None and torch.device(to).type != NAME:
             return result
         if func._schema.is_mutable:
@@ -125,6 +150,13 @@ def _refuse_mixtures(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     for tensor in tree_flatten((args, kwargs))[0]:
         if isinstance(tensor, Tensor) and not isinstance(tensor, ForeignTensor) and tensor.dim():
             raise RuntimeError(f"{func}: a tensor of the host among a device's")
+
+
+def _refuse_the_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """A graph repeats addresses: what it copies from the host must not be of a moment."""
+    tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor) and x.dim()]
+    if func.overloadpacket in READS or not all(isinstance(x, ForeignTensor) for x in tensors):
+        raise RuntimeError(f"{func}: the host is asked while a graph is recorded")
 
 
 def _goes_to_host(func: Any, to: Any) -> bool:
@@ -183,16 +215,70 @@ class Stream:
     """Everything is in one order here; what matters is who waits."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self.waited_for: list[Stream] = []
+        self.awaited: list[int] = []
+        """Each time that it was told to wait: for how many launches."""
 
     def wait_stream(self, other: Stream) -> None:
-        self.waited_for.append(other)
+        self.awaited.append(device.launches)
+
+    def wait_event(self, event: Event) -> None:
+        self.awaited.append(event.launches)
 
     def record_event(self) -> Stream:
         return self
 
     def synchronize(self) -> None:
         device.synchronize()
+
+
+class Event:
+    """After how many launches it was recorded."""
+
+    launches = 0
+
+    def record(self, stream: Stream) -> None:
+        self.launches = device.launches
+
+
+class Graph:
+    """What was launched while it was recorded, and what came of each launch."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Callable[[], Any], Any]] = []
+
+    def replay(self) -> None:
+        """Do it again, each result at the place where it was."""
+        for operation, result in self.launches:
+            again = operation()
+            for place, value in zip(tree_flatten(result)[0], tree_flatten(again)[0], strict=True):
+                # One of no size was given its own by a later launch, which writes to it.
+                if isinstance(place, Tensor) and value.numel() and place is not value:
+                    place.copy_(value)
+
+
+class Pools:
+    """The memory of graphs. Torch refuses a pool again whose graphs are all gone."""
+
+    def __init__(self) -> None:
+        self._names = itertools.count()
+        self._graphs: dict[int, weakref.WeakSet[Graph]] = {}
+
+    def handle(self) -> int:
+        """A pool for graphs to come."""
+        return next(self._names)
+
+    @contextmanager
+    def record(self, graph: Graph, pool: int, capture_error_mode: str = "global") -> Iterator[None]:
+        """As `torch.cuda.graph`."""
+        known = self._graphs.get(pool)
+        if known is not None and not known:
+            raise RuntimeError(f"pool {pool} is gone with its last graph")
+        self._graphs.setdefault(pool, weakref.WeakSet()).add(graph)
+        device.recording.graph = graph
+        try:
+            yield
+        finally:
+            device.recording.graph = None
 
 
 @contextmanager
@@ -215,6 +301,18 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.cuda, "stream", _current)
     patch.setattr(torch.cuda, "current_stream", lambda _=None: main)
     patch.setattr(torch.cuda, "default_stream", lambda _=None: main)
+    patch.setattr(torch.cuda, "Event", Event)
+    pools = Pools()
+    patch.setattr(torch.cuda, "CUDAGraph", Graph)
+    patch.setattr(torch.cuda, "graph", pools.record)
+    patch.setattr(torch.cuda, "graph_pool_handle", pools.handle)
+    patch.setattr(torch.cuda, "empty_cache", lambda: None)
+    run_kernel = GridExecutor.__call__
+    patch.setattr(
+        GridExecutor,
+        "__call__",
+        lambda self, *args, **kwargs: device.launch(partial(run_kernel, self, *args, **kwargs)),
+    )
     place(patch, DEVICE)
 
 

@@ -36,6 +36,7 @@ def main() -> None:
             revision=args.revision,
             sha256=args.sha256,
             reader=args.reader,
+            shared=args.shared,
             credentials=read_credentials(args.credentials) if args.credentials else Credentials(),
         )
     except (BadSourceError, InvalidRequestError) as exc:
@@ -51,6 +52,11 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--revision", default="", help="commit, tag or branch of an hf:// model")
     parser.add_argument("--sha256", default="", help="checksum of a model that is one file")
     parser.add_argument("--cache", required=True, type=Path, metavar="FOLDER")
+    parser.add_argument(
+        "--shared",
+        action="store_true",
+        help="others write to the cache: believe only what the checksum or the source vouches for",
+    )
     parser.add_argument("--for", dest="reader", choices=("engine", "router"), default="engine")
     parser.add_argument("--credentials", type=Path, metavar="FOLDER", help="one file for each key")
     return parser.parse_args()

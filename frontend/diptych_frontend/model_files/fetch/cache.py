@@ -5,6 +5,9 @@
     .partial/NAME-CONTENT    being fetched; survives its process, and the next one continues it
     .locks/NAME              held (flock) by whoever writes any of the above
 
+What stands in the record beside a model tells of damage only: whoever can write to the folder can
+write the record, too. `holds` compares with what somebody else vouches for.
+
 A model appears by one rename, so a reader sees all of it or nothing. The kernel, or the server of
 a network file system, releases the lock of a process that died.
 """
@@ -18,14 +21,17 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from diptych_frontend.model_files.fetch.download import is_as_listed
 from diptych_frontend.model_files.fetch.errors import CACHE, FetchError
+from diptych_frontend.model_files.fetch.source import RemoteFile
+from diptych_protocol import UNREADABLE
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +70,18 @@ class CacheEntry:
         """The record of the model that readers find; None if it is absent or damaged."""
         return _intact(self.path)
 
+    def holds(self, content: str, files: Sequence[RemoteFile]) -> bool:
+        """Whether readers find these files and no others, plain ones with their checksums.
+
+        It reads all of them.
+        """
+        final = self._final(content)
+        return (
+            self.path.is_symlink()
+            and self.path.readlink() == final.relative_to(self._root)
+            and _holds(final, files)
+        )
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Be the only one, on all nodes that share the cache, to write this entry."""
@@ -89,7 +107,12 @@ class CacheEntry:
         """The folder to fetch `content` into. What was begun of other versions is removed."""
         folder = self._root / ".partial"
         own = folder / f"{self._name}-{content}"
+        if own.is_symlink():
+            own.unlink()
         own.mkdir(parents=True, exist_ok=True)
+        for path in own.iterdir():
+            if path.is_symlink() or path.stat().st_nlink > 1:
+                _remove(path)  # writing to it would change what it leads to
         for other in folder.glob(f"{self._name}-*"):
             # The name must be followed by a content id alone: names may begin with one another.
             if other != own and len(other.name) == len(own.name):
@@ -115,26 +138,33 @@ class CacheEntry:
         for path in partial.iterdir():
             _sync(path)
         _sync(partial)
-        final = self._root / ".content" / partial.name
+        final = self._final(content)
         final.parent.mkdir(exist_ok=True)
-        if final.exists():
-            shutil.rmtree(final)
+        _remove(final)
         partial.rename(final)
         _sync(final.parent)
         self._point_at(final)
 
-    def restore(self, content: str) -> bool:
-        """Publish a version that is still there from earlier; False if there is none."""
-        final = self._root / ".content" / f"{self._name}-{content}"
-        if _intact(final) is None:
+    def restore(self, content: str, files: Sequence[RemoteFile] | None) -> bool:
+        """Publish a version that is still there from earlier; False if there is none.
+
+        files: what it must hold, as in `holds`; None believes the record.
+        """
+        final = self._final(content)
+        if _intact(final) is None or not (files is None or _holds(final, files)):
             return False
         self._point_at(final)
         return True
+
+    def _final(self, content: str) -> Path:
+        return self._root / ".content" / f"{self._name}-{content}"
 
     def _point_at(self, final: Path) -> None:
         link = self._root / ".content" / f"{self._name}.link"
         link.unlink(missing_ok=True)
         link.symlink_to(final.relative_to(self._root))
+        if not self.path.is_symlink():
+            _remove(self.path)
         link.rename(self.path)
         _sync(self._root)
 
@@ -174,9 +204,27 @@ def _intact(folder: Path) -> Record | None:
     try:
         record = msgspec.json.decode((folder / RECORD).read_bytes(), type=Record)
         sizes = {name: (folder / name).stat().st_size for name in record.files}
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, *UNREADABLE):
         return None
     return record if sizes == record.files else None
+
+
+def _holds(folder: Path, files: Sequence[RemoteFile]) -> bool:
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    names = {path.name for path in folder.iterdir()} - {RECORD}
+    # Names first: to read a large model for nothing takes long.
+    return names == {file.name for file in files} and all(
+        is_as_listed(folder / file.name, file) for file in files
+    )
+
+
+def _remove(path: Path) -> None:
+    """Whatever it is; nothing, if it is not there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _try_lock(lock: int) -> bool:

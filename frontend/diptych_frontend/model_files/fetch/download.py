@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import random
+import stat
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from diptych_frontend.model_files.fetch.errors import (
     UnreachableError,
 )
 from diptych_frontend.model_files.fetch.source import Checksum, RemoteFile, Source
-from diptych_frontend.model_files.gguf_header import MAGIC, GGUFError, read_header
+from diptych_frontend.model_files.gguf_header import MAGIC, MAX_HEADER_BYTES, GGUFError, read_header
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -37,8 +38,6 @@ ATTEMPTS: Final = 6
 FIRST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 30.0
 HASH_CHUNK_BYTES: Final = 4 << 20
-MAX_HEADER_BYTES: Final = 256 << 20
-"""Limit, in bytes, of the header of a GGUF file; a vocabulary of a million entries takes less."""
 
 Advance = Callable[[int], None]
 """Called with the number of bytes by which the file on the disk has grown; negative if it was
@@ -61,6 +60,23 @@ def download(source: Source, file: RemoteFile, path: Path, advance: Advance) -> 
         f"{file.name} differs from its checksum twice; it is damaged on its way, or {SHA256} is "
         "that of another file"
     )
+
+
+def is_as_listed(path: Path, file: RemoteFile) -> bool:
+    """Whether there is a plain file with the size, and the checksum if there is one, of `file`.
+
+    What somebody could still change under another name, through a link, is not plain.
+    """
+    try:
+        found = path.lstat()
+        plain = stat.S_ISREG(found.st_mode) and found.st_nlink == 1
+        return (
+            plain
+            and found.st_size == file.size
+            and (file.checksum is None or _digest(path, file.checksum) == file.checksum.digest)
+        )
+    except OSError:
+        return False
 
 
 def download_header(source: Source, file: RemoteFile, path: Path, advance: Advance) -> None:

@@ -16,6 +16,7 @@ from diptych_frontend.model_files.fetch.download import (
 )
 from diptych_frontend.model_files.fetch.errors import (
     REVISION,
+    SHA256,
     URI,
     BadSourceError,
     UnreachableError,
@@ -23,7 +24,7 @@ from diptych_frontend.model_files.fetch.errors import (
 from diptych_frontend.model_files.fetch.open_source import open_source
 from diptych_frontend.model_files.fetch.progress import Meter, Report, log_progress
 from diptych_frontend.model_files.fetch.selection import content_id, select_files
-from diptych_frontend.model_files.fetch.source import RemoteFile, Source
+from diptych_frontend.model_files.fetch.source import Checksum, RemoteFile, Source
 from diptych_protocol.model_uri import (
     ModelUri,
     Reader,
@@ -43,6 +44,7 @@ def fetch_model(
     revision: str = "",
     sha256: str = "",
     reader: Reader = "engine",
+    shared: bool = False,
     credentials: Credentials | None = None,
     report: Report = log_progress,
 ) -> Path:
@@ -50,6 +52,10 @@ def fetch_model(
 
     A model that cannot change and is there already is not asked for again. One that can is fetched
     anew when its source says that it has; while the source cannot be reached, the copy serves.
+
+    With `sha256` the copy is read, and fetched anew if it is another file. In a `shared` cache,
+    which others write to, a copy serves only as the source's listing describes it now: without an
+    answer of the source there is no model. A source that lists no checksums vouches for sizes only.
 
     Raises:
         InvalidRequestError: the URI is malformed.
@@ -61,13 +67,29 @@ def fetch_model(
     if revision and parsed.scheme != "hf":
         raise BadSourceError(REVISION, f"{parsed.scheme}:// has no revisions; remove it")
     entry = CacheEntry(cache, cache_name(parsed, revision, sha256, reader))
+    path = cache / cached_path(parsed, revision, sha256, reader)
     found = entry.published()
-    if found is None or not is_pinned(parsed, revision, sha256):
-        with closing(open_source(parsed, revision, credentials or Credentials())) as source:
-            files = _wanted(source, parsed, reader, sha256, found)
-            if files is not None:
-                _bring(entry, source, parsed, files, reader, report)
-    return cache / cached_path(parsed, revision, sha256, reader)
+    # What a router has of a file no checksum covers.
+    verified = reader == "engine" and (shared or bool(sha256))
+    if found is not None and is_pinned(parsed, revision, sha256):
+        if sha256 and verified:
+            copy = _with_checksum(path.name, found, sha256)
+            if entry.holds(found.content, [copy]):
+                return path
+            logger.warning("%s in the cache is not the file of %s", path.name, SHA256)
+            found = None
+        elif not shared:
+            return path
+    with closing(open_source(parsed, revision, credentials or Credentials())) as source:
+        files = _wanted(source, parsed, reader, sha256, None if shared else found)
+        if files is not None and not (verified and entry.holds(content_id(files), files)):
+            _bring(entry, source, parsed, files, reader, report, verified=verified)
+    return path
+
+
+def _with_checksum(name: str, found: Record, sha256: str) -> RemoteFile:
+    """The one file of a model in the cache, as the service's checksum vouches for it."""
+    return RemoteFile(name, found.files.get(name, 0), "", "", Checksum("sha256", sha256))
 
 
 def is_cached(uri: str, cache: Path, *, revision: str = "", sha256: str = "") -> bool:
@@ -99,17 +121,22 @@ def _bring(
     files: list[RemoteFile],
     reader: Reader,
     report: Report,
+    *,
+    verified: bool,
 ) -> None:
     content = content_id(files)
     header_only = uri.is_file and reader == "router"
+    total = sum(min(file.size, PART_BYTES) if header_only else file.size for file in files)
     with entry.locked():
-        found = entry.published()
-        if found is not None and found.content == content:
-            return
-        if entry.restore(content):
-            return
+        # Somebody else may have brought it. To read it takes long, so the lock's holder beats.
+        with Meter(uri.text, total, total, lambda _: None).running(entry.beat):
+            found = entry.published()
+            same = found is not None and found.content == content
+            if same and (not verified or entry.holds(content, files)):
+                return
+            if entry.restore(content, files if verified else None):
+                return
         folder = entry.partial(content)
-        total = sum(min(file.size, PART_BYTES) if header_only else file.size for file in files)
         done = sum(path.stat().st_size for path in folder.iterdir())
         entry.check_space(total - done)
         meter = Meter(uri.text, total, done, report)

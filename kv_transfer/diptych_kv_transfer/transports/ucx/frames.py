@@ -70,9 +70,6 @@ _decoder = msgspec.msgpack.Decoder(AnyFrame)
 
 
 def decode(data: bytes) -> AnyFrame:
-    """Parse a peer's bytes. Raises `msgspec.DecodeError`, and nothing else, for garbage."""
-    try:
-        frame: AnyFrame = _decoder.decode(data)
-    except (UnicodeDecodeError, RecursionError) as exc:
-        raise msgspec.DecodeError(str(exc)) from exc
+    """Parse a peer's bytes. Raises one of `UNREADABLE`, and nothing else, for garbage."""
+    frame: AnyFrame = _decoder.decode(data)
     return frame

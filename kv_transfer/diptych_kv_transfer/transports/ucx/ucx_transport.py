@@ -24,8 +24,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import msgspec
-
 from diptych_kv_transfer.memory.region import MemoryKind, MemoryRegion
 from diptych_kv_transfer.signing.handshake import NONCE_BYTES, AuthenticationError, Handshake
 from diptych_kv_transfer.signing.keys import HingeKey
@@ -46,6 +44,7 @@ from diptych_kv_transfer.transports.ucx.same_host import SameHost, may_read, net
 from diptych_kv_transfer.transports.ucx.stream import FRAME, HANDSHAKE, MESSAGE, Stream, StreamError
 from diptych_kv_transfer.transports.ucx.ucx_transfer import PIECE_BYTES, UcxTransfer
 from diptych_kv_transfer.transports.ucx.worker import Context, Endpoint, Listener, Worker
+from diptych_protocol import UNREADABLE
 
 log = logging.getLogger(__name__)
 
@@ -317,7 +316,7 @@ class UcxTransport:
             try:
                 self._take(peer, connection)
             except (
-                StreamError, AuthenticationError, ExchangeError, msgspec.MsgspecError
+                StreamError, AuthenticationError, ExchangeError, *UNREADABLE
             ) as exc:  # fmt: skip
                 connection.cut(exc)
         if connection.lost:

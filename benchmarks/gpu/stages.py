@@ -1,0 +1,42 @@
+"""The stages, in the order of what is worth most when a run breaks off."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TOTAL_S = 440
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A process of its own, so that a failure costs only itself."""
+
+    name: str
+    function: str
+    """In a module beside this one, as `module:function`."""
+    seconds: int
+    """It is killed when they are over."""
+
+
+STAGES = {
+    1: Stage("imports and compiles", "first:imports_and_compiles", 60),
+    2: Stage("ceilings", "first:ceilings_of_the_machine", 20),
+    3: Stage("kernels beside float64", "kernel_stages:beside_float64", 25),
+    4: Stage("tests of the kernels", "kernel_stages:tests_of_kernels", 80),
+    5: Stage("graphs, sleep and wake", "engine_stages:graphs_and_sleep", 25),
+    6: Stage("steps of an 8B shape", "kernel_stages:steps_of_8b", 70),
+    7: Stage("kernels beside torch", "kernel_stages:beside_torch", 60),
+    8: Stage("a whole engine", "engine_stages:whole_engine", 35),
+    9: Stage("block copies", "engine_stages:block_copies", 15),
+    10: Stage("experts and adapters", "engine_stages:experts_and_adapters", 25),
+    11: Stage("prefill and decode on one GPU", "engine_stages:hand_off", 25),
+}
+
+
+def chosen(text: str) -> list[int]:
+    """Numbers of stages from `3,6`; all for nothing. Raises `SystemExit` for one that is none."""
+    numbers = [part.strip() for part in text.split(",") if part.strip()]
+    unknown = [number for number in numbers if number not in map(str, STAGES)]
+    if unknown:
+        raise SystemExit(f"no stage {', '.join(unknown)}: STAGES takes numbers 1 to {len(STAGES)}")
+    return [int(number) for number in numbers] or list(STAGES)

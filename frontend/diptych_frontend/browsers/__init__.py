@@ -1,0 +1,1 @@
+"""What browsers may send here, for which sites."""

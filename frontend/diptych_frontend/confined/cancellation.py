@@ -1,0 +1,64 @@
+"""How who waits for work tells the thread that does it, and the process that helps, to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from threading import Lock
+
+
+class WorkCancelledError(Exception):
+    """Nobody waits for this work any longer."""
+
+
+class Cancellation:
+    """Ends one piece of work. `cancel` may be called from any thread, and at any time."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._cancelled = False
+        self._end: Callable[[], None] | None = None
+
+    def cancel(self) -> None:
+        """End what is being done; what the work would do next is not begun."""
+        with self._lock:
+            self._cancelled = True
+            if self._end is not None:
+                self._end()
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+    @contextmanager
+    def ending_by(self, end: Callable[[], None]) -> Iterator[None]:
+        """While this lasts, `end` is how to end the work. Raises `WorkCancelledError` if it was
+        cancelled before."""
+        with self._lock:
+            if self._cancelled:
+                raise WorkCancelledError
+            self._end = end
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._end = None
+
+
+_current: ContextVar[Cancellation | None] = ContextVar("cancellation", default=None)
+
+
+def current_cancellation() -> Cancellation:
+    """The one of this thread's work; one that nobody can cancel, if none was set."""
+    return _current.get() or Cancellation()
+
+
+@contextmanager
+def cancelled_by(cancellation: Cancellation) -> Iterator[None]:
+    """What this thread does meanwhile is ended by `cancellation`."""
+    token = _current.set(cancellation)
+    try:
+        yield
+    finally:
+        _current.reset(token)

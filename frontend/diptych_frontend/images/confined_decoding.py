@@ -1,0 +1,74 @@
+"""Decodes an image and cuts it into tiles, in a process of its own: `python -m` of this module.
+
+Decoders are large programs in C for files that anybody can make.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from diptych_frontend.confined.child import Bounds, serve
+from diptych_frontend.confined.processes import ConfinedWork, WorkFailedError
+from diptych_frontend.images.decoding import MAX_IMAGE_BYTES, MAX_PIXELS, decoded
+from diptych_frontend.images.features import MAX_IMAGE_BYTES as MAX_TILE_BYTES
+from diptych_frontend.images.tiles import Tiles, cut
+from diptych_frontend.model_files.vision_config import VisionConfig
+from diptych_protocol import Array, InvalidRequestError
+
+BOUNDS: Final = Bounds(
+    memory_bytes=16 * MAX_PIXELS + (512 << 20),
+    seconds=20,
+    message_bytes=max(MAX_IMAGE_BYTES, MAX_TILE_BYTES) + (1 << 16),
+)
+"""An image of the most pixels is turned and converted: some four copies of four bytes a pixel."""
+
+
+class Asked(msgspec.Struct, array_like=True):
+    where: str
+    config: VisionConfig
+
+
+class Answered(msgspec.Struct, array_like=True):
+    refusal: str | None = None
+    shape: tuple[int, ...] = ()
+    rows: int = 0
+    columns: int = 0
+
+
+_work: Final = ConfinedWork("diptych_frontend.images.confined_decoding", BOUNDS)
+
+
+def tiles_of(encoded: bytes, where: str, config: VisionConfig) -> Tiles:
+    """The tiles of an image file.
+
+    Raises `InvalidRequestError`, naming `where`, for a file that cannot be decoded within bounds.
+    """
+    asked = msgspec.msgpack.encode(Asked(where, config))
+    try:
+        head, pixels = _work.ask(asked, encoded)
+    except WorkFailedError as exc:
+        raise InvalidRequestError(
+            f"{where} is an image that cannot be prepared: {exc}; send another", param=where
+        ) from exc
+    answer = msgspec.msgpack.decode(head, type=Answered)
+    if answer.refusal is not None:
+        raise InvalidRequestError(answer.refusal, param=where)
+    return Tiles(Array("uint8", answer.shape, memoryview(pixels)), answer.rows, answer.columns)
+
+
+def _answer(head: bytearray, encoded: bytearray) -> tuple[bytes, memoryview]:
+    asked = msgspec.msgpack.decode(head, type=Asked)
+    try:
+        tiles = cut(decoded(bytes(encoded), asked.where), asked.config)
+    except InvalidRequestError as exc:
+        return msgspec.msgpack.encode(Answered(str(exc))), memoryview(b"")
+    answer = Answered(None, tiles.pixels.shape, tiles.rows, tiles.columns)
+    return msgspec.msgpack.encode(answer), memoryview(tiles.pixels.data).cast("B")
+
+
+if __name__ == "__main__":
+    import PIL.Image  # noqa: F401 - loaded before the bounds are measured
+
+    serve(_answer, BOUNDS)

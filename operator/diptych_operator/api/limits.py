@@ -1,0 +1,235 @@
+"""What the administrator lets services ask for, where whoever writes a service may not do all.
+
+One table, `LIMITS`: the chart's ValidatingAdmissionPolicy is its CEL (`validations`), and the
+operator holds each service against its Python (`check_limits`), for clusters without such policies
+and for services that are older than the policy. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from diptych_operator.api.errors import SpecError
+
+
+class Allowed(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """The chart's `limits.allow`; `*` in a list stands for anything."""
+
+    host_paths: list[str] = []
+    """Folders of nodes, and what is below them, for volumes of podTemplates."""
+    cache_host_paths: list[str] = []
+    """For `spec.model.cache.hostPath`."""
+    images: list[str] = []
+    """Registries, folders of them, or images: without a slash at the end."""
+    service_accounts: list[str] = []
+    secrets: list[str] = []
+    """Secrets that podTemplates may name."""
+    capabilities: list[str] = []
+    credential_hosts: list[str] = []
+    """Where `spec.model.credentials` of an https:// model may be sent."""
+    fields: list[str] = []
+    """Paths as `Limit.path` has them, of fields that podTemplates may set to anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One field of a spec, and what it may hold without being listed."""
+
+    path: str
+    """Seen from the spec, or in a podTemplate from the pod's spec. `[]` stands for each entry."""
+    listed_in: str = "fields"
+    """The list of `Allowed` that may have the value; of `fields`, the path itself."""
+    always: tuple[Any, ...] = ()
+    """Values that need no listing."""
+    never: tuple[Any, ...] = ()
+    """If there are any, all others need no listing."""
+    after: tuple[str, ...] = ()
+    """What may follow a listed value, such as the slash behind a folder; none: nothing."""
+    scheme: str = ""
+    """Only values that begin so are looked at, without it."""
+    beside: str = ""
+    """Only where this field is given, too; seen from the spec."""
+    of_keys: bool = False
+    """The field is an object, whose fields' names are looked at."""
+
+
+_SAFE_VOLUMES: Final = (
+    "name", "configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "hostPath", "image",
+    "persistentVolumeClaim", "projected", "secret",
+)  # fmt: skip
+_REMOVABLE: Final = (
+    *(f"spec.securityContext.{name}" for name in ("runAsUser", "runAsGroup", "fsGroup")),
+    "spec.securityContext.fsGroupChangePolicy",
+    "spec.topologySpreadConstraints",
+)
+_IMAGE: Final = ("/", ":", "@")
+_SECCOMP: Final = ("RuntimeDefault", "Localhost")
+
+SPEC_LIMITS: Final = (
+    Limit("model.cache.hostPath", "cacheHostPaths"),
+    Limit("model.uri", "images", after=_IMAGE, scheme="oci://"),
+    Limit(
+        "model.uri", "credentialHosts", after=("/",), scheme="https://", beside="model.credentials"
+    ),
+    Limit("engine.image", "images", always=("",), after=_IMAGE),
+    Limit("prefill.engine.image", "images", always=("",), after=_IMAGE),
+    Limit("router.image", "images", always=("",), after=_IMAGE),
+    Limit("transfer.connectorImage", "images", always=("",), after=_IMAGE),
+    *(Limit(f"{role}.podTemplateRemove[]", always=_REMOVABLE)
+      for role in ("prefill", "decode", "router")),
+)  # fmt: skip
+POD_LIMITS: Final = (
+    *(Limit(name, always=(False,)) for name in ("hostNetwork", "hostPID", "hostIPC")),
+    Limit("automountServiceAccountToken", always=(False,)),
+    Limit("serviceAccountName", "serviceAccounts"),
+    Limit("serviceAccount", "serviceAccounts"),
+    Limit("securityContext.runAsUser", never=(0,)),
+    Limit("securityContext.runAsNonRoot", always=(True,)),
+    Limit("securityContext.seccompProfile.type", always=_SECCOMP),
+    Limit("securityContext.seLinuxOptions"),
+    Limit("securityContext.sysctls[]"),
+    Limit("volumes[]", always=_SAFE_VOLUMES, of_keys=True),
+    Limit("volumes[].hostPath.path", "hostPaths", after=("/",)),
+    Limit("volumes[].image.reference", "images", after=_IMAGE),
+    Limit("volumes[].secret.secretName", "secrets"),
+    Limit("volumes[].projected.sources[].secret.name", "secrets"),
+    Limit("volumes[].projected.sources[].serviceAccountToken"),
+)
+CONTAINER_LIMITS: Final = (
+    Limit("image", "images", after=_IMAGE),
+    Limit("env[].valueFrom.secretKeyRef.name", "secrets"),
+    Limit("envFrom[].secretRef.name", "secrets"),
+    Limit("ports[].hostPort", always=(0,)),
+    Limit("securityContext.privileged", always=(False,)),
+    Limit("securityContext.allowPrivilegeEscalation", always=(False,)),
+    Limit("securityContext.capabilities.add[]", "capabilities"),
+    Limit("securityContext.procMount", always=("Default",)),
+    Limit("securityContext.runAsUser", never=(0,)),
+    Limit("securityContext.runAsNonRoot", always=(True,)),
+    Limit("securityContext.seccompProfile.type", always=_SECCOMP),
+    Limit("securityContext.seLinuxOptions"),
+)
+_PODS: Final = tuple(f"{role}.podTemplate.spec." for role in ("prefill", "decode", "router"))
+_CONTAINERS: Final = tuple(
+    f"{pod}{kind}[]." for pod in _PODS for kind in ("containers", "initContainers")
+)
+LIMITS: Final = (
+    *((limit, ("",)) for limit in SPEC_LIMITS),
+    *((limit, _PODS) for limit in POD_LIMITS),
+    *((limit, _CONTAINERS) for limit in CONTAINER_LIMITS),
+)
+"""Each limit, and what stands before its path wherever it holds."""
+
+
+def _remedy(limit: Limit) -> str:
+    entry = f"{limit.path} " if limit.listed_in == "fields" else ""
+    return (
+        "is not allowed in this cluster; take another value, leave it out, or ask the "
+        f"administrator to list {entry}in the chart's value limits.allow.{limit.listed_in}"
+    )
+
+
+# --- in Python ------------------------------------------------------------------------------------
+
+
+def check_limits(spec: Mapping[str, Any], allowed: Allowed) -> None:
+    """Raise `SpecError` for the first field of a spec that is beyond its limit."""
+    lists: dict[str, list[str]] = msgspec.to_builtins(allowed)
+    for limit, places in LIMITS:
+        if limit.beside and not list(_values(spec, limit.beside)):
+            continue
+        for place in places:
+            for where, value in _values(spec, place + limit.path):
+                for each in value if limit.of_keys and isinstance(value, Mapping) else (value,):
+                    if not _within(limit, each, lists[limit.listed_in]):
+                        raise SpecError(f"spec.{where}", f"{each!r} {_remedy(limit)}")
+
+
+def _values(holder: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Each value that a path leads to, and its own path."""
+    step, _, rest = path.partition(".")
+    name = step.removesuffix("[]")
+    if not isinstance(holder, Mapping) or holder.get(name) is None:
+        return
+    found = holder[name]
+    entries = [(name, found)]
+    if step != name:
+        listed = found if isinstance(found, list) else []
+        entries = [(f"{name}[{i}]", entry) for i, entry in enumerate(listed)]
+    for where, value in entries:
+        if rest:
+            yield from ((f"{where}.{inner}", each) for inner, each in _values(value, rest))
+        else:
+            yield where, value
+
+
+def _within(limit: Limit, value: Any, listed: list[str]) -> bool:
+    if limit.listed_in == "fields":
+        free = value not in limit.never if limit.never else value in limit.always
+        return free or limit.path in listed or "*" in listed
+    if value in limit.always or not str(value).startswith(limit.scheme):
+        return True
+    rest = str(value).removeprefix(limit.scheme)
+    return any(
+        entry in ("*", rest) or rest.startswith(tuple(entry + mark for mark in limit.after))
+        for entry in listed
+    )
+
+
+# --- in CEL ---------------------------------------------------------------------------------------
+
+
+def validations() -> list[dict[str, str]]:
+    """The `validations` of a ValidatingAdmissionPolicy, in which each list of `Allowed` is a
+    variable of that name."""
+    found = []
+    for limit, places in LIMITS:
+        cel = " && ".join(_cel("object.spec", place + limit.path, limit, 0) for place in places)
+        if limit.beside:
+            holder, _, name = limit.beside.rpartition(".")
+            cel = f"!has(object.spec.{holder}.{name}) || {cel}"
+        shown = "podTemplate.spec " * (len(places) > 1) + limit.path
+        found.append({"expression": cel, "message": f"{shown}: {_remedy(limit)}"})
+    return found
+
+
+def _cel(holder: str, path: str, limit: Limit, depth: int) -> str:
+    step, _, rest = path.partition(".")
+    name = step.removesuffix("[]")
+    value = f"{holder}.{name}"
+    entry = f"v{depth}" if step != name else value
+    inner = _cel(entry, rest, limit, depth + 1) if rest else _cel_of_value(entry, limit)
+    if step != name:
+        inner = f"{value}.all({entry}, {inner})"
+    return f"(!has({value}) || {inner})"
+
+
+def _cel_of_value(value: str, limit: Limit) -> str:
+    if limit.of_keys:
+        return f"{value}.all(k, {_cel_of_one('k', limit)})"
+    return _cel_of_one(value, limit)
+
+
+def _cel_of_one(value: str, limit: Limit) -> str:
+    listed = f"variables.{limit.listed_in}"
+    if limit.listed_in == "fields":
+        free = f"!({value} in {_literal(limit.never)})"
+        if not limit.never:
+            free = f"{value} in {_literal(limit.always)}"
+        if not (limit.never or limit.always):
+            free = "false"
+        return f"({free} || '{limit.path}' in {listed} || '*' in {listed})"
+    others = [f"{value} in {_literal(limit.always)}"] if limit.always else []
+    if limit.scheme:
+        others.append(f"!{value}.startsWith('{limit.scheme}')")
+    follows = (f"{value}.startsWith('{limit.scheme}' + e + '{mark}')" for mark in limit.after)
+    match = " || ".join(("e == '*'", f"{value} == '{limit.scheme}' + e", *follows))
+    return f"({' || '.join([*others, f'{listed}.exists(e, {match})'])})"
+
+
+def _literal(values: tuple[Any, ...]) -> str:
+    return msgspec.json.encode(values).decode()

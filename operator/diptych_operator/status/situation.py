@@ -1,0 +1,77 @@
+"""What the conditions of a service are judged by, and what a judgement is. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from diptych_operator.api.service import InferenceService
+from diptych_operator.api.status import ConditionStatus, Status, TransferStatus
+from diptych_operator.counts import Counts
+from diptych_operator.plan import Step
+from diptych_operator.status.diagnose import Finding
+from diptych_operator.status.observed import Observed
+from diptych_operator.status.reasons import Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a condition is to say; when it began to is added by `build_status`."""
+
+    status: ConditionStatus
+    reason: Reason
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """All that conditions are judged by."""
+
+    service: InferenceService
+    observed: Observed
+    step: Step
+    previous: Status
+    target: str
+    desired: Counts
+    current: str
+    """The revision that last served at full size, as of now."""
+    transfer: TransferStatus
+    findings: Mapping[str, list[Finding]]
+    """By role, the worst first."""
+
+    @property
+    def serving(self) -> tuple[str, ...]:
+        """Revisions that may serve, the newest one first."""
+        serving = self.step.serving or self.observed.revisions()
+        return tuple(sorted(serving, key=lambda name: (name != self.target, name)))
+
+    @property
+    def blind(self) -> bool:
+        """The operator ran into something before it could look at the pods."""
+        found = self.observed.pods or self.observed.deployments
+        return bool(self.observed.problems) and not found
+
+    @property
+    def must_verify(self) -> bool:
+        return self.service.verification == "Required"
+
+    def wanted(self, role: str) -> int:
+        if self.service.spec.suspend:
+            return 0
+        return self.service.spec.router.replicas if role == "router" else self.desired.of(role)
+
+    def ready(self, role: str, revisions: Iterable[str] | None = None) -> int:
+        return ready_pods(self.observed, role, revisions)
+
+    def pair_ready(self, revision: str) -> bool:
+        return all(self.ready(role, (revision,)) for role in self.observed.pools(revision))
+
+
+def ready_pods(observed: Observed, role: str, revisions: Iterable[str] | None = None) -> int:
+    """Ready pods that are to stay, of the given revisions or of any."""
+    chosen = None if revisions is None else set(revisions)
+    return sum(
+        pod.ready and not pod.terminating and (chosen is None or pod.revision in chosen)
+        for pod in observed.pods
+        if pod.role == role
+    )

@@ -1,0 +1,231 @@
+"""What no administrator has listed is refused alike, by the policy's CEL and by the operator."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+import pytest
+from celpy.adapter import json_to_cel
+from cluster_kit.crds import ENVIRONMENT, inference_service
+from cluster_kit.reconciling import Store, one_pass
+
+from diptych_operator.api.errors import SpecError
+from diptych_operator.api.limits import LIMITS, Allowed, check_limits, validations
+
+PROGRAMS = [
+    (ENVIRONMENT.program(ENVIRONMENT.compile(rule["expression"])), rule["message"])
+    for rule in validations()
+]
+Listed = dict[str, list[str]]
+DEFAULT: Listed = {"images": ["*"], "cacheHostPaths": ["/var/lib/diptych/models"]}
+
+
+def by_policy(spec: dict[str, Any], listed: Listed, about: str = "") -> list[str]:
+    """The messages of the policy's validations that the spec breaks, of those that have the words
+    `about` in their message: each takes milliseconds."""
+    lists = {**msgspec.to_builtins(Allowed()), **listed}
+    known = {"object": json_to_cel({"spec": spec}), "variables": json_to_cel(lists)}
+    return [message for program, message in PROGRAMS
+            if about in message and not program.evaluate(known)]  # fmt: skip
+
+
+def by_operator(spec: dict[str, Any], listed: Listed) -> SpecError | None:
+    try:
+        check_limits(spec, msgspec.convert(listed, Allowed))
+    except SpecError as exc:
+        return exc
+    return None
+
+
+def pod(**fields: Any) -> dict[str, Any]:
+    return {"decode": {"podTemplate": {"spec": fields}}}
+
+
+def container(**fields: Any) -> dict[str, Any]:
+    return pod(containers=[{"name": "side", **fields}])
+
+
+def volume(**source: Any) -> dict[str, Any]:
+    return pod(volumes=[{"name": "v", **source}])
+
+
+def fetched(uri: str) -> dict[str, Any]:
+    return {"model": {"uri": uri, "credentials": {"secretName": "token"}}}
+
+
+def image(**parts: Any) -> dict[str, Any]:
+    return {"model": {"uri": "dummy://"}, **parts}
+
+
+POD = "spec.decode.podTemplate.spec"
+SIDE = f"{POD}.containers[0]"
+REFUSED: list[tuple[dict[str, Any], str, Listed]] = [
+    # What is asked for, the field that is named, and what the administrator lists to allow it.
+    (pod(hostNetwork=True), f"{POD}.hostNetwork", {"fields": ["hostNetwork"]}),
+    (pod(hostPID=True), f"{POD}.hostPID", {"fields": ["hostPID"]}),
+    (pod(hostIPC=True), f"{POD}.hostIPC", {"fields": ["hostIPC"]}),
+    (pod(automountServiceAccountToken=True), f"{POD}.automountServiceAccountToken",
+     {"fields": ["automountServiceAccountToken"]}),
+    (pod(serviceAccountName="admin"), f"{POD}.serviceAccountName", {"serviceAccounts": ["admin"]}),
+    (pod(serviceAccount="admin"), f"{POD}.serviceAccount", {"serviceAccounts": ["admin"]}),
+    (pod(securityContext={"runAsUser": 0}), f"{POD}.securityContext.runAsUser",
+     {"fields": ["securityContext.runAsUser"]}),
+    (pod(securityContext={"runAsNonRoot": False}), f"{POD}.securityContext.runAsNonRoot",
+     {"fields": ["securityContext.runAsNonRoot"]}),
+    (pod(securityContext={"seccompProfile": {"type": "Unconfined"}}),
+     f"{POD}.securityContext.seccompProfile.type",
+     {"fields": ["securityContext.seccompProfile.type"]}),
+    (pod(securityContext={"seLinuxOptions": {"type": "spc_t"}}),
+     f"{POD}.securityContext.seLinuxOptions", {"fields": ["securityContext.seLinuxOptions"]}),
+    (pod(securityContext={"sysctls": [{"name": "a", "value": "1"}]}),
+     f"{POD}.securityContext.sysctls[0]", {"fields": ["securityContext.sysctls[]"]}),
+    (volume(nfs={"server": "a", "path": "/"}), f"{POD}.volumes[0]", {"fields": ["volumes[]"]}),
+    (volume(hostPath={"path": "/"}), f"{POD}.volumes[0].hostPath.path", {"hostPaths": ["/"]}),
+    (volume(hostPath={"path": "/data/x"}), f"{POD}.volumes[0].hostPath.path",
+     {"hostPaths": ["/data"]}),
+    (volume(secret={"secretName": "a"}), f"{POD}.volumes[0].secret.secretName",
+     {"secrets": ["a"]}),
+    (volume(projected={"sources": [{"secret": {"name": "a"}}]}),
+     f"{POD}.volumes[0].projected.sources[0].secret.name", {"secrets": ["a"]}),
+    (volume(projected={"sources": [{"serviceAccountToken": {"path": "t"}}]}),
+     f"{POD}.volumes[0].projected.sources[0].serviceAccountToken",
+     {"fields": ["volumes[].projected.sources[].serviceAccountToken"]}),
+    (container(env=[{"name": "A", "valueFrom": {"secretKeyRef": {"name": "a", "key": "k"}}}]),
+     f"{SIDE}.env[0].valueFrom.secretKeyRef.name", {"secrets": ["a"]}),
+    (container(envFrom=[{"secretRef": {"name": "a"}}]), f"{SIDE}.envFrom[0].secretRef.name",
+     {"secrets": ["a"]}),
+    (container(ports=[{"hostPort": 80}]), f"{SIDE}.ports[0].hostPort",
+     {"fields": ["ports[].hostPort"]}),
+    (container(securityContext={"privileged": True}), f"{SIDE}.securityContext.privileged",
+     {"fields": ["securityContext.privileged"]}),
+    (container(securityContext={"allowPrivilegeEscalation": True}),
+     f"{SIDE}.securityContext.allowPrivilegeEscalation",
+     {"fields": ["securityContext.allowPrivilegeEscalation"]}),
+    (container(securityContext={"capabilities": {"add": ["SYS_ADMIN"]}}),
+     f"{SIDE}.securityContext.capabilities.add[0]", {"capabilities": ["SYS_ADMIN"]}),
+    (container(securityContext={"procMount": "Unmasked"}), f"{SIDE}.securityContext.procMount",
+     {"fields": ["securityContext.procMount"]}),
+    (container(securityContext={"runAsUser": 0}), f"{SIDE}.securityContext.runAsUser",
+     {"fields": ["securityContext.runAsUser"]}),
+    (container(securityContext={"runAsNonRoot": False}), f"{SIDE}.securityContext.runAsNonRoot",
+     {"fields": ["securityContext.runAsNonRoot"]}),
+    (container(securityContext={"seccompProfile": {"type": "Unconfined"}}),
+     f"{SIDE}.securityContext.seccompProfile.type",
+     {"fields": ["securityContext.seccompProfile.type"]}),
+    (container(securityContext={"seLinuxOptions": {}}), f"{SIDE}.securityContext.seLinuxOptions",
+     {"fields": ["securityContext.seLinuxOptions"]}),
+    ({"router": {"podTemplateRemove": ["spec.securityContext"]}},
+     "spec.router.podTemplateRemove[0]", {"fields": ["router.podTemplateRemove[]"]}),
+    ({"prefill": {"podTemplateRemove": ["spec.securityContext.runAsNonRoot"]}},
+     "spec.prefill.podTemplateRemove[0]", {"fields": ["prefill.podTemplateRemove[]"]}),
+    ({"decode": {"podTemplateRemove": ["spec.containers[engine].securityContext"]}},
+     "spec.decode.podTemplateRemove[0]", {"fields": ["decode.podTemplateRemove[]"]}),
+    (fetched("https://evil.example/a.gguf"), "spec.model.uri",
+     {"credentialHosts": ["evil.example"]}),
+    ({"model": {"uri": "hf://a/b", "cache": {"hostPath": "/etc"}}}, "spec.model.cache.hostPath",
+     {"cacheHostPaths": ["/etc"]}),
+]  # fmt: skip
+
+
+def with_model(spec: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = inference_service(spec)["spec"]
+    return found
+
+
+@pytest.mark.parametrize(("spec", "field", "listed"), REFUSED, ids=[row[1] for row in REFUSED])
+def test_what_is_not_listed_is_refused_by_both_and_what_is_listed_by_none(
+    spec: dict[str, Any], field: str, listed: Listed
+) -> None:
+    spec = with_model(spec)
+    refusal = by_operator(spec, DEFAULT)
+    assert refusal is not None
+    assert refusal.field == field
+    (message,) = by_policy(spec, DEFAULT)
+    (name,) = listed
+    for words in (str(refusal), message):
+        assert f"limits.allow.{name}" in words
+    for lists in (DEFAULT | listed, DEFAULT | {name: ["*"]}):
+        assert by_operator(spec, lists) is None
+        assert by_policy(spec, lists, message) == []
+
+
+IMAGES = [
+    image(engine={"image": "evil.example/a:1"}), image(router={"image": "evil.example/a"}),
+    image(prefill={"engine": {"image": "evil.example/a:1"}}),
+    image(transfer={"connectorImage": "evil.example/a@sha256:0"}),
+    {"model": {"uri": "oci://evil.example/a@sha256:0"}},
+    container(image="evil.example/a:1"), volume(image={"reference": "evil.example/a:1"}),
+    pod(initContainers=[{"name": "i", "image": "evil.example/a:1"}]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", IMAGES, ids=str)
+def test_images_come_from_what_is_listed(spec: dict[str, Any]) -> None:
+    spec = with_model(spec)
+    for lists in (["good.example"], ["evil.exampl"], ["evil.example/a/b"], []):
+        assert by_operator(spec, {"images": lists}) is not None
+        assert len(by_policy(spec, {"images": lists}, "allow.images")) == 1
+    for lists in (["evil.example"], ["evil.example/a"], ["good.example", "*"]):
+        assert by_operator(spec, {"images": lists}) is None
+        assert by_policy(spec, {"images": lists}, "allow.images") == []
+
+
+FREE = [
+    {},
+    pod(nodeSelector={"gpu": "yes"}, tolerations=[{"operator": "Exists"}], hostNetwork=False),
+    pod(securityContext={"runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}}),
+    volume(persistentVolumeClaim={"claimName": "m"}),
+    volume(emptyDir={}),
+    container(image="any/image", env=[{"name": "A", "value": "1"}], ports=[{"containerPort": 1}]),
+    {"decode": {"podTemplateRemove": ["spec.securityContext.runAsUser"]}},
+    fetched("hf://a/b"),
+    fetched("s3://a/b"),
+    {"model": {"uri": "https://any.example/a.gguf"}},
+    {"model": {"uri": "hf://a/b", "cache": {"hostPath": "/var/lib/diptych/models"}}},
+]
+
+
+@pytest.mark.parametrize("spec", FREE, ids=str)
+def test_the_usual_needs_no_listing(spec: dict[str, Any]) -> None:
+    spec = with_model(spec)
+    assert by_operator(spec, DEFAULT) is None
+    assert by_policy(spec, DEFAULT) == []
+
+
+def test_a_folder_beside_a_listed_one_is_not_listed() -> None:
+    for path in ("/database", "/dat", "/"):
+        spec = with_model(volume(hostPath={"path": path}))
+        assert by_operator(spec, {"hostPaths": ["/data"]}) is not None
+        assert len(by_policy(spec, {"hostPaths": ["/data"]}, "allow.hostPaths")) == 1
+
+
+def test_each_limit_is_tried_here() -> None:
+    refusals = [by_operator(with_model(spec), DEFAULT) for spec, *_ in REFUSED]
+    refusals += [by_operator(with_model(spec), {}) for spec in IMAGES]
+    tried = {re.sub(r"[0-9]+", "", refusal.field) for refusal in refusals if refusal is not None}
+    assert [limit for limit, _ in LIMITS if not any(t.endswith(limit.path) for t in tried)] == []
+    assert len(PROGRAMS) == len(LIMITS)
+
+
+async def test_an_operator_makes_no_pods_beyond_the_limits_and_says_so() -> None:
+    store, allowed = Store(), Allowed(images=["*"])
+    store.spec = container(securityContext={"privileged": True})
+    await one_pass(store, allowed)
+    assert store.deployments() == []
+    degraded = store.condition("Degraded")
+    assert degraded["reason"] == "SpecInvalid"
+    assert f"{SIDE}.securityContext.privileged: True is not allowed" in degraded["message"]
+    await one_pass(store)
+    assert store.deployments(), "an operator without limits makes them"
+
+
+async def test_a_service_beyond_the_limits_can_be_stopped() -> None:
+    store = Store()
+    store.spec = container(image="side:1", securityContext={"privileged": True})
+    await one_pass(store)
+    assert {found["spec"]["replicas"] for found in store.deployments()} == {1}
+    store.spec |= {"suspend": True}
+    await one_pass(store, Allowed())
+    assert {found["spec"]["replicas"] for found in store.deployments()} == {0}

@@ -1,0 +1,85 @@
+"""A service that is made anew owns what an earlier one of its name left, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+from cluster_kit.reconciling import SECRETS, Object, Store, one_pass
+
+from diptych_operator.api.names import REVISION_LABEL, SERVICE_LABEL
+
+EXTERNAL = {"autoscaling": {"by": "External", "minReplicas": 1, "maxReplicas": 8}}
+OTHER = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "theirs", "uid": "o1"}
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store()
+
+
+def children(store: Store) -> dict[str, Object]:
+    """All that a service owns, Secrets too."""
+    foreign = ("Event", "InferenceService")
+    return {path: obj for path, obj in store.objects.items() if obj["kind"] not in foreign}
+
+
+def owners(store: Store) -> dict[str, list[str]]:
+    return {
+        path: [owner["uid"] for owner in obj["metadata"].get("ownerReferences", [])]
+        for path, obj in children(store).items()
+    }
+
+
+def leave_orphans(store: Store) -> None:
+    """As `kubectl delete --cascade=orphan` does; then somebody makes the service anew."""
+    for obj in children(store).values():
+        del obj["metadata"]["ownerReferences"]
+    store.objects = children(store)
+    store.uid = "u2"
+
+
+async def test_orphans_are_adopted_with_their_keys_and_older_revisions(store: Store) -> None:
+    await one_pass(store)
+    before = owners(store)
+    (secret,) = store.names("secrets")
+    keys = store.objects[f"{SECRETS}/{secret}"]["data"]
+    (first,) = {d["metadata"]["labels"].get(REVISION_LABEL, "") for d in store.deployments()} - {""}
+    leave_orphans(store)
+    store.spec = {"engine": {"blockSize": 32}}
+    await one_pass(store)
+    assert set(before) < set(children(store)), "a new revision stands beside the old one"
+    assert set(map(tuple, owners(store).values())) == {("u2",)}
+    assert store.objects[f"{SECRETS}/{secret}"]["data"] == keys
+    assert first in {d["metadata"]["labels"].get(REVISION_LABEL) for d in store.deployments()}
+    assert store.condition("Degraded")["reason"] != "ObjectNotOurs"
+
+
+async def test_a_pool_scaler_that_was_left_keeps_the_size_that_it_asks_for(store: Store) -> None:
+    store.spec = {"prefill": EXTERNAL}
+    await one_pass(store)
+    (path,) = (p for p, obj in store.objects.items() if obj["kind"] == "PoolScaler")
+    store.objects[path]["spec"] = {"replicas": 5}
+    leave_orphans(store)
+    await one_pass(store)
+    assert owners(store)[path] == ["u2"]
+    assert store.objects[path]["spec"] == {"replicas": 5}
+
+
+@pytest.mark.parametrize("kind", ["Deployment", "Secret", "Service"])
+@pytest.mark.parametrize("mark", ["owned", "of another service", "on its way out"])
+async def test_what_another_owns_or_we_have_not_labelled_is_reported(
+    store: Store, kind: str, mark: str
+) -> None:
+    await one_pass(store)
+    leave_orphans(store)
+    path, alien = next((p, obj) for p, obj in store.objects.items() if obj["kind"] == kind)
+    meta = alien["metadata"]
+    if mark == "owned":
+        meta["ownerReferences"] = [OTHER]
+    elif mark == "of another service":
+        meta["labels"][SERVICE_LABEL] = "another"
+    else:
+        meta["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    found = owners(store)[path]
+    await one_pass(store)
+    assert owners(store)[path] == found
+    assert store.condition("Degraded")["reason"] == "ObjectNotOurs"
