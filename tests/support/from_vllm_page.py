@@ -16,7 +16,7 @@ from diptych_engine.as_vllm import MODULES
 from diptych_frontend.core_client.engine_args import OUR_NAMES, EngineArgs
 from diptych_frontend.core_client.foreign_options import Foreign, foreign_fields
 from diptych_frontend.v0.params import SamplingParams
-from diptych_protocol import EngineConfig, EngineCoreRequest
+from diptych_protocol import EngineCoreRequest
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-vllm.md"
 
@@ -86,10 +86,9 @@ def _imports() -> Iterator[str]:
 
 
 def _arguments() -> Iterator[str]:
-    own = sorted(set(EngineConfig.__struct_fields__))
     yield (
         "## Arguments of an engine\n\n"
-        f"The {len(own)} [arguments](arguments.md) of `EngineArgs` work, four of them also as "
+        "The [arguments](arguments.md) of `EngineArgs` work, four of them also as "
         f"{', '.join(f'`{name}`' for name in OUR_NAMES)}. These are only understood. Any other is "
         "a `TypeError`.\n"
     )

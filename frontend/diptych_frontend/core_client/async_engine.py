@@ -86,7 +86,6 @@ class AsyncEngine(EngineClient):
         self._tracer: RequestTracer | None = None
         self._dead: EngineDeadError | None = None
         self._closed = False
-        self._home_loop: asyncio.AbstractEventLoop | None = None
         self._facts: dict[str, dict[str, Any]] = {}
         """Internal request id -> what the response headers tell about it."""
 
@@ -441,21 +440,8 @@ class AsyncEngine(EngineClient):
     def _check_usable(self) -> None:
         if self._closed:
             raise ClientClosedError("this engine client was shut down")
-        self._keep_to_loop()
         if self._dead is not None:
             raise self._dead
-
-    def _keep_to_loop(self) -> None:
-        """Sockets and tasks are of the loop in which they were made. Raises `ClientClosedError` in
-        any other one."""
-        loop = asyncio._get_running_loop()
-        if self._home_loop is None:
-            self._home_loop = loop
-        elif loop is not self._home_loop and loop is not None:
-            raise ClientClosedError(
-                "this engine client belongs to the event loop that used it first, as of an earlier "
-                "asyncio.run; do all in one asyncio.run, or make an engine in each"
-            )
 
     def _die(self, cause: EngineDeadError) -> None:
         """Record the first cause of death and wake everybody who waits."""

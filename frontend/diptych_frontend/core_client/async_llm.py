@@ -24,6 +24,7 @@ from diptych_frontend.text.output_processor import OutputProcessor
 from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_protocol import (
     AnyControlCall,
+    ClientClosedError,
     EngineConfig,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -112,6 +113,7 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
             max_open_requests=_most_open(vllm_config, vllm_config.data_parallel_size),
         )
         self._client_index = client_index
+        self._home_loop: asyncio.AbstractEventLoop | None = None
         self._log_requests = log_requests
         self.log_stats = log_stats
         self.logger_manager = None
@@ -231,6 +233,22 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
         """Begin to take outputs from the cores; the first request does it."""
         self._keep_to_loop()
         self._cores.open()
+
+    def _check_usable(self) -> None:
+        super()._check_usable()
+        self._keep_to_loop()
+
+    def _keep_to_loop(self) -> None:
+        """Sockets and tasks are of the loop in which they were made. Raises `ClientClosedError` in
+        any other one."""
+        loop = asyncio._get_running_loop()
+        if self._home_loop is None:
+            self._home_loop = loop
+        elif loop is not self._home_loop and loop is not None:
+            raise ClientClosedError(
+                "this engine client belongs to the event loop that used it first, as of an earlier "
+                "asyncio.run; do all in one asyncio.run, or make an engine in each"
+            )
 
     async def died(self) -> EngineDeadError:
         """Wait for the end of a core, and return its cause."""
