@@ -26,6 +26,12 @@ def salted(cache_salt: str | None) -> str | None:
     return None if cache_salt is None else "salt:" + cache_salt
 
 
+def salt_of_tenant(tenant: str, cache_salt: str | None) -> str:
+    """The salt of a request whose blocks only requests of the same tenant may find. No other tenant
+    has it, whatever salt he asks for."""
+    return json.dumps([tenant, cache_salt])
+
+
 def adapted(cache_salt: str | None, name: str, digest: str) -> str:
     """The identity of a sequence that an adapter of this name and content computes."""
     return "lora:" + json.dumps([cache_salt, name, digest])

@@ -549,6 +549,13 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     ] = Batches()
     allowed_hosts: HostNames = []
     allowed_origins: Origins = []
+    cache_per_key: Annotated[
+        bool,
+        Meta(
+            description="What requests leave in the caches of engines serves requests of the same "
+            "API key only."
+        ),
+    ] = False
 
     def check(self) -> None:
         """Raise `InvalidRequestError`, naming the field, unless every value is in range."""

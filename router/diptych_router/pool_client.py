@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from diptych_frontend.core_client.async_engine import AsyncEngine
 from diptych_frontend.core_client.client import NotConnectedError
 from diptych_frontend.text.input_processor import InputProcessor
@@ -31,6 +33,7 @@ from diptych_protocol import (
     UtilityError,
     WithoutControl,
 )
+from diptych_protocol.block_hashes import salt_of_tenant
 from diptych_router.actions import (
     Abort,
     Action,
@@ -99,6 +102,7 @@ class PoolClient(AsyncEngine, WithoutControl):
         )
         self._model_limit = inputs.max_model_len
         self._runtime, self._lacks = config.runtime, lacking(FEATURES[config.runtime])
+        self._cache_per_key = config.cache_per_key
         self.table = RequestTable(
             self.pools,
             hold_seconds=config.hold_seconds,
@@ -172,6 +176,9 @@ class PoolClient(AsyncEngine, WithoutControl):
     def _submit(self, request: EngineCoreRequest, leader: str | None = None) -> None:
         if self._lacks:
             check_features(self._runtime, self._lacks, request)
+        if self._cache_per_key and request.tenant:
+            salt = salt_of_tenant(request.tenant, request.cache_salt)
+            request = msgspec.structs.replace(request, cache_salt=salt)
         if self.router_tracer is not None:
             self.router_tracer.begin(request)
         now = self._loop.time()

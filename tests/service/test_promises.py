@@ -21,7 +21,9 @@ from diptych_protocol import (
     SamplingParams,
     Slo,
     TenantOverloadedError,
+    TextPrompt,
 )
+from diptych_protocol.block_hashes import salt_of_tenant
 from diptych_router.pool_client import PoolClient
 from diptych_router.report import router_report
 from diptych_router.slo.metrics import PromiseCollector
@@ -64,6 +66,31 @@ async def until_rates_are_known(client: PoolClient) -> None:
         while not all(link.row["told_steps"] for link in client.pools.of("decode")):
             await generate(client, "One more.", max_tokens=2)
             await client.refresh_stats()
+
+
+async def cached_tokens(client: PoolClient, prompt: str, tenant: str, salt: str = "") -> int | None:
+    """Tokens of a prompt that an engine remembered for a key."""
+    params = SamplingParams(max_tokens=1, output_kind=RequestOutputKind.FINAL_ONLY)
+    asked: TextPrompt = {"prompt": prompt}
+    if salt:
+        asked["cache_salt"] = salt
+    async for output in client.generate(asked, params, "asked", tenant=tenant):
+        return output.num_cached_tokens
+    raise AssertionError("no answer")
+
+
+@pytest.mark.parametrize("kept_apart", [False, True])
+async def test_a_key_finds_what_another_has_left_unless_caches_are_kept_apart(
+    engine: tuple[AsyncLLM, str], smollm2: str, keys_dir: Path, kept_apart: bool
+) -> None:
+    prompt = f"A secret of alice, {kept_apart}: " + "word " * 100
+    async with alone(smollm2, keys_dir, engine[1], cache_per_key=kept_apart) as client:
+        await all_usable(client, 1)
+        assert not await cached_tokens(client, prompt, "alice")
+        assert bool(await cached_tokens(client, prompt, "bob")) is not kept_apart
+        assert await cached_tokens(client, prompt, "alice")
+        forged = salt_of_tenant("alice", None)
+        assert not await cached_tokens(client, prompt, "bob", forged), "a salt opens nothing"
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ class ApiAccess:
                 raise BadInputError(f"--tls: {exc}") from exc
         router = replace(
             service.spec.router,
-            api_keys=ApiKeysOfSecret(KEYS_NAME) if self.has_keys else None,
+            api_keys=self._keys_of(service) if self.has_keys else None,
             tls=Tls(TLS_NAME) if self.tls is not None else None,
             ui=True,
             batches=service.spec.router.batches or Batches(size=BATCHES_SIZE),
@@ -97,6 +97,10 @@ class ApiAccess:
         )
         self._check_names(router)
         return replace(service, spec=replace(service.spec, router=router))
+
+    def _keys_of(self, service: InferenceService) -> ApiKeysOfSecret:
+        asked = service.spec.router.api_keys or ApiKeysOfSecret(KEYS_NAME)
+        return replace(asked, secret_name=KEYS_NAME)
 
     @staticmethod
     def _check_names(router: Router) -> None:

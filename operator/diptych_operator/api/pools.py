@@ -284,6 +284,14 @@ class ApiKeys(SpecPart, frozen=True):
             "Routers follow its changes without a restart.",
         ),
     ]
+    cache_per_key: Annotated[
+        bool,
+        Meta(
+            description="What the requests of a key leave in the caches of engines serves requests "
+            "of this key only, so that nobody learns from times or cached_tokens what others have "
+            "asked. A beginning that several keys have in common is computed for each of them."
+        ),
+    ] = False
 
 
 class Tls(SpecPart, frozen=True):

@@ -87,6 +87,7 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
         ui=service.spec.router.ui,
         allowed_hosts=_host_names(service),
         allowed_origins=service.spec.router.allowed_origins,
+        cache_per_key=_cache_per_key(service),
         batches=_batches(service),
         drain_seconds=service.spec.availability.drain_seconds,
         lora_modules=service.spec.engine.lora_modules,
@@ -103,6 +104,11 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
             config, connector=service.connector, lease_seconds=service.lease_seconds
         )
     return config
+
+
+def _cache_per_key(service: InferenceService) -> bool:
+    keys = service.spec.router.api_keys
+    return keys is not None and keys.cache_per_key
 
 
 def _host_names(service: InferenceService) -> list[str]:

@@ -241,6 +241,23 @@ def test_routers_have_a_page_only_if_the_service_asks_for_it(
     assert revision(shown) == revision(service({})), "no engine pod is replaced for it"
 
 
+@pytest.mark.parametrize(
+    ("said", "kept_apart"),
+    [
+        ({}, False),
+        ({"apiKeys": {"secretName": "clients"}}, False),
+        ({"apiKeys": {"secretName": "clients", "cachePerKey": True}}, True),
+    ],
+)
+def test_keys_share_no_caches_if_the_service_asks_for_it(
+    said: dict[str, Any], kept_apart: bool
+) -> None:
+    asking = service({"router": said})
+    text = by_kind(render(asking, SECRETS), "ConfigMap")["svc-router"]["data"]["router.json"]
+    assert msgspec.json.decode(text, type=RouterConfig).cache_per_key == kept_apart
+    assert revision(asking) == revision(service({})), "no engine pod is replaced for it"
+
+
 def test_routers_answer_under_their_own_names_and_those_that_the_service_allows() -> None:
     said = {"allowedHosts": ["llm.example.com"], "allowedOrigins": ["https://app.example.com"]}
     asking = service({"router": said})
