@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(
 
 BAD_TEMPLATES: dict[str, tuple[Object, str]] = {
     "an unknown field": ({"spec": {"hostNetworking": True}}, "hostNetworking"),
-    "a wrong type": ({"spec": {"hostNetwork": "perhaps"}}, "hostNetwork"),
+    "a wrong type": ({"spec": {"enableServiceLinks": "perhaps"}}, "enableServiceLinks"),
     "an impossible value": ({"spec": {"restartPolicy": "Never"}}, "restartPolicy"),
     "a label that must stay": (
         {"metadata": {"labels": {ROLE_LABEL: "prefill"}}},

@@ -34,7 +34,7 @@ class Store:
         self.pods_here: list[Object] = []
         self.annotations: dict[str, str] = {}
         self.uid = "u1"
-        """The service has it."""
+        """The uid of the service; another one after it was made anew."""
         self.spec: Object = {}
         self.serves_cluster = False
         """The operator is that of the cluster, and not of the namespace alone."""
