@@ -266,21 +266,25 @@ def test_variables_of_a_pod_template_reach_the_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("container", "message"),
+    ("container", "removed", "message"),
     [
-        ({"env": [{"name": "X", "valueFrom": {"secretKeyRef": {"name": "a", "key": "b"}}}]},
+        ({"env": [{"name": "X", "valueFrom": {"secretKeyRef": {"name": "a", "key": "b"}}}]}, [],
          "svc-prefill-0: env X: a laptop knows only fieldRef of"),
-        ({"command": None}, "svc-prefill-0: command is missing"),
-        ({"readinessProbe": {"httpGet": None, "exec": {"command": ["true"]}}},
+        ({}, ["command"], "svc-prefill-0: command is missing"),
+        ({"readinessProbe": {"exec": {"command": ["true"]}}}, ["readinessProbe.httpGet"],
          "svc-prefill-0: readinessProbe: a laptop knows only httpGet"),
     ],
 )  # fmt: skip
 def test_what_only_a_cluster_can_give_is_refused_in_words(
-    container: dict[str, Any], message: str
+    container: dict[str, Any], removed: list[str], message: str
 ) -> None:
-    template = {"spec": {"containers": [{"name": "engine", **container}]}}
+    pool = {
+        "replicas": 1,
+        "podTemplate": {"spec": {"containers": [{"name": "engine", **container}]}},
+        "podTemplateRemove": [f"spec.containers[engine].{path}" for path in removed],
+    }
     with pytest.raises(UnsupportedPodError, match=message):
-        pods(prefill={"replicas": 1, "podTemplate": template})
+        pods(prefill=pool)
 
 
 def test_an_engine_has_an_api_where_the_service_asks_for_one() -> None:
