@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
+from celpy.adapter import json_to_cel
 from cluster_kit.charts import (
     CHART,
     NAMESPACE,
@@ -24,6 +25,7 @@ from cluster_kit.charts import (
     of_kind,
     only,
 )
+from cluster_kit.crds import ENVIRONMENT
 from waits import PATIENCE_S
 
 from diptych_operator.api.crd import VERSION_ANNOTATION
@@ -199,6 +201,29 @@ def test_limits_are_the_operators_and_the_api_servers_where_it_has_policies(helm
     binding = only(rendered, "ValidatingAdmissionPolicyBinding")
     assert binding["spec"]["policyName"] == policy["metadata"]["name"]
     assert "matchResources" not in binding["spec"]
+
+
+NEW, OLD = {"engine": {"image": "a"}}, {"engine": {"image": "b"}}
+
+
+@pytest.mark.parametrize(
+    ("operation", "spec", "before", "judged"),
+    [("CREATE", NEW, None, True), ("UPDATE", NEW, OLD, True), ("UPDATE", NEW, NEW, False),
+     ("UPDATE", NEW | {"suspend": True}, NEW, False),
+     ("UPDATE", NEW, NEW | {"suspend": True}, True)],
+)  # fmt: skip
+def test_a_service_older_than_a_limit_can_be_stopped_annotated_and_deleted(
+    helm: Helm, operation: str, spec: Object, before: Object | None, judged: bool
+) -> None:
+    policy = only(helm.render({}, *POLICY), "ValidatingAdmissionPolicy")
+    known = {
+        "request": json_to_cel({"operation": operation}),
+        "object": json_to_cel({"spec": spec}),
+        "oldObject": json_to_cel({"spec": before} if before else None),
+    }
+    conditions = [each["expression"] for each in policy["spec"].get("matchConditions", ())]
+    programs = [ENVIRONMENT.program(ENVIRONMENT.compile(text)) for text in conditions]
+    assert all(program.evaluate(known) for program in programs) == judged
 
 
 @pytest.mark.parametrize(
