@@ -241,6 +241,11 @@ def test_there_is_no_policy_where_there_can_or_shall_be_none(
     assert any(each.startswith("--limits=") for each in told) == asked
 
 
+def test_values_of_an_older_chart_are_refused_with_the_remedy(helm: Helm) -> None:
+    """So they are with `helm upgrade --reuse-values`."""
+    assert "upgrade with --reset-then-reuse-values" in helm.refusal({"limits": None})
+
+
 def test_a_policy_of_some_namespaces_binds_those_only(helm: Helm) -> None:
     rendered = helm.render(MATRIX["namespaced"], *POLICY)
     (chosen,) = only(rendered, "ValidatingAdmissionPolicyBinding")["spec"]["matchResources"][
