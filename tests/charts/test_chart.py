@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
+from celpy.adapter import json_to_cel
 from cluster_kit.charts import (
     CHART,
     NAMESPACE,
@@ -24,6 +25,7 @@ from cluster_kit.charts import (
     of_kind,
     only,
 )
+from cluster_kit.crds import ENVIRONMENT
 from waits import PATIENCE_S
 
 from diptych_operator.api.crd import VERSION_ANNOTATION
@@ -201,6 +203,29 @@ def test_limits_are_the_operators_and_the_api_servers_where_it_has_policies(helm
     assert "matchResources" not in binding["spec"]
 
 
+NEW, OLD = {"engine": {"image": "a"}}, {"engine": {"image": "b"}}
+
+
+@pytest.mark.parametrize(
+    ("operation", "spec", "before", "judged"),
+    [("CREATE", NEW, None, True), ("UPDATE", NEW, OLD, True), ("UPDATE", NEW, NEW, False),
+     ("UPDATE", NEW | {"suspend": True}, NEW, False),
+     ("UPDATE", NEW, NEW | {"suspend": True}, True)],
+)  # fmt: skip
+def test_a_service_older_than_a_limit_can_be_stopped_annotated_and_deleted(
+    helm: Helm, operation: str, spec: Object, before: Object | None, judged: bool
+) -> None:
+    policy = only(helm.render({}, *POLICY), "ValidatingAdmissionPolicy")
+    known = {
+        "request": json_to_cel({"operation": operation}),
+        "object": json_to_cel({"spec": spec}),
+        "oldObject": json_to_cel({"spec": before} if before else None),
+    }
+    conditions = [each["expression"] for each in policy["spec"].get("matchConditions", ())]
+    programs = [ENVIRONMENT.program(ENVIRONMENT.compile(text)) for text in conditions]
+    assert all(program.evaluate(known) for program in programs) == judged
+
+
 @pytest.mark.parametrize(
     ("values", "arguments"),
     [({}, ()), ({"limits": {"admissionPolicy": False}}, POLICY),
@@ -214,6 +239,11 @@ def test_there_is_no_policy_where_there_can_or_shall_be_none(
     told = pods(rendered)[0]["containers"][0]["args"]
     asked = values.get("limits", {}).get("enabled", True)
     assert any(each.startswith("--limits=") for each in told) == asked
+
+
+def test_values_of_an_older_chart_are_refused_with_the_remedy(helm: Helm) -> None:
+    """So they are with `helm upgrade --reuse-values`."""
+    assert "upgrade with --reset-then-reuse-values" in helm.refusal({"limits": None})
 
 
 def test_a_policy_of_some_namespaces_binds_those_only(helm: Helm) -> None:

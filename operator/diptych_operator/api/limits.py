@@ -67,7 +67,16 @@ _REMOVABLE: Final = (
     "spec.topologySpreadConstraints",
 )
 _IMAGE: Final = ("/", ":", "@")
-_SECCOMP: Final = ("RuntimeDefault", "Localhost")
+_PROFILES: Final = ("RuntimeDefault", "Localhost")
+_NEVER_UNCONFINED: Final = (
+    Limit("securityContext.runAsUser", never=(0,)),
+    Limit("securityContext.runAsNonRoot", always=(True,)),
+    Limit("securityContext.seccompProfile.type", always=_PROFILES),
+    Limit("securityContext.appArmorProfile.type", always=_PROFILES),
+    Limit("securityContext.seLinuxOptions"),
+    Limit("securityContext.windowsOptions"),
+)
+"""What may stand at a pod and at a container."""
 
 SPEC_LIMITS: Final = (
     Limit("model.cache.hostPath", "cacheHostPaths"),
@@ -87,15 +96,13 @@ POD_LIMITS: Final = (
     Limit("automountServiceAccountToken", always=(False,)),
     Limit("serviceAccountName", "serviceAccounts"),
     Limit("serviceAccount", "serviceAccounts"),
-    Limit("securityContext.runAsUser", never=(0,)),
-    Limit("securityContext.runAsNonRoot", always=(True,)),
-    Limit("securityContext.seccompProfile.type", always=_SECCOMP),
-    Limit("securityContext.seLinuxOptions"),
+    *_NEVER_UNCONFINED,
     Limit("securityContext.sysctls[]"),
     Limit("volumes[]", always=_SAFE_VOLUMES, of_keys=True),
     Limit("volumes[].hostPath.path", "hostPaths", after=("/",)),
     Limit("volumes[].image.reference", "images", after=_IMAGE),
     Limit("volumes[].secret.secretName", "secrets"),
+    Limit("volumes[].csi.nodePublishSecretRef.name", "secrets"),
     Limit("volumes[].projected.sources[].secret.name", "secrets"),
     Limit("volumes[].projected.sources[].serviceAccountToken"),
 )
@@ -108,10 +115,7 @@ CONTAINER_LIMITS: Final = (
     Limit("securityContext.allowPrivilegeEscalation", always=(False,)),
     Limit("securityContext.capabilities.add[]", "capabilities"),
     Limit("securityContext.procMount", always=("Default",)),
-    Limit("securityContext.runAsUser", never=(0,)),
-    Limit("securityContext.runAsNonRoot", always=(True,)),
-    Limit("securityContext.seccompProfile.type", always=_SECCOMP),
-    Limit("securityContext.seLinuxOptions"),
+    *_NEVER_UNCONFINED,
 )
 _PODS: Final = tuple(f"{role}.podTemplate.spec." for role in ("prefill", "decode", "router"))
 _CONTAINERS: Final = tuple(

@@ -150,13 +150,14 @@ async def _acquire(
     told = ""
     while True:
         held: dict[LeaseName, Raw] = {}
-        words, created = "", False
+        words, unannounced = "", False
         for name in candidate.leases:
             try:
                 async with asyncio.timeout(RETRY_S):  # a late yes would be a Lease half run out
                     lease = await kube.get(*_API, *name)
+                    # One that was freed long ago counts for nothing with who serves the cluster.
+                    unannounced |= lease is None or not seen[name].version
                     if lease is None:
-                        created = True
                         held[name] = await kube.create(_lease(candidate, name, None))
                     elif seen[name].is_free(lease, candidate.identity, time.monotonic()):
                         held[name] = await kube.replace(_lease(candidate, name, lease))
@@ -174,7 +175,7 @@ async def _acquire(
         hindered(words)
         told = words
         if len(held) == len(candidate.leases):
-            if created:  # who serves the cluster has to see it first
+            if unannounced:  # who serves the cluster has to see first that we are here
                 await asyncio.sleep(RETRY_S)
             return held
         await asyncio.sleep(RETRY_S)

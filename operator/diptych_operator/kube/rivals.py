@@ -1,7 +1,8 @@
 """Namespaces that an operator of their own serves: one that serves the cluster leaves them alone.
 
 The operator of the cluster looks at a namespace's Lease before each pass, at most every `LOOK_S`;
-the other begins RETRY_S after it has created the Lease, and by then has been seen.
+the other begins RETRY_S after it has taken a Lease that it has not watched before, and by then has
+been seen.
 """
 
 from __future__ import annotations

@@ -8,11 +8,18 @@ from pathlib import Path
 import httpx
 import pytest
 from cluster_kit.operators import Operator
-from cluster_kit.reconciling import KEY, Object, Store, one_pass
+from cluster_kit.reconciling import KEY, Object, Store, one_pass, serving
 from cluster_kit.small_api import serving_api
 from waits import PATIENCE_S
 
-from diptych_operator.kube.leader import LEASE_NAME, RELEASE_ANNOTATION, leases_of
+from diptych_operator.kube.leader import (
+    LEASE_NAME,
+    RELEASE_ANNOTATION,
+    Candidate,
+    lead,
+    leases_of,
+)
+from diptych_operator.kube.rivals import LOOK_S
 
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/ns/leases"
 
@@ -135,6 +142,27 @@ async def test_without_such_a_lease_or_in_its_own_namespace_it_serves() -> None:
         await one_pass(store)
         assert store.deployments()
         assert "ServedByAnother" not in store.events()
+
+
+@pytest.mark.parametrize("left", [None, ""], ids=["created", "left by an uninstalled release"])
+async def test_an_operator_begins_when_that_of_the_cluster_has_seen_it(left: str | None) -> None:
+    store, path = Store(), f"{LEASES}/{LEASE_NAME}"
+    if left is not None:
+        store.objects[path] = lease(left)
+    begun = asyncio.Event()
+
+    async def work() -> None:
+        begun.set()
+
+    async with serving(store) as kube, asyncio.timeout(PATIENCE_S):
+        candidate = Candidate("own-0", "team/own", leases_of(["ns"]))
+        leading = asyncio.create_task(lead(kube, candidate, work, asyncio.Event(), lambda _: None))
+        while not store.objects.get(path, {}).get("spec", {}).get("holderIdentity"):
+            await asyncio.sleep(0.01)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(begun.wait(), LOOK_S)
+        await leading
+    assert begun.is_set()
 
 
 def test_leases_are_taken_in_one_order_and_one_stands_for_the_cluster() -> None:
