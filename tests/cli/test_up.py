@@ -367,7 +367,8 @@ def test_an_order_of_the_page_kills_an_engine_which_starts_again(
     order = f"{control['url']}/engines/small-decode-0/kill"
     token = {"authorization": f"Bearer {control['token']}"}
     with httpx.Client(timeout=PATIENCE_S) as http:
-        assert http.post(order, headers=token).status_code == 403
+        elsewhere = token | {"origin": "https://elsewhere.example"}
+        assert http.post(order, headers=elsewhere).status_code == 403
         assert http.post(order, headers={"origin": page}).status_code == 401
         assert up.pod("small-decode-0")["restarts"] == 0
         assert http.post(order, headers=token | {"origin": page}).status_code == 200

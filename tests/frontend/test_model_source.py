@@ -289,10 +289,10 @@ def test_only_a_gguf_model_has_a_tensor_table() -> None:
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("config.json", b'{"a":' * 5000, "nested too deeply"),
+        ("config.json", b'{"a":' * 5000, "is not a JSON object"),
         ("config.json", b'{"a":"\xff"}', "UTF-8|not a JSON object"),
-        ("tokenizer_config.json", b'{"a":' * 5000, "nested too deeply"),
-        ("chat_template.jinja", b"\xff", "UTF-8"),
+        ("tokenizer_config.json", b'{"a":' * 5000, "recursion depth"),
+        ("chat_template.jinja", b"\xff", "utf-8"),
     ],
 )
 def test_files_that_no_parser_gets_through_are_errors_of_the_model(

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import weakref
-from threading import BoundedSemaphore, Lock
+from threading import BoundedSemaphore, Lock, Thread
 from typing import Final
 
 from diptych_frontend.confined.cancellation import WorkCancelledError, current_cancellation
@@ -103,6 +103,8 @@ class _Process:
                 start_new_session=True,
             )
         self.pid = self._process.pid
+        # One that ends when it was idle for long is not left behind as a zombie.
+        Thread(target=self._process.wait, name="reaper", daemon=True).start()
 
     def is_there(self) -> bool:
         """Whether it still runs; what one that has ended held is given back."""

@@ -96,7 +96,7 @@ class EngineArgs(ForeignArgs, frozen=True, kw_only=True, forbid_unknown_fields=T
 def _loosely(text: str) -> Any:
     try:
         return msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return text
 
 

@@ -69,6 +69,8 @@ def encode_form(form: StructuredOutputsParams, field: str = "structured_outputs"
         raise _refuse("nested too deeply", field) from None
     except OverflowError:
         raise _refuse("an integer beyond 64 bits", field) from None
+    except UnicodeEncodeError:
+        raise _refuse("a lone surrogate, which is not a character", field) from None
     if len(encoded) > MAX_FORM_BYTES:
         reason = f"{len(encoded)} bytes, of which at most {MAX_FORM_BYTES} are accepted"
         raise _refuse(reason, field)

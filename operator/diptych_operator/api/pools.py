@@ -64,9 +64,9 @@ PodTemplateRemove = Annotated[
     ],
     Meta(
         max_length=32,
-        description="Fields of the rendered pod template that are left out, before the podTemplate "
-        "is merged: paths such as spec.securityContext.runAsUser. Entries of lists, and names with "
-        "dots, stand in brackets: spec.containers[engine].startupProbe.",
+        description="Fields of the rendered pod template to leave out before the podTemplate is "
+        "merged: paths such as spec.containers[engine].startupProbe. Entries of lists and dotted "
+        "names stand in brackets.",
     ),
 ]
 
@@ -287,9 +287,8 @@ class ApiKeys(SpecPart, frozen=True):
     cache_per_key: Annotated[
         bool,
         Meta(
-            description="What the requests of a key leave in the caches of engines serves requests "
-            "of this key only, so that nobody learns from times or cached_tokens what others have "
-            "asked. A beginning that several keys have in common is computed for each of them."
+            description="What a key's requests leave in engines' caches serves that key only: "
+            "nobody learns from times what others have asked."
         ),
     ] = False
 
