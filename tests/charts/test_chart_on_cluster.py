@@ -26,6 +26,8 @@ from cluster_kit.kube_tools import ToolUnavailable, find_tool
 from cluster_kit.old_clusters import chart_for
 from waits import PATIENCE_S, Deadline
 
+from diptych_operator.kube.leader import leases_of
+
 KUBECONFIG = os.environ.get("DIPTYCH_TEST_KUBECONFIG")
 pytestmark = pytest.mark.skipif(
     not KUBECONFIG, reason="DIPTYCH_TEST_KUBECONFIG names no cluster to install the chart into"
@@ -187,10 +189,11 @@ def test_the_operator_may_hold_its_own_lease_only(cluster: Cluster, scope: str) 
     values = NO_CRD | {"scope": scope, "namespaces": namespaces}
     cluster.release("install", str(cluster.chart), values=values)
     user, lease = operator(cluster), "leases.coordination.k8s.io"
-    assert cluster.allows(user, "create", lease, cluster.system)
-    assert cluster.allows(user, "update", lease, cluster.system, ACCOUNT)
-    assert not cluster.allows(user, "update", lease, cluster.system, "another")
-    assert not cluster.allows(user, "create", lease, cluster.team_a)
+    [(place, name)] = leases_of(namespaces)
+    assert cluster.allows(user, "create", lease, place)
+    assert cluster.allows(user, "update", lease, place, name)
+    assert not cluster.allows(user, "update", lease, place, "another")
+    assert not cluster.allows(user, "create", lease, cluster.team_b)
 
 
 def test_a_namespaced_operator_sees_its_namespaces_only(cluster: Cluster) -> None:
