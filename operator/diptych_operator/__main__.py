@@ -25,7 +25,7 @@ from diptych_operator.api.service import API_VERSION, KIND
 from diptych_operator.kube.client import Kube
 from diptych_operator.kube.cluster import Cluster, read_cluster
 from diptych_operator.kube.leader import Candidate, lead, leases_of
-from diptych_operator.kube.liveness import Liveness
+from diptych_operator.kube.liveness import WatchLiveness
 from diptych_operator.kube.rivals import Rivals
 from diptych_operator.kube.watch import Indexed, ServiceKey, registry, settings, watched_paths
 from diptych_operator.kube.work_queue import WorkQueue
@@ -72,7 +72,7 @@ class Leader:
         self, kube: Kube, metrics: OperatorMetrics, args: argparse.Namespace, stop: asyncio.Event
     ) -> None:
         self._kube, self._metrics, self._args, self._stop = kube, metrics, args, stop
-        self._alive = Liveness()
+        self._alive = WatchLiveness()
         self._queue: WorkQueue[ServiceKey] | None = None
         metrics.watch_gauge(
             "queue_length",

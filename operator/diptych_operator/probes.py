@@ -21,7 +21,7 @@ async def serve_probes(
     faults: Callable[[], Sequence[str]],
     unready: Callable[[], Sequence[str]],
 ) -> AsyncIterator[None]:
-    """Serve /metrics, /healthz and /readyz while the context lasts; see `Liveness` for the two.
+    """Serve /metrics, /healthz and /readyz while the context lasts (`WatchLiveness`).
 
     Replicas that stand by are ready: they are what makes fail-over quick.
     """

@@ -17,14 +17,14 @@ from diptych_frontend.confined.cancellation import (
     WorkCancelledError,
     cancelled_by,
 )
-from diptych_frontend.confined.child import Bounds
+from diptych_frontend.confined.child import WorkBounds
 from diptych_frontend.confined.processes import ConfinedWork, WorkFailedError
 from diptych_protocol import EngineOverloadedError
 
-BOUNDS = Bounds(memory_bytes=64 << 20, seconds=2, message_bytes=1 << 20)
+BOUNDS = WorkBounds(memory_bytes=64 << 20, seconds=2, message_bytes=1 << 20)
 MODULE = f"""
 import os, pathlib, sys, time
-from diptych_frontend.confined.child import Bounds, serve
+from diptych_frontend.confined.child import WorkBounds, serve
 
 def work(head, body):
     match bytes(head):
@@ -121,7 +121,7 @@ def test_who_cancels_ends_the_work_and_what_would_come_next(tmp_path: Path) -> N
     (tmp_path / "strange_work.py").write_text(MODULE.replace("seconds=2", "seconds=600"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(tmp_path))
-        work = ConfinedWork("strange_work", Bounds(64 << 20, 600, 1 << 20))
+        work = ConfinedWork("strange_work", WorkBounds(64 << 20, 600, 1 << 20))
         cancellation, endings = Cancellation(), list[str]()
 
         def wanted() -> None:
@@ -156,7 +156,7 @@ def test_a_process_ends_with_an_owner_that_is_killed(
             "-c",
             f"""
 import pathlib, signal
-from diptych_frontend.confined.child import Bounds
+from diptych_frontend.confined.child import WorkBounds
 from diptych_frontend.confined.processes import ConfinedWork
 work = ConfinedWork("strange_work", {BOUNDS!r})
 work.ask(b"{what}", {str(path).encode()!r})

@@ -171,6 +171,19 @@ def test_an_image_is_upright_and_without_transparency(seeing: TextRenderer) -> N
     assert decoding.decoded(encoded(clear), "x").mode == "RGB"
 
 
+@pytest.mark.parametrize("mode", ["I;16", "I"])
+def test_grey_of_sixteen_bits_keeps_its_shades(mode: str) -> None:
+    shades = [0, 256, 16_384, 32_768, 49_152, 65_535]
+    image = Image.fromarray(np.array([shades], np.uint16 if mode == "I;16" else np.int32))
+    assert image.mode == mode
+    given = decoding.as_given(image, "x").content
+    assert isinstance(given, Image.Image)
+    buffer = io.BytesIO()
+    Image.fromarray(np.array([shades], np.uint16)).save(buffer, "PNG")
+    for rgb in (decoding.decoded(buffer.getvalue(), "x"), given):
+        assert [rgb.getpixel((x, 0)) for x in range(6)] == [(s >> 8,) * 3 for s in shades]
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ OUT_OF_MEMORY: Final = 77
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class WorkBounds:
     """What one piece of work may take."""
 
     memory_bytes: int
@@ -30,7 +30,9 @@ class Bounds:
     """A question has at most so many, and so has an answer."""
 
 
-def serve(work: Callable[[bytearray, bytearray], tuple[bytes, memoryview]], bounds: Bounds) -> None:
+def serve(
+    work: Callable[[bytearray, bytearray], tuple[bytes, memoryview]], bounds: WorkBounds
+) -> None:
     """Answer what comes over standard input, a socket, until its other end is closed.
 
     A piece of work that exceeds its bounds ends the process: whoever asked sees by its exit status

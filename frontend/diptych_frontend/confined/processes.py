@@ -13,7 +13,7 @@ from threading import BoundedSemaphore, Lock, Thread
 from typing import Final
 
 from diptych_frontend.confined.cancellation import WorkCancelledError, current_cancellation
-from diptych_frontend.confined.child import OUT_OF_MEMORY, Bounds
+from diptych_frontend.confined.child import OUT_OF_MEMORY, WorkBounds
 from diptych_frontend.confined.frames import ConnectionEndedError, receive_frame, send_frame
 from diptych_protocol import EngineOverloadedError
 
@@ -36,7 +36,7 @@ class ConfinedWork:
     """Work of one kind. Safe to use from several threads, each of which waits for its answer. Its
     processes end when nobody has this object any longer, and at the end of the program."""
 
-    def __init__(self, module: str, bounds: Bounds) -> None:
+    def __init__(self, module: str, bounds: WorkBounds) -> None:
         """module: `python -m` of it calls `serve` with the same bounds."""
         self._module = module
         self._bounds = bounds
@@ -113,7 +113,7 @@ class _Process:
         self._connection.close()
         return False
 
-    def ask(self, head: bytes, body: bytes, bounds: Bounds) -> tuple[bytearray, bytearray]:
+    def ask(self, head: bytes, body: bytes, bounds: WorkBounds) -> tuple[bytearray, bytearray]:
         """See `ConfinedWork.ask`. After an error the process is gone."""
         due = time.monotonic() + START_S + bounds.seconds
         cancellation = current_cancellation()
@@ -148,7 +148,7 @@ def _end_all(idle: list[_Process]) -> None:
         idle.pop().end(kill=True)
 
 
-def _failure(status: int, late: bool, bounds: Bounds) -> Exception:
+def _failure(status: int, late: bool, bounds: WorkBounds) -> Exception:
     """Why a process has ended with this exit status."""
     if late or status == -signal.SIGALRM:
         return WorkFailedError(f"it takes more than {bounds.seconds} seconds")

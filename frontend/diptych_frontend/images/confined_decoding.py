@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from diptych_frontend.confined.child import Bounds, serve
+from diptych_frontend.confined.child import WorkBounds, serve
 from diptych_frontend.confined.processes import ConfinedWork, WorkFailedError
 from diptych_frontend.images.decoding import MAX_IMAGE_BYTES, MAX_PIXELS, decoded
 from diptych_frontend.images.features import MAX_IMAGE_BYTES as MAX_TILE_BYTES
@@ -17,7 +17,7 @@ from diptych_frontend.images.tiles import Tiles, cut
 from diptych_frontend.model_files.vision_config import VisionConfig
 from diptych_protocol import Array, InvalidRequestError
 
-BOUNDS: Final = Bounds(
+BOUNDS: Final = WorkBounds(
     memory_bytes=16 * MAX_PIXELS + (512 << 20),
     seconds=20,
     message_bytes=max(MAX_IMAGE_BYTES, MAX_TILE_BYTES) + (1 << 16),

@@ -86,7 +86,7 @@ def decoded(encoded: bytes, where: str) -> Image:
 
     with _opened(encoded, where) as image:
         try:
-            return ImageOps.exif_transpose(image).convert("RGB")
+            return _in_rgb(ImageOps.exif_transpose(image))
         except MemoryError:
             raise  # whoever set the bound knows what it was
         except Exception as exc:
@@ -94,10 +94,21 @@ def decoded(encoded: bytes, where: str) -> Image:
             raise _unreadable(exc, where) from exc
 
 
+def _in_rgb(image: Image) -> Image:
+    """Eight bits for each colour. Pillow cuts grey of sixteen bits off at 255, which is white."""
+    if image.mode.startswith("I"):
+        import numpy as np
+        from PIL import Image
+
+        grey = np.asarray(image).clip(0, 0xFFFF) >> 8
+        return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
+    return image.convert("RGB")
+
+
 def _opened(encoded: bytes, where: str) -> Image:
     """The file with its header read and its size judged."""
     # Loaded with the first image: most servers never see one.
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     if len(encoded) > MAX_IMAGE_BYTES:
         raise InvalidRequestError(
@@ -105,6 +116,8 @@ def _opened(encoded: bytes, where: str) -> Image:
         )
     try:
         image = Image.open(io.BytesIO(encoded), formats=FORMATS)
+    except UnidentifiedImageError:  # it names an object of ours
+        raise _unreadable(ValueError("it is of no such format"), where) from None
     except Exception as exc:  # as in `decoded`
         raise _unreadable(exc, where) from exc
     check_size(image.size, where)
@@ -145,7 +158,7 @@ def as_given(image: Any, where: str) -> GivenImage:
     if isinstance(image, Image.Image):
         check_size(image.size, where)
         try:
-            return GivenImage(image.convert("RGB"), where)
+            return GivenImage(_in_rgb(image), where)
         except Exception as exc:  # it may be a file still that was not read
             raise _unreadable(exc, where) from exc
     raise InvalidRequestError(

@@ -24,6 +24,9 @@ seconds of a date and its offset have nine decimals."""
 _SAYS_WHICH: Final = ("additionalProperties", "patternProperties", "unevaluatedProperties")
 _KEPT_FOR_REFERENCES: Final = ("$defs", "definitions")
 _COMBINES: Final = ("$ref", "allOf", "anyOf", "oneOf")
+_ADDS: Final = ("minProperties", "if", "dependentSchemas", "dependencies", "dependentRequired")
+"""Keywords that ask for properties beside those that are named. They cannot be enforced, but
+closing the object would make what they ask for impossible."""
 
 
 def bounded(schema: Schema) -> Schema:
@@ -59,7 +62,7 @@ def _bounded(schema: Schema, met: set[int]) -> Schema:
 def _is_closed(schema: Schema) -> bool:
     """It names the properties that it wants."""
     properties = dict_at(schema, "properties")
-    says = any(key in schema for key in (*_SAYS_WHICH, "minProperties", *_COMBINES))
+    says = any(key in schema for key in (*_SAYS_WHICH, *_ADDS, *_COMBINES))
     required = list_at(schema, "required")
     return bool(properties) and not says and all(str(name) in properties for name in required)
 

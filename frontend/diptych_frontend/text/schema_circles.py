@@ -22,7 +22,7 @@ Ways = list[list[Part]]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SchemaPlace:
     schema: Schema
     types: frozenset[str]
     path: str
@@ -58,10 +58,10 @@ def endless_part(schema: object) -> str | None:
     return max(endless, key=len, default=None)
 
 
-def _explore(schema: Schema) -> tuple[dict[Part, Place], dict[Part, list[Ways]]]:
+def _explore(schema: Schema) -> tuple[dict[Part, SchemaPlace], dict[Part, list[Ways]]]:
     """All parts that a value of the schema may use, and the conditions of each."""
     references = References(schema)
-    root = Place(schema, ALL_TYPES, "#")
+    root = SchemaPlace(schema, ALL_TYPES, "#")
     places = {root.part: root}
     needs: dict[Part, list[Ways]] = {}
     queue = [root]
@@ -76,18 +76,18 @@ def _explore(schema: Schema) -> tuple[dict[Part, Place], dict[Part, list[Ways]]]
     return places, needs
 
 
-def _conditions(place: Place, references: References) -> tuple[list[Ways], list[Place]]:
+def _conditions(place: SchemaPlace, references: References) -> tuple[list[Ways], list[SchemaPlace]]:
     """What a value of one part needs, and the parts that it may use."""
     schema = place.schema
     if "enum" in schema or "const" in schema:
         return [], []
     types = place.types & _types(schema)
-    found: list[Place] = []
+    found: list[SchemaPlace] = []
 
     def use(value: object, path: str, allowed: frozenset[str]) -> list[Part]:
         if not isinstance(value, dict):
             return []  # True takes anything, and llguidance itself knows what False leaves.
-        used = Place(value, allowed, path if path[0] == "#" else f"{place.path}/{path}")
+        used = SchemaPlace(value, allowed, path if path[0] == "#" else f"{place.path}/{path}")
         found.append(used)
         return [used.part]
 

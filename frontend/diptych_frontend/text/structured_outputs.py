@@ -25,6 +25,7 @@ MAX_LEXER_STATES: Final = 50_000
 """Limit on the lexer states of one grammar. Each takes 1 to 2 kB, so this bounds the memory that
 the costliest grammar may hold."""
 MAX_REASON_CHARS: Final = 500
+LENIENT_HELPS: Final = 'json_schemas: "lenient" leaves out what cannot be enforced'
 REMEMBERED_VERDICTS: Final = 128
 WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{0,32}"
 """Pattern of the white space between the tokens of JSON. Every document can be written within this
@@ -55,9 +56,14 @@ def check_structured_outputs(form: StructuredOutputsParams, field: str = FIELD) 
     if field == FIELD:
         field = f"{FIELD}.{form.kind}"
     reason, not_enforced = _verdict(encode_form(form, field))
-    if reason:
-        raise _refuse(reason[:MAX_REASON_CHARS], field)
-    return not_enforced
+    if not reason:
+        return not_enforced
+    reason = reason[:MAX_REASON_CHARS]
+    if form.json is not None and not form.lenient:
+        looser = msgspec.structs.replace(form, lenient=True)
+        if not _verdict(encode_form(looser, field))[0]:
+            reason += f"; {LENIENT_HELPS}"
+    raise _refuse(reason, field)
 
 
 def encode_form(form: StructuredOutputsParams, field: str = "structured_outputs") -> bytes:

@@ -23,7 +23,7 @@ STANDSTILL_S: Final = 600.0
 
 
 @dataclass(slots=True)
-class Liveness:
+class WatchLiveness:
     """What was heard, and when. All times are of one clock that never goes back."""
 
     hindrance: str = "it has not looked at its Lease yet"
