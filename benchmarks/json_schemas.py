@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from diptych_frontend.text.structured_outputs import check_structured_outputs
+from diptych_frontend.text.structured_outputs import LENIENT_HELPS, check_structured_outputs
 from diptych_protocol import InvalidRequestError, StructuredOutputsParams
 
 WHEELS: Final = ("check-jsonschema", "validate-pyproject-schema-store")
@@ -53,7 +53,8 @@ def judge(schemas: Iterable[dict[str, Any]], *, lenient: bool) -> Tally:
         try:
             check_structured_outputs(form)
         except InvalidRequestError as refusal:
-            refused[str(refusal).partition(": ")[2].partition("\n")[0][:72]] += 1
+            reason = str(refusal).partition(": ")[2].removesuffix(f"; {LENIENT_HELPS}")
+            refused[reason.partition("\n")[0][:72]] += 1
         times.append((time.perf_counter() - started) * 1e3)
     return Tally(len(times) - refused.total(), refused, times)
 
@@ -65,7 +66,7 @@ def main() -> None:
     schemas = list(schemas_in(given or [CLIENTS / name for name in WHEELS]))
     if not schemas:
         parser.error(f'no schemas: `make clients CLIENTS="{" ".join(WHEELS)}"` fetches some')
-    for lenient in (False, True):
+    for lenient in (True, False):  # whoever is refused when exact was tried as lenient, too
         tally = judge(schemas, lenient=lenient)
         way = "lenient" if lenient else "exact"
         middle, longest = statistics.median(tally.ms), max(tally.ms)
