@@ -174,8 +174,11 @@ def experts_and_adapters(place: Place) -> None:
     mixture = dummy(place, REAL | EXPERTS, SMALL | FEW_EXPERTS)
     core = make_core(mixture, **options(place))
     try:
-        for what in ("first experts", "experts"):
+        made = [
             served(place, core, what, place.either(32, 2), temperature=0.0)
+            for what in ("experts, recorded", "experts, replayed")
+        ]
+        compare(place, "experts", *made)
     finally:
         core.close()
     with tempfile.TemporaryDirectory() as folder:
@@ -186,8 +189,8 @@ def experts_and_adapters(place: Place) -> None:
             asked = [core_request(f"plain {i}", [1 + i, 5, 9], max_tokens=4) for i in range(2)]
             lora = LoRARequest("a", 1, adapter)
             asked += [core_request("adapted", [1, 5, 9], max_tokens=4, lora_request=lora)]
-            made = run(core, *asked)
-            place.tell("adapters", answers=[answer(made[each.request_id]) for each in asked])
+            outputs = run(core, *asked)
+            place.tell("adapters", answers=[answer(outputs[each.request_id]) for each in asked])
         finally:
             core.close()
 

@@ -45,8 +45,8 @@ async def serve(place: Place, folder: Path) -> None:
         # The first of each size records graphs and compiles kernels.
         for users in place.either((1, 1, 16, 16, 64, 64), (1, 1)):
             place.tell("users", count=users, **await asked_by(place, router, users))
-        stats = await decode[0].refresh_stats()
-        place.tell("hand-off", blocks_received=stats.kv_transfer.blocks_received)
+        hinge = (await decode[0].refresh_stats()).kv_transfer
+        place.tell("hand-off", blocks_received=hinge.blocks_received if hinge else 0)
     finally:
         router.shutdown()
         prefill[0].shutdown()
