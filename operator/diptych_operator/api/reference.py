@@ -94,14 +94,14 @@ def _chapter(definition: dict[str, Any], prefix: str) -> Iterator[str]:
 
 
 def _sections(path: str, schema: dict[str, Any], told: dict[str, str]) -> Iterator[str]:
-    """One for each object, before those of the objects in it. Objects that are alike share the
-    section of the first of them: `told` has its path, by what is in it."""
+    """One for each object, before those of the objects in it. What is alike is told once: `told`
+    has the path of the section that has an object, or a rule, by what is in it."""
     fields = schema["properties"].items()
     required = schema.get("required", ())
     rows = [_row(path, name, field, name in required, told) for name, field in fields]
     # The rules of an object stand in its own section, those of a plain field beside it.
     plain = ((f"`{name}` ", field) for name, field in fields if not _is_object(field))
-    rules = [rule for place in (("", schema), *plain) for rule in _rules(*place)]
+    rules = [rule for place in (("", schema), *plain) for rule in _rules(*place, path, told)]
     yield f"## {path}\n"
     yield "\n".join([_TABLE_HEAD, *rows, ""])
     if rules:
@@ -158,8 +158,17 @@ def _type(schema: dict[str, Any]) -> str:
     return kind
 
 
-def _rules(subject: str, schema: dict[str, Any]) -> list[str]:
-    return [f"- {subject}{rule['message']}" for rule in schema.get("x-kubernetes-validations", ())]
+def _rules(subject: str, schema: dict[str, Any], path: str, told: dict[str, str]) -> list[str]:
+    messages = [rule["message"] for rule in schema.get("x-kubernetes-validations", ())]
+    sections = [told.setdefault(message, path) for message in messages]
+    where = f" for {subject.strip()}" if subject else ""
+    return [
+        *(f"- {subject}{m}" for m, at in zip(messages, sections, strict=True) if at == path),
+        *(
+            f"- rules of [`{other}`](#{_anchor(other)}) hold{where}, too"
+            for other in sorted({*sections} - {path})
+        ),
+    ]
 
 
 def _column(column: dict[str, Any]) -> str:
