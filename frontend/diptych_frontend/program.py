@@ -11,7 +11,7 @@ import uvloop
 
 from diptych_frontend.observability.logs import setup_logging
 from diptych_protocol import UNREADABLE, DiptychError, InvalidRequestError
-from diptych_protocol.struct_types import resolve_struct_types
+from diptych_protocol.threads import resolve_struct_types
 
 
 def run_program(name: str, main: Coroutine[Any, Any, None]) -> None:

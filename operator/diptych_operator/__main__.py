@@ -34,7 +34,7 @@ from diptych_operator.probes import serve_probes
 from diptych_operator.reconcile import Reconciler
 from diptych_operator.routers import Routers
 from diptych_protocol import DiptychError
-from diptych_protocol.struct_types import resolve_struct_types
+from diptych_protocol.threads import resolve_struct_types
 
 log = logging.getLogger("diptych_operator")
 

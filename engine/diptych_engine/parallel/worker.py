@@ -37,7 +37,7 @@ from diptych_engine.parallel.steps import (
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.observability.logs import setup_logging
 from diptych_protocol import EngineConfig, InvalidRequestError
-from diptych_protocol.struct_types import resolve_struct_types
+from diptych_protocol.threads import resolve_struct_types
 
 log = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from diptych_protocol import (
     EngineConfig,
     InvalidRequestError,
 )
-from diptych_protocol.struct_types import resolve_struct_types
+from diptych_protocol.threads import resolve_struct_types
 
 log = logging.getLogger(__name__)
 
