@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 
@@ -31,7 +32,9 @@ def resolve_struct_types() -> None:
     meanwhile sees half a description: the process ends with a segmentation fault.
     """
     for struct in _subclasses(msgspec.Struct):
-        msgspec.json.Decoder(struct)
+        # One that cannot be decoded, for what it holds never leaves its process, never is.
+        with contextlib.suppress(TypeError, NameError):
+            msgspec.json.Decoder(struct)
 
 
 def _subclasses(of: type) -> Iterator[type]:

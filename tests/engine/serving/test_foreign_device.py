@@ -253,6 +253,32 @@ def test_kv_crosses_from_and_to_it(
         both.close()
 
 
+@pytest.mark.filterwarnings("ignore:divide by zero")
+def test_kv_of_8_bit_floats_crosses_as_it_is(
+    model: str, asked: list[Question], foreign: pytest.MonkeyPatch
+) -> None:
+    """The answer is that of one engine with such a cache, whose blocks have a quarter of float32's
+    bytes."""
+    both = Engines(model)
+    try:
+        prefill, decode = (
+            both.adopt(
+                Owner(
+                    model=model, engine_id=role, kv_transfer=HINGE, kv_cache_dtype="fp8", **OPTIONS
+                )
+            )
+            for role in ("giver", "taker")
+        )
+        runner: Any = decode.core.runner
+        assert runner.kv_cache.dtype is torch.float8_e4m3fn
+        assert runner.kv_cache[0].nbytes == runner.block_bytes == runner.kv_cache[0].numel()
+        prompt = asked[0].prompt
+        alone = both.alone(prefill, prompt, max_tokens=ANSWER_TOKENS)
+        assert both.pass_on(prefill, decode, prompt, max_tokens=ANSWER_TOKENS) == alone
+    finally:
+        both.close()
+
+
 def counting(counts: Counter[str], name: str, function: Callable[..., None]) -> Callable[..., None]:
     """The same function; its calls are counted."""
 
