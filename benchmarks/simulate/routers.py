@@ -1,8 +1,8 @@
 """Policies of the router side by side on the same traces, and beside the router of NVIDIA Dynamo.
 
 `python -m benchmarks.simulate routers` writes benchmarks/results/routing.{md,json,png}. What it
-means stands in docs/performance.md. The engines cost what those of Dynamo's simulator cost
-(`mocker.py`), so its own reports can be set beside ours: `--peer DIRECTORY` reads them.
+means stands in benchmarks/results/findings.md. The engines cost what those of Dynamo's simulator
+cost (`mocker.py`), so its own reports can be set beside ours: `--peer DIRECTORY` reads them.
 """
 
 from __future__ import annotations

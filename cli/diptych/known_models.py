@@ -1,7 +1,7 @@
 """Models that have a short name: where they are, and what pins them. Pure.
 
 Each is pinned to a commit of its repository, and a single file also to its checksum, so a name
-means the same bytes on every machine. docs/decisions/0082 says how the commits were found.
+means the same bytes on every machine. docs/decisions/0008 says how the commits were found.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The commands and the YAML of docs/vllm-gpu.md are what chart, CRD and operator take."""
+"""The commands and the YAML for GPUs in docs/vllm.md are what chart, CRD and operator take."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from diptych_protocol import CurveKeys
 from diptych_protocol.admin import CanaryReport, EngineReport, RouterReport
 
 Object = dict[str, Any]
-PAGE = (ROOT / "docs/vllm-gpu.md").read_text()
+_, _, REST = (ROOT / "docs/vllm.md").read_text().partition("\n## GPUs, step by step\n")
+PAGE = REST.partition("\n## ")[0]
 EXAMPLE = service_of(ROOT / "examples/vllm-gpu.yaml")
 SERVICE, NAMESPACE = EXAMPLE["metadata"]["name"], "llm"
 REVISION, WHEN = "3f9a1c07", "2026-11-21T07:00:00Z"
@@ -184,8 +185,7 @@ def test_the_commands_name_what_there_is() -> None:
 
 
 def test_the_reasons_and_conditions_in_the_table_of_troubles_are_the_operators() -> None:
-    _, _, rest = PAGE.partition("## When it does not work")
-    table = rest.partition("\n## ")[0]
+    _, _, table = PAGE.partition("### When it does not work")
     named = set(re.findall(r"^\| `([A-Z][A-Za-z]+)`", table, re.MULTILINE))
     assert len(named) > 5
     assert named <= {reason.value for reason in Reason}

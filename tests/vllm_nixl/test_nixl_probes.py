@@ -1,8 +1,8 @@
 """What vLLM's NixlConnector does with references that are not good, and when peers or clients fail.
 
-These tests demand nothing: they record what was seen with real servers. docs/vllm-nixl.md has the
-table, and what our router does about each row. A test that fails after an upgrade of vLLM or NIXL
-says that a row of the table is no longer true.
+These tests demand nothing: they record what was seen with real servers. The table, with what our
+router does about each row, is in benchmarks/results/vllm_nixl.md. A test that fails after an
+upgrade of vLLM or NIXL says that a row of the table is no longer true.
 """
 
 from __future__ import annotations

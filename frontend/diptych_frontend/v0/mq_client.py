@@ -1,7 +1,7 @@
 """MQLLMEngineClient: a client of a core that somebody else has started, as vLLM's V0 had it.
 
 Its names, and its behaviour in failure, are that client's; its wire is that of `AsyncLLM`, without
-pickle. See docs/decisions/0018-v0-client-on-the-v1-wire.md and 0053.
+pickle. See docs/decisions/0053-v0-names-in-one-room.md.
 """
 
 from __future__ import annotations

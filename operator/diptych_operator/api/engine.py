@@ -39,7 +39,7 @@ else:
                 Meta(
                     description="The program that engines run. diptych: our own, in two pools. "
                     "vllm: `vllm serve`, from an image of vLLM, in one pool or two "
-                    "(docs/vllm-pods.md); of the fields below it has image, args, "
+                    "(docs/vllm.md); of the fields below it has image, args, "
                     "tensorParallelSize, reasoningParser, toolCallParser, jsonSchemas and "
                     "otlpTracesEndpoint."
                 ),

@@ -81,8 +81,9 @@ def _chapter(definition: dict[str, Any], prefix: str) -> Iterator[str]:
     """The sections of one kind; the prefix tells its headings from those of others."""
     version, facts = _version(definition), _facts(definition)
     properties = version["schema"]["openAPIV3Schema"]["properties"]
+    told: dict[str, str] = {}
     for part in ("spec", "status"):
-        yield from _sections(f"{prefix}{part}", properties[part])
+        yield from _sections(f"{prefix}{part}", properties[part], told)
     if scale := version["subresources"].get("scale"):
         yield _SCALE.format(kind=facts["kind"], **scale)
     columns = version["additionalPrinterColumns"]
@@ -92,30 +93,39 @@ def _chapter(definition: dict[str, Any], prefix: str) -> Iterator[str]:
     yield text + (_WIDE if any(column["priority"] for column in columns) else "")
 
 
-def _sections(path: str, schema: dict[str, Any]) -> Iterator[str]:
-    """One for each object, before those of the objects in it."""
+def _sections(path: str, schema: dict[str, Any], told: dict[str, str]) -> Iterator[str]:
+    """One for each object, before those of the objects in it. What is alike is told once: `told`
+    has the path of the section that has an object, or a rule, by what is in it."""
     fields = schema["properties"].items()
     required = schema.get("required", ())
-    rows = [_row(path, name, field, name in required) for name, field in fields]
+    rows = [_row(path, name, field, name in required, told) for name, field in fields]
     # The rules of an object stand in its own section, those of a plain field beside it.
-    plain = ((f"{path}.{name}", field) for name, field in fields if not _is_object(field))
-    rules = [rule for place in ((path, schema), *plain) for rule in _rules(*place)]
+    plain = ((f"`{name}` ", field) for name, field in fields if not _is_object(field))
+    rules = [rule for place in (("", schema), *plain) for rule in _rules(*place, path, told)]
     yield f"## {path}\n"
-    yield f"{schema['description']}\n"
     yield "\n".join([_TABLE_HEAD, *rows, ""])
     if rules:
         yield "\n".join(["Rules:", "", *rules, ""])
     for name, field in fields:
-        if _is_object(field):
+        if _is_object(field) and told[_content(field)] == f"{path}.{name}":
             mark = "[]" if "items" in field else ""
-            yield from _sections(f"{path}.{name}{mark}", field.get("items", field))
+            yield from _sections(f"{path}.{name}{mark}", field.get("items", field), told)
 
 
-def _row(path: str, name: str, schema: dict[str, Any], required: bool) -> str:
+def _content(schema: dict[str, Any]) -> str:
+    """What is in an object, whatever it is for."""
+    without = {key: value for key, value in schema.items() if key != "description"}
+    return json.dumps(without, sort_keys=True)
+
+
+def _row(path: str, name: str, schema: dict[str, Any], required: bool, told: dict[str, str]) -> str:
     default = "required" if required else ""
     if "default" in schema and "properties" not in schema:
         default = f"`{json.dumps(schema['default'])}`"
-    shown = f"[`{name}`](#{_anchor(f'{path}.{name}')})" if _is_object(schema) else f"`{name}`"
+    shown = f"`{name}`"
+    if _is_object(schema):
+        section = told.setdefault(_content(schema), f"{path}.{name}")
+        shown = f"[`{name}`](#{_anchor(section)})"
     cells = (shown, _type(schema), default, schema["description"])
     return f"| {' | '.join(cell.replace('|', _PIPE) for cell in cells)} |"
 
@@ -148,8 +158,17 @@ def _type(schema: dict[str, Any]) -> str:
     return kind
 
 
-def _rules(path: str, schema: dict[str, Any]) -> list[str]:
-    return [f"- `{path}`: {rule['message']}" for rule in schema.get("x-kubernetes-validations", ())]
+def _rules(subject: str, schema: dict[str, Any], path: str, told: dict[str, str]) -> list[str]:
+    messages = [rule["message"] for rule in schema.get("x-kubernetes-validations", ())]
+    sections = [told.setdefault(message, path) for message in messages]
+    where = f" for {subject.strip()}" if subject else ""
+    return [
+        *(f"- {subject}{m}" for m, at in zip(messages, sections, strict=True) if at == path),
+        *(
+            f"- rules of [`{other}`](#{_anchor(other)}) hold{where}, too"
+            for other in sorted({*sections} - {path})
+        ),
+    ]
 
 
 def _column(column: dict[str, Any]) -> str:

@@ -68,9 +68,7 @@ CEL_CALLS: dict[str, Release] = {
 OLDEST = (1, OLDEST_MINOR)
 
 
-@pytest.mark.parametrize(
-    "path", ["docs/install.md", "docs/vllm-gpu.md", "charts/diptych/README.md"]
-)
+@pytest.mark.parametrize("path", ["docs/install.md", "docs/vllm.md", "charts/diptych/README.md"])
 def test_documents_ask_for_the_kubernetes_that_the_chart_asks_for(path: str) -> None:
     assert re.findall(r"Kubernetes 1\.(\d+) or later", (ROOT / path).read_text()) == [
         str(OLDEST_MINOR)
