@@ -104,6 +104,13 @@ POSSIBLE: list[dict[str, Any]] = [
 ]
 
 
+def test_what_llguidance_cannot_compile_is_refused_in_one_line() -> None:
+    form = StructuredOutputsParams(grammar='start: a::0\na::_: "x" a::set_bit(0)')
+    with pytest.raises(InvalidRequestError, match="assertion failed") as refusal:
+        check_structured_outputs(form)
+    assert "\n" not in str(refusal.value)
+
+
 @pytest.mark.parametrize("form", POSSIBLE, ids=str)
 def test_a_form_that_something_has_is_taken(form: dict[str, Any]) -> None:
     check_structured_outputs(StructuredOutputsParams(**form))
