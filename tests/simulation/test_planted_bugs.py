@@ -273,8 +273,12 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-SLOW = {decode_that_believes_anybody}
-"""Those that take hundreds of schedules to find."""
+SLOW = {
+    decode_that_believes_anybody,
+    engines_that_do_not_look_whether_they_fit,
+    lease_whose_reader_is_never_cut_off,
+}
+"""Those that take most schedules to find."""
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -14,12 +15,17 @@ from cluster_kit.reconciling import Store, one_pass
 from diptych_operator.api.errors import SpecError
 from diptych_operator.api.limits import LIMITS, Allowed, check_limits, validations
 
-PROGRAMS = [
-    (ENVIRONMENT.program(ENVIRONMENT.compile(rule["expression"])), rule["message"])
-    for rule in validations()
-]
 Listed = dict[str, list[str]]
 DEFAULT: Listed = {"images": ["*"], "cacheHostPaths": ["/var/lib/diptych/models"]}
+
+
+@cache
+def programs() -> list[tuple[Any, str]]:
+    """The policy's validations, compiled, and their messages."""
+    return [
+        (ENVIRONMENT.program(ENVIRONMENT.compile(rule["expression"])), rule["message"])
+        for rule in validations()
+    ]
 
 
 def by_policy(spec: dict[str, Any], listed: Listed, about: str = "") -> list[str]:
@@ -27,7 +33,7 @@ def by_policy(spec: dict[str, Any], listed: Listed, about: str = "") -> list[str
     `about` in their message: each takes milliseconds."""
     lists = {**msgspec.to_builtins(Allowed()), **listed}
     known = {"object": json_to_cel({"spec": spec}), "variables": json_to_cel(lists)}
-    return [message for program, message in PROGRAMS
+    return [message for program, message in programs()
             if about in message and not program.evaluate(known)]  # fmt: skip
 
 
@@ -254,7 +260,7 @@ def test_each_limit_is_tried_here() -> None:
     refusals += [by_operator(with_model(spec), {}) for spec in IMAGES]
     tried = {re.sub(r"[0-9]+", "", refusal.field) for refusal in refusals if refusal is not None}
     assert [limit for limit, _ in LIMITS if not any(t.endswith(limit.path) for t in tried)] == []
-    assert len(PROGRAMS) == len(LIMITS)
+    assert len(programs()) == len(LIMITS)
 
 
 async def test_an_operator_makes_no_pods_beyond_the_limits_and_says_so() -> None:

@@ -18,19 +18,29 @@ from diptych_protocol.wire import ErrorKind
 from diptych_router.health.patience import LEAST_S
 from diptych_router.placing import tenant_places
 
-
-@given(st.integers(0, 2**32 - 1))
-@settings(max_examples=300)
-def test_the_invariants_hold_whatever_happens(seed: int) -> None:
-    play(seed, [""])
+HISTORIES = pytest.mark.parametrize("histories", [80, pytest.param(1000, marks=pytest.mark.slow)])
 
 
-@given(st.integers(0, 2**32 - 1))
-@settings(max_examples=150)
-def test_the_invariants_hold_for_several_tenants(seed: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tenant_places, "MAX_PLACED", 2)
-        play(seed, ["a", "a", "a", "b", "c"])
+@HISTORIES
+def test_the_invariants_hold_whatever_happens(histories: int) -> None:
+    play_many(histories, [""])
+
+
+@HISTORIES
+def test_the_invariants_hold_for_several_tenants(
+    histories: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tenant_places, "MAX_PLACED", 2)
+    play_many(histories, ["a", "a", "a", "b", "c"])
+
+
+def play_many(histories: int, tenants: list[str]) -> None:
+    @settings(max_examples=histories)
+    @given(st.integers(0, 2**32 - 1))
+    def holds(seed: int) -> None:
+        play(seed, tenants)
+
+    holds()
 
 
 def play(seed: int, tenants: list[str]) -> None:
