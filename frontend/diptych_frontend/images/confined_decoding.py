@@ -21,6 +21,7 @@ BOUNDS: Final = WorkBounds(
     memory_bytes=16 * MAX_PIXELS + (512 << 20),
     seconds=20,
     message_bytes=max(MAX_IMAGE_BYTES, MAX_TILE_BYTES) + (1 << 16),
+    idle_seconds=60,
 )
 """An image of the most pixels is turned and converted: some four copies of four bytes a pixel."""
 
@@ -71,4 +72,4 @@ def _answer(head: bytearray, encoded: bytearray) -> tuple[bytes, memoryview]:
 if __name__ == "__main__":
     import PIL.Image  # noqa: F401 - loaded before the bounds are measured
 
-    serve(_answer, BOUNDS)
+    serve(_answer)
