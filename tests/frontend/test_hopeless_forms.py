@@ -225,6 +225,17 @@ def walk(form: StructuredOutputsParams, seed: int, *, longest: int = 60) -> None
         assert matcher.consume_token(choice.choice(allowed))
 
 
+@pytest.mark.parametrize("first", [0, 0x70, 0x2020, 0xFDD0])
+def test_a_choice_may_have_any_character(first: int) -> None:
+    for character in map(chr, range(first, first + 0x30)):
+        choice = f'"{character}\\{character}'
+        form = StructuredOutputsParams(choice=[choice, "other"])
+        check_structured_outputs(form)
+        matcher = LLMatcher(_bytes_as_tokens(), grammar_of(form), log_level=0)
+        assert matcher.consume_tokens(list(choice.encode())), character
+        assert matcher.is_accepting(), character
+
+
 @settings(max_examples=400)
 @given(
     st.builds(lambda schema: StructuredOutputsParams(json=schema), SCHEMAS)

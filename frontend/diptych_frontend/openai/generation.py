@@ -187,7 +187,8 @@ class GenerationRoute(Generic[B, R]):
             if sound.params.structured_outputs is None and not (
                 may_see and sound.request.has_images
             ):
-                return self._rendered(sound)
+                render = partial(self._rendered, sound)
+                return await self._workers.small(scope, len(body), render)
         self._engine.check_admission()
 
         def read() -> Sound[B, R]:

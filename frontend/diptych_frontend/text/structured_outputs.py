@@ -90,8 +90,7 @@ def encode_form(form: StructuredOutputsParams, field: str = "structured_outputs"
 def grammar_of(form: StructuredOutputsParams) -> str:
     """The form in llguidance's own notation. Raises `ValueError` if it is malformed."""
     if form.choice is not None:
-        choices = [msgspec.json.encode(choice).decode() for choice in form.choice]
-        return LLMatcher.grammar_from_lark(f"start: {' | '.join(choices)}")
+        return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(_as_literal, form.choice))}")
     if form.regex is not None:
         return LLMatcher.grammar_from_regex(form.regex)
     if form.grammar is not None:
@@ -99,6 +98,11 @@ def grammar_of(form: StructuredOutputsParams) -> str:
     schema = ANY_OBJECT if form.json is None else decoded(form.json)
     prepared = schema_for_llguidance(schema, lenient=form.lenient)
     return LLMatcher.grammar_from_json_schema(json.dumps(prepared))
+
+
+def _as_literal(text: str) -> str:
+    """A text as a grammar has it: as in JSON, which leaves this control character as it is."""
+    return msgspec.json.encode(text).decode().replace("\x7f", r"\u007f")
 
 
 def is_json(form: StructuredOutputsParams) -> bool:
