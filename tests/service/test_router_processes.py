@@ -24,7 +24,7 @@ from waits import PATIENCE_S, Deadline, wait_until
 
 from diptych_protocol import RouterConfig
 from diptych_protocol.admin import Explanation, RequestList, RouterReport
-from diptych_router.explaining.explanations import MOST_REQUESTS
+from diptych_router.record.records import MOST_REQUESTS
 
 CONNECTIONS = 32
 """Dealt out at random: that one of two processes gets none of them has a chance of 2 in 2 ** 32."""

@@ -26,10 +26,10 @@ from diptych_frontend.core_client.curve import read_keys
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.server import Site, listen, serve_sites
 from diptych_protocol.admin import Explanation, RequestList, RequestReport, RouterReport
-from diptych_router.explaining.explanations import MOST_REQUESTS
 from diptych_router.explaining.request_routes import OwnRequests
 from diptych_router.pool_client import PoolClient
 from diptych_router.process.admin import admin_app
+from diptych_router.record.records import MOST_REQUESTS
 from diptych_router.report import router_report
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -12,7 +12,8 @@ from diptych_frontend.admin.calls import report
 from diptych_protocol import InvalidRequestError
 from diptych_protocol.admin import Explanation, RequestList
 from diptych_router.explaining.explained import NameOf
-from diptych_router.explaining.explanations import MOST_REQUESTS, Explanations
+from diptych_router.explaining.explanations import Explanations
+from diptych_router.record.records import MOST_REQUESTS
 
 MOST_ID_CHARACTERS: Final = 256
 DEFAULT_LIMIT: Final = 20
@@ -41,7 +42,7 @@ class OwnRequests:
 
     async def newest(self, limit: int) -> RequestList:
         """See `RequestMemory.newest`."""
-        return self._known.newest(limit, self._name_of)
+        return self._known.newest(limit)
 
 
 def request_routes(memory: RequestMemory) -> list[BaseRoute]:

@@ -136,7 +136,7 @@ async def _answer(program: Program, question: bytes) -> bytes:
             return encode(client.explanations.explanation(asked.request_id, client.name_of))
         if isinstance(asked, Look):
             return encode(own_panels(client))
-        return encode(client.explanations.newest(asked.limit, client.name_of))
+        return encode(client.explanations.newest(asked.limit))
     metrics = families_of(program.metrics.registry)
     return encode(WorkerReport(router_report(client), metrics, client.stats_by_engine()))
 
