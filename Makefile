@@ -99,7 +99,7 @@ bench: $(VENV)/.test ## measure, beside PEERS=vllm=PYTHON,llamacpp=PYTHON if any
 
 # A machine that is lent has a python3 with torch and Triton, no network, and nothing installed.
 GPU_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON))
-gpu: $(if $(DRY),$(VENV)/.test) ## all that a GPU can tell in 440 s, into OUT=dir; STAGES=3,6 for some, DRY=1 rehearses; docs/gpu.md
+gpu: $(if $(DRY),$(VENV)/.test) ## all that a GPU can tell in 480 s, into OUT=dir; STAGES=3,6 for some, DRY=1 rehearses; docs/gpu.md
 	$(GPU_PYTHON) -m benchmarks.gpu --out $(or $(OUT),$(error OUT=dir says where the results go)) \
 		$(if $(STAGES),--stages $(STAGES)) $(if $(DRY),--dry)
 

@@ -115,19 +115,23 @@ def memory_gb(place: Place) -> float:
 def whole_engine(place: Place) -> None:
     """Greedy and top-p, with steps ahead and without: the same tokens."""
     made: dict[bool, list[list[list[int]]]] = {}
+    sizes = place.either((1, 33, 64), (2,))
     for ahead in (True, False):
         started = time.perf_counter()
         core = make_core(dummy(place), async_scheduling=ahead, **options(place))
         name = "steps ahead" if ahead else "step by step"
         place.tell(f"start, {name}", seconds=time.perf_counter() - started)
         try:
+            # What is compiled and recorded for each size belongs to the start.
+            for rows in sizes:
+                served(place, core, f"first, {name}", rows, temperature=0.8, top_p=0.9)
             made[ahead] = [
                 served(place, core, f"{kind}, {name}", rows, **params)
                 for kind, params in (
                     ("greedy", {"temperature": 0.0}),
                     ("top-p", {"temperature": 0.8, "top_p": 0.9, "min_p": 0.01, "seed": 7}),
                 )
-                for rows in place.either((1, 33, 64), (2,))
+                for rows in sizes
             ]
         finally:
             core.close()
@@ -170,7 +174,11 @@ def experts_and_adapters(place: Place) -> None:
     mixture = dummy(place, REAL | EXPERTS, SMALL | FEW_EXPERTS)
     core = make_core(mixture, **options(place))
     try:
-        served(place, core, "experts", place.either(32, 2), temperature=0.0)
+        made = [
+            served(place, core, what, place.either(32, 2), temperature=0.0)
+            for what in ("experts, recorded", "experts, replayed")
+        ]
+        compare(place, "experts", *made)
     finally:
         core.close()
     with tempfile.TemporaryDirectory() as folder:
@@ -181,8 +189,8 @@ def experts_and_adapters(place: Place) -> None:
             asked = [core_request(f"plain {i}", [1 + i, 5, 9], max_tokens=4) for i in range(2)]
             lora = LoRARequest("a", 1, adapter)
             asked += [core_request("adapted", [1, 5, 9], max_tokens=4, lora_request=lora)]
-            made = run(core, *asked)
-            place.tell("adapters", answers=[answer(made[each.request_id]) for each in asked])
+            outputs = run(core, *asked)
+            place.tell("adapters", answers=[answer(outputs[each.request_id]) for each in asked])
         finally:
             core.close()
 

@@ -21,7 +21,8 @@ SCRIPT = Path(__file__).parents[2] / "tests" / "kernels" / "compile_for_gpu.py"
 ALL_LAUNCHES = 23
 MODULES = (
     "diptych_engine.serving.build_core", "diptych_frontend.openai.server", "diptych_kv_transfer",
-    "benchmarks.gpu.kernel_stages", "benchmarks.gpu.engine_stages", "pytest", "pytest_asyncio",
+    "benchmarks.gpu.kernel_stages", "benchmarks.gpu.engine_stages", "benchmarks.gpu.service_stage",
+    "pytest", "pytest_asyncio",
     "libucx",
 )  # fmt: skip
 

@@ -23,7 +23,7 @@ FEW = Sizes(
     decode_steps=((3, 9),), prefill_steps=(7,), mixed_steps=((2, 9, 4),),
 )  # fmt: skip
 STEP_SIZES = Sizes(
-    decode_steps=tuple((rows, 1024) for rows in (1, 32, 64, 65, 128, 256)),
+    decode_steps=(*((rows, 1024) for rows in (1, 32, 64, 65, 128, 256)), (64, 4096)),
     prefill_steps=(2048, 8192),
     mixed_steps=((32, 2048, 1024),),
 )

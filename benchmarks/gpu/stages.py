@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-TOTAL_S = 440
+TOTAL_S = 480
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,17 +19,18 @@ class Stage:
 
 
 STAGES = {
-    1: Stage("imports and compiles", "first:imports_and_compiles", 60),
-    2: Stage("ceilings", "first:ceilings_of_the_machine", 20),
+    1: Stage("imports and compiles", "first:imports_and_compiles", 45),
+    2: Stage("ceilings", "first:ceilings_of_the_machine", 15),
     3: Stage("kernels beside float64", "kernel_stages:beside_float64", 25),
-    4: Stage("tests of the kernels", "kernel_stages:tests_of_kernels", 80),
-    5: Stage("graphs, sleep and wake", "engine_stages:graphs_and_sleep", 25),
-    6: Stage("steps of an 8B shape", "kernel_stages:steps_of_8b", 70),
-    7: Stage("kernels beside torch", "kernel_stages:beside_torch", 60),
-    8: Stage("a whole engine", "engine_stages:whole_engine", 35),
+    4: Stage("tests of the kernels", "kernel_stages:tests_of_kernels", 140),
+    5: Stage("graphs, sleep and wake", "engine_stages:graphs_and_sleep", 30),
+    6: Stage("steps of an 8B shape", "kernel_stages:steps_of_8b", 30),
+    7: Stage("kernels beside torch", "kernel_stages:beside_torch", 50),
+    8: Stage("a whole engine", "engine_stages:whole_engine", 30),
     9: Stage("block copies", "engine_stages:block_copies", 15),
-    10: Stage("experts and adapters", "engine_stages:experts_and_adapters", 25),
-    11: Stage("prefill and decode on one GPU", "engine_stages:hand_off", 25),
+    10: Stage("experts and adapters", "engine_stages:experts_and_adapters", 30),
+    11: Stage("prefill and decode on one GPU", "engine_stages:hand_off", 30),
+    12: Stage("a service of processes", "service_stage:service_of_processes", 40),
 }
 
 

@@ -24,6 +24,8 @@ THERE = (
     "torch", "triton", "numpy", "numba", "llvmlite", "safetensors", "tokenizers", "jinja2",
     "markupsafe", "pillow", "pyyaml", "tqdm", "typing-extensions", "click", "uvloop",
     "prometheus-client", "setuptools", "pytest", "pluggy", "iniconfig", "pygments", "hypothesis",
+    "aiohttp", "aiohappyeyeballs", "aiosignal", "attrs", "frozenlist", "idna", "multidict",
+    "propcache", "yarl",
 )  # fmt: skip
 """What a machine must have beside a driver: images for work with torch do."""
 UCX = "libucx-cu13"

@@ -68,7 +68,6 @@ def build_app(
     metrics: ServerMetrics | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     access_log: AccessLogStyle = "off",
-    stores_responses: bool = True,
     batches: BatchService | None = None,
     extra_routes: Sequence[BaseRoute] = (),
     extra_open_paths: frozenset[str] = frozenset(),
@@ -84,8 +83,6 @@ def build_app(
         metrics: one that knows `stats_by_engine` also reports on the engines.
         max_body_bytes: larger request bodies are refused with 413.
         access_log: one line a request on the logger `diptych.access`.
-        stores_responses: /v1/responses keeps answers for clients that ask for it; several
-            processes of one server must not, because the next request may reach another one.
         batches: started here with the routes of this app, and closed by the caller; None keeps no
             files.
         extra_routes: further Starlette routes, behind the same layers.
@@ -103,7 +100,7 @@ def build_app(
     chat_api = ChatApi(ReasoningParser.of(engine), format_for(engine))
     chat = GenerationRoute(chat_api, engine, known, metrics, workers)
     messages = GenerationRoute(MessagesApi(chat_api), engine, known, metrics, workers)
-    store = ResponseStore() if stores_responses else None
+    store = ResponseStore()
     responses_api = ResponsesApi(chat_api, store)
     responses = GenerationRoute(responses_api, engine, known, metrics, workers)
     input_tokens = TokenCountRoute(
@@ -215,7 +212,7 @@ class Probes:
         accept = OPEN_METRICS if OPEN_METRICS.partition(";")[0] in wanted else "text/plain"
         written = self._written.get(accept)
         if written is None or time.monotonic() - written[0] >= METRICS_AGE_S:
-            written = (time.monotonic(), *await self._metrics.scraped(accept))
+            written = (time.monotonic(), *self._metrics.exposition(accept))
             self._written[accept] = written
         return Response(written[1], headers={"content-type": written[2]})
 

@@ -11,6 +11,7 @@ import uvloop
 
 from diptych_frontend.observability.logs import setup_logging
 from diptych_protocol import UNREADABLE, DiptychError, InvalidRequestError
+from diptych_protocol.threads import resolve_struct_types
 
 
 def run_program(name: str, main: Coroutine[Any, Any, None]) -> None:
@@ -19,6 +20,7 @@ def run_program(name: str, main: Coroutine[Any, Any, None]) -> None:
     # pod that is deleted while it starts would live until it is killed.
     signal.signal(signal.SIGTERM, _end)
     setup_logging(name)
+    resolve_struct_types()
     try:
         uvloop.run(main)
     except (InvalidRequestError, OSError, *UNREADABLE) as exc:

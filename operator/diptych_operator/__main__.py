@@ -34,6 +34,7 @@ from diptych_operator.probes import serve_probes
 from diptych_operator.reconcile import Reconciler
 from diptych_operator.routers import Routers
 from diptych_protocol import DiptychError
+from diptych_protocol.threads import resolve_struct_types
 
 log = logging.getLogger("diptych_operator")
 
@@ -210,6 +211,7 @@ def set_up_logging(level: str) -> None:
 def main() -> None:
     # Until the loop has its own handlers: process 1 of a container ignores what has none.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    resolve_struct_types()
     parser = argparse.ArgumentParser(prog="python -m diptych_operator", description=__doc__)
     parser.add_argument(
         "--namespaces",

@@ -502,15 +502,6 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         ),
     ] = "exact"
     otlp_traces_endpoint: TracesEndpoint | None = None
-    processes: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=64,
-            description="Processes of the router that share its port. One uses one core; each "
-            "further one needs a core and memory of its own.",
-        ),
-    ] = 1
     slo: Annotated[Slo, Meta(description="What is promised to each request.")] = Slo()
     runtime: Annotated[
         Runtime,

@@ -61,10 +61,11 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ),
     ] = "auto"
     kv_cache_dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"],
+        Literal["auto", "float32", "bfloat16", "fp8"],
         Meta(
             description="Type of keys and values in the KV cache; auto is `dtype`, or bfloat16 for "
-            "a quantised GGUF file on CPUs. bfloat16 halves the cache and its hand-offs."
+            "a quantised GGUF file on CPUs. bfloat16 halves the cache and its hand-offs; fp8 "
+            "(e4m3, GPUs only) halves them again and rounds to 4 digits of 2."
         ),
     ] = "auto"
     block_size: Annotated[BlockSize, Meta(description="Tokens in one KV block.")] = 16

@@ -4,44 +4,31 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 
 import msgspec
 
-from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.server import Site, listen, serve_sites
 from diptych_frontend.program import run_program
 from diptych_protocol import RouterConfig
 from diptych_protocol.admin import RouterReport
 from diptych_router.explaining.request_routes import OwnRequests
-from diptych_router.page.view import OwnView
-from diptych_router.pool_client import PoolClient
 from diptych_router.process.admin import admin_app
 from diptych_router.process.arguments import parse_arguments
 from diptych_router.process.program import drain_timeout_s, started
 from diptych_router.report import router_report
-from diptych_router.workers.supervisor import supervise
 
 
-async def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
-    """Serve until SIGTERM, in as many processes as the configuration says."""
+async def run(args: argparse.Namespace) -> None:
+    """Serve until SIGTERM."""
     config = msgspec.json.decode(args.config.read_bytes(), type=RouterConfig)
     config.check()
-    if config.processes > 1:
-        await supervise(config, args, argv)
-    else:
-        await _serve(config, args)
-
-
-async def _serve(config: RouterConfig, args: argparse.Namespace) -> None:
-    """Everything in this process."""
     listener = listen(args.host, args.port)
     admin_listener = (
         listen(args.admin_host or args.host, args.admin_port)
         if args.admin_port is not None
         else None
     )
-    async with started(config, args, _metrics, OwnView) as program:
+    async with started(config, args) as program:
         certificate = program.certificate
         tls = certificate.context if certificate is not None else None
         sites = [Site(program.leaving, listener, tls)]
@@ -61,13 +48,8 @@ async def _serve(config: RouterConfig, args: argparse.Namespace) -> None:
         )
 
 
-def _metrics(client: PoolClient) -> ServerMetrics:
-    return ServerMetrics(client.model_name, client.stats_by_engine)
-
-
 def main() -> None:
-    argv = sys.argv[1:]
-    run_program("router", run(parse_arguments(argv), argv))
+    run_program("router", run(parse_arguments(sys.argv[1:])))
 
 
 if __name__ == "__main__":

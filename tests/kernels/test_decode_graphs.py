@@ -177,3 +177,4 @@ def test_only_plain_decodes_fit(device: torch.device) -> None:
     assert DecodeGraphs.fit(inputs)
     assert not DecodeGraphs.fit(replace(inputs, given=given))
     assert not DecodeGraphs.fit(replace(inputs, attention=chunk))
+    assert not DecodeGraphs.fit(replace(inputs, routed=torch.zeros(1, 1, 1, dtype=torch.int16)))

@@ -32,7 +32,7 @@ PROMPT = "The lighthouse keeper climbed the stairs and counted: "
 
 @dataclass
 class Router:
-    """A router's program, which may have several processes."""
+    """A router's program."""
 
     process: psutil.Popen
     url: str
@@ -224,8 +224,8 @@ def test_a_router_that_is_killed_goes_on_where_it_was(routers: Any, tmp_path: Pa
 def test_another_router_goes_on_with_the_batch_of_one_that_ends(
     routers: Any, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """One of them has two processes: three share the directory, and one works on the batch."""
-    first, second = routers(drain_seconds=5.0), routers(processes=2)
+    """Both share the directory, and one of them works on the batch."""
+    first, second = routers(drain_seconds=5.0), routers()
     wait_until(first.is_ready, "the first router has found the engines")
     with first.client() as ann:
         batch = begun(ann, content())

@@ -7,6 +7,7 @@ import math
 import torch
 
 from diptych_frontend.model_files.model_source import ModelConfig
+from diptych_kernels.kv_write.float8 import FLOAT8
 from diptych_protocol import EngineConfig, InvalidRequestError
 
 ENOUGH_ON_A_CPU = 256
@@ -14,6 +15,8 @@ ENOUGH_ON_A_CPU = 256
 equally long. With fewer prompts in a step, there would be more steps in which only some of the
 requests decode, and for which the weights have to be read."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+FLOAT8_SINCE = (8, 9)
+"""The compute capability from which on Triton converts 8-bit floats (e4m3)."""
 
 
 def choose_device(config: EngineConfig, rank: int = 0) -> torch.device:
@@ -63,6 +66,9 @@ def choose_kv_dtype(
     """
     if config.kv_cache_dtype == "auto":
         return torch.bfloat16 if quantised else dtype
+    if config.kv_cache_dtype == "fp8":
+        _check_float8(device)
+        return FLOAT8
     wanted = DTYPES[config.kv_cache_dtype]
     halved = device.type == "cpu" and (dtype, wanted) == (torch.float32, torch.bfloat16)
     if wanted is not dtype and not halved:
@@ -71,6 +77,16 @@ def choose_kv_dtype(
             param="kv_cache_dtype",
         )
     return wanted
+
+
+def _check_float8(device: torch.device) -> None:
+    """Raises `InvalidRequestError` where no kernel reads 8-bit floats."""
+    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < FLOAT8_SINCE
+    if device.type == "cpu" or old:
+        raise InvalidRequestError(
+            "kv_cache_dtype fp8 needs a GPU of the generation Ada, Hopper or later",
+            param="kv_cache_dtype",
+        )
 
 
 def block_shape(model: ModelConfig, block_size: int) -> tuple[int, int, int, int, int]:

@@ -44,6 +44,7 @@ from diptych_engine.execution.worker_memory import WorkerMemory
 from diptych_engine.lora.bank import LoraBank
 from diptych_engine.models import StepInputs, build_model, is_quantised, load_weights
 from diptych_engine.models.decode_graphs import DecodeGraphs, cuda_recorder
+from diptych_engine.models.mixture import stacks_pay
 from diptych_engine.models.progress import log_progress
 from diptych_engine.models.shard import WHOLE, Shard
 from diptych_engine.scheduling.request import (
@@ -126,9 +127,10 @@ class ModelRunner:
         if not self.num_blocks:
             room = bytes_for_kv(config, local, self._device, self._dtype, shard.size)
             self.num_blocks = blocks_in(room, self.block_bytes)
-        # A mixture of experts is launched with counts of rows, which a recording would repeat.
         on_gpu = self._device.type != "cpu"
-        records = on_gpu and shard.size == 1 and not source.config.num_experts
+        # Otherwise experts are launched with counts of rows, which a recording would repeat.
+        recordable = not source.config.num_experts or stacks_pay(self._device, self._dtype)
+        records = on_gpu and shard.size == 1 and recordable
         num_bytes = (self.num_blocks + records) * self.block_bytes
         memory = KVMemory(num_bytes, self._kv_dtype, self._device, kv_memory_fd)
         blocks = memory.tensor.view(-1, *block_shape(local, config.block_size))

@@ -63,7 +63,8 @@ class DecodeGraphs:
     def fit(inputs: StepInputs) -> bool:
         """Whether a step holds nothing but decodes of the model itself."""
         only_decodes = inputs.attention.num_decodes == len(inputs.token_ids)
-        return only_decodes and not inputs.adapters and inputs.given is None
+        plain = not inputs.adapters and inputs.given is None and inputs.routed is None
+        return only_decodes and plain
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """As the model's, for inputs that fit. The next call overwrites what this one returns."""

@@ -34,7 +34,7 @@ class AttentionWeights:
                 for index, member in enumerate(part):
                     for name in ("gate_up", "down"):
                         yield f"{field.name}.{index}.{name}", getattr(member, name)
-            elif part is not None:
+            elif isinstance(part, Tensor | Linear):
                 yield field.name, part
 
 
@@ -60,6 +60,16 @@ class Expert:
 
 
 @dataclass(slots=True, frozen=True)
+class ExpertStacks:
+    """The matrices of all experts of a layer, which the experts' own are views of."""
+
+    gate_up: Tensor
+    """[experts, hidden, 2 inner]."""
+    down: Tensor
+    """[experts, inner, hidden]."""
+
+
+@dataclass(slots=True, frozen=True)
 class MixtureWeights(AttentionWeights):
     """A layer with a mixture of experts: every token goes through a few of them."""
 
@@ -67,14 +77,17 @@ class MixtureWeights(AttentionWeights):
     router: Tensor
     """[hidden, experts]; the same on every rank."""
     experts: tuple[Expert, ...]
+    stacks: ExpertStacks | None
+    """None: each expert has memory of its own, and may be packed."""
 
 
 def empty_layer(
-    config: ModelConfig, index: int, empty: Callable[..., Tensor]
+    config: ModelConfig, index: int, empty: Callable[..., Tensor], *, stacked: bool
 ) -> LayerWeights | MixtureWeights:
     """A layer's weights, still undefined.
 
-    config: of this rank. index: of the layer. empty: makes a tensor of a shape.
+    config: of this rank. index: of the layer. empty: makes a tensor of a shape. stacked: all
+    experts of a mixture lie in one memory.
     """
     heads = config.num_attention_heads
     num_qkv = (heads + 2 * config.num_key_value_heads) * config.head_dim
@@ -94,5 +107,12 @@ def empty_layer(
     )
     if not config.has_experts(index):
         return LayerWeights(*attention, *mlp(config.intermediate_size))
-    experts = (Expert(*mlp(config.moe_intermediate_size)) for _ in range(config.num_experts))
-    return MixtureWeights(*attention, empty(hidden, config.num_experts), tuple(experts))
+    num_experts, inner = config.num_experts, config.moe_intermediate_size
+    router = empty(hidden, num_experts)
+    if not stacked:
+        experts = tuple(Expert(*mlp(inner)) for _ in range(num_experts))
+        return MixtureWeights(*attention, router, experts, None)
+    stacks = ExpertStacks(empty(num_experts, hidden, 2 * inner), empty(num_experts, inner, hidden))
+    views = zip(stacks.gate_up, stacks.down, strict=True)
+    experts = tuple(Expert(Linear(gate_up), Linear(down)) for gate_up, down in views)
+    return MixtureWeights(*attention, router, experts, stacks)

@@ -27,7 +27,7 @@ from diptych_engine.models.layer import (
 from diptych_engine.models.layer_calls import LayerCalls, have_kernels, matrices_of
 from diptych_engine.models.linear import Linear
 from diptych_engine.models.low_rank import add_low_rank
-from diptych_engine.models.mixture import mixture, route
+from diptych_engine.models.mixture import mixture, route, stacked_mixture, stacks_pay
 from diptych_engine.models.rotary import rotation_table
 from diptych_engine.models.shard import WHOLE, Shard, Span
 from diptych_frontend.model_files.model_config import ModelConfig, family_of
@@ -74,8 +74,10 @@ class LlamaModel(torch.nn.Module):
             self._published_head = empty(config.vocab_size, config.hidden_size)
         self._head = Linear(self._published_head.t(), keeps_weight=True)
         self._final_norm = empty(config.hidden_size)
+        stacked = stacks_pay(device, dtype)
         self._layers = [
-            empty_layer(config, index, empty) for index in range(config.num_hidden_layers)
+            empty_layer(config, index, empty, stacked=stacked)
+            for index in range(config.num_hidden_layers)
         ]
         self._dense = [layer for layer in self._layers if not layer.is_mixture]
         self.slots = self._all_slots()
@@ -270,7 +272,10 @@ class LlamaModel(torch.nn.Module):
         )
         if inputs.routed is not None:
             inputs.routed[:, index] = chosen
-        part = mixture(x, chosen, weights, layer.experts, inputs.attention.num_decodes)
+        if layer.stacks is not None:
+            part = stacked_mixture(x, chosen, weights, layer.stacks)
+        else:
+            part = mixture(x, chosen, weights, layer.experts, inputs.attention.num_decodes)
         if self._reduce is not None:
             self._reduce(part)
         hidden.add_(part)

@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from diptych_engine.models.layer import Expert
+from diptych_engine.models.layer import Expert, ExpertStacks
 from diptych_kernels.silu_mul import silu_mul
 
 
@@ -30,6 +31,30 @@ def route(x: Tensor, router: Tensor, top_k: int, *, renormalise: bool) -> tuple[
     if renormalise:
         weights = weights / weights.sum(-1, keepdim=True)
     return chosen, weights.to(x.dtype)
+
+
+def stacks_pay(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether all experts' products are one launch, for which the host waits for nothing.
+
+    torch has it for bfloat16 on GPUs of the Hopper and the data centre's Blackwell generation. On
+    others its grouped product asks the host for the counts, as `mixture` does.
+    """
+    if device.type != "cuda":
+        return device.type != "cpu"
+    return dtype is torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def stacked_mixture(x: Tensor, chosen: Tensor, weights: Tensor, stacks: ExpertStacks) -> Tensor:
+    """As `mixture`; every shape follows from x's, so that a CUDA graph may record it."""
+    top_k, num_experts = chosen.shape[1], len(stacks.down)
+    by_expert, order = chosen.flatten().sort(stable=True)
+    numbers = torch.arange(num_experts, device=x.device)
+    ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
+    gathered = x.index_select(0, order // top_k)
+    gated = silu_mul(F.grouped_mm(gathered, stacks.gate_up, offs=ends))
+    results = torch.empty_like(gathered)
+    results.index_copy_(0, order, F.grouped_mm(gated, stacks.down, offs=ends))
+    return _summed(results, weights)
 
 
 def mixture(
@@ -55,7 +80,13 @@ def mixture(
             gated = silu_mul(expert.gate_up.product(own, decodes))
             results.index_copy_(0, order[start : start + rows], expert.down.product(gated, decodes))
             start += rows
-    of_tokens = results.view(-1, top_k, x.shape[1])
+    return _summed(results, weights)
+
+
+def _summed(results: Tensor, weights: Tensor) -> Tensor:
+    """A token's results, [T * K, hidden], times its weights [T, K], in the order of its choice."""
+    top_k = weights.shape[1]
+    of_tokens = results.view(-1, top_k, results.shape[1])
     sums = of_tokens[:, 0] * weights[:, :1]
     for place in range(1, top_k):
         sums.addcmul_(of_tokens[:, place], weights[:, place : place + 1])

@@ -37,6 +37,7 @@ from diptych_engine.parallel.steps import (
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.observability.logs import setup_logging
 from diptych_protocol import EngineConfig, InvalidRequestError
+from diptych_protocol.threads import resolve_struct_types
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +115,7 @@ def main() -> None:
     parser.add_argument("--kv-memory-fd", type=int, help="where the lead reads the KV cache")
     args = parser.parse_args()
     die_with_parent(args.parent_pid)
+    resolve_struct_types()
     for number in (signal.SIGINT, signal.SIGTERM):  # the lead says when
         signal.signal(number, signal.SIG_IGN)
     config = msgspec.json.decode(args.config, type=EngineConfig)

@@ -31,6 +31,7 @@ from diptych_protocol import (
     EngineConfig,
     InvalidRequestError,
 )
+from diptych_protocol.threads import resolve_struct_types
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ def main() -> None:
     parser.add_argument("--parent-pid", type=int, required=True, help="the owner's process id")
     args = parser.parse_args()
     die_with_parent(args.parent_pid)
+    resolve_struct_types()
     try:
         config = msgspec.json.decode(args.config, type=EngineConfig)
         setup_logging(config.engine_id or "engine")

@@ -145,11 +145,6 @@ class ServerMetrics:
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
 
-    async def scraped(self, accept: str) -> tuple[bytes, str]:
-        """What whoever asks this server for metrics gets: `exposition`, unless a subclass speaks
-        for several processes."""
-        return self.exposition(accept)
-
 
 class RequestProgress:
     """Times one prompt: enter when it goes to the engine, call `saw` for each output.

@@ -21,7 +21,6 @@ from starlette.types import ASGIApp
 from diptych_frontend.observability.loop_watch import LoopWatch
 from diptych_frontend.openai.asgi import WRITE_TIMEOUT_S
 from diptych_frontend.openai.connection_limits import Connections, LimitedProtocol
-from diptych_protocol import InvalidRequestError
 
 BACKLOG = 256
 """Connections that come together are taken together, and each takes the event loop some 0.1 ms."""
@@ -46,20 +45,16 @@ Drain = Callable[[], Awaitable[None]]
 """Called at the first signal; returns when nothing is left to do."""
 
 
-def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 takes a free one.
 
     Exits with a one-line message and code 1 if the address cannot be had, so call it before
     anything slow is started.
-
-    Args:
-        shared: other processes may listen there, too, for whom the port is reserved
-            (`reserve_port`). The system deals new connections out among them.
     """
     with _or_exit(host, port):
         family, address, dual = _address(host, port)
         listener = socket.create_server(
-            address, family=family, backlog=BACKLOG, dualstack_ipv6=dual, reuse_port=shared
+            address, family=family, backlog=BACKLOG, dualstack_ipv6=dual
         )
     listener.setblocking(False)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -67,30 +62,6 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
         milliseconds = int(WRITE_TIMEOUT_S * 1000)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
     return listener
-
-
-def reserve_port(host: str, port: int) -> socket.socket:
-    """A socket that takes no connections, but holds a port that processes are to share; port 0
-    takes a free one.
-
-    Exits as `listen` does, also if somebody else listens there already. Raises
-    `InvalidRequestError` where ports cannot be shared.
-    """
-    if not hasattr(socket, "SO_REUSEPORT"):
-        raise InvalidRequestError(
-            "several processes cannot share a port on this system (no SO_REUSEPORT): set it to 1",
-            param="processes",
-        )
-    listen(host, port).close()  # it would not be told from our own processes afterwards
-    with _or_exit(host, port):
-        family, address, dual = _address(host, port)
-        reserved = socket.socket(family, socket.SOCK_STREAM)
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        if family == socket.AF_INET6:
-            reserved.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not dual)
-        reserved.bind(address)
-    return reserved
 
 
 def _address(host: str, port: int) -> tuple[int, tuple[str, int], bool]:

@@ -35,18 +35,11 @@ class ResponsesApi:
     prompt_field = "input"
     reasoning_ended: bool | None = None
 
-    def __init__(self, chat: ChatApi, store: ResponseStore | None) -> None:
-        """store: None keeps nothing, and says so to those who ask for it."""
+    def __init__(self, chat: ChatApi, store: ResponseStore) -> None:
         self._chat = chat
         self._store = store
 
     def request(self, body: ResponsesRequest, scope: Scope) -> ResponseChat:
-        if body.store and self._store is None:
-            raise InvalidRequestError(
-                "store: this server keeps no responses, because it is one of several processes; "
-                "send the whole conversation as input",
-                param="store",
-            )
         exchange = exchange_of(scope)
         before = self._before(body, exchange.tenant)
         reasons = self._chat.reasoning is not None
@@ -59,9 +52,7 @@ class ResponsesApi:
     def _before(self, body: ResponsesRequest, tenant: str) -> StoredResponse | None:
         if body.previous_response_id is None:
             return None
-        kept = None
-        if self._store is not None:
-            kept = self._store.get(tenant, body.previous_response_id)
+        kept = self._store.get(tenant, body.previous_response_id)
         if kept is None:
             raise InvalidRequestError(
                 f"there is no stored response {body.previous_response_id[:100]!r}; send the whole "
@@ -97,7 +88,7 @@ class ResponsesApi:
 
     def _keep(self, sound: Sound[ResponsesRequest, ResponseChat]) -> Keep | None:
         store, request = self._store, sound.request
-        if not sound.body.store or store is None:
+        if not sound.body.store:
             return None
 
         def keep(response: ResponseBody, body: bytes) -> None:
@@ -112,7 +103,7 @@ class ResponsesApi:
 class StoredResponses:
     """The endpoint of responses that were stored: to read and to delete them."""
 
-    def __init__(self, store: ResponseStore | None) -> None:
+    def __init__(self, store: ResponseStore) -> None:
         self._store = store
 
     async def one(self, request: Request) -> Response:
@@ -121,21 +112,20 @@ class StoredResponses:
         tenant = exchange_of(request.scope).tenant
         if request.query_params.get("stream") == "true":
             raise InvalidRequestError("a stored response is not streamed", param="stream")
-        if self._store is not None:
-            if request.method == "DELETE" and self._store.delete(tenant, response_id):
-                body = encode({"id": response_id, "object": "response", "deleted": True})
-                return Response(body, media_type="application/json")
-            kept = self._store.get(tenant, response_id)
-            if kept is not None:
-                return Response(kept.body, media_type="application/json")
-        raise _not_there(response_id)
+        if request.method == "DELETE" and self._store.delete(tenant, response_id):
+            body = encode({"id": response_id, "object": "response", "deleted": True})
+            return Response(body, media_type="application/json")
+        kept = self._store.get(tenant, response_id)
+        if kept is None:
+            raise _not_there(response_id)
+        return Response(kept.body, media_type="application/json")
 
     async def input_items(self, request: Request) -> Response:
         """GET what a response was asked, with the conversation before it. Raises
         `InvalidRequestError`."""
         response_id = request.path_params["response_id"]
         tenant = exchange_of(request.scope).tenant
-        kept = None if self._store is None else self._store.get(tenant, response_id)
+        kept = self._store.get(tenant, response_id)
         if kept is None:
             raise _not_there(response_id)
         page = page_of(response_id, kept.items[: kept.num_input], request.query_params)

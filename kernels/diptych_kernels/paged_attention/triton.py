@@ -37,6 +37,49 @@ VARIES = (
 the service again and again."""
 
 
+@triton.jit
+def attend(
+    q, out, largest, total, kv_ptr, table_ptr, start_key, stop_key, end, position,
+    kv_block_stride, kv_half_stride, kv_slot_stride, score_scale, window,
+    HEAD_DIM: tl.constexpr, SLOTS: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The running softmax along keys from start_key to stop_key; q is [M, D], position [M].
+
+    Without MASKED every row sees all of them. Returns out [M, D], and the largest score and the sum
+    of exponentials [M].
+    """
+    dims = tl.arange(0, BLOCK_D)
+    in_dims = dims < HEAD_DIM
+    for start in range(start_key, stop_key, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        in_range = keys < end
+        if MASKED:
+            block = tl.load(table_ptr + keys // SLOTS, mask=in_range, other=0)
+        else:
+            block = tl.load(table_ptr + keys // SLOTS)
+        slot = block.to(tl.int64) * kv_block_stride + (keys % SLOTS) * kv_slot_stride
+        there = in_range[:, None] & in_dims[None, :] if MASKED else in_dims[None, :]
+        k = tl.load(kv_ptr + slot[:, None] + dims[None, :], mask=there, other=0.0)  # [N, D]
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * score_scale
+        if MASKED:
+            seen = in_range[None, :] & (keys[None, :] <= position[:, None])
+            if WINDOWED:
+                seen &= keys[None, :] > position[:, None] - window
+            scores = tl.where(seen, scores, -float("inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, 1))
+        # A row that has seen no key yet would subtract infinities.
+        shift = tl.where(new_largest == -float("inf"), 0.0, new_largest) if MASKED else new_largest
+        weights = tl.exp2(scores - shift[:, None])
+        shrink = tl.exp2(largest - shift)
+        total = total * shrink + tl.sum(weights, 1)
+        v = tl.load(kv_ptr + kv_half_stride + slot[:, None] + dims[None, :], mask=there, other=0.0)
+        out = out * shrink[:, None]
+        out += tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
+        largest = new_largest
+    return out, largest, total
+
+
 @triton.jit(do_not_specialize=VARIES)
 def attention_kernel(
     queries_ptr, kv_ptr, out_ptr, lse_ptr, numbers_ptr,
@@ -93,35 +136,21 @@ def attention_kernel(
     largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in range(begin, end, BLOCK_N):
-        keys = start + tl.arange(0, BLOCK_N)
-        in_range = keys < end
-        block = tl.load(table_ptr + keys // SLOTS, mask=in_range, other=0).to(tl.int64)
-        slot = block * kv_block_stride + (keys % SLOTS) * kv_slot_stride
-        k = tl.load(
-            kv_ptr + slot[None, :] + dims[:, None],
-            mask=in_range[None, :] & in_dims[:, None],
-            other=0.0,
-        )  # [D, N]
-        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * score_scale
-        seen = in_range[None, :] & (keys[None, :] <= position[:, None])
-        if WINDOWED:
-            seen &= keys[None, :] > position[:, None] - window
-        scores = tl.where(seen, scores, -float("inf"))
-        new_largest = tl.maximum(largest, tl.max(scores, 1))
-        # A row that has seen no key yet would subtract infinities.
-        shift = tl.where(new_largest == -float("inf"), 0.0, new_largest)
-        weights = tl.exp2(scores - shift[:, None])
-        shrink = tl.exp2(largest - shift)
-        total = total * shrink + tl.sum(weights, 1)
-        v = tl.load(
-            kv_ptr + kv_half_stride + slot[:, None] + dims[None, :],
-            mask=in_range[:, None] & in_dims[None, :],
-            other=0.0,
-        )  # [N, D]
-        out = out * shrink[:, None]
-        out += tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision="ieee")
-        largest = new_largest
+    # Keys that every row sees, in whole steps: they need no mask. What is left is a step or two.
+    unmasked = begin
+    if not WINDOWED:
+        seen_by_all = tl.minimum(end, first_position + tile_start + 1)
+        unmasked += (seen_by_all - begin) // BLOCK_N * BLOCK_N
+        out, largest, total = attend(
+            q, out, largest, total, kv_ptr, table_ptr, begin, unmasked, end, position,
+            kv_block_stride, kv_half_stride, kv_slot_stride, score_scale, window,
+            HEAD_DIM, SLOTS, WINDOWED, False, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+    out, largest, total = attend(
+        q, out, largest, total, kv_ptr, table_ptr, unmasked, end, end, position,
+        kv_block_stride, kv_half_stride, kv_slot_stride, score_scale, window,
+        HEAD_DIM, SLOTS, WINDOWED, True, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
 
     # Rows past the tile's end saw nothing; they are not stored, but must not divide by zero.
     total = tl.where(real, total, 1.0)
@@ -269,13 +298,13 @@ class _Launch:
 
 
 def loop_shape(block_m: int, block_d: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Keys of a step of the loop, warps, and stages of its pipeline.
+    """Keys of a step of the loop, warps, and stages of its pipeline: the quickest on an H200.
 
-    Keys and values of a step are 2 x keys x block_d elements, 32 KiB at most. Two of the five
-    stages are for the block table, which the addresses of keys and values wait for; the compiler
-    then keeps two steps' keys and values under way in a decode and three in a prefill (72 and 129
-    KiB of a Hopper multiprocessor's 228). With three stages it keeps one, and loads do not overlap
-    with products.
+    A prefill keeps the keys and values of three steps of 32 KiB under way; two of its five stages
+    are for the block table, which their addresses wait for. A decode has one program less for each
+    step more that is under way, and is faster with steps of 64 KiB and more programs.
     """
-    block_n = max(16, min(64, 16384 // (block_d * dtype.itemsize)))
-    return block_n, 8 if block_m > 64 else 4, 5
+    row_bytes = block_d * dtype.itemsize
+    if block_m > 64:
+        return max(16, min(64, 16384 // row_bytes)), 8, 5
+    return max(16, min(128, 32768 // row_bytes)), 4, 3

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from diptych_kernels.sampling.reference import Filters
 
-BLOCK = 4096
+BLOCK = 8192
+NUM_WARPS = 32
+"""A row is one program, and all threads of a multiprocessor hide each other's waits for L2."""
 
 
 @triton.jit
@@ -31,9 +33,9 @@ def load_scaled(logits_ptr, start, vocabulary, temperature, BLOCK: tl.constexpr)
 
 @triton.jit
 def order(x):
-    """int64 keys in the order of the float32 numbers."""
+    """int32 keys in the order of the float32 numbers."""
     bits = x.to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -51,39 +53,40 @@ def lowest_kept(
     with MASS have a probability below it. That of the largest logit always is one."""
     high = order(largest)
     while low < high:
-        # Rounds down, also below zero: `low` <= middle < `high`.
-        middle = low + ((high - low) >> 1)
-        above = tl.zeros([], tl.int64)
-        next_above = high
-        next_below = low
+        # Rounds down, also below zero: `low` <= middle < `high`. Their distance needs 33 bits.
+        middle = ((low.to(tl.int64) + high.to(tl.int64)) >> 1).to(tl.int32)
+        # Each lane keeps its own, because a reduction is a barrier: one a pass, not one a block.
+        above = tl.zeros([BLOCK], tl.int64 if MASS else tl.int32)
+        next_above = tl.zeros([BLOCK], tl.int32) + high
+        next_below = tl.zeros([BLOCK], tl.int32) + low
         for start in range(0, vocabulary, BLOCK):
             scaled = load_scaled(logits_ptr, start, vocabulary, temperature, BLOCK)
             keys = order(scaled)
             larger = keys > middle
             if MASS:
-                above += tl.sum(tl.where(larger, fixed(scaled, largest), 0), 0)
+                above += tl.where(larger, fixed(scaled, largest), 0)
             else:
-                above += tl.sum(larger.to(tl.int64), 0)
-            next_above = tl.minimum(next_above, tl.min(tl.where(larger, keys, high), 0))
-            next_below = tl.maximum(next_below, tl.max(tl.where(larger, low, keys), 0))
-        if above < limit:
-            high = next_below
+                above += larger.to(tl.int32)
+            next_above = tl.where(larger, tl.minimum(next_above, keys), next_above)
+            next_below = tl.where(larger, next_below, tl.maximum(next_below, keys))
+        if tl.sum(above, 0) < limit:
+            high = tl.max(next_below, 0)
         else:
-            low = next_above
+            low = tl.min(next_above, 0)
     return low
 
 
 @triton.jit
 def kept(logits_ptr, vocabulary, temperature, largest, floor, BLOCK: tl.constexpr):
     """How many tokens have keys from `floor` on, and their probability."""
-    count = tl.zeros([], tl.int64)
-    mass = tl.zeros([], tl.int64)
+    count = tl.zeros([BLOCK], tl.int32)
+    mass = tl.zeros([BLOCK], tl.int64)
     for start in range(0, vocabulary, BLOCK):
         scaled = load_scaled(logits_ptr, start, vocabulary, temperature, BLOCK)
         stays = (order(scaled) >= floor) & (scaled > -float("inf"))
-        count += tl.sum(stays.to(tl.int64), 0)
-        mass += tl.sum(tl.where(stays, fixed(scaled, largest), 0), 0)
-    return count, mass
+        count += stays.to(tl.int32)
+        mass += tl.where(stays, fixed(scaled, largest), 0)
+    return tl.sum(count, 0), tl.sum(mass, 0)
 
 
 @triton.jit
@@ -113,8 +116,7 @@ def sample_kernel(
             )
             # Of tokens that tie for the last place only as many count as there are places.
             count, mass = kept(logits_ptr, vocabulary, temperature, largest, floor, BLOCK)
-            bits = floor.to(tl.int32)
-            lowest = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+            lowest = (floor ^ ((floor >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
             mass -= (count - top_k) * fixed(lowest, largest)
         if top_p < 1.0:
             limit = tl.ceil(top_p * mass.to(tl.float64)).to(tl.int64)
@@ -146,6 +148,6 @@ def sample(logits: Tensor, temperature: Tensor, where: Tensor, filters: Filters 
     top_k, top_p, min_p = filters or (tokens, where, temperature)
     sample_kernel[(num_rows,)](
         logits, temperature, where, top_k, top_p, min_p, tokens, logits.stride(0), vocabulary,
-        FILTERED=filters is not None, BLOCK=BLOCK, num_warps=8,
+        FILTERED=filters is not None, BLOCK=BLOCK, num_warps=NUM_WARPS,
     )  # fmt: skip
     return tokens

@@ -318,15 +318,6 @@ class Router(SpecPart, frozen=True):
         ),
     ] = ""
     replicas: Annotated[int, Meta(ge=1, le=100, description="Router pods.")] = 1
-    processes: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=64,
-            description="Processes of each router pod, which share its port. One uses one core; "
-            "give the pod a core for each.",
-        ),
-    ] = 1
     policy: Annotated[
         Literal["prefixAware", "leastLoaded", "roundRobin"],
         Meta(

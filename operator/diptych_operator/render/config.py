@@ -83,7 +83,6 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
         policy=_POLICIES[service.spec.router.policy],
         disaggregate=service.spec.router.disaggregate,
         hold_seconds=service.spec.router.hold_seconds,
-        processes=service.spec.router.processes,
         ui=service.spec.router.ui,
         allowed_hosts=_host_names(service),
         allowed_origins=service.spec.router.allowed_origins,

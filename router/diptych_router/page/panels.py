@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -39,8 +39,6 @@ class EngineFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     bytes_received: int = 0
     leases: int = 0
     """Leases that wait to be read, or are read."""
-    steps: int = 0
-    """The view of an engine with more steps is the newer one."""
 
 
 class Panels(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +87,6 @@ def figures_of(link: EngineLink, state: str) -> EngineFigures:
         blocks_received=transfer.blocks_received,
         bytes_received=transfer.bytes_received,
         leases=transfer.leases_held,
-        steps=stats.steps,
     )
 
 
@@ -104,32 +101,11 @@ def panels_of(engines: Sequence[EngineFigures], open_requests: int, held_request
     )
 
 
-def panels_of_all(parts: Sequence[Panels]) -> Panels:
-    """The views of several processes as that of one router: the newest figures of each engine, and
-    the worst state that any process sees it in. Requests add up."""
-    views: dict[str, list[EngineFigures]] = {}
-    for engine in (engine for part in parts for engine in part.engines):
-        views.setdefault(engine.id, []).append(engine)
-    joined = panels_of(
-        [_newest(of_one) for of_one in views.values()],
-        sum(part.open_requests for part in parts),
-        sum(part.held_requests for part in parts),
-    )
-    left_out = max([joined.left_out, *(part.left_out for part in parts)])
-    return msgspec.structs.replace(joined, left_out=left_out)
-
-
-def _newest(views: Sequence[EngineFigures]) -> EngineFigures:
-    newest = max(views, key=lambda view: (bool(view.name), view.steps))
-    worse = [view.state for view in views if view.state != "ok"]
-    return msgspec.structs.replace(newest, state=worse[0] if worse else newest.state)
-
-
 def change(known: Panels | None, now: Panels) -> Change | None:
     """What a page that knows `known` has to be told; None: nothing. A page that knows nothing is
     told everything."""
-    before = _shown(known.engines) if known is not None else {}
-    after = _shown(now.engines)
+    before = {engine.id: engine for engine in known.engines} if known is not None else {}
+    after = {engine.id: engine for engine in now.engines}
     engines = [engine for name, engine in after.items() if before.get(name) != engine]
     gone = [name for name in before if name not in after]
     if known is not None and not engines and not gone:
@@ -143,8 +119,3 @@ def change(known: Panels | None, now: Panels) -> Change | None:
         held_requests=now.held_requests,
         left_out=now.left_out,
     )
-
-
-def _shown(engines: Iterable[EngineFigures]) -> Mapping[str, EngineFigures]:
-    """By their ids, without what no page shows and what changes at each step."""
-    return {engine.id: msgspec.structs.replace(engine, steps=0) for engine in engines}

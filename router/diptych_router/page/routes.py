@@ -20,7 +20,7 @@ from diptych_protocol import InvalidRequestError
 from diptych_protocol.admin import Explanation
 from diptych_router.page.assets import Assets
 from diptych_router.page.control import Control
-from diptych_router.page.view import RouterView
+from diptych_router.page.panels import Panels
 from diptych_router.page.watchers import Watchers
 
 MOST_ID_CHARACTERS: Final = 256
@@ -48,18 +48,20 @@ class Page:
 
     def __init__(
         self,
-        view: RouterView,
+        look: Callable[[], Panels],
+        explained: Callable[[str], Explanation],
         *,
         model: str,
         images: bool,
         leaving: Callable[[], bool],
         control: Control | None,
     ) -> None:
-        """leaving: see `Watchers`."""
-        self._view = view
+        """look, leaving: see `Watchers`. explained: reports all that is remembered under a
+        request's id; no requests if there are none."""
+        self._explained = explained
         self._about = About(model=model, images=images, version=version("diptych"), control=control)
         self._assets = Assets(control.url if control is not None else "")
-        self.watchers = Watchers(view, leaving)
+        self.watchers = Watchers(look, leaving)
 
     @property
     def open_paths(self) -> frozenset[str]:
@@ -82,22 +84,22 @@ class Page:
     async def answer(self, request: Request) -> Response:
         """Why the engines of an answer were chosen, and what came true: of the caller's own
         requests only, and nobody learns whether there are others."""
-        return _json(await self._own(request))
+        return _json(self._own(request))
 
     async def timeline(self, request: Request) -> Response:
         """When the caller's own request was where, as a picture."""
-        found = await self._own(request)
+        found = self._own(request)
         picture = svg(timeline(found.requests[0]))
         return Response(picture, media_type="image/svg+xml", headers=UNKEPT)
 
-    async def _own(self, request: Request) -> Explanation:
+    def _own(self, request: Request) -> Explanation:
         """What is remembered under the id in the path. Raises `InvalidRequestError`."""
         request_id = request.path_params["request_id"]
         if len(request_id) > MOST_ID_CHARACTERS:
             raise InvalidRequestError(
                 f"a request id has at most {MOST_ID_CHARACTERS} characters", param="request_id"
             )
-        found = await self._view.explained(request_id)
+        found = self._explained(request_id)
         tenant = exchange_of(request.scope).tenant
         own = [known for known in found.requests if known.tenant == tenant]
         if not own:

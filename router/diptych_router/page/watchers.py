@@ -12,7 +12,6 @@ import msgspec
 
 from diptych_protocol import EngineOverloadedError
 from diptych_router.page.panels import Panels, change
-from diptych_router.page.view import RouterView
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +32,10 @@ encode = msgspec.json.Encoder().encode
 class Watchers:
     """The open streams of this process."""
 
-    def __init__(self, view: RouterView, leaving: Callable[[], bool]) -> None:
-        """leaving: whether the router is about to end; streams then end first."""
-        self._view = view
+    def __init__(self, look: Callable[[], Panels], leaving: Callable[[], bool]) -> None:
+        """look: shows both pools at this moment. leaving: whether the router is about to end;
+        streams then end first."""
+        self._look_now = look
         self._leaving = leaving
         self._clients: list[str] = []
         """Whose streams are open."""
@@ -88,7 +88,7 @@ class Watchers:
         """Again and again, until the last page has gone."""
         while True:
             try:
-                self._newest = await self._view.panels()
+                self._newest = self._look_now()
             except Exception:  # the next look may be luckier
                 log.exception("the pools cannot be shown")
             looked, self._looked = self._looked, asyncio.Event()

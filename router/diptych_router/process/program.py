@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import gc
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,7 @@ from diptych_router.features import FEATURES
 from diptych_router.leaving import Leaving
 from diptych_router.page.control import read_control
 from diptych_router.page.routes import Page
-from diptych_router.page.view import RouterView
+from diptych_router.page.view import panels_now
 from diptych_router.pool_client import PoolClient
 from diptych_router.report import HealthCollector
 from diptych_router.slo.metrics import PromiseCollector
@@ -46,9 +46,6 @@ log = logging.getLogger(__name__)
 COLLECT_AFTER = 20_000
 """More objects made than freed before the garbage collector looks at the young ones. Each open
 request has some hundred."""
-
-MakeMetrics = Callable[[PoolClient], ServerMetrics]
-MakeView = Callable[[PoolClient], RouterView]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,29 +62,23 @@ class Program:
 
 
 @asynccontextmanager
-async def started(
-    config: RouterConfig,
-    args: argparse.Namespace,
-    make_metrics: MakeMetrics,
-    make_view: MakeView,
-) -> AsyncIterator[Program]:
+async def started(config: RouterConfig, args: argparse.Namespace) -> AsyncIterator[Program]:
     """Everything but the listening sockets; ended with the block."""
     keys = ApiKeys(args.api_keys) if args.api_keys is not None else None
     certificate = Certificate(args.tls) if args.tls is not None else None
     log.info("%s", _openness(args.host, keys, certificate))
     tracer = start_router_tracer(config)
     client = _build_pool_client(config, args, tracer)
-    metrics = make_metrics(client)
+    metrics = ServerMetrics(client.model_name, client.stats_by_engine)
     metrics.registry.register(client.predictions)
     metrics.registry.register(HealthCollector(client.model_name, client.pools))
     metrics.registry.register(PromiseCollector(client.model_name, client.table.promises))
-    page = build_page(config, client, make_view(client)) if config.ui else None
+    page = build_page(config, client) if config.ui else None
     batches = _batches(config, args, client, metrics, keys)
     app = build_app(
         client,
         metrics=metrics,
         api_keys=keys,
-        stores_responses=config.processes == 1,
         batches=batches,
         extra_routes=page.routes() if page is not None else (),
         extra_open_paths=page.open_paths if page is not None else frozenset(),
@@ -130,11 +121,12 @@ def _batches(
     return BatchService(args.batch_directory, config.batches, metrics, manners)
 
 
-def build_page(config: RouterConfig, client: PoolClient, view: RouterView) -> Page:
+def build_page(config: RouterConfig, client: PoolClient) -> Page:
     """The page of a router. Raises `InvalidRequestError` if `diptych up` passed it nonsense."""
     takes_images = client.renderer.stat_mm_cache() is not None
     return Page(
-        view,
+        partial(panels_now, client),
+        partial(client.explanations.explanation, name_of=client.name_of),
         model=client.model_name,
         images=takes_images and FEATURES[config.runtime].images,
         leaving=lambda: client.leaving,

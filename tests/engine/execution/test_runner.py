@@ -315,6 +315,8 @@ def test_what_cannot_work_is_refused() -> None:
             make_runner(device="cuda")
     with pytest.raises(InvalidRequestError, match="leave kv_cache_dtype auto"):
         make_runner(dtype="bfloat16", kv_cache_dtype="float32")
+    with pytest.raises(InvalidRequestError, match="kv_cache_dtype fp8 needs a GPU"):
+        make_runner(device="cpu", kv_cache_dtype="fp8")
 
 
 def test_sliding_window_reaches_the_kernel() -> None:

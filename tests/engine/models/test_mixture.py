@@ -15,9 +15,9 @@ from model_kit.gguf import MODULES, save_lora
 from model_kit.mixture import answer_of, published_mixture, save_mixture_gguf
 
 from diptych_engine.execution.kv_cache_size import peak_of_a_step
-from diptych_engine.models.layer import Expert
+from diptych_engine.models.layer import Expert, ExpertStacks
 from diptych_engine.models.linear import Linear
-from diptych_engine.models.mixture import mixture, route
+from diptych_engine.models.mixture import mixture, route, stacked_mixture
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_kernels.packed_product import is_available as has_packed_product
 from diptych_protocol import InvalidRequestError, LoRARequest
@@ -111,6 +111,21 @@ def test_a_mixture_is_the_sum_of_what_its_experts_make() -> None:
             expected[token] += weight * (part @ experts[expert].down.weight)
     actual = mixture(x, chosen, weights, experts, num_decodes=4)
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_experts_in_one_memory_make_the_same() -> None:
+    """Also where some of them have no token."""
+    torch.manual_seed(3)
+    stacks = ExpertStacks(torch.randn(7, 16, 24), torch.randn(7, 12, 16))
+    views = zip(stacks.gate_up, stacks.down, strict=True)
+    experts = [Expert(Linear(gate_up), Linear(down)) for gate_up, down in views]
+    for num_tokens in (1, 9):
+        x = torch.randn(num_tokens, 16)
+        chosen, weights = route(x, torch.randn(16, 7), 2, renormalise=True)
+        torch.testing.assert_close(
+            stacked_mixture(x, chosen, weights, stacks),
+            mixture(x, chosen, weights, experts, num_decodes=0),
+        )
 
 
 def test_the_neighbours_of_a_token_change_no_bit() -> None:

@@ -16,8 +16,6 @@ from waits import PATIENCE_S
 
 from diptych_frontend.app import build_app
 from diptych_frontend.openai import Site, listen, serve_http, serve_sites
-from diptych_frontend.openai.server import reserve_port
-from diptych_protocol import InvalidRequestError
 
 BODY = {"model": "echo", "prompt": "abc", "max_tokens": 10**9}
 
@@ -152,33 +150,6 @@ async def test_everything_is_served_until_the_server_is_drained(engine: Any, how
     assert str(serving.exception()) == ("cannot drain" if how == "failed" else "None")
     for url in urls:
         await asyncio.wait_for(closed(url), PATIENCE_S)
-
-
-def test_a_reserved_port_takes_no_connections_until_processes_share_it() -> None:
-    with reserve_port("127.0.0.1", 0) as reserved:
-        host, port = reserved.getsockname()
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection((host, port))
-        with listen(host, port, shared=True), listen(host, port, shared=True):
-            with pytest.raises(SystemExit, match="cannot listen"):
-                listen(host, port)
-            socket.create_connection((host, port)).close()
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_port_of_somebody_else_is_not_reserved(shared: bool) -> None:
-    with (
-        socket.create_server(("127.0.0.1", 0), reuse_port=shared) as other,
-        pytest.raises(SystemExit, match="choose another port"),
-    ):
-        reserve_port(*other.getsockname())
-
-
-def test_a_system_without_shared_ports_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(socket, "SO_REUSEPORT")
-    with pytest.raises(InvalidRequestError, match="set it to 1") as caught:
-        reserve_port("127.0.0.1", 0)
-    assert caught.value.param == "processes"
 
 
 async def test_without_sites_the_first_signal_drains_and_ends() -> None:

@@ -375,17 +375,6 @@ async def test_tokens_of_a_prompt_are_counted_as_they_are_used(
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "loudly")
 
 
-async def test_one_of_several_processes_stores_nothing(engine: Any) -> None:
-    transport = httpx.ASGITransport(build_app(engine, stores_responses=False))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-        refused = await http.post(PATH, json=body(store=True))
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "store")
-        assert (await http.post(PATH, json=body())).status_code == 200
-        assert (await http.get(f"{PATH}/resp_1")).status_code == 404
-        answer = await http.post(PATH, json=body(previous_response_id="resp_1"))
-        assert answer.json()["error"]["code"] == "previous_response_not_found"
-
-
 def stored(size: int) -> StoredResponse:
     return StoredResponse(b"", (), 0, size)
 

@@ -17,29 +17,24 @@ from diptych_frontend.openai.asgi import Boundary
 from diptych_protocol import InvalidRequestError
 from diptych_protocol.admin import Explanation, RequestReport
 from diptych_router.page.control import CONTROL_VARIABLE, Control, read_control
-from diptych_router.page.panels import Panels, panels_of
+from diptych_router.page.panels import panels_of
 from diptych_router.page.routes import Page
 
 ALICE, BOB = ({"authorization": f"Bearer {key}"} for key in ("sk-a", "sk-b"))
 CONTROL = Control("http://127.0.0.1:9", "a-token-of-sixteen")
 
 
-class View:
-    """A router that remembers one request of alice and one of bob, under the same id."""
-
-    async def panels(self) -> Panels:
-        return panels_of([], 0, 0)
-
-    async def explained(self, request_id: str) -> Explanation:
-        names = {"shared": ["alice", "bob"], "of-bob": ["bob"]}.get(request_id, [])
-        requests = [
-            RequestReport(
-                request_id=request_id, core_id=f"core of {name}", unix_time=0.0, prompt_tokens=1,
-                tenant=name,
-            )
-            for name in names
-        ]  # fmt: skip
-        return Explanation(policy="p", disaggregate="d", requests=requests)
+def explained(request_id: str) -> Explanation:
+    """A router's memory of one request of alice and one of bob, under the same id."""
+    names = {"shared": ["alice", "bob"], "of-bob": ["bob"]}.get(request_id, [])
+    requests = [
+        RequestReport(
+            request_id=request_id, core_id=f"core of {name}", unix_time=0.0, prompt_tokens=1,
+            tenant=name,
+        )
+        for name in names
+    ]  # fmt: skip
+    return Explanation(policy="p", disaggregate="d", requests=requests)
 
 
 def app_of(page: Page, keys: ApiKeys) -> Any:
@@ -50,7 +45,14 @@ def app_of(page: Page, keys: ApiKeys) -> Any:
 
 @pytest.fixture
 def page() -> Page:
-    return Page(View(), model="m", images=False, leaving=lambda: True, control=CONTROL)
+    return Page(
+        lambda: panels_of([], 0, 0),
+        explained,
+        model="m",
+        images=False,
+        leaving=lambda: True,
+        control=CONTROL,
+    )
 
 
 @pytest.fixture

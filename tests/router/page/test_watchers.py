@@ -12,7 +12,6 @@ import pytest
 from waits import PATIENCE_S
 
 from diptych_protocol import EngineOverloadedError
-from diptych_protocol.admin import Explanation
 from diptych_router.page import watchers
 from diptych_router.page.panels import EngineFigures, Panels, panels_of
 from diptych_router.page.watchers import MOST_OF_ONE, MOST_WATCHERS, PULSE, Watchers
@@ -25,7 +24,7 @@ class View:
         self.blocks, self.looks = 1, 0
         self.failure: Exception | None = None
 
-    async def panels(self) -> Panels:
+    def panels(self) -> Panels:
         self.looks += 1
         if self.failure is not None:
             raise self.failure
@@ -33,9 +32,6 @@ class View:
             id="d", name="d", role="decode", state="ok", blocks_received=self.blocks
         )
         return panels_of([engine], 0, 0)
-
-    async def explained(self, request_id: str) -> Explanation:
-        raise NotImplementedError
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +46,7 @@ def view() -> View:
 
 @pytest.fixture
 def watched(view: View) -> Watchers:
-    return Watchers(view, lambda: False)
+    return Watchers(view.panels, lambda: False)
 
 
 async def next_of(events: AsyncIterator[bytes]) -> int:
@@ -127,7 +123,7 @@ async def test_a_quiet_stream_shows_that_it_lives(
 
 async def test_streams_end_when_the_router_leaves(view: View) -> None:
     leaving = False
-    watched = Watchers(view, lambda: leaving)
+    watched = Watchers(view.panels, lambda: leaving)
     async with watched.watching("alice") as events:
         await next_of(events)
         leaving = True

@@ -1,1 +1,0 @@
-"""Several processes of one router, which share its port: see docs/decisions/0057."""
