@@ -69,9 +69,9 @@ def _draw_levels(items: list[pytest.Item]) -> None:
     and other parameters; `make test-slow` runs it at the other levels."""
     by_test: dict[str, list[pytest.Item]] = {}
     for item in items:
-        callspec = getattr(item, "callspec", None)
-        for name in {"level", "compiled_level"} & set(callspec.params if callspec else ()):
-            if isinstance(level := callspec.params[name], CpuLevel):
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        for name in {"level", "compiled_level"} & set(params):
+            if isinstance(level := params[name], CpuLevel):
                 test = f"{item.path.name} {item.name.replace(level.word, '', 1)}"
                 by_test.setdefault(test, []).append(item)
     for test, at_levels in by_test.items():
