@@ -50,8 +50,8 @@ def _explained(known: Explanations, request_id: str, name_of: NameOf) -> Explana
         newest = known.newest(1)
         raise InvalidRequestError(
             f"this router remembers no request {request_id!r}: it remembers the newest "
-            f"{newest.most_remembered} since its start, now {newest.num_remembered}; if the service "
-            "has other routers, one of them may know it",
+            f"{newest.most_remembered} since its start, now {newest.num_remembered}; if the "
+            "service has other routers, one of them may know it",
             param="request_id",
             status=404,
             code="not_found",

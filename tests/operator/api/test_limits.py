@@ -134,7 +134,8 @@ REFUSED: list[tuple[dict[str, Any], str, Listed]] = [
     (container(securityContext={"capabilities": {"drop": []}}),
      f"{SIDE}.securityContext.capabilities.drop",
      {"fields": ["securityContext.capabilities.drop"]}),
-    *((container(**cast("dict[str, Any]", outer)), f"{SIDE}.{probe}.{way}.host", {"fields": [f"{probe}.{way}.host"]})
+    *((container(**cast("dict[str, Any]", outer)), f"{SIDE}.{probe}.{way}.host",
+       {"fields": [f"{probe}.{way}.host"]})
       for way in ("httpGet", "tcpSocket")
       for host in [{way: {"host": "10.0.0.1", "port": 80}}]
       for probe, outer in [
