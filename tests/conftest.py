@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -64,14 +65,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     _draw_levels(items)
 
 
+def pytest_collection_finish() -> None:
+    """What was collected stays: keep the garbage collector away from it, which else takes a second
+    to look through it, again and again."""
+    gc.freeze()
+
+
 def _draw_levels(items: list[pytest.Item]) -> None:
     """`make test` runs each test at one level of instructions, which is drawn by the test's name
     and other parameters; `make test-slow` runs it at the other levels."""
     by_test: dict[str, list[pytest.Item]] = {}
     for item in items:
-        callspec = getattr(item, "callspec", None)
-        for name in {"level", "compiled_level"} & set(callspec.params if callspec else ()):
-            if isinstance(level := callspec.params[name], CpuLevel):
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        for name in {"level", "compiled_level"} & set(params):
+            if isinstance(level := params[name], CpuLevel):
                 test = f"{item.path.name} {item.name.replace(level.word, '', 1)}"
                 by_test.setdefault(test, []).append(item)
     for test, at_levels in by_test.items():
