@@ -21,22 +21,24 @@ import importlib
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 PROGRAMS = {
     "diptych_engine": "diptych_engine.__main__",
     "diptych_engine.serving.core_process": "diptych_engine.serving.core_process",
     "diptych_router": "diptych_router.__main__",
-    "diptych_router.workers.worker": "diptych_router.workers.worker",
 }
 """What can be started by a fork, and the module that it runs."""
-STARTERS = ("diptych_engine", "diptych_router")
-"""These start programs themselves, and have a server of their own for it."""
+STARTERS = ("diptych_engine",)
+"""These start programs themselves. They have a server of their own for it: one more child."""
 START_SECONDS = 120.0
 """For the import of everything, on a busy machine."""
 MAX_REQUEST_BYTES = 1 << 20
@@ -44,7 +46,7 @@ MAX_DESCRIPTORS = 64
 READ_LATER = ("DIPTYCH_", "OTEL_", "PYTEST_", "PYTHONPATH", "TORCHINDUCTOR_", "UCX_", "XDG_")
 """How variables begin that no import of `PROGRAMS` reads, so that a program may have others than
 its server. `PYTHONPATH` is heeded before the program runs."""
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class Start(NamedTuple):
@@ -64,12 +66,15 @@ class Start(NamedTuple):
 class ForkServer:
     """The caller's side. Safe to use from several threads, and started at the first use."""
 
-    def __init__(self, server: socket.socket | None = None) -> None:
-        """server: one that runs already."""
+    def __init__(self, server: tuple[socket.socket, int] | None = None) -> None:
+        """server: the connection to one that runs already, and its process id."""
         self._variables = dict(os.environ)
         self._lock = threading.Lock()
-        self._socket = server
-        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._bury: Callable[[], object] | None = None
+        if server is not None:
+            self._socket, pid = server
+            self._bury = partial(os.waitpid, pid, 0)
         self._exec = getattr(subprocess, "_fork_exec")  # noqa: B009  mypy does not know it
 
     def fork_exec(self, args: Any, *rest: Any) -> int:
@@ -122,20 +127,19 @@ class ForkServer:
         ours.settimeout(START_SECONDS)
         with theirs:
             command = [sys.executable, __file__, str(theirs.fileno())]
-            self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], env=self._variables
-            )
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=self._variables)
+        self._bury = process.wait
         return ours
 
     def close(self) -> None:
-        """The server ends."""
+        """End the server."""
         if self._socket is not None:
             self._socket.close()
-        if self._process is not None:
-            self._process.wait()
+        if self._bury is not None:
+            self._bury()
 
 
-def use_fork_server(server: socket.socket | None = None) -> None:
+def use_fork_server(server: tuple[socket.socket, int] | None = None) -> None:
     """From now on, `subprocess` starts `PROGRAMS` by a fork."""
     client = ForkServer(server)
     atexit.register(client.close)
@@ -183,12 +187,13 @@ def become(start: Start, descriptors: list[int], asked: socket.socket) -> None:
     os.environ.update(start.variables)
     if start.module in STARTERS:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        if os.fork() == 0:
+        if (server := os.fork()) == 0:
             ours.close()
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             become(*serve(theirs), theirs)
             return
         theirs.close()
-        use_fork_server(ours)
+        use_fork_server((ours, server))
     given = start.variables.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:1] = [start.cwd, *(entry for entry in given if entry and entry not in sys.path)]
     sys.argv = [start.module, *start.arguments]
