@@ -8,7 +8,7 @@ one step, and be so when its constants are folded, before it is rendered.
 from __future__ import annotations
 
 import functools
-import pickle
+import json
 from typing import Any, Final, NoReturn
 
 import msgspec
@@ -16,6 +16,7 @@ import msgspec
 from diptych_frontend.confined.child import WorkBounds, serve
 from diptych_frontend.confined.processes import ConfinedWork, WorkFailedError
 from diptych_frontend.text.templates.chat_template import ChatTemplate
+from diptych_frontend.tool_calls.earlier import Arguments
 from diptych_protocol import InvalidRequestError
 
 BOUNDS: Final = WorkBounds(
@@ -44,16 +45,15 @@ class ConfinedTemplate:
     """A chat template whose source is run by another process only."""
 
     def __init__(self, source: str, bos_token: str, eos_token: str) -> None:
-        self._known_by = pickle.dumps((source, bos_token, eos_token))
+        self._known_by = json.dumps((source, bos_token, eos_token)).encode()
 
     def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """See `ChatTemplate.render`. Also raises `InvalidRequestError` for a source that is not a
         template, and for one that takes too much time or memory with these messages."""
         try:
-            # What callers give may be more than JSON: calls have `Arguments`.
-            asked = pickle.dumps((messages, options))
-        except Exception as exc:  # objects decide themselves how this fails
-            _refuse(f"messages that cannot be sent to a process: {exc}")
+            asked = json.dumps((messages, _written(messages), options)).encode()
+        except (TypeError, ValueError, RecursionError) as exc:
+            _refuse(f"messages that are not JSON: {exc}")
         try:
             head, text = _work.ask(self._known_by, asked)
         except WorkFailedError as exc:
@@ -64,17 +64,33 @@ class ConfinedTemplate:
         return text.decode("utf-8", "surrogatepass")
 
 
+def _written(messages: list[dict[str, Any]]) -> list[tuple[int, int, str]]:
+    """The JSON of each call's arguments, by message and call: it does not travel with the object
+    that they are, too."""
+    return [
+        (at, number, str(function["arguments"]))
+        for at, message in enumerate(messages)
+        if isinstance(message, dict) and isinstance(calls := message.get("tool_calls"), list)
+        for number, call in enumerate(calls)
+        if isinstance(call, dict) and isinstance(function := call.get("function"), dict)
+        if isinstance(function.get("arguments"), Arguments)
+    ]
+
+
 def _refuse(why: str) -> NoReturn:
     raise InvalidRequestError(why, param="messages")
 
 
 @functools.lru_cache(4)
 def _known(template: bytes) -> ChatTemplate:
-    return ChatTemplate(*pickle.loads(template))
+    return ChatTemplate(*json.loads(template))
 
 
 def _answer(template: bytearray, asked: bytearray) -> tuple[bytes, memoryview]:
-    messages, options = pickle.loads(asked)  # by our own owner
+    messages, written, options = json.loads(asked)
+    for message, call, text in written:
+        function = messages[message]["tool_calls"][call]["function"]
+        function["arguments"] = Arguments(function["arguments"], text)
     try:
         text = _known(bytes(template)).render(messages, **options)
     except InvalidRequestError as exc:
