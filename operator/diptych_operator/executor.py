@@ -14,9 +14,10 @@ from diptych_operator.api.names import (
     ROLE_LABEL,
 )
 from diptych_operator.api.scaler import SCALER_KIND
+from diptych_operator.api.service import InferenceService
 from diptych_operator.counts import NOTHING
 from diptych_operator.key_keeper import KeyKeeper
-from diptych_operator.kube.children import Children, belongs_to, child_id
+from diptych_operator.kube.children import Children, belongs_to, child_id, is_orphan_of
 from diptych_operator.kube.client import ApiError, Kube
 from diptych_operator.kube.cluster import Cluster
 from diptych_operator.plan import Step
@@ -59,8 +60,6 @@ class Executor:
         """
         service = snapshot.service
         await self._children.adopt(service, snapshot.children.values())
-        if service.spec.suspend:
-            await self._stop(snapshot)
         asleep = service.sleeps_when_idle and not step.replicas.get(snapshot.target, NOTHING)
         shared = render_shared(
             service, self._cluster, snapshot.keys, Serving(step.serving, asleep=asleep)
@@ -77,12 +76,19 @@ class Executor:
         await self._remove(snapshot, step, shared)
         return changed
 
-    async def _stop(self, snapshot: ServiceSnapshot) -> None:
-        """Take all pods away, whatever else the spec asks for and however wrong that may be."""
-        for raw in snapshot.children.values():
+    async def stop(self, service: InferenceService, children: Iterable[Mapping[str, Any]]) -> None:
+        """Take all pods away, whatever else is wrong with the service; its orphans' too, which
+        may not have become its own. Raises the last `ApiError` after it has tried each."""
+        failure: ApiError | None = None
+        for raw in children:
             running = raw["kind"] == "Deployment" and raw["spec"]["replicas"] > 0
-            if running and belongs_to(raw, snapshot.service):
-                await self._children.scale(raw, 0)
+            if running and (belongs_to(raw, service) or is_orphan_of(raw, service)):
+                try:
+                    await self._children.scale(raw, 0)
+                except ApiError as exc:
+                    failure = exc
+        if failure is not None:
+            raise failure
 
     def _revision_objects(self, snapshot: ServiceSnapshot, step: Step) -> list[Object]:
         counts = step.replicas.get(snapshot.target)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -36,7 +37,7 @@ from diptych_operator.kube.client import ApiError, Kube
 from diptych_operator.kube.cluster import Cluster
 from diptych_operator.kube.event_log import SERVED_BY_ANOTHER, EventLog, Warned
 from diptych_operator.kube.leader import LEASE_S
-from diptych_operator.kube.rivals import Rivals
+from diptych_operator.kube.rivals import Rivals, ServedByRivalError
 from diptych_operator.metrics import OperatorMetrics
 from diptych_operator.plan import Phase, Step, plan
 from diptych_operator.referents import Referents
@@ -125,8 +126,12 @@ class Reconciler:
         if raw is None or "deletionTimestamp" in raw["metadata"]:
             self._forget(key)
             return None
-        if rival := await self._rivals.of(key[0]):
-            return await self._stand_back(key, raw, rival)
+        try:
+            return await self._rivals.unless_served(key[0], lambda: self._attend(key, raw))
+        except ServedByRivalError as exc:
+            return await self._stand_back(key, raw, exc.rival)
+
+    async def _attend(self, key: ServiceKey, raw: Raw) -> float | None:
         self._stands_back.discard(key)
         with self._metrics.timed():
             try:
@@ -160,6 +165,8 @@ class Reconciler:
 
     async def _pass(self, key: ServiceKey, service: InferenceService) -> float | None:
         try:
+            if service.spec.suspend:  # before anything that can go wrong
+                await self._executor.stop(service, self._watched.children(key))
             snapshot = await self._look(key, service)
         except NotOursError as exc:
             return await self._report_blocked(service, Problem("ObjectNotOurs", str(exc)))
@@ -213,9 +220,12 @@ class Reconciler:
     async def _act(self, snapshot: ServiceSnapshot, step: Step, aim: Counts) -> _Done:
         """Do all that is to be done; one part that fails keeps no other from being done."""
         done = _Done()
-        for part in (self._carry_out(snapshot, step, done), self._scalers.keep(snapshot, aim)):
+        for part in (
+            partial(self._carry_out, snapshot, step, done),
+            partial(self._scalers.keep, snapshot, aim),
+        ):
             try:
-                problem = await part
+                problem = await part()
             except ApiError as exc:
                 done.failure = exc
                 problem = Problem("OperatorProblem", str(exc)) if exc.will_last else None
@@ -237,7 +247,8 @@ class Reconciler:
             if not exc.is_refusal:
                 raise  # not the service's fault
             if exc.kind != "Deployment":
-                return Problem("OperatorProblem", f"the API server refuses a {exc.kind}: {exc}")
+                what = f"a {exc.kind}" if exc.kind else "a request"
+                return Problem("OperatorProblem", f"the API server refuses {what}: {exc}")
             spec = f"spec.{exc.component}"
             words = str(exc).rstrip(".")
             return Problem(
@@ -314,13 +325,19 @@ class Reconciler:
         return REST_INTERVAL_S
 
     async def _report_unusable(self, raw: Raw, error: SpecError) -> None:
-        """Say what is wrong with a spec that cannot even be read; pods that run are left alone."""
+        """Say what is wrong with a spec that cannot even be read; pods that run are left alone,
+        unless it says `suspend`."""
         problem = Problem("SpecInvalid", f"{error}; correct the spec")
-        service = parse_object({**raw, "spec": _READABLE_SPEC}, self._images)
+        spec = _READABLE_SPEC | {"suspend": raw["spec"].get("suspend") is True}
+        service = parse_object({**raw, "spec": spec}, self._images)
+        if service.spec.suspend:
+            meta = service.metadata
+            children = self._watched.children((meta.namespace, meta.name))
+            await self._executor.stop(service, children)
         await self._report_blocked(service, problem)
 
 
-_READABLE_SPEC = {"model": {"uri": "dummy://"}, "prefill": {}, "decode": {}}
+_READABLE_SPEC: dict[str, Any] = {"model": {"uri": "dummy://"}, "prefill": {}, "decode": {}}
 """Stands in for one that is not, so that a status can be written for it."""
 
 

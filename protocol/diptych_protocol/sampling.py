@@ -23,7 +23,7 @@ class RequestOutputKind(enum.IntEnum):
     """One output, when the request has finished."""
 
 
-_FORMS = ("json", "regex", "choice", "grammar", "json_object")
+FORMS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
@@ -46,14 +46,14 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
         return self._asked()[0]
 
     def _asked(self) -> list[str]:
-        return [name for name in _FORMS if getattr(self, name) not in (None, False)]
+        return [name for name in FORMS if getattr(self, name) not in (None, False)]
 
     def check(self) -> None:
         """Raise `InvalidRequestError` unless exactly one form is asked for, and it is not empty."""
         asked = self._asked()
         if len(asked) != 1:
             raise InvalidRequestError(
-                f"structured_outputs must set exactly one of {', '.join(_FORMS)}, "
+                f"structured_outputs must set exactly one of {', '.join(FORMS)}, "
                 f"not {', '.join(asked) or 'none'}",
                 param="structured_outputs",
             )
@@ -176,7 +176,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
                 all(0 < len(s) <= MAX_STOP_CHARS for s in self.stop),
                 "not empty or huge",
             ),
-            ("stop_token_ids", len(self.stop_token_ids) <= 256, "at most 256 ids"),
+            (
+                "stop_token_ids",
+                len(self.stop_token_ids) <= MAX_STOP_IDS,
+                f"at most {MAX_STOP_IDS} ids",
+            ),
         ):
             if not ok:
                 value = getattr(self, field)
@@ -223,6 +227,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_STOP_IDS = 256
 MAX_BAD_SEQUENCES = 2 * MAX_STOPS
 """Every bad word may be tokenised in two ways."""
 MAX_BIASED = 1024

@@ -10,12 +10,9 @@ import msgspec
 from diptych_frontend.openai.server import Site, listen, serve_sites
 from diptych_frontend.program import run_program
 from diptych_protocol import RouterConfig
-from diptych_protocol.admin import RouterReport
-from diptych_router.explaining.request_routes import OwnRequests
 from diptych_router.process.admin import admin_app
 from diptych_router.process.arguments import parse_arguments
 from diptych_router.process.program import drain_timeout_s, started
-from diptych_router.report import router_report
 
 
 async def run(args: argparse.Namespace) -> None:
@@ -33,13 +30,7 @@ async def run(args: argparse.Namespace) -> None:
         tls = certificate.context if certificate is not None else None
         sites = [Site(program.leaving, listener, tls)]
         if admin_listener is not None:
-
-            async def state() -> RouterReport:
-                await program.client.refresh_stats()
-                return router_report(program.client)
-
-            requests = OwnRequests(program.client.explanations, program.client.name_of)
-            sites.append(Site(admin_app(state, requests, args.keys), admin_listener))
+            sites.append(Site(admin_app(program.client, args.keys), admin_listener))
         await serve_sites(
             *sites,
             drain=program.leaving.drain,

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from diptych_protocol import DiptychError, EngineCoreOutput, EngineCoreRequest
-from diptych_router.policy import Decision
-from diptych_router.routed_request import Setback
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +65,6 @@ class Deliver:
     such as by a stop string, comes back by `RequestTable.withdraw`."""
 
     outputs: list[EngineCoreOutput]
-    time: float
-    """When they came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,65 +76,10 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
-class Explain:
-    """Engines were chosen for an attempt. Keep what the response headers tell about it."""
-
-    request_id: str
-    facts: dict[str, Any]
-    decision: Decision
-    output_tokens: float = 0.0
-    """How many tokens it was expected to generate."""
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """An engine's first word about a placement; for those who explain requests."""
-
-    request_id: str
-    engine: str
-    output: EngineCoreOutput
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A request is over; for those who explain requests."""
-
-    request_id: str
-    outcome: str
-    """Why it finished; error if it failed."""
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Interrupted:
-    """An attempt has ended early; for those who follow requests. What comes of it are the next
-    actions."""
-
-    request_id: str
-    setback: Setback
-    why: str
-    again: bool
-    """Another attempt begins, or waits for engines."""
-
-
-@dataclass(frozen=True, slots=True)
 class WakeAt:
     """Call `RequestTable.tick` with this time when it has come. Too often does no harm."""
 
     time: float
 
 
-Action = (
-    Add
-    | Announce
-    | Abort
-    | AskHandOff
-    | Release
-    | Deliver
-    | Fail
-    | Explain
-    | Heard
-    | Interrupted
-    | Ended
-    | WakeAt
-)
+Action = Add | Announce | Abort | AskHandOff | Release | Deliver | Fail | WakeAt

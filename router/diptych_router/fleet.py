@@ -8,7 +8,7 @@ from typing import Protocol
 from diptych_protocol import EngineDescription, KVTransferParams
 from diptych_router.health.health_book import Failure
 from diptych_router.policy import Decision, RequestView
-from diptych_router.slo.first_token import FirstToken
+from diptych_router.record.first_token import FirstToken
 
 
 class Engine(Protocol):

@@ -32,7 +32,7 @@ from diptych_router.policy import (
 from diptych_router.prefixes.block_keys import BlockNaming
 from diptych_router.prefixes.known_prefixes import KnownPrefixes
 from diptych_router.prefixes.prefix_index import Leading, lengths, members
-from diptych_router.slo.first_token import FirstToken, expected
+from diptych_router.record.first_token import FirstToken, expected
 
 ANY_REQUEST = RequestView()
 Tokens = dict[Role, Floats]

@@ -4,7 +4,7 @@
 decode engine and streams the rest. Because the router holds every token so far, the loss of either
 engine is a new attempt with prompt + tokens so far, not a broken stream; an engine that leaves in
 good order hands its streams on; and a request that finds no engine waits for one. What becomes of a
-request is decided in `RequestTable`; here it is carried out.
+request is decided and recorded in `RequestTable`; here it is carried out.
 """
 
 from __future__ import annotations
@@ -41,11 +41,7 @@ from diptych_router.actions import (
     Announce,
     AskHandOff,
     Deliver,
-    Ended,
-    Explain,
     Fail,
-    Heard,
-    Interrupted,
     Release,
     WakeAt,
 )
@@ -111,9 +107,9 @@ class PoolClient(AsyncEngine, WithoutControl):
         )
         self.router_tracer = tracer
         """None: nobody wants spans."""
-        self.predictions = PredictionMetrics(self.model_name)
+        self.predictions = PredictionMetrics(self.model_name, self.table.predictions)
         self.explanations = Explanations(
-            self.predictions, policy=config.policy, disaggregate=config.disaggregate
+            self.table.records, policy=config.policy, disaggregate=config.disaggregate
         )
         """Why the newest requests went where they did."""
         self._to_do: deque[Action] = deque()
@@ -179,37 +175,33 @@ class PoolClient(AsyncEngine, WithoutControl):
         if self._cache_per_key and request.tenant:
             salt = salt_of_tenant(request.tenant, request.cache_salt)
             request = msgspec.structs.replace(request, cache_salt=salt)
-        if self.router_tracer is not None:
-            self.router_tracer.begin(request)
-        now = self._loop.time()
-        self.explanations.begin(request, now, time.time())
-        self._carry_out(self.table.submit(request, self.max_model_len, now, leader))
+        now, tracer = time.monotonic(), self.router_tracer
+        trace = None if tracer is None else tracer.begin(request, now)
+        actions = self.table.submit(request, self.max_model_len, now, leader, trace)
+        self._told[request.request_id] = self.table.records.by_id[request.request_id]
+        self._carry_out(actions)
 
     def _withdraw(self, request_ids: list[str], outcome: str = "abort") -> None:
-        if self.router_tracer is not None:
-            self.router_tracer.withdrawn(request_ids)
-        self._carry_out(self.table.withdraw(request_ids, self._loop.time(), outcome))
+        self._carry_out(self.table.withdraw(request_ids, time.monotonic(), outcome))
 
     def _handle_outputs(self, link: EngineLink, message: EngineCoreOutputs) -> None:
         if message.prefix_changes is not None:
             self.pools.take_prefixes(link, message.prefix_changes)
-        if self.router_tracer is not None and message.journey_events is not None:
-            self.router_tracer.take_stations(link.name, message.journey_events)
-        now = self._loop.time()
+        now = time.monotonic()
         if message.journey_events is not None:
-            self.explanations.told(link.key, message.journey_events, now)
+            self.table.records.told(link.key, message.journey_events, now)
         self._carry_out(self.table.receive(link.key, message.outputs, now))
         self._carry_out(self.table.take_turns(now))
 
     def _engine_lost(self, link: EngineLink, cause: EngineDeadError) -> None:
-        self._carry_out(self.table.engine_lost(link.key, str(cause), self._loop.time()))
+        self._carry_out(self.table.engine_lost(link.key, str(cause), time.monotonic()))
 
     def _engine_hangs(self, link: EngineLink) -> None:
-        self._carry_out(self.table.engine_hangs(link.key, self._loop.time()))
+        self._carry_out(self.table.engine_hangs(link.key, time.monotonic()))
 
     def _pools_changed(self) -> None:
         self._follow_engines()
-        now = self._loop.time()
+        now = time.monotonic()
         self._carry_out(self.table.fleet_changed(now))
         self._carry_out(self.table.give_up_late(now))
 
@@ -235,16 +227,18 @@ class PoolClient(AsyncEngine, WithoutControl):
                 self._do(self._to_do.popleft())
         finally:
             self._busy = False
+        if self.router_tracer is not None:
+            self._send_spans(self.router_tracer)
+
+    def _send_spans(self, tracer: RouterTracer) -> None:
+        """Send the spans of the requests that have ended since the last call."""
+        for record in self.table.records.take_traced():
+            tracer.send(record)
 
     def _do(self, action: Action) -> None:
-        if self.router_tracer is not None:
-            self.router_tracer.note(action, self.name_of)
         match action:
-            case Deliver(outputs, came_at):
-                self.explanations.delivered(outputs, came_at)
+            case Deliver(outputs):
                 ended_here = self._hand_out(outputs)
-                if self.router_tracer is not None:
-                    self.router_tracer.delivered(outputs, ended_here)
                 if ended_here:
                     self._withdraw(ended_here, "stop")
             case Add():
@@ -261,19 +255,10 @@ class PoolClient(AsyncEngine, WithoutControl):
                 self.pools.release(core_id, params)
             case AskHandOff():
                 self.pools.spawn(self._ask_hand_off(action))
-            case Heard():
-                self.explanations.heard(action, self._loop.time())
-            case Ended():
-                self.explanations.ended(action, self._loop.time())
-            case Explain(request_id, facts):
-                self._facts[request_id] = facts
-                self.explanations.chose(action, self._loop.time())
             case Fail(request_id, error):
                 self.output_processor.fail(request_id, error)
-            case Interrupted():
-                self.explanations.interrupted(action, self._loop.time())
-            case WakeAt(time):
-                self._loop.call_at(time, self._wake, time)
+            case WakeAt(when):
+                self._loop.call_at(when, self._wake, when)
 
     def name_of(self, engine: str) -> str:
         """An engine's name by its key, its last one if nobody answers there now; the key itself if
@@ -286,16 +271,16 @@ class PoolClient(AsyncEngine, WithoutControl):
         link = self.pools.get(action.engine)
         if link is None or not self.table.is_placed(core_id):
             return  # sending something else found out that this engine is gone
-        self.explanations.sent(action, self._loop.time())
         try:
             link.add(action.request)
         except NotConnectedError as exc:
             link.client.lost(exc)  # all that is there is lost, this request too
-            self._carry_out(self.table.not_sent(core_id, str(exc), self._loop.time()))
+            self._carry_out(self.table.not_sent(core_id, str(exc), time.monotonic()))
 
-    def _wake(self, now: float) -> None:
+    def _wake(self, when: float) -> None:
         if not self._closed:
-            self._carry_out(self.table.tick(now))
+            # The loop's clock is coarser than the one that records are written by.
+            self._carry_out(self.table.tick(max(when, time.monotonic())))
 
     async def _ask_hand_off(self, action: AskHandOff) -> None:
         link = self.pools.get(action.engine)
@@ -309,7 +294,7 @@ class PoolClient(AsyncEngine, WithoutControl):
         except (UtilityError, TimeoutError) as exc:
             why = str(exc) or "it does not answer"
         if why:
-            now = self._loop.time()
+            now = time.monotonic()
             self._carry_out(self.table.cannot_hand_off(action.core_id, why, now))
 
     # --- what all engines do ------------------------------------------------------------------
@@ -334,5 +319,8 @@ class PoolClient(AsyncEngine, WithoutControl):
         if self._closed:
             return
         self._closed = True
+        if self.router_tracer is not None:
+            self.table.shut_down(time.monotonic())
+            self._send_spans(self.router_tracer)
         self.pools.close()
         self.output_processor.fail_all(EngineDeadError("the router was shut down"))

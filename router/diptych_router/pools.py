@@ -32,8 +32,8 @@ from diptych_router.fleet_table import ANY_REQUEST, FleetTable
 from diptych_router.health.health_book import Failure
 from diptych_router.policies import POLICIES
 from diptych_router.policy import ROLES, Decision, RequestView, Role
+from diptych_router.record.first_token import FirstToken
 from diptych_router.serving import Serving, ServingFile
-from diptych_router.slo.first_token import FirstToken
 from diptych_router.vllm.service import VllmService
 
 log = logging.getLogger(__name__)

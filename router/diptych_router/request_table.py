@@ -22,9 +22,10 @@ What always holds:
   at the latest. An engine that brings no token in time (`give_up_late`) or hangs (`engine_hangs`)
   loses it, if another can take it.
 
-Pure but for the log: no socket, thread or clock. Who calls it carries out what it returns, in
-order; what an event returns that came of carrying something out is done after what is left of that.
-The fleet answers questions of the moment.
+What happens to a request is written to its record here. There is no I/O but the log: no socket,
+thread or clock. Who calls it carries out what it returns, in order; what an event returns that came
+of carrying something out is done after what is left of that. The fleet answers questions of the
+moment.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from diptych_protocol import (
     EngineOverloadedError,
     FinishReason,
 )
-from diptych_router.actions import Abort, Action, AskHandOff, Deliver, Heard, Release
+from diptych_router.actions import Abort, Action, AskHandOff, Deliver, Release
 from diptych_router.fleet import Fleet
 from diptych_router.health.health_book import Failure
 from diptych_router.health.patience import LEAST_S
@@ -51,7 +52,10 @@ from diptych_router.placing.placements import Placements
 from diptych_router.placing.siblings import Siblings, same_way
 from diptych_router.placing.tenant_places import TenantPlaces
 from diptych_router.policy import Decision
-from diptych_router.routed_request import RoutedRequest, Setback, is_given_up
+from diptych_router.record.predictions import Predictions
+from diptych_router.record.records import Records
+from diptych_router.record.request_record import RequestRecord, Setback, Trace
+from diptych_router.routed_request import RoutedRequest, is_given_up
 from diptych_router.slo.promises import Promises
 
 log = logging.getLogger(__name__)
@@ -93,12 +97,14 @@ class RequestTable:
         first token. Only a simulation brings its own of both."""
         self.requests: dict[str, RoutedRequest] = {}
         """By the request's own id."""
-        self.promises = promises
+        self.records = Records()
+        """What happened to the newest requests."""
+        self.promises, self.predictions = promises, Predictions()
         self._places = TenantPlaces()
         self.tenants = self._places.accounts
         self.held = HeldRequests(hold_seconds, max_held, self.tenants)
         self._fleet = fleet
-        self._placements = Placements(self._places)
+        self._placements = Placements(self._places, self.records)
         self._attempts = Attempts(
             fleet,
             self.requests,
@@ -120,12 +126,17 @@ class RequestTable:
     # --- users --------------------------------------------------------------------------------
 
     def submit(
-        self, request: EngineCoreRequest, max_model_len: int, now: float, leader: str | None = None
+        self,
+        request: EngineCoreRequest,
+        max_model_len: int,
+        now: float,
+        leader: str | None = None,
+        trace: Trace | None = None,
     ) -> Sequence[Action]:
         """A new request. leader: another one for an answer to the same prompt, which goes ahead."""
-        routed = self.requests[request.request_id] = RoutedRequest(request, max_model_len)
+        record = self.records.begin(request, now, trace)
+        routed = self.requests[request.request_id] = RoutedRequest(request, max_model_len, record)
         request.deadline_ms = self.promises.first_token_ms
-        routed.arrived_at = now
         routed.account = self.tenants.open(request.tenant)
         routed.usual_output = self._usual_output
         if leader and self._siblings.wait(routed, self.requests.get(leader)):
@@ -147,7 +158,7 @@ class RequestTable:
                 self._fleet.went_well(routed.engine, routed.prefill_engine)
             if routed.core_id in self._placements.by_core_id:
                 by_engine.setdefault(routed.engine, []).append(routed.core_id)
-            actions += self._attempts.end(routed, outcome)
+            actions += self._attempts.end(routed, outcome, now)
         actions[:0] = (Abort(engine, ids) for engine, ids in by_engine.items())
         return self._and_followers(actions, now)
 
@@ -159,8 +170,7 @@ class RequestTable:
         """An engine's outputs. `Deliver` what they hold, then call `take_turns`: the first token
         does not wait for the hand-off, and whom a stop string has ended needs none."""
         deliver: list[EngineCoreOutput] = []
-        actions: list[Action] = [Deliver(deliver, now)]
-        heard: list[Action] = []
+        actions: list[Action] = [Deliver(deliver)]
         strays: list[str] = []
         for output in outputs:
             routed = self._placements.by_core_id.get(output.request_id)
@@ -174,26 +184,27 @@ class RequestTable:
                     self._clear_up(routed)
                 if output.new_token_ids:
                     deliver.append(output)
-                    if routed.unheard:
-                        routed.unheard = False
-                        heard.append(Heard(routed.request_id, engine, output))
-                    if routed.first_at is None:
-                        self.promises.saw_first(routed, now)
+                    had_token = routed.record.first_token_s is not None
+                    if routed.record.brought(output, now):
+                        self._saw_word(routed.record, had_token, now)
             elif output.finish_reason is FinishReason.ERROR:
                 actions += self._take_error(routed, output)
             elif is_given_up(output):
                 why = f"engine {self._name_of(engine)} gave it up"
                 self._pass_turn(routed, self._setback_at(engine), why)
             else:
-                if routed.unheard:
-                    routed.unheard = False
-                    heard.append(Heard(routed.request_id, engine, output))
                 actions += self._absorb(routed, output, now)
                 if output.new_token_ids or output.finished:
                     deliver.append(output)
         if strays:
             actions.append(Abort(engine, strays))
-        return [*heard, *actions] if heard else actions
+        return actions
+
+    def _saw_word(self, record: RequestRecord, had_token: bool, now: float) -> None:
+        """An engine's first word about a request, or the first token, is in the record."""
+        self.predictions.saw_word(record)
+        if not had_token and record.first_token_s is not None:
+            self.promises.saw_first(record, now)
 
     def _absorb(self, routed: RoutedRequest, output: EngineCoreOutput, now: float) -> list[Action]:
         """Take an output of the engine in charge; what to do with leases that nobody will read."""
@@ -201,8 +212,9 @@ class RequestTable:
         again = routed.absorb(output)
         if routed.suspects:
             self._clear_up(routed)
-        if output.new_token_ids and routed.first_at is None:
-            self.promises.saw_first(routed, now)
+        had_token = routed.record.first_token_s is not None
+        if routed.record.brought(output, now):
+            self._saw_word(routed.record, had_token, now)
         if again:
             self._pass_turn(routed)
             # Who hands off has read what it took over; whoever says otherwise loses it.
@@ -210,8 +222,8 @@ class RequestTable:
         if output.finished:
             self._fleet.went_well(routed.engine, routed.prefill_engine)
             self._usual_output += (len(routed.generated) - self._usual_output) * NEWEST_PART
-            self.promises.saw_end(routed, now)
-            return [*offered, *self._attempts.end(routed, str(output.finish_reason))]
+            self.promises.saw_end(routed.record, now)
+            return [*offered, *self._attempts.end(routed, str(output.finish_reason), now)]
         return offered
 
     def _take_error(self, routed: RoutedRequest, output: EngineCoreOutput) -> list[Action]:
@@ -347,6 +359,12 @@ class RequestTable:
                     routed.moving = True
                     actions.append(AskHandOff(engine.key, core_id))
         return actions
+
+    def shut_down(self, now: float) -> None:
+        """The router ends, and so does the record of every open request."""
+        why = "the router was shut down", "shutdown"
+        for routed in self.requests.values():
+            self.records.ended(routed.record, "error", now, *why)
 
     # --- what events have in common -----------------------------------------------------------
 

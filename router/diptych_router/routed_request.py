@@ -6,7 +6,7 @@
        │                        │ error / loss
        └────────────────────────┴─▶ a new attempt with prompt + tokens so far
 
-Pure: it says what to send next; `RequestTable` says where to.
+It says what to send next; `RequestTable` says where to. There is no I/O here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from diptych_protocol.wire import ErrorKind
 from diptych_router.policy import RequestView
 from diptych_router.prefixes.block_keys import BlockNaming, block_keys
 from diptych_router.prefixes.hash_table import Keys
-from diptych_router.slo.first_token import FirstToken
+from diptych_router.record.request_record import RequestRecord, Setback
 
 MAX_ERRORS = 3
 """How often engines may report that they failed with a request."""
@@ -51,24 +51,6 @@ class Stage(enum.Enum):
     DECODE = enum.auto()
 
 
-class Setback(enum.Enum):
-    """Why a request needs a new attempt."""
-
-    ERROR = enum.auto()
-    """An engine says that it failed with it."""
-    LOSS = enum.auto()
-    """The engine vanished, or gave it up, or could not take it over."""
-    FULL = enum.auto()
-    """The engine has no room for it now. Another may have; if none has, the client is to come back
-    later."""
-    LATE = enum.auto()
-    """The engine missed the deadline of its first token."""
-    MOVE = enum.auto()
-    """Its engine leaves in good order. That is nobody's fault and not counted."""
-    REFUSED = enum.auto()
-    """The engine says that it is wrong as written, as any other engine would."""
-
-
 @dataclass(frozen=True, slots=True)
 class Announcement:
     """A decode engine was told that a request will come."""
@@ -83,12 +65,12 @@ class RoutedRequest:
 
     original: EngineCoreRequest
     max_model_len: int
+    record: RequestRecord
+    """What has happened to it, for those who tell of it."""
     generated: list[int] = field(default_factory=list)
     """Every token that has been delivered to the user."""
     placements: int = 0
     """How often it was sent to an engine."""
-    attempts: int = 0
-    """How often it began with a choice of engines."""
     errors: int = 0
     losses: int = 0
     late: int = 0
@@ -113,16 +95,8 @@ class RoutedRequest:
     have the announced id."""
     moving: bool = False
     """Its engine was asked to hand it off."""
-    unheard: bool = False
-    """The engine that works on it now has brought nothing yet."""
     full: set[str] = field(default_factory=set)
     """Keys of the engines that had no room for it since it last got on."""
-    arrived_at: float = 0.0
-    """When it came, by the loop's clock."""
-    expected: FirstToken | None = None
-    """When its first token was expected, when it was taken on; None: nobody could say."""
-    first_at: float | None = None
-    """When its first token was delivered."""
     account: Account = field(default_factory=Account)
     """The account of its tenant."""
     crowded: bool = False
@@ -201,7 +175,6 @@ class RoutedRequest:
         """It goes to this engine now; the next `*_request` says what to send."""
         self.placements += 1
         self.engine, self.stage, self.moving = engine, stage, False
-        self.unheard = True
         self.first_token_by = math.inf
 
     def set_back(self, setback: Setback) -> bool:
@@ -285,7 +258,7 @@ class RoutedRequest:
         params = msgspec.structs.replace(
             self.original.sampling, extra_args=self._extra_args(lease.to_dict())
         )
-        coming_request = msgspec.structs.replace(self._with(params), request_id=coming)
+        coming_request = self._with(params, core_id=coming)
         if coming_request.mm_features is not None:  # their names tell D enough
             coming_request.mm_features = [
                 msgspec.structs.replace(feature, data=None)
@@ -320,11 +293,18 @@ class RoutedRequest:
         return extra or None
 
     def _with(
-        self, params: SamplingParams | None, source: KVTransferParams | None = None
+        self,
+        params: SamplingParams | None,
+        source: KVTransferParams | None = None,
+        core_id: str = "",
     ) -> EngineCoreRequest:
+        """For an engine that knows it by this id; empty: that of the placement of now."""
+        core_id, trace = core_id or self.core_id, self.record.trace
+        headers = self.original.trace_headers if trace is None else trace.headers(core_id)
         return msgspec.structs.replace(
             self.original,
-            request_id=self.core_id,
+            request_id=core_id,
+            trace_headers=headers,
             sampling_params=params,
             generated_token_ids=list(self.generated) or None,
             prefix_source=source,

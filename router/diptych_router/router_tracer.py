@@ -6,14 +6,12 @@
              ├─ decode   ── engine decode
              └─ attempt ─┬─ queue ...          (after a failure)
 
-While a request is under way, its trail takes down times. Spans are made of it at the end. Importing
-this needs the extra `tracing`.
+Spans are made of a request's record when it has ended. Importing this needs the extra `tracing`.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -33,15 +31,15 @@ from opentelemetry.trace import (
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from diptych_frontend.observability.span_sender import SpanSender
-from diptych_frontend.observability.steady_clock import steady_time
-from diptych_protocol import EngineCoreOutput, EngineCoreRequest, RequestJourneyEvent
-from diptych_router.actions import Action, Add, Explain, Fail, Interrupted
-from diptych_router.routed_request import Setback
-from diptych_router.trail import Placement, Trail
-from diptych_router.trail_spans import SpanFacts, spans_of
+from diptych_frontend.observability.steady_clock import time_of_day
+from diptych_protocol import EngineCoreRequest
+from diptych_router.record.request_record import RequestRecord
+from diptych_router.request_spans import SpanFacts, Value, request_attributes, spans_of
 
 MAX_ENGINES = 1024
 """Engines whose resources are remembered."""
+EPOCH_NS = int(time_of_day(0.0) * 1e9)
+"""The time of day at which the router's clock showed 0."""
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 KINDS = {
     "server": SpanKind.SERVER,
@@ -50,30 +48,38 @@ KINDS = {
 }
 
 
-@dataclass(slots=True)
-class _Followed:
-    """A request that is traced."""
+@dataclass(frozen=True, slots=True)
+class RequestTrace:
+    """The trace of one request. The ids of its spans follow from their keys, because an engine is
+    told its parent before that span has ended."""
 
-    trail: Trail
     trace_id: int
+    request_id: str
+    """Tells it from other requests of the trace."""
     client: SpanContext | None
     """The client's span, if it named one."""
-    trace_state: TraceState
-    epoch_ns: int
-    """The time of day at which the monotonic clock showed 0."""
+    state: TraceState
+    arrived_s: float
+    """When the API received it, by the router's clock."""
+    attributes: dict[str, Value]
 
-    def span_context(self, span_id: int) -> SpanContext:
-        return SpanContext(self.trace_id, span_id, False, SAMPLED, self.trace_state)
+    def span_context(self, key: str) -> SpanContext:
+        """The identity of a span of the request."""
+        return SpanContext(self.trace_id, self._span_id(key), False, SAMPLED, self.state)
 
-    def headers(self, span_id: int) -> dict[str, str]:
-        """What makes an engine's span a child of this one."""
-        parent = f"00-{self.trace_id:032x}-{span_id:016x}-01"
-        state = self.trace_state.to_header()
+    def headers(self, core_id: str) -> dict[str, str]:
+        """See `Trace.headers`."""
+        parent = f"00-{self.trace_id:032x}-{self._span_id(core_id):016x}-01"
+        state = self.state.to_header()
         return {"traceparent": parent, **({"tracestate": state} if state else {})}
+
+    def _span_id(self, key: str) -> int:
+        named = f"{self.trace_id:032x} {self.request_id} {key}".encode()
+        return int.from_bytes(hashlib.blake2b(named, digest_size=8).digest(), "big")
 
 
 class RouterTracer:
-    """Follows the requests of one router. Belongs to one thread; exports on another."""
+    """Makes spans of the records of one router's requests. They are exported on another thread."""
 
     def __init__(self, sender: SpanSender, *, model_name: str, instance: str) -> None:
         """`instance`: the router's own name."""
@@ -85,13 +91,9 @@ class RouterTracer:
         self._model_name = model_name
         self._own = _resource("diptych-router", instance)
         self._engine = lru_cache(MAX_ENGINES)(lambda name: _resource("diptych", name))
-        self._followed: dict[str, _Followed] = {}
-        """By the request's own id."""
-        self._placements: dict[str, Placement] = {}
-        """By the id under which an engine has or had a request that is followed."""
 
-    def begin(self, request: EngineCoreRequest) -> None:
-        """A request is there, and the table will hear of it next."""
+    def begin(self, request: EngineCoreRequest, now_s: float) -> RequestTrace | None:
+        """The trace of a request that has come; None: nobody wants its spans."""
         context = self._propagator.extract(carrier=request.trace_headers or {}, context=Context())
         client: SpanContext | None = get_current_span(context).get_span_context()
         if client is not None and not client.is_valid:
@@ -99,106 +101,47 @@ class RouterTracer:
         trace_id = self._ids.generate_trace_id() if client is None else client.trace_id
         sampled = self._sampler.should_sample(context, trace_id, "request", SpanKind.SERVER)
         if sampled.decision is not Decision.RECORD_AND_SAMPLE:
-            return
-        now_s, wall_ns = time.monotonic(), int(steady_time() * 1e9)
-        waited_s = min(max(0.0, wall_ns / 1e9 - request.arrival_time), now_s)
-        self._followed[request.request_id] = _Followed(
-            Trail(request, now_s - waited_s, self._ids.generate_span_id),
+            return None
+        waited_s = min(max(0.0, time_of_day(now_s) - request.arrival_time), now_s)
+        return RequestTrace(
             trace_id,
+            request.request_id,
             client,
             sampled.trace_state or TraceState(),
-            wall_ns - int(now_s * 1e9),
+            now_s - waited_s,
+            request_attributes(request, self._model_name),
         )
 
-    def note(self, action: Action, name_of: Callable[[str], str]) -> None:
-        """Something is about to be done for a request. What goes to an engine gets its parent.
-
-        name_of: from an engine's key to its name.
-        """
-        match action:
-            case Explain(request_id, facts):
-                if (followed := self._followed.get(request_id)) is not None:
-                    followed.trail.chosen(facts, time.monotonic())
-            case Add(engine, request):
-                self._sent(request, name_of(engine))
-            case Interrupted(request_id, setback, why, again):
-                if (followed := self._followed.get(request_id)) is not None:
-                    kind = "" if setback is Setback.MOVE else setback.name.lower()
-                    followed.trail.interrupted(kind, why, again, time.monotonic())
-            case Fail(request_id, error):
-                self._end(request_id, "", str(error), type(error).__name__)
-
-    def _sent(self, request: EngineCoreRequest, engine: str) -> None:
-        core_id = request.request_id
-        followed = self._followed.get(core_id.rpartition("/")[0])
-        if followed is None:
-            return
-        span_id = followed.trail.sent(core_id, engine, time.monotonic())
-        self._placements[core_id] = followed.trail.placements[-1]
-        request.trace_headers = followed.headers(span_id)
-
-    def take_stations(self, engine: str, stations: Iterable[RequestJourneyEvent]) -> None:
-        """An engine tells how far requests have come there."""
-        now_s = time.monotonic()
-        for station in stations:
-            placement = self._placements.get(station.request_id)
-            if placement is not None and placement.engine == engine:
-                placement.heard(station, now_s)
-
-    def delivered(self, outputs: Sequence[EngineCoreOutput], ended_here: Iterable[str]) -> None:
-        """Outputs were handed to those who wait. ended_here: requests that a stop string ended."""
-        now_s = time.monotonic()
-        for output in outputs:
-            followed = self._followed.get(output.request_id)
-            if followed is None:
-                continue
-            if output.new_token_ids:
-                followed.trail.delivered(len(output.new_token_ids), now_s)
-            if output.finish_reason is not None:
-                self._end(output.request_id, str(output.finish_reason))
-        for request_id in ended_here:
-            self._end(request_id, "stop")
-
-    def withdrawn(self, request_ids: Iterable[str]) -> None:
-        """Nobody wants these any more; those that have ended are none of them."""
-        for request_id in request_ids:
-            self._end(request_id, "abort")
+    def send(self, record: RequestRecord) -> None:
+        """Send the spans of a request that has ended. Its trace is forgotten."""
+        trace, record.trace = record.trace, None
+        if isinstance(trace, RequestTrace):
+            for facts in spans_of(record, trace.arrived_s, trace.attributes):
+                self._sender.send(self._span(trace, facts))
 
     def close(self) -> None:
         """Send what is left, within a few seconds. May block for so long."""
-        for request_id in list(self._followed):
-            self._end(request_id, "", "the router was shut down", "shutdown")
         self._sender.close()
 
-    def _end(self, request_id: str, reason: str, error: str = "", error_type: str = "") -> None:
-        followed = self._followed.pop(request_id, None)
-        if followed is None:
-            return
-        trail = followed.trail
-        for placement in trail.placements:
-            self._placements.pop(placement.core_id, None)
-        trail.end(time.monotonic(), reason, error, error_type)
-        for facts in spans_of(trail, self._model_name):
-            self._sender.send(self._span(followed, facts))
-
-    def _span(self, followed: _Followed, facts: SpanFacts) -> ReadableSpan:
-        def to_ns(time_s: float) -> int:
-            return followed.epoch_ns + int(time_s * 1e9)
-
-        span_id = self._ids.generate_span_id() if facts.span_id is None else facts.span_id
-        parent = facts.parent_id
+    def _span(self, trace: RequestTrace, facts: SpanFacts) -> ReadableSpan:
+        parent = facts.parent
         return ReadableSpan(
             facts.name,
-            followed.span_context(span_id),
-            followed.client if parent is None else followed.span_context(parent),
+            trace.span_context(facts.key),
+            trace.client if parent is None else trace.span_context(parent),
             self._engine(facts.engine) if facts.engine else self._own,
             facts.attributes,
-            [Event(name, timestamp=to_ns(time_s)) for name, time_s in facts.events],
+            [Event(name, timestamp=_to_ns(time_s)) for name, time_s in facts.events],
             kind=KINDS[facts.kind],
             status=Status(StatusCode.ERROR, facts.error) if facts.error else Status(),
-            start_time=to_ns(facts.began_s),
-            end_time=to_ns(facts.ended_s),
+            start_time=_to_ns(facts.began_s),
+            end_time=_to_ns(facts.ended_s),
         )
+
+
+def _to_ns(time_s: float) -> int:
+    """Nanoseconds since 1970 at a time of the router's clock."""
+    return EPOCH_NS + int(time_s * 1e9)
 
 
 def _resource(service: str, instance: str) -> Resource:

@@ -27,11 +27,10 @@ from diptych_frontend.admin.calls import build_admin_app
 from diptych_frontend.openai.server import Site, listen, serve_sites
 from diptych_operator.api.names import ADMIN_PORT, KEYS_LABEL, ROLE_LABEL, SERVICE_LABEL
 from diptych_protocol import EngineCoreRequest, SamplingParams
-from diptych_router.actions import Explain
 from diptych_router.explaining.explanations import Explanations
-from diptych_router.explaining.prediction_metrics import PredictionMetrics
-from diptych_router.explaining.request_routes import OwnRequests, request_routes
+from diptych_router.explaining.request_routes import request_routes
 from diptych_router.policy import Decision
+from diptych_router.record.records import Records
 
 DATA, ERROR = b"\0", b"\1"
 """The two channels of a forwarded port."""
@@ -39,16 +38,16 @@ DATA, ERROR = b"\0", b"\1"
 
 def remembering(request_id: str) -> Explanations:
     """What a router knows of one request."""
-    known = Explanations(PredictionMetrics("m"), policy="prefix_aware", disaggregate="auto")
+    records = Records()
     made = EngineCoreRequest(
         f"{request_id}-1", [1] * 9, None, SamplingParams(), None, None, 0.0, None, None, None,
         external_req_id=request_id,
     )  # fmt: skip
-    known.begin(made, 0.0, 1_700_000_000.0)
+    record = records.begin(made, 0.0)
     decision = Decision("p0", "d0", "cheapest pair", terms={"wait_s": 0.1, "compute_s": 0.2})
     facts = {"prefill": "pod-p0", "decode": "pod-d0"}
-    known.chose(Explain(f"{request_id}-1", facts, decision), 0.0)
-    return known
+    records.chose(record, decision, facts, 0.0, 0.0)
+    return Explanations(records, policy="prefix_aware", disaggregate="auto")
 
 
 class ApiServer:
@@ -129,7 +128,7 @@ class Running(threading.Thread):
         for name, known in self._known.items():
             ports[name] = 0
             if known is not None:
-                app = build_admin_app(self._keys_dir, request_routes(OwnRequests(known, str)))
+                app = build_admin_app(self._keys_dir, request_routes(known, str))
                 site = Site(app, listen("127.0.0.1", 0))
                 ports[name] = site.listener.getsockname()[1]
                 serving.append(asyncio.create_task(serve_sites(site)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -18,13 +19,14 @@ from diptych_frontend.confined.cancellation import (
     cancelled_by,
 )
 from diptych_frontend.confined.child import WorkBounds
-from diptych_frontend.confined.processes import ConfinedWork, WorkFailedError
+from diptych_frontend.confined.haste import NotAtOnceError, hurried
+from diptych_frontend.confined.processes import AT_ONCE_BYTES, ConfinedWork, WorkFailedError
 from diptych_protocol import EngineOverloadedError
 
-BOUNDS = WorkBounds(memory_bytes=64 << 20, seconds=2, message_bytes=1 << 20)
-MODULE = f"""
+BOUNDS = WorkBounds(memory_bytes=64 << 20, seconds=2, message_bytes=1 << 20, idle_seconds=60)
+MODULE = """
 import os, pathlib, sys, time
-from diptych_frontend.confined.child import WorkBounds, serve
+from diptych_frontend.confined.child import serve
 
 def work(head, body):
     match bytes(head):
@@ -32,6 +34,8 @@ def work(head, body):
             return b"pid %d" % os.getpid(), memoryview(body)
         case b"secret":
             return os.environ.get("DIPTYCH_SECRET", "none").encode(), memoryview(b"")
+        case b"zone":
+            return time.tzname[0].encode(), memoryview(b"")
         case b"torch":
             return str("torch" in sys.modules).encode(), memoryview(b"")
         case b"take":
@@ -40,6 +44,12 @@ def work(head, body):
             pathlib.Path(bytes(body).decode()).write_text(str(os.getpid()))
             while True:
                 pass
+        case b"until":
+            while not pathlib.Path(bytes(body).decode()).exists():
+                time.sleep(0.001)
+            return b"late", memoryview(b"")
+        case b"large":
+            return b"", memoryview(bytes(70_000))
         case b"crash":
             os.abort()
         case b"vanish":
@@ -47,16 +57,23 @@ def work(head, body):
         case b"flood":
             return b"", memoryview(bytes(2 << 20))
 
-serve(work, {BOUNDS!r})
+serve(work)
 """
+FOR_LONG = dataclasses.replace(BOUNDS, seconds=600)
 
 
 @pytest.fixture
-def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ConfinedWork:
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "strange_work.py").write_text(MODULE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("DIPTYCH_SECRET", "a key")
-    return ConfinedWork("strange_work", BOUNDS)
+    monkeypatch.setenv("TZ", "HERE-3")
+    return "strange_work"
+
+
+@pytest.fixture
+def work(module: str) -> ConfinedWork:
+    return ConfinedWork(module, BOUNDS)
 
 
 def alive(pid: int) -> bool:
@@ -80,6 +97,7 @@ def test_a_process_serves_one_piece_of_work_after_another(work: ConfinedWork) ->
     assert body == b"\0pixels"
     assert first == b"pid %d" % work.pids()[0]
     assert work.ask(b"torch", b"")[0] == b"False"
+    assert work.ask(b"zone", b"")[0] == b"HERE"  # templates tell the time
     assert work.ask(b"secret", b"")[0] == b"none"  # keys of the environment stay with the owner
 
 
@@ -89,7 +107,7 @@ def test_a_process_serves_one_piece_of_work_after_another(work: ConfinedWork) ->
         (b"take", "more than 64 MiB of memory"),
         (b"loop", "more than 2 seconds"),
         (b"crash", "breaks down"),
-        (b"flood", "breaks down"),
+        (b"flood", "what it makes has more than 1 MiB"),
     ],
 )
 def test_work_beyond_its_bounds_ends_with_its_process(
@@ -117,31 +135,69 @@ def test_a_process_that_ended_while_it_was_idle_is_replaced(work: ConfinedWork) 
     assert work.ask(b"echo", b"x")[1] == b"x"
 
 
-def test_who_cancels_ends_the_work_and_what_would_come_next(tmp_path: Path) -> None:
-    (tmp_path / "strange_work.py").write_text(MODULE.replace("seconds=2", "seconds=600"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(tmp_path))
-        work = ConfinedWork("strange_work", WorkBounds(64 << 20, 600, 1 << 20))
-        cancellation, endings = Cancellation(), list[str]()
+def test_who_cancels_ends_the_work_and_what_would_come_next(module: str, tmp_path: Path) -> None:
+    work = ConfinedWork(module, FOR_LONG)
+    cancellation, endings = Cancellation(), list[str]()
 
-        def wanted() -> None:
-            with cancelled_by(cancellation):
-                for _ in range(2):
-                    try:
-                        work.ask(b"loop", str(tmp_path / "pid").encode())
-                    except WorkCancelledError:
-                        endings.append("cancelled")
+    def wanted() -> None:
+        with cancelled_by(cancellation):
+            for _ in range(2):
+                try:
+                    work.ask(b"loop", str(tmp_path / "pid").encode())
+                except WorkCancelledError:
+                    endings.append("cancelled")
 
-        thread = threading.Thread(target=wanted)
-        thread.start()
-        pid = written(tmp_path / "pid")
-        (tmp_path / "pid").unlink()
-        cancellation.cancel()
-        thread.join(PATIENCE_S)
-        assert endings == ["cancelled", "cancelled"]
-        assert not alive(pid)
-        assert not (tmp_path / "pid").exists()  # the second piece of work was not begun
-        assert work.ask(b"echo", b"x")[1] == b"x"
+    thread = threading.Thread(target=wanted)
+    thread.start()
+    pid = written(tmp_path / "pid")
+    (tmp_path / "pid").unlink()
+    cancellation.cancel()
+    thread.join(PATIENCE_S)
+    assert endings == ["cancelled", "cancelled"]
+    assert not alive(pid)
+    assert not (tmp_path / "pid").exists()  # the second piece of work was not begun
+    assert work.ask(b"echo", b"x")[1] == b"x"
+
+
+def at_once(work: ConfinedWork, head: bytes, body: bytes = b"") -> bytes | None:
+    """What who is in haste gets; None if that is nothing."""
+    try:
+        with hurried():
+            return bytes(work.ask(head, body)[0])
+    except NotAtOnceError:
+        return None
+
+
+def test_who_is_in_haste_waits_for_nothing_that_is_late(module: str, tmp_path: Path) -> None:
+    work = ConfinedWork(module, FOR_LONG)
+    assert at_once(work, b"echo") is None  # no process starts for it
+    assert work.pids() == []
+    work.start()
+    (pid,) = work.pids()
+    first = bytes(work.ask(b"echo", b"")[0])
+    assert first == b"pid %d" % pid
+    wait_until(lambda: at_once(work, b"echo") == first, "it gets an answer in time")
+    end = tmp_path / "end"
+    assert at_once(work, b"until", str(end).encode()) is None
+    assert work.pids() == []
+    second = bytes(work.ask(b"echo", b"")[0])  # who may wait has a process of its own
+    assert second != first
+    assert at_once(work, b"echo") is None  # and one late answer at a time is enough
+    end.touch()
+    wait_until(lambda: at_once(work, b"echo") in (first, second), "the late answer is dropped")
+    assert pid in work.pids()
+
+
+@pytest.mark.parametrize("what", [b"crash", b"take", b"large"])
+def test_what_fails_or_is_large_is_nothing_for_who_is_in_haste(
+    work: ConfinedWork, what: bytes
+) -> None:
+    work.ask(b"echo", b"")
+    (pid,) = work.pids()
+    assert at_once(work, what) is None
+    wait_until(lambda: at_once(work, b"echo") is None and not alive(pid), "the process is gone")
+    assert work.ask(b"echo", b"x")[1] == b"x"
+    assert at_once(work, b"echo", bytes(AT_ONCE_BYTES)) is None
 
 
 @pytest.mark.parametrize("what", ["echo", "loop"])

@@ -104,6 +104,13 @@ POSSIBLE: list[dict[str, Any]] = [
 ]
 
 
+def test_what_llguidance_cannot_compile_is_refused_in_one_line() -> None:
+    form = StructuredOutputsParams(grammar='start: a::0\na::_: "x" a::set_bit(0)')
+    with pytest.raises(InvalidRequestError, match="assertion failed") as refusal:
+        check_structured_outputs(form)
+    assert "\n" not in str(refusal.value)
+
+
 @pytest.mark.parametrize("form", POSSIBLE, ids=str)
 def test_a_form_that_something_has_is_taken(form: dict[str, Any]) -> None:
     check_structured_outputs(StructuredOutputsParams(**form))
@@ -216,6 +223,17 @@ def walk(form: StructuredOutputsParams, seed: int, *, longest: int = 60) -> None
         if 256 in allowed:
             return
         assert matcher.consume_token(choice.choice(allowed))
+
+
+@pytest.mark.parametrize("first", [0, 0x70, 0x2020, 0xFDD0])
+def test_a_choice_may_have_any_character(first: int) -> None:
+    for character in map(chr, range(first, first + 0x30)):
+        choice = f'"{character}\\{character}'
+        form = StructuredOutputsParams(choice=[choice, "other"])
+        check_structured_outputs(form)
+        matcher = LLMatcher(_bytes_as_tokens(), grammar_of(form), log_level=0)
+        assert matcher.consume_tokens(list(choice.encode())), character
+        assert matcher.is_accepting(), character
 
 
 @settings(max_examples=400)

@@ -24,7 +24,7 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
-from diptych_frontend.images import decoding, image_processor
+from diptych_frontend.images import confined_decoding, decoding, image_processor
 from diptych_frontend.images import features as feature_limits
 from diptych_frontend.images.decoding import GivenImage
 from diptych_frontend.images.features import MAX_IMAGES, check_features, content_hash
@@ -159,7 +159,7 @@ def test_token_ids_may_have_image_tokens_too(seeing: TextRenderer) -> None:
     assert again["mm_features"] == by_ids["mm_features"]
 
 
-def test_an_image_is_upright_and_without_transparency(seeing: TextRenderer) -> None:
+def test_an_image_is_upright(seeing: TextRenderer) -> None:
     image = picture(5)
     turned = image.rotate(90, expand=True)
     exif = Image.Exif()
@@ -167,8 +167,29 @@ def test_an_image_is_upright_and_without_transparency(seeing: TextRenderer) -> N
     buffer = io.BytesIO()
     turned.save(buffer, "PNG", exif=exif)
     assert decoding.decoded(buffer.getvalue(), "x").tobytes() == image.tobytes()
-    clear = image.convert("RGBA")
-    assert decoding.decoded(encoded(clear), "x").mode == "RGB"
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "P", "RGB", "L"])
+def test_what_is_transparent_is_white(mode: str) -> None:
+    """As in vLLM, whose pictures are RGBA; in the other forms of transparency, too."""
+    dark, light = ((20, 20, 20), (200, 200, 200)) if mode[0] == "L" else ((20, 30, 40), (1, 2, 3))
+    if mode in ("RGBA", "LA", "PA"):
+        image = Image.new("RGBA", (3, 1), (*dark, 0))
+        image.putpixel((1, 0), (*light, 255))
+        image.putpixel((2, 0), (*dark, 128))
+        image = image.convert(mode)
+        white = tuple(round(255 + (value - 255) * 128 / 255) for value in dark)
+    else:
+        image = Image.new("RGB", (3, 1), dark)
+        image.putpixel((1, 0), light)
+        image = image.quantize(4) if mode == "P" else image.convert(mode)
+        image.info["transparency"] = image.getpixel((0, 0))
+        white = (255, 255, 255)
+    files = [] if mode == "PA" else [decoding.decoded(encoded(image), "x")]
+    for rgb in (decoding.as_given(image, "x").content, *files):
+        assert isinstance(rgb, Image.Image)
+        assert rgb.mode == "RGB"
+        assert [rgb.getpixel((x, 0)) for x in range(3)] == [(255, 255, 255), light, white]
 
 
 @pytest.mark.parametrize("mode", ["I;16", "I"])
@@ -268,8 +289,51 @@ def test_bytes_and_numbers_of_images_have_limits(
     monkeypatch.setattr(decoding, "MAX_IMAGE_BYTES", 100)
     with pytest.raises(InvalidRequestError, match="more than 100 bytes"):
         seeing.render_chat(user(image_part(picture(1)), TEXT))
+    monkeypatch.setattr(confined_decoding, "MAX_IMAGE_BYTES", 100)
+    prompt: Any = {"prompt": "<image>x", "multi_modal_data": {"image": encoded(picture(1))}}
     with pytest.raises(InvalidRequestError, match="at most 100"):
-        decoding.decoded(encoded(picture(1)), "x")
+        seeing.render_prompt(prompt)
+
+
+def many_headers(count: int) -> bytes:
+    """A JPEG whose header has so many pieces of Exif data, which Pillow joins one by one."""
+    file = encoded(picture(1), "JPEG")
+    piece = b"\xff\xe1\x00\x09Exif\x00\x00x"
+    return file[:2] + piece * count + file[2:]
+
+
+@pytest.mark.parametrize(
+    "file", [encoded(picture(1)), many_headers(1000)], ids=["PNG", "many headers"]
+)
+def test_no_byte_of_an_image_is_read_in_the_process_of_a_server(
+    seeing: TextRenderer, monkeypatch: pytest.MonkeyPatch, file: bytes
+) -> None:
+    """Neither its header nor its pixels."""
+
+    def nothing_is_read(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("a file was read here")
+
+    monkeypatch.setattr(Image, "open", nothing_is_read)
+    prompt: Any = {"prompt": "<image>x", "multi_modal_data": {"image": file}}
+    assert len(seeing.render_prompt(prompt)["mm_features"]) == 1
+    with pytest.raises(InvalidRequestError, match="no such format"):
+        seeing.render_prompt(prompt | {"multi_modal_data": {"image": b"GIF"}})
+
+
+def test_the_header_of_an_image_that_was_prepared_is_not_read_again(
+    seeing: TextRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    once = confined_decoding.size_of
+
+    def size_of(encoded: bytes, where: str) -> tuple[int, int]:
+        read.append(where)
+        return once(encoded, where)
+
+    monkeypatch.setattr(image_processor, "size_of", size_of)
+    for _ in range(2):
+        seeing.render_chat(user(image_part(picture(1)), TEXT))
+    assert len(read) == 1
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from client_kit.environment import FOLDER, needs_client
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from diptych_frontend.text.chat_template import ChatTemplate
+from diptych_frontend.text.templates.chat_template import ChatTemplate
 from diptych_protocol import InvalidRequestError
 
 Conversation = tuple[list[dict[str, Any]], dict[str, Any]]

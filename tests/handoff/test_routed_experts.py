@@ -104,6 +104,6 @@ def test_P5_a_loss_tells_no_experts_twice(pools: Pools) -> None:
     output = collector.take()
     assert output is not None
     [made] = output.outputs
-    assert routed.attempts == 2
+    assert routed.record.num_attempts == 2
     pools.check(prompt + made.token_ids, made.routed_experts)
     assert pools.first.core.take_outputs().get(CLIENT) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -31,10 +32,12 @@ LEVEL = machine_level()
 TARGET = OF_LEVEL[CpuLevel.AVX2]
 pytestmark = pytest.mark.skipif(LEVEL is CpuLevel.NONE, reason="nothing is compiled here")
 LOAD = """
+import logging
 import sys
 from pathlib import Path
 from diptych_kernels.cpu_level import machine_level
 from diptych_kernels.native import object_files
+logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stdout)
 folder, *names = sys.argv[1:]
 object_files._places = lambda names, level: {name: [Path(folder) / name] for name in names}
 print(*map(len, object_files.object_files(names, machine_level())))
@@ -72,15 +75,26 @@ def test_what_is_missing_is_compiled_together_and_once(compilers: list[list[str]
     assert len(compilers) == 2
 
 
-def test_processes_that_start_at_once_have_the_same_kernels(tmp_path: Path) -> None:
+def test_of_processes_that_start_at_once_one_compiles(tmp_path: Path) -> None:
     names = ["run_calls-3", "run_calls-4"]
     command = [sys.executable, "-c", LOAD, str(tmp_path), *names]
-    starts = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    lengths = [start.communicate(timeout=PATIENCE_S)[0].split() for start in starts]
-    assert [start.returncode for start in starts] == [0, 0]
+    starts = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    said = [start.communicate(timeout=PATIENCE_S)[0].splitlines() for start in starts]
+    assert [start.returncode for start in starts] == [0] * 3
     sizes = [(tmp_path / name).stat().st_size - object_files.DIGEST_BYTES for name in names]
-    assert lengths == [[str(size) for size in sizes]] * 2
+    assert {lines[-1] for lines in said} == {" ".join(map(str, sizes))}
+    assert sum(line.startswith("compiled") for lines in said for line in lines) == len(names)
     assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_nobody_waits_for_ever_for_another_that_compiles(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(object_files, "COMPILE_TIMEOUT_S", 0.05)
+    with (tmp_path / "run_calls-3.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with object_files._the_only_one({"run_calls-3": [tmp_path / "run_calls-3"]}):
+            assert "too long" in caplog.messages[-1]
 
 
 def test_another_source_has_another_fingerprint(tmp_path: Path) -> None:

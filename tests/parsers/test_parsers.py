@@ -214,6 +214,7 @@ ELSEWHERE = {
     "engine/diptych_engine/serving/core_process.py": "the configuration, from the launcher",
     "engine/diptych_engine/scheduling/number_limit.py": "a pattern of our own",
     "frontend/diptych_frontend/images/confined_decoding.py": "our own processes",
+    "frontend/diptych_frontend/text/templates/confined_templates.py": "our own processes",
     "frontend/diptych_frontend/text/lark_parts.py": "tests/frontend/test_hopeless_forms.py",
     "frontend/diptych_frontend/text/lenient_schemas.py": "what llguidance says of a schema",
     "operator/diptych_operator/__main__.py": "the chart's values",

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from prometheus_client.core import HistogramMetricFamily
 from toy_pools import EngineView, fleet_of
 
+from diptych_frontend.observability.steady_clock import time_of_day
 from diptych_protocol import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -21,19 +22,15 @@ from diptych_protocol import (
 from diptych_protocol import RequestJourneyEventType as Station
 from diptych_protocol.admin import AttemptReport, Candidate, RequestReport
 from diptych_protocol.wire import SchedulerStats
-from diptych_router.actions import Add, Ended, Explain, Heard, Interrupted
-from diptych_router.explaining.explained import MOST_CANDIDATES
-from diptych_router.explaining.explanations import (
-    MOST_ATTEMPTS,
-    MOST_CHARACTERS,
-    MOST_PLACEMENTS,
-    Explanations,
-)
-from diptych_router.explaining.prediction_metrics import BOUNDS, PredictionMetrics, Ratios
+from diptych_router.explaining.explained import MOST_CANDIDATES, MOST_CHARACTERS
+from diptych_router.explaining.explanations import Explanations
+from diptych_router.explaining.prediction_metrics import PredictionMetrics, add_buckets
 from diptych_router.fleet_table import FleetTable
 from diptych_router.policies import POLICIES
 from diptych_router.policy import Decision, RequestView
-from diptych_router.routed_request import Setback
+from diptych_router.record.predictions import BOUNDS, Predictions, Ratios
+from diptych_router.record.records import MOST_ATTEMPTS, MOST_PLACEMENTS, Records
+from diptych_router.record.request_record import RequestRecord, Setback
 
 OUTPUT_TOKENS = 10.0
 
@@ -66,40 +63,43 @@ def choice(table: FleetTable, tokens: int = 50) -> Decision:
 
 
 class Router:
-    """Explanations, and who notes into them."""
+    """Writes records as a request table does, and answers questions about them."""
 
     def __init__(self, **bounds: int) -> None:
-        self.predictions = PredictionMetrics("m")
-        self.explanations = Explanations(
-            self.predictions, policy="any", disaggregate="always", **bounds
-        )
+        self.records, self.predictions = Records(**bounds), Predictions()
+        self.explanations = Explanations(self.records, policy="any", disaggregate="always")
+        self.open: dict[str, RequestRecord] = {}
 
     def begin(self, name: str = "r", external: str | None = None, now: float = 0.0) -> None:
         made = EngineCoreRequest(
             name, [1] * 50, None, SamplingParams(), None, None, 0.0, None, None, None,
             external_req_id=external,
         )  # fmt: skip
-        self.explanations.begin(made, now, 1000.0 + now)
+        self.open[name] = self.records.begin(made, now)
+
+    def choose(self, decision: Decision, name: str = "r", now: float = 0.0) -> None:
+        facts = {"prefill": f"pod {decision.prefill}", "decode": f"pod {decision.decode}"}
+        self.records.chose(self.open[name], decision, facts, OUTPUT_TOKENS, now)
 
     def send(self, engine: str, number: int, now: float, name: str = "r") -> str:
         """To an engine. Returns the id by which it knows the request."""
         core_id = f"{name}/{number}"
-        made = EngineCoreRequest(
-            core_id, [1] * 50, None, SamplingParams(), None, None, 0.0, None, None, None
-        )
-        self.explanations.sent(Add(engine, made), now)
+        self.records.placed(self.open[name], core_id, engine, f"pod {engine}", now)
         return core_id
 
-    def choose(self, decision: Decision, name: str = "r", now: float = 0.0) -> None:
-        facts = {"prefill": f"pod {decision.prefill}", "decode": f"pod {decision.decode}"}
-        self.explanations.chose(Explain(name, facts, decision, OUTPUT_TOKENS), now)
+    def hear(self, engine: str, now: float, name: str = "r", tokens: int = 1, **facts: Any) -> None:
+        """Tokens of an engine, to which the request is sent first unless it is there."""
+        record = self.open[name]
+        if record.placement is None or record.placement.engine != engine:
+            self.send(engine, record.num_placements + 1, now, name)
+        if record.brought(EngineCoreOutput(f"{name}/1", [5] * tokens, **facts), now):
+            self.predictions.saw_word(record)
 
-    def hear(self, engine: str, now: float, name: str = "r", **facts: Any) -> None:
-        output = EngineCoreOutput(f"{name}/1", [5], **facts)
-        self.explanations.heard(Heard(name, engine, output), now)
+    def set_back(self, why: str, now: float, name: str = "r") -> None:
+        self.open[name].set_back(Setback.LOSS, why, True, now)
 
-    def end(self, now: float, name: str = "r", outcome: str = "length", tokens: int = 3) -> None:
-        self.explanations.ended(Ended(name, outcome, tokens), now)
+    def end(self, now: float, name: str = "r", outcome: str = "length") -> None:
+        self.records.ended(self.open[name], outcome, now)
 
     def ask(self, name: str = "r") -> list[RequestReport]:
         return self.explanations.of(name, lambda key: f"pod {key}")
@@ -112,7 +112,7 @@ def counted(router: Router) -> dict[str, tuple[float, float]]:
     """Number and sum of the ratios, by histogram and pool."""
     values = {
         (sample.name, sample.labels.get("pool", "")): sample.value
-        for family in router.predictions.collect()
+        for family in PredictionMetrics("m", router.predictions).collect()
         for sample in family.samples
     }
     return {
@@ -183,15 +183,16 @@ def test_predictions_are_compared_with_what_came_true() -> None:
     router.hear("p1", 6.5, num_cached_tokens=32)
     router.hear("d1", 6.75, num_received_tokens=49)
     router.hear("d0", 8.0)  # the stream was moved there
+    router.hear("d0", 8.5)
     router.end(9.0)
     (request,) = router.ask()
     terms = decision.terms
     first = terms["wait_s"] + terms["compute_s"]
     second = terms["transfer_s"] + terms["steps_s"] / OUTPUT_TOKENS
     assert (request.waited_s, request.seconds) == (0.5, 4.0)
-    assert (request.outcome, request.output_tokens) == ("length", 3)
+    assert (request.outcome, request.output_tokens) == ("length", 4)
     attempt = request.attempts[0]
-    assert attempt.unix_time == 1005.5
+    assert attempt.unix_time == time_of_day(5.5)
     assert (attempt.first_token_s, attempt.hand_off_s) == (1.0, 0.25)
     assert (attempt.cached_tokens, attempt.received_tokens) == (32, 49)
     assert attempt.decoded_by == ["pod d1", "pod d0"]
@@ -223,13 +224,13 @@ def test_each_attempt_is_told_with_what_ended_it() -> None:
     router.choose(choice(table))
     router.hear("p1", 1.0)
     why = "engine d1 is gone " + "x" * 1000
-    router.explanations.interrupted(Interrupted("r", Setback.LOSS, why, True), 1.5)
+    router.set_back(why, 1.5)
     router.choose(choice(table), now=2.0)
     router.hear("p0", 2.5)
     first, second = router.ask()[0].attempts
     assert (first.setback, first.why) == ("loss", why[:MOST_CHARACTERS])
     assert (first.hand_off_s, second.setback, second.first_token_s) == (None, "", 0.5)
-    (line,) = router.explanations.newest(5, str).requests
+    (line,) = router.explanations.newest(5).requests
     assert (line.attempts, line.first_token_s) == (2, 1.0)
 
 
@@ -238,34 +239,45 @@ def test_placements_are_told_with_what_their_engines_say_and_when_tokens_came() 
     router.begin(now=10.0)
     router.choose(choice(fleet(2)), now=10.5)
     at_p = router.send("p", 1, 11.0)
-    router.explanations.told("p", [journey(at_p, Station.SCHEDULED, 70.0, 16)], 11.5)
-    router.explanations.told("d", [journey(at_p, Station.FINISHED, 70.0)], 11.5)
+    router.records.told("p", [journey(at_p, Station.SCHEDULED, 70.0, 16)], 11.5)
+    router.records.told("d", [journey(at_p, Station.FINISHED, 70.0)], 11.5)
     router.hear("p", 12.0)
-    router.explanations.delivered([EngineCoreOutput("r", [5])], 12.0)
     at_d = router.send("d", 2, 12.5)
-    router.hear("d", 13.0, num_received_tokens=50)
-    router.explanations.delivered([EngineCoreOutput("r", [6, 7]), EngineCoreOutput("x", [1])], 13.0)
+    router.hear("d", 13.0, tokens=2, num_received_tokens=50)
     (known,) = router.ask()
     first, second = known.placements
     assert (first.engine, first.attempt, first.sent_s, first.first_word_s) == ("pod p", 1, 1.0, 2.0)
     assert [(x.name, x.at_s, x.prompt_tokens) for x in first.stations] == [("scheduled", 1.5, 16)]
     assert (second.engine, second.first_word_s, second.received_tokens) == ("pod d", 3.0, 50)
     assert (known.token_times_s, known.token_counts) == ([2.0, 3.0], [1, 3])
-    router.explanations.told("d", [journey(at_d, Station.QUEUED, math.nan)], 13.0)
+    router.records.told("d", [journey(at_d, Station.QUEUED, math.nan)], 13.0)
     assert router.ask()[0].placements[1].stations == []
 
 
 def test_engines_of_a_forgotten_request_are_not_heard_and_many_are_not_kept() -> None:
     router = Router(most_requests=1)
     router.begin("a")
+    router.choose(choice(fleet(2)), "a")
     for number in range(MOST_PLACEMENTS + 5):
         core_id = router.send("d", number, 1.0, "a")
     assert len(router.ask("a")[0].placements) == MOST_PLACEMENTS
     router.begin("b")
-    assert router.explanations._placements == {}
-    router.explanations.told("d", [journey(core_id, Station.QUEUED, 1.0)], 2.0)
+    router.records.told("d", [journey(core_id, Station.QUEUED, 1.0)], 2.0)
     router.send("d", 1, 1.0, "a")
     assert router.ask("a") == []
+    router.end(2.0, "a")
+    assert router.records._placements == {}
+
+
+def test_engines_are_heard_as_long_as_a_request_is_open_for_its_spans_are_to_come() -> None:
+    router = Router(most_requests=1)
+    router.begin("a")
+    router.choose(choice(fleet(2)), "a")
+    core_id = router.send("p", 1, 1.0, "a")
+    router.begin("b")
+    router.records.told("p", [journey(core_id, Station.QUEUED, 1.0)], 2.0)
+    [placement] = router.open["a"].attempts[0].placements
+    assert [kind for kind, *_ in placement.stations()] == [Station.QUEUED]
 
 
 def test_later_attempts_than_the_first_few_are_counted() -> None:
@@ -284,15 +296,15 @@ def test_the_newest_requests_are_remembered() -> None:
         router.begin(str(number))
         router.choose(choice(table), str(number))
         if number == 2:
-            size = router.explanations.num_bytes
-    assert router.explanations.num_bytes == size, "three have what was weighed"
-    known = router.explanations.newest(2, str)
+            size = router.records.num_bytes
+    assert router.records.num_bytes == size, "three have what was weighed"
+    known = router.explanations.newest(2)
     assert [x.request_id for x in known.requests] == ["4", "3"]
     assert (known.num_remembered, known.most_remembered) == (3, 3)
     assert router.ask("1") == []
-    router.hear("p1", 1.0, "1")  # it still runs
+    router.hear("p1", 1.0, "1")  # it is still open
     router.end(2.0, "1")
-    assert len(router.explanations) == 3
+    assert len(router.records) == 3
 
 
 def test_the_oldest_candidates_are_forgotten_first_and_the_choice_is_not() -> None:
@@ -300,7 +312,7 @@ def test_the_oldest_candidates_are_forgotten_first_and_the_choice_is_not() -> No
     one = Router()
     one.begin()
     one.choose(choice(table))
-    size = one.explanations.num_bytes
+    size = one.records.num_bytes
     assert size > 100 * 8 * 8  # at least as many numbers as there are terms
     router = Router(most_bytes=2 * size)
     for number in range(4):
@@ -308,7 +320,7 @@ def test_the_oldest_candidates_are_forgotten_first_and_the_choice_is_not() -> No
         router.choose(choice(table), str(number))
     kept = [bool(router.ask(str(number))[0].attempts[0].choices) for number in range(4)]
     assert kept == [False, False, True, True]
-    assert router.explanations.num_bytes == 2 * size
+    assert router.records.num_bytes == 2 * size
     assert router.ask("0")[0].attempts[0].terms
 
 
@@ -335,7 +347,7 @@ def test_a_request_that_waits_says_so() -> None:
     (request,) = router.explanations.of("r", str)
     assert request.request_id == "x" * MOST_CHARACTERS
     assert (request.waited_s, request.seconds, request.attempts) == (None, None, [])
-    assert router.explanations.newest(1, str).requests[0].first_token_s is None
+    assert router.explanations.newest(1).requests[0].first_token_s is None
 
 
 NOTES = ["begin", "choose", "hear p1", "hear d1", "set back", "end"]
@@ -356,20 +368,22 @@ def test_whatever_comes_in_whatever_order_stays_within_bounds(
                 router.begin(name, now=now)
             case "begin":
                 pass
+            case _ if name not in begun:
+                pass
             case "choose":
                 router.choose(decision, name, now)
             case "set back":
-                router.explanations.interrupted(Interrupted(name, Setback.ERROR, "why", True), now)
+                router.set_back("why", now, name)
             case "end":
                 router.end(now, name)
             case _:
                 router.hear(note.split()[1], now, name)
-        assert len(router.explanations) <= 3
-        assert 0 <= router.explanations.num_bytes <= size
+        assert len(router.records) <= 3
+        assert 0 <= router.records.num_bytes <= size
     told = [report for name in "abcde" for report in router.ask(name)]
-    assert len(told) == router.explanations.newest(10, str).num_remembered
+    assert len(told) == router.explanations.newest(10).num_remembered
     assert any(x.choices for report in told for x in report.attempts) == bool(
-        router.explanations.num_bytes
+        router.records.num_bytes
     )
 
 
@@ -377,7 +391,7 @@ def test_whatever_comes_in_whatever_order_stays_within_bounds(
 def test_a_ratio_is_counted_in_every_bucket_whose_bound_is_not_below_it(ratio: float) -> None:
     family, ratios = HistogramMetricFamily("x", "y", labels=()), Ratios()
     ratios.saw(ratio)
-    ratios.add_to(family, ())
+    add_buckets(ratios, family, ())
     buckets = {
         float(sample.labels["le"]): sample.value
         for sample in family.samples

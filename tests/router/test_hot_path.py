@@ -33,11 +33,11 @@ from diptych_router.policy import Role
 from diptych_router.pool_client import PoolClient
 
 REQUESTS = 20
-CEILINGS = {False: 1560, True: 1650}
+CEILINGS = {False: 1525, True: 1610}
 """Whether the answer is streamed -> calls of Python and built-in functions for a request."""
 
 
-TOKENS, STEP_MS, TOKEN_CEILING = 40, 5, 170
+TOKENS, STEP_MS, TOKEN_CEILING = 40, 5, 165
 """Tokens of the longer of two streams, the steps of its engine, and the most calls for a token,
 with the event loop's part."""
 

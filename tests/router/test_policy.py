@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_pools import EngineView, choose, successor
 
@@ -132,6 +132,7 @@ def test_any_successor(decode: list[EngineView], fingerprint: str) -> None:
         assert load == min(d.load for d in fitting)
 
 
+@settings(max_examples=12)
 @given(st.lists(st.integers(1, 3), min_size=2, max_size=3))
 def test_revisions_share_requests_in_proportion_to_their_engines(sizes: list[int]) -> None:
     """Every request is of one size and none ends: loads tell who got how many."""

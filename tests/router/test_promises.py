@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych_frontend.fair_share import Account
 from diptych_frontend.openai.errors import error_answer
 from diptych_protocol import (
     EngineCoreRequest,
@@ -20,9 +19,11 @@ from diptych_protocol import (
     TenantOverloadedError,
 )
 from diptych_protocol.admin import RECENT_S
-from diptych_router.routed_request import RoutedRequest
+from diptych_router.policy import Decision
+from diptych_router.record.first_token import FirstToken, expected
+from diptych_router.record.records import Records, record_of
+from diptych_router.record.request_record import RequestRecord
 from diptych_router.slo.caution import MOST_FACTOR, Caution
-from diptych_router.slo.first_token import FirstToken, expected
 from diptych_router.slo.promises import MOST_RETRY_S, Kind, Promises
 from diptych_router.slo.recent import SLOT_S, RecentCounts
 
@@ -31,15 +32,16 @@ seconds = st.floats(0.0, 100.0)
 queues = st.dictionaries(st.sampled_from("abcd"), st.integers(0, 10_000))
 
 
-def routed(tenant: str = "", *, pooled: bool = False) -> RoutedRequest:
+def recorded(tenant: str = "", *, pooled: bool = False) -> RequestRecord:
+    """A request whose engines have just been chosen."""
     sampling = None if pooled else SamplingParams(max_tokens=9)
     pooling = PoolingParams("embed") if pooled else None
     request = EngineCoreRequest(
         "r", [1, 2], None, sampling, pooling, None, 0.0, None, None, None, tenant=tenant
     )
-    made = RoutedRequest(request, 100, account=Account(tenant))
-    made.prefill_engine, made.decode_engine, made.attempts = "p", "d", 1
-    return made
+    record = record_of(request, 0.0)
+    Records().chose(record, Decision("p", "d", "cheapest"), {}, 9.0, 0.0)
+    return record
 
 
 def promises(ttft_ms: int | None = PROMISED_MS, inter_token_ms: int | None = None) -> Promises:
@@ -70,7 +72,7 @@ class TestRefusals:
         self, tenant: str, first: FirstToken, status: int | None, retry_after: int
     ) -> None:
         kept = promises()
-        refusal = kept.refusal(routed(tenant), first, 0.0)
+        refusal = kept.refusal(recorded(tenant), first, 0.0)
         if status is None:
             assert refusal is None
             assert not kept.counts
@@ -83,17 +85,17 @@ class TestRefusals:
         assert kept.counts == {Kind("prefill", "first_token", "refused"): 1}
 
     def test_the_answer_tells_whose_requests_are_the_reason(self) -> None:
-        own = promises().refusal(routed("a"), FirstToken(5.0, 0.0, 0.1), 0.0)
-        others = promises().refusal(routed("a"), FirstToken(5.0, 5.0, 0.1), 0.0)
+        own = promises().refusal(recorded("a"), FirstToken(5.0, 0.0, 0.1), 0.0)
+        others = promises().refusal(recorded("a"), FirstToken(5.0, 5.0, 0.1), 0.0)
         assert isinstance(own, TenantOverloadedError)
         assert isinstance(others, EngineOverloadedError)
         assert not isinstance(others, TenantOverloadedError)
 
     @pytest.mark.parametrize(
-        ("kept", "request_"), [(promises(None, 5), routed()), (promises(), routed(pooled=True))]
+        ("kept", "request_"), [(promises(None, 5), recorded()), (promises(), recorded(pooled=True))]
     )
     def test_what_has_no_promise_is_not_refused(
-        self, kept: Promises, request_: RoutedRequest
+        self, kept: Promises, request_: RequestRecord
     ) -> None:
         assert kept.refusal(request_, FirstToken(1e6, 1e6, 0.1), 0.0) is None
 
@@ -186,9 +188,10 @@ class TestCounts:
     def test_each_promise_is_kept_or_missed(
         self, first_at: float, ended_at: float, tokens: int, wanted: dict[Any, int]
     ) -> None:
-        kept, request = promises(PROMISED_MS, 101), routed()
+        kept, request = promises(PROMISED_MS, 101), recorded()
+        request.first_token_s = first_at
         kept.saw_first(request, first_at)
-        request.generated += range(tokens)
+        request.tokens.came(tokens, first_at)
         kept.saw_end(request, ended_at)
         assert counted(kept) == wanted
 
@@ -200,22 +203,23 @@ class TestCounts:
         ],
     )
     def test_a_failure_keeps_no_promise(self, begun: bool, wanted: dict[Any, int]) -> None:
-        kept, request = promises(PROMISED_MS, 50), routed()
+        kept, request = promises(PROMISED_MS, 50), recorded()
         if begun:
+            request.first_token_s = 0.1
             kept.saw_first(request, 0.1)
         kept.saw_failure(request, 9.0, of_load=True)
         assert counted(kept) == wanted
 
     def test_a_prompt_that_the_decode_engine_computes_is_counted_there(self) -> None:
-        kept, request = promises(), routed()
-        request.prefill_engine = ""
+        kept, request = promises(), recorded()
+        Records().chose(request, Decision(None, "d", "cheapest"), {}, 9.0, 0.0)
         kept.saw_first(request, 0.1)
         assert counted(kept) == {("decode", "first_token", "kept"): 1}
 
     def test_without_promises_nothing_is_counted(self) -> None:
-        kept, request = promises(None, None), routed()
+        kept, request = promises(None, None), recorded()
         kept.saw_first(request, 5.0)
-        request.generated += range(5)
+        request.tokens.came(5, 5.0)
         kept.saw_end(request, 9.0)
         kept.saw_failure(request, 9.0, of_load=True)
         assert not kept.counts
@@ -230,8 +234,8 @@ class TestRecent:
     """What an autoscaler is told: what more pods would change, and only of late."""
 
     def test_a_refusal_and_a_late_first_token_count(self) -> None:
-        kept, late = promises(), routed()
-        assert kept.refusal(routed(), LATE, 1.0) is not None
+        kept, late = promises(), recorded()
+        assert kept.refusal(recorded(), LATE, 1.0) is not None
         assert kept.refusal(late, FirstToken(0.1, 0.1, 0.1), 1.0) is None
         kept.saw_first(late, 3.0)
         assert kept.recent.total(4.0) == {
@@ -242,7 +246,7 @@ class TestRecent:
     def test_a_prompt_that_no_engine_computes_in_time_counts_only_if_it_is_in_time(self) -> None:
         kept = promises()
         for took_s in (7.0, 0.9):
-            request = routed()
+            request = recorded()
             assert kept.refusal(request, HOPELESS, 0.0) is None
             kept.saw_first(request, took_s)
         assert kept.recent.total(7.0) == {Kind("prefill", "first_token", "kept"): 1}
@@ -251,8 +255,9 @@ class TestRecent:
     @pytest.mark.parametrize("begun", [False, True])
     @pytest.mark.parametrize("of_load", [False, True])
     def test_a_failure_counts_if_there_was_too_much_to_do(self, begun: bool, of_load: bool) -> None:
-        kept, request = promises(PROMISED_MS, 50), routed()
+        kept, request = promises(PROMISED_MS, 50), recorded()
         if begun:
+            request.first_token_s = 0.1
             kept.saw_first(request, 0.1)
         kept.saw_failure(request, 1.0, of_load=of_load)
         missed = [kind for kind in kept.recent.total(1.0) if kind.outcome == "missed"]

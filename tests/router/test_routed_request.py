@@ -13,11 +13,12 @@ from diptych_protocol import (
     SamplingParams,
 )
 from diptych_protocol.wire import ErrorKind
+from diptych_router.record.records import record_of
+from diptych_router.record.request_record import Setback
 from diptych_router.routed_request import (
     MAX_ERRORS,
     MAX_LOSSES,
     RoutedRequest,
-    Setback,
     Stage,
     is_given_up,
 )
@@ -30,7 +31,7 @@ def routed(prompt: int = 10, max_model_len: int = 100, **params: Any) -> RoutedR
         "r", list(range(prompt)), None, SamplingParams(**{"max_tokens": 5, **params}),
         None, 2, 0.0, None, None, None,
     )  # fmt: skip
-    return RoutedRequest(request, max_model_len)
+    return RoutedRequest(request, max_model_len, record_of(request, 0.0))
 
 
 def transfer_params(request: EngineCoreRequest) -> dict[str, Any]:

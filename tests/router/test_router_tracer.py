@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -12,24 +13,20 @@ from engine_kit.core import core_request
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
+from router_kit.request_world import World, prefilled
 
 from diptych_frontend.observability.span_sender import SpanSender
 from diptych_protocol import (
-    EngineCoreOutput,
-    EngineCoreRequest,
     InvalidRequestError,
     RequestJourneyEvent,
     RouterConfig,
 )
 from diptych_protocol import RequestJourneyEventType as Station
-from diptych_router.actions import Add, Explain
-from diptych_router.policy import Decision
 from diptych_router.router_tracer import RouterTracer
 from diptych_router.tracing import start_router_tracer
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACE_PARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
-FACTS = {"prefill": "p", "decode": "d", "reason": "least loaded", "attempts": 1}
 
 
 class Traced:
@@ -37,21 +34,26 @@ class Traced:
 
     def __init__(self) -> None:
         self._exporter = InMemorySpanExporter()
+        self.world = World("p", "d")
+        self.world.delivered["r"] = []
         self.tracer = RouterTracer(SpanSender(self._exporter), model_name="m", instance="router-0")
 
     def begin(self, **fields: Any) -> None:
         request = core_request("r", [1, 2, 3], arrival_time=time.time())
         for name, value in fields.items():
             setattr(request, name, value)
-        self.tracer.begin(request)
+        trace = self.tracer.begin(request, time.monotonic())
+        self.world.carry_out(self.world.table.submit(request, 100, time.monotonic(), None, trace))
 
-    def send(self, core_id: str, engine: str) -> EngineCoreRequest:
-        """The request as it goes to an engine."""
-        request = core_request(core_id, [1, 2, 3], trace_headers={"traceparent": TRACE_PARENT})
-        self.tracer.note(Add(engine, request), lambda key: key)
-        return request
+    def given(self, engine: str) -> Mapping[str, str] | None:
+        """The headers of the request as an engine has it."""
+        [request] = self.world.fleet.engines[engine].open.values()
+        return request.trace_headers
 
     def spans(self) -> dict[str, ReadableSpan]:
+        self.world.table.shut_down(time.monotonic())
+        for record in self.world.table.records.take_traced():
+            self.tracer.send(record)
         self.tracer.close()
         return {span.name: span for span in self._exporter.get_finished_spans()}
 
@@ -65,10 +67,9 @@ def identity(span: ReadableSpan) -> str:
 def test_an_engine_is_told_the_span_that_its_own_belong_to() -> None:
     traced = Traced()
     traced.begin(trace_headers={"traceparent": TRACE_PARENT, "tracestate": "a=1"})
-    traced.tracer.note(Explain("r", FACTS, Decision("p", "d", "least loaded")), str)
-    told = [traced.send("r/1", "p").trace_headers]
-    traced.tracer.delivered([EngineCoreOutput("r", [5])], [])
-    told.append(traced.send("r/2", "d").trace_headers)
+    told = [traced.given("p")]
+    prefilled(traced.world)
+    told.append(traced.given("d"))
     spans = traced.spans()
     assert told == [
         {"traceparent": f"00-{identity(spans[name])}-01", "tracestate": "a=1"}
@@ -105,28 +106,29 @@ def test_samplers_are_respected(
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
     traced = Traced()
     traced.begin(trace_headers=headers)
-    sent = traced.send("r/1", "p")
-    assert (sent.trace_headers != {"traceparent": TRACE_PARENT}) == is_traced
+    assert (traced.given("p") != headers) == is_traced
     assert bool(traced.spans()) == is_traced
 
 
 def test_an_engine_speaks_for_itself_alone() -> None:
     traced = Traced()
     traced.begin()
-    traced.tracer.note(Explain("r", FACTS, Decision("p", "d", "least loaded")), str)
-    traced.send("r/1", "p")
-    traced.tracer.take_stations("d", [RequestJourneyEvent("r/1", Station.QUEUED, 1.0)])
-    traced.tracer.take_stations("p", [RequestJourneyEvent("other/1", Station.QUEUED, 1.0)])
+    records, now = traced.world.table.records, time.monotonic()
+    records.told("d", [RequestJourneyEvent("r/1", Station.QUEUED, 1.0)], now)
+    records.told("p", [RequestJourneyEvent("other/1", Station.QUEUED, 1.0)], now)
     assert "engine prefill" not in traced.spans()
 
 
 def test_what_is_under_way_when_the_router_ends_is_sent_as_failed() -> None:
     traced = Traced()
     traced.begin()
-    for span in traced.spans().values():
-        assert span.status.status_code is StatusCode.ERROR
-        assert span.status.description == "the router was shut down"
-        assert span.resource.attributes["service.instance.id"] == "router-0"
+    spans = traced.spans()
+    for name in ("request", "prefill"):
+        assert spans[name].status.status_code is StatusCode.ERROR
+        assert spans[name].status.description == "the router was shut down"
+        assert (spans[name].attributes or {})["error.type"] == "shutdown"
+        assert spans[name].resource.attributes["service.instance.id"] == "router-0"
+    assert spans["queue"].status.status_code is StatusCode.UNSET
 
 
 def test_nothing_of_it_is_imported_without_an_endpoint() -> None:

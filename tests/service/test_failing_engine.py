@@ -20,7 +20,7 @@ MOODY = "engine_kit.failing_executor:MoodyExecutor"
 PROMPT = "The lighthouse keeper climbed the stairs, and"
 
 
-@pytest.mark.parametrize("bad", ["prefill-0", "decode-0"])
+@pytest.mark.parametrize("bad", ["prefill-0", pytest.param("decode-0", marks=pytest.mark.slow)])
 async def test_an_engine_that_fails_is_left_out_and_taken_in_again(
     bad: str,
     smollm2: str,

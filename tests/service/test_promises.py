@@ -30,7 +30,7 @@ from diptych_router.slo.metrics import PromiseCollector
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ROWS = 2
-LONG = "word " * 900
+LONG = "word " * 500
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

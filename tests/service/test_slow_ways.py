@@ -93,7 +93,7 @@ async def test_an_engine_that_sends_slowly_gets_no_long_prompts_while_another_ca
             forget_what_was_sent(router)
             output = await generate(router, PROMPT, max_tokens=2)
             assert output.metrics["prefill"] == "prefill-0"
-        (newest,) = router.explanations.newest(1, router.name_of).requests
+        (newest,) = router.explanations.newest(1).requests
         why = router.explanations.of(newest.request_id, router.name_of)[0]
         (candidate,) = why.attempts[0].choices[1].candidates
         assert candidate.near == "same zone"

@@ -27,6 +27,7 @@ from diptych_frontend.text.renderer import TextRenderer
 from diptych_protocol import RouterConfig, SamplingParams
 from diptych_router.discovery import parse_targets
 from diptych_router.pool_client import PoolClient
+from diptych_router.record.records import record_of
 from diptych_router.routed_request import RoutedRequest
 
 pytestmark = [*needs_vllm, pytest.mark.slow, pytest.mark.timeout(START_S + 600)]
@@ -267,7 +268,7 @@ async def test_prompts_go_where_their_beginning_is_remembered(
         found = []
         for text in texts:
             asked = router.input_processor.process("q", text, SamplingParams(max_tokens=1))
-            view = RoutedRequest(asked, CONTEXT).view
+            view = RoutedRequest(asked, CONTEXT, record_of(asked, 0.0)).view
             decision = router.pools.choose(view)
             assert decision is not None
             known = decision.to_compute < view.prompt_tokens / 2

@@ -25,12 +25,10 @@ from diptych_frontend.app import build_app
 from diptych_frontend.core_client.curve import read_keys
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.server import Site, listen, serve_sites
-from diptych_protocol.admin import Explanation, RequestList, RequestReport, RouterReport
-from diptych_router.explaining.explanations import MOST_REQUESTS
-from diptych_router.explaining.request_routes import OwnRequests
+from diptych_protocol.admin import Explanation, RequestList, RequestReport
 from diptych_router.pool_client import PoolClient
 from diptych_router.process.admin import admin_app
-from diptych_router.report import router_report
+from diptych_router.record.records import MOST_REQUESTS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -83,10 +81,7 @@ async def service(smollm2: str, keys_dir: Path) -> AsyncIterator[Service]:
     metrics = ServerMetrics(router.model_name, router.stats_by_engine)
     metrics.registry.register(router.predictions)
 
-    async def state() -> RouterReport:
-        return router_report(router)
-
-    admin = admin_app(state, OwnRequests(router.explanations, router.name_of), keys_dir)
+    admin = admin_app(router, keys_dir)
     sites = [
         Site(app, listen("127.0.0.1", free_port()))
         for app in (build_app(router, metrics=metrics), admin)

@@ -29,8 +29,8 @@ from diptych_router.fleet import common_to_leases
 from diptych_router.policy import Decision, RequestView, Role
 from diptych_router.prefixes.block_keys import BlockNaming
 from diptych_router.prefixes.known_prefixes import keys_of
+from diptych_router.record.request_record import RequestRecord, Setback
 from diptych_router.request_table import RequestTable
-from diptych_router.routed_request import Setback
 from diptych_router.slo.promises import Promises
 
 RECONNECT_S = 0.2
@@ -237,23 +237,26 @@ class SimRouter:
                 self._consumer.fail(request_id, error)
             case actions.WakeAt(time):
                 self._clock.at(time, self._wake, time)
-            case actions.Heard() | actions.Ended():
-                pass
-            case actions.Interrupted(_, setback):
-                if setback is Setback.LATE:
-                    self._note("first token too late for a router")
-            case actions.Explain(_, facts):
-                if facts["attempts"] > 1:
-                    self._note("new attempt")
-                if "fetches" in facts:
-                    self._note("prefix to be fetched")
-                if facts["prefill"] == facts["decode"]:
-                    self._note("prompt computed by a decode engine")
+
+    def _note_choice(self, record: RequestRecord) -> None:
+        """What was chosen when a request goes to the first engine of an attempt, and why."""
+        attempt = record.newest
+        if attempt is None or len(attempt.placements) != 1:
+            return
+        if record.num_attempts > 1:
+            self._note("new attempt")
+        if any(before.setback is Setback.LATE for before in record.attempts[-2:-1]):
+            self._note("first token too late for a router")
+        if "fetches" in attempt.facts:
+            self._note("prefix to be fetched")
+        if attempt.prefill in ("", attempt.decode):
+            self._note("prompt computed by a decode engine")
 
     def _add(self, engine: str, request: EngineCoreRequest) -> None:
         link = self.links.by_name[engine]
         if not self.table.is_placed(request.request_id):
             return
+        self._note_choice(self.table.records.by_id[request.request_id.rpartition("/")[0]])
         self._clock.after(1.5 * FIRST_TOKEN_S, self._give_up_late)
         if link.up:
             link.send(Add(request))

@@ -26,9 +26,10 @@ from diptych_kv_transfer.tables.leases import LeaseTable
 from diptych_kv_transfer.tables.load import Load, LoadState, Prefix
 from diptych_kv_transfer.tables.loads import LoadTable
 from diptych_kv_transfer.tables.messages import FromOwner, Opened
-from diptych_protocol import EngineCoreRequest, KVTransferParams, SamplingParams
+from diptych_protocol import EngineCoreRequest, SamplingParams
+from diptych_router.record.request_record import Setback
 from diptych_router.request_table import RequestTable, _Turn
-from diptych_router.routed_request import RoutedRequest, Setback
+from diptych_router.routed_request import RoutedRequest
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 MAX_SCHEDULES = 3000
@@ -181,9 +182,10 @@ def router_that_forgets_what_was_delivered(patch: pytest.MonkeyPatch) -> None:
     honest = RoutedRequest._with
 
     def with_params(
-        self: RoutedRequest, params: SamplingParams | None, *source: KVTransferParams | None
+        self: RoutedRequest, params: SamplingParams | None, *source: Any, **named: Any
     ) -> EngineCoreRequest:
-        return msgspec.structs.replace(honest(self, params, *source), generated_token_ids=None)
+        whole = honest(self, params, *source, **named)
+        return msgspec.structs.replace(whole, generated_token_ids=None)
 
     patch.setattr(RoutedRequest, "_with", with_params)
 
@@ -273,8 +275,12 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-SLOW = {decode_that_believes_anybody}
-"""Those that take hundreds of schedules to find."""
+SLOW = {
+    decode_that_believes_anybody,
+    engines_that_do_not_look_whether_they_fit,
+    lease_whose_reader_is_never_cut_off,
+}
+"""Those that take most schedules to find."""
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,15 @@ from pathlib import Path
 import pytest
 from explore import Report, run_many
 
-SCHEDULES = 400
 EXPLORER = Path(__file__).with_name("explore.py")
 
 
-@pytest.fixture(scope="module")
-def report() -> Iterator[Report]:
+@pytest.fixture(scope="module", params=[150, pytest.param(2000, marks=pytest.mark.slow)])
+def report(request: pytest.FixtureRequest) -> Iterator[Report]:
     """What the first schedules found."""
     logging.disable(logging.CRITICAL)
     try:
-        yield run_many(range(SCHEDULES))
+        yield run_many(range(request.param))
     finally:
         logging.disable(logging.NOTSET)
 

@@ -10,7 +10,7 @@ from diptych_router.fleet_table import FleetTable
 from diptych_router.health.health_book import Failure
 from diptych_router.policies.least_loaded import POLICY
 from diptych_router.policy import Decision, Draw, Policy, RequestView, Role
-from diptych_router.slo.first_token import FirstToken
+from diptych_router.record.first_token import FirstToken
 
 
 @dataclass(frozen=True, slots=True)

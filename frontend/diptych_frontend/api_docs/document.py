@@ -10,8 +10,10 @@ from typing import Any, Final, get_args
 import msgspec
 
 from diptych_frontend.anthropic import api_types as anthropic
+from diptych_frontend.api_docs.narrowing import narrow
 from diptych_frontend.api_docs.operations import OPERATIONS, Kind, Operation
 from diptych_frontend.responses_api import api_types as responses
+from diptych_protocol import StructuredOutputsParams
 
 OPENAPI: Final = "3.1.0"
 REFS: Final = "#/components/schemas/{name}"
@@ -23,8 +25,9 @@ PARTS: Final = (
     responses.FunctionTool,
     responses.TextConfig,
     responses.Reasoning,
+    StructuredOutputsParams,
 )
-"""Parts of requests that have fields which are known but not offered."""
+"""Parts of requests of which the server's checks demand more than their types."""
 ITEMS: Final[tuple[Kind, ...]] = get_args(responses.Item)
 """What the input of a response may be made of."""
 NOT_OFFERED: Final = "Not offered: only a value that asks for nothing is accepted."
@@ -40,6 +43,7 @@ def openapi_document() -> Schema:
         _limit_neutral(kind, schemas[_name(ref)])
     ref_of = dict(zip(kinds, refs, strict=True))
     _type_items(schemas, ref_of)
+    narrow({kind: schemas[_name(ref)] for kind, ref in ref_of.items()})
     paths: dict[str, Schema] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _described(operation, ref_of)

@@ -112,8 +112,8 @@ def _value(value: object) -> str:
 
 
 LIMITS: Final = {
-    "minimum": "from", "maximum": "to", "minLength": "at least", "maxLength": "at most",
-    "pattern": "like",
+    "minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "minLength": "at least",
+    "maxLength": "at most", "pattern": "like",
 }  # fmt: skip
 
 

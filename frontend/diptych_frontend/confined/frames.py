@@ -19,7 +19,7 @@ def send_frame(
 ) -> None:
     """Raises `ConnectionEndedError`, and `TimeoutError` once `due` has come (`time.monotonic`)."""
     try:
-        for part in (LENGTHS.pack(len(head), len(body)), head, body):
+        for part in (LENGTHS.pack(len(head), len(body)) + head, body):
             connection.settimeout(_left(due))
             connection.sendall(part)
     except TimeoutError:
@@ -38,6 +38,18 @@ def receive_frame(
         raise ConnectionEndedError(f"a message of {sum(lengths)} bytes")
     head, body = (_received(connection, length, due) for length in lengths)
     return head, body
+
+
+def has_come(connection: socket.socket, seconds: float) -> bool:
+    """Whether anything of a message, or of the other end's end, comes within that time."""
+    connection.settimeout(seconds)
+    try:
+        connection.recv(1, socket.MSG_PEEK)
+    except (BlockingIOError, TimeoutError):
+        return False
+    except OSError:
+        return True  # whoever reads it sees the same
+    return True
 
 
 def _received(connection: socket.socket, length: int, due: float) -> bytearray:

@@ -13,19 +13,31 @@ from threading import BoundedSemaphore, Lock, Thread
 from typing import Final
 
 from diptych_frontend.confined.cancellation import WorkCancelledError, current_cancellation
-from diptych_frontend.confined.child import OUT_OF_MEMORY, WorkBounds
-from diptych_frontend.confined.frames import ConnectionEndedError, receive_frame, send_frame
+from diptych_frontend.confined.child import ANSWER_TOO_LARGE, OUT_OF_MEMORY, WorkBounds
+from diptych_frontend.confined.frames import (
+    ConnectionEndedError,
+    has_come,
+    receive_frame,
+    send_frame,
+)
+from diptych_frontend.confined.haste import NotAtOnceError, is_hurried
 from diptych_protocol import EngineOverloadedError
 
 PROCESSES: Final = 2
-"""At most so many do one kind of work. They start with the first work and end when idle."""
+"""At most so many do one kind of work, beside one that was asked in haste and is late. They start
+with the first work and end when idle."""
 START_S: Final = 30.0
 """What a process may take to start on a busy machine, beside the time of its work."""
 TURN_S: Final = 30.0
 """How long work waits for a process that is free."""
+AT_ONCE_S: Final = 0.005
+"""Who is in haste waits no longer for an answer."""
+AT_ONCE_BYTES: Final = 64 << 10
+"""A larger question might not fit into the socket, and a larger answer is much work for who gets
+it: neither is for those in haste."""
 KILL_S: Final = 10.0
 """A process that has closed its connection ends within this time, or is killed."""
-KEPT_VARIABLES: Final = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
+KEPT_VARIABLES: Final = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
 
 
 class WorkFailedError(Exception):
@@ -37,21 +49,32 @@ class ConfinedWork:
     processes end when nobody has this object any longer, and at the end of the program."""
 
     def __init__(self, module: str, bounds: WorkBounds) -> None:
-        """module: `python -m` of it calls `serve` with the same bounds."""
+        """module: `python -m` of it calls `serve`."""
         self._module = module
         self._bounds = bounds
         self._room = BoundedSemaphore(PROCESSES)
         self._lock = Lock()
         self._idle: list[_Process] = []
-        weakref.finalize(self, _end_all, self._idle)
+        self._late: list[_Process] = []
+        """Asked in haste, and has not answered in time: one at most."""
+        weakref.finalize(self, _end_all, self._idle, self._late)
+
+    def start(self) -> None:
+        """Have a process ready before there is work, so that the first need not wait for it."""
+        with self._lock:
+            if not self._idle:
+                self._idle.append(_Process(self._module, self._bounds))
 
     def ask(self, head: bytes, body: bytes) -> tuple[bytearray, bytearray]:
         """What a process makes of this.
 
         Raises `WorkFailedError` if it took too much memory or time, or broke the process,
         `WorkCancelledError` if nobody waits for it any longer, and `EngineOverloadedError` if all
-        processes are at work for too long, or the system ended this one.
+        processes are at work for too long, or the system ended this one. For who is in haste, only
+        answers that come at once count, and `NotAtOnceError` stands for all others.
         """
+        if is_hurried():
+            return self._ask_in_haste(head, body)
         if not self._room.acquire(timeout=TURN_S):
             raise EngineOverloadedError("too much is being prepared already; retry later")
         try:
@@ -74,6 +97,35 @@ class ConfinedWork:
         with self._lock:
             return [process.pid for process in self._idle]
 
+    def _ask_in_haste(self, head: bytes, body: bytes) -> tuple[bytearray, bytearray]:
+        """Asks a process that waits for work. If its answer is late, it is not asked again before
+        that has come, and until then nobody else in haste waits for anything."""
+        with self._lock:
+            self._reclaim()
+            if self._late or not self._idle or len(head) + len(body) > AT_ONCE_BYTES:
+                raise NotAtOnceError
+            process = self._idle.pop()
+            try:
+                answer = process.ask_in_haste(head, body)
+            except _LeftError:
+                raise NotAtOnceError from None  # who may wait for longer learns why
+            if answer is None:
+                self._late.append(process)
+                raise NotAtOnceError
+            self._idle.append(process)
+            return answer
+
+    def _reclaim(self) -> None:
+        """Drop an answer that was late. The lock is held."""
+        for process in [*self._late]:
+            try:
+                if process.answer_within(0) is None:
+                    continue
+                self._idle.append(process)
+            except _LeftError:
+                pass
+            self._late.remove(process)
+
     def _take(self) -> tuple[_Process, bool]:
         """A process, and whether it worked before."""
         with self._lock:
@@ -81,21 +133,21 @@ class ConfinedWork:
                 process = self._idle.pop()
                 if process.is_there():
                     return process, True
-        return _Process(self._module), False
+        return _Process(self._module, self._bounds), False
 
 
 class _LeftError(Exception):
-    """The process ended by itself, before it was asked."""
+    """The process has ended: by itself before it was asked, or because nobody waits for it."""
 
 
 class _Process:
     """One process, started anew: it inherits nothing but its end of a pair of sockets."""
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, bounds: WorkBounds) -> None:
         self._connection, inside = socket.socketpair()
         with inside:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module],
+                [sys.executable, "-P", "-m", module, bounds.as_argument()],
                 stdin=inside.fileno(),
                 stdout=subprocess.DEVNULL,
                 # Keys may be in the environment; what works on strangers' content has none.
@@ -131,6 +183,29 @@ class _Process:
             self.end(kill=True)
             raise
 
+    def ask_in_haste(self, head: bytes, body: bytes) -> tuple[bytearray, bytearray] | None:
+        """The answer, if it comes at once. Raises `_LeftError` if the process is gone."""
+        try:
+            send_frame(self._connection, head, body, time.monotonic() + AT_ONCE_S)
+        except (ConnectionEndedError, TimeoutError):
+            raise self._left() from None
+        return self.answer_within(AT_ONCE_S)
+
+    def answer_within(self, seconds: float) -> tuple[bytearray, bytearray] | None:
+        """As `ask_in_haste`. A process whose answer is large, or comes by halves, is ended."""
+        if not has_come(self._connection, seconds):
+            return None
+        try:
+            return receive_frame(self._connection, AT_ONCE_BYTES, time.monotonic() + AT_ONCE_S)
+        except (ConnectionEndedError, TimeoutError):
+            raise self._left() from None
+
+    def _left(self) -> _LeftError:
+        """Leave the process to itself, without waiting for its end."""
+        self._process.kill()
+        self._connection.close()
+        return _LeftError()
+
     def end(self, *, kill: bool) -> int:
         """Close the connection and wait until the process has ended. Returns its exit status."""
         self._connection.close()
@@ -143,9 +218,10 @@ class _Process:
             return self._process.wait()
 
 
-def _end_all(idle: list[_Process]) -> None:
-    while idle:
-        idle.pop().end(kill=True)
+def _end_all(*processes: list[_Process]) -> None:
+    for some in processes:
+        while some:
+            some.pop().end(kill=True)
 
 
 def _failure(status: int, late: bool, bounds: WorkBounds) -> Exception:
@@ -154,8 +230,10 @@ def _failure(status: int, late: bool, bounds: WorkBounds) -> Exception:
         return WorkFailedError(f"it takes more than {bounds.seconds} seconds")
     if status == OUT_OF_MEMORY:
         return WorkFailedError(f"it takes more than {bounds.memory_bytes >> 20} MiB of memory")
+    if status == ANSWER_TOO_LARGE:
+        return WorkFailedError(f"what it makes has more than {bounds.message_bytes >> 20} MiB")
     if status == 0:
         return _LeftError()
     if status == -signal.SIGKILL:
         return EngineOverloadedError("the system ended the process that prepared it; retry later")
-    return WorkFailedError("whatever decodes it breaks down")
+    return WorkFailedError("whatever works on it breaks down")

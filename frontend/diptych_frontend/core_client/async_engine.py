@@ -12,7 +12,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from diptych_frontend.model_files.model_config import ModelConfig
 from diptych_frontend.observability.stat_loggers import log_stats
@@ -57,6 +57,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+class Told(Protocol):
+    """What is known of a request beside its answer."""
+
+    facts: dict[str, Any]
+    """What the response headers tell of it."""
+
+
 class AsyncEngine(EngineClient):
     """An EngineClient whose requests are answered by engine cores elsewhere."""
 
@@ -86,8 +93,8 @@ class AsyncEngine(EngineClient):
         self._tracer: RequestTracer | None = None
         self._dead: EngineDeadError | None = None
         self._closed = False
-        self._facts: dict[str, dict[str, Any]] = {}
-        """Internal request id -> what the response headers tell about it."""
+        self._told: dict[str, Told] = {}
+        """By internal request id, if there is something to be told about it."""
 
     # --- for subclasses -----------------------------------------------------------------------
 
@@ -200,7 +207,9 @@ class AsyncEngine(EngineClient):
         with self._until_finished(collector), _unexpected_is_failure():
             while not collector.finished:
                 output = await collector.get()
-                output.metrics = self._facts.get(collector.request_ids[0], output.metrics)
+                told = self._told.get(collector.request_ids[0])
+                if told is not None:
+                    output.metrics = told.facts
                 yield output
 
     async def encode(
@@ -399,7 +408,7 @@ class AsyncEngine(EngineClient):
         if not collector.finished:
             self._withdraw(self.output_processor.abort(collector.request_ids, internal=True))
         for part_id in collector.request_ids:
-            self._facts.pop(part_id, None)
+            self._told.pop(part_id, None)
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """As `EngineClient.abort`; with `internal`, the ids are those of a collector or of the

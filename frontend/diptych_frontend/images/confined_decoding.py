@@ -1,6 +1,7 @@
-"""Decodes an image and cuts it into tiles, in a process of its own: `python -m` of this module.
+"""Reads the header of an image, or decodes it and cuts it into tiles, in a process of its own:
+`python -m` of this module.
 
-Decoders are large programs in C for files that anybody can make.
+Decoders are large programs in C for files that anybody can make, and a header may be all of a file.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import msgspec
 
 from diptych_frontend.confined.child import WorkBounds, serve
 from diptych_frontend.confined.processes import ConfinedWork, WorkFailedError
-from diptych_frontend.images.decoding import MAX_IMAGE_BYTES, MAX_PIXELS, decoded
+from diptych_frontend.images.decoding import MAX_IMAGE_BYTES, MAX_PIXELS, decoded, size_in_header
 from diptych_frontend.images.features import MAX_IMAGE_BYTES as MAX_TILE_BYTES
 from diptych_frontend.images.tiles import Tiles, cut
 from diptych_frontend.model_files.vision_config import VisionConfig
@@ -21,17 +22,20 @@ BOUNDS: Final = WorkBounds(
     memory_bytes=16 * MAX_PIXELS + (512 << 20),
     seconds=20,
     message_bytes=max(MAX_IMAGE_BYTES, MAX_TILE_BYTES) + (1 << 16),
+    idle_seconds=60,
 )
 """An image of the most pixels is turned and converted: some four copies of four bytes a pixel."""
 
 
 class Asked(msgspec.Struct, array_like=True):
     where: str
-    config: VisionConfig
+    config: VisionConfig | None
+    """None: the size is asked for, and no pixel."""
 
 
 class Answered(msgspec.Struct, array_like=True):
     refusal: str | None = None
+    size: tuple[int, int] = (0, 0)
     shape: tuple[int, ...] = ()
     rows: int = 0
     columns: int = 0
@@ -40,11 +44,26 @@ class Answered(msgspec.Struct, array_like=True):
 _work: Final = ConfinedWork("diptych_frontend.images.confined_decoding", BOUNDS)
 
 
+def size_of(encoded: bytes, where: str) -> tuple[int, int]:
+    """Width and height of an image file; nothing is decoded. Raises as `tiles_of` does."""
+    answer, _ = _ask(encoded, where, None)
+    return answer.size
+
+
 def tiles_of(encoded: bytes, where: str, config: VisionConfig) -> Tiles:
     """The tiles of an image file.
 
     Raises `InvalidRequestError`, naming `where`, for a file that cannot be decoded within bounds.
     """
+    answer, pixels = _ask(encoded, where, config)
+    return Tiles(Array("uint8", answer.shape, memoryview(pixels)), answer.rows, answer.columns)
+
+
+def _ask(encoded: bytes, where: str, config: VisionConfig | None) -> tuple[Answered, bytearray]:
+    if len(encoded) > MAX_IMAGE_BYTES:
+        raise InvalidRequestError(
+            f"{where} has {len(encoded)} bytes; at most {MAX_IMAGE_BYTES} are taken", param=where
+        )
     asked = msgspec.msgpack.encode(Asked(where, config))
     try:
         head, pixels = _work.ask(asked, encoded)
@@ -55,20 +74,23 @@ def tiles_of(encoded: bytes, where: str, config: VisionConfig) -> Tiles:
     answer = msgspec.msgpack.decode(head, type=Answered)
     if answer.refusal is not None:
         raise InvalidRequestError(answer.refusal, param=where)
-    return Tiles(Array("uint8", answer.shape, memoryview(pixels)), answer.rows, answer.columns)
+    return answer, pixels
 
 
 def _answer(head: bytearray, encoded: bytearray) -> tuple[bytes, memoryview]:
     asked = msgspec.msgpack.decode(head, type=Asked)
     try:
+        if asked.config is None:
+            size = size_in_header(bytes(encoded), asked.where)
+            return msgspec.msgpack.encode(Answered(None, size)), memoryview(b"")
         tiles = cut(decoded(bytes(encoded), asked.where), asked.config)
     except InvalidRequestError as exc:
         return msgspec.msgpack.encode(Answered(str(exc))), memoryview(b"")
-    answer = Answered(None, tiles.pixels.shape, tiles.rows, tiles.columns)
+    answer = Answered(None, (0, 0), tiles.pixels.shape, tiles.rows, tiles.columns)
     return msgspec.msgpack.encode(answer), memoryview(tiles.pixels.data).cast("B")
 
 
 if __name__ == "__main__":
     import PIL.Image  # noqa: F401 - loaded before the bounds are measured
 
-    serve(_answer, BOUNDS)
+    serve(_answer)

@@ -67,10 +67,11 @@ def bytes_of_url(url: str, where: str) -> bytes:
         raise InvalidRequestError(f"{where} is not valid base64: {exc}", param=where) from exc
 
 
-def size_of(encoded: bytes, where: str) -> tuple[int, int]:
+def size_in_header(encoded: bytes, where: str) -> tuple[int, int]:
     """Width and height, as the header of an image file tells; nothing is decoded.
 
-    Raises `InvalidRequestError` for a file that is no image, is of another format, or is too large.
+    Raises `InvalidRequestError` for a file that is no image, is of another format, or is too large,
+    and `MemoryError`.
     """
     with _opened(encoded, where) as image:
         return image.size
@@ -79,8 +80,7 @@ def size_of(encoded: bytes, where: str) -> tuple[int, int]:
 def decoded(encoded: bytes, where: str) -> Image:
     """The pixels of an image file, in RGB and upright.
 
-    Raises `InvalidRequestError` as `size_of` does, and for a file that cannot be decoded, and
-    `MemoryError`.
+    Raises as `size_in_header` does, and `InvalidRequestError` for a file that cannot be decoded.
     """
     from PIL import ImageOps  # here, as in `_opened`
 
@@ -95,14 +95,22 @@ def decoded(encoded: bytes, where: str) -> Image:
 
 
 def _in_rgb(image: Image) -> Image:
-    """Eight bits for each colour. Pillow cuts grey of sixteen bits off at 255, which is white."""
+    """Eight bits for each colour, and white where nothing is, as in vLLM: transparent pixels have
+    colours that nobody was to see. Pillow cuts grey of sixteen bits off at 255, which is white."""
     if image.mode.startswith("I"):
         import numpy as np
         from PIL import Image
 
         grey = np.asarray(image).clip(0, 0xFFFF) >> 8
         return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
-    return image.convert("RGB")
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    from PIL import Image
+
+    over_white = Image.new("RGB", image.size, "white")
+    seen = image.convert("RGBA")
+    over_white.paste(seen, mask=seen)
+    return over_white
 
 
 def _opened(encoded: bytes, where: str) -> Image:
@@ -110,12 +118,10 @@ def _opened(encoded: bytes, where: str) -> Image:
     # Loaded with the first image: most servers never see one.
     from PIL import Image, UnidentifiedImageError
 
-    if len(encoded) > MAX_IMAGE_BYTES:
-        raise InvalidRequestError(
-            f"{where} has {len(encoded)} bytes; at most {MAX_IMAGE_BYTES} are taken", param=where
-        )
     try:
         image = Image.open(io.BytesIO(encoded), formats=FORMATS)
+    except MemoryError:
+        raise
     except UnidentifiedImageError:  # it names an object of ours
         raise _unreadable(ValueError("it is of no such format"), where) from None
     except Exception as exc:  # as in `decoded`

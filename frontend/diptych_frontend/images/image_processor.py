@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Final
 
-from diptych_frontend.images.confined_decoding import tiles_of
-from diptych_frontend.images.decoding import MAX_PIXELS, GivenImage, size_of
+from diptych_frontend.images.confined_decoding import size_of, tiles_of
+from diptych_frontend.images.decoding import MAX_PIXELS, GivenImage
 from diptych_frontend.images.features import MAX_IMAGES, content_hash
 from diptych_frontend.images.item_cache import ItemCache
 from diptych_frontend.images.tiles import Tiles, cut, num_tiles
@@ -38,6 +38,8 @@ class Prepared:
 
     tiles: Tiles
     name: str
+    size: tuple[int, int]
+    """Width and height, as its file's header tells."""
 
 
 class ImageProcessor:
@@ -47,7 +49,7 @@ class ImageProcessor:
         """max_tokens: what the context of the model holds."""
         self.config = config
         self._max_tokens = max_tokens
-        self._prepared: ItemCache[Prepared] = ItemCache(_size)
+        self._prepared: ItemCache[Prepared] = ItemCache(_num_bytes)
         self._lock = Lock()
         self._requests = self._queries = self._hits = 0
         self._reset = False
@@ -74,8 +76,9 @@ class ImageProcessor:
             raise InvalidRequestError(
                 f"{len(images)} images; at most {MAX_IMAGES} are taken", param=where
             )
-        self._judge(images, len(token_ids), where)
-        prepared = self._prepare(images)
+        sizes = [self._size_of(image) for image in images]
+        self._judge(sizes, len(token_ids), where)
+        prepared = self._prepare(images, sizes)
         expanded: list[int] = []
         features: list[MultiModalFeatureSpec] = []
         for token in token_ids:
@@ -103,16 +106,21 @@ class ImageProcessor:
         with self._lock:
             self._reset = True
 
-    def _judge(self, images: Sequence[GivenImage], num_others: int, where: str) -> None:
+    def _size_of(self, image: GivenImage) -> tuple[int, int]:
+        content = image.content
+        if not isinstance(content, bytes):
+            return content.size
+        known = self._prepared.get(_key(content))
+        return size_of(content, image.where) if known is None else known.size
+
+    def _judge(self, sizes: Sequence[tuple[int, int]], num_others: int, where: str) -> None:
         """Raise `InvalidRequestError` for what the headers of the images tell already, before
         anything is decoded.
 
         num_others: the tokens of the prompt before its image tokens are expanded.
         """
         pixels, tokens = 0, num_others
-        for image in images:
-            content = image.content
-            size = size_of(content, image.where) if isinstance(content, bytes) else content.size
+        for size in sizes:
             pixels += size[0] * size[1]
             tokens += num_tiles(size, self.config) * self.config.tokens_per_tile
         if pixels > MAX_PROMPT_PIXELS:
@@ -129,18 +137,20 @@ class ImageProcessor:
                 code="context_length_exceeded",
             )
 
-    def _prepare(self, images: Sequence[GivenImage]) -> list[Prepared]:
+    def _prepare(
+        self, images: Sequence[GivenImage], sizes: Sequence[tuple[int, int]]
+    ) -> list[Prepared]:
         prepared, hits = [], 0
-        for image in images:
+        for image, size in zip(images, sizes, strict=True):
             content = image.content
             if not isinstance(content, bytes):
-                prepared.append(_named(cut(content, self.config)))
+                prepared.append(_named(cut(content, self.config), size))
                 continue
-            key = hashlib.blake2b(content, digest_size=16).hexdigest()
+            key = _key(content)
             known = self._prepared.get(key)
             hits += known is not None
             if known is None:
-                known = _named(tiles_of(content, image.where, self.config))
+                known = _named(tiles_of(content, image.where, self.config), size)
                 self._prepared.put(key, known)
             prepared.append(known)
         with self._lock:
@@ -161,9 +171,13 @@ class ImageProcessor:
         return [*tokens, *encode(f"{before}{AROUND}{GLOBAL}"), *image, *encode(AROUND)]
 
 
-def _named(tiles: Tiles) -> Prepared:
-    return Prepared(tiles, content_hash(tiles.pixels))
+def _key(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def _size(item: Prepared) -> int:
+def _named(tiles: Tiles, size: tuple[int, int]) -> Prepared:
+    return Prepared(tiles, content_hash(tiles.pixels), size)
+
+
+def _num_bytes(item: Prepared) -> int:
     return memoryview(item.tiles.pixels.data).nbytes

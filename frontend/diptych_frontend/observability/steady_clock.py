@@ -15,4 +15,9 @@ _BEGAN_AT: Final = time.time() - time.monotonic()
 
 def steady_time() -> float:
     """Seconds since 1970, as far as this process knows."""
-    return _BEGAN_AT + time.monotonic()
+    return time_of_day(time.monotonic())
+
+
+def time_of_day(monotonic_s: float) -> float:
+    """Seconds since 1970 at a time of `time.monotonic()`."""
+    return _BEGAN_AT + monotonic_s

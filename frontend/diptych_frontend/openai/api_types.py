@@ -19,6 +19,8 @@ from diptych_frontend.tool_calls.tools import (
     arguments_of,
     called_tools,
     forced_call,
+    free_calls,
+    strict_tools,
 )
 from diptych_protocol import (
     InvalidRequestError,
@@ -40,6 +42,8 @@ Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 AlternativesCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
 CacheSalt = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Neutral = dict[str, tuple[object, ...]]
+Forms = list[tuple[str, StructuredOutputsParams]]
+"""By the fields of a body."""
 T = TypeVar("T")
 
 
@@ -162,10 +166,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         """What cannot be enforced of a schema is left out."""
         return self.json_schemas == "lenient"
 
-    def judged_forms(self) -> list[tuple[str, StructuredOutputsParams]]:
+    def judged_forms(self, form: StructuredOutputsParams) -> Forms:
         """What must be possible for an answer to have its form, by the fields that say so."""
-        form = self.form()
-        return [] if form is None else [form]
+        asked = self.form()
+        return [] if asked is None else [(asked[0], form)]
 
     def form(self) -> tuple[str, StructuredOutputsParams] | None:
         """The only form that is asked for, and its field. Raises `InvalidRequestError` for two."""
@@ -402,8 +406,10 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     def parallel_calls(self) -> bool:
         return self.parallel_tool_calls is not False
 
-    def judged_forms(self) -> list[tuple[str, StructuredOutputsParams]]:
-        called = called_tools(self.tools or [], self.tool_choice)
+    def judged_forms(self, form: StructuredOutputsParams) -> Forms:
+        """See `GenerationRequest.judged_forms`."""
+        tools = self.callable_tools
+        called = called_tools(tools, self.tool_choice) or strict_tools(tools)
         schemas = [
             (
                 self.TOOL_FIELD.format(index),
@@ -411,7 +417,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
             )
             for index, function in called
         ]
-        return [*schemas, *super().judged_forms()]
+        return [*schemas, *(super().judged_forms(form) or [("tools", form)])]
 
     def forms(self) -> dict[str, StructuredOutputsParams | None]:
         call = forced_call(
@@ -421,3 +427,9 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
             lenient=self.is_lenient,
         )
         return {"tools": call, **super().forms()}
+
+    def free_calls(self) -> StructuredOutputsParams | None:
+        """The form of an answer that may have calls anywhere in it."""
+        return free_calls(
+            self.callable_tools, parallel=self.parallel_calls, lenient=self.is_lenient
+        )

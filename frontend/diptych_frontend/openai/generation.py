@@ -187,13 +187,15 @@ class GenerationRoute(Generic[B, R]):
             if sound.params.structured_outputs is None and not (
                 may_see and sound.request.has_images
             ):
-                return self._rendered(sound)
+                render = partial(self._rendered, sound)
+                return await self._workers.small(scope, len(body), render)
         self._engine.check_admission()
 
         def read() -> Sound[B, R]:
             sound = self._decode(scope, body)
             # A form that no answer can have is refused by the field that asks for it.
-            for name, wanted in sound.request.judged_forms():
+            form = sound.params.structured_outputs
+            for name, wanted in [] if form is None else sound.request.judged_forms(form):
                 sound.not_enforced.update(dict.fromkeys(check_structured_outputs(wanted, name)))
             return sound if sound.request.has_images else self._rendered(sound)
 

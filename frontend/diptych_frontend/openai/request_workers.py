@@ -1,4 +1,4 @@
-"""Threads for what would hold up the event loop: large bodies, grammars, and waiting for images.
+"""Threads for what would hold up the event loop: large bodies, grammars, and waiting for processes.
 
 A thread helps only if what it runs lets go of the GIL. Tokenising and compiling grammars do, Python
 code does every `SWITCH_INTERVAL_S` (`server.py`), and for decoding JSON, which does not, there is a
@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 from starlette.types import Scope
 
 from diptych_frontend.confined.cancellation import Cancellation, cancelled_by
+from diptych_frontend.confined.haste import NotAtOnceError, hurried
 from diptych_frontend.openai.asgi import client_of
 from diptych_frontend.openai.turns import Turns
 from diptych_protocol import EngineOverloadedError
@@ -66,6 +67,15 @@ class RequestWorkers:
         """
         return await (self._images if has_images else self._texts).run(scope, size, work)
 
+    async def small(self, scope: Scope, size: int, work: Callable[[], T]) -> T:
+        """What `work` returns or raises: here, if it takes no longer than the event loop can wait;
+        else it is done again from its beginning, as by `run`."""
+        try:
+            with hurried():
+                return work()
+        except NotAtOnceError:
+            return await self.run(scope, size, work)
+
     async def read(
         self, scope: Scope, body: bytes, work: Callable[[], T], image_word: bytes | None = None
     ) -> T:
@@ -76,7 +86,7 @@ class RequestWorkers:
         # An escaped letter might hide the word.
         may_see = image_word is not None and (image_word in body or b"\\u" in body)
         if len(body) <= INLINE_BYTES and not may_see:
-            return work()
+            return await self.small(scope, len(body), work)
         return await self.run(scope, len(body), work, has_images=may_see)
 
 

@@ -32,8 +32,12 @@ WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{0,32}"
 bound; without one, a small model may emit blanks until its tokens are used up."""
 ANY_OBJECT: Final = {"type": "object"}
 FIELD: Final = "structured_outputs"
+BEGINS_LATER: Final = "[lazy]"
+"""What a grammar has whose answer is free until a certain text comes."""
 NO_TEXT: Final = "NoExtension"
 """How llguidance says that nothing may follow, and that the end may not come either."""
+BACKTRACE: Final = "\n<backtrace>"
+"""What follows in an error of llguidance tells of this machine, not of the grammar."""
 NOTHING_FITS: Final = "no answer fits it"
 
 Verdict = tuple[str, tuple[str, ...]]
@@ -86,8 +90,7 @@ def encode_form(form: StructuredOutputsParams, field: str = "structured_outputs"
 def grammar_of(form: StructuredOutputsParams) -> str:
     """The form in llguidance's own notation. Raises `ValueError` if it is malformed."""
     if form.choice is not None:
-        choices = [msgspec.json.encode(choice).decode() for choice in form.choice]
-        return LLMatcher.grammar_from_lark(f"start: {' | '.join(choices)}")
+        return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(_as_literal, form.choice))}")
     if form.regex is not None:
         return LLMatcher.grammar_from_regex(form.regex)
     if form.grammar is not None:
@@ -97,9 +100,17 @@ def grammar_of(form: StructuredOutputsParams) -> str:
     return LLMatcher.grammar_from_json_schema(json.dumps(prepared))
 
 
+def _as_literal(text: str) -> str:
+    """A text as a grammar has it: as in JSON, which leaves this control character as it is."""
+    return msgspec.json.encode(text).decode().replace("\x7f", r"\u007f")
+
+
 def is_json(form: StructuredOutputsParams) -> bool:
-    """An answer is JSON, or has JSON in it as the arguments of a forced call are."""
-    return form.json is not None or form.json_object or "%json" in (form.grammar or "")
+    """An answer is JSON, or has JSON in it as the arguments of a forced call are. One that begins
+    with free text is none: quotes and digits mean nothing there."""
+    grammar = form.grammar or ""
+    embedded = "%json" in grammar and BEGINS_LATER not in grammar
+    return form.json is not None or form.json_object or embedded
 
 
 def schema_for_llguidance(schema: Schema, *, lenient: bool) -> Schema:
@@ -148,7 +159,7 @@ def _begun(grammar: str) -> LLMatcher:
 
 def reason_of(matcher: LLMatcher) -> str:
     """Why a grammar cannot be used, after its first mask; empty if it can."""
-    reason = matcher.get_error()
+    reason = matcher.get_error().partition(BACKTRACE)[0]
     return NOTHING_FITS if reason.startswith(NO_TEXT) else reason
 
 

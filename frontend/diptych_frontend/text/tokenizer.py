@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer as Backend
 
-from diptych_frontend.text.chat_template import ChatTemplate
+from diptych_frontend.text.templates.confined_templates import ConfinedTemplate
 from diptych_protocol import InvalidRequestError
 
 PLAUSIBLE_TOKEN_BYTES: Final = 8
@@ -46,7 +46,7 @@ class Tokenizer:
         """Its source."""
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self._template = (
-            None if chat_template is None else ChatTemplate(chat_template, bos_token, eos_token)
+            None if chat_template is None else ConfinedTemplate(chat_template, bos_token, eos_token)
         )
         self._token_texts: dict[int, str] = {}
         self._longest_token = max(map(len, backend.get_vocab()), default=1)
@@ -115,7 +115,7 @@ class Tokenizer:
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
     ) -> str:
-        """The prompt of a conversation; otherwise as `ChatTemplate.render`."""
+        """The prompt of a conversation; otherwise as `ConfinedTemplate.render`."""
         if self._template is None:
             raise InvalidRequestError(
                 "this model has no chat template; use /v1/completions", param="messages"

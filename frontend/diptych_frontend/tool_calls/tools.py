@@ -1,4 +1,4 @@
-"""Tools that a chat may call: what clients send, and the grammar of an answer that must call one.
+"""Tools that a chat may call: what clients send, and the grammar of an answer that calls them.
 
 A forced call has one form, whatever the format of the model's own calls is:
 `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
@@ -6,12 +6,14 @@ A forced call has one form, whatever the format of the model's own calls is:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
+from diptych_frontend.text.schema_parts import Schema
 from diptych_frontend.text.strict_schemas import check_strict
-from diptych_frontend.text.structured_outputs import schema_for_llguidance
+from diptych_frontend.text.structured_outputs import ANY_OBJECT, BEGINS_LATER, schema_for_llguidance
 from diptych_frontend.tool_calls.hermes import BEGIN, END
 from diptych_protocol import InvalidRequestError, StructuredOutputsParams
 
@@ -19,6 +21,8 @@ MAX_TOOLS: Final = 128
 MAX_FORCED_CALLS: Final = 16
 """Limit on the forced calls of one answer; without it, a small model that must call something might
 never end."""
+
+ANY_ARGUMENTS: Final = schema_for_llguidance(ANY_OBJECT, lenient=False)
 
 ToolName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}\Z")]
 
@@ -29,7 +33,8 @@ class FunctionTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omi
     parameters: dict[str, Any] | None = None
     """A JSON schema of an object; None for a function without parameters."""
     strict: bool | None = None
-    """The schema must say of each object that it has all of its properties, and no others."""
+    """The schema must say of each object that it has all of its properties, and no others, and the
+    arguments of calls fit it."""
 
     def check(self, field: str) -> None:
         """Raise `InvalidRequestError`, naming the field, for a schema that is not what it says."""
@@ -68,8 +73,36 @@ def forced_call(
         return None
     parallel = parallel and not isinstance(choice, NamedTool)
     calls = f'call ("\\n" call){{0,{MAX_FORCED_CALLS - 1}}}' if parallel else "call"
-    alternatives = "\n    | ".join(_call(function, lenient) for _, function in called)
-    return StructuredOutputsParams(grammar=f"start: {calls}\ncall: {alternatives}\n")
+    alternatives = _calls((f.name, _arguments(f, lenient)) for _, f in called)
+    return StructuredOutputsParams(
+        grammar=f"start: {calls}\ncall: {_json(BEGIN)} ({alternatives})\n"
+    )
+
+
+def free_calls(
+    tools: list[Tool], *, parallel: bool, lenient: bool
+) -> StructuredOutputsParams | None:
+    """The form of an answer that may have calls anywhere: after the beginning of one, a tool is
+    called, and the arguments of a strict one fit its schema. None if no tool is strict.
+
+    parallel, lenient: as in `forced_call`.
+    """
+    if not strict_tools(tools):
+        return None
+    answer = "call* TEXT" if parallel else "call | TEXT"
+    functions = [tool.function for tool in tools]
+    alternatives = _calls(
+        (f.name, _arguments(f, lenient) if f.strict else ANY_ARGUMENTS) for f in functions
+    )
+    return StructuredOutputsParams(
+        grammar=f"start: {answer}\ncall: begin ({alternatives})\n"
+        f"begin{BEGINS_LATER}: TEXT {_json(BEGIN)}\nTEXT: /(?s:.*)/\n"
+    )
+
+
+def strict_tools(tools: list[Tool]) -> list[tuple[int, FunctionTool]]:
+    """The functions whose arguments must fit their schemas, with their places."""
+    return [(index, tool.function) for index, tool in enumerate(tools) if tool.function.strict]
 
 
 def called_tools(tools: list[Tool], choice: ToolChoice | None) -> list[tuple[int, FunctionTool]]:
@@ -103,15 +136,23 @@ def arguments_of(function: FunctionTool) -> dict[str, Any]:
     return schema
 
 
-def _call(function: FunctionTool, lenient: bool) -> str:
-    """One function's call in Lark's notation."""
+def _calls(called: Iterable[tuple[str, Schema]]) -> str:
+    """What may follow the beginning of a call, in Lark's notation.
+
+    called: the names of functions, and what their arguments are compiled from.
+    """
+    after = _json(f"}}\n{END}")
+    return "\n    | ".join(
+        _json(f'\n{{"name": "{name}", "arguments": ') + f" %json {_json(schema)} {after}"
+        for name, schema in called
+    )
+
+
+def _arguments(function: FunctionTool, lenient: bool) -> Schema:
     try:
-        schema = schema_for_llguidance(arguments_of(function), lenient=lenient)
+        return schema_for_llguidance(arguments_of(function), lenient=lenient)
     except RecursionError:
         raise InvalidRequestError("tools: nested too deeply", param="tools") from None
-    before = f'{BEGIN}\n{{"name": "{function.name}", "arguments": '
-    after = f"}}\n{END}"
-    return f"{_json(before)} %json {_json(schema)} {_json(after)}"
 
 
 def _json(value: object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import itertools
 import logging
@@ -11,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,25 +24,77 @@ log = logging.getLogger(__name__)
 
 COMPILE_TIMEOUT_S = 600.0
 """Time limit, in seconds, for all kernels that one process compiles; they take some half a minute
-on the machines that we know."""
+on the machines that we know. Nobody waits longer for another process that compiles."""
+LOCK_POLL_S = 0.1
 DIGEST_BYTES = hashlib.sha256().digest_size
 """The size of the digest before an object file's content."""
 
 
 def object_files(names: Sequence[str], level: CpuLevel) -> list[bytes]:
     """The kernels "MODULE-NUMBER" for a level, as an earlier process left them beside the
-    sources or in the user's cache directory; what is missing is compiled, and left there.
+    sources or in the user's cache directory; what is missing is compiled, and left there. Of the
+    processes of a machine that miss a kernel at once, one compiles it, and the others wait.
 
     Raises `RuntimeError` if the compiler fails.
     """
-    found = {name: _find(places) for name, places in _places(names, level).items()}
+    places = _places(names, level)
+    found = {name: _find(places[name]) for name in places}
     missing = [name for name, compiled in found.items() if not compiled]
     if missing:
-        new = _compile(missing, level)
-        for name, places in _places(missing, level).items():
-            _leave_anywhere(new[name], places)
-        found |= new
+        with _the_only_one({name: places[name] for name in missing}):
+            found |= {name: _find(places[name]) for name in missing}
+            if missing := [name for name in missing if not found[name]]:
+                new = _compile(missing, level)
+                for name in missing:
+                    _leave_anywhere(new[name], places[name])
+                found |= new
     return [found[name] for name in names]
+
+
+@contextlib.contextmanager
+def _the_only_one(places: Mapping[str, Sequence[Path]]) -> Iterator[None]:
+    """Hold the locks of these kernels, as far as locks can be had here, and before a deadline."""
+    deadline = time.monotonic() + COMPILE_TIMEOUT_S
+    with contextlib.ExitStack() as locks:
+        # In one order, so that no two processes wait for each other.
+        for name in sorted(places):
+            for place in places[name]:
+                with contextlib.suppress(OSError):
+                    locks.enter_context(_locked(place.with_name(f"{place.name}.lock"), deadline))
+                    break
+        yield
+
+
+@contextlib.contextmanager
+def _locked(path: Path, deadline: float) -> Iterator[None]:
+    """Hold a lock, which the system frees however this process ends; after the deadline go on
+    without it. Raises `OSError` where there can be no lock."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        told = False
+        while not _try_lock(lock):
+            if time.monotonic() > deadline:
+                log.warning("another process has held %s for too long; not waiting for it", path)
+                break
+            if not told:
+                log.info("another process compiles %s; waiting for it", path.stem)
+                told = True
+            threading.Event().wait(LOCK_POLL_S)
+        yield
+    finally:
+        # Who has opened this file, or opens the next one of its name, looks for the kernel again
+        # when it has the lock.
+        path.unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _try_lock(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _places(names: Sequence[str], level: CpuLevel) -> dict[str, list[Path]]:

@@ -7,8 +7,9 @@ and for services that are older than the policy. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -40,7 +41,8 @@ class Limit:
     """One field of a spec, and what it may hold without being listed."""
 
     path: str
-    """Seen from the spec, or in a podTemplate from the pod's spec. `[]` stands for each entry."""
+    """Seen from the spec, or within a podTemplate from where `LIMITS` has it hold. `[]` stands for
+    each entry."""
     listed_in: str = "fields"
     """The list of `Allowed` that may have the value; of `fields`, the path itself."""
     always: tuple[Any, ...] = ()
@@ -55,6 +57,8 @@ class Limit:
     """Only where this field is given, too; seen from the spec."""
     of_keys: bool = False
     """The field is an object, whose fields' names are looked at."""
+    needed_with: str = ""
+    """Whoever gives this field has to give the limited one, too; seen from where it holds."""
 
 
 _SAFE_VOLUMES: Final = (
@@ -105,24 +109,41 @@ POD_LIMITS: Final = (
     Limit("volumes[].csi.nodePublishSecretRef.name", "secrets"),
     Limit("volumes[].projected.sources[].secret.name", "secrets"),
     Limit("volumes[].projected.sources[].serviceAccountToken"),
+    Limit("volumes[].projected.sources[].podCertificate"),
+    Limit("ephemeralContainers"),
 )
+TEMPLATE_LIMITS: Final = tuple(
+    # The older way to say what securityContext says.
+    Limit("metadata.annotations", scheme=f"{name}.kubernetes.io/", of_keys=True)
+    for name in ("container.apparmor.security.beta", "container.seccomp.security.alpha",
+                 "seccomp.security.alpha")
+)  # fmt: skip
 CONTAINER_LIMITS: Final = (
     Limit("image", "images", after=_IMAGE),
     Limit("env[].valueFrom.secretKeyRef.name", "secrets"),
     Limit("envFrom[].secretRef.name", "secrets"),
     Limit("ports[].hostPort", always=(0,)),
     Limit("securityContext.privileged", always=(False,)),
-    Limit("securityContext.allowPrivilegeEscalation", always=(False,)),
+    # Our own containers have these two; one that has an image may be somebody else's.
+    Limit("securityContext.allowPrivilegeEscalation", always=(False,), needed_with="image"),
+    Limit("securityContext.capabilities.drop", always=(["ALL"],), needed_with="image"),
     Limit("securityContext.capabilities.add[]", "capabilities"),
     Limit("securityContext.procMount", always=("Default",)),
     *_NEVER_UNCONFINED,
-)
-_PODS: Final = tuple(f"{role}.podTemplate.spec." for role in ("prefill", "decode", "router"))
+    # The kubelet of the node asks there.
+    *(Limit(f"{probe}.{way}.host", always=("",))
+      for probe in ("livenessProbe", "readinessProbe", "startupProbe", "lifecycle.postStart",
+                    "lifecycle.preStop")
+      for way in ("httpGet", "tcpSocket")),
+)  # fmt: skip
+_TEMPLATES: Final = tuple(f"{role}.podTemplate." for role in ("prefill", "decode", "router"))
+_PODS: Final = tuple(f"{template}spec." for template in _TEMPLATES)
 _CONTAINERS: Final = tuple(
     f"{pod}{kind}[]." for pod in _PODS for kind in ("containers", "initContainers")
 )
 LIMITS: Final = (
     *((limit, ("",)) for limit in SPEC_LIMITS),
+    *((limit, _TEMPLATES) for limit in TEMPLATE_LIMITS),
     *((limit, _PODS) for limit in POD_LIMITS),
     *((limit, _CONTAINERS) for limit in CONTAINER_LIMITS),
 )
@@ -151,6 +172,11 @@ def check_limits(spec: Mapping[str, Any], allowed: Allowed) -> None:
                 for each in value if limit.of_keys and isinstance(value, Mapping) else (value,):
                     if not _within(limit, each, lists[limit.listed_in]):
                         raise SpecError(f"spec.{where}", f"{each!r} {_remedy(limit)}")
+            for where, holder in _values(spec, place[:-1]) if limit.needed_with else ():
+                given = [list(_values(holder, path)) for path in (limit.needed_with, limit.path)]
+                lacks = given[0] and not given[1]
+                if lacks and not _within(limit, None, lists[limit.listed_in]):
+                    raise SpecError(f"spec.{where}.{limit.path}", f"left out {_remedy(limit)}")
 
 
 def _values(holder: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -173,6 +199,8 @@ def _values(holder: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def _within(limit: Limit, value: Any, listed: list[str]) -> bool:
     if limit.listed_in == "fields":
+        if limit.scheme and not str(value).startswith(limit.scheme):
+            return True
         free = value not in limit.never if limit.never else value in limit.always
         return free or limit.path in listed or "*" in listed
     if value in limit.always or not str(value).startswith(limit.scheme):
@@ -192,41 +220,67 @@ def validations() -> list[dict[str, str]]:
     variable of that name."""
     found = []
     for limit, places in LIMITS:
-        cel = " && ".join(_cel("object.spec", place + limit.path, limit, 0) for place in places)
+        cel = " && ".join(
+            _cel("object.spec", place + path, leaf)
+            for place in places
+            for path, leaf in _leaves(limit)
+        )
         if limit.beside:
             holder, _, name = limit.beside.rpartition(".")
             cel = f"!has(object.spec.{holder}.{name}) || {cel}"
-        shown = "podTemplate.spec " * (len(places) > 1) + limit.path
-        found.append({"expression": cel, "message": f"{shown}: {_remedy(limit)}"})
+        inside = "podTemplate." if places is _TEMPLATES else "podTemplate.spec "
+        shown = inside if len(places) > 1 else ""
+        found.append({"expression": cel, "message": f"{shown}{limit.path}: {_remedy(limit)}"})
     return found
 
 
-def _cel(holder: str, path: str, limit: Limit, depth: int) -> str:
+_Leaf = Callable[[str], str]
+"""What has to be true of a value, given where it stands."""
+
+
+def _leaves(limit: Limit) -> Iterator[tuple[str, _Leaf]]:
+    """The fields that a limit is about, and what has to be true of each."""
+    yield limit.path, partial(_cel_of_value, limit)
+    if limit.needed_with:
+        yield limit.needed_with, partial(_cel_of_need, limit)
+
+
+def _cel(holder: str, path: str, leaf: _Leaf, depth: int = 0) -> str:
     step, _, rest = path.partition(".")
     name = step.removesuffix("[]")
     value = f"{holder}.{name}"
     entry = f"v{depth}" if step != name else value
-    inner = _cel(entry, rest, limit, depth + 1) if rest else _cel_of_value(entry, limit)
+    inner = _cel(entry, rest, leaf, depth + 1) if rest else leaf(entry)
     if step != name:
         inner = f"{value}.all({entry}, {inner})"
     return f"(!has({value}) || {inner})"
 
 
-def _cel_of_value(value: str, limit: Limit) -> str:
+def _cel_of_need(limit: Limit, value: str) -> str:
+    steps = [value.removesuffix(f".{limit.needed_with}"), *limit.path.split(".")]
+    given = (f"has({'.'.join(steps[:end])})" for end in range(2, len(steps) + 1))
+    return f"({' && '.join(given)} || {_cel_of_listed(limit)})"
+
+
+def _cel_of_listed(limit: Limit) -> str:
+    return f"'{limit.path}' in variables.fields || '*' in variables.fields"
+
+
+def _cel_of_value(limit: Limit, value: str) -> str:
     if limit.of_keys:
-        return f"{value}.all(k, {_cel_of_one('k', limit)})"
-    return _cel_of_one(value, limit)
+        return f"{value}.all(k, {_cel_of_one(limit, 'k')})"
+    return _cel_of_one(limit, value)
 
 
-def _cel_of_one(value: str, limit: Limit) -> str:
-    listed = f"variables.{limit.listed_in}"
+def _cel_of_one(limit: Limit, value: str) -> str:
     if limit.listed_in == "fields":
         free = f"!({value} in {_literal(limit.never)})"
         if not limit.never:
             free = f"{value} in {_literal(limit.always)}"
         if not (limit.never or limit.always):
-            free = "false"
-        return f"({free} || '{limit.path}' in {listed} || '*' in {listed})"
+            free = f"!{value}.startsWith('{limit.scheme}')" if limit.scheme else "false"
+        return f"({free} || {_cel_of_listed(limit)})"
+    listed = f"variables.{limit.listed_in}"
     others = [f"{value} in {_literal(limit.always)}"] if limit.always else []
     if limit.scheme:
         others.append(f"!{value}.startsWith('{limit.scheme}')")

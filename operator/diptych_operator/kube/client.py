@@ -7,7 +7,10 @@ token refresh and the HTTP session.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from email.utils import parsedate_to_datetime
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlencode
@@ -82,6 +85,8 @@ class Kube:
         self._api = api
         self.requests = 0
         """Number of requests made since the start, watches not included."""
+        self.time: datetime | None = None
+        """When the API server gave its last answer, by its own clock."""
 
     @classmethod
     async def connect(cls) -> Self:
@@ -241,6 +246,8 @@ class Kube:
             raise ApiError(0, "Unreachable", f"the API server does not answer: {why}") from exc
         except config.ConfigException as exc:
             raise ApiError(0, "NoToken", f"no token for the API server: {exc}") from exc
+        with contextlib.suppress(ValueError):  # a proxy may leave it out
+            self.time = parsedate_to_datetime(response.headers.get("Date", ""))
         if response.status >= 400:
             raise _refusal(response.status, data)
         try:

@@ -2,8 +2,8 @@
 
 There is one Lease for each namespace that an operator is told to serve, in that namespace, or one
 for the cluster. Its name is the same for every installation, so two of them never serve the same
-namespace. Who does not get all its Leases touches nothing; for a namespace that is served both by
-itself and with the cluster, see `rivals`.
+namespace. Who does not get all its Leases touches nothing and keeps none, so that others may serve
+what is free; for a namespace that is served both by itself and with the cluster, see `rivals`.
 
 As client-go does it: who renews the Lease leads; a Lease that nobody renewed for its duration, by
 the clock of the one who watches it, is free. Clocks of two machines are never compared. A leader
@@ -34,6 +34,9 @@ LEASE_S, RENEW_DEADLINE_S, RETRY_S = 20.0, 10.0, 4.0
 
 One that cannot renew ends RENEW_DEADLINE_S + RETRY_S after its last success at the latest.
 """
+ABANDONED_S = 3 * LEASE_S
+"""A Lease that nobody has renewed for so long is nobody's, for who serves the whole cluster. The
+replicas of its own installation, which wait for LEASE_S, come before."""
 _API = ("coordination.k8s.io/v1", "Lease")
 
 
@@ -72,6 +75,7 @@ class Sighting:
 
     version: str = ""
     since: float = 0.0
+    _changed: bool = False
 
     def is_free(self, lease: Raw, identity: str, now: float) -> bool:
         """Whether the Lease may be taken: nobody's, one's own, or not renewed for too long."""
@@ -85,8 +89,14 @@ class Sighting:
         """For how long nobody has written the Lease, as far as was seen."""
         version = lease["metadata"]["resourceVersion"]
         if version != self.version:
+            self._changed = bool(self.version)
             self.version, self.since = version, now
         return now - self.since
+
+    def is_announced(self, now: float) -> bool:
+        """Whether who serves the cluster leaves the namespace alone already: the Lease was written
+        lately, in our sight."""
+        return self._changed and now - self.since < ABANDONED_S / 2
 
 
 async def lead(
@@ -108,10 +118,7 @@ async def lead(
             await _work_while_leading(kube, candidate, leases, work)
     finally:
         # Also if told to stop in the very moment of taking a Lease.
-        with contextlib.suppress(ApiError, TimeoutError):  # it runs out by itself
-            async with asyncio.timeout(RETRY_S):
-                for name in candidate.leases:
-                    await _release(kube, candidate, name)
+        await _free(kube, candidate)
 
 
 async def _work_while_leading(
@@ -149,36 +156,70 @@ async def _acquire(
     seen = {name: Sighting() for name in candidate.leases}
     told = ""
     while True:
-        held: dict[LeaseName, Raw] = {}
-        words, unannounced = "", False
-        for name in candidate.leases:
-            try:
-                async with asyncio.timeout(RETRY_S):  # a late yes would be a Lease half run out
-                    lease = await kube.get(*_API, *name)
-                    # One that was freed long ago counts for nothing with who serves the cluster.
-                    unannounced |= lease is None or not seen[name].version
-                    if lease is None:
-                        held[name] = await kube.create(_lease(candidate, name, None))
-                    elif seen[name].is_free(lease, candidate.identity, time.monotonic()):
-                        held[name] = await kube.replace(_lease(candidate, name, lease))
-                    elif (rival := release_of(lease)) != candidate.release:
-                        words = _words(candidate, name, rival)
-                        if words != told:
-                            log.warning("%s", words)
-                            await EventLog(kube).post_about(lease, Warned(SERVED_BY_ANOTHER, words))
-            except (ApiError, TimeoutError) as exc:
-                if not isinstance(exc, ApiError) or exc.status != 409:  # 409: another was quicker
-                    words = f"cannot take the lease {name[1]}: {str(exc) or 'no answer'}"
-                    log.warning("%s", words)
-            if name not in held:
-                break
+        found, words, theirs = await _look(kube, candidate, seen)
+        if theirs is not None and words != told:
+            log.warning("%s", words)
+            await EventLog(kube).post_about(theirs, Warned(SERVED_BY_ANOTHER, words))
+        if len(found) == len(candidate.leases):
+            now = time.monotonic()
+            announced = all(seen[name].is_announced(now) for name in found)
+            held, words = await _take(kube, candidate, found)
+            if len(held) == len(found):
+                hindered("")
+                if not announced:  # who serves the cluster has to see first that we are here
+                    await asyncio.sleep(RETRY_S)
+                return held
+            await _free(kube, candidate)  # or nobody would serve those
         hindered(words)
         told = words
-        if len(held) == len(candidate.leases):
-            if unannounced:  # who serves the cluster has to see first that we are here
-                await asyncio.sleep(RETRY_S)
-            return held
         await asyncio.sleep(RETRY_S)
+
+
+Found = dict[LeaseName, Raw | None]
+"""Leases that may be taken; None for one that is still to be made."""
+
+
+async def _look(
+    kube: Kube, candidate: Candidate, seen: Mapping[LeaseName, Sighting]
+) -> tuple[Found, str, Raw | None]:
+    """The Leases that are free, up to the first that is not; why it hinders us from standing by,
+    and the Lease itself if another installation has it."""
+    found: Found = {}
+    for name in candidate.leases:
+        try:
+            async with asyncio.timeout(RETRY_S):
+                lease = await kube.get(*_API, *name)
+        except (ApiError, TimeoutError) as exc:
+            return found, _not_taken(name, exc), None
+        if lease and not seen[name].is_free(lease, candidate.identity, time.monotonic()):
+            if (rival := release_of(lease)) == candidate.release:
+                return found, "", None
+            return found, _words(candidate, name, rival), lease
+        found[name] = lease
+    return found, "", None
+
+
+async def _take(
+    kube: Kube, candidate: Candidate, found: Found
+) -> tuple[Mapping[LeaseName, Raw], str]:
+    """Those of the Leases that are ours now, up to the first that cannot be had; and why not."""
+    held: dict[LeaseName, Raw] = {}
+    try:
+        async with asyncio.timeout(RENEW_DEADLINE_S):  # the first is not renewed meanwhile
+            for name, lease in found.items():
+                wanted = _lease(kube, candidate, name, lease)
+                held[name] = await (kube.create(wanted) if lease is None else kube.replace(wanted))
+    except (ApiError, TimeoutError) as exc:
+        quicker = isinstance(exc, ApiError) and exc.status == 409  # another was
+        missed = next(name for name in found if name not in held)
+        return held, "" if quicker else _not_taken(missed, exc)
+    return held, ""
+
+
+def _not_taken(name: LeaseName, exc: Exception) -> str:
+    words = f"cannot take the lease {name[1]}: {str(exc) or 'no answer'}"
+    log.warning("%s", words)
+    return words
 
 
 def release_of(lease: Raw) -> str:
@@ -216,7 +257,7 @@ async def _renewed(kube: Kube, candidate: Candidate, lease: Raw) -> Raw:
     """The Lease after one renewal. Raises `ApiError`, `LeadershipLostError`."""
     name = _name(lease)
     try:
-        return await kube.replace(_lease(candidate, name, lease))
+        return await kube.replace(_lease(kube, candidate, name, lease))
     except ApiError as exc:
         if exc.status not in (404, 409):
             raise
@@ -225,14 +266,23 @@ async def _renewed(kube: Kube, candidate: Candidate, lease: Raw) -> Raw:
     holder = ((now or {}).get("spec") or {}).get("holderIdentity")
     if now is None or holder != candidate.identity:
         raise LeadershipLostError(f"the lease {name[1]} is now held by {holder or 'nobody'}")
-    return await kube.replace(_lease(candidate, name, now))
+    return await kube.replace(_lease(kube, candidate, name, now))
+
+
+async def _free(kube: Kube, candidate: Candidate) -> None:
+    """Give up all Leases that we hold. One that cannot be freed runs out by itself."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(RETRY_S):
+            for name in candidate.leases:
+                with contextlib.suppress(ApiError):
+                    await _release(kube, candidate, name)
 
 
 async def _release(kube: Kube, candidate: Candidate, name: LeaseName) -> None:
     lease = await kube.get(*_API, *name)
     holder = ((lease or {}).get("spec") or {}).get("holderIdentity")
     if lease is not None and holder == candidate.identity:
-        freed = _lease(candidate, name, lease)
+        freed = _lease(kube, candidate, name, lease)
         freed["spec"]["holderIdentity"] = ""
         await kube.replace(freed)
 
@@ -241,9 +291,9 @@ def _name(lease: Raw) -> LeaseName:
     return lease["metadata"]["namespace"], lease["metadata"]["name"]
 
 
-def _lease(candidate: Candidate, name: LeaseName, before: Raw | None) -> dict[str, Any]:
-    """The Lease with our name and the time of now; the times are for people to read."""
-    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+def _lease(kube: Kube, candidate: Candidate, name: LeaseName, before: Raw | None) -> dict[str, Any]:
+    """The Lease with our name and the API server's time of now; see `rivals`."""
+    now = (kube.time or datetime.now(UTC)).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
     spec = dict((before or {}).get("spec") or {})
     if spec.get("holderIdentity") != candidate.identity:
         spec["acquireTime"] = now

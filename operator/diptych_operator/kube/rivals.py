@@ -1,29 +1,50 @@
 """Namespaces that an operator of their own serves: one that serves the cluster leaves them alone.
 
-The operator of the cluster looks at a namespace's Lease before each pass, at most every `LOOK_S`;
-the other begins RETRY_S after it has taken a Lease that it has not watched before, and by then has
-been seen.
+The operator of the cluster looks at a namespace's Lease before each pass and during it; a pass that
+another operator meets is stopped. The other begins RETRY_S after it has taken a Lease that it has
+not watched before, and by then has been seen.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Final
+from datetime import datetime
+from typing import Final, TypeVar
 
-from diptych_operator.kube.client import Kube
-from diptych_operator.kube.leader import LEASE_NAME, LEASE_S, RETRY_S, Sighting, release_of
+from diptych_operator.kube.client import ApiError, Kube, Raw
+from diptych_operator.kube.leader import (
+    ABANDONED_S,
+    LEASE_NAME,
+    RETRY_S,
+    Sighting,
+    release_of,
+)
 
-LOOK_S: Final = RETRY_S - 1.0
-ABANDONED_S: Final = 3 * LEASE_S
-"""A Lease that nobody has renewed for so long is nobody's. The replicas of its own installation,
-which wait for LEASE_S, come before."""
+T = TypeVar("T")
+LOOK_S: Final = RETRY_S / 2
+"""How long a look is believed before another is begun. That has as long again to be answered."""
+LONG_AGO_S: Final = 600.0
+"""A Lease that was last renewed so long ago is nobody's at first sight. The times are the API
+server's; those of two servers of one cluster may differ by less."""
+
+
+class ServedByRivalError(Exception):
+    """The namespace has an operator of its own."""
+
+    def __init__(self, rival: str) -> None:
+        super().__init__(rival)
+        self.rival = rival
+        """The installation that it belongs to."""
 
 
 @dataclass(slots=True)
 class _Looked:
-    at: float
-    rival: str
+    at: float = float("-inf")
+    """When it was last asked, by the monotonic clock."""
+    rival: str = ""
     seen: Sighting = field(default_factory=Sighting)
 
 
@@ -35,19 +56,57 @@ class Rivals:
         self._serves_cluster = serves_cluster
         self._looked: dict[str, _Looked] = {}
 
-    async def of(self, namespace: str) -> str:
-        """The installation that serves this namespace by itself; empty if there is none.
+    async def unless_served(self, namespace: str, work: Callable[[], Awaitable[T]]) -> T:
+        """What comes of the work, which is cancelled once the namespace may be another's.
 
-        Raises `ApiError`.
+        Raises `ServedByRivalError`, `ApiError`, and whatever the work raises.
         """
         if not self._serves_cluster:
-            return ""
+            return await work()
+        await self._look(namespace)
+        working = asyncio.ensure_future(work())
+        try:
+            while not working.done():
+                looked_at = self._looked[namespace].at
+                await asyncio.wait((working,), timeout=looked_at + LOOK_S - time.monotonic())
+                if not working.done():
+                    # A rival that has appeared since the last look begins RETRY_S after it.
+                    await self._look(namespace, until=looked_at + RETRY_S)
+        finally:
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+        return working.result()
+
+    async def _look(self, namespace: str, until: float | None = None) -> None:
+        """Look who serves the namespace, unless it is known; `until` is by the monotonic clock.
+
+        Raises `ServedByRivalError`, and `ApiError` also for an answer that is late.
+        """
+        known = self._looked.setdefault(namespace, _Looked())
         now = time.monotonic()
-        known = self._looked.setdefault(namespace, _Looked(float("-inf"), ""))
         if now - known.at >= LOOK_S:
             api = ("coordination.k8s.io/v1", "Lease")
-            lease = await self._kube.get(*api, namespace, LEASE_NAME)
-            unchanged = known.seen.unchanged_s(lease, now) if lease is not None else ABANDONED_S
-            known.rival = release_of(lease) if lease and unchanged < ABANDONED_S else ""
+            try:
+                async with asyncio.timeout(None if until is None else until - now):
+                    lease = await self._kube.get(*api, namespace, LEASE_NAME)
+            except TimeoutError as exc:
+                words = f"it is not known whether the namespace {namespace} is another operator's"
+                raise ApiError(0, "Unreachable", words) from exc
+            abandoned = (
+                lease is None
+                or known.seen.unchanged_s(lease, now) >= ABANDONED_S
+                or _renewed_ago_s(lease, self._kube.time) >= LONG_AGO_S
+            )
+            known.rival = "" if lease is None or abandoned else release_of(lease)
             known.at = now
-        return known.rival
+        if known.rival:
+            raise ServedByRivalError(known.rival)
+
+
+def _renewed_ago_s(lease: Raw, now: datetime | None) -> float:
+    """How long ago a Lease was renewed; both times are the API server's, which may not tell it."""
+    try:
+        renewed = datetime.fromisoformat((lease.get("spec") or {}).get("renewTime", ""))
+        return (now - renewed).total_seconds() if now else 0.0
+    except (TypeError, ValueError):
+        return 0.0

@@ -33,6 +33,7 @@ from diptych_router.canaries.trials import (
     unlike,
 )
 from diptych_router.engine_link import EngineLink
+from diptych_router.record.records import record_of
 from diptych_router.routed_request import RoutedRequest, Stage
 
 CANARY_TIMEOUT_S = 120.0
@@ -167,7 +168,8 @@ async def _cross(
     release: Release,
 ) -> _Findings:
     before = await _totals(decode)
-    canary = RoutedRequest(request, len(request.prompt_token_ids or ()) + OUTPUT_TOKENS)
+    record = record_of(request, time.monotonic())
+    canary = RoutedRequest(request, len(request.prompt_token_ids or ()) + OUTPUT_TOKENS, record)
     canary.place(prefill.key, Stage.PREFILL)
     for output in await prefill.complete(canary.prefill_request()):
         canary.absorb(output)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -10,48 +10,26 @@ from starlette.routing import BaseRoute, Route
 
 from diptych_frontend.admin.calls import report
 from diptych_protocol import InvalidRequestError
-from diptych_protocol.admin import Explanation, RequestList
+from diptych_protocol.admin import Explanation
 from diptych_router.explaining.explained import NameOf
-from diptych_router.explaining.explanations import MOST_REQUESTS, Explanations
+from diptych_router.explaining.explanations import Explanations
+from diptych_router.record.records import MOST_REQUESTS
 
 MOST_ID_CHARACTERS: Final = 256
 DEFAULT_LIMIT: Final = 20
 
 
-class RequestMemory(Protocol):
-    """What the processes of a router remember."""
+def request_routes(known: Explanations, name_of: NameOf) -> list[BaseRoute]:
+    """The routes, for the admin port.
 
-    async def explained(self, request_id: str) -> Explanation:
-        """All under an id; no requests if there are none."""
-
-    async def newest(self, limit: int) -> RequestList:
-        """At most so many requests."""
-
-
-class OwnRequests:
-    """What this process remembers."""
-
-    def __init__(self, known: Explanations, name_of: NameOf) -> None:
-        """name_of: from an engine's key to its name."""
-        self._known, self._name_of = known, name_of
-
-    async def explained(self, request_id: str) -> Explanation:
-        """See `RequestMemory.explained`."""
-        return self._known.explanation(request_id, self._name_of)
-
-    async def newest(self, limit: int) -> RequestList:
-        """See `RequestMemory.newest`."""
-        return self._known.newest(limit, self._name_of)
-
-
-def request_routes(memory: RequestMemory) -> list[BaseRoute]:
-    """The routes, for the admin port."""
+    name_of: from an engine's key to its name.
+    """
 
     async def newest(request: Request) -> Response:
-        return report(await memory.newest(_limit_of(request)))
+        return report(known.newest(_limit_of(request)))
 
     async def why(request: Request) -> Response:
-        return report(await _explained(memory, request.path_params["request_id"]))
+        return report(_explained(known, request.path_params["request_id"], name_of))
 
     return [
         Route("/admin/requests", newest),
@@ -59,7 +37,7 @@ def request_routes(memory: RequestMemory) -> list[BaseRoute]:
     ]
 
 
-async def _explained(memory: RequestMemory, request_id: str) -> Explanation:
+def _explained(known: Explanations, request_id: str, name_of: NameOf) -> Explanation:
     """Raises `InvalidRequestError` for an id that cannot be one, or that is not remembered."""
     if len(request_id) > MOST_ID_CHARACTERS:
         raise InvalidRequestError(
@@ -67,13 +45,13 @@ async def _explained(memory: RequestMemory, request_id: str) -> Explanation:
             f"{len(request_id)}",
             param="request_id",
         )
-    found = await memory.explained(request_id)
+    found = known.explanation(request_id, name_of)
     if not found.requests:
-        known = await memory.newest(1)
+        newest = known.newest(1)
         raise InvalidRequestError(
             f"this router remembers no request {request_id!r}: it remembers the newest "
-            f"{known.most_remembered} since its start, now {known.num_remembered}; if the service "
-            "has other routers, one of them may know it",
+            f"{newest.most_remembered} since its start, now {newest.num_remembered}; if the "
+            "service has other routers, one of them may know it",
             param="request_id",
             status=404,
             code="not_found",

@@ -1,6 +1,7 @@
 """A request's attempts: begun or put off, handed over, begun anew, and ended.
 
-Pure but for the log: each step returns what is to be done. `RequestTable` says when to take it.
+Each step writes the request's record, and returns what is to be done. `RequestTable` says when to
+take it. There is no I/O here but the log.
 """
 
 from __future__ import annotations
@@ -23,10 +24,7 @@ from diptych_router.actions import (
     Action,
     Add,
     Announce,
-    Ended,
-    Explain,
     Fail,
-    Interrupted,
     Release,
     WakeAt,
 )
@@ -35,7 +33,8 @@ from diptych_router.health.patience import patience_s
 from diptych_router.placing.held_requests import HeldRequests
 from diptych_router.placing.placements import Placements
 from diptych_router.policy import Decision
-from diptych_router.routed_request import RoutedRequest, Setback, Stage
+from diptych_router.record.request_record import Setback
+from diptych_router.routed_request import RoutedRequest, Stage
 from diptych_router.slo.promises import Promises
 
 log = logging.getLogger(__name__)
@@ -67,7 +66,7 @@ class Attempts:
         self._requests = requests
         self._held = held
         self._placements = placements
-        self._tenants = placements.tenants
+        self._tenants, self._records = placements.tenants, placements.records
         self._promises = promises
         self._random_bits, self._first_token_s = random_bits, first_token_s
 
@@ -80,7 +79,7 @@ class Attempts:
         decision = self._fleet.choose(routed.view)
         refusal = self._refusal(routed, decision, now)
         if refusal is not None:
-            return [*self.end(routed, "refused"), Fail(routed.request_id, refusal)]
+            return self._end_with(routed, "refused", refusal, now)
         return self.begin(routed, now, decision=decision)
 
     def _refusal(
@@ -91,7 +90,8 @@ class Attempts:
         if decision is None or first is None:
             return None  # nothing is known: it may be served in time
         routed.prefill_engine, routed.decode_engine = decision.prefill or "", decision.decode
-        refusal = self._promises.refusal(routed, first, now)
+        routed.record.pool = "prefill" if decision.prefill else "decode"
+        refusal = self._promises.refusal(routed.record, first, now)
         if refusal is not None:
             log.info("request %s is refused: %s", routed.request_id, refusal)
         return refusal
@@ -103,7 +103,7 @@ class Attempts:
 
         before: what went wrong with the attempt before this one. decision: where, if that is clear.
         """
-        if routed.attempts == 0 and self._tenants.accounts.several:
+        if routed.record.num_attempts == 0 and self._tenants.accounts.several:
             routed.crowded = self._tenants.is_crowded(routed.account.tenant)
             if routed.crowded:
                 return self._hold(routed, now, "", "your other requests keep the engines busy")
@@ -132,9 +132,9 @@ class Attempts:
         self, routed: RoutedRequest, decision: Decision, prefill: Engine, decode: Engine, now: float
     ) -> list[Action]:
         """Start an attempt at these engines, which may be one and the same."""
-        routed.attempts += 1
+        number = routed.record.num_attempts + 1
         routed.patience_s = patience_s(decision.terms, routed.prompt_tokens, self._first_token_s)
-        if routed.attempts == 1:
+        if number == 1:
             routed.account.served += routed.prompt_tokens
             routed.hold_until = None  # until now it may have waited for its tenant's turn
         routed.prefill_engine, routed.decode_engine = decision.prefill or "", decode.key
@@ -144,20 +144,18 @@ class Attempts:
             "prefill": prefill.name,
             "decode": decode.name,
             "reason": decision.reason,
-            "attempts": routed.attempts,
+            "attempts": number,
         }
-        level = logging.DEBUG if routed.attempts == 1 else logging.INFO
+        level = logging.DEBUG if number == 1 else logging.INFO
         log.log(level, "request %s: %s", routed.request_id, facts)
         source = self._source_of(decision, prefill)
         if source is not None:
             facts["fetches"] = f"{decision.fetch_tokens} tokens from {source.remote_engine_id}"
+        self._records.chose(routed.record, decision, facts, view.output_tokens, now)
         if prefill is not decode:
-            begin = self._start_pair(routed, prefill, decode, source, now)
-        else:
-            self._placements.place(routed, decode, Stage.DECODE, now)
-            begin = [Add(decode.key, routed.aggregated_request(source))]
-        explain = Explain(routed.request_id, facts, decision, view.output_tokens)
-        return [explain, *begin]
+            return self._start_pair(routed, prefill, decode, source, now)
+        self._placements.place(routed, decode, Stage.DECODE, now)
+        return [Add(decode.key, routed.aggregated_request(source))]
 
     def _source_of(self, decision: Decision, computing: Engine) -> KVTransferParams | None:
         """Who the engine that computes the prompt may ask for a prefix; None: nobody.
@@ -236,11 +234,12 @@ class Attempts:
 
     def retry(self, routed: RoutedRequest, setback: Setback, why: str, now: float) -> list[Action]:
         """Give a request another chance elsewhere, or end it with an error."""
-        log.warning("request %s, attempt %d: %s", routed.request_id, routed.attempts, why)
+        record = routed.record
+        log.warning("request %s, attempt %d: %s", routed.request_id, record.num_attempts, why)
         again = routed.set_back(setback)
+        record.set_back(setback, why, again, now)
         self._placements.leave(routed)
-        interrupted = Interrupted(routed.request_id, setback, why, again)
-        actions = [interrupted, *_drop_lease(routed), *_unannounce(routed)]
+        actions = [*_drop_lease(routed), *_unannounce(routed)]
         if again:
             return [*actions, *self.begin(routed, now, before=why)]
         error = _ERRORS.get(setback, EngineGenerateError)(why)
@@ -251,17 +250,30 @@ class Attempts:
     def fail(self, routed: RoutedRequest, error: DiptychError, now: float) -> list[Action]:
         """End a request with an error, which its user is told."""
         of_load = isinstance(error, EngineOverloadedError)
-        self._promises.saw_failure(routed, now, of_load=of_load)
-        return [*self.end(routed, "error"), Fail(routed.request_id, error)]
+        self._promises.saw_failure(routed.record, now, of_load=of_load)
+        return self._end_with(routed, "error", error, now)
 
-    def end(self, routed: RoutedRequest, outcome: str) -> list[Action]:
+    def _end_with(
+        self, routed: RoutedRequest, outcome: str, error: DiptychError, now: float
+    ) -> list[Action]:
+        why = str(error), type(error).__name__
+        return [*self.end(routed, outcome, now, *why), Fail(routed.request_id, error)]
+
+    def end(
+        self,
+        routed: RoutedRequest,
+        outcome: str,
+        now: float,
+        error: str = "",
+        error_type: str = "",
+    ) -> list[Action]:
         """A request is over."""
         del self._requests[routed.request_id]
         self._held.release(routed.request_id)
         self._placements.leave(routed)
         self._tenants.accounts.close(routed.account)
-        ended = Ended(routed.request_id, outcome, len(routed.generated))
-        return [*_drop_lease(routed), *_unannounce(routed), ended]
+        self._records.ended(routed.record, outcome, now, error, error_type)
+        return [*_drop_lease(routed), *_unannounce(routed)]
 
 
 def _drop_lease(routed: RoutedRequest) -> list[Action]:

@@ -44,7 +44,8 @@ class HeldRequests:
             raise EngineOverloadedError("no other engine has room; retry later")
         if self.hold_seconds <= 0:
             raise EngineOverloadedError(f"{why}; retry later")
-        if routed.attempts == 0 and len(self) >= self._max_held and not self._has_few(routed):
+        is_new = routed.record.num_attempts == 0
+        if is_new and len(self) >= self._max_held and not self._has_few(routed):
             raise EngineOverloadedError(f"{why} and {len(self)} requests wait already; retry later")
         routed.full.clear()
         if routed.hold_until is None:
@@ -66,10 +67,10 @@ class HeldRequests:
     def surplus(self, newcomer: RoutedRequest) -> RoutedRequest | None:
         """One to turn away after all, because too many wait with this one: the least urgent of who
         has most here, of those that were not taken on before."""
-        if len(self) <= self._max_held or newcomer.attempts > 0:
+        if len(self) <= self._max_held or newcomer.record.num_attempts > 0:
             return None
         longest = max(self._lanes.values(), key=len)
-        return next((r for r in reversed(longest) if r.attempts == 0), None)
+        return next((r for r in reversed(longest) if r.record.num_attempts == 0), None)
 
     def release(self, request_id: str) -> bool:
         """A request waits no more; False if it did not."""

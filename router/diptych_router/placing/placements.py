@@ -1,4 +1,4 @@
-"""Which engine has which request, and what each request costs there. Pure."""
+"""Which engine has which request, and what each request costs there."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from diptych_router.fleet import Engine
 from diptych_router.placing.tenant_places import TenantPlaces
+from diptych_router.record.records import Records
 from diptych_router.routed_request import MAX_LATE, RoutedRequest, Stage
 
 
@@ -28,6 +29,7 @@ class Placements:
     """
 
     tenants: TenantPlaces
+    records: Records
     by_core_id: dict[str, RoutedRequest] = field(default_factory=dict)
     """By the id under which an engine has it now."""
     charges: dict[str, Charge] = field(default_factory=dict)
@@ -54,7 +56,9 @@ class Placements:
         routed.place(engine.key, stage)
         if routed.late < MAX_LATE:
             routed.first_token_by = now + routed.patience_s
-        self.by_core_id[routed.core_id] = routed
+        core_id = routed.core_id
+        self.records.placed(routed.record, core_id, engine.key, engine.name, now)
+        self.by_core_id[core_id] = routed
         tokens = routed.prompt_tokens + len(routed.generated)
         self.charges[routed.request_id] = Charge(tokens, engine, planned)
         self.tenants.take(routed.account)

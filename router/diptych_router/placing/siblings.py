@@ -37,7 +37,7 @@ class Siblings:
         ready = []
         for name, (leader, followers) in list(self._followers.items()):
             open_still = requests.get(name) is leader
-            if not open_still or leader.has_decoded or leader.attempts > 1:
+            if not open_still or leader.has_decoded or leader.record.num_attempts > 1:
                 del self._followers[name]
                 ready += [(f, leader) for f in followers if requests.get(f.request_id) is f]
         return ready

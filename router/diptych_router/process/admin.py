@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from starlette.requests import Request
@@ -11,16 +10,17 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from diptych_frontend.admin.calls import build_admin_app, report
-from diptych_protocol.admin import RouterReport
-from diptych_router.explaining.request_routes import RequestMemory, request_routes
+from diptych_router.explaining.request_routes import request_routes
+from diptych_router.pool_client import PoolClient
+from diptych_router.report import router_report
 
 
-def admin_app(
-    state: Callable[[], Awaitable[RouterReport]], requests: RequestMemory, keys_dir: Path
-) -> ASGIApp:
-    """The app of the admin port; `state` is asked for each report."""
+def admin_app(client: PoolClient, keys_dir: Path) -> ASGIApp:
+    """The app of the admin port. Engines are asked for each report of the router's state."""
 
-    async def answer(request: Request) -> Response:
-        return report(await state())
+    async def state(request: Request) -> Response:
+        await client.refresh_stats()
+        return report(router_report(client))
 
-    return build_admin_app(keys_dir, [Route("/admin/state", answer), *request_routes(requests)])
+    requests = request_routes(client.explanations, client.name_of)
+    return build_admin_app(keys_dir, [Route("/admin/state", state), *requests])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from diptych_router.slo.first_token import FirstToken
+from diptych_router.record.first_token import FirstToken
 
 MOST: Final = 0.95
 """Part of the first tokens that come within the factor times what was expected."""

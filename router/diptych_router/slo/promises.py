@@ -2,20 +2,21 @@
 
 `spec.slo` promises a time to the first token, and a mean time for each token after it. A request
 whose first token would be late is refused when it arrives: it would use engines in vain, and make
-others late as well. docs/promises.md explains the rules. Pure: time is passed in.
+others late as well. docs/promises.md explains the rules. Both are read from the request's record;
+time is passed in.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple
 
-from diptych_frontend.fair_share import Account
 from diptych_protocol import EngineOverloadedError, Slo, TenantOverloadedError
 from diptych_router.policy import Role
+from diptych_router.record.first_token import FirstToken
+from diptych_router.record.request_record import RequestRecord
 from diptych_router.slo.caution import Caution
-from diptych_router.slo.first_token import FirstToken
 from diptych_router.slo.recent import RecentCounts
 
 Promise = Literal["first_token", "inter_token"]
@@ -34,22 +35,6 @@ class Kind(NamedTuple):
     outcome: Outcome
 
 
-class Promised(Protocol):
-    """What is looked at of a request."""
-
-    arrived_at: float
-    first_at: float | None
-    expected: FirstToken | None
-    attempts: int
-    account: Account
-    generated: list[int]
-    prefill_engine: str
-    decode_engine: str
-
-    @property
-    def prefill_only(self) -> bool: ...
-
-
 class Promises:
     """The promises of one service, and how often this router saw each kept."""
 
@@ -63,62 +48,57 @@ class Promises:
         """The same of late, without what more engines could not change."""
 
     def refusal(
-        self, routed: Promised, first: FirstToken, now: float
+        self, record: RequestRecord, first: FirstToken, now: float
     ) -> EngineOverloadedError | None:
         """The error for a request that arrives now and would miss its deadline; None: serve it."""
-        if self._caution is None or routed.prefill_only:
+        if self._caution is None or record.prefill_only:
             return None
         late_s = self._caution.late_s(first)
         if late_s <= 0:
-            routed.expected = first
+            record.expected = first
             return None
-        self._count(Kind(_computes_prompt(routed), "first_token", "refused"), now)
+        self._count(Kind(record.pool, "first_token", "refused"), now)
         retry_s = min(MOST_RETRY_S, math.ceil(late_s))
         promised = f"promised within {self._caution.promised_s:g} s (slo.ttftMs)"
         what = f"the first token is {promised}, and would come {late_s:.2f} s later"
-        if routed.account.tenant and self._caution.late_s(first, alone=True) <= 0:
+        if record.tenant and self._caution.late_s(first, alone=True) <= 0:
             return TenantOverloadedError(
                 f"{what}, because of the other requests of this API key; retry in {retry_s} s",
                 retry_after_s=retry_s,
             )
         return EngineOverloadedError(f"{what}; retry in {retry_s} s", retry_after_s=retry_s)
 
-    def saw_first(self, routed: Promised, now: float) -> None:
+    def saw_first(self, record: RequestRecord, now: float) -> None:
         """The first token of a request is delivered."""
-        routed.first_at = now
         if self._caution is not None:
-            took_s = now - routed.arrived_at
+            took_s = now - record.began_s
             kept = took_s <= self._caution.promised_s
-            if routed.expected is not None and routed.attempts == 1:
-                self._caution.saw(routed.expected, took_s)
-            possible = routed.expected is None or self._caution.is_possible(routed.expected)
-            kind = Kind(_computes_prompt(routed), "first_token", "kept" if kept else "missed")
+            if record.expected is not None and record.num_attempts == 1:
+                self._caution.saw(record.expected, took_s)
+            possible = record.expected is None or self._caution.is_possible(record.expected)
+            kind = Kind(record.pool, "first_token", "kept" if kept else "missed")
             self._count(kind, now, of_load=kept or possible)
 
-    def saw_end(self, routed: Promised, now: float) -> None:
+    def saw_end(self, record: RequestRecord, now: float) -> None:
         """The last token of a request is delivered."""
-        gaps = len(routed.generated) - 1
-        if self._inter_token_s is not None and routed.first_at is not None and gaps > 0:
-            kept = now - routed.first_at <= self._inter_token_s * gaps
+        gaps = record.tokens.total - 1
+        if self._inter_token_s is not None and record.first_token_s is not None and gaps > 0:
+            kept = now - record.first_token_s <= self._inter_token_s * gaps
             self._count(Kind("decode", "inter_token", "kept" if kept else "missed"), now)
 
-    def saw_failure(self, routed: Promised, now: float, *, of_load: bool) -> None:
+    def saw_failure(self, record: RequestRecord, now: float, *, of_load: bool) -> None:
         """A request that was taken on ended with an error.
 
         of_load: because the engines had too much to do.
         """
-        if routed.first_at is not None:
+        if record.first_token_s is not None:
             if self._inter_token_s is not None:
                 self._count(Kind("decode", "inter_token", "missed"), now, of_load=of_load)
-        elif self._caution is not None and not routed.prefill_only:
-            kind = Kind(_computes_prompt(routed), "first_token", "missed")
+        elif self._caution is not None and not record.prefill_only:
+            kind = Kind(record.pool, "first_token", "missed")
             self._count(kind, now, of_load=of_load)
 
     def _count(self, kind: Kind, now: float, *, of_load: bool = True) -> None:
         self.counts[kind] += 1
         if of_load:
             self.recent.add(kind, now)
-
-
-def _computes_prompt(routed: Promised) -> Role:
-    return "prefill" if routed.prefill_engine or not routed.decode_engine else "decode"

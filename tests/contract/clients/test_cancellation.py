@@ -51,7 +51,7 @@ def sampling(**changes: Any) -> SamplingParams:
 
 async def nothing_left(engine: AsyncLLM) -> bool:
     stats = await engine.refresh_stats()
-    open_here = engine.output_processor.num_unfinished or engine._facts
+    open_here = engine.output_processor.num_unfinished or engine._told
     busy = stats.num_running or stats.num_waiting or stats.num_waiting_for_input
     return stats.blocks_free == stats.blocks_total and not (open_here or busy)
 

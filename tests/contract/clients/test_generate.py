@@ -301,6 +301,24 @@ async def test_contract_C05_a_stop_string_ends_a_form_early(engine: AsyncLLM) ->
     assert cut == whole[:3]
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "minLength": 1000},
+        {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 1000},
+        {"type": "array", "items": {"additionalProperties": True}, "minItems": 1000},
+    ],
+    ids=["string", "list", "maps"],
+)
+async def test_contract_C05_max_tokens_bounds_what_a_schema_leaves_open(
+    engine: AsyncLLM, schema: dict[str, Any]
+) -> None:
+    form = StructuredOutputsParams(json=schema)
+    [output] = await generate(engine, PROMPT, structured_outputs=form, max_tokens=12)
+    [answer] = output.outputs
+    assert (len(answer.token_ids), answer.finish_reason) == (12, "length")
+
+
 async def test_contract_C05_structured_outputs_come_over_http(client: openai.AsyncOpenAI) -> None:
     body = {"structured_outputs": {"choice": ["yes", "no"]}}
     answer = await client.completions.create(

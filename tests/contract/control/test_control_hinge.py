@@ -229,6 +229,17 @@ def test_the_address_of_the_cache_outlives_a_sleep(pair: Pair) -> None:
     assert KVTransferParams.parse(pair.lend()).do_remote_prefill
 
 
+def test_contract_C08_a_request_that_is_here_keeps_its_lease(pair: Pair) -> None:
+    """What becomes of the lease is its affair, also when it has ended."""
+    lent = pair.lend()
+    pair.fetch("here", lent)
+    for _ in range(2):
+        pair.decode.core.call("reject_kv_transfer", ["here", lent])
+        pair.until(lambda: pair.decode.ended("here"))
+    assert pair.decode.ended("here") is FinishReason.LENGTH
+    assert totals(pair.prefill).leases_revoked == 0
+
+
 def test_contract_C08_an_id_comes_back_only_when_nobody_writes_to_its_blocks(pair: Pair) -> None:
     """Else the end of the first load would be taken for that of the second."""
     lent = pair.lend()

@@ -32,6 +32,11 @@ HINGE = KVTransferConfig()
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 4}
 CHUNK, ANSWER_TOKENS = 32, 6
 """Prompts are computed in chunks; of all but the last nobody waits for a result."""
+BOTH_WAYS = pytest.mark.parametrize(
+    "ahead",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["step by step", "steps ahead"],
+)
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +87,7 @@ def test_a_copy_that_nobody_waits_for_is_not_there() -> None:
 @pytest.mark.filterwarnings(
     "ignore:divide by zero"
 )  # of the log of a uniform 0, in the interpreter
-@pytest.mark.parametrize(
-    "ahead",
-    [pytest.param(False, marks=pytest.mark.slow), True],
-    ids=["step by step", "steps ahead"],
-)
+@BOTH_WAYS
 def test_a_core_answers_there_as_on_the_cpu(
     model: str, asked: list[Question], foreign: pytest.MonkeyPatch, ahead: bool
 ) -> None:
@@ -109,7 +110,7 @@ def test_a_core_answers_there_as_on_the_cpu(
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero")
-@pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "steps ahead"])
+@BOTH_WAYS
 @pytest.mark.parametrize("tells", [False, True], ids=["recorded", "tells its choices"])
 def test_a_mixture_of_experts_answers_there_too(
     tmp_path: Path, foreign: pytest.MonkeyPatch, ahead: bool, tells: bool

@@ -218,6 +218,84 @@ def test_patterns_are_those_of_json_schemas(document: Any) -> None:
     assert "\\Z" not in str(document)
 
 
+COMPLETION = ("/v1/completions", {"prompt": "hi", "max_tokens": 2})
+CHAT = ("/v1/chat/completions", {"messages": [USER], "max_tokens": 2})
+RESPONSE = ("/v1/responses", {"input": "hi", "max_output_tokens": 2})
+MESSAGE = ("/v1/messages", {"messages": [USER], "max_tokens": 2})
+EMBEDDING = ("/v1/embeddings", {"input": "hi"})
+SCORE = ("/score", {"queries": "a", "documents": ["b"]})
+RERANK = ("/rerank", {"query": "a", "documents": ["b"]})
+TOKENS = ("/tokenize", {"prompt": "hi"})
+RANGES: dict[str, tuple[list[Any], list[Any]]] = {
+    "temperature": ([0, 100], [-0.1, 100.1]),
+    "top_p": ([0.001, 1], [0, 1.1]),
+    "top_k": ([-1, 0, 7], [-2]),
+}
+SAMPLING: dict[str, tuple[list[Any], list[Any]]] = {
+    **RANGES,
+    "n": ([1, 2], [0, -1, 129]),
+    "min_p": ([0, 1], [-0.1, 1.1]),
+    "presence_penalty": ([-2, 2], [-2.1, 2.1]),
+    "frequency_penalty": ([-2, 2], [-2.1, 2.1]),
+    "repetition_penalty": ([0.1, 100], [0, 100.1]),
+    "max_tokens": ([1], [0]),
+    "min_tokens": ([0, 2], [-1]),
+    "stop": (["a", [], ["a"] * 16], ["", [""], ["a"] * 17, "a" * 1025]),
+    "bad_words": ([[], ["a"]], [[""], ["a"] * 17]),
+    "stop_token_ids": ([[1] * 256], [[1] * 257]),
+    "logit_bias": ([{}, {"1": -100}], [{"1": 100.1}]),
+}
+PROMPTS: tuple[list[Any], list[Any]] = (
+    ["a", ["a", "b"], [1, 2], [[1], [2, 3]]], [[], [1, "a"], ["a", [1]]],
+)  # fmt: skip
+FORMS: tuple[list[Any], list[Any]] = (
+    [{"regex": "a", "json": None}, {"choice": ["a"]}, {"json": {}}, {"json_object": True}],
+    [{}, {"regex": "a", "grammar": 'start: "a"'}, {"json_object": False}, {"choice": []},
+     {"choice": [""]}, {"regex": ""}, {"json": ""}, {"grammar": "", "regex": None}],
+)  # fmt: skip
+DEMANDED: list[tuple[tuple[str, dict[str, Any]], dict[str, Any]]] = [
+    *((CHAT, {name: values}) for name, values in SAMPLING.items()),
+    *((COMPLETION, {name: values}) for name, values in SAMPLING.items()),
+    *((MESSAGE, {name: values}) for name, values in RANGES.items()),
+    *((RESPONSE, {name: RANGES[name]}) for name in ("temperature", "top_p")),
+    (COMPLETION, {"prompt": PROMPTS}),
+    (COMPLETION, {"structured_outputs": FORMS}),
+    (EMBEDDING, {"input": ([], PROMPTS[1])}),
+    (RESPONSE, {"input": (["a", [USER]], [[]])}),
+    (SCORE, {"text_1": ([None], ["b"]), "items": ([None], ["b"]), "documents": ([], [[], None])}),
+    (RERANK, {"documents": ([], [[]])}),
+    (TOKENS, {"messages": ([None], [[USER]]), "prompt": (["a"], [None])}),
+]
+
+
+@pytest.mark.parametrize(
+    ("request_", "field", "values"),
+    [
+        pytest.param(request, field, values, id=f"{request[0]} {field}")
+        for request, fields in DEMANDED
+        for field, values in fields.items()
+    ],
+)
+async def test_what_the_servers_checks_demand_is_described(
+    http: httpx.AsyncClient, document: Any, request_: Any, field: str, values: Any
+) -> None:
+    """And it is still these checks that refuse: a decoder would say `$.field`."""
+    path, body = request_
+    sent = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    described = validator(document, sent["$ref"].rpartition("/")[2])
+    sound, wrong = values
+    for value in sound:
+        asked = {"model": "echo", **body, field: value}
+        assert described.is_valid(asked), value
+        assert (await http.post(path, json=asked)).status_code == 200, value
+    for value in wrong:
+        asked = {"model": "echo", **body, field: value}
+        assert not described.is_valid(asked), value
+        refused = await http.post(path, json=asked)
+        assert refused.status_code == 400, value
+        assert "$." not in refused.json()["error"]["message"]
+
+
 class Tags(HTMLParser):
     """What a page has in it."""
 

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from diptych_frontend.text.chat_template import ChatTemplate
+from diptych_frontend.text.templates.chat_template import ChatTemplate
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "<b>"}}\n</tool_call>'
 ONE_LINE = CALL.replace("\n", "")

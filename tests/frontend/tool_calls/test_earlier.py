@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diptych_frontend.text.chat_template import ChatTemplate
+from diptych_frontend.text.templates.chat_template import ChatTemplate
 from diptych_frontend.tool_calls.earlier import (
     Arguments,
     one_call_each,

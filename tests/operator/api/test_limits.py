@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -14,12 +15,17 @@ from cluster_kit.reconciling import Store, one_pass
 from diptych_operator.api.errors import SpecError
 from diptych_operator.api.limits import LIMITS, Allowed, check_limits, validations
 
-PROGRAMS = [
-    (ENVIRONMENT.program(ENVIRONMENT.compile(rule["expression"])), rule["message"])
-    for rule in validations()
-]
 Listed = dict[str, list[str]]
 DEFAULT: Listed = {"images": ["*"], "cacheHostPaths": ["/var/lib/diptych/models"]}
+
+
+@cache
+def programs() -> list[tuple[Any, str]]:
+    """The policy's validations, compiled, and their messages."""
+    return [
+        (ENVIRONMENT.program(ENVIRONMENT.compile(rule["expression"])), rule["message"])
+        for rule in validations()
+    ]
 
 
 def by_policy(spec: dict[str, Any], listed: Listed, about: str = "") -> list[str]:
@@ -27,7 +33,7 @@ def by_policy(spec: dict[str, Any], listed: Listed, about: str = "") -> list[str
     `about` in their message: each takes milliseconds."""
     lists = {**msgspec.to_builtins(Allowed()), **listed}
     known = {"object": json_to_cel({"spec": spec}), "variables": json_to_cel(lists)}
-    return [message for program, message in PROGRAMS
+    return [message for program, message in programs()
             if about in message and not program.evaluate(known)]  # fmt: skip
 
 
@@ -43,8 +49,15 @@ def pod(**fields: Any) -> dict[str, Any]:
     return {"decode": {"podTemplate": {"spec": fields}}}
 
 
+CONFINED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
 def container(**fields: Any) -> dict[str, Any]:
-    return pod(containers=[{"name": "side", **fields}])
+    return pod(containers=[{"name": "side", "securityContext": CONFINED, **fields}])
+
+
+def annotated(name: str, value: str) -> dict[str, Any]:
+    return {"decode": {"podTemplate": {"metadata": {"annotations": {name: value}}}}}
 
 
 def volume(**source: Any) -> dict[str, Any]:
@@ -112,6 +125,32 @@ REFUSED: list[tuple[dict[str, Any], str, Listed]] = [
      {"fields": ["securityContext.allowPrivilegeEscalation"]}),
     (container(securityContext={"capabilities": {"add": ["SYS_ADMIN"]}}),
      f"{SIDE}.securityContext.capabilities.add[0]", {"capabilities": ["SYS_ADMIN"]}),
+    (container(image="a", securityContext={"capabilities": {"drop": ["ALL"]}}),
+     f"{SIDE}.securityContext.allowPrivilegeEscalation",
+     {"fields": ["securityContext.allowPrivilegeEscalation"]}),
+    (container(image="a", securityContext={"allowPrivilegeEscalation": False}),
+     f"{SIDE}.securityContext.capabilities.drop",
+     {"fields": ["securityContext.capabilities.drop"]}),
+    (container(securityContext={"capabilities": {"drop": []}}),
+     f"{SIDE}.securityContext.capabilities.drop",
+     {"fields": ["securityContext.capabilities.drop"]}),
+    *((container(**cast("dict[str, Any]", outer)), f"{SIDE}.{probe}.{way}.host",
+       {"fields": [f"{probe}.{way}.host"]})
+      for way in ("httpGet", "tcpSocket")
+      for host in [{way: {"host": "10.0.0.1", "port": 80}}]
+      for probe, outer in [
+          *((n, {n: host}) for n in ("livenessProbe", "readinessProbe", "startupProbe")),
+          *((f"lifecycle.{n}", {"lifecycle": {n: host}}) for n in ("postStart", "preStop")),
+      ]),
+    *((annotated(f"{name}.kubernetes.io/engine", "unconfined"),
+       "spec.decode.podTemplate.metadata.annotations", {"fields": ["metadata.annotations"]})
+      for name in ("container.apparmor.security.beta", "container.seccomp.security.alpha",
+                   "seccomp.security.alpha")),
+    (pod(ephemeralContainers=[{"name": "e"}]), f"{POD}.ephemeralContainers",
+     {"fields": ["ephemeralContainers"]}),
+    (volume(projected={"sources": [{"podCertificate": {"signerName": "a/b"}}]}),
+     f"{POD}.volumes[0].projected.sources[0].podCertificate",
+     {"fields": ["volumes[].projected.sources[].podCertificate"]}),
     (container(securityContext={"procMount": "Unmasked"}), f"{SIDE}.securityContext.procMount",
      {"fields": ["securityContext.procMount"]}),
     (container(securityContext={"runAsUser": 0}), f"{SIDE}.securityContext.runAsUser",
@@ -168,8 +207,9 @@ IMAGES = [
     image(prefill={"engine": {"image": "evil.example/a:1"}}),
     image(transfer={"connectorImage": "evil.example/a@sha256:0"}),
     {"model": {"uri": "oci://evil.example/a@sha256:0"}},
-    container(image="evil.example/a:1"), volume(image={"reference": "evil.example/a:1"}),
-    pod(initContainers=[{"name": "i", "image": "evil.example/a:1"}]),
+    container(image="evil.example/a:1"),
+    volume(image={"reference": "evil.example/a:1"}),
+    pod(initContainers=[{"name": "i", "image": "evil.example/a:1", "securityContext": CONFINED}]),
 ]  # fmt: skip
 
 
@@ -192,6 +232,9 @@ FREE = [
     volume(emptyDir={}),
     container(image="any/image", env=[{"name": "A", "value": "1"}], ports=[{"containerPort": 1}]),
     {"decode": {"podTemplateRemove": ["spec.securityContext.runAsUser"]}},
+    # Of a container of ours, which has no image here, the rest is as we make it.
+    pod(initContainers=[{"name": "model", "env": [{"name": "HTTPS_PROXY", "value": "p"}]}]),
+    annotated("example.org/team", "search"),
     fetched("hf://a/b"),
     fetched("s3://a/b"),
     {"model": {"uri": "https://any.example/a.gguf"}},
@@ -218,7 +261,7 @@ def test_each_limit_is_tried_here() -> None:
     refusals += [by_operator(with_model(spec), {}) for spec in IMAGES]
     tried = {re.sub(r"[0-9]+", "", refusal.field) for refusal in refusals if refusal is not None}
     assert [limit for limit, _ in LIMITS if not any(t.endswith(limit.path) for t in tried)] == []
-    assert len(PROGRAMS) == len(LIMITS)
+    assert len(programs()) == len(LIMITS)
 
 
 async def test_an_operator_makes_no_pods_beyond_the_limits_and_says_so() -> None:
@@ -231,6 +274,66 @@ async def test_an_operator_makes_no_pods_beyond_the_limits_and_says_so() -> None
     assert f"{SIDE}.securityContext.privileged: True is not allowed" in degraded["message"]
     await one_pass(store)
     assert store.deployments(), "an operator without limits makes them"
+
+
+# https://kubernetes.io/docs/concepts/security/pod-security-standards/, each control of both levels.
+POD_SECURITY = {
+    "baseline: HostProcess": [
+        where(securityContext={"windowsOptions": {"hostProcess": True}})
+        for where in (pod, container)
+    ],
+    "baseline: Host Namespaces": [pod(**{n: True}) for n in ("hostNetwork", "hostPID", "hostIPC")],
+    "baseline: Privileged Containers": [container(securityContext={"privileged": True})],
+    "baseline: Capabilities": [container(securityContext={"capabilities": {"add": ["NET_RAW"]}})],
+    "baseline: HostPath Volumes": [volume(hostPath={"path": "/proc"})],
+    "baseline: Host Ports": [container(ports=[{"containerPort": 1, "hostPort": 1}])],
+    "baseline: Host Probes / Lifecycle Hooks": [
+        container(livenessProbe={"httpGet": {"host": "169.254.169.254", "port": 80}}),
+        container(lifecycle={"postStart": {"tcpSocket": {"host": "169.254.169.254", "port": 80}}}),
+    ],
+    "baseline: AppArmor": [
+        pod(securityContext={"appArmorProfile": {"type": "Unconfined"}}),
+        annotated("container.apparmor.security.beta.kubernetes.io/engine", "unconfined"),
+    ],
+    "baseline: SELinux": [
+        where(securityContext={"seLinuxOptions": {"type": "spc_t", "user": "u", "role": "r"}})
+        for where in (pod, container)
+    ],
+    "baseline: /proc Mount Type": [container(securityContext={"procMount": "Unmasked"})],
+    "baseline: Seccomp": [
+        pod(securityContext={"seccompProfile": {"type": "Unconfined"}}),
+        annotated("seccomp.security.alpha.kubernetes.io/pod", "unconfined"),
+    ],
+    "baseline: Sysctls": [
+        pod(securityContext={"sysctls": [{"name": "kernel.msgmax", "value": "1"}]})
+    ],
+    "restricted: Volume Types": [volume(iscsi={"iqn": "i"}), volume(nfs={"server": "s"})],
+    "restricted: Privilege Escalation": [
+        container(securityContext={"allowPrivilegeEscalation": True}),
+        pod(containers=[{"name": "side", "image": "a"}]),
+    ],
+    "restricted: Running as Non-root": [
+        where(securityContext={"runAsNonRoot": False}) for where in (pod, container)
+    ],
+    "restricted: Running as Non-root user": [
+        where(securityContext={"runAsUser": 0}) for where in (pod, container)
+    ],
+    "restricted: Seccomp": [
+        {"decode": {"podTemplateRemove": ["spec.securityContext.seccompProfile"]}}
+    ],
+    "restricted: Capabilities": [
+        container(securityContext={"capabilities": {"drop": ["KILL"]}}),
+        pod(initContainers=[{"name": "i", "image": "a",
+                             "securityContext": {"allowPrivilegeEscalation": False}}]),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("control", POD_SECURITY)
+def test_what_pod_security_standards_forbid_is_refused_by_both(control: str) -> None:
+    for spec in map(with_model, POD_SECURITY[control]):
+        assert by_operator(spec, DEFAULT) is not None, spec
+        assert by_policy(spec, DEFAULT), spec
 
 
 async def test_a_service_beyond_the_limits_can_be_stopped() -> None:

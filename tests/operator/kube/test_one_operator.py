@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import httpx
 import pytest
+from aiohttp import web
 from cluster_kit.operators import Operator
 from cluster_kit.reconciling import KEY, Object, Store, one_pass, serving
 from cluster_kit.small_api import serving_api
@@ -15,11 +17,12 @@ from waits import PATIENCE_S
 from diptych_operator.kube.leader import (
     LEASE_NAME,
     RELEASE_ANNOTATION,
+    RETRY_S,
     Candidate,
     lead,
     leases_of,
 )
-from diptych_operator.kube.rivals import LOOK_S
+from diptych_operator.kube.rivals import LONG_AGO_S, LOOK_S
 
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/ns/leases"
 
@@ -110,13 +113,15 @@ async def test_a_second_installation_serves_nothing_and_says_so_in_three_places(
 # --- an operator of the cluster beside one of a namespace -------------------------------------
 
 
-def lease(holder: str) -> Object:
-    meta = {"name": LEASE_NAME, "namespace": "ns", "annotations": {RELEASE_ANNOTATION: "team/own"}}
-    return {
-        "apiVersion": "coordination.k8s.io/v1", "kind": "Lease",
-        "metadata": meta | {"resourceVersion": "1", "uid": "l1"},
-        "spec": {"holderIdentity": holder},
+def lease(holder: str, renewed: datetime | None = None, namespace: str = "ns") -> Object:
+    meta = {
+        "name": LEASE_NAME, "namespace": namespace, "resourceVersion": "1", "uid": "l1",
+        "annotations": {RELEASE_ANNOTATION: "team/own"},
     }  # fmt: skip
+    renewed = renewed or datetime.now(UTC)
+    spec = {"holderIdentity": holder, "renewTime": renewed.strftime("%Y-%m-%dT%H:%M:%S.%fZ")}
+    kind = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease"}
+    return {**kind, "metadata": meta, "spec": spec}
 
 
 @pytest.mark.parametrize("holder", ["own-0", ""], ids=["held", "between two replicas"])
@@ -142,6 +147,122 @@ async def test_without_such_a_lease_or_in_its_own_namespace_it_serves() -> None:
         await one_pass(store)
         assert store.deployments()
         assert "ServedByAnother" not in store.events()
+
+
+@pytest.mark.parametrize("holder", ["own-0", ""], ids=["of one that died", "freed"])
+async def test_a_lease_that_was_last_renewed_long_ago_is_nobodys_at_once(holder: str) -> None:
+    store = Store()
+    store.serves_cluster = True
+    long_ago = datetime.now(UTC) - timedelta(seconds=LONG_AGO_S + 60)
+    store.objects[f"{LEASES}/{LEASE_NAME}"] = lease(holder, long_ago)
+    await one_pass(store)
+    assert store.deployments()
+    assert "ServedByAnother" not in store.events()
+
+
+class YearsBehind(Store):
+    """Its clock differs from ours."""
+
+    async def answer(self, request: web.Request) -> web.Response:
+        found = await super().answer(request)
+        found.headers["Date"] = "Mon, 05 Mar 2001 10:00:00 GMT"
+        return found
+
+
+async def test_how_old_a_lease_is_goes_by_the_api_servers_clock_alone() -> None:
+    store, stop = YearsBehind(), asyncio.Event()
+
+    async def work() -> None:
+        stop.set()
+
+    async with serving(store) as kube, asyncio.timeout(PATIENCE_S):
+        candidate = Candidate("own-0", "team/own", leases_of(["ns"]))
+        await lead(kube, candidate, work, stop, lambda _: None)
+    assert store.objects[f"{LEASES}/{LEASE_NAME}"]["spec"]["renewTime"].startswith("2001-03-05")
+    store.serves_cluster = True
+    await one_pass(store)
+    assert store.deployments() == []
+    assert store.events() == ["ServedByAnother"]
+
+
+class SlowStore(Store):
+    """It answers the first request for a Deployment only after a while, which is told before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.serves_cluster = True
+        self.asked = asyncio.Event()
+        self.looks = 0
+
+    async def answer(self, request: web.Request) -> web.Response:
+        self.looks += request.path.endswith(f"/leases/{LEASE_NAME}")
+        if "/deployments/" in request.path and not self.asked.is_set():
+            self.asked.set()
+            await asyncio.sleep(RETRY_S + LOOK_S)
+        return await super().answer(request)
+
+
+@pytest.mark.parametrize("appears", [True, False])
+async def test_a_pass_is_stopped_before_an_operator_that_appears_meanwhile_begins(
+    appears: bool,
+) -> None:
+    store = SlowStore()
+    passing = asyncio.create_task(one_pass(store))
+    async with asyncio.timeout(PATIENCE_S):
+        await store.asked.wait()
+        if appears:
+            store.objects[f"{LEASES}/{LEASE_NAME}"] = lease("own-0")
+        await passing
+    assert store.looks >= 2
+    assert bool(store.deployments()) != appears
+    assert ("ServedByAnother" in store.events()) == appears
+
+
+async def test_who_gets_only_some_of_its_leases_keeps_none_and_serves_once_it_has_all() -> None:
+    store, stop, words = Store(), asyncio.Event(), asyncio.Queue[str]()
+    own, other = (f"/apis/coordination.k8s.io/v1/namespaces/{ns}/leases/{LEASE_NAME}"
+                  for ns in ("a", "b"))  # fmt: skip
+    store.objects[other] = lease("b-0", namespace="b")
+    begun = asyncio.Event()
+
+    async def work() -> None:
+        assert {store.objects[path]["spec"]["holderIdentity"] for path in (own, other)} == {"a-0"}
+        begun.set()
+
+    async with serving(store) as kube, asyncio.timeout(PATIENCE_S):
+        candidate = Candidate("a-0", "team/a", leases_of(["a", "b"]))
+        leading = asyncio.create_task(lead(kube, candidate, work, stop, words.put_nowait))
+        assert "the namespace b is served by team/own" in await words.get()
+        assert own not in store.objects, "who serves the cluster may serve it"
+        store.objects[other]["spec"]["holderIdentity"] = ""
+        await leading
+    assert begun.is_set()
+
+
+async def test_who_is_too_late_for_its_last_lease_gives_back_the_others() -> None:
+    """Both looked free; then another was quicker."""
+
+    class Contested(Store):
+        async def answer(self, request: web.Request) -> web.Response:
+            if request.method == "POST" and "/namespaces/b/leases" in request.path:
+                return web.json_response({"reason": "AlreadyExists"}, status=409)
+            return await super().answer(request)
+
+    store, words = Contested(), asyncio.Queue[str]()
+    stop = asyncio.Event()
+
+    async def work() -> None:
+        raise AssertionError("it serves without its last Lease")
+
+    async with serving(store) as kube, asyncio.timeout(PATIENCE_S):
+        candidate = Candidate("a-0", "team/a", leases_of(["a", "b"]))
+        leading = asyncio.create_task(lead(kube, candidate, work, stop, words.put_nowait))
+        assert await words.get() == "", "it stands by"
+        (taken,) = (obj for obj in store.objects.values() if obj["kind"] == "Lease")
+        assert taken["metadata"]["namespace"] == "a"
+        assert taken["spec"]["holderIdentity"] == ""
+        stop.set()
+        await leading
 
 
 @pytest.mark.parametrize("left", [None, ""], ids=["created", "left by an uninstalled release"])

@@ -19,6 +19,7 @@ from diptych_frontend.text.renderer import TextRenderer
 from diptych_protocol import EngineCoreRequest, LoRARequest
 from diptych_router.prefixes.block_keys import BlockNaming
 from diptych_router.prefixes.known_prefixes import KnownPrefixes
+from diptych_router.record.records import record_of
 from diptych_router.routed_request import RoutedRequest
 
 PROMPT = list(range(1, 50))
@@ -42,7 +43,7 @@ class Engine:
 
     def num_cached(self, request: EngineCoreRequest) -> int:
         """Blocks of a prompt that the router takes the engine to have."""
-        view = RoutedRequest(request, 4096).view
+        view = RoutedRequest(request, 4096, record_of(request, 0.0)).view
         size = self.core.description.block_size
         digest = self.known.adapters("engine").get(view.adapter, "")
         assert view.keys is not None

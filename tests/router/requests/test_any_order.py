@@ -17,20 +17,33 @@ from diptych_protocol import (
 from diptych_protocol.wire import ErrorKind
 from diptych_router.health.patience import LEAST_S
 from diptych_router.placing import tenant_places
+from diptych_router.record.records import MOST_PLACEMENTS
+from diptych_router.record.request_record import RequestRecord
+from diptych_router.request_spans import spans_of
+
+HISTORIES = pytest.mark.parametrize("histories", [80, pytest.param(1000, marks=pytest.mark.slow)])
 
 
-@given(st.integers(0, 2**32 - 1))
-@settings(max_examples=300)
-def test_the_invariants_hold_whatever_happens(seed: int) -> None:
-    play(seed, [""])
+@HISTORIES
+def test_the_invariants_hold_whatever_happens(histories: int) -> None:
+    play_many(histories, [""])
 
 
-@given(st.integers(0, 2**32 - 1))
-@settings(max_examples=150)
-def test_the_invariants_hold_for_several_tenants(seed: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tenant_places, "MAX_PLACED", 2)
-        play(seed, ["a", "a", "a", "b", "c"])
+@HISTORIES
+def test_the_invariants_hold_for_several_tenants(
+    histories: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tenant_places, "MAX_PLACED", 2)
+    play_many(histories, ["a", "a", "a", "b", "c"])
+
+
+def play_many(histories: int, tenants: list[str]) -> None:
+    @settings(max_examples=histories)
+    @given(st.integers(0, 2**32 - 1))
+    def holds(seed: int) -> None:
+        play(seed, tenants)
+
+    holds()
 
 
 def play(seed: int, tenants: list[str]) -> None:
@@ -50,6 +63,31 @@ def play(seed: int, tenants: list[str]) -> None:
             break
         progress(world, random, f"end-{step}")
     world.check_end()
+    for record in world.table.records:
+        check_record(record, world)
+
+
+def check_record(record: RequestRecord, world: World) -> None:
+    """It says what users have seen, and the spans that are read from it are a tree in time."""
+    assert record.ended_s is not None
+    assert record.tokens.total == len(world.delivered[record.request_id])
+    assert bool(record.error) == (world.ended[record.request_id] == "failed")
+    assert (record.first_token_s is None) == (record.tokens.total == 0)
+    placements = [placement for attempt in record.attempts for placement in attempt.placements]
+    if record.num_placements < MOST_PLACEMENTS:
+        assert sum(placement.num_tokens for placement in placements) == record.tokens.total
+    spans = list(spans_of(record, record.began_s, {}))
+    ended: dict[str, float] = {}
+    """When the newest child of each span ended."""
+    by_key = {span.key: span for span in spans}
+    assert len(by_key) == len(spans)
+    for span in spans:
+        assert span.began_s <= span.ended_s
+        if span.parent is not None:
+            parent = by_key[span.parent]
+            assert parent.began_s <= span.began_s <= span.ended_s <= parent.ended_s
+            assert ended.get(span.parent, 0.0) <= span.began_s
+            ended[span.parent] = span.ended_s
 
 
 def happen(world: World, random: Random, step: int, tenant: str) -> None:
@@ -70,7 +108,8 @@ def happen(world: World, random: Random, step: int, tenant: str) -> None:
         case 5:
             world.change(engine, up=True, withdrawn=random.random() < 0.3)
         case 6 if world.wake_at:
-            world.carry_out(world.table.tick(world.wake_at.pop(0)))
+            world.now = max(world.now, world.wake_at.pop(0))
+            world.carry_out(world.table.tick(world.now))
         case 7 if world.asked:
             asked = world.asked.pop()
             world.carry_out(world.table.cannot_hand_off(asked.core_id, "no", world.now))

@@ -19,9 +19,6 @@ from diptych_router.actions import (
     Add,
     Announce,
     Deliver,
-    Ended,
-    Heard,
-    Interrupted,
     Release,
 )
 
@@ -45,20 +42,26 @@ def test_the_first_token_is_delivered_before_the_hand_off() -> None:
     world.submit("r")
     world.log.clear()
     prefilled(world)
-    assert [type(action) for action in world.log] == [Heard, Deliver, Add]
+    assert [type(action) for action in world.log] == [Deliver, Add]
 
 
-def test_each_placement_is_heard_of_once_and_the_end_is_told() -> None:
+def test_what_happened_is_in_the_record() -> None:
     world = World("p", "d")
     world.submit("r")
+    world.now = 1.0
     prefilled(world)
-    for _ in range(2):
+    for world.now in (2.0, 3.0):
         world.say("d", world.answer("r/2"))
+    world.now = 4.0
     world.say("d", world.answer("r/2", FinishReason.LENGTH))
-    told = [action for action in world.log if isinstance(action, Heard | Ended)]
-    assert [type(action) for action in told] == [Heard, Heard, Ended]
-    assert [action.engine for action in told if isinstance(action, Heard)] == ["p", "d"]
-    assert told[-1] == Ended("r", "length", 4)
+    record = world.table.records.by_id["r"]
+    [attempt] = record.attempts
+    assert [
+        (x.core_id, x.engine, x.sent_s, x.first_word_s, x.first_tokens, x.num_tokens)
+        for x in attempt.placements
+    ] == [("r/1", "p", 0.0, 1.0, 1, 1), ("r/2", "d", 1.0, 2.0, 1, 3)]
+    assert (record.first_token_s, record.tokens.total) == (1.0, 4)
+    assert (record.ended_s, record.outcome, record.error) == (4.0, "length", "")
 
 
 def test_whom_the_first_token_ends_needs_no_decode_engine() -> None:
@@ -72,8 +75,9 @@ def test_whom_the_first_token_ends_needs_no_decode_engine() -> None:
     assert world.table.withdraw(["r"], 0.0) == [
         Release("r/1", {"lease_id": "L1", "do_remote_prefill": True, "compat": "f"}),
         Abort("d", ["r/2"]),  # the announcement
-        Ended("r", "abort", 1),
     ]
+    record = world.table.records.by_id["r"]
+    assert (record.outcome, record.tokens.total) == ("abort", 1)
     assert world.table.take_turns(0.0) == []
     assert not world.table.requests
 
@@ -93,7 +97,7 @@ def test_a_user_who_leaves_during_the_hand_off_frees_both_sides() -> None:
     prefilled(world)
     world.log.clear()
     world.leave("r")
-    assert [type(action) for action in world.log] == [Abort, Release, Ended]
+    assert [type(action) for action in world.log] == [Abort, Release]
     world.check_end()
 
 
@@ -191,9 +195,9 @@ def test_what_ends_a_hand_off_releases_the_lease_and_begins_again(late: str) -> 
                 "r/2", [], finish_reason=FinishReason.ERROR, error_kind=ErrorKind.OVERLOADED
             )
             world.say("d", full)
-    assert [(x.request_id, x.again) for x in world.log if isinstance(x, Interrupted)] == [
-        ("r", True)
-    ]
+    before, _ = world.table.records.by_id["r"].attempts
+    assert before.again
+    assert before.setback is not None
     assert world.released == {"L1"}
     assert world.placements() == [("p", "r/3")]
     prefilled(world, lease="L2")

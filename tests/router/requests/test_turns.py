@@ -18,12 +18,11 @@ from diptych_protocol import (
 )
 from diptych_router.actions import (
     Add,
-    Explain,
     Fail,
 )
 from diptych_router.placing import tenant_places
 from diptych_router.policy import Decision, RequestView
-from diptych_router.slo.first_token import FirstToken
+from diptych_router.record.first_token import FirstToken
 
 
 def test_another_answer_to_a_prompt_begins_when_the_first_decodes_and_takes_its_way() -> None:
@@ -204,8 +203,7 @@ def test_who_computes_the_prompt_is_told_who_remembers_it(holder: str) -> None:
     assert source is not None
     assert (source.remote_engine_id, source.remote_num_tokens) == (holder, 6)
     assert source.lease_id is None, "the engines make the lease between them"
-    [explained] = [x for x in world.log if isinstance(x, Explain)]
-    assert explained.facts["fetches"] == f"6 tokens from {holder}"
+    assert world.table.records.by_id["r"].facts["fetches"] == f"6 tokens from {holder}"
     [announced] = world.fleet.engines["d0"].announced.values()
     assert announced.prefix_source is None
 

@@ -40,6 +40,8 @@ class Store:
         """The operator is that of the cluster, and not of the namespace alone."""
         self.refuses_pods = False
         """It takes no pod template."""
+        self.refuses_owners_of = ""
+        """The kind, in the plural, of which it takes no patch that gives an object an owner."""
         self._version = 0
 
     async def answer(self, request: web.Request) -> web.Response:
@@ -52,6 +54,9 @@ class Store:
         body = await request.json()
         if self.refuses_pods and "template" in body.get("spec", {}):
             return web.json_response({"reason": "Invalid", "message": "not so"}, status=422)
+        owned = request.method == "PATCH" and body.keys() == {"metadata"}
+        if owned and f"/{self.refuses_owners_of}/" in path:
+            return web.json_response({"reason": "Forbidden", "message": "not you"}, status=403)
         if request.method == "POST":
             meta = body["metadata"]
             path += "/" + meta.get("name", f"{meta.get('generateName')}{self._version}")

@@ -43,8 +43,8 @@ from diptych_frontend.model_files.model_source import readable, resolve_model
 from diptych_frontend.openai.promised_prefill import PromiseFinder, promised_prefill
 from diptych_frontend.openai.request_body import decode_json
 from diptych_frontend.reasoning.formats import FORMATS as REASONING_FORMATS
-from diptych_frontend.text.chat_template import ChatTemplate
 from diptych_frontend.text.structured_outputs import check_structured_outputs
+from diptych_frontend.text.templates.chat_template import ChatTemplate
 from diptych_frontend.text.tokenizer_files import load_tokenizer, tokenizer_from_gguf
 from diptych_frontend.tool_calls.formats import FORMATS as CALL_FORMATS
 from diptych_kv_transfer.signing.handshake import AuthenticationError, Handshake, Session
@@ -299,7 +299,7 @@ def parsers() -> Iterator[Parser]:
         text(lambda url: bytes_of_url(url, "image")), (b"data:image/png;base64,AAAA",),
     )  # fmt: skip
     yield Parser(
-        "chat templates", (f"{front}/text/chat_template.py",), text(template),
+        "chat templates", (f"{front}/text/templates/chat_template.py",), text(template),
         (TEMPLATE, b"{{ messages | tojson }}", b"{{ " + b"(" * 3000),
     )  # fmt: skip
     for name, sample in {

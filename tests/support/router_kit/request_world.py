@@ -24,18 +24,14 @@ from diptych_router.actions import (
     Announce,
     AskHandOff,
     Deliver,
-    Ended,
-    Explain,
     Fail,
-    Heard,
-    Interrupted,
     Release,
     WakeAt,
 )
 from diptych_router.health.health_book import Failure
 from diptych_router.policy import Decision, RequestView
+from diptych_router.record.first_token import FirstToken
 from diptych_router.request_table import RequestTable
-from diptych_router.slo.first_token import FirstToken
 from diptych_router.slo.promises import Promises
 
 PROMPT = 10
@@ -229,8 +225,6 @@ class World:
                 self.asked.append(action)
             case WakeAt(time):
                 self.wake_at.append(time)
-            case Explain() | Interrupted() | Heard() | Ended():
-                pass
 
     def _add(self, key: str, request: EngineCoreRequest) -> None:
         engine = self.fleet.engines[key]

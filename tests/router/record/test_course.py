@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from diptych_protocol import RequestJourneyEvent
 from diptych_protocol import RequestJourneyEventType as Station
-from diptych_router.explaining.course import MOST_MARKS, MOST_STATIONS, Placement, TokenTimes
+from diptych_router.record.course import MOST_MARKS, MOST_STATIONS, Placement, TokenTimes
 
 
 def told(kind: Station, time_s: float, tokens: int = 0) -> RequestJourneyEvent:
@@ -19,18 +19,18 @@ def told(kind: Station, time_s: float, tokens: int = 0) -> RequestJourneyEvent:
 
 
 def kept(placement: Placement) -> list[tuple[str, float, int]]:
-    return [(kind.name, at_s, tokens) for kind, at_s, tokens in placement.stations()]
+    return [(kind.name, at_s, tokens) for kind, at_s, tokens, _ in placement.stations()]
 
 
 def test_an_engines_times_are_placed_by_the_fastest_of_its_messages() -> None:
-    placement = Placement("r/1", "p", 1, sent_s=10.0)
+    placement = Placement("r/1", "p", "pod p", sent_s=10.0)
     placement.heard(told(Station.QUEUED, 100.0), 10.75)
     placement.heard(told(Station.SCHEDULED, 100.5, 16), 11.0)  # half a second under way at most
     assert kept(placement) == [("QUEUED", 10.5, 0), ("SCHEDULED", 11.0, 16)]
 
 
 def test_nothing_happens_at_an_engine_before_it_was_sent_there() -> None:
-    placement = Placement("r/1", "p", 1, sent_s=10.0)
+    placement = Placement("r/1", "p", "pod p", sent_s=10.0)
     placement.heard(told(Station.QUEUED, 1.0), 10.2)
     placement.heard(told(Station.SCHEDULED, 5.0), 10.3)
     assert [at_s for _, at_s, _ in kept(placement)] == [10.0, 10.3]
@@ -38,14 +38,14 @@ def test_nothing_happens_at_an_engine_before_it_was_sent_there() -> None:
 
 @pytest.mark.parametrize("time_s", [math.nan, math.inf, -math.inf])
 def test_times_that_are_none_and_departures_are_not_kept(time_s: float) -> None:
-    placement = Placement("r/1", "p", 1, sent_s=0.0)
+    placement = Placement("r/1", "p", "pod p", sent_s=0.0)
     placement.heard(told(Station.QUEUED, time_s), 1.0)
     placement.heard(told(Station.DEPARTED, 1.0), 1.0)
     assert kept(placement) == []
 
 
 def test_a_prompt_in_many_parts_keeps_its_first_parts_and_its_end() -> None:
-    placement = Placement("r/1", "p", 1, sent_s=0.0)
+    placement = Placement("r/1", "p", "pod p", sent_s=0.0)
     for number in range(3 * MOST_STATIONS):
         placement.heard(told(Station.CHUNK, float(number), 16 * number), float(number))
     placement.heard(told(Station.FIRST_TOKEN, 1000.0, 9999), 1000.0)

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterator
 from typing import Final
 
-from diptych_protocol import RequestJourneyEvent
+from diptych_protocol import EngineCoreOutput, RequestJourneyEvent
 from diptych_protocol import RequestJourneyEventType as Station
 
 MOST_STATIONS: Final = 40
@@ -19,7 +19,7 @@ MOST_STATIONS: Final = 40
 takes the place of the one before it: parts then look longer than they were."""
 MOST_MARKS: Final = 64
 """Moments at which tokens came that are kept of a request."""
-PARTS: Final = 3
+PARTS: Final = 4
 """Numbers that are kept of a station."""
 
 
@@ -27,21 +27,31 @@ class Placement:
     """A request at one engine."""
 
     __slots__ = (
-        "_lag_s", "_told", "attempt", "core_id", "engine",
-        "first_word_s", "received_tokens", "sent_s",
+        "_lag_s", "_told", "cached_tokens", "core_id", "engine", "first_tokens", "first_word_s",
+        "name", "num_tokens", "received_tokens", "sent_s",
     )  # fmt: skip
 
-    def __init__(self, core_id: str, engine: str, attempt: int, sent_s: float) -> None:
-        """core_id: by which the engine knows it. engine: a key. attempt: its number."""
-        self.core_id, self.engine, self.attempt, self.sent_s = core_id, engine, attempt, sent_s
+    def __init__(self, core_id: str, engine: str, name: str, sent_s: float) -> None:
+        """core_id: by which the engine knows it. engine: a key. name: by which people know it."""
+        self.core_id, self.engine, self.name, self.sent_s = core_id, engine, name, sent_s
         self.first_word_s: float | None = None
-        self.received_tokens = 0
+        self.cached_tokens = self.received_tokens = 0
+        self.first_tokens = 0
+        """How many tokens its first word brought."""
+        self.num_tokens = 0
         self._told: array[float] | None = None
-        """Each station's type, the engine's time, and how far the prompt was, one after the other;
-        None: it tells nothing."""
+        """Each station's type, the engine's time, how far the prompt was, and how often the request
+        was preempted, one after the other; None: it tells nothing."""
         self._lag_s = math.inf
         """The router's clock less the engine's: the least that was seen, so it contains the
         shortest time that a message took."""
+
+    def brought(self, output: EngineCoreOutput, now_s: float) -> None:
+        """The engine has said its first word."""
+        self.first_word_s = now_s
+        self.first_tokens = len(output.new_token_ids)
+        self.cached_tokens = output.num_cached_tokens
+        self.received_tokens = output.num_received_tokens
 
     def heard(self, station: RequestJourneyEvent, now_s: float) -> None:
         """The engine tells a station. What makes no sense is not kept."""
@@ -56,13 +66,17 @@ class Placement:
                 return
             del told[-PARTS:]
         self._lag_s = min(self._lag_s, now_s - time_s)
-        told.extend((kind, time_s, station.prefill_done_tokens))
+        told.extend((kind, time_s, station.prefill_done_tokens, station.num_preemptions_so_far))
 
-    def stations(self) -> Iterator[tuple[Station, float, int]]:
-        """Each station, when it was by the router's clock, and how far the prompt had come."""
+    def stations(self) -> Iterator[tuple[Station, float, int, int]]:
+        """Each station, when it was by the router's clock, how far the prompt had come, and how
+        often the request had been preempted."""
         told = self._told or ()
-        for kind, time_s, tokens in zip(told[::PARTS], told[1::PARTS], told[2::PARTS], strict=True):
-            yield Station(int(kind)), max(self.sent_s, time_s + self._lag_s), int(tokens)
+        for kind, time_s, tokens, preemptions in zip(
+            *(told[part::PARTS] for part in range(PARTS)), strict=True
+        ):
+            at_s = max(self.sent_s, time_s + self._lag_s)
+            yield Station(int(kind)), at_s, int(tokens), int(preemptions)
 
 
 class TokenTimes:

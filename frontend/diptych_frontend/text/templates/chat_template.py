@@ -1,10 +1,13 @@
-"""A model's chat template: Jinja from the model's files, rendered in a sandbox."""
+"""A model's chat template: Jinja from the model's files, rendered in a sandbox.
+
+The sandbox bounds what a template reaches, and not what it takes: see `confined_templates`.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from datetime import datetime
 from typing import Any, Final, NoReturn
 
@@ -24,8 +27,6 @@ END_MARK: Final = "\ufdd0\ufdd1 "
 """Stands at the end of a message that goes on, while a template writes it. The first characters are
 in no text: Unicode keeps them for uses within a program. The blank shows whether the template trims
 messages."""
-MAX_CHARS: Final = 32 << 20
-"""Limit on what a template writes: several times what a request may bring."""
 _VARIABLE = re.compile(r"[a-zA-Z][a-zA-Z0-9_]{0,63}")
 
 
@@ -43,7 +44,7 @@ class ChatTemplate:
     """Renders conversations with the names and filters that published templates rely on."""
 
     def __init__(self, source: str, bos_token: str, eos_token: str) -> None:
-        """Raises `InvalidRequestError` if the source is not a template."""
+        """Raises `InvalidRequestError` if the source is not a template, and `MemoryError`."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationBlock]
         )
@@ -52,6 +53,8 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
+        except MemoryError:
+            raise  # whoever set the bound knows what it was
         except Exception as exc:
             # What somebody else wrote may also be nested too deeply for a parser.
             raise InvalidRequestError(
@@ -88,7 +91,9 @@ class ChatTemplate:
             check_template_kwargs(template_kwargs, self._globals | variables.keys())
             variables |= template_kwargs
         try:
-            text = _bounded(self._template.generate(variables))
+            text = self._template.render(variables)
+        except MemoryError:
+            raise
         except Exception as exc:
             # A template is the model author's program: it may fail in any way a program can.
             raise InvalidRequestError(
@@ -97,18 +102,6 @@ class ChatTemplate:
         if not continue_final_message:
             return text
         return _begun(text)
-
-
-def _bounded(pieces: Iterable[str]) -> str:
-    """What a template writes, unless it does not end in time for anybody to read it."""
-    written: list[str] = []
-    room = MAX_CHARS
-    for piece in pieces:
-        room -= len(piece)
-        if room < 0:
-            raise jinja2.TemplateError(f"it writes more than {MAX_CHARS} characters")
-        written.append(piece)
-    return "".join(written)
 
 
 def _marked(message: dict[str, Any]) -> dict[str, Any]:

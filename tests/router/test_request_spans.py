@@ -1,32 +1,33 @@
-"""From what happens to a request to its spans: tables, and any order of events."""
+"""The spans of a request, by what its record says."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
 import pytest
 from engine_kit.core import core_request
-from hypothesis import given
-from hypothesis import strategies as st
 
-from diptych_protocol import RequestJourneyEvent
+from diptych_protocol import EngineCoreOutput, RequestJourneyEvent
 from diptych_protocol import RequestJourneyEventType as Station
-from diptych_router.trail import MAX_STATIONS, Trail
-from diptych_router.trail_spans import MAX_TEXT, SpanFacts, spans_of
+from diptych_router.policy import Decision
+from diptych_router.record.course import MOST_STATIONS
+from diptych_router.record.records import Records
+from diptych_router.record.request_record import Setback
+from diptych_router.request_spans import MAX_TEXT, SpanFacts, request_attributes, spans_of
 
-PAIR = {"prefill": "p", "decode": "d", "reason": "least loaded"}
-ALONE = {"prefill": "d", "decode": "d", "reason": "no prefill engine"}
+PAIR = Decision("p", "d", "least loaded"), {"prefill": "p", "decode": "d"}
+ALONE = Decision(None, "d", "no prefill engine"), {"prefill": "d", "decode": "d"}
+ATTRIBUTES = request_attributes(core_request("r", [1, 2, 3]), "model")
 
 
 class Told:
-    """A trail that is told an event each second, from 1 on."""
+    """A record to which something is added each second, from 1 on."""
 
     def __init__(self, **request: Any) -> None:
-        self.trail = Trail(
-            core_request("r", [1, 2, 3], **request), 0.0, itertools.count(1).__next__
-        )
+        made = core_request("r", [1, 2, 3], **request)
+        self.records = Records()
+        self.record = self.records.begin(made, 0.0)
         self.now = 0.0
         self.sent = 0
 
@@ -35,44 +36,46 @@ class Told:
         for event in events:
             self.now += 1
             self._tell(*event.split())
-        return list(spans_of(self.trail, "model"))
+        return self.spans()
+
+    def spans(self) -> list[SpanFacts]:
+        return list(spans_of(self.record, 0.0, ATTRIBUTES))
 
     def _tell(self, kind: str, about: str = "") -> None:
-        trail, now = self.trail, self.now
+        record, now = self.record, self.now
         match kind:
-            case "pair":
-                trail.chosen(PAIR, now)
-            case "alone":
-                trail.chosen(ALONE, now)
+            case "pair" | "alone":
+                decision, facts = PAIR if kind == "pair" else ALONE
+                self.records.chose(record, decision, facts, 9.0, now)
             case "sent":
                 self.sent += 1
-                trail.sent(f"r/{self.sent}", about, now)
+                self.records.placed(record, f"r/{self.sent}", about, about, now)
             case "token":
-                trail.delivered(1, now)
+                record.brought(EngineCoreOutput("r", [5]), now)
             case "loss":
-                trail.interrupted("loss", "it is gone", True, now)
+                record.set_back(Setback.LOSS, "it is gone", True, now)
             case "move":
-                trail.interrupted("", "it leaves", True, now)
+                record.set_back(Setback.MOVE, "it leaves", True, now)
             case "over":
-                trail.interrupted("error", "no luck", False, now)
-                trail.end(now, "", "no luck", "EngineGenerateError")
+                record.set_back(Setback.ERROR, "no luck", False, now)
+                self.records.ended(record, "error", now, "no luck", "EngineGenerateError")
             case "end":
-                trail.end(now, about or "stop")
+                self.records.ended(record, about or "stop", now)
             case station:
                 self.station(Station[station], now)
 
     def station(self, kind: Station, at: float) -> None:
-        """The newest placement's engine tells a station."""
-        for placement in self.trail.placements[-1:]:
-            event = RequestJourneyEvent(placement.core_id, kind, at)
-            placement.heard(event, self.now)
+        """The newest placement's engine reports a station."""
+        if self.record.placement is not None:
+            event = RequestJourneyEvent(self.record.placement.core_id, kind, at)
+            self.record.placement.heard(event, self.now)
 
 
 def brief(spans: list[SpanFacts]) -> list[tuple[str, str, float, float]]:
     """Parent, name, beginning and end."""
-    names = {span.span_id: span.name for span in spans}
+    names = {span.key: span.name for span in spans}
     return [
-        (names.get(span.parent_id, ""), span.name, span.began_s, span.ended_s) for span in spans
+        (names.get(span.parent or "", ""), span.name, span.began_s, span.ended_s) for span in spans
     ]
 
 
@@ -140,15 +143,13 @@ def brief(spans: list[SpanFacts]) -> list[tuple[str, str, float, float]]:
             id="a loss",
         ),
         pytest.param(
-            ["pair", "sent p", "token", "loss", "loss", "end abort"],
+            ["pair", "sent p", "token", "loss", "end abort"],
             [
-                ("", "request", 0, 6),
+                ("", "request", 0, 5),
                 ("request", "queue", 0, 1),
                 ("request", "prefill", 2, 3),
                 ("request", "attempt", 4, 5),
                 ("attempt", "queue", 4, 5),
-                ("request", "attempt", 5, 6),
-                ("attempt", "queue", 5, 6),
             ],
             id="the client leaves while it waits again",
         ),
@@ -234,40 +235,19 @@ def test_an_engine_may_have_any_clock() -> None:
 def test_an_engine_may_say_anything(time_s: float) -> None:
     told = Told()
     told.tell("alone", "sent d")
-    for _ in range(MAX_STATIONS + 1):
+    for _ in range(MOST_STATIONS + 1):
         told.station(Station.QUEUED, time_s)
     for span in told.tell("token", "end"):
         assert 0 <= span.began_s <= span.ended_s <= told.now
-        assert len(span.events) <= MAX_STATIONS
+        assert len(span.events) <= MOST_STATIONS
 
 
 def test_texts_are_cut() -> None:
-    told = Told(external_req_id="x" * 5000)
+    told = Told()
     told.tell("alone", "sent " + "e" * 5000, "QUEUED", "FIRST_TOKEN")
-    told.trail.interrupted("error", "y" * 5000, True, 5.0)
-    told.trail.end(6.0, "", "z" * 5000, "EngineGenerateError")
-    for span in spans_of(told.trail, "model"):
+    told.record.set_back(Setback.ERROR, "y" * 5000, True, 5.0)
+    told.records.ended(told.record, "error", 6.0, "z" * 5000, "EngineGenerateError")
+    request = core_request("r", [1, 2, 3], external_req_id="x" * 5000)
+    for span in spans_of(told.record, 0.0, request_attributes(request, "model")):
         for text in (span.error, span.engine, *span.attributes.values()):
             assert not isinstance(text, str) or len(text) <= MAX_TEXT
-
-
-EVENTS = st.sampled_from(
-    [
-        *("pair", "alone", "sent p", "sent d", "token", "loss", "move", "over", "end"),
-        *(station.name for station in Station),
-    ]
-)
-
-
-@given(st.lists(EVENTS, max_size=30), EVENTS.filter(lambda x: x in ("over", "end")))
-def test_whatever_happens_spans_are_a_tree_in_time(events: list[str], last: str) -> None:
-    spans = Told().tell(*events, last)
-    parents: dict[int | None, SpanFacts] = {}
-    for span in spans:
-        assert span.began_s <= span.ended_s
-        if span is not spans[0]:
-            parent = parents[span.parent_id]
-            assert parent.began_s <= span.began_s <= span.ended_s <= parent.ended_s
-        if span.span_id is not None:
-            assert span.span_id not in parents
-            parents[span.span_id] = span

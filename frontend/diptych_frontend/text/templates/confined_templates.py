@@ -1,0 +1,102 @@
+"""Renders conversations by a model's chat template, in a process of its own: `python -m` of this
+module.
+
+A template is a program of the model's author. It may loop for ever, or make a text of a gigabyte in
+one step, and be so when its constants are folded, before it is rendered.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any, Final, NoReturn
+
+import msgspec
+
+from diptych_frontend.confined.child import WorkBounds, serve
+from diptych_frontend.confined.processes import ConfinedWork, WorkFailedError
+from diptych_frontend.text.templates.chat_template import ChatTemplate
+from diptych_frontend.tool_calls.earlier import Arguments
+from diptych_protocol import InvalidRequestError
+
+BOUNDS: Final = WorkBounds(
+    memory_bytes=512 << 20, seconds=5, message_bytes=64 << 20, idle_seconds=3600
+)
+"""8,192 messages of a body of 4 MiB take 42 ms. The first chat after an hour waits for a process to
+start; an idle one has 24 MB."""
+
+
+class Refused(msgspec.Struct, array_like=True):
+    """The head of an answer that is not the text."""
+
+    why: str
+    param: str | None
+
+
+_work: Final = ConfinedWork("diptych_frontend.text.templates.confined_templates", BOUNDS)
+
+
+def get_ready() -> None:
+    """Start a process, so that the first chat need not wait for it."""
+    _work.start()
+
+
+class ConfinedTemplate:
+    """A chat template whose source is run by another process only."""
+
+    def __init__(self, source: str, bos_token: str, eos_token: str) -> None:
+        self._known_by = json.dumps((source, bos_token, eos_token)).encode()
+
+    def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        """See `ChatTemplate.render`. Also raises `InvalidRequestError` for a source that is not a
+        template, and for one that takes too much time or memory with these messages."""
+        try:
+            asked = json.dumps((messages, _written(messages), options)).encode()
+        except (TypeError, ValueError, RecursionError) as exc:
+            _refuse(f"messages that are not JSON: {exc}")
+        try:
+            head, text = _work.ask(self._known_by, asked)
+        except WorkFailedError as exc:
+            _refuse(f"the model's chat template fails with these messages: {exc}")
+        if head:
+            refused = msgspec.msgpack.decode(head, type=Refused)
+            raise InvalidRequestError(refused.why, param=refused.param)
+        return text.decode("utf-8", "surrogatepass")
+
+
+def _written(messages: list[dict[str, Any]]) -> list[tuple[int, int, str]]:
+    """The JSON of each call's arguments, by message and call: it does not travel with the object
+    that they are, too."""
+    return [
+        (at, number, str(function["arguments"]))
+        for at, message in enumerate(messages)
+        if isinstance(message, dict) and isinstance(calls := message.get("tool_calls"), list)
+        for number, call in enumerate(calls)
+        if isinstance(call, dict) and isinstance(function := call.get("function"), dict)
+        if isinstance(function.get("arguments"), Arguments)
+    ]
+
+
+def _refuse(why: str) -> NoReturn:
+    raise InvalidRequestError(why, param="messages")
+
+
+@functools.lru_cache(4)
+def _known(template: bytes) -> ChatTemplate:
+    return ChatTemplate(*json.loads(template))
+
+
+def _answer(template: bytearray, asked: bytearray) -> tuple[bytes, memoryview]:
+    messages, written, options = json.loads(asked)
+    for message, call, text in written:
+        function = messages[message]["tool_calls"][call]["function"]
+        function["arguments"] = Arguments(function["arguments"], text)
+    try:
+        text = _known(bytes(template)).render(messages, **options)
+    except InvalidRequestError as exc:
+        return msgspec.msgpack.encode(Refused(str(exc), exc.param)), memoryview(b"")
+    return b"", memoryview(text.encode("utf-8", "surrogatepass"))
+
+
+if __name__ == "__main__":
+    serve(_answer)

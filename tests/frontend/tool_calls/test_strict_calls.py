@@ -1,0 +1,161 @@
+"""Calls that a model decides on by itself: with `strict` tools their arguments fit."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from engine_kit.echo_engine import EchoEngine
+from llguidance import LLMatcher
+
+from diptych_frontend.app import build_app
+from diptych_frontend.openai.api_types import ChatCompletionRequest
+from diptych_frontend.text.structured_outputs import (
+    _bytes_as_tokens,
+    check_structured_outputs,
+    grammar_of,
+    is_json,
+    parser_limits,
+)
+from diptych_frontend.tool_calls.formats import FORMATS, SIGNS
+from diptych_frontend.tool_calls.tools import Tool, free_calls
+from diptych_protocol import StructuredOutputsParams
+
+CITY = {
+    "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"],
+    "additionalProperties": False,
+}  # fmt: skip
+SET = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+SETS = CITY | {"properties": {"city": SET}}
+STRICT: Any = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": CITY, "strict": True},
+}
+FREE: Any = {"type": "function", "function": {"name": "now", "parameters": CITY}}
+CHAT: Any = {"model": "echo", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
+
+
+def call(name: str, arguments: Any) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+PARIS = call("weather", {"city": "Paris"})
+FITS = [
+    "",
+    "Quotes \" and ' and { and <tool_cal and " + "3" * 60 + ", é\n\n and 𝄞.",
+    PARIS,
+    f"I will look.\n{PARIS}",
+    call("now", {"any": [{"thing": None}]}),
+]
+SEVERAL = [f"{PARIS}\n{PARIS} and {call('now', {})}\nSo.", f"{PARIS} That was all."]
+BREAKS = [
+    ("<tool_call>\n", "x"),
+    ('a <tool_call>\n{"name": "', "sunset"),
+    ('<tool_call>\n{"name": "weather", "arguments": {"', "town"),
+    ('<tool_call>\n{"name": "weather", "arguments": {"city": ', "1"),
+    ('<tool_call>\n{"name": "weather", "arguments": {', "}"),
+    (call("now", {}).removesuffix("</tool_call>"), "\n"),
+]
+
+
+def form_of(*tools: Any, parallel: bool = True) -> StructuredOutputsParams | None:
+    asked = msgspec.convert(tools, list[Tool])
+    return free_calls(asked, parallel=parallel, lenient=False)
+
+
+def matcher(parallel: bool) -> LLMatcher:
+    form = form_of(STRICT, FREE, parallel=parallel)
+    assert form is not None
+    assert not is_json(form)  # digits of the text are nobody's number
+    check_structured_outputs(form, "tools")
+    return LLMatcher(_bytes_as_tokens(), grammar_of(form), log_level=0, limits=parser_limits())
+
+
+def fits(answer: str, *, parallel: bool = True) -> bool:
+    found, written = matcher(parallel), answer.encode()
+    return found.try_consume_tokens(list(written)) == len(written) and found.is_accepting()
+
+
+@pytest.mark.parametrize("answer", FITS)
+@pytest.mark.parametrize("parallel", [True, False])
+def test_text_is_free_and_calls_fit_their_tools(answer: str, parallel: bool) -> None:
+    assert fits(answer, parallel=parallel)
+
+
+@pytest.mark.parametrize("answer", SEVERAL)
+def test_an_answer_goes_on_after_a_call_where_several_are_allowed(answer: str) -> None:
+    assert fits(answer)
+    assert not fits(answer, parallel=False)
+
+
+@pytest.mark.parametrize(("before", "wrong"), BREAKS)
+def test_a_call_that_fits_no_tool_cannot_be_written(before: str, wrong: str) -> None:
+    whole = (before + wrong).encode()
+    assert matcher(True).try_consume_tokens(list(whole)) == len(before.encode())
+
+
+def test_without_a_strict_tool_an_answer_has_no_form() -> None:
+    assert form_of(FREE) is None
+    assert form_of() is None
+
+
+# --- by the routes --------------------------------------------------------------------------------
+
+
+async def asked(http: httpx.AsyncClient, engine: EchoEngine, **changes: Any) -> Any:
+    body = CHAT | {"tools": [FREE, STRICT]} | changes
+    answer = await http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return engine.seen[-1][1].structured_outputs
+
+
+async def test_a_chat_with_a_strict_tool_asks_for_it(
+    http: httpx.AsyncClient, engine: EchoEngine
+) -> None:
+    assert await asked(http, engine) == form_of(FREE, STRICT)
+    alone = await asked(http, engine, parallel_tool_calls=False, stream=True)
+    assert alone == form_of(FREE, STRICT, parallel=False)
+    for nothing in ({"tool_choice": "none"}, {"tools": [FREE]}, {"tools": None}):
+        assert await asked(http, engine, **nothing) is None
+    other = await asked(http, engine, response_format={"type": "json_object"})
+    assert other == StructuredOutputsParams(json_object=True)
+    response = {"type": "function", **STRICT["function"]}
+    body = {"model": "echo", "input": "hi", "tools": [response], "max_output_tokens": 5}
+    assert (await http.post("/v1/responses", json=body)).status_code == 200
+    assert engine.seen[-1][1].structured_outputs == form_of(STRICT)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+async def test_only_calls_in_json_between_ordinary_texts_are_held_to_it(
+    engine: EchoEngine, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    sign = next((sign for sign, sign_name in SIGNS if sign_name == name), None)
+    monkeypatch.setattr(engine.renderer, "chat_template", sign)
+    engine.reasoning_parser = "harmony" if name == "harmony" else "none"
+    transport = httpx.ASGITransport(build_app(engine))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        assert (await asked(http, engine) is None) == (name != "hermes")
+
+
+async def test_a_strict_schema_that_cannot_be_enforced_is_refused_by_its_tool(
+    http: httpx.AsyncClient,
+) -> None:
+    function = {"name": "f", "parameters": SETS, "strict": True}
+    body = CHAT | {"tools": [FREE, {"type": "function", "function": function}]}
+    refused = await http.post("/v1/chat/completions", json=body)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "tools[1].function.parameters"
+    lenient = await http.post("/v1/chat/completions", json=body | {"json_schemas": "lenient"})
+    assert lenient.status_code == 200
+    assert lenient.headers["x-diptych-not-enforced"] == "uniqueItems"
+
+
+def test_the_tools_are_judged_one_by_one_and_together() -> None:
+    request = msgspec.convert(CHAT | {"tools": [FREE, STRICT]}, ChatCompletionRequest)
+    form = request.free_calls()
+    assert form is not None
+    fields = [field for field, _ in request.judged_forms(form)]
+    assert fields == ["tools[1].function.parameters", "tools"]

@@ -1,0 +1,226 @@
+"""Starts Python programs of the tests by forking a process that has imported torch already.
+
+Half of an engine's start is the import of torch. `use_fork_server` lets `subprocess` ask a server,
+which is a child of this process, for each `[sys.executable, "-m", MODULE, ...]` whose module is in
+`PROGRAMS`. The new process is a child of the caller. It has the descriptors, the directory and the
+variables that it was given, so that signals and exit codes are as after an `execve`; only its name
+and command line are the server's. A start that wants anything else is an ordinary one.
+
+The server forks twice. The process between ends at once; the caller, which has declared itself a
+subreaper meanwhile, becomes the parent.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import ctypes
+import fcntl
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+PROGRAMS = {
+    "diptych_engine": "diptych_engine.__main__",
+    "diptych_engine.serving.core_process": "diptych_engine.serving.core_process",
+    "diptych_router": "diptych_router.__main__",
+}
+"""What can be started by a fork, and the module that it runs."""
+STARTERS = ("diptych_engine",)
+"""These start programs themselves. They have a server of their own for it: one more child."""
+START_SECONDS = 120.0
+"""For the import of everything, on a busy machine."""
+MAX_REQUEST_BYTES = 1 << 20
+MAX_DESCRIPTORS = 64
+READ_LATER = ("DIPTYCH_", "OTEL_", "PYTEST_", "PYTHONPATH", "TORCHINDUCTOR_", "UCX_", "XDG_")
+"""How variables begin that no import of `PROGRAMS` reads, so that a program may have others than
+its server. `PYTHONPATH` is heeded before the program runs."""
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+class Start(NamedTuple):
+    """A program as it is asked for; its descriptors travel beside it."""
+
+    parent: int
+    """The process id that the program's parent will have."""
+    module: str
+    arguments: list[str]
+    cwd: str
+    variables: dict[str, str]
+    numbers: list[int]
+    """The descriptors' numbers in the program."""
+    new_session: bool
+
+
+class ForkServer:
+    """The caller's side. Safe to use from several threads, and started at the first use."""
+
+    def __init__(self, server: tuple[socket.socket, int] | None = None) -> None:
+        """server: the connection to one that runs already, and its process id."""
+        self._variables = dict(os.environ)
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._bury: Callable[[], object] | None = None
+        if server is not None:
+            self._socket, pid = server
+            self._bury = partial(os.waitpid, pid, 0)
+        self._exec = getattr(subprocess, "_fork_exec")  # noqa: B009  mypy does not know it
+
+    def fork_exec(self, args: Any, *rest: Any) -> int:
+        """As `subprocess._fork_exec`, with which it is called: returns the new process's id."""
+        start = self._start_of(list(map(os.fsdecode, args)), *rest)
+        if start is None:
+            return int(self._exec(args, *rest))
+        return self._ask(*start)
+
+    def _start_of(
+        self, args: list[str], executables: Any, close_fds: bool, keep: tuple[int, ...], cwd: Any,
+        env: list[bytes] | None, p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int,
+        errread: int, errwrite: int, errpipe_read: int, errpipe_write: int, restore_signals: bool,
+        new_session: bool, process_group: int, gid: Any, gids: Any, uid: Any, umask: int,
+        preexec: Any, *_: Any,
+    ) -> tuple[Start, list[int]] | None:  # fmt: skip
+        """The start and its descriptors; None if the server is not for it."""
+        variables = dict(os.environ)
+        if env is not None:
+            variables = dict(os.fsdecode(x).split("=", 1) for x in env)
+        changed = {name for name, _ in variables.items() ^ self._variables.items()}
+        own = all(name.startswith(READ_LATER) for name in changed)
+        ordinary = (gid, gids, uid, preexec) == (None,) * 4 and (process_group, umask) == (-1, -1)
+        program = [sys.executable, "-m"] == args[:2] and args[2] in PROGRAMS
+        if not (program and own and ordinary and close_fds):
+            return None
+        passed = [number for number in keep if number != errpipe_write]
+        given = [x if x >= 0 else i for i, x in enumerate((p2cread, c2pwrite, errwrite))]
+        start = Start(
+            os.getpid(), args[2], args[3:], os.fspath(cwd or os.getcwd()), variables,
+            [0, 1, 2, *passed], new_session,
+        )  # fmt: skip
+        return start, [*given, *passed]
+
+    def _ask(self, start: Start, descriptors: list[int]) -> int:
+        with self._lock:
+            if self._socket is None:
+                self._socket = self._start_server()
+            _subreaper(True)
+            try:
+                sent = array.array("i", descriptors)
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, sent)]
+                self._socket.sendmsg([json.dumps(start).encode()], rights)
+                return int(self._socket.recv(32))
+            finally:
+                _subreaper(False)
+
+    def _start_server(self) -> socket.socket:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.settimeout(START_SECONDS)
+        with theirs:
+            command = [sys.executable, __file__, str(theirs.fileno())]
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=self._variables)
+        self._bury = process.wait
+        return ours
+
+    def close(self) -> None:
+        """End the server."""
+        if self._socket is not None:
+            self._socket.close()
+        if self._bury is not None:
+            self._bury()
+
+
+def use_fork_server(server: tuple[socket.socket, int] | None = None) -> None:
+    """From now on, `subprocess` starts `PROGRAMS` by a fork."""
+    client = ForkServer(server)
+    atexit.register(client.close)
+    subprocess._fork_exec = client.fork_exec  # type: ignore[attr-defined]
+
+
+def _subreaper(on: bool) -> None:
+    """Whether the orphans among the descendants become children of this process."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
+
+
+def serve(asked: socket.socket) -> tuple[Start, list[int]]:
+    """Fork a process for each request. Returns only there; ends with its caller."""
+    while True:
+        content, rights, _, _ = asked.recvmsg(
+            MAX_REQUEST_BYTES, socket.CMSG_SPACE(4 * MAX_DESCRIPTORS)
+        )
+        if not content:
+            os._exit(0)
+        received = array.array("i")
+        for _, _, raw in rights:
+            received.frombytes(raw)
+        if (between := os.fork()) == 0:
+            if os.fork():
+                os._exit(0)
+            return Start(*json.loads(content)), list(received)
+        os.waitpid(between, 0)
+        for descriptor in received:
+            os.close(descriptor)
+
+
+def become(start: Start, descriptors: list[int], asked: socket.socket) -> None:
+    """Be the program that was asked for, from where `python -m` begins."""
+    deadline = time.monotonic() + START_SECONDS
+    while os.getppid() != start.parent:
+        if time.monotonic() > deadline:
+            os._exit(1)
+    asked.send(str(os.getpid()).encode())
+    asked.close()
+    _take(descriptors, start.numbers)
+    if start.new_session:
+        os.setsid()
+    os.chdir(start.cwd)
+    os.environ.clear()
+    os.environ.update(start.variables)
+    if start.module in STARTERS:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if (server := os.fork()) == 0:
+            ours.close()
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            become(*serve(theirs), theirs)
+            return
+        theirs.close()
+        use_fork_server((ours, server))
+    given = start.variables.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:1] = [start.cwd, *(entry for entry in given if entry and entry not in sys.path)]
+    sys.argv = [start.module, *start.arguments]
+    runpy.run_module(start.module, run_name="__main__", alter_sys=True)
+
+
+def _take(descriptors: list[int], numbers: list[int]) -> None:
+    """Have descriptors under the numbers that they have in the program, and no others of them."""
+    above = max(numbers) + 1
+    moved = [fcntl.fcntl(x, fcntl.F_DUPFD, above) for x in descriptors]
+    for descriptor, number in zip(moved, numbers, strict=True):
+        os.dup2(descriptor, number)
+    for descriptor in {*moved, *descriptors} - {*numbers}:
+        os.close(descriptor)
+
+
+def main(asked: socket.socket) -> None:
+    sys.path.pop(0)  # this folder, which no program has
+    sys.path.insert(0, "")
+    for name in PROGRAMS.values():
+        importlib.import_module(name)
+    for name in PROGRAMS.values():
+        del sys.modules[name]  # it is run as `__main__`
+    gc.collect()
+    gc.freeze()  # pages that nobody writes to stay shared
+    become(*serve(asked), asked)
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,49 @@
+"""What the tests start by a fork is as what `python -m` starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+from waits import wait_until
+
+from diptych_protocol import EngineConfig
+
+PYTHON = [sys.executable, "-m", "diptych_engine.serving.core_process"]
+OWN = ["--local", "ipc:///nowhere", "--parent-pid", str(os.getpid())]
+
+
+def run(arguments: list[str], **options: Any) -> tuple[int, str, str]:
+    ended = subprocess.run([*PYTHON, *arguments], capture_output=True, text=True, **options)
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["--config", "{", *OWN], 2)])
+def test_it_says_and_returns_the_same(arguments: list[str], code: int) -> None:
+    forked = run(arguments)
+    assert forked[0] == code
+    # The server is not for programs with other variables than its own.
+    assert forked == run(arguments, env={**os.environ, "UNUSUAL": "1"})
+
+
+def test_it_is_a_child_where_and_as_it_was_asked_for(tmp_path: Path) -> None:
+    config = msgspec.json.encode(EngineConfig(model="dummy://?num_hidden_layers=1")).decode()
+    arguments = ["--config", config, "--local", f"ipc://{tmp_path}/core", *OWN[2:]]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [*PYTHON, *arguments], cwd=tmp_path, stderr=log, start_new_session=True
+        )
+    seen = psutil.Process(process.pid)
+    assert "fork_server" in str(seen.cmdline())
+    wait_until(lambda: "ready" in (tmp_path / "log").read_text())
+    assert (seen.ppid(), seen.cwd()) == (os.getpid(), str(tmp_path))
+    assert os.getsid(process.pid) == process.pid
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
