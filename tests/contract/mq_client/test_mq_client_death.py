@@ -239,6 +239,13 @@ async def test_contract_Q14_an_error_that_the_owner_sets_counts(served: CoreProc
 # --- the client's own end ---------------------------------------------------------------------
 
 
+async def test_contract_Q18_to_close_a_client_is_no_error(served: CoreProcess) -> None:
+    client = client_of(served)
+    await client.setup()
+    client.close()
+    assert (client.is_running, client.is_stopped, client.errored) == (True, False, False)
+
+
 async def test_contract_Q20_closing_leaves_no_task_and_no_descriptor(
     served: CoreProcess, eventually: Eventually
 ) -> None:
