@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
+import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -368,13 +373,73 @@ def test_what_was_begun_of_an_older_version_is_removed(
     assert (stale.exists(), others.exists()) == (False, True)
 
 
-def test_a_full_disk_is_told_before_and_when_it_happens(tmp_path: Path) -> None:
-    entry = CacheEntry(tmp_path, "model")
-    with pytest.raises(FetchError, match=r"spec\.model\.cache: .* GiB are still to come"):
-        entry.check_space(1 << 60)
-    with pytest.raises(FetchError, match=r"spec\.model\.cache: .* is full; enlarge"):  # noqa: SIM117
-        with entry.locked():
-            Path("/dev/full").write_bytes(b"one more")
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 4 MiB. It is mounted where only a process in namespaces of its own sees it, so no
+    rights are needed, and nothing of it is left."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = 'mount -t tmpfs -o size=4m none "$0" && echo mounted && exec cat'
+    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mounted, str(place)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        if holder.stdout.readline() != b"mounted\n":
+            pytest.skip("needs user namespaces")
+        yield Path(f"/proc/{holder.pid}/root{place}")
+        holder.stdin.close()
+
+
+def fill(disk: Path, *, but: int = 0) -> Path:
+    """Take all the room of a disk but so many bytes."""
+    filler = disk / "filler"
+    with contextlib.suppress(OSError):  # others may write meanwhile
+        filler.write_bytes(bytes(shutil.disk_usage(disk).free - but))
+    return filler
+
+
+def test_a_disk_without_enough_room_is_told_of_before_anything_is_fetched(
+    store: Any, small_disk: Path, gguf_bytes: bytes
+) -> None:
+    store.files = {"model.gguf": gguf_bytes}
+    fill(small_disk, but=len(gguf_bytes) // 2)
+    with pytest.raises(
+        FetchError, match=r"spec\.model\.cache: .* MiB are still to come and .* free"
+    ):
+        fetch_model(
+            "hf://org/repo/model.gguf", small_disk, credentials=Credentials(endpoint=store.url)
+        )
+    assert "model.gguf" not in store.served
+
+
+def test_a_fetch_goes_on_where_a_disk_became_full_in_its_middle(
+    store: Any, small_disk: Path, gguf_bytes: bytes
+) -> None:
+    store.files = {"model.gguf": gguf_bytes}
+    store.hold_after = {"model.gguf": 8 * PART}
+    fetch = partial(
+        fetch_model,
+        "hf://org/repo/model.gguf",
+        small_disk,
+        credentials=Credentials(endpoint=store.url),
+    )
+    with ThreadPoolExecutor(1) as pool:
+        fetching = pool.submit(fetch)
+        wait_until(lambda: any(p.stat().st_size for p in small_disk.glob(".partial/*/model.gguf")))
+        filler = fill(small_disk)
+        store.released.set()
+        with pytest.raises(FetchError, match=r"spec\.model\.cache: .* is full; enlarge the volume"):
+            fetching.result(PATIENCE_S)
+    (begun,) = small_disk.glob(".partial/*/model.gguf")
+    kept = begun.stat().st_size
+    assert begun.read_bytes() == gguf_bytes[:kept]
+    with pytest.raises(FetchError, match="are still to come"):
+        fetch()
+    filler.unlink()
+    wait_until(lambda: not store.sending)
+    before = store.served["model.gguf"]
+    assert fetch().read_bytes() == gguf_bytes
+    assert store.served["model.gguf"] - before == len(gguf_bytes) - kept
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -134,3 +135,56 @@ def test_what_another_began_does_not_lead_the_fetch_elsewhere(
     (partial / "model.gguf").symlink_to(victim)
     assert fetch(FILE, revision=COMMIT, shared=True).read_bytes() == gguf_bytes
     assert victim.read_bytes() == b"mine"
+
+
+# --- nobody else vouches for the content -------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"recorded": True}, {"shared": True}], ids=str)
+def test_a_damaged_copy_of_a_bucket_or_a_web_server_is_fetched_anew(
+    store: Any, fetch: Fetch, gguf_bytes: bytes, tmp_path: Path, options: dict[str, bool]
+) -> None:
+    store.files = {"model.gguf": gguf_bytes}
+    path = fetch("s3://bucket/model.gguf", **options)
+    other_bytes(path.resolve(), tmp_path)
+    assert fetch("s3://bucket/model.gguf", **options).read_bytes() == gguf_bytes
+
+
+@pytest.mark.parametrize("reader", ["engine", "router"])
+def test_a_damaged_copy_of_a_pinned_commit_is_fetched_anew_and_a_sound_one_needs_no_hub(
+    store: Any, fetch: Fetch, gguf_bytes: bytes, tmp_path: Path, reader: str
+) -> None:
+    store.files = {"model.gguf": gguf_bytes}
+    options = {"revision": COMMIT, "recorded": True, "reader": reader}
+    path = fetch(FILE, **options)
+    whole = path.read_bytes()
+    asked = len(store.requests)
+    assert fetch(FILE, **options) == path
+    assert len(store.requests) == asked, "the record vouches for it"
+    other_bytes(path.resolve(), tmp_path)
+    assert fetch(FILE, **options).read_bytes() == whole
+
+
+def test_a_damaged_copy_that_cannot_be_fetched_anew_does_not_serve(
+    store: Any, fetch: Fetch, folder_model: dict[str, bytes], tmp_path: Path
+) -> None:
+    store.files = folder_model
+    path = fetch(FOLDER, recorded=True)
+    other_bytes(path.resolve() / WEIGHTS, tmp_path)
+    store.failing = [503] * 100
+    with pytest.raises(UnreachableError):
+        fetch(FOLDER, recorded=True)
+
+
+def test_a_copy_of_an_earlier_version_has_no_digests_and_serves(
+    store: Any, fetch: Fetch, gguf_bytes: bytes
+) -> None:
+    store.files = {"model.gguf": gguf_bytes}
+    path = fetch(FILE, revision=COMMIT)
+    record = path.parent / ".diptych.json"
+    old = json.loads(record.read_bytes())
+    del old["digests"]
+    record.write_text(json.dumps(old))
+    asked = len(store.requests)
+    assert fetch(FILE, revision=COMMIT, recorded=True) == path
+    assert len(store.requests) == asked

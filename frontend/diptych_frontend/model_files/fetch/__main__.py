@@ -37,6 +37,7 @@ def main() -> None:
             sha256=args.sha256,
             reader=args.reader,
             shared=args.shared,
+            recorded=True,
             credentials=read_credentials(args.credentials) if args.credentials else Credentials(),
         )
     except (BadSourceError, InvalidRequestError) as exc:

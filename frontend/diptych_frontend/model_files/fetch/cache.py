@@ -6,7 +6,7 @@
     .locks/NAME              held (flock) by whoever writes any of the above
 
 What stands in the record beside a model tells of damage only: whoever can write to the folder can
-write the record, too. `holds` compares with what somebody else vouches for.
+write the record, too. `holds` compares with what somebody else vouches for, as far as that goes.
 
 A model appears by one rename, so a reader sees all of it or nothing. The kernel, or the server of
 a network file system, releases the lock of a process that died.
@@ -23,14 +23,15 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from diptych_frontend.model_files.fetch.download import is_as_listed
+from diptych_frontend.model_files.fetch.download import is_as_listed, sha256_of
 from diptych_frontend.model_files.fetch.errors import CACHE, FetchError
-from diptych_frontend.model_files.fetch.source import RemoteFile
+from diptych_frontend.model_files.fetch.source import Checksum, RemoteFile
 from diptych_protocol import UNREADABLE
 
 logger = logging.getLogger(__name__)
@@ -51,14 +52,19 @@ class Record(msgspec.Struct, frozen=True):
     """`selection.content_id` of what the source offered."""
     files: dict[str, int]
     """Name -> bytes."""
+    digests: dict[str, str] = {}
+    """Name -> SHA-256 of what was fetched. Copies of earlier versions have none."""
 
 
 class CacheEntry:
     """One model's place in the cache. Methods raise `FetchError` for what a disk can do wrong."""
 
-    def __init__(self, root: Path, name: str) -> None:
+    def __init__(self, root: Path, name: str, *, recorded: bool = False) -> None:
+        """recorded: a copy counts as damaged also if it has not the digests of its record, so it
+        is read whole."""
         self._root = root
         self._name = name
+        self._recorded = recorded
         self._lock: int | None = None
 
     @property
@@ -68,7 +74,7 @@ class CacheEntry:
 
     def published(self) -> Record | None:
         """The record of the model that readers find; None if it is absent or damaged."""
-        return _intact(self.path)
+        return self._intact(self.path)
 
     def holds(self, content: str, files: Sequence[RemoteFile]) -> bool:
         """Whether readers find these files and no others, plain ones with their checksums.
@@ -128,12 +134,12 @@ class CacheEntry:
                 f"{self._root}; enlarge the volume, or remove models from it"
             )
 
-    def publish(self, partial: Path, uri: str, content: str) -> None:
+    def publish(self, partial: Path, uri: str, content: str, digests: dict[str, str]) -> None:
         """Let readers find the files in `partial`, all at once and for good."""
         files = {
             path.name: path.stat().st_size for path in partial.iterdir() if path.name != RECORD
         }
-        record = Record(uri, content, files)
+        record = Record(uri, content, files, digests)
         (partial / RECORD).write_bytes(msgspec.json.encode(record))
         for path in partial.iterdir():
             _sync(path)
@@ -151,10 +157,24 @@ class CacheEntry:
         files: what it must hold, as in `holds`; None believes the record.
         """
         final = self._final(content)
-        if _intact(final) is None or not (files is None or _holds(final, files)):
+        if self._intact(final) is None or not (files is None or _holds(final, files)):
             return False
         self._point_at(final)
         return True
+
+    def _intact(self, folder: Path) -> Record | None:
+        try:
+            record = _record(folder)
+            sizes = {name: (folder / name).stat().st_size for name in record.files}
+            if sizes != record.files:
+                return None
+            for name, digest in record.digests.items() if self._recorded else ():
+                if not (folder / name).is_file() or sha256_of(folder / name) != digest:
+                    logger.warning("%s in the cache is not as it was fetched", name)
+                    return None
+        except (OSError, *UNREADABLE):
+            return None
+        return record
 
     def _final(self, content: str) -> Path:
         return self._root / ".content" / f"{self._name}-{content}"
@@ -200,23 +220,30 @@ def gib(nbytes: float) -> str:
     return f"{nbytes / (1 << 30):.1f} GiB" if nbytes >= 1 << 29 else f"{nbytes / (1 << 20):.1f} MiB"
 
 
-def _intact(folder: Path) -> Record | None:
-    try:
-        record = msgspec.json.decode((folder / RECORD).read_bytes(), type=Record)
-        sizes = {name: (folder / name).stat().st_size for name in record.files}
-    except (OSError, *UNREADABLE):
-        return None
-    return record if sizes == record.files else None
+def _record(folder: Path) -> Record:
+    return msgspec.json.decode((folder / RECORD).read_bytes(), type=Record)
 
 
 def _holds(folder: Path, files: Sequence[RemoteFile]) -> bool:
     if folder.is_symlink() or not folder.is_dir():
         return False
     names = {path.name for path in folder.iterdir()} - {RECORD}
+    try:
+        fetched = _record(folder).digests
+    except (OSError, *UNREADABLE):
+        fetched = {}
     # Names first: to read a large model for nothing takes long.
     return names == {file.name for file in files} and all(
-        is_as_listed(folder / file.name, file) for file in files
+        is_as_listed(folder / file.name, _with_digest(file, fetched.get(file.name)))
+        for file in files
     )
+
+
+def _with_digest(file: RemoteFile, fetched: str | None) -> RemoteFile:
+    """For a file that its source lists without a checksum: that of what was fetched of it."""
+    if file.checksum is not None or fetched is None:
+        return file
+    return replace(file, checksum=Checksum("sha256", fetched))
 
 
 def _remove(path: Path) -> None:

@@ -44,15 +44,17 @@ Advance = Callable[[int], None]
 thrown away."""
 
 
-def download(source: Source, file: RemoteFile, path: Path, advance: Advance) -> None:
-    """Fetch `file` to `path`, continuing what is there, and verify it.
+def download(source: Source, file: RemoteFile, path: Path, advance: Advance) -> str:
+    """Fetch `file` to `path`, continuing what is there, and verify it; its SHA-256.
 
     Raises `FetchError` if it differs from its checksum twice, or if the source fails for good.
     """
     for _ in range(2):
         _fetch_missing(source, file, path, file.size, advance)
-        if file.checksum is None or _digest(path, file.checksum) == file.checksum.digest:
-            return
+        digest = _digest(path, file.checksum) if file.checksum is not None else ""
+        if file.checksum is None or digest == file.checksum.digest:
+            known = file.checksum is not None and file.checksum.algorithm == "sha256"
+            return digest if known else sha256_of(path)
         logger.warning("%s differs from its checksum and is thrown away", file.name)
         path.unlink()
         advance(-file.size)
@@ -79,10 +81,10 @@ def is_as_listed(path: Path, file: RemoteFile) -> bool:
         return False
 
 
-def download_header(source: Source, file: RemoteFile, path: Path, advance: Advance) -> None:
+def download_header(source: Source, file: RemoteFile, path: Path, advance: Advance) -> str:
     """Fetch as much of a GGUF file as its header takes: metadata and vocabulary, no weights.
 
-    Its checksum cannot be verified without the rest.
+    Its checksum cannot be verified without the rest; returns the SHA-256 of what was fetched.
     """
     end = 0
     while end < min(file.size, MAX_HEADER_BYTES):
@@ -95,7 +97,7 @@ def download_header(source: Source, file: RemoteFile, path: Path, advance: Advan
             read_header(path)
         except GGUFError:
             continue
-        return
+        return sha256_of(path)
     path.unlink(missing_ok=True)
     raise BadSourceError(URI, f"{file.name} is not a usable GGUF file; name another")
 
@@ -159,11 +161,19 @@ def _parts(source: Source, file: RemoteFile, start: int, end: int) -> Iterator[b
             pool.shutdown(wait=False, cancel_futures=True)
 
 
+def sha256_of(path: Path) -> str:
+    """Hexadecimal, of the whole file. Raises `OSError`."""
+    return _hashed(path, hashlib.sha256())
+
+
 def _digest(path: Path, checksum: Checksum) -> str:
-    if checksum.algorithm == "git-sha1":
-        digest = hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
-    else:
-        digest = hashlib.sha256()
+    if checksum.algorithm == "sha256":
+        return sha256_of(path)
+    header = f"blob {path.stat().st_size}\0".encode()
+    return _hashed(path, hashlib.sha1(header, usedforsecurity=False))
+
+
+def _hashed(path: Path, digest: hashlib._Hash) -> str:
     with path.open("rb") as file:
         while chunk := file.read(HASH_CHUNK_BYTES):
             digest.update(chunk)

@@ -45,6 +45,7 @@ def fetch_model(
     sha256: str = "",
     reader: Reader = "engine",
     shared: bool = False,
+    recorded: bool = False,
     credentials: Credentials | None = None,
     report: Report = log_progress,
 ) -> Path:
@@ -55,7 +56,8 @@ def fetch_model(
 
     With `sha256` the copy is read, and fetched anew if it is another file. In a `shared` cache,
     which others write to, a copy serves only as the source's listing describes it now: without an
-    answer of the source there is no model. A source that lists no checksums vouches for sizes only.
+    answer of the source there is no model. Where the source lists no checksums, those of what was
+    fetched are taken. With `recorded` these are compared also where nobody else vouches for a copy.
 
     Raises:
         InvalidRequestError: the URI is malformed.
@@ -66,11 +68,12 @@ def fetch_model(
         raise BadSourceError(URI, f"{uri} needs no fetching; it is read in place")
     if revision and parsed.scheme != "hf":
         raise BadSourceError(REVISION, f"{parsed.scheme}:// has no revisions; remove it")
-    entry = CacheEntry(cache, cache_name(parsed, revision, sha256, reader))
+    # What a router has of a file no checksum of others covers.
+    verified = reader == "engine" and (shared or bool(sha256))
+    name = cache_name(parsed, revision, sha256, reader)
+    entry = CacheEntry(cache, name, recorded=recorded and not verified)
     path = cache / cached_path(parsed, revision, sha256, reader)
     found = entry.published()
-    # What a router has of a file no checksum covers.
-    verified = reader == "engine" and (shared or bool(sha256))
     if found is not None and is_pinned(parsed, revision, sha256):
         if sha256 and verified:
             copy = _with_checksum(path.name, found, sha256)
@@ -142,6 +145,7 @@ def _bring(
         meter = Meter(uri.text, total, done, report)
         fetch = download_header if header_only else download
         with meter.running(entry.beat):
-            for file in files:
-                fetch(source, file, folder / file.name, meter.advance)
-            entry.publish(folder, uri.text, content)
+            digests = {
+                file.name: fetch(source, file, folder / file.name, meter.advance) for file in files
+            }
+            entry.publish(folder, uri.text, content, digests)
