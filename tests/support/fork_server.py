@@ -46,6 +46,8 @@ MAX_DESCRIPTORS = 64
 READ_LATER = ("DIPTYCH_", "OTEL_", "PYTEST_", "PYTHONPATH", "TORCHINDUCTOR_", "UCX_", "XDG_")
 """How variables begin that no import of `PROGRAMS` reads, so that a program may have others than
 its server. `PYTHONPATH` is heeded before the program runs."""
+NETWORK = "/proc/thread-self/ns/net"
+"""A program starts in the network of the thread that starts it, which may have moved."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -69,6 +71,7 @@ class ForkServer:
     def __init__(self, server: tuple[socket.socket, int] | None = None) -> None:
         """server: the connection to one that runs already, and its process id."""
         self._variables = dict(os.environ)
+        self._network = os.readlink(NETWORK)
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._bury: Callable[[], object] | None = None
@@ -99,7 +102,8 @@ class ForkServer:
         own = all(name.startswith(READ_LATER) for name in changed)
         ordinary = (gid, gids, uid, preexec) == (None,) * 4 and (process_group, umask) == (-1, -1)
         program = [sys.executable, "-m"] == args[:2] and args[2] in PROGRAMS
-        if not (program and own and ordinary and close_fds):
+        here = self._network == os.readlink(NETWORK)
+        if not (program and own and here and ordinary and close_fds):
             return None
         passed = [number for number in keep if number != errpipe_write]
         given = [x if x >= 0 else i for i, x in enumerate((p2cread, c2pwrite, errwrite))]
