@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,9 @@ def test_the_list_says_which_models_are_here(tmp_path: Path) -> None:
     with entry.locked():
         folder = entry.partial("0" * 16)
         (folder / "Qwen3-0.6B-Q8_0.gguf").write_bytes(b"GGUF")
-        entry.publish(folder, QWEN.uri, "0" * 16)
+        entry.publish(
+            folder, QWEN.uri, "0" * 16, {"Qwen3-0.6B-Q8_0.gguf": sha256(b"GGUF").hexdigest()}
+        )
     here = {row.model.name: row.here for row in listed(tmp_path)}
     assert here == {name: name in (DEFAULT, "qwen3:0.6b") for name in KNOWN}
 
