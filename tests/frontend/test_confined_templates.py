@@ -7,9 +7,8 @@ from typing import Any
 import jinja2
 import pytest
 
-from diptych_frontend.text.templates.chat_template import ChatTemplate
+from diptych_frontend.text.templates.chat_template import Arguments, ChatTemplate
 from diptych_frontend.text.templates.confined_templates import ConfinedTemplate
-from diptych_frontend.tool_calls.earlier import Arguments
 from diptych_protocol import InvalidRequestError
 
 USER = {"role": "user", "content": "Hi é \ud800"}
@@ -61,7 +60,7 @@ def test_what_it_cannot_render_is_the_callers_error(source: str, param: str, say
 
 def test_what_belongs_to_a_program_is_refused() -> None:
     template = ConfinedTemplate(SHOWS, "", "")
-    with pytest.raises(InvalidRequestError, match="cannot be sent to a process"):
+    with pytest.raises(InvalidRequestError, match="messages that are not JSON"):
         template.render([{"content": lambda: None}], add_generation_prompt=True)
 
 

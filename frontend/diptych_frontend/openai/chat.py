@@ -47,7 +47,7 @@ from diptych_frontend.openai.responses import (
     transfer_params,
 )
 from diptych_frontend.reasoning.parser import ReasoningParser
-from diptych_frontend.tool_calls.earlier import Arguments
+from diptych_frontend.text.templates.chat_template import Arguments
 from diptych_frontend.tool_calls.formats import HERMES, ToolCallFormat
 from diptych_frontend.tool_calls.parser import ToolCallParser
 from diptych_protocol import (

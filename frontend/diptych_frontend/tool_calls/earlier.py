@@ -14,25 +14,6 @@ _THOUGHTS: Final = ("reasoning_content", "thinking")
 """Both have the same text: templates call it one or the other."""
 
 
-class Arguments(dict[str, Any]):
-    """The arguments of a call: an object to the templates that want one, and its JSON to those that
-    put it between texts."""
-
-    def __init__(self, arguments: dict[str, Any], written: str) -> None:
-        """written: their JSON, as the client sent it."""
-        super().__init__(arguments)
-        self._written = written
-
-    def __str__(self) -> str:
-        return self._written
-
-    def __add__(self, after: object) -> str:
-        return self._written + after if isinstance(after, str) else NotImplemented
-
-    def __radd__(self, before: object) -> str:
-        return before + self._written if isinstance(before, str) else NotImplemented
-
-
 def short_ids(messages: list[Message]) -> list[Message]:
     """Every id of a call with nine letters and digits, as Mistral's templates demand. Equal ids
     stay equal."""

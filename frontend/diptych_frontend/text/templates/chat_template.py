@@ -40,6 +40,25 @@ class GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class Arguments(dict[str, Any]):
+    """The arguments of a call: an object to the templates that want one, and its JSON to those that
+    put it between texts."""
+
+    def __init__(self, arguments: dict[str, Any], written: str) -> None:
+        """written: their JSON, as the client sent it."""
+        super().__init__(arguments)
+        self._written = written
+
+    def __str__(self) -> str:
+        return self._written
+
+    def __add__(self, after: object) -> str:
+        return self._written + after if isinstance(after, str) else NotImplemented
+
+    def __radd__(self, before: object) -> str:
+        return before + self._written if isinstance(before, str) else NotImplemented
+
+
 class ChatTemplate:
     """Renders conversations with the names and filters that published templates rely on."""
 

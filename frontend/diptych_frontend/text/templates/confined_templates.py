@@ -15,8 +15,7 @@ import msgspec
 
 from diptych_frontend.confined.child import WorkBounds, serve
 from diptych_frontend.confined.processes import ConfinedWork, WorkFailedError
-from diptych_frontend.text.templates.chat_template import ChatTemplate
-from diptych_frontend.tool_calls.earlier import Arguments
+from diptych_frontend.text.templates.chat_template import Arguments, ChatTemplate
 from diptych_protocol import InvalidRequestError
 
 BOUNDS: Final = WorkBounds(
