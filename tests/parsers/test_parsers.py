@@ -199,6 +199,7 @@ BY_ROUTES = (
 )
 """Bodies of requests: these are fed through the routes."""
 ELSEWHERE = {
+    "protocol/diptych_protocol/threads.py": "decodes nothing",
     "frontend/diptych_frontend/api_docs/document.py": "our own schema",
     "frontend/diptych_frontend/batches_api/batch_store.py": "our own state on the disk",
     "frontend/diptych_frontend/batches_api/file_store.py": "our own state on the disk",
@@ -206,8 +207,6 @@ ELSEWHERE = {
     "frontend/diptych_frontend/core_client/engine_args.py": "the command line",
     "frontend/diptych_frontend/model_files/fetch/cache.py": "our own record of a fetched model",
     "router/diptych_router/__main__.py": "the operator's configuration",
-    "router/diptych_router/workers/worker.py": "the operator's configuration",
-    "router/diptych_router/workers/messages.py": "processes of one router",
     "router/diptych_router/page/control.py": "what `diptych up` wrote",
     "engine/diptych_engine/__main__.py": "the operator's configuration",
     "engine/diptych_engine/parallel/worker.py": "the configuration, from the lead",

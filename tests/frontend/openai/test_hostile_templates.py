@@ -62,8 +62,8 @@ def at_work() -> list[int]:
     return found
 
 
-def both_loop() -> bool:
-    return len(at_work()) == 2 and not confined_templates._work.pids()
+def all_loop() -> bool:
+    return bool(at_work()) and not confined_templates._work.pids()
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,8 @@ async def test_a_template_ends_with_its_bounds_and_the_server_goes_on(
 async def test_nobody_waits_for_the_templates_of_others(
     hostile: Any, serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One client has three chats that never end: two processes have them, and the third waits."""
+    """One client has three chats that never end: two processes at most have them, that of its
+    thread and one that was asked in haste, if the machine was not too busy for haste."""
     work_within(int(FOR_EVER_S), monkeypatch)
     for name in ("alice", "bob"):
         (tmp_path / name).write_text(f"key-of-{name}")
@@ -105,14 +106,14 @@ async def test_nobody_waits_for_the_templates_of_others(
         async with alice, bob:
             await bob.post(CHAT, json=ask("hello"))  # a process waits for work
             looping = [asyncio.create_task(alice.post(CHAT, json=ask("loop"))) for _ in range(3)]
-            await asyncio.to_thread(wait_until, both_loop, "two of them loop")
+            await asyncio.to_thread(wait_until, all_loop, "all processes loop")
             for _ in range(5):
                 text = {"model": "echo", "max_tokens": 1, "prompt": "hello"}
                 for path, body in (("/v1/completions", text), (CHAT, ask("hello"))):
                     answer = await bob.post(path, json=body)
                     assert answer.status_code == 200, answer.text
             assert not any(task.done() for task in looping)
-            assert len(at_work()) == 3  # the third one is bob's
+            assert 2 <= len(at_work()) <= 3  # one of them is bob's
             while not all(task.done() for task in looping):
                 for pid in at_work():
                     os.kill(pid, signal.SIGKILL)
