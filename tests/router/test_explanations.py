@@ -7,9 +7,9 @@ from random import Random
 from typing import Any
 
 import pytest
+from engine_kit.core import core_request
 from hypothesis import given
 from hypothesis import strategies as st
-from engine_kit.core import core_request
 from prometheus_client.core import HistogramMetricFamily
 from toy_pools import EngineView, fleet_of
 
