@@ -227,3 +227,22 @@ signal.pause()
         owner.kill()
         owner.wait()
     wait_until(lambda: not alive(pid), "the process ends with its owner")
+
+
+def test_a_forked_program_has_processes_of_its_own(module: str) -> None:
+    script = f"""
+import os, sys
+from diptych_frontend.confined.child import WorkBounds
+from diptych_frontend.confined.processes import ConfinedWork
+
+work = ConfinedWork({module!r}, WorkBounds({BOUNDS.memory_bytes}, 60, {BOUNDS.message_bytes}, 60))
+first, _ = work.ask(b"echo", b"")
+with work._lock:  # as another thread may
+    child = os.fork()
+if child == 0:
+    sys.exit(work.ask(b"echo", b"")[0] == first)
+_, status = os.waitpid(child, 0)
+sys.exit(status or work.ask(b"echo", b"")[0] != first)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], timeout=PATIENCE_S)
+    assert ended.returncode == 0

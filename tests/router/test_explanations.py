@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from engine_kit.core import core_request
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.core import HistogramMetricFamily
@@ -267,6 +268,17 @@ def test_engines_of_a_forgotten_request_are_not_heard_and_many_are_not_kept() ->
     assert router.ask("a") == []
     router.end(2.0, "a")
     assert router.records._placements == {}
+
+
+def test_engines_of_attempts_that_are_not_kept_are_forgotten_too() -> None:
+    records = Records(most_requests=1)
+    record = records.begin(core_request("a", [1]), 0.0)
+    for number in range(MOST_ATTEMPTS + 5):
+        records.chose(record, Decision(None, "d", ""), {"decode": "d"}, 9.0, 1.0)
+        records.placed(record, f"a/{number}", "d", "d", 1.0)
+    records.ended(record, "stop", 2.0)
+    records.begin(core_request("b", [1]), 3.0)
+    assert records._placements == {}
 
 
 def test_engines_are_heard_as_long_as_a_request_is_open_for_its_spans_are_to_come() -> None:

@@ -129,7 +129,7 @@ class ModelRunner:
             self.num_blocks = blocks_in(room, self.block_bytes)
         on_gpu = self._device.type != "cpu"
         # Otherwise experts are launched with counts of rows, which a recording would repeat.
-        recordable = not source.config.num_experts or stacks_pay(self._device, self._dtype)
+        recordable = not source.config.num_experts or stacks_pay(local, self._device, self._dtype)
         records = on_gpu and shard.size == 1 and recordable
         num_bytes = (self.num_blocks + records) * self.block_bytes
         memory = KVMemory(num_bytes, self._kv_dtype, self._device, kv_memory_fd)

@@ -74,7 +74,7 @@ class LlamaModel(torch.nn.Module):
             self._published_head = empty(config.vocab_size, config.hidden_size)
         self._head = Linear(self._published_head.t(), keeps_weight=True)
         self._final_norm = empty(config.hidden_size)
-        stacked = stacks_pay(device, dtype)
+        stacked = stacks_pay(config, device, dtype)
         self._layers = [
             empty_layer(config, index, empty, stacked=stacked)
             for index in range(config.num_hidden_layers)

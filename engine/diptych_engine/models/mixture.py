@@ -17,7 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diptych_engine.models.layer import Expert, ExpertStacks
+from diptych_frontend.model_files.model_config import ModelConfig
 from diptych_kernels.silu_mul import silu_mul
+
+ROW_UNIT_BYTES = 16
 
 
 def route(x: Tensor, router: Tensor, top_k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
@@ -33,12 +36,18 @@ def route(x: Tensor, router: Tensor, top_k: int, *, renormalise: bool) -> tuple[
     return chosen, weights.to(x.dtype)
 
 
-def stacks_pay(device: torch.device, dtype: torch.dtype) -> bool:
+def stacks_pay(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether all experts' products are one launch, for which the host waits for nothing.
 
+    config: of this rank.
+
     torch has it for bfloat16 on GPUs of the Hopper and the data centre's Blackwell generation. On
-    others its grouped product asks the host for the counts, as `mixture` does.
+    others its grouped product asks the host for the counts, as `mixture` does. It takes no rows but
+    those of whole units of 16 bytes.
     """
+    rows = config.hidden_size, config.moe_intermediate_size
+    if any(row * dtype.itemsize % ROW_UNIT_BYTES for row in rows):
+        return False
     if device.type != "cuda":
         return device.type != "cpu"
     return dtype is torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (9, 10)

@@ -58,6 +58,15 @@ class ConfinedWork:
         self._late: list[_Process] = []
         """Asked in haste, and has not answered in time: one at most."""
         weakref.finalize(self, _end_all, self._idle, self._late)
+        _of_this_program.add(self)
+
+    def begin_after_fork(self) -> None:
+        """Begin anew in a forked process: the processes talk with its parent, and its threads, one
+        of which may have held a lock, have stayed there."""
+        self._room, self._lock = BoundedSemaphore(PROCESSES), Lock()
+        for some in (self._idle, self._late):
+            while some:
+                some.pop().leave_to_parent()
 
     def start(self) -> None:
         """Have a process ready before there is work, so that the first need not wait for it."""
@@ -158,6 +167,11 @@ class _Process:
         # One that ends when it was idle for long is not left behind as a zombie.
         Thread(target=self._process.wait, name="reaper", daemon=True).start()
 
+    def leave_to_parent(self) -> None:
+        """In a forked process: have no part in it any more."""
+        self._connection.close()
+        self._process.returncode = 0  # nobody here waits for it
+
     def is_there(self) -> bool:
         """Whether it still runs; what one that has ended held is given back."""
         if self._process.poll() is None:
@@ -216,6 +230,17 @@ class _Process:
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
+
+
+_of_this_program: Final[weakref.WeakSet[ConfinedWork]] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for work in list(_of_this_program):
+        work.begin_after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _end_all(*processes: list[_Process]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from typing import Final
 
 import msgspec
@@ -34,6 +35,8 @@ ANY_OBJECT: Final = {"type": "object"}
 FIELD: Final = "structured_outputs"
 BEGINS_LATER: Final = "[lazy]"
 """What a grammar has whose answer is free until a certain text comes."""
+_RULE_THAT_BEGINS_LATER: Final = re.compile(rf"^\w+{re.escape(BEGINS_LATER)}:", re.MULTILINE)
+"""A schema in a grammar is one line, and its texts may say anything."""
 NO_TEXT: Final = "NoExtension"
 """How llguidance says that nothing may follow, and that the end may not come either."""
 BACKTRACE: Final = "\n<backtrace>"
@@ -109,7 +112,7 @@ def is_json(form: StructuredOutputsParams) -> bool:
     """An answer is JSON, or has JSON in it as the arguments of a forced call are. One that begins
     with free text is none: quotes and digits mean nothing there."""
     grammar = form.grammar or ""
-    embedded = "%json" in grammar and BEGINS_LATER not in grammar
+    embedded = "%json" in grammar and not _RULE_THAT_BEGINS_LATER.search(grammar)
     return form.json is not None or form.json_object or embedded
 
 

@@ -32,7 +32,7 @@ T = TypeVar("T")
 LEASE_S, RENEW_DEADLINE_S, RETRY_S = 20.0, 10.0, 4.0
 """A dead leader is replaced within LEASE_S + RETRY_S; one that left, within RETRY_S.
 
-One that cannot renew ends RENEW_DEADLINE_S + RETRY_S after its last success at the latest.
+One that cannot renew ends RENEW_DEADLINE_S + 2 * RETRY_S after its last success at the latest.
 """
 ABANDONED_S = 3 * LEASE_S
 """A Lease that nobody has renewed for so long is nobody's, for who serves the whole cluster. The
@@ -115,7 +115,7 @@ async def lead(
     try:
         leases = await _unless(stop, _acquire(kube, candidate, hindered))
         if leases is not None:
-            await _work_while_leading(kube, candidate, leases, work)
+            await _work_while_leading(kube, candidate, *leases, work)
     finally:
         # Also if told to stop in the very moment of taking a Lease.
         await _free(kube, candidate)
@@ -125,10 +125,13 @@ async def _work_while_leading(
     kube: Kube,
     candidate: Candidate,
     leases: Mapping[LeaseName, Raw],
+    taken_at: float,
     work: Callable[[], Coroutine[Any, Any, None]],
 ) -> None:
     tasks = [asyncio.create_task(work())]
-    tasks += [asyncio.create_task(_renew(kube, candidate, lease)) for lease in leases.values()]
+    tasks += [
+        asyncio.create_task(_renew(kube, candidate, lease, taken_at)) for lease in leases.values()
+    ]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -151,8 +154,8 @@ async def _unless(stop: asyncio.Event, waiting: Coroutine[Any, Any, T]) -> T | N
 
 async def _acquire(
     kube: Kube, candidate: Candidate, hindered: Callable[[str], None]
-) -> Mapping[LeaseName, Raw]:
-    """All Leases, once they are ours."""
+) -> tuple[Mapping[LeaseName, Raw], float]:
+    """All Leases, once they are ours, and when the first of them was taken at the earliest."""
     seen = {name: Sighting() for name in candidate.leases}
     told = ""
     while True:
@@ -168,7 +171,7 @@ async def _acquire(
                 hindered("")
                 if not announced:  # who serves the cluster has to see first that we are here
                     await asyncio.sleep(RETRY_S)
-                return held
+                return held, now
             await _free(kube, candidate)  # or nobody would serve those
         hindered(words)
         told = words
@@ -237,20 +240,25 @@ def _words(candidate: Candidate, name: LeaseName, rival: str) -> str:
     )
 
 
-async def _renew(kube: Kube, candidate: Candidate, lease: Raw) -> None:
-    """Renew for ever. Raises `LeadershipLostError`."""
+async def _renew(kube: Kube, candidate: Candidate, lease: Raw, renewed_at: float) -> None:
+    """Renew for ever. Raises `LeadershipLostError`.
+
+    renewed_at: no later than the API server wrote it, which is what the others count from.
+    """
     name = _name(lease)
-    renewed_at = time.monotonic()
-    while time.monotonic() - renewed_at < RENEW_DEADLINE_S:
-        await asyncio.sleep(RETRY_S)
-        tried_at = time.monotonic()  # the others count from when the API server wrote it
+    tried_at = renewed_at
+    while True:
+        await asyncio.sleep(max(0.0, tried_at + RETRY_S - time.monotonic()))
+        tried_at = time.monotonic()
         try:
             async with asyncio.timeout(RETRY_S):
                 lease = await _renewed(kube, candidate, lease)
             renewed_at = tried_at
         except (ApiError, TimeoutError) as exc:
             log.warning("cannot renew the lease %s: %s", name[1], str(exc) or "no answer")
-    raise LeadershipLostError(f"the lease {name[1]} could not be renewed in time")
+            if time.monotonic() - renewed_at >= RENEW_DEADLINE_S:
+                words = f"the lease {name[1]} could not be renewed in time"
+                raise LeadershipLostError(words) from exc
 
 
 async def _renewed(kube: Kube, candidate: Candidate, lease: Raw) -> Raw:

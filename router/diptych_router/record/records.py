@@ -99,7 +99,8 @@ class Records:
         if record.newest is not None and record.num_placements < MOST_PLACEMENTS:
             record.num_placements += 1
             record.newest.placements.append(placement)
-            self._placements[core_id] = placement
+            if record.newest is record.attempts[-1]:  # nobody tells what engines say of later ones
+                self._placements[core_id] = placement
 
     def told(self, engine: str, stations: Iterable[RequestJourneyEvent], now_s: float) -> None:
         """An engine reports how far requests have come there. engine: its key."""

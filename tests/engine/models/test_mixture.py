@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from engine_kit.core import core_request, generate, make_core, run, tokens
@@ -17,7 +18,7 @@ from model_kit.mixture import answer_of, published_mixture, save_mixture_gguf
 from diptych_engine.execution.kv_cache_size import peak_of_a_step
 from diptych_engine.models.layer import Expert, ExpertStacks
 from diptych_engine.models.linear import Linear
-from diptych_engine.models.mixture import mixture, route, stacked_mixture
+from diptych_engine.models.mixture import mixture, route, stacked_mixture, stacks_pay
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_kernels.packed_product import is_available as has_packed_product
 from diptych_protocol import InvalidRequestError, LoRARequest
@@ -126,6 +127,25 @@ def test_experts_in_one_memory_make_the_same() -> None:
             stacked_mixture(x, chosen, weights, stacks),
             mixture(x, chosen, weights, experts, num_decodes=0),
         )
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(16, 16), (16, 12), (20, 16)])
+def test_experts_are_in_one_memory_where_there_is_a_product_for_their_sizes(
+    hidden: int, inner: int
+) -> None:
+    """torch's refuses others, also on a CPU."""
+    source = resolve_model("dummy://?num_hidden_layers=1")
+    sizes = {"hidden_size": hidden, "moe_intermediate_size": inner}
+    config = msgspec.structs.replace(source.config, **sizes)
+    shapes = (2, hidden, 2 * inner), (2, inner, hidden)
+    stacks = ExpertStacks(*(torch.ones(shape, dtype=torch.bfloat16) for shape in shapes))
+    x, chosen = torch.ones(1, hidden, dtype=torch.bfloat16), torch.zeros(1, 1, dtype=torch.int64)
+    has_product = True
+    try:
+        stacked_mixture(x, chosen, torch.ones(1, 1, dtype=torch.bfloat16), stacks)
+    except RuntimeError:
+        has_product = False
+    assert stacks_pay(config, torch.device("meta"), torch.bfloat16) == has_product
 
 
 def test_the_neighbours_of_a_token_change_no_bit() -> None:

@@ -21,7 +21,7 @@ from diptych_frontend.text.structured_outputs import (
     parser_limits,
 )
 from diptych_frontend.tool_calls.formats import FORMATS, SIGNS
-from diptych_frontend.tool_calls.tools import Tool, free_calls
+from diptych_frontend.tool_calls.tools import Tool, forced_call, free_calls
 from diptych_protocol import StructuredOutputsParams
 
 CITY = {
@@ -72,6 +72,16 @@ def matcher(parallel: bool) -> LLMatcher:
     assert not is_json(form)  # digits of the text are nobody's number
     check_structured_outputs(form, "tools")
     return LLMatcher(_bytes_as_tokens(), grammar_of(form), log_level=0, limits=parser_limits())
+
+
+def test_a_forced_call_is_json_whatever_its_schema_says() -> None:
+    schema = {"type": "object", "properties": {"mode": {"enum": ["[lazy]", "x\nbegin[lazy]:"]}}}
+    tool = {"type": "function", "function": {"name": "set", "parameters": schema}}
+    form = forced_call(
+        msgspec.convert([tool], list[Tool]), "required", parallel=True, lenient=False
+    )
+    assert form is not None
+    assert is_json(form)  # so its numbers end
 
 
 def fits(answer: str, *, parallel: bool = True) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -17,8 +18,11 @@ from waits import PATIENCE_S
 from diptych_operator.kube.leader import (
     LEASE_NAME,
     RELEASE_ANNOTATION,
+    RENEW_DEADLINE_S,
     RETRY_S,
     Candidate,
+    LeadershipLostError,
+    _renew,
     lead,
     leases_of,
 )
@@ -284,6 +288,29 @@ async def test_an_operator_begins_when_that_of_the_cluster_has_seen_it(left: str
             await asyncio.wait_for(begun.wait(), LOOK_S)
         await leading
     assert begun.is_set()
+
+
+class Unwilling(Store):
+    """Nothing that is there can be written again."""
+
+    refused = 0
+
+    async def answer(self, request: web.Request) -> web.Response:
+        if request.method != "PUT":
+            return await super().answer(request)
+        self.refused += 1
+        return web.json_response({"reason": "InternalError"}, status=500)
+
+
+async def test_a_lease_counts_from_when_it_was_taken_though_the_others_took_long() -> None:
+    """Others may take it LEASE_S after it was written, also if its first renewal came late."""
+    store, candidate = Unwilling(), Candidate("own-0", "team/own", leases_of(["ns"]))
+    taken_at = time.monotonic() - RENEW_DEADLINE_S
+    async with serving(store) as kube:
+        taken = await kube.create(lease("own-0"))
+        with pytest.raises(LeadershipLostError):
+            await _renew(kube, candidate, taken, taken_at)
+    assert store.refused == 1
 
 
 def test_leases_are_taken_in_one_order_and_one_stands_for_the_cluster() -> None:
