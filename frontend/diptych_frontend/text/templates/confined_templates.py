@@ -25,7 +25,7 @@ BOUNDS: Final = WorkBounds(
 start; an idle one has 24 MB."""
 
 
-class Refused(msgspec.Struct, array_like=True):
+class TemplateRefusal(msgspec.Struct, array_like=True):
     """The head of an answer that is not the text."""
 
     why: str
@@ -58,7 +58,7 @@ class ConfinedTemplate:
         except WorkFailedError as exc:
             _refuse(f"the model's chat template fails with these messages: {exc}")
         if head:
-            refused = msgspec.msgpack.decode(head, type=Refused)
+            refused = msgspec.msgpack.decode(head, type=TemplateRefusal)
             raise InvalidRequestError(refused.why, param=refused.param)
         return text.decode("utf-8", "surrogatepass")
 
@@ -93,7 +93,7 @@ def _answer(template: bytearray, asked: bytearray) -> tuple[bytes, memoryview]:
     try:
         text = _known(bytes(template)).render(messages, **options)
     except InvalidRequestError as exc:
-        return msgspec.msgpack.encode(Refused(str(exc), exc.param)), memoryview(b"")
+        return msgspec.msgpack.encode(TemplateRefusal(str(exc), exc.param)), memoryview(b"")
     return b"", memoryview(text.encode("utf-8", "surrogatepass"))
 
 
