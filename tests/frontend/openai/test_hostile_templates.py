@@ -49,15 +49,16 @@ def work_within(seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def at_work() -> list[int]:
-    """The processes of this one that render templates."""
+    """The processes that this test has started: those of tests before it have other bounds."""
+    bounds = confined_templates._work._bounds.as_argument()
     found = []
     for pid in Path("/proc").glob("[0-9]*"):
         try:
             parent = pid.joinpath("stat").read_text().rpartition(")")[2].split()[1]
-            command = pid.joinpath("cmdline").read_bytes()
+            command = pid.joinpath("cmdline").read_text().split("\0")
         except OSError:
             continue  # it has ended meanwhile
-        if int(parent) == os.getpid() and MODULE.encode() in command:
+        if int(parent) == os.getpid() and MODULE in command and bounds in command:
             found.append(int(pid.name))
     return found
 
