@@ -54,6 +54,7 @@ from diptych_protocol.multimodal import (
 from diptych_protocol.outputs import CompletionOutput, Logprob, RequestOutput
 from diptych_protocol.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
 from diptych_protocol.sampling import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from diptych_protocol.sampling_defaults import UNSAID, SamplingDefaults
 from diptych_protocol.usage_context import UsageContext
 from diptych_protocol.weight_transfer import (
     WeightTransferInitRequest,
@@ -82,6 +83,7 @@ from diptych_protocol.without_control import WithoutControl
 __all__ = [
     "FINISH_REASON_STRINGS",
     "UNREADABLE",
+    "UNSAID",
     "AnyControlCall",
     "Array",
     "Batches",
@@ -132,6 +134,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "RouterConfig",
+    "SamplingDefaults",
     "SamplingParams",
     "SchedulerStats",
     "SchedulingPolicy",
