@@ -1,6 +1,6 @@
-"""What the choice of `spec.engine.runtime` asks of the other parts of a spec, as rules.
+"""Rules about other parts of a spec that follow from `spec.engine.runtime`.
 
-What it asks of `spec.engine` itself stands beside that, in `engine.py`.
+Rules about `spec.engine` itself are in `engine.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from diptych_operator.api.vllm_arguments import OFFLOADING
 from diptych_protocol.config import RANKS_OF_CONNECTOR
 
 GPUS: Final = ("nvidia.com/gpu", "amd.com/gpu")
-"""The resources of which each rank of an engine takes one, where a pod has any."""
+"""The GPU resources; each rank of an engine takes one of the kind that its pod has."""
 
 PREFILL_NEEDED = Rule(
     "self.engine.runtime != 'diptych' || has(self.prefill)",
