@@ -16,7 +16,7 @@ from diptych_protocol import (
     PoolingParams,
     RouterConfig,
 )
-from diptych_router.features import FEATURES, check_features, check_pools, lacking
+from diptych_router.engines.features import FEATURES, check_features, check_pools, lacking
 
 
 def with_(**fields: Any) -> EngineCoreRequest:

@@ -20,7 +20,7 @@ from diptych_frontend.app import METRICS_AGE_S, build_app, build_probe_app
 from diptych_frontend.core_client.member import PULSE_INTERVAL_S
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_protocol import SchedulerStats
-from diptych_router.engine_link import STATS_INTERVAL_S
+from diptych_router.engines.engine_link import STATS_INTERVAL_S
 
 ROUNDS = 250
 OPEN_PATHS = ("/metrics", "/health", "/live", "/ping")
