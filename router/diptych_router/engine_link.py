@@ -32,7 +32,6 @@ from diptych_protocol import (
 from diptych_protocol.config import MAX_PLACE_CHARACTERS
 from diptych_protocol.wire import FOLLOW_HEARTBEAT, FOLLOW_PREFIXES, Heartbeat
 from diptych_router.engine_table import EngineRow
-from diptych_router.features import FEATURES
 from diptych_router.fleet import common_to_leases
 from diptych_router.health.liveness import Liveness
 from diptych_router.own_requests import OwnRequests
@@ -103,7 +102,6 @@ class EngineLink:
         self.times_doubted = 0
         """How often it had to be verified again."""
         self.stats = SchedulerStats()
-        self.features = FEATURES["diptych" if vllm is None else "vllm"]
         self.listed = True
         """Discovery still names it; an engine that is not listed gets no new requests."""
         self.row = row

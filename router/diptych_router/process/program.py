@@ -28,7 +28,6 @@ from diptych_frontend.text.output_processor import OutputProcessor
 from diptych_frontend.text.renderer import TextRenderer
 from diptych_protocol import RouterConfig
 from diptych_router.discovery import parse_targets
-from diptych_router.features import FEATURES
 from diptych_router.leaving import Leaving
 from diptych_router.page.control import read_control
 from diptych_router.page.routes import Page
@@ -123,12 +122,11 @@ def _batches(
 
 def build_page(config: RouterConfig, client: PoolClient) -> Page:
     """The page of a router. Raises `InvalidRequestError` if `diptych up` passed it nonsense."""
-    takes_images = client.renderer.stat_mm_cache() is not None
     return Page(
         partial(panels_now, client),
         partial(client.explanations.explanation, name_of=client.name_of),
         model=client.model_name,
-        images=takes_images and FEATURES[config.runtime].images,
+        images=lambda: client.takes_images,
         leaving=lambda: client.leaving,
         control=read_control(),
     )
