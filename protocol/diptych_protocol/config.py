@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Annotated, Final, Literal, Self
 
 import msgspec
@@ -604,3 +605,14 @@ class CurveKeys(msgspec.Struct, frozen=True):
 
     public: str
     secret: str
+
+
+class UsageContext(enum.Enum):
+    """What kind of program made an engine, in vLLM's words. Nobody is told."""
+
+    UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"
+    LLM_CLASS = "LLM_CLASS"
+    API_SERVER = "API_SERVER"
+    OPENAI_API_SERVER = "OPENAI_API_SERVER"
+    OPENAI_BATCH_RUNNER = "OPENAI_BATCH_RUNNER"
+    ENGINE_CONTEXT = "ENGINE_CONTEXT"
