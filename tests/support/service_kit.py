@@ -126,7 +126,7 @@ def make_router(
     model: str,
     prefill: str,
     decode: str,
-    read_keys: ReadKeys,
+    read_keys: ReadKeys | None,
     *,
     serving: Path | None = None,
     **settings: object,

@@ -33,7 +33,6 @@ from diptych_protocol.config import MAX_PLACE_CHARACTERS
 from diptych_protocol.wire import FOLLOW_HEARTBEAT, FOLLOW_PREFIXES, Heartbeat
 from diptych_router.engines.descriptions import common_to_leases
 from diptych_router.engines.engine_table import EngineRow, Role
-from diptych_router.engines.features import FEATURES
 from diptych_router.engines.health.liveness import Liveness
 from diptych_router.engines.own_requests import OwnRequests
 from diptych_router.engines.pair_rates import NOWHERE, Place
@@ -102,7 +101,6 @@ class EngineLink:
         self.times_doubted = 0
         """How often it had to be verified again."""
         self.stats = SchedulerStats()
-        self.features = FEATURES["diptych" if vllm is None else "vllm"]
         self.listed = True
         """Discovery still names it; an engine that is not listed gets no new requests."""
         self.row = row

@@ -28,7 +28,6 @@ from diptych_frontend.text.output_processor import OutputProcessor
 from diptych_frontend.text.renderer import TextRenderer
 from diptych_protocol import RouterConfig
 from diptych_router.engines.discovery import parse_targets
-from diptych_router.engines.features import FEATURES
 from diptych_router.program.leaving import Leaving
 from diptych_router.requests.pool_client import PoolClient
 from diptych_router.telling.explanations import Explanations
@@ -128,12 +127,11 @@ def _batches(
 
 def build_page(config: RouterConfig, client: PoolClient, explanations: Explanations) -> Page:
     """The page of a router. Raises `InvalidRequestError` if `diptych up` passed it nonsense."""
-    takes_images = client.renderer.stat_mm_cache() is not None
     return Page(
         partial(panels_now, client),
         partial(explanations.explanation, name_of=client.name_of),
         model=client.model_name,
-        images=takes_images and FEATURES[config.runtime].images,
+        images=lambda: client.takes_images,
         leaving=lambda: client.leaving,
         control=read_control(),
     )

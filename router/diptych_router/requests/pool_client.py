@@ -33,11 +33,11 @@ from diptych_protocol import (
     UtilityError,
     WithoutControl,
 )
+from diptych_protocol.abilities import Lack, check_abilities, lacks_of
 from diptych_protocol.block_hashes import salt_of_tenant
 from diptych_router.engines.discovery import Target
 from diptych_router.engines.engine_link import EngineLink, ReadKeys
 from diptych_router.engines.engine_table import Role
-from diptych_router.engines.features import FEATURES, check_features, check_pools, lacking
 from diptych_router.engines.vllm.service import VllmService
 from diptych_router.requests.actions import (
     Abort,
@@ -77,7 +77,7 @@ class PoolClient(AsyncEngine, WithoutControl):
         tracer: Tracer | None = None,
     ) -> None:
         """`tracer`: who sends spans of the requests; whoever made it closes it."""
-        check_pools(config, prefill=bool(targets["prefill"]))
+        config.check_pools(prefill=bool(targets["prefill"]))
         super().__init__(config, inputs, outputs, max_open_requests=MAX_OPEN_REQUESTS)
         self.leaving = False
         """The router is about to end: it serves on, but wants no more to come."""
@@ -93,7 +93,8 @@ class PoolClient(AsyncEngine, WithoutControl):
             on_hang=self._engine_hangs,
         )
         self._model_limit = inputs.max_model_len
-        self._runtime, self._lacks = config.runtime, lacking(FEATURES[config.runtime])
+        self._lacks: tuple[Lack, ...] = ()
+        """What the engines cannot do, as those have said that were usable last."""
         self._cache_per_key = config.cache_per_key
         self.table = RequestTable(
             self.pools,
@@ -133,6 +134,13 @@ class PoolClient(AsyncEngine, WithoutControl):
         if reason and (self.leaving or not self.pools.may_hold()):
             raise EngineDeadError(reason)
 
+    @property
+    def takes_images(self) -> bool:
+        """The model takes images, and so do all engines that were usable last."""
+        return self.renderer.stat_mm_cache() is not None and not any(
+            lack.field == "image_url" for lack in self._lacks
+        )
+
     def stats_by_engine(self) -> dict[str, SchedulerStats]:
         return self.pools.stats_by_engine()
 
@@ -162,7 +170,7 @@ class PoolClient(AsyncEngine, WithoutControl):
 
     def _submit(self, request: EngineCoreRequest, leader: str | None = None) -> None:
         if self._lacks:
-            check_features(self._runtime, self._lacks, request)
+            check_abilities(self._lacks, request)
         if self._cache_per_key and request.tenant:
             salt = salt_of_tenant(request.tenant, request.cache_salt)
             request = msgspec.structs.replace(request, cache_salt=salt)
@@ -204,6 +212,7 @@ class PoolClient(AsyncEngine, WithoutControl):
             ordered = all(engine.scheduling_policy == "priority" for engine in usable)
             self.input_processor.max_model_len = min(self._model_limit, *limits)
             self.input_processor.scheduling_policy = "priority" if ordered else "fcfs"
+            self._lacks = lacks_of(usable)
 
     # --- what the table wants done ------------------------------------------------------------
 

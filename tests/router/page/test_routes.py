@@ -49,7 +49,7 @@ def page() -> Page:
         lambda: panels_of([], 0, 0),
         explained,
         model="m",
-        images=False,
+        images=lambda: False,
         leaving=lambda: True,
         control=CONTROL,
     )

@@ -10,11 +10,21 @@ import msgspec
 
 from diptych_protocol import UNREADABLE, EngineDescription, UtilityError
 from diptych_protocol.config import SERVED_REVISION
+from diptych_protocol.wire import Abilities
 from diptych_router.engines.vllm.messages import GENERATE
 from diptych_router.engines.vllm.metrics import ServerFigures
 
 _EXISTS: Final = 405
 """The answer to GET where only POST is served."""
+ABILITIES: Final = Abilities(
+    tells_received=False,
+    prompt_embeds=False,
+    images=False,
+    adapters=False,
+    prompt_logprobs=False,
+    logits_processors=False,
+)
+"""What the endpoint takes."""
 MAX_MODEL_LEN: Final = 1 << 24
 
 
@@ -88,4 +98,6 @@ def description_of(
         max_num_seqs=0,
         pid=0,
         revision=revision,
+        runtime="vllm",
+        abilities=ABILITIES,
     )

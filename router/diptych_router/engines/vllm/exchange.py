@@ -16,9 +16,10 @@ from diptych_protocol import (
     EngineCoreRequest,
     EngineDescription,
     FinishReason,
+    InvalidRequestError,
 )
+from diptych_protocol.abilities import check_abilities, lacks_of
 from diptych_protocol.kv_transfer_params import fingerprint
-from diptych_router.engines.features import FEATURES
 from diptych_router.engines.vllm.answer_stream import AnswerStream, MalformedStreamError, refusal
 from diptych_router.engines.vllm.hand_off import (
     LENDS,
@@ -37,6 +38,7 @@ from diptych_router.engines.vllm.messages import (
     cut_short,
     generate_body,
     max_tokens_of,
+    not_offered,
     too_late,
 )
 from diptych_router.engines.vllm.references import TICKET, UnusableReferenceError
@@ -71,6 +73,7 @@ class Exchanger:
     ) -> None:
         self._session, self._service, self._address = session, service, address
         self._max_model_len = about.max_model_len
+        self._lacks = lacks_of([about])
         self._compat = fingerprint(about.compat)
         self.salt = salt
         """Added to each request's cache salt, so that the server finds nothing that it stored
@@ -82,7 +85,13 @@ class Exchanger:
         Raises `CONNECTION_ERRORS`, `TooLongError`, and `MalformedStreamError`.
         """
         core_id = request.request_id
-        if not FEATURES["vllm"].goes_on_with_forms and cannot_go_on(request):
+        try:
+            # One that was held while no engine was up was not refused when it came.
+            check_abilities(self._lacks, request)
+        except InvalidRequestError as exc:
+            hand_on([not_offered(core_id, exc)])
+            return
+        if cannot_go_on(request):
             hand_on([cut_short(core_id)])
             return
         try:

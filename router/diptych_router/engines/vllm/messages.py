@@ -15,6 +15,7 @@ from diptych_protocol import (
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
+    InvalidRequestError,
     LogprobsLists,
     SamplingParams,
     StructuredOutputsParams,
@@ -237,6 +238,18 @@ def failure(core_id: str, error: ErrorBody) -> EngineCoreOutput:
         error=f"vLLM: {error.message}",
         error_kind=kind,
         error_param=error.param,
+    )
+
+
+def not_offered(core_id: str, why: InvalidRequestError) -> EngineCoreOutput:
+    """The end of a request for something that vLLM's endpoint has not."""
+    return EngineCoreOutput(
+        core_id,
+        [],
+        finish_reason=FinishReason.ERROR,
+        error=str(why),
+        error_kind=ErrorKind.REFUSED,
+        error_param=why.param,
     )
 
 

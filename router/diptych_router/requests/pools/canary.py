@@ -182,7 +182,8 @@ async def _cross(
         release(canary.core_id, canary.lease)
         raise
     num_tokens = len(request.prompt_token_ids or ())
-    if decode.features.tells_received:
+    about = decode.description
+    if about is None or about.abilities.tells_received:
         received = _difference(before, await _totals(decode))
         error = complaint(outputs, num_tokens, num_blocks, received.blocks_received)
         return _Findings(received, num_tokens - received_tokens(outputs), error)

@@ -52,14 +52,14 @@ class Page:
         explained: Callable[[str], Explanation],
         *,
         model: str,
-        images: bool,
+        images: Callable[[], bool],
         leaving: Callable[[], bool],
         control: Control | None,
     ) -> None:
         """look, leaving: see `Watchers`. explained: reports all that is remembered under a
-        request's id; no requests if there are none."""
+        request's id; no requests if there are none. images: see `About`."""
         self._explained = explained
-        self._about = About(model=model, images=images, version=version("diptych"), control=control)
+        self._model, self._images, self._control = model, images, control
         self._assets = Assets(control.url if control is not None else "")
         self.watchers = Watchers(look, leaving)
 
@@ -79,7 +79,14 @@ class Page:
         ]
 
     async def about(self, request: Request) -> Response:
-        return _json(self._about)
+        return _json(
+            About(
+                model=self._model,
+                images=self._images(),
+                version=version("diptych"),
+                control=self._control,
+            )
+        )
 
     async def answer(self, request: Request) -> Response:
         """Why the engines of an answer were chosen, and what came true: of the caller's own
