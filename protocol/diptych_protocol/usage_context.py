@@ -1,4 +1,4 @@
-"""What kind of program an engine was made by, in vLLM's words. It is reported to nobody."""
+"""The kind of program that made an engine, in vLLM's terms. It is reported to nobody."""
 
 from __future__ import annotations
 
