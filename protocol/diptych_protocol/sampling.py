@@ -1,4 +1,4 @@
-"""What a caller may ask of the sampler, and how its answer should be delivered."""
+"""The parameters of sampling, and of how its answer is delivered."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
     json_object: bool = False
     """Any JSON object."""
     lenient: bool = False
-    """What cannot be enforced of a JSON schema is left out instead of refused."""
+    """Keywords of a JSON schema that cannot be enforced are ignored instead of refused."""
 
     @property
     def kind(self) -> str:
-        """The name of the field that is set, of a form that is checked."""
+        """The name of the field that is set, for a form that was checked."""
         return self._asked()[0]
 
     def _asked(self) -> list[str]:
         return [name for name in FORMS if getattr(self, name) not in (None, False)]
 
     def check(self) -> None:
-        """Raise `InvalidRequestError` unless exactly one form is asked for, and it is not empty."""
+        """Raise `InvalidRequestError` unless exactly one form is given, and it is not empty."""
         asked = self._asked()
         if len(asked) != 1:
             raise InvalidRequestError(
@@ -70,7 +70,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     """Parameters of one generation, under vLLM's names.
 
     Sent inside `EngineCoreRequest`, so every field must be a plain value. Call `check()` on
-    anything that comes from outside: decoding proves types, `check` proves ranges.
+    anything that comes from outside: decoding checks types, `check` checks ranges.
     """
 
     n: int = 1
@@ -97,15 +97,15 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     prompt_logprobs: int | None = None
     """How many alternatives to report for each token of the prompt."""
     logit_bias: dict[int, float] | None = None
-    """Token id -> what is added to its logit, between -100 and 100."""
+    """Token id -> a number from -100 to 100 that is added to its logit."""
     bad_words: list[str] = []
     """Texts that must not be generated."""
     bad_words_token_ids: list[list[int]] | None = None
-    """The tokens of `bad_words`, which the front-end adds to what stands here."""
+    """The tokens of `bad_words`, which the front-end adds to those given here."""
     structured_outputs: StructuredOutputsParams | None = None
     logits_processors: list[str] | None = None
-    """Functions of the engine's configuration, as `module:function`, that change the logits in this
-    order."""
+    """Functions of the engine's configuration, as `module:function`, which change the logits in
+    this order."""
     detokenize: bool = True
     skip_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
@@ -113,7 +113,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     """Carries `kv_transfer_params`, as in vLLM."""
 
     def __post_init__(self) -> None:
-        """A single stop string stands for a list of one: letter by letter it is never meant."""
+        """Accept a single stop string as a list of one."""
         if isinstance(self.stop, str):
             self.stop = [self.stop]
 
@@ -204,8 +204,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
                     )
 
     def check_processors(self, known: Collection[str]) -> None:
-        """Raise `InvalidRequestError` for a function that is none of an engine's, and for too many
-        of them."""
+        """Raise `InvalidRequestError` for a function that the engine's configuration does not name,
+        and for too many functions."""
         wanted = self.logits_processors or ()
         if len(wanted) > MAX_STOPS:
             raise InvalidRequestError(
