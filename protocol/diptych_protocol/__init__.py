@@ -54,6 +54,7 @@ from diptych_protocol.multimodal import (
 )
 from diptych_protocol.outputs import CompletionOutput, Logprob, RequestOutput
 from diptych_protocol.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
+from diptych_protocol.router_settings import RouterSettings
 from diptych_protocol.sampling import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from diptych_protocol.weight_transfer import (
     WeightTransferInitRequest,
@@ -132,6 +133,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "RouterConfig",
+    "RouterSettings",
     "SamplingParams",
     "SchedulerStats",
     "SchedulingPolicy",

@@ -107,6 +107,15 @@ class PromiseCount(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
 
 
+class RefusedSetting(msgspec.Struct, frozen=True, kw_only=True):
+    """A setting that this router cannot obey, and which keeps it from getting ready."""
+
+    setting: str
+    """The field of `RouterSettings`."""
+    why: str
+    """What is wrong with its value, and what it may be, without a full stop."""
+
+
 class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one router knows of the service."""
 
@@ -123,6 +132,7 @@ class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
     """The newest of each pair, newest last."""
     promises: list[PromiseCount] = []
     """Since the router's start."""
+    refused_settings: list[RefusedSetting] = []
     recent_promises: list[PromiseCount] = []
     """The same for the last `RECENT_S` seconds, and only what more pods can change: neither prompts
     that take longer than promised on an idle engine, nor failures that have nothing to do with
