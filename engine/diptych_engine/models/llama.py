@@ -40,7 +40,7 @@ from diptych_kernels.silu_mul import silu_mul
 
 
 class LlamaModel(torch.nn.Module):
-    """Weights and arithmetic; holds no state of any request."""
+    """The weights and the arithmetic, without the state of any request."""
 
     def __init__(
         self,

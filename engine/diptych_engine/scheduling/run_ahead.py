@@ -1,13 +1,13 @@
-"""Plans a step while the one before it is under way. Pure.
+"""Plans a step while the one before it is running.
 
 On a GPU a step is launched in less time than it takes, so the next one can wait in the device's
-queue: the device then never waits for scheduler, messages and sampling parameters (what vLLM calls
-asynchronous scheduling). Its tokens are not known on the host yet, but their places are. Every
-request is taken to go on; what ends with the step before is computed once more for nothing, one
-token of it, into a slot that nobody reads.
+queue. Then the device never waits for scheduler, messages and sampling parameters (vLLM calls this
+asynchronous scheduling). The tokens of the running step are not known on the host yet, but their
+positions are. Every request is assumed to continue. For a request that ends with the running step,
+one token is computed in vain, into a slot that nobody reads.
 
-It is planned only when nothing else could be: as soon as somebody may be admitted, preempted or
-given a chunk of its prompt, the core waits for results and plans from what is known.
+A step is planned ahead only when no other plan is possible. As soon as a request may be admitted,
+preempted or given a chunk of its prompt, the core waits for results and plans from them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from diptych_engine.scheduling.scheduler import Scheduler
 
 
 def plan_ahead(scheduler: Scheduler, plan: StepPlan) -> StepPlan | None:
-    """The step after `plan`, whose results nobody has applied yet; None if that depends on them."""
+    """Return the step after `plan`, whose results have not been applied yet; None if it depends on
+    them."""
     if scheduler.gate.frozen or _may_admit(scheduler):
         return None
     shares: list[ScheduledRequest] = []

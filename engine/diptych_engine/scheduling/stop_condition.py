@@ -1,4 +1,4 @@
-"""When a request has enough tokens."""
+"""Decides when a request has enough tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from diptych_protocol import FinishReason
 
 
 def stop_condition(request: Request, token: int) -> tuple[FinishReason, int | str | None] | None:
-    """Whether the newest token ends the request, and why."""
+    """Return whether the newest token ends the request, and why."""
     params, num_tokens = request.params, len(request.token_ids)
     if num_tokens - request.num_prompt_tokens >= params.min_tokens:
         if token == request.eos_token_id and not params.ignore_eos:
