@@ -11,6 +11,7 @@ from diptych_protocol.config import (
     KVTransferConfig,
     RouterConfig,
     Slo,
+    UsageContext,
 )
 from diptych_protocol.control_calls import AnyControlCall, ControlCall, PauseMode
 from diptych_protocol.controlled_client import ControlledClient
@@ -53,8 +54,13 @@ from diptych_protocol.multimodal import (
 )
 from diptych_protocol.outputs import CompletionOutput, Logprob, RequestOutput
 from diptych_protocol.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
-from diptych_protocol.sampling import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from diptych_protocol.usage_context import UsageContext
+from diptych_protocol.sampling import (
+    UNSAID,
+    RequestOutputKind,
+    SamplingDefaults,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from diptych_protocol.weight_transfer import (
     WeightTransferInitRequest,
     WeightTransferUpdateRequest,
@@ -82,6 +88,7 @@ from diptych_protocol.without_control import WithoutControl
 __all__ = [
     "FINISH_REASON_STRINGS",
     "UNREADABLE",
+    "UNSAID",
     "AnyControlCall",
     "Array",
     "Batches",
@@ -132,6 +139,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "RouterConfig",
+    "SamplingDefaults",
     "SamplingParams",
     "SchedulerStats",
     "SchedulingPolicy",

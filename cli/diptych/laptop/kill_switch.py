@@ -23,7 +23,7 @@ from diptych_frontend.browsers.gate import BrowserGate
 from diptych_frontend.browsers.rules import BrowserRules
 from diptych_frontend.openai.asgi import Boundary
 from diptych_protocol import InvalidRequestError
-from diptych_router.page.control import Control
+from diptych_router.telling.page.control import Control
 
 ENGINES: Final = ("prefill", "decode")
 DEFAULT_PORTS: Final = {"http": 80, "https": 443}
