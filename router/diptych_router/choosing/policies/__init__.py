@@ -1,6 +1,6 @@
 """The policies, one file each: what every engine costs a request.
 
-A file here that defines `POLICY` is a policy: nothing else lists them. `spec.router.policy` names
+A file here that defines `POLICY` is a policy; no other list names it. `spec.router.policy` names
 the router's; `python -m benchmarks.simulate run --policy NAME` simulates a fleet with any.
 """
 
