@@ -1,4 +1,4 @@
-"""A core's part in hand-offs: its requests to the hinge, and what it does with the answers."""
+"""A core's part in hand-offs: what it asks of the hinge, and what it makes of the answers."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ Admit = Callable[[EngineCoreRequest], Request]
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """A request whose prompt is being computed for another engine."""
+    """A request whose prompt is being computed for somebody else."""
 
     request: Request
     lease_id: str
 
 
 class HandOffs:
-    """Connects the scheduler, which decides, with the connector, which acts.
+    """Between the scheduler, which decides, and the connector, which acts.
 
-    An engine without a connector lends and fetches nothing.
+    An engine without a connector lends and fetches nothing, and nothing is asked of it.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class HandOffs:
     ) -> None:
         self._description = description
         self._scheduler = scheduler
+        self._early, self._lent = scheduler.early, scheduler.leased
         self._connector = connector
         self._admit_announced = admit_announced
         self._promises: dict[str, Promise] = {}
@@ -70,20 +71,19 @@ class HandOffs:
     # --- requests come and go -----------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Raise `InvalidRequestError` if the lease for a request belongs to another one, and
-        `UnprovenReferenceError` if the lease that it comes with was not lent for it."""
+        """Raises `InvalidRequestError` if the lease that a request is to have is another's, and
+        `UnprovenReferenceError` if the one that it comes with was not lent for it."""
         params = request.kv_transfer
         if self._connector is None or params is None:
             return
         if params.do_remote_prefill:
             tokens = request.token_ids[: params.remote_num_tokens]
             self._connector.check(params, tokens, request.kv_identity)
-        elif params.lease_id is not None and self._scheduler.has_lease(params.lease_id):
+        elif params.lease_id is not None and params.lease_id in self._lent:
             raise bad_params("there is a lease of this id already")
 
     def arrived(self, request: Request) -> None:
-        """Begin the hand-offs of an admitted request: promise what it will lend, keep alive what it
-        will fetch."""
+        """A request was admitted: promise what it is to lend, keep alive what it is to fetch."""
         self._reach_source(request)
         params = request.kv_transfer
         if self._connector is None or params is None:
@@ -93,11 +93,11 @@ class HandOffs:
                 self._promise(request, params.lease_id, request.num_tokens, self._connector)
             return
         self._connector.take(params)
-        if self._scheduler.claim_early(request):
+        if self._early.claim(request):
             self._connector.adopt_load(request.request_id)
         else:
             self.forgo(request.request_id)
-            if self._scheduler.has_early(request.request_id):
+            if request.request_id in self._early.loads:
                 # Something else is still on its way under this name: compute the prompt here.
                 self._connector.reject(params)
                 request.kv_transfer = None
@@ -128,16 +128,16 @@ class HandOffs:
             request.token_ids[:num_tokens],
             request.kv_identity,
         )
-        self._scheduler.begin_lease(lease_id)
+        self._lent.begin(lease_id)
         promise = self._promises[request.request_id] = Promise(request, lease_id)
         return promise
 
     def gone(self, request: Request) -> None:
-        """End the hand-offs of a request that is about to end without lending anything."""
+        """A request is about to end without lending anything, whatever it fetches or promised."""
         if self._connector is None:
             return
         self._withdraw(request.request_id)
-        self._scheduler.drop_early(request.request_id)
+        self._early.drop(request.request_id)
         self._connector.cancel_load(request.request_id)
 
     def _withdraw(self, request_id: str) -> None:
@@ -146,41 +146,41 @@ class HandOffs:
             self._connector.withdraw(promise.lease_id)
 
     def withdraw_lent(self) -> None:
-        """End the leases of waiting requests that would have to compute lent blocks again."""
-        # A promise has no time limit, and its request, or one before it, may wait for the blocks
-        # that it pins. When the request has computed its prompt, it gets a lease of its own.
+        """End the leases of requests that wait to compute what they have lent already.
+
+        A promise does not age: what it pins may be what its request, or one before it, waits for.
+        When such a request has computed its prompt it gets a lease of its own.
+        """
         for promise in list(self._promises.values()):
             waits = promise.request.status is not RequestStatus.RUNNING
-            if waits and self._scheduler.num_lent(promise.lease_id):
+            if waits and self._lent.count(promise.lease_id):
                 self._withdraw(promise.request.request_id)
 
     def forgo(self, request_id: str) -> None:
-        """Forget an announced request that will not come or is refused. Harmless if none was
-        announced."""
-        if self._connector is not None and self._scheduler.has_early(request_id):
-            self._scheduler.drop_early(request_id)
+        """An announced request will not come, or is refused; nothing if none was announced."""
+        if self._connector is not None and request_id in self._early.loads:
+            self._early.drop(request_id)
             self._connector.cancel_load(request_id)
 
     def announce_kv_transfer(self, request: EngineCoreRequest) -> bool:
-        """Prepare for a request that will come, under this id, when a prefill engine has computed
-        its prompt.
+        """A request will come, under this id, when a prefill engine has computed its prompt.
 
-        It is the later ADD without the tokens that prefill samples. Its `kv_transfer_params` have
-        `do_remote_prefill`, `remote_engine_id`, `remote_host`, `remote_port`, `epoch`, `compat`,
-        the `lease_id` that the prefill request was given, as `remote_num_tokens` the length of its
-        prompt (`generated_token_ids` included), and as `proof` the prefill engine's
-        `kv_transfer_proof`.
+        It is what the later ADD will be, but for the tokens that prefill samples; its
+        `kv_transfer_params` have `do_remote_prefill`, `remote_engine_id`, `remote_host`,
+        `remote_port`, `epoch`, `compat`, the `lease_id` that the prefill request was given, as
+        `remote_num_tokens` the length of its prompt (`generated_token_ids` included), and as
+        `proof` the prefill engine's `kv_transfer_proof`.
 
-        Returns whether blocks are reserved and filled while prefill computes; False: there is only
-        a connection. Either way nothing is promised, nothing is answered later, and the ADD must
-        contain everything again. Without an ADD it ends by ABORT of the id, or by itself after
+        Returns whether blocks are reserved and filled while prefill computes; False: it is only
+        connected. Either way nothing is promised, nothing is answered later, and the ADD must say
+        everything again. Without an ADD it ends by ABORT of the id, or by itself after
         `load_timeout_s`; the lease stays as it is. Repeating it is harmless. Raises
-        `InvalidRequestError` for the reasons that the ADD would be refused for.
+        `InvalidRequestError` for what the ADD would be refused for.
         """
         if self._connector is None:
             raise InvalidRequestError("this engine takes no part in hand-offs")
         scheduler, connector = self._scheduler, self._connector
-        if scheduler.has_early(request.request_id):
+        if request.request_id in self._early.loads:
             return True
         if scheduler.find(request.request_id) or scheduler.is_loading(request.request_id):
             return False
@@ -189,7 +189,9 @@ class HandOffs:
         if params is None or not params.do_remote_prefill:
             raise InvalidRequestError("only a hand-off to this engine can be announced")
         connector.check_announced(params)
-        order = scheduler.reserve_early(announced)
+        # Requests that are here come first, and during a pause memory may go.
+        wanted_here = scheduler.has_waiting or scheduler.paused
+        order = None if wanted_here else self._early.reserve(announced)
         if order is None:
             connector.reach(params)
         else:
@@ -199,7 +201,7 @@ class HandOffs:
     # --- a step -------------------------------------------------------------------------------
 
     def start_loads(self) -> None:
-        """Begin the loads for which the scheduler has reserved blocks."""
+        """Begin what the scheduler has reserved blocks for."""
         orders = self._scheduler.take_load_orders()
         if self._connector is None:
             return
@@ -229,23 +231,21 @@ class HandOffs:
         )
 
     def lend_computed(self) -> None:
-        """Lend the full blocks that a step has completed, so that they travel while others are
-        computed."""
+        """Let the full blocks that a step has completed travel while others are computed."""
         if self._connector is None:
             return
-        scheduler, size = self._scheduler, self._description.block_size
+        size = self._description.block_size
         for promise in self._promises.values():
-            request, lent = promise.request, scheduler.num_lent(promise.lease_id)
+            request, lent = promise.request, self._lent.count(promise.lease_id)
             full = request.num_computed_tokens // size
             if full > lent:
-                blocks = scheduler.lend(promise.lease_id, request.block_ids[lent:full])
+                blocks = self._lent.lend(promise.lease_id, request.block_ids[lent:full])
                 self._connector.lend(promise.lease_id, blocks)
 
     def finish(self, request: Request, reason: FinishReason) -> dict[str, Any] | None:
-        """Lend the KV of a request that computed a prompt for a decode engine and is about to
-        finish.
+        """A request that computed a prompt for a decode engine is about to finish.
 
-        Returns the decode engine's parameters, if there is anything to lend.
+        Returns what the decode engine must be told, if there is anything to lend.
         """
         if reason is FinishReason.LENGTH:
             return self.grant(request)
@@ -255,22 +255,22 @@ class HandOffs:
     def grant(self, request: Request) -> dict[str, Any] | None:
         """Lend the computed blocks of a request that is about to finish.
 
-        Returns the parameters by which a decode engine fetches them.
+        Returns what a decode engine must be told to fetch them.
         """
         if self._connector is None:
             return None
-        computed, scheduler = request.num_computed_tokens, self._scheduler
+        computed = request.num_computed_tokens
         promise = self._promises.pop(request.request_id, None)
         if promise is None:
             wanted = None if request.kv_transfer is None else request.kv_transfer.lease_id
-            lease_id = None if wanted is None or scheduler.has_lease(wanted) else wanted
+            lease_id = None if wanted is None or wanted in self._lent else wanted
             promise = self._promise(request, lease_id, computed, self._connector)
             del self._promises[request.request_id]
-        lent = scheduler.num_lent(promise.lease_id)
+        lent = self._lent.count(promise.lease_id)
         end = -(-computed // self._description.block_size)
         params = self._connector.grant(
             request.request_id,
-            scheduler.lend(promise.lease_id, request.block_ids[lent:end]),
+            self._lent.lend(promise.lease_id, request.block_ids[lent:end]),
             request.token_ids[:computed],
             request.token_ids[computed:],
             request.kv_identity,
@@ -281,7 +281,7 @@ class HandOffs:
     # --- the hinge reports --------------------------------------------------------------------
 
     def handle_events(self) -> list[tuple[Request, str]]:
-        """Apply what the hinge reports. Returns requests that failed because of it, and why."""
+        """Apply what the hinge reports. Returns requests that have failed by it, and why."""
         failures = []
         for event in self._connector.poll_events() if self._connector is not None else ():
             if isinstance(event, LeaseEnded):
@@ -310,23 +310,25 @@ class HandOffs:
         """Another engine lacks a prefix: lend what is remembered of it."""
         if self._connector is None:
             return
-        blocks = self._scheduler.lend_prefix(asked.lease_id, asked.names, asked.num_known)
+        blocks: list[int] = []
+        if not self._scheduler.paused:  # memory may go then
+            blocks = self._lent.lend_prefix(asked.lease_id, asked.names, asked.num_known)
         last_name = asked.names[len(blocks) - 1]
         self._connector.lend_prefix(asked.lease_id, blocks, last_name)
 
     def _lease_ended(self, event: LeaseEnded) -> None:
-        self._scheduler.end_lease(event.lease_id)
+        self._lent.end(event.lease_id)
         promise = self._promises.get(event.request_id)
         if promise is not None and promise.lease_id == event.lease_id:
             # Whoever was to read it will not. If the request finishes, it gets a lease of its own.
             del self._promises[event.request_id]
 
     def stats(self) -> KVTransferStats | None:
-        """Return totals since the start, and what is held now; None without a hinge."""
+        """Totals since the start, and what is held now; None without a hinge."""
         if self._connector is None:
             return None
         stats = self._connector.stats()
-        self._scheduler.count_early(stats)
+        self._early.count(stats)
         self.fetches.count(stats)
         stats.rejections_ignored = self._rejections_ignored
         return stats
@@ -334,13 +336,11 @@ class HandOffs:
     # --- rejection ----------------------------------------------------------------------------
 
     def reject_kv_transfer(self, request_id: str, raw_params: dict[str, Any]) -> None:
-        """Free what the prefill engine holds for a request that was refused or lost before
-        admission.
+        """Somebody refused or lost a request before admission: free what P holds for it.
 
-        It works on either side: a prefill engine ends its own lease; a decode engine tells the
-        prefill engine. Repeating it is harmless. Parameters without a valid signature are counted,
-        and raise `InvalidRequestError`. Parameters of a present or past request change nothing,
-        because that request decides about the lease.
+        Works on either side: P ends its own lease, D tells P. Repeating it is harmless. Parameters
+        that P has not signed are counted, and raise `InvalidRequestError`. Those of a request that
+        is here or was change nothing: what becomes of the lease is its affair.
         """
         try:
             self._release(request_id, raw_params)
@@ -359,10 +359,10 @@ class HandOffs:
         log.info("request %s was rejected before admission; its lease is released", request_id)
 
     def refused(self, message: EngineCoreRequest, *, may_release: bool = True) -> None:
-        """Release the prefill of a refused hand-off, whatever was wrong with the request.
+        """A refused hand-off must not leave its prefill pinned, whatever was wrong with it.
 
-        may_release: False if the prefill was not for this request. A holder of an edited reference
-        may end the lease by name, but not through this refusal.
+        may_release: False if what was wrong is that the prefill was not for this request. Who
+        carries a reference that somebody has edited may end the lease by name, but not in passing.
         """
         self.forgo(message.request_id)
         self._withdraw(message.request_id)

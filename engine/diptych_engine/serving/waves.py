@@ -17,7 +17,7 @@ The danger is that a core sleeps while others wait for it at the barrier. So a c
 run unasked announces it, unless the front-end has done so with the request; a late START is
 recognised by its number; and the end of a pause is a START.
 
-The other side is `diptych_frontend.core_client.wave_coordinator`; tests explore both with three
+The other side is `diptych_frontend.core_client.group`; tests explore both with three
 cores.
 """
 

@@ -23,6 +23,7 @@ class PrefixAware:
 
     reason = "cheapest"
     compares_duties = True
+    reads_prefixes = True
 
     def equal_within(self, duty: Duty) -> float:
         """See `Policy.equal_within`. Reports are no more exact than that, and routers that all
