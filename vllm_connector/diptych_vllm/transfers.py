@@ -113,6 +113,6 @@ class Transfers:
         return fetched
 
     def take_results(self) -> Results:
-        """What has ended since the last call."""
+        """Return the transfers that have ended since the last call."""
         results, self._results = self._results, Results()
         return results

@@ -240,9 +240,9 @@ class Scheduler:
                 self._preempt(victim)
 
     def _who_gives_way(self) -> Request | None:
-        """The running request whose row and blocks the next waiting one is to have; None: nobody.
+        """Return the running request to preempt for the next waiting one; None: nobody.
 
-        Running requests must stand in the order of what their tenants were served.
+        Running requests must be in the order of how much their tenants were served.
         """
         tenants = self.tenants
         if not self.waiting or not tenants.several:

@@ -17,7 +17,7 @@ lie unread."""
 
 
 def stood_still_s(planned: float, now: float) -> float:
-    """For how long this process stood still before a look at `now`; 0: it did not."""
+    """Return for how long this process stood still before a look at `now`; 0 if it did not."""
     late_s = now - planned
     return late_s if late_s > LATE_LOOK_S else 0.0
 
