@@ -38,7 +38,7 @@ class SchedulerHalf:
         Args:
             groups: how vLLM keeps the KV of a request.
             lends: whether vLLM's `kv_role` lets this engine lend.
-            fetches: the same of fetching.
+            fetches: whether vLLM's `kv_role` lets this engine fetch.
             announced_from: see `Lending.announced_from`.
             random_bits: `random_bits(k)` returns k unpredictable bits.
         """
