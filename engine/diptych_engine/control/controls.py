@@ -31,7 +31,7 @@ class Controls:
 
     @property
     def calls(self) -> tuple[Callable[..., Any], ...]:
-        """What a client may name in a utility call."""
+        """The functions that a client may name in a utility call."""
         return (
             self.pause_generation, self.resume_generation, self.is_paused,
             self.sleep, self.wake_up, self.is_sleeping,

@@ -20,8 +20,8 @@ from diptych_kernels.host_arrays import to_device
 class Preface:
     """Reads an output token by token, until its answer begins.
 
-    The first token decides: it belongs to the grammar, or to the marker that opens reasoning. If
-    that is more than one token, the others decide, too.
+    The first token decides: it belongs either to the grammar or to the marker that opens reasoning.
+    If the marker has more tokens, they decide too.
     """
 
     def __init__(self, reasoning: Reasoning) -> None:
@@ -34,7 +34,7 @@ class Preface:
         """The tokens so far, if they may become the marker."""
 
     def take(self, token: int) -> list[int]:
-        """Read a token; returns the tokens that turn out to be of the answer."""
+        """Read a token, and return the tokens that belong to the answer."""
         if self.ended:
             return [token]
         if self._splitter is not None:
@@ -59,9 +59,9 @@ class Preface:
         return tokenizer.encode(answer, add_special_tokens=False) if answer else []
 
     def allowed(self, grammar: LLMatcher) -> NDArray[np.uint8]:
-        """One bit for each token, as `GrammarState.allowed`, before the answer has begun.
+        """Return one bit for each token, as `GrammarState.allowed`, before the answer has begun.
 
-        grammar: stands at its beginning.
+        grammar: in its initial state.
         """
         tokens = self._reasoning.tokens
         if self._splitter is not None:

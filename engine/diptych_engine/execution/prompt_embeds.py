@@ -23,15 +23,15 @@ Encode = Callable[[Tensor], Tensor]
 
 
 class EncodedImages:
-    """Has what the scheduler's `EncoderCache` says."""
+    """Holds the features that the scheduler's `EncoderCache` has planned."""
 
     def __init__(self, encode: Encode | None) -> None:
-        """`encode`: the model's; None for one that sees nothing."""
+        """`encode`: the model's; None for a model without vision."""
         self._encode = encode
         self._features: dict[str, Tensor] = {}
 
     def do(self, work: ImageWork) -> None:
-        """Forget, then encode."""
+        """Forget features, then encode images."""
         for key in work.forget:
             del self._features[key]
         for image in work.encode:
@@ -46,7 +46,7 @@ class EncodedImages:
     def among(
         self, shares: Sequence[ScheduledRequest], query_starts: NDArray[np.int64]
     ) -> Iterator[tuple[Rows, Tensor]]:
-        """Rows among a step's tokens, and the features that belong there.
+        """Return rows among a step's tokens, and the features for them.
 
         query_starts: [shares + 1]: where each share begins among the step's tokens.
         """

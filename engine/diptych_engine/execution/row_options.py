@@ -29,7 +29,7 @@ from diptych_protocol import SamplingParams
 
 
 class SeenTokens:
-    """The distinct tokens of a growing sequence; each step looks only at the new ones."""
+    """The distinct tokens of a growing sequence. Each step reads only the new ones."""
 
     def __init__(self) -> None:
         self._token_ids = array("q")
@@ -39,7 +39,7 @@ class SeenTokens:
         self._num_looked_at = 0
 
     def advance(self, request: Request) -> None:
-        """Look at the request's tokens since the last call."""
+        """Read the request's tokens since the last call."""
         token_ids = request.token_ids
         for position in range(self._num_looked_at, len(token_ids)):
             place = self._places.setdefault(token_ids[position], len(self._places))
@@ -50,7 +50,8 @@ class SeenTokens:
         self._num_looked_at = len(token_ids)
 
     def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Token ids and output counts; views that must be dropped before the next `advance`."""
+        """Return token ids and output counts, as views that must be dropped before the next
+        `advance`."""
         return np.frombuffer(self._token_ids, np.int64), np.frombuffer(self._counts, np.int64)
 
 
@@ -65,7 +66,7 @@ class Penalties:
 
     @classmethod
     def of(cls, params: SamplingParams) -> Penalties | None:
-        """None if the parameters change nothing."""
+        """Return the penalties of a request; None if its parameters change nothing."""
         asked = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
         return None if asked == (0.0, 0.0, 1.0) else cls(*asked)
 

@@ -194,7 +194,7 @@ class ModelRunner:
 
     @property
     def kv_dtype_name(self) -> str:
-        """The same for keys and values in the cache."""
+        """The dtype of keys and values in the cache: `float32`, `bfloat16` or `float8_e4m3fn`."""
         return str(self._kv_dtype).removeprefix("torch.")
 
     def kv_memory(self) -> list[Tensor]:

@@ -148,8 +148,6 @@ class HandOffs:
 
     def withdraw_lent(self) -> None:
         """End the leases of waiting requests that would have to compute lent blocks again."""
-        # A promise has no time limit, and its request, or one before it, may wait for the blocks
-        # that it pins. When the request has computed its prompt, it gets a lease of its own.
         for promise in list(self._promises.values()):
             waits = promise.request.status is not RequestStatus.RUNNING
             if waits and self._lent.count(promise.lease_id):

@@ -91,7 +91,8 @@ def read_groups(
 
 
 def has_groups(tensors: Iterable[tuple[GGMLQuantizationType, tuple[int, ...]]]) -> bool:
-    """Whether any of a file's tensors, each of a type and a shape, is such a matrix."""
+    """Whether any of a file's tensors, each of a type and a shape, is a matrix of 4- or 8-bit
+    groups of 32."""
     return any(kind in _BLOCKS and len(shape) == 2 for kind, shape in tensors)
 
 

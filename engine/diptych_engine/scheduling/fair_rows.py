@@ -19,7 +19,7 @@ from diptych_engine.scheduling.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What every tenant may have, however many want more."""
+    """The share of every tenant when all of them need theirs."""
 
     rows: int
     blocks: int
@@ -34,11 +34,11 @@ def who_gives_way(
     lacking: int,
     credit: float,
 ) -> Request | None:
-    """The running request whose row and blocks another is to have; None: nobody.
+    """Return the running request to preempt for another one; None: nobody.
 
-    running: in the order of what their tenants were served.
-    lacking: the blocks that the other lacks; 0: none.
-    credit: by how many tokens somebody may have been served less than others, and count as equal.
+    running: in the order of how much their tenants were served. lacking: the blocks that the other
+    request lacks; 0: none. credit: tenants that were served less by up to this many tokens count as
+    equal.
     """
     rows, blocks = _held(running)
     mine, lacks_blocks = request.account.tenant, lacking > 0

@@ -101,7 +101,7 @@ def _of_one_token(row: tuple[list[int], list[float], int] | None) -> LogprobsLis
 
 
 def stop_condition(request: Request, token: int) -> tuple[FinishReason, int | str | None] | None:
-    """Whether the newest token ends the request, and why."""
+    """Return whether the newest token ends the request, and why."""
     params, num_tokens = request.params, len(request.token_ids)
     if num_tokens - request.num_prompt_tokens >= params.min_tokens:
         if token == request.eos_token_id and not params.ignore_eos:

@@ -338,7 +338,7 @@ class LLMEngine(EngineReports):
         return self.renderer.tokenizer
 
     def get_tokenizer(self) -> Tokenizer:
-        """Raises `InvalidRequestError` if there is none."""
+        """Return the tokenizer. Raises `InvalidRequestError` if there is none."""
         return self.renderer.get_tokenizer()
 
     @property

@@ -61,7 +61,7 @@ class Told(Protocol):
     """What is known of a request beside its answer."""
 
     facts: dict[str, Any]
-    """What the response headers tell of it."""
+    """Facts for the response headers."""
 
 
 class AsyncEngine(EngineClient):

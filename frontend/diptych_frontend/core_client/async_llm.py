@@ -290,7 +290,7 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
         return self.renderer.tokenizer
 
     async def get_tokenizer(self) -> Tokenizer:
-        """Raises `InvalidRequestError` if there is none."""
+        """Return the tokenizer. Raises `InvalidRequestError` if there is none."""
         return self.renderer.get_tokenizer()
 
     async def get_supported_tasks(self) -> tuple[str, ...]:

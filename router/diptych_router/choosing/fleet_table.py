@@ -43,7 +43,7 @@ class _Remembered(NamedTuple):
     """What engines have of a prompt."""
 
     cached: Tokens
-    """With what was sent there a moment ago."""
+    """Including what was sent there a moment ago."""
     held: Sequence[Leading] = ()
     """Without; in tokens."""
     tie: int | None = None
