@@ -11,7 +11,7 @@ from diptych_router.choosing.policy import Decision, RequestView
 from diptych_router.engines.health.health_book import Failure
 
 
-class Engine(Protocol):
+class EngineAccount(Protocol):
     """One engine, and its account."""
 
     open_tokens: int
@@ -40,7 +40,7 @@ class Engine(Protocol):
 class Fleet(Protocol):
     """Both pools, as they are when asked."""
 
-    def get(self, key: str) -> Engine | None: ...
+    def get(self, key: str) -> EngineAccount | None: ...
     def may_begin_at(self, key: str) -> bool:
         """This engine may get new requests, and does not hang."""
 
@@ -62,11 +62,11 @@ class Fleet(Protocol):
     def placed(self, request: RequestView, decision: Decision) -> None:
         """A request goes to these engines, which will have the KV of its prompt."""
 
-    def successor(self, fingerprint: str) -> Engine | None:
+    def successor(self, fingerprint: str) -> EngineAccount | None:
         """A decode engine that may take over KV of this fingerprint."""
 
     def num_decoding(self) -> int:
         """Engines of the decode pool that may get new requests."""
 
-    def draining(self) -> Sequence[Engine]:
+    def draining(self) -> Sequence[EngineAccount]:
         """Decode engines whose streams should go elsewhere."""
