@@ -55,7 +55,13 @@ from diptych_protocol.multimodal import (
 from diptych_protocol.outputs import CompletionOutput, Logprob, RequestOutput
 from diptych_protocol.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
 from diptych_protocol.router_settings import RouterSettings
-from diptych_protocol.sampling import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from diptych_protocol.sampling import (
+    UNSAID,
+    RequestOutputKind,
+    SamplingDefaults,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from diptych_protocol.weight_transfer import (
     WeightTransferInitRequest,
     WeightTransferUpdateRequest,
@@ -83,6 +89,7 @@ from diptych_protocol.without_control import WithoutControl
 __all__ = [
     "FINISH_REASON_STRINGS",
     "UNREADABLE",
+    "UNSAID",
     "AnyControlCall",
     "Array",
     "Batches",
@@ -134,6 +141,7 @@ __all__ = [
     "RequestOutputKind",
     "RouterConfig",
     "RouterSettings",
+    "SamplingDefaults",
     "SamplingParams",
     "SchedulerStats",
     "SchedulingPolicy",

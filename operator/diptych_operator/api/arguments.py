@@ -13,6 +13,7 @@ from diptych_protocol import (
     KVTransferConfig,
     RouterConfig,
     RouterSettings,
+    SamplingDefaults,
     Slo,
 )
 from diptych_protocol.field_ranges import descriptions, ranges
@@ -38,6 +39,7 @@ _CHAPTERS = (
         "options of its command line, too, such as `--hold-seconds 60`.",
     ),
     ("Slo", Slo, "What a router promises, its `slo`."),
+    ("SamplingDefaults", SamplingDefaults, "How tokens are sampled, a router's `sampling`."),
 )
 _OF_SERVICES = {
     EngineConfig: {
