@@ -1,10 +1,10 @@
-"""What few requests ask of the sampler: functions of the operator's own, biases, penalties, and
-tokens that must not come.
+"""Rarely used options of the sampler: the operator's own functions, biases, penalties, and excluded
+tokens.
 
 `EngineConfig.logits_processors` names the functions as `module:function`; a request names those
-that it wants. As in vLLM's V0, one takes the output's token ids and the logits of the next token,
-or the prompt's token ids before them, and returns the logits. It is called again for a request that
-comes back, so what it does may depend on these arguments alone.
+that it wants. As in vLLM's V0, a function takes the output's token ids and the logits of the next
+token, or the prompt's token ids before them, and returns the logits. It is called again after a
+preemption, so its result may depend on these arguments alone.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ PARAM = "logits_processors"
 
 
 def load_processors(names: Iterable[str]) -> Mapping[str, Processor]:
-    """The functions of these names. Raises `InvalidRequestError` for one that cannot be used."""
+    """Load the functions of these names. Raises `InvalidRequestError` for one that
+    cannot be used."""
     return {name: _load(name) for name in names}
 
 
@@ -126,13 +127,13 @@ def _load(name: str) -> Processor:
 
 @dataclass(slots=True)
 class RowOptions:
-    """The special options of one row; they hold what was learnt of its request so far."""
+    """The special options of one row, with what they have learned of its request so far."""
 
     logprobs: bool
     num_logprobs: int
     min_tokens: int
     ends: list[int]
-    """Tokens that would end the output, kept out until it has `min_tokens`."""
+    """Tokens that would end the output, excluded until it has `min_tokens`."""
     bad_words: list[list[int]]
     bias: Bias | None
     penalties: Penalties | None
@@ -143,8 +144,8 @@ class RowOptions:
     def of(
         cls, request: Request, vocab_size: int, processors: Mapping[str, Processor]
     ) -> RowOptions | None:
-        """The request's special options; None if it has none. `processors` are all that it may
-        name."""
+        """Return the request's special options; None if it has none. `processors`: all functions
+        that it may name."""
         params = request.params
         options = cls(
             params.logprobs is not None,
@@ -174,7 +175,7 @@ class RowOptions:
         )
 
     def forbidden(self, request: Request) -> Iterator[int]:
-        """Tokens that the request must not get next."""
+        """Return the tokens that the request must not get next."""
         num_output = request.num_output_tokens
         if num_output < self.min_tokens:
             yield from self.ends
@@ -186,7 +187,7 @@ class RowOptions:
 
 
 class Bias:
-    """What is added to the logits of some tokens."""
+    """Numbers that are added to the logits of some tokens."""
 
     def __init__(self, token_ids: list[int], values: list[float]) -> None:
         self.token_ids = np.array(token_ids, np.int64)
@@ -200,11 +201,10 @@ class Bias:
 def change_logits(
     logits: Tensor, special: Sequence[tuple[int, RowOptions]], requests: Sequence[Request]
 ) -> dict[str, str]:
-    """Let processors work, add biases, apply penalties, exclude tokens, in place: vLLM's order.
+    """Apply processors, biases, penalties and exclusions, in place and in vLLM's order.
 
-    logits: [requests, vocabulary].
-    special: the rows of `logits` that have options.
-    Returns the ids of requests that cannot go on, with the reasons.
+    logits: [requests, vocabulary]. special: the rows of `logits` that have options. Returns the ids
+    of requests that cannot continue, with the reasons.
     """
     processed = [(row, o.processors) for row, o in special if o.processors]
     failed = _process_logits(logits, processed, requests) if processed else {}

@@ -41,11 +41,11 @@ class Groups:
 
     @property
     def bits(self) -> int:
-        """Size of a level: 4 or 8."""
+        """The size of a level: 4 or 8."""
         return self.levels.shape[-1] * 8 // GROUP
 
     def values(self) -> Tensor:
-        """[rows, columns] float32."""
+        """Return [rows, columns] float32."""
         levels = self.levels
         if self.bits == 4:
             values = torch.cat([levels & 15, levels >> 4], 2).float()
@@ -57,7 +57,7 @@ class Groups:
         return values.view(len(levels), -1)
 
     def columns(self, start: int, length: int) -> Groups | None:
-        """Some of the columns; None if that would cut a group in two."""
+        """Return some of the columns; None if that would divide a group."""
         if start % GROUP or length % GROUP:
             return None
         own = slice(start // GROUP, (start + length) // GROUP)
@@ -65,7 +65,7 @@ class Groups:
         return Groups(self.levels[:, own], self.scale[:, own], offset)
 
     def rows(self, order: Tensor) -> Groups:
-        """The rows that `order` [n] int64 names."""
+        """Return the rows that `order` [n] int64 names."""
         offset = None if self.offset is None else self.offset[order]
         return Groups(self.levels[order], self.scale[order], offset)
 
@@ -73,7 +73,7 @@ class Groups:
 def read_groups(
     raw: NDArray[np.uint8], kind: GGMLQuantizationType, shape: tuple[int, ...]
 ) -> Groups | None:
-    """A tensor as the file holds it; None if it is no matrix of 4- or 8-bit groups of 32.
+    """Read a tensor as the file stores it; None if it is no matrix of 4- or 8-bit groups of 32.
 
     raw: [bytes] of the tensor. shape: (rows, columns) of its values.
     """

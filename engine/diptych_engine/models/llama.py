@@ -82,7 +82,7 @@ def _llama3(
 
 
 class LlamaModel(torch.nn.Module):
-    """Weights and arithmetic; holds no state of any request."""
+    """The weights and the arithmetic, without the state of any request."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from diptych_kernels.packed_product import (
 )
 
 MIDDLE: Final = 128
-"""The unsigned level of 8 bits that stands for 0."""
+"""The unsigned 8-bit level that stands for 0."""
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -31,7 +31,8 @@ class PackedMatrix:
 
     @classmethod
     def of(cls, parts: Sequence[Groups]) -> PackedMatrix | None:
-        """Put matrices below each other; None if the kernel cannot compute with that."""
+        """Return matrices one below the other as one; None if the kernel cannot
+        compute with them."""
         if len({part.bits for part in parts}) > 1 or not is_available():
             return None
         factors = [_factors(part) for part in parts]
@@ -40,7 +41,7 @@ class PackedMatrix:
         return None if tiles is None else cls(tiles)
 
     def values(self) -> Tensor:
-        """[out, in] float32."""
+        """Return [out, in] float32."""
         return values_of(self.tiles)
 
     def product(self, x: Tensor, num_decodes: int) -> Tensor:

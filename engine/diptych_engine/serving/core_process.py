@@ -143,7 +143,7 @@ def main() -> None:
 
 
 def fail(code: int, message: str) -> int:
-    """One line on stderr, and the exit code."""
+    """Print one line on stderr, and return the exit code."""
     print(f"diptych engine core: error: {message}", file=sys.stderr, flush=True)
     return code
 
