@@ -12,8 +12,8 @@ from diptych_protocol.config import (
     RouterConfig,
     Slo,
 )
-from diptych_protocol.control_calls import AnyControlCall, ControlCall, PauseMode
-from diptych_protocol.controlled_client import ControlledClient
+from diptych_protocol.control_calls import ControlCall, PauseMode
+from diptych_protocol.controlled_client import ControlledClient, WithoutControl
 from diptych_protocol.engine_client import (
     EmbedsPrompt,
     EngineClient,
@@ -77,12 +77,10 @@ from diptych_protocol.wire import (
     UtilityOutput,
     UtilityResult,
 )
-from diptych_protocol.without_control import WithoutControl
 
 __all__ = [
     "FINISH_REASON_STRINGS",
     "UNREADABLE",
-    "AnyControlCall",
     "Array",
     "Batches",
     "ClientClosedError",

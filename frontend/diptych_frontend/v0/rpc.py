@@ -135,7 +135,7 @@ def frames_of(request: RPC_REQUEST_T) -> Sequence[Frame]:
     return _call(call.METHOD, call.arguments, answered=False)
 
 
-def _control_call(request: RPC_REQUEST_T) -> ControlCall:
+def _control_call(request: RPC_REQUEST_T) -> ControlCall[Any]:
     match request:
         case RPCUProfileRequest.START_PROFILE:
             return StartProfile()
@@ -150,13 +150,13 @@ def _control_call(request: RPC_REQUEST_T) -> ControlCall:
                 )
             return ResetPrefixCache()
         case RPCSleepRequest(level):
-            return Sleep(level)  # type: ignore[arg-type]  # it is checked next
+            return Sleep(level)
         case RPCWakeUpRequest(tags):
-            return WakeUp(tags)  # type: ignore[arg-type]
+            return WakeUp(tags)
     raise InvalidRequestError(f"{request!r} is no request to an engine", param="request")
 
 
-def _checked(call: ControlCall) -> ControlCall:
+def _checked(call: ControlCall[Any]) -> ControlCall[Any]:
     """Nobody waits for the answer to a one-way call, so the core's refusal would not be heard."""
     for field in msgspec.structs.fields(type(call)):
         try:
