@@ -7,11 +7,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Final, cast
 
-from diptych_protocol import EngineClient
+from diptych_protocol import EngineClient, OurOptions
 
 OURS: Final[dict[str, frozenset[str]]] = {
-    "generate": frozenset({"tenant"}),
-    "encode": frozenset({"tenant"}),
+    "generate": frozenset(OurOptions.__annotations__),
+    "encode": frozenset(OurOptions.__annotations__),
     "check_admission": frozenset({"num_tokens", "tenant"}),
 }
 """What these methods of `EngineClient` take by name besides what vLLM's takes."""

@@ -33,6 +33,7 @@ from diptych_protocol import (
     LoRARequest,
     RefusedByEngineError,
     Renderer,
+    RequestOptions,
     RequestOutput,
     SamplingParams,
     TokensPrompt,
@@ -94,12 +95,7 @@ class Job:
     request_id: str
     prompts: list[TokensPrompt]
     params: SamplingParams
-    priority: int
-    data_parallel_rank: int | None = None
-    lora_request: LoRARequest | None = None
-    trace_headers: dict[str, str] | None = None
-    reasoning_ended: bool | None = None
-    reasoning_parser_kwargs: dict[str, Any] | None = None
+    options: RequestOptions
     facts: Mapping[str, str] = field(default_factory=dict)
     """What the answer's headers tell beside the router's facts."""
 
@@ -113,7 +109,7 @@ class Job:
         of_tokens = (
             self.params.logprobs,
             self.params.prompt_logprobs,
-            self.reasoning_parser_kwargs,
+            self.options.get("reasoning_parser_kwargs"),
         )
         return all(asked is None for asked in of_tokens)
 
@@ -151,12 +147,17 @@ class GenerationRoute(Generic[B, R]):
             exchange.request_id,
             sound.prompts,
             params,
-            exchange.priority(request.priority),
-            _data_parallel_rank(scope),
-            sound.adapter,
-            trace_context(header(scope, b"traceparent"), header(scope, b"tracestate")),
-            self._api.reasoning_ended,
-            self._api.reasoning_parser_kwargs(request),
+            RequestOptions(
+                lora_request=sound.adapter,
+                priority=exchange.priority(request.priority),
+                data_parallel_rank=_data_parallel_rank(scope),
+                trace_headers=trace_context(
+                    header(scope, b"traceparent"), header(scope, b"tracestate")
+                ),
+                reasoning_ended=self._api.reasoning_ended,
+                reasoning_parser_kwargs=self._api.reasoning_parser_kwargs(request),
+                tenant=exchange.tenant,
+            ),
             {"not_enforced": ", ".join(sound.not_enforced)} if sound.not_enforced else {},
         )
         self._engine.check_admission(
@@ -334,18 +335,7 @@ async def _run_prompt(
 ) -> AsyncGenerator[Item, None]:
     prompt = job.prompts[index]
     finished = False
-    outputs = engine.generate(
-        prompt,
-        job.params,
-        job.engine_id(index),
-        lora_request=job.lora_request,
-        priority=job.priority,
-        data_parallel_rank=job.data_parallel_rank,
-        trace_headers=job.trace_headers,
-        reasoning_ended=job.reasoning_ended,
-        reasoning_parser_kwargs=job.reasoning_parser_kwargs,
-        tenant=exchange.tenant,
-    )
+    outputs = engine.generate(prompt, job.params, job.engine_id(index), **job.options)
     with metrics.track(len(prompt["prompt_token_ids"]), exchange.tenant) as progress:
         try:
             async with aclosing(outputs):
