@@ -13,7 +13,8 @@ from random import Random
 
 import numpy as np
 
-from diptych_protocol.wire import PrefixChanges, SchedulerStats
+from diptych_protocol.engine_stats import SchedulerStats
+from diptych_protocol.wire import PrefixChanges
 from diptych_router.fleet_table import FleetTable
 from diptych_router.policies import POLICIES
 from diptych_router.policy import RequestView, Role

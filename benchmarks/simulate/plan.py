@@ -10,7 +10,7 @@ from benchmarks.simulate.engine import EngineModel, Limits, Sequence
 from benchmarks.simulate.workload import Request
 
 from diptych_protocol.config import Disaggregate
-from diptych_protocol.wire import MAX_MOVES_TOLD, Move
+from diptych_protocol.engine_stats import MAX_MOVES_TOLD, Move
 from diptych_router.policies.least_loaded import POLICY
 from diptych_router.policy import Policy, Role
 from diptych_router.record.first_token import FirstToken

@@ -33,6 +33,7 @@ from diptych_protocol.engine_settings import (
     ReasoningParserName,
     SchedulingPolicy,
 )
+from diptych_protocol.engine_stats import KVTransferStats, SchedulerStats
 from diptych_protocol.errors import (
     UNREADABLE,
     ClientClosedError,
@@ -70,12 +71,10 @@ from diptych_protocol.wire import (
     EngineCoreRequestType,
     EngineDescription,
     FinishReason,
-    KVTransferStats,
     LogprobsLists,
     LogprobsTensors,
     ReconfigureDistributedRequest,
     ReconfigureRankType,
-    SchedulerStats,
     UtilityCall,
     UtilityOutput,
     UtilityResult,

@@ -22,7 +22,7 @@ from diptych_protocol import (
 )
 from diptych_protocol import RequestJourneyEventType as Station
 from diptych_protocol.admin import AttemptReport, Candidate, RequestReport
-from diptych_protocol.wire import SchedulerStats
+from diptych_protocol.engine_stats import SchedulerStats
 from diptych_router.explaining.explained import MOST_CANDIDATES, MOST_CHARACTERS
 from diptych_router.explaining.explanations import Explanations
 from diptych_router.explaining.prediction_metrics import PredictionMetrics, add_buckets

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from toy_pools import EngineView, fleet_of
 
 from diptych_protocol.config import Disaggregate
-from diptych_protocol.wire import PrefixChanges, SchedulerStats
+from diptych_protocol.engine_stats import SchedulerStats
+from diptych_protocol.wire import PrefixChanges
 from diptych_router.engine_table import EngineRow
 from diptych_router.fleet_table import FleetTable
 from diptych_router.policies.prefix_aware import POLICY

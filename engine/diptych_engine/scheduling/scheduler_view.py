@@ -10,7 +10,7 @@ from diptych_engine.scheduling.pause import is_under_way
 from diptych_engine.scheduling.scheduler_state import SchedulerState
 from diptych_protocol import SchedulerStats
 from diptych_protocol.admin import DrainReport
-from diptych_protocol.wire import MAX_TENANTS_TOLD
+from diptych_protocol.engine_stats import MAX_TENANTS_TOLD
 
 
 @dataclass(frozen=True, slots=True)
