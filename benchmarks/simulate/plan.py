@@ -11,9 +11,10 @@ from benchmarks.simulate.workload import Request
 
 from diptych_protocol.config import Disaggregate
 from diptych_protocol.engine_stats import MAX_MOVES_TOLD, Move
-from diptych_router.policies.least_loaded import POLICY
-from diptych_router.policy import Policy, Role
-from diptych_router.record.first_token import FirstToken
+from diptych_router.choosing.first_token import FirstToken
+from diptych_router.choosing.policies.least_loaded import POLICY
+from diptych_router.choosing.policy import Policy
+from diptych_router.engines.engine_table import Role
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from benchmarks.traces.recorded import Trace
 
 from diptych.plots import looks, new_figure, save
 from diptych_protocol.config import Disaggregate
-from diptych_router.policies import POLICIES
+from diptych_router.choosing.policies import POLICIES
 
 TRACES: Final = {
     "agents": ("agents", 1500, 0.64, 3.9),

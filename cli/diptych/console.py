@@ -11,6 +11,7 @@ PIPE_COLUMNS: Final = 240
 
 
 def console_for_tables() -> Console:
-    """On a terminal as wide as it; else wide enough that tables keep one line for each row."""
+    """Return a console as wide as the terminal; without one, wide enough to keep each row of a
+    table on one line."""
     console = Console()
     return console if console.is_terminal else Console(width=PIPE_COLUMNS)

@@ -1,7 +1,7 @@
-"""Models that have a short name: where they are, and what pins them. Pure.
+"""The table of models with a short name: their source and its pinned commit.
 
-Each is pinned to a commit of its repository, and a single file also to its checksum, so a name
-means the same bytes on every machine. docs/decisions/0008 says how the commits were found.
+Each model is pinned to a commit of its repository, and a single file also to its checksum. So a
+name means the same bytes on every machine. docs/decisions/0008 says how the commits were found.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final
 from diptych_protocol.model_uri import parse_model_uri
 
 DEFAULT: Final = "smollm2:135m"
-"""What is served if nobody says what; the model of examples/smollm2.yaml."""
+"""The default model, which is that of examples/smollm2.yaml."""
 APACHE: Final = "Apache-2.0"
 
 
@@ -26,22 +26,23 @@ class KnownModel:
     name: str
     uri: str
     size_bytes: int
-    """What it takes on the disk: its weights, without the few megabytes of small files."""
+    """Disk space of the weights, without small files of some megabytes."""
     revision: str = ""
-    """A commit; empty for a file of a Python package."""
+    """A commit; empty for a file in a Python package."""
     sha256: str = ""
-    """The checksum of a model that is one file; a folder is checked against the hub's listing."""
+    """The checksum of a model in one file. A folder is checked against the hub's listing."""
     license: str = APACHE
     package: str = ""
-    """The requirement that pip installs, for a file of a Python package."""
+    """The requirement for pip, for a file in a Python package."""
 
     def __str__(self) -> str:
-        """As errors name where a service came from."""
+        """The form in which errors name a service's source."""
         return self.name
 
     def manifest(self) -> dict[str, Any]:
-        """Its InferenceService, with one engine in each pool; the default has two that decode, so
-        that one may be killed. Clients use the name of the table."""
+        """Return its InferenceService, with one engine in each pool. The default model has two
+        decode engines, so that one can be killed in a trial. The table's name is the model's name
+        for clients."""
         pins = {"revision": self.revision, "sha256": self.sha256}
         written = {field: pin for field, pin in pins.items() if pin}
         return {
@@ -57,7 +58,7 @@ class KnownModel:
 
     @property
     def where(self) -> str:
-        """Where people find it, with the commit."""
+        """The model's web address, with the commit."""
         uri = parse_model_uri(self.uri)
         file = f"/{uri.path}" if uri.path else ""
         pin = f"@{self.revision[:12]}" if self.revision else ""
@@ -128,17 +129,18 @@ _TABLE: Final = (
     ),
 )
 Source = Path | KnownModel
-"""Where a service comes from: its file, or a row of the table."""
+"""The source of a service: its file, or a row of the table."""
 KNOWN: Final[Mapping[str, KnownModel]] = {model.name: model for model in _TABLE}
 
 
 def size_text(size_bytes: int) -> str:
-    """A size of the table, for people."""
+    """Format a size for the table."""
     return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.0f} MB"
 
 
 def nearest(name: str, names: Iterable[str] = tuple(KNOWN)) -> list[str]:
-    """Names that somebody may have meant: the one that is spelt alike, and those of its family."""
+    """Return names that the user may have meant: the one with the most similar spelling, and those
+    of its family."""
     wanted = name.casefold()
     family = wanted.partition(":")[0]
     alike = difflib.get_close_matches(wanted, names, n=1)

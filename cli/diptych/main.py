@@ -1,4 +1,5 @@
-"""The `diptych` command. What a command needs is imported when it runs: `--help` is instant."""
+"""The `diptych` command. Each command imports what it needs when it runs, so that `--help` is
+instant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine client that others wrote, as the servers here call it."""
+"""Adapts an engine client of another project to the calls of the servers here."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ OURS: Final[dict[str, frozenset[str]]] = {
     "encode": frozenset(OurOptions.__annotations__),
     "check_admission": frozenset({"num_tokens", "tenant"}),
 }
-"""What these methods of `EngineClient` take by name besides what vLLM's takes."""
+"""What these methods of our `EngineClient` accept by name beyond vLLM's parameters."""
 
 
 def accepted(engine: EngineClient) -> EngineClient:
-    """The engine itself, or one in front of it that gives it only what it takes.
+    """Return the engine itself, or a wrapper that passes only the arguments that it accepts.
 
-    An engine needs no more than the members of vLLM's document, with the parameters that stand
-    there. Their signatures are looked at here, once, and not with each call.
+    An engine needs only the members of vLLM's documentation, with the parameters given there. Their
+    signatures are read once, here, and not in each call.
     """
     if isinstance(engine, EngineClient) and not any(_foreign(engine, name) for name in OURS):
         return engine

@@ -1,4 +1,4 @@
-"""The ASGI application: all routes and layers, put together around one `EngineClient`."""
+"""Builds the ASGI application: all routes and layers around one `EngineClient`."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ from diptych_protocol import EngineClient, InvalidRequestError
 
 MAX_BODY_BYTES = 4 << 20
 DIALECTS = {"/v1/messages": ANTHROPIC}
-"""How failures are told on paths that begin so."""
+"""The error format of each API, by the beginning of its paths."""
 METRICS_AGE_S = 1.0
-"""Metrics are written at most so often, however often somebody asks for them."""
+"""Metrics are written at most once in this time, however often they are requested."""
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
 NO_SITES = BrowserRules()
 HEALTH_TIMEOUT_S = 5.0
-"""A health check that takes longer is a failed one."""
+"""A health check that takes longer has failed."""
 
 
 def build_app(
@@ -77,7 +77,7 @@ def build_app(
     """The HTTP server of one engine client.
 
     Args:
-        engine: started and stopped by the caller. Others' are taken too: see `accepted`.
+        engine: started and stopped by the caller. Other clients work too: see `accepted`.
         served_names: the names under which clients may ask for the model; the engine's own name
             if there are none.
         api_keys: if given, all routes but probes and metrics want one as a bearer token.
@@ -158,7 +158,7 @@ def build_app(
 
 
 def build_probe_app(engine: EngineClient, metrics: ServerMetrics) -> ASGIApp:
-    """What probes and scrapers ask, and nothing else: it takes no body, and nobody's prompt."""
+    """Build an app for probes and scrapers only. It accepts no bodies, and so no prompts."""
     routes = Probes(engine, metrics).routes()
     router = Router(routes, redirect_slashes=False, default=_unknown_path)
     app = BrowserGate(router, NO_SITES)
@@ -170,9 +170,9 @@ async def _unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class Probes:
-    """What machines ask about this server.
+    """Answers probes.
 
-    Anybody may ask, so the answers are what is known: no question is put to an engine for them.
+    Anybody may ask, so no question is passed on to an engine; the answers are already known.
     """
 
     def __init__(self, engine: EngineClient, metrics: ServerMetrics) -> None:
@@ -191,11 +191,11 @@ class Probes:
         ]
 
     async def health(self, request: Request) -> Response:
-        """Readiness: 200, or 503 with the reason."""
+        """Report readiness: 200, or 503 with the reason."""
         return await self._answer(self._engine.check_health())
 
     async def live(self, request: Request) -> Response:
-        """Liveness: 200, or 503 with the reason to restart the pod."""
+        """Report liveness: 200, or 503 with the reason to restart the pod."""
         return await self._answer(self._engine.check_live())
 
     async def _answer(self, check: Awaitable[None]) -> Response:
@@ -224,7 +224,7 @@ class Probes:
 
 
 class Models:
-    """/v1/models: one model, under each of its names, and its adapters."""
+    """Answers /v1/models: one model, under each of its names, and its adapters."""
 
     def __init__(self, engine: EngineClient, names: Sequence[str]) -> None:
         self._engine = engine

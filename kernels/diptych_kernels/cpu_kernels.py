@@ -1,4 +1,4 @@
-"""All kernels for CPUs: their cases, and which of them are compiled beforehand."""
+"""All kernels for CPUs: their test cases, and which of them are compiled in advance."""
 
 from __future__ import annotations
 

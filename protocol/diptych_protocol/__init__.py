@@ -11,6 +11,7 @@ from diptych_protocol.config import (
     KVTransferConfig,
     RouterConfig,
     Slo,
+    UsageContext,
 )
 from diptych_protocol.control_calls import ControlCall, PauseMode
 from diptych_protocol.controlled_client import ControlledClient, WithoutControl
@@ -58,7 +59,6 @@ from diptych_protocol.multimodal import (
 from diptych_protocol.outputs import CompletionOutput, Logprob, RequestOutput
 from diptych_protocol.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
 from diptych_protocol.sampling import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from diptych_protocol.usage_context import UsageContext
 from diptych_protocol.weight_transfer import (
     WeightTransferInitRequest,
     WeightTransferUpdateRequest,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Annotated, Final, Literal, Self
 
 import msgspec
@@ -347,6 +348,13 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 
 Runtime = Literal["diptych", "vllm"]
 Connector = Literal["diptych", "nixl", "none"]
+CONNECTORS: Final[dict[Runtime, tuple[Connector, ...]]] = {
+    "diptych": ("diptych",),
+    "vllm": ("diptych", "nixl", "none"),
+}
+"""What can hand KV over from a prefill to a decode engine."""
+LEAST_LEASE_OF_NIXL_S: Final = 6.0
+"""vLLM renews a lease each sixth of its time, in whole seconds."""
 RANKS_OF_CONNECTOR: Final = (1, 2, 4, 8)
 """Numbers of tensor-parallel ranks that our connector in vLLM takes; of any two, one divides the
 other. 1 and 2 were run in vLLM, and 4 and 8 without it. It refuses others when it starts, and the
@@ -552,6 +560,37 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         """Raise `InvalidRequestError`, naming the field, unless every value is in range."""
         check_fields(self)
 
+    def check_pools(self, *, prefill: bool) -> None:
+        """Raise `InvalidRequestError` if the pools that a router is given are not for its engines.
+
+        prefill: there is a prefill pool.
+        """
+        if prefill and self.connector == "none":
+            raise InvalidRequestError(
+                "--prefill: engines without a KV connector compute whole requests; leave it out "
+                "and name all engines in --decode, or set connector to the one that the engines "
+                "have",
+                param="--prefill",
+            )
+        if self.runtime == "diptych" and not prefill:
+            raise InvalidRequestError(
+                "--prefill: a service whose engines are of the runtime diptych has a prefill pool; "
+                "name its engines",
+                param="--prefill",
+            )
+        if self.connector == "nixl" and self.lease_seconds < LEAST_LEASE_OF_NIXL_S:
+            raise InvalidRequestError(
+                f"lease_seconds: {self.lease_seconds:g} is less than the "
+                f"{LEAST_LEASE_OF_NIXL_S:g} s in which NIXL renews a lease",
+                param="lease_seconds",
+            )
+        if self.connector not in CONNECTORS[self.runtime]:
+            raise InvalidRequestError(
+                f"connector: engines of the runtime {self.runtime} hand KV over by "
+                f"{' or '.join(CONNECTORS[self.runtime])}, and not by {self.connector}",
+                param="connector",
+            )
+
     @property
     def name(self) -> str:
         """The model's name as clients see it."""
@@ -566,3 +605,14 @@ class CurveKeys(msgspec.Struct, frozen=True):
 
     public: str
     secret: str
+
+
+class UsageContext(enum.Enum):
+    """What kind of program made an engine, in vLLM's words. Nobody is told."""
+
+    UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"
+    LLM_CLASS = "LLM_CLASS"
+    API_SERVER = "API_SERVER"
+    OPENAI_API_SERVER = "OPENAI_API_SERVER"
+    OPENAI_BATCH_RUNNER = "OPENAI_BATCH_RUNNER"
+    ENGINE_CONTEXT = "ENGINE_CONTEXT"

@@ -312,6 +312,20 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
             self.timestamp = time.monotonic()
 
 
+class Abilities(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an engine says that it can do. One that says nothing can do everything: cores of this
+    project said nothing while there was no other kind of engine."""
+
+    tells_received: bool = True
+    """It says how much of each prompt it has received, so that a canary can judge by that."""
+    prompt_embeds: bool = True
+    images: bool = True
+    """It takes images if its model does."""
+    adapters: bool = True
+    prompt_logprobs: bool = True
+    logits_processors: bool = True
+
+
 class EngineDescription(msgspec.Struct, omit_defaults=True):
     """What a core says of itself when a client greets it (the utility call `describe`)."""
 
@@ -352,6 +366,9 @@ class EngineDescription(msgspec.Struct, omit_defaults=True):
     node: str = ""
     zone: str = ""
     """`EngineConfig.node` and `zone`: where it runs, as far as it knows."""
+    runtime: str = "diptych"
+    """What computes there, a `Runtime`; routers show it, and need not know it."""
+    abilities: Abilities = Abilities()
 
 
 class ReconfigureDistributedRequest(msgspec.Struct):

@@ -10,9 +10,9 @@ import msgspec
 from diptych_frontend.openai.server import Site, listen, serve_sites
 from diptych_frontend.program import run_program
 from diptych_protocol import RouterConfig
-from diptych_router.process.admin import admin_app
-from diptych_router.process.arguments import parse_arguments
-from diptych_router.process.program import drain_timeout_s, started
+from diptych_router.program.arguments import parse_arguments
+from diptych_router.program.program import drain_timeout_s, started
+from diptych_router.telling.admin_port import admin_app
 
 
 async def run(args: argparse.Namespace) -> None:
@@ -30,7 +30,8 @@ async def run(args: argparse.Namespace) -> None:
         tls = certificate.context if certificate is not None else None
         sites = [Site(program.leaving, listener, tls)]
         if admin_listener is not None:
-            sites.append(Site(admin_app(program.client, args.keys), admin_listener))
+            admin = admin_app(program.client, program.explanations, args.keys)
+            sites.append(Site(admin, admin_listener))
         await serve_sites(
             *sites,
             drain=program.leaving.drain,

@@ -207,7 +207,7 @@ ELSEWHERE = {
     "frontend/diptych_frontend/core_client/engine_args.py": "the command line",
     "frontend/diptych_frontend/model_files/fetch/cache.py": "our own record of a fetched model",
     "router/diptych_router/__main__.py": "the operator's configuration",
-    "router/diptych_router/page/control.py": "what `diptych up` wrote",
+    "router/diptych_router/telling/page/control.py": "what `diptych up` wrote",
     "engine/diptych_engine/__main__.py": "the operator's configuration",
     "engine/diptych_engine/parallel/worker.py": "the configuration, from the lead",
     "engine/diptych_engine/serving/core_process.py": "the configuration, from the launcher",

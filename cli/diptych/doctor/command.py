@@ -46,7 +46,7 @@ def doctor(as_json: bool) -> None:
 
 
 def table(checks: Sequence[Check]) -> RenderableType:
-    """One row for each check; what to do is below what was found."""
+    """One row for each check, with the remedy below what was found."""
     from rich.table import Table
     from rich.text import Text
 

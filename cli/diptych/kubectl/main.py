@@ -1,4 +1,4 @@
-"""`kubectl diptych`: kubectl runs the program `kubectl-diptych` for it."""
+"""The program `kubectl-diptych`, which kubectl runs for `kubectl diptych`."""
 
 from __future__ import annotations
 

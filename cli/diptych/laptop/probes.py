@@ -1,4 +1,4 @@
-"""HTTP probes of a local pod, as a kubelet asks them."""
+"""Probes a local pod over HTTP, as a kubelet does."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import httpx
 from diptych.laptop.pods import HttpProbe, LocalPod
 
 QUICK_POLL_S = 0.1
-"""Period until a pod is ready for the first time: on a laptop somebody waits in front of it."""
+"""The period until a pod is ready for the first time, short because somebody waits for it."""
 
 
 async def answers(client: httpx.AsyncClient, probe: HttpProbe) -> bool:
-    """Whether the pod says within the probe's timeout that it is well."""
+    """Whether the pod reports within the probe's timeout that it is well."""
     try:
         response = await client.get(probe.url, timeout=probe.timeout_s)
     except httpx.HTTPError:
@@ -25,8 +25,8 @@ async def answers(client: httpx.AsyncClient, probe: HttpProbe) -> bool:
 async def watch(client: httpx.AsyncClient, pod: LocalPod, probed: Callable[[bool], None]) -> None:
     """Ask the startup probe until it succeeds, then the readiness probe for ever.
 
-    `probed` hears of each readiness answer. Returns only if the startup probe did not succeed in
-    its time: the pod is to be killed.
+    `probed` is called with each readiness answer. Returns only if the startup probe did not succeed
+    in time: then the pod has to be killed.
     """
     if pod.startup is not None and not await _started(client, pod.startup):
         return

@@ -1,4 +1,4 @@
-"""From a model's URI to its files and its configuration."""
+"""Finds a model's files and configuration from its URI."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class ModelSource:
     config: ModelConfig
 
     def tensors(self) -> dict[str, GGUFTensor]:
-        """Where each tensor lies in the GGUF file. Raises `ValueError` for another format."""
+        """Return the position of each tensor in the GGUF file. Raises `ValueError` for another
+        format."""
         if self.format != "gguf" or self.path is None:
             raise ValueError(f"{self.uri} is not a GGUF file")
         with readable(self.path):
@@ -46,17 +47,17 @@ class ModelSource:
 
 
 def resolve_model(uri: str, *, weights: bool = True) -> ModelSource:
-    """Find the model and read its configuration. Weights and vocabulary stay where they are.
+    """Find the model and read its configuration, but not its weights or vocabulary.
 
     `package://PKG/FILE` is a file inside an installed Python package (which is not imported),
     `file:///PATH` or a plain path a GGUF file or a directory in Hugging Face's layout, and
     `dummy://?hidden_size=64` a model of random weights. Models from elsewhere are fetched
-    (`diptych_frontend.model_files.fetch`) or mounted first, and then are files.
+    (`diptych_frontend.model_files.fetch`) or mounted first.
 
-    Without `weights` a directory need not hold any: a router reads the tokenizer only.
+    Without `weights` a directory need not contain any: a router reads the tokenizer only.
 
     Raises:
-        InvalidRequestError: no such model, or not one that can be run; the message names a remedy.
+        InvalidRequestError: no such model, or not a supported one; the message names a remedy.
     """
     parts = _split(uri)
     if parts.scheme == "dummy":
@@ -147,7 +148,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turn what can go wrong with a model's file into `InvalidRequestError`."""
+    """Turn errors of reading a model's file into `InvalidRequestError`."""
     try:
         yield
     except GGUFError as exc:

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: messages become a prompt, outputs become the answer's bytes."""
+"""/v1/chat/completions: turns messages into a prompt, and outputs into the answer's bytes."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ ASSISTANT = "assistant"
 
 
 def plain_message(message: ChatMessage, index: int) -> dict[str, Any]:
-    """A message as renderers take it: one text, unless it has images, and no role newer than the
-    templates.
+    """Return a message for a renderer: with one text, unless it has images, and without roles newer
+    than the templates.
 
-    Raises `InvalidRequestError` for a message that says nothing, or calls a tool in broken JSON.
+    Raises `InvalidRequestError` for an empty message, or one that calls a tool in invalid JSON.
     """
     content: Any = message.content
     if content is None and not message.tool_calls:
@@ -95,14 +95,14 @@ def plain_message(message: ChatMessage, index: int) -> dict[str, Any]:
 
 
 def joined(parts: list[TextPart | ImagePart]) -> str | list[dict[str, Any]]:
-    """One text; or parts, if there are images among them."""
+    """Join the texts; return parts if there are images among them."""
     if any(isinstance(part, ImagePart) for part in parts):
         return [msgspec.to_builtins(part) for part in parts]
     return "\n".join(part.text for part in parts if isinstance(part, TextPart))
 
 
 def plain_call(call: CalledTool, index: int) -> dict[str, Any]:
-    """A call as chat templates know it: its arguments are an object, not JSON."""
+    """Return a call as chat templates expect it: its arguments are an object instead of JSON."""
     written = call.function.arguments or "{}"
     try:
         arguments = msgspec.json.decode(written)
@@ -129,9 +129,9 @@ class ChatApi:
     def __init__(
         self, reasoning: ReasoningParser | None = None, calls: ToolCallFormat = HERMES
     ) -> None:
-        """reasoning: tells the model's reasoning from its answers; None if nobody is to.
+        """reasoning: separates the model's reasoning from its answers; None: it is not separated.
 
-        calls: how the model calls tools.
+        calls: the model's format of tool calls.
         """
         self.reasoning = reasoning
         self._calls = calls
@@ -172,7 +172,7 @@ class ChatApi:
         return {"chat_template_kwargs": request.chat_template_kwargs or {}}
 
     def parts(self, request: ChatCompletionRequest, prompt: TokensPrompt) -> AnswerParts:
-        """What reads the answers to a request."""
+        """Return a reader of the answers to a request."""
         readers = None
         kwargs = self.reasoning_parser_kwargs(request)
         if self.reasoning is not None and kwargs is not None:

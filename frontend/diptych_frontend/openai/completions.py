@@ -1,4 +1,5 @@
-"""/v1/completions: a request becomes prompts and SamplingParams, outputs become its bytes."""
+"""/v1/completions: turns a request into prompts and SamplingParams, and outputs into the answer's
+bytes."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ OBJECT = "text_completion"
 
 
 def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
-    """The prompts of the request: one text, one list of token ids, or a list of either.
+    """Return the prompts of the request: one text, one list of token ids, or a list of either.
 
     Raises `InvalidRequestError` for an empty or mixed list.
     """
@@ -54,7 +55,7 @@ class CompletionApi:
     image_word = b"image_url"
     prompt_field = "prompt"
     reasoning_ended: bool | None = True
-    """The text is one whole here, so a form is that of the whole."""
+    """True: completions do not separate reasoning, so a form applies to the whole text."""
 
     def request(self, body: CompletionRequest, scope: Scope) -> CompletionRequest:
         return body

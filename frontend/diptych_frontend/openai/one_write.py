@@ -1,8 +1,8 @@
-"""The head of an answer goes out together with the beginning of its body.
+"""Sends the head of an answer together with the beginning of its body.
 
-uvicorn writes the two one after the other, and uvloop hands each write to the system at once. That
-is twice the way through the network stack, and a client that wakes up for half an answer: a third
-of what a short request costs.
+uvicorn writes the two separately, and uvloop passes each write to the system at once. That takes
+two ways through the network stack and wakes the client for half an answer, which is a third of the
+cost of a short request.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _CONTINUE = b"HTTP/1.1 100 "
 
 
 class HeadKept:
-    """The transport of one answer: keeps its head back until the body begins, or for one round of
-    the event loop. What follows goes straight to the connection's transport."""
+    """The transport of one answer. It keeps the head until the body begins, or for one round of the
+    event loop. Later data go directly to the connection's transport."""
 
     def __init__(self, cycle: RequestResponseCycle, loop: asyncio.AbstractEventLoop) -> None:
-        """Put itself in the place of the cycle's transport."""
+        """Replace the transport of the request cycle."""
         self._cycle = cycle
         self._loop = loop
         self._transport = cycle.transport

@@ -1,8 +1,9 @@
-"""Threads for what would hold up the event loop: large bodies, grammars, and waiting for processes.
+"""Threads for work that would block the event loop: large bodies, grammars, and waiting for
+processes.
 
-A thread helps only if what it runs lets go of the GIL. Tokenising and compiling grammars do, Python
-code does every `SWITCH_INTERVAL_S` (`server.py`), and for decoding JSON, which does not, there is a
-bound on how many values a body may have (`request_body.py`).
+A thread helps only if its work releases the GIL. Tokenising and compiling grammars do, and Python
+code does every `SWITCH_INTERVAL_S` (`server.py`). Decoding JSON does not, so the number of values
+in a body is limited (`request_body.py`).
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ from diptych_protocol import EngineOverloadedError
 T = TypeVar("T")
 
 INLINE_BYTES: Final = 2 << 10
-"""Bodies up to this size are dealt with on the event loop, which takes at most a few milliseconds:
-quicker than a hop to a thread and back."""
+"""Bodies up to this size are decoded on the event loop. That takes at most a few milliseconds, less
+than a change to a thread and back."""
 THREADS: Final = 2
-"""Each lane has so many. One client has one of them at a time: it holds up no others, and takes one
+"""The threads of each lane. A client has one of them at a time, so it delays no others and uses one
 processor."""
 MAX_WAITING_BYTES: Final = 64 << 20
-"""Half of it may be one client's."""
+"""One client may use half of it."""
 TURN_TIMEOUT_S: Final = 30.0
-"""A request that waited and worked so long is refused: its client has others to ask."""
+"""A request that waited and worked this long is refused, so that its client can try
+another server."""
 
 
 @dataclass(slots=True)
@@ -49,9 +51,9 @@ class _Task:
 
 
 class RequestWorkers:
-    """Runs work for clients by turns: texts in one lane and images in another, so that no text
-    waits behind an image. The threads start with the first work, and end when nobody has this
-    object any longer."""
+    """Runs work for clients in turns: texts in one lane and images in another, so that no text
+    waits behind an image. The threads start with the first work, and end when this object is
+    garbage-collected."""
 
     def __init__(self) -> None:
         self._texts, self._images = _Lane("requests"), _Lane("images")
@@ -59,17 +61,17 @@ class RequestWorkers:
     async def run(
         self, scope: Scope, size: int, work: Callable[[], T], *, has_images: bool = False
     ) -> T:
-        """What `work` returns or raises, once it is the turn of the request's client.
+        """Run `work` when it is the turn of the request's client, and return its result.
 
-        `size` is what the work keeps in memory while it waits, in bytes. Raises
-        `EngineOverloadedError` if too much waits already, or it takes too long. Whoever is
-        cancelled here, or waits for too long, ends the work as well (`confined.cancellation`).
+        `size` is the memory that the waiting work uses, in bytes. Raises what `work` raises, and
+        `EngineOverloadedError` if too much waits already, or it takes too long. Cancelling the
+        caller, or a time-out, ends the work too (`confined.cancellation`).
         """
         return await (self._images if has_images else self._texts).run(scope, size, work)
 
     async def small(self, scope: Scope, size: int, work: Callable[[], T]) -> T:
-        """What `work` returns or raises: here, if it takes no longer than the event loop can wait;
-        else it is done again from its beginning, as by `run`."""
+        """Run `work` here if that is quick enough for the event loop; otherwise repeat it from its
+        beginning, as by `run`."""
         try:
             with hurried():
                 return work()
@@ -79,9 +81,10 @@ class RequestWorkers:
     async def read(
         self, scope: Scope, body: bytes, work: Callable[[], T], image_word: bytes | None = None
     ) -> T:
-        """What `work` makes of a body: at once if the body is small, else by `run`.
+        """Decode a body by `work`: at once if the body is small, otherwise by `run`.
 
-        image_word: bodies with images have this word, and images make much work of a small body.
+        image_word: bodies with images contain this word, and images make even a small body much
+        work.
         """
         # An escaped letter might hide the word.
         may_see = image_word is not None and (image_word in body or b"\\u" in body)

@@ -1,4 +1,4 @@
-"""Whose turn it is: a bounded queue for each client, served one after the other."""
+"""A bounded queue for each client; the clients take turns."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from diptych_protocol import EngineOverloadedError
 T = TypeVar("T")
 
 SMALL_BYTES = 16 << 10
-"""An item up to this size finds room whatever others have waiting."""
+"""An item up to this size is accepted however much other clients have waiting."""
 
 
 class Turns(Generic[T]):
-    """What waits, by client. Each client with something waiting has one turn in a round, so that
+    """The waiting items, by client. Each client with waiting items has one turn per round, so that
     one with a thousand requests delays another's by one of them, not by all."""
 
     def __init__(self, max_bytes: int) -> None:
-        """So many bytes of items may wait, half of them one client's; small ones are not kept out
-        by other clients' items."""
+        """This many bytes of items may wait, half of them of one client. Other clients' items never
+        keep small ones out."""
         self._max_bytes = max_bytes
         self._bytes = 0
         self._bytes_of = Counter[str]()
@@ -30,7 +30,7 @@ class Turns(Generic[T]):
         return sum(map(len, self._queues.values()))
 
     def put(self, client: str, item: T, size: int) -> None:
-        """Raises `EngineOverloadedError` if too much waits already."""
+        """Add an item. Raises `EngineOverloadedError` if too much waits already."""
         if self._bytes_of[client] + size > self._max_bytes // 2:
             raise EngineOverloadedError(
                 "too many large requests of this client wait already; retry later"
@@ -42,8 +42,8 @@ class Turns(Generic[T]):
         self._bytes_of[client] += size
 
     def take(self, without: Container[str] = ()) -> tuple[str, T] | None:
-        """The next item and its client, who then comes last. without: clients whose turn it is not.
-        None if nobody else waits."""
+        """Remove and return the next item and its client, who then comes last. without: clients to
+        skip. None if nobody else waits."""
         client = next((client for client in self._queues if client not in without), None)
         if client is None:
             return None

@@ -59,7 +59,7 @@ class ResponseError(msgspec.Struct):
 
 
 class Response(msgspec.Struct, kw_only=True):
-    """A response, with what was asked of it."""
+    """A response, with the fields of its request."""
 
     id: str
     object: Literal["response"] = "response"
@@ -86,7 +86,7 @@ class Response(msgspec.Struct, kw_only=True):
 
 
 def new_response(request: ResponsesRequest, created: int) -> Response:
-    """A response that has said nothing yet."""
+    """Return a response without content."""
     return Response(
         # Who knows it may read a stored response, where nobody has a key: it cannot be guessed.
         id=f"resp_{secrets.token_hex(16)}",

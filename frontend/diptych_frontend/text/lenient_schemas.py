@@ -1,7 +1,7 @@
-"""What of a JSON schema is not enforced where its sender asks to be lenient.
+"""Finds what of a JSON schema is not enforced when the caller asks to be lenient.
 
-llguidance leaves out keywords that it does not have, if it is told to, and warns of each. What it
-still refuses is taken out here: references to other documents, and patterns that it cannot read.
+llguidance can ignore keywords that it does not support, and warns of each. What it still refuses is
+removed here: references to other documents, and patterns that it cannot read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COUNTS: Final = "min/maxProperties"
 
 
 def loosened(schema: Schema) -> tuple[Schema, list[str]]:
-    """A schema without what llguidance refuses even when lenient, and the keywords that are gone.
+    """Return a schema without what llguidance refuses even when lenient, and the removed keywords.
 
     Raises `RecursionError`.
     """
@@ -40,7 +40,7 @@ def loosened(schema: Schema) -> tuple[Schema, list[str]]:
 
 
 def left_out(warnings: Sequence[str]) -> list[str]:
-    """The keywords that llguidance warns of."""
+    """Return the keywords that llguidance warns of."""
     names: list[str] = []
     for warning in warnings:
         told = _TIMES.sub("", warning.partition("\n")[0])

@@ -1,7 +1,7 @@
-"""Structured outputs: from the form that a caller wants to a grammar for llguidance.
+"""Structured outputs: turns a requested form into a grammar for llguidance.
 
 Both ends of the wire use this: the front-end to refuse what can never work, the engine core to
-compile it. What is made here depends on nothing but the form, so both make the same.
+compile it. The result depends on nothing but the form, so both get the same.
 """
 
 from __future__ import annotations
@@ -30,34 +30,35 @@ LENIENT_HELPS: Final = 'json_schemas: "lenient" leaves out what cannot be enforc
 REMEMBERED_VERDICTS: Final = 128
 WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{0,32}"
 """Pattern of the white space between the tokens of JSON. Every document can be written within this
-bound; without one, a small model may emit blanks until its tokens are used up."""
+limit. Without one, a small model may emit blanks until its tokens are used up."""
 ANY_OBJECT: Final = {"type": "object"}
 FIELD: Final = "structured_outputs"
 BEGINS_LATER: Final = "[lazy]"
-"""What a grammar has whose answer is free until a certain text comes."""
+"""What a grammar contains if its answer is free until a certain text comes."""
 _RULE_THAT_BEGINS_LATER: Final = re.compile(rf"^\w+{re.escape(BEGINS_LATER)}:", re.MULTILINE)
 """A schema in a grammar is one line, and its texts may say anything."""
 NO_TEXT: Final = "NoExtension"
-"""How llguidance says that nothing may follow, and that the end may not come either."""
+"""llguidance's error if neither text nor the end may follow."""
 BACKTRACE: Final = "\n<backtrace>"
-"""What follows in an error of llguidance tells of this machine, not of the grammar."""
+"""The rest of an error of llguidance from here on describes this machine, not the grammar."""
 NOTHING_FITS: Final = "no answer fits it"
 
 Verdict = tuple[str, tuple[str, ...]]
-"""Why no answer can have a form, empty if one can; and what of it is not enforced."""
+"""Why no answer can have a form (empty if one can), and what of the form is not enforced."""
 
 
 def parser_limits() -> LLParserLimits:
-    """What compiling and matching one grammar may cost; the library's defaults, but for memory."""
+    """Return the limits on compiling and matching one grammar: the library's defaults, except for
+    memory."""
     return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
 
 
 def check_structured_outputs(form: StructuredOutputsParams, field: str = FIELD) -> tuple[str, ...]:
     """Raise `InvalidRequestError`, naming the field, unless the form can be compiled, and an answer
-    of any model that has the form can begin, go on and end. Returns the keywords of a schema that
-    are not enforced, which are none unless the form is lenient.
+    of any model that has the form can begin, continue and end. Returns the keywords of a schema
+    that are not enforced; there are none unless the form is lenient.
 
-    Takes up to some 100 ms for a large schema that was not seen lately; releases the GIL.
+    It takes up to about 100 ms for a large schema that was not used recently, and releases the GIL.
     """
     form.check()
     if field == FIELD:
@@ -74,8 +75,8 @@ def check_structured_outputs(form: StructuredOutputsParams, field: str = FIELD) 
 
 
 def encode_form(form: StructuredOutputsParams, field: str = "structured_outputs") -> bytes:
-    """The form as bytes, used as a key to recognise equal forms. Raises `InvalidRequestError` if
-    the form is too large or too deeply nested."""
+    """Return the form as bytes, which identify equal forms. Raises `InvalidRequestError` if the
+    form is too large or too deeply nested."""
     try:
         encoded = msgspec.msgpack.encode(form)
     except RecursionError:
@@ -91,7 +92,7 @@ def encode_form(form: StructuredOutputsParams, field: str = "structured_outputs"
 
 
 def grammar_of(form: StructuredOutputsParams) -> str:
-    """The form in llguidance's own notation. Raises `ValueError` if it is malformed."""
+    """Return the form in llguidance's own notation. Raises `ValueError` if it is malformed."""
     if form.choice is not None:
         return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(_as_literal, form.choice))}")
     if form.regex is not None:
@@ -109,15 +110,15 @@ def _as_literal(text: str) -> str:
 
 
 def is_json(form: StructuredOutputsParams) -> bool:
-    """An answer is JSON, or has JSON in it as the arguments of a forced call are. One that begins
-    with free text is none: quotes and digits mean nothing there."""
+    """Whether an answer is JSON, or contains JSON as the arguments of a forced call. An answer that
+    begins with free text is not: there, quotes and digits mean nothing."""
     grammar = form.grammar or ""
     embedded = "%json" in grammar and not _RULE_THAT_BEGINS_LATER.search(grammar)
     return form.json is not None or form.json_object or embedded
 
 
 def schema_for_llguidance(schema: Schema, *, lenient: bool) -> Schema:
-    """A schema as it is compiled: bounded, and with llguidance's options."""
+    """Return a schema as it is compiled: with limits, and with llguidance's options."""
     if lenient:
         schema, _ = loosened(schema)
     options = {"whitespace_pattern": WHITESPACE, "lenient": lenient}
@@ -125,7 +126,7 @@ def schema_for_llguidance(schema: Schema, *, lenient: bool) -> Schema:
 
 
 def decoded(schema: str | Schema) -> Schema:
-    """A schema as an object. Raises `ValueError` if it is none."""
+    """Return a schema as an object. Raises `ValueError` if it is none."""
     value = msgspec.json.decode(schema) if isinstance(schema, str) else schema
     if not isinstance(value, dict):
         raise ValueError("a schema must be a JSON object")
@@ -161,7 +162,7 @@ def _begun(grammar: str) -> LLMatcher:
 
 
 def reason_of(matcher: LLMatcher) -> str:
-    """Why a grammar cannot be used, after its first mask; empty if it can."""
+    """Return why a grammar cannot be used, after its first mask; empty if it can."""
     reason = matcher.get_error().partition(BACKTRACE)[0]
     return NOTHING_FITS if reason.startswith(NO_TEXT) else reason
 

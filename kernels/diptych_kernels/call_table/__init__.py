@@ -1,7 +1,7 @@
-"""Tables of kernel calls for CPUs, which one call from Python runs: what a CUDA graph is to a GPU.
+"""Tables of kernel calls for CPUs, which one call from Python runs, as a CUDA graph does for a GPU.
 
-A layer is some nine kernels, and for a few tokens each of them takes less time than Python needs
-to call it.
+A layer has about nine kernels. For a few tokens each of them takes less time than Python needs to
+call it.
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ from diptych_kernels.native.kernel import Call, Kernel, kernel_of
 
 MAX_NUMBERS: Final = 20
 WIDTH: Final = 1 + MAX_NUMBERS
-"""Length of a row, which holds the kernel's address and then its numbers."""
+"""Length of a row: the kernel's address and then its numbers."""
 
 
 def rows_of(calls: Sequence[Call]) -> NDArray[np.int64]:
-    """[calls, WIDTH]: the rows of a table."""
+    """Return the rows of a table, [calls, WIDTH]."""
     rows = np.zeros((len(calls), WIDTH), np.int64)
     for row, (kernel, arguments) in zip(rows, calls, strict=True):
         row[0] = kernel.address
@@ -28,5 +28,5 @@ def rows_of(calls: Sequence[Call]) -> NDArray[np.int64]:
 
 @remembered
 def run_calls() -> Kernel:
-    """The kernel that runs a table of calls; loaded when it is first needed."""
+    """Return the kernel that runs a table of calls; it is loaded at first use."""
     return kernel_of("run_calls", WIDTH)

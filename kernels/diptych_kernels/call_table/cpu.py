@@ -17,7 +17,7 @@ def is_available() -> bool:
 
 
 def run_all(table: NDArray[np.int64], threads: int) -> None:
-    """Have so many threads run the calls of a table [..., WIDTH] together, one after the other.
+    """Let this many threads run the calls of a table [..., WIDTH] together, one after the other.
 
     What its numbers point to must stay until this returns.
     """

@@ -1,4 +1,4 @@
-"""The case that the kernel for tables of calls is tried with."""
+"""The test case for the kernel that runs tables of calls."""
 
 from __future__ import annotations
 

@@ -8,4 +8,4 @@ import torch
 
 FLOAT8: Final = torch.float8_e4m3fn
 FLOAT8_MAX: Final = 448.0
-"""What is larger is stored as this; the format has no infinity."""
+"""Larger numbers are stored as this one; the format has no infinity."""

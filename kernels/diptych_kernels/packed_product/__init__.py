@@ -1,9 +1,9 @@
-"""Products with matrices that stay as small in memory as in their file, on a CPU.
+"""Products with packed matrices, which stay as small in memory as in their file, on a CPU.
 
 For generated tokens the other factor is rounded to 16 bits, with one scale for 32 values, and the
-products are summed up exactly, in integers. Prompts are computed alike, or, where the processor has
-a matrix unit, with both factors rounded to bfloat16. What a row yields depends only on which of the
-two it is: neither on the rows beside it nor on the number of threads.
+products are summed up exactly, in integers. Prompts are computed in the same way or, where the
+processor has a matrix unit, with both factors rounded to bfloat16. A row's result depends only on
+which of the two it is, neither on the rows beside it nor on the number of threads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["TILE_ROWS", "is_available", "levels_of", "packed_product", "to_tiles
 
 
 def is_available() -> bool:
-    """Whether the kernel is there for this processor, and threads that it can run on."""
+    """Whether there is a kernel for this processor, and threads to run it."""
     return cpu.is_available()
 
 

@@ -1,4 +1,4 @@
-"""The calls of the kernels for packed products, and the memory that they work in."""
+"""The calls of the kernels for packed products, and their working memory."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from diptych_kernels.native.kernel import Call, Kernel, kernel_of
 from diptych_kernels.native.tile_layout import GROUP, LEVEL_BITS, TILE_ROWS, group_bytes
 
 FLOAT, BFLOAT, WORD = 4, 2, 2
-"""Their sizes, in bytes."""
+"""Sizes in bytes."""
 ROWS, DECODE_TILES = places_of(PackedProduct, "rows", "tiles")
 FIRST, END, CHUNK_TILES = places_of(AmxProduct, "first", "end", "tiles")
-"""Where the arguments of a decode call, and of a chunk call, stand in a table's row."""
+"""The positions of the arguments of a decode call, and of a chunk call, in a table's row."""
 CONFIGURATION_BYTES = 64
 """Size, in bytes, of the matrix unit's configuration."""
 BITS_OF = {group_bytes(bits): bits for bits in LEVEL_BITS}
 
 
 def workspace_bytes(rows: int, columns: int) -> int:
-    """Size, in bytes, of a workspace that is enough for either call."""
+    """Return the size, in bytes, of a workspace for either call."""
     integers = rows * columns * WORD + rows * (columns // GROUP) * 2 * FLOAT
     unpacked = torch.get_num_threads() * (CONFIGURATION_BYTES + 4 * TILE_ROWS * columns * BFLOAT)
     return max(integers, _rounded_bytes(rows, columns) + unpacked)
 
 
 def decode_call(x: Tensor, tiles: Tensor, out: Tensor, workspace: Tensor, *, add: bool) -> Call:
-    """The call that computes all rows in integers; workspace: [>= workspace_bytes] int8."""
+    """Return the call that computes all rows in integers; workspace: [>= workspace_bytes] int8."""
     rows, columns = x.shape
     num_tiles, groups, num_bytes = tiles.shape
     arguments = PackedProduct(
@@ -50,8 +50,8 @@ def decode_call(x: Tensor, tiles: Tensor, out: Tensor, workspace: Tensor, *, add
 def chunk_call(
     x: Tensor, first: int, tiles: Tensor, out: Tensor, workspace: Tensor, *, add: bool
 ) -> Call:
-    """The call that computes the rows from `first` on with the matrix unit; workspace: as for
-    `decode_call`."""
+    """Return the call that computes the rows from `first` on with the matrix unit; workspace: as
+    for `decode_call`."""
     rows, columns = x.shape
     num_tiles, groups, num_bytes = tiles.shape
     arguments = AmxProduct(
@@ -78,11 +78,11 @@ def _rounded_bytes(rows: int, columns: int) -> int:
 
 @remembered
 def decode_kernel(bits: int) -> Kernel:
-    """The kernel of decode calls, for levels of so many bits; loaded when it is first needed."""
+    """Return the kernel of decode calls for levels of this many bits; it is loaded at first use."""
     return kernel_of("packed_product", bits)
 
 
 @remembered
 def chunk_kernel(bits: int) -> Kernel:
-    """The kernel of chunk calls; otherwise as `decode_kernel`."""
+    """Return the kernel of chunk calls; otherwise as `decode_kernel`."""
     return kernel_of("amx_product", bits)

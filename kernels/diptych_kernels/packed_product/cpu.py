@@ -1,7 +1,7 @@
-"""The packed product: rounding its input, then 16 or 32 columns at a time of all rows.
+"""The packed product: rounds its input, then computes 16 or 32 columns at a time for all rows.
 
-Decodes are summed up in integers. Chunks of prompts, which are bound by arithmetic, go through the
-processor's matrix unit in bfloat16 if it has one: it does four times as much at a time.
+Decodes are summed up in integers. Chunks of prompts, which are bound by arithmetic, are computed in
+bfloat16 by the processor's matrix unit, if it has one: it is four times as fast.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ def is_available() -> bool:
 
 @remembered
 def has_matrix_unit() -> bool:
-    """Whether chunks of prompts go through the matrix unit."""
+    """Whether chunks of prompts are computed by the matrix unit."""
     return all(is_trusted(AMX_PRODUCT, bits) for bits in LEVEL_BITS)
 
 
 def integer_rows(num_decodes: int, rows: int) -> int:
-    """How many of `rows` rows, of which `num_decodes` are decodes, are summed up in integers."""
+    """Return how many of `rows` rows, of which `num_decodes` are decodes, are summed up in
+    integers."""
     return num_decodes if has_matrix_unit() else rows
 
 

@@ -1,4 +1,4 @@
-"""The cases that the kernels for packed products are tried with."""
+"""The test cases for the kernels for packed products."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ from diptych_kernels.native.tile_layout import GROUP
 from diptych_kernels.packed_product.tiles import values_of
 
 LEVELS: Final = 32767
-"""On either side of zero."""
+"""Levels on either side of zero."""
 LARGER: Final = 1 + math.log(2) / 256
-"""Makes up for what is cut off, as `native.unpacked_tile` does."""
+"""Compensates for truncation, as `native.unpacked_tile` does."""
 SMALLEST: Final = torch.finfo(torch.float32).tiny
 
 
@@ -30,12 +30,12 @@ def packed_product(
 
 
 def cut_off(matrix: Tensor) -> Tensor:
-    """float32 -> the same in bfloat16: what is cut off is added before, on average."""
+    """Truncate float32 to bfloat16, after adding what truncation takes on average."""
     return ((matrix * LARGER).view(torch.int32) & -0x10000).view(torch.float32)
 
 
 def rounded(x: Tensor) -> Tensor:
-    """[rows, columns] -> the same with 16 bits for each value, and a scale for 32 of them."""
+    """Round [rows, columns] to 16 bits per value, with one scale for 32 of them."""
     groups = x.reshape(len(x), x.shape[1] // GROUP, GROUP)
     scale = groups.abs().amax(2, keepdim=True) / LEVELS
     levels = (groups / scale.clamp(min=SMALLEST)).round()

@@ -1,4 +1,4 @@
-"""Packs a matrix into tiles, and takes it out again; `native/tile_layout.py` says how they lie."""
+"""Packs a matrix into tiles and unpacks it; `native/tile_layout.py` describes the layout."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def to_tiles(levels: Tensor, scale: Tensor, offset: Tensor) -> Tensor | None:
 
 
 def values_of(tiles: Tensor) -> Tensor:
-    """The matrix again: [rows, columns] float32, bit for bit if float16 holds its factors."""
+    """Return the matrix again: [rows, columns] float32, bit for bit if float16 holds
+    its factors."""
     num_tiles, groups, num_bytes = tiles.shape
     bits = (num_bytes - FACTOR_BYTES) * 8 // (TILE_ROWS * GROUP)
     levels = tiles[:, :, :-FACTOR_BYTES]

@@ -1,4 +1,4 @@
-"""Arguments of the kernels for attention, and the sizes of heads that they take."""
+"""Arguments of the kernels for attention, and the sizes of heads that they support."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from diptych_kernels.native.prefill_chunk import ChunkNumbers
 from diptych_kernels.paged_attention.metadata import AttentionMetadata
 
 FLOAT = 4
-"""Bytes."""
+"""Size in bytes."""
 WIDTH = 32
-"""Heads of the kernel for chunks have a multiple of so many dimensions."""
+"""The kernel for chunks supports heads whose size is a multiple of this."""
 [CACHE] = places_of(DecodeAttention, "cache")
-"""Where the address of the layer's keys and values stands in a table's row, of chunks too."""
+"""The position of the address of the layer's keys and values in a table's row, also for chunks."""
 COMMON_DIMS = frozenset({64, 128})
-"""Sizes of heads that have a kernel of their own, which is a quarter faster."""
+"""Sizes of heads with a kernel of their own, which is a quarter faster."""
 
 
 def fills_vectors(head_dim: int) -> bool:
-    """Whether heads have a size that all kernels but the first take."""
+    """Whether heads have a size that all kernels but the first support."""
     return head_dim % WIDTH == 0
 
 
 def number_of(head_dim: int) -> int:
-    """Which of the kernels for decodes takes heads of this size; 0 takes any."""
+    """Return the number of the kernel for decodes with heads of this size; 0 supports any."""
     return head_dim if head_dim in COMMON_DIMS else 0
 
 
 def decode_arguments(
     queries: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, attended: Tensor
 ) -> DecodeAttention:
-    """What computes all decodes of a step, by either kernel."""
+    """Return the arguments of either kernel for all decodes of a step."""
     _, heads, head_dim = queries.shape
     threads = torch.get_num_threads()
     return DecodeAttention(
@@ -49,7 +49,7 @@ def decode_arguments(
 def chunk_arguments(
     queries: Tensor, kv_layer: Tensor, own: ChunkNumbers, attended: Tensor
 ) -> ChunkAttention:
-    """What computes a chunk, by either kernel."""
+    """Return the arguments of either kernel for a chunk."""
     _, heads, head_dim = queries.shape
     threads, first = torch.get_num_threads(), own.rows.start
     return ChunkAttention(

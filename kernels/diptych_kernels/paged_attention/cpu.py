@@ -1,13 +1,13 @@
-"""Attention that reads keys and values where they stand.
+"""Attention that reads keys and values in place.
 
 Decodes: the keys of a sequence are cut into partitions of a fixed size, and the partitions of all
-sequences are dealt out to the threads. A thread takes all heads of a token together, because they
-lie side by side in the cache, and the heads that share keys read them while they are at hand. Each
-partition yields a maximum, a sum and a weighted sum of values for each head; when all threads are
-done these are merged (the split of flash-decoding).
+sequences are divided among the threads. A thread computes all heads of a token together, because
+they are adjacent in the cache, and heads that share keys reuse what was read. Each partition yields
+a maximum, a sum and a weighted sum of values for each head; when all threads are done these are
+merged (the split of flash-decoding).
 
 Chunks of prompts, which are bound by arithmetic: keys are transposed first, once for all queries.
-Then each thread takes 16 queries that share keys through their contexts, partition by partition,
+Then each thread computes 16 queries that share keys over their contexts, partition by partition,
 with a running maximum (flash attention). The processor's matrix unit, if it has one, does this in
 bfloat16 for models that round their activations anyway.
 """
@@ -38,7 +38,7 @@ from diptych_kernels.trust import is_trusted
 
 
 def fits(queries: Tensor, kv_layer: Tensor) -> bool:
-    """Whether there is a kernel, which knows these types and this layout."""
+    """Whether there is a kernel for these types and this layout."""
     return (
         queries.dtype is torch.float32
         and queries.stride()[1:] == (queries.shape[2], 1)
@@ -67,13 +67,13 @@ def paged_attention(
 
 @remembered
 def has_decodes(head_dim: int) -> bool:
-    """Whether decodes have a kernel, without which none is used."""
+    """Whether there is a kernel for decodes, without which none is used."""
     return is_trusted(DECODES, number_of(head_dim))
 
 
 @remembered
 def has_kernels(head_dim: int) -> bool:
-    """Whether chunks of prompts have a kernel too."""
+    """Whether there is a kernel for chunks of prompts too."""
     return fills_vectors(head_dim) and is_trusted(CHUNK, head_dim)
 
 
@@ -85,10 +85,10 @@ def calls(
     *,
     may_round: bool,
 ) -> list[Call]:
-    """What computes the attention of a step, for what `fits` and sizes that have kernels.
+    """Return the calls that compute the attention of a step, for what `fits` and sizes that have
+    kernels.
 
-    They can also be used for another layer: its address then takes the place of argument
-    `calls.CACHE`.
+    For another layer, replace argument `calls.CACHE` by that layer's address.
     """
     found = [_decode_call(queries, kv_layer, metadata, attended)] if metadata.num_decodes else []
     if metadata.num_decodes < len(metadata.context_lens):
@@ -109,7 +109,7 @@ def _decode_call(
 
 @remembered
 def decode_kernel(head_dim: int, kv_dtype: torch.dtype) -> Kernel:
-    """Loaded when it is first needed."""
+    """Return the kernel for decodes; it is loaded at first use."""
     number = number_of(head_dim)
     may_pair = kv_dtype is torch.bfloat16 and fills_vectors(head_dim)
     in_pairs = may_pair and is_trusted(BF16_DECODES, number)
@@ -118,11 +118,11 @@ def decode_kernel(head_dim: int, kv_dtype: torch.dtype) -> Kernel:
 
 @remembered
 def prefill_kernel(head_dim: int) -> Kernel:
-    """For heads whose size is a multiple of `calls.WIDTH`."""
+    """Return the kernel for chunks, for heads whose size is a multiple of `calls.WIDTH`."""
     return kernel_of("prefill_attention", head_dim)
 
 
 @remembered
 def chunk_kernel(head_dim: int) -> Kernel:
-    """The same by the matrix unit."""
+    """Return the kernel for chunks that uses the matrix unit."""
     return kernel_of("amx_attention", head_dim)

@@ -1,5 +1,5 @@
-"""Decodes for a GPU that repeats recorded launches: whatever differs from step to step stands in
-memory that stays where it is."""
+"""Decodes for a GPU that replays recorded launches: the numbers that differ from step to step are
+in memory at a fixed address."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from diptych_kernels.paged_attention.metadata import AttentionMetadata
 
 @dataclass(frozen=True)
 class FixedDecodes(AttentionMetadata):
-    """Made of the first step's numbers; `change` brings those of another one, with as many
+    """The numbers of a first step, which `change` replaces by those of another one with as many
     sequences."""
 
     longest: int = 0
-    """The longest context that any step may have."""
+    """The longest context of any step."""
 
     def on_device(self, geometry: Geometry) -> tuple[Schedule, Tensor]:
         known = self._schedules.get(geometry)
@@ -36,7 +36,8 @@ class FixedDecodes(AttentionMetadata):
         return known
 
     def change(self, context_lens: NDArray[np.int64], block_tables: NDArray[np.int64]) -> None:
-        """Have launches that were recorded see other sequences, arguments as the attributes."""
+        """Replace the numbers that recorded launches read; the arguments are named as the
+        attributes."""
         for geometry, (plan, numbers) in self._schedules.items():
             self._write(self._cut(context_lens, block_tables, geometry, plan.num_splits), numbers)
 

@@ -1,4 +1,4 @@
-"""The cases that the kernels for attention are tried with."""
+"""The test cases for the kernels for attention."""
 
 from __future__ import annotations
 
@@ -68,6 +68,6 @@ def _chunk(kernel: Kernel) -> Results:
 
 DECODES = KnownCase("decode_attention", _all_decodes, tolerance=1e-5)
 BF16_DECODES = KnownCase("bf16_decode_attention", _rounded_decodes, tolerance=1e-2)
-"""Queries and weights are rounded too."""
+"""Cases of kernels that round queries and weights too."""
 CHUNK = KnownCase("prefill_attention", _chunk, tolerance=1e-5)
 AMX_CHUNK = KnownCase("amx_attention", _chunk, tolerance=1e-2)

@@ -9,13 +9,13 @@ from diptych_kernels.native.arguments import RmsNorm, places_of
 from diptych_kernels.native.kernel import Call, Kernel, bits_of, kernel_of
 
 FLOAT = 4
-"""Bytes."""
+"""Size in bytes."""
 WEIGHT, ROWS = places_of(RmsNorm, "weight", "rows")
-"""Where they stand in a table's row."""
+"""Positions of these arguments in a table's row."""
 
 
 def call(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Call:
-    """The call that computes `out`, [rows, n] contiguous."""
+    """Return the call that computes `out`, [rows, n] contiguous."""
     rows, size = x.shape
     return kernel(), RmsNorm(
         x=x.data_ptr(),
@@ -30,5 +30,5 @@ def call(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Call:
 
 @remembered
 def kernel() -> Kernel:
-    """Loaded when it is first needed."""
+    """Return the kernel; it is loaded at first use."""
     return kernel_of("rms_norm", 0)

@@ -1,4 +1,4 @@
-"""Normalisation in one call, where torch's operators are eight."""
+"""Normalisation in one call, for which torch needs eight operators."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from diptych_kernels.rms_norm.known_case import CASE
 from diptych_kernels.trust import is_trusted
 
 MIN_ROWS_TO_SHARE = 16
-"""Fewer are done before a second thread has begun."""
+"""With fewer rows, one thread is done before a second one has begun."""
 
 
 def fits(x: Tensor) -> bool:
-    """Whether there is a kernel, which knows this type and layout."""
+    """Whether there is a kernel for this type and layout."""
     return x.dtype is torch.float32 and x.dim() == 2 and x.stride(1) == 1 and is_trusted(CASE, 0)
 
 

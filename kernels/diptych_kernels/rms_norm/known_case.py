@@ -1,4 +1,4 @@
-"""The case that the kernel for normalisation is tried with."""
+"""The test case for the kernel for normalisation."""
 
 from __future__ import annotations
 

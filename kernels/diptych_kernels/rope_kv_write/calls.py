@@ -11,7 +11,7 @@ from diptych_kernels.native.kernel import Call, Kernel, bits_of, kernel_of
 CACHE, BIAS, QUERY_NORM, KEY_NORM = places_of(
     RopeKvWrite, "cache", "bias", "query_norm", "key_norm"
 )
-"""Where the addresses of what each layer has for itself stand in a table's row."""
+"""Positions, in a table's row, of the addresses that differ from layer to layer."""
 
 
 def call(
@@ -25,7 +25,7 @@ def call(
     key_norm: Tensor | None,
     eps: float,
 ) -> Call:
-    """What does it; for another layer too, whose addresses then go in place of these."""
+    """Return the call. For another layer, replace these addresses by that layer's."""
     tokens, num_heads, head_dim = heads.shape
     arguments = RopeKvWrite(
         heads=heads.data_ptr(),
@@ -50,5 +50,5 @@ def call(
 
 @remembered
 def kernel() -> Kernel:
-    """Loaded when it is first needed."""
+    """Return the kernel; it is loaded at first use."""
     return kernel_of("rope_kv_write", 0)

@@ -1,5 +1,5 @@
-"""Bias, norms of heads, rotation and cache write in one call: for torch they are seven operators
-and more, each too small to pay."""
+"""Bias, norms of heads, rotation and cache write in one call, for which torch needs seven or more
+small operators."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from diptych_kernels.rope_kv_write.known_case import CASE
 from diptych_kernels.trust import is_trusted
 
 MIN_TOKENS_TO_SHARE = 16
-"""Fewer are done before a second thread has begun."""
+"""With fewer tokens, one thread is done before a second one has begun."""
 
 
 def fits(heads: Tensor, kv_layer: Tensor) -> bool:
-    """Whether there is a kernel, which knows these types and this layout."""
+    """Whether there is a kernel for these types and this layout."""
     return (
         heads.dtype is torch.float32
         and heads.is_contiguous()

@@ -1,4 +1,4 @@
-"""The case that the kernel for rotation and cache write is tried with."""
+"""The test case for the kernel for rotation and cache write."""
 
 from __future__ import annotations
 
@@ -39,4 +39,4 @@ def _results(kernel: Kernel) -> Results:
 
 
 CASE = KnownCase("rope_kv_write", _results, tolerance=1e-3)
-"""A number that is rounded to bfloat16 may be the next one."""
+"""The tolerance permits a rounding to the neighbouring bfloat16."""

@@ -9,16 +9,16 @@ from diptych_kernels.native.arguments import SiluMul, places_of
 from diptych_kernels.native.kernel import Call, Kernel, kernel_of
 
 [ROWS] = places_of(SiluMul, "rows")
-"""Where it stands in a table's row."""
+"""The position of the number of rows in a table's row."""
 
 
 def call(gate_up: Tensor, out: Tensor) -> Call:
-    """The call that computes `out`, [rows, n] contiguous."""
+    """Return the call that computes `out`, [rows, n] contiguous."""
     rows, size = out.shape
     return kernel(), SiluMul(gate_up.data_ptr(), out.data_ptr(), rows, size)
 
 
 @remembered
 def kernel() -> Kernel:
-    """Loaded when it is first needed."""
+    """Return the kernel; it is loaded at first use."""
     return kernel_of("silu_mul", 0)

@@ -1,4 +1,4 @@
-"""The gate in one call: one pass over what torch's operators read and write twice."""
+"""The gate in one call and one pass over memory that torch's operators read and write twice."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from diptych_kernels.silu_mul.known_case import CASE
 from diptych_kernels.trust import is_trusted
 
 MIN_ROWS_TO_SHARE = 8
-"""Fewer are done before a second thread has begun."""
+"""With fewer rows, one thread is done before a second one has begun."""
 
 
 def fits(gate_up: Tensor) -> bool:
-    """Whether there is a kernel, which knows this type and layout."""
+    """Whether there is a kernel for this type and layout."""
     return gate_up.dtype is torch.float32 and gate_up.is_contiguous() and is_trusted(CASE, 0)
 
 

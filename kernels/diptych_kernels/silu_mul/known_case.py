@@ -1,4 +1,4 @@
-"""The case that the kernel for the gate is tried with."""
+"""The test case for the kernel for the gate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings of the processes as a page to read: `docs/arguments.md`, made from their types."""
+"""Generates `docs/arguments.md`, which lists the settings of each process, from the types."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _TABLE_HEAD = "| argument | value | default | meaning |\n|---|---|---|---|"
 
 
 def arguments() -> str:
-    """Markdown with a table for each configuration."""
+    """Return Markdown with a table for each configuration."""
     chapters = (
         f"## {name}\n\n{what}\n\n" + "\n".join([_TABLE_HEAD, *_rows(kind), ""])
         for name, kind, what in _CHAPTERS

@@ -1,4 +1,4 @@
-"""`spec.model`: which weights, where they come from and where they are kept."""
+"""`spec.model`: the weights, their source, and where pods keep them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`spec.prefill`, `spec.decode` and `spec.router`: how many pods, and how they differ."""
+"""`spec.prefill`, `spec.decode` and `spec.router`: the number of pods, and how the pools differ."""
 
 from __future__ import annotations
 

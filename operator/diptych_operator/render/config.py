@@ -48,7 +48,7 @@ _POLICIES: dict[str, RoutingPolicy] = {
 
 
 def engine_config(service: InferenceService, pool: Pool, revision: str, model: str) -> EngineConfig:
-    """What one engine pod reads; `model` is where it finds it.
+    """Return the configuration of one engine pod. `model` is where the pod finds it.
 
     The pools differ in `num_threads` only.
     """
@@ -69,13 +69,14 @@ def engine_config(service: InferenceService, pool: Pool, revision: str, model: s
 
 
 def cpu_threads(pool: Pool, ranks: int) -> int | None:
-    """What the pod's limit allows each rank; None without a limit: the engine looks for itself."""
+    """Return the threads for each rank by the pod's CPU limit; None without a limit, where the
+    engine decides."""
     limit = pool.resources.limits.get("cpu")
     return None if limit is None else model_threads(float(_amount(limit)), ranks)
 
 
 def router_config(service: InferenceService, model: str) -> RouterConfig:
-    """What a router pod reads; `model` is where it finds it."""
+    """Return the configuration of a router pod. `model` is where the pod finds it."""
     config = RouterConfig(
         model=model,
         served_name=service.served_name,
@@ -126,20 +127,21 @@ def _batches(service: InferenceService) -> Batches:
 def engine_config_map(
     service: InferenceService, role: PoolName, revision: str, model: str
 ) -> dict[str, Any]:
-    """The ConfigMap of one pool of one revision."""
+    """Return the ConfigMap of one pool of one revision."""
     config = engine_config(service, service.pools[role], revision, model)
     return _config_map(service, role, {ENGINE_FILE: _json(config)}, revision)
 
 
 def router_config_map(service: InferenceService, model: str) -> dict[str, Any]:
-    """The ConfigMap of the routers."""
+    """Return the ConfigMap of the routers."""
     return _config_map(service, "router", {ROUTER_FILE: _json(router_config(service, model))})
 
 
 def serving_config_map(
     service: InferenceService, revisions: Sequence[str], asleep: bool
 ) -> dict[str, Any]:
-    """What routers read again and again while they run: which revisions may serve."""
+    """Return the ConfigMap that routers read repeatedly while they run: which
+    revisions may serve."""
     text = msgspec.json.encode({"revisions": list(revisions), "asleep": asleep}).decode()
     return {
         "apiVersion": "v1",
@@ -161,7 +163,7 @@ def _config_map(
 
 
 def config_hash(config: dict[str, Any]) -> str:
-    """Changes exactly when the files of a ConfigMap change."""
+    """Return a hash that changes exactly when the files of a ConfigMap change."""
     data = msgspec.json.encode(config["data"], order="sorted")
     return hashlib.sha256(data).hexdigest()[:16]
 

@@ -1,4 +1,4 @@
-"""What the conditions of a service are judged by, and what a judgement is. Pure."""
+"""The input and the output of the functions that judge conditions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from diptych_operator.status.reasons import Reason
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a condition is to say; when it began to is added by `build_status`."""
+    """The content of a condition; `build_status` adds when it began."""
 
     status: ConditionStatus
     reason: Reason
@@ -25,7 +25,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """All that conditions are judged by."""
+    """The input of all conditions."""
 
     service: InferenceService
     observed: Observed
@@ -41,13 +41,13 @@ class Situation:
 
     @property
     def serving(self) -> tuple[str, ...]:
-        """Revisions that may serve, the newest one first."""
+        """Revisions that may serve, the newest first."""
         serving = self.step.serving or self.observed.revisions()
         return tuple(sorted(serving, key=lambda name: (name != self.target, name)))
 
     @property
     def blind(self) -> bool:
-        """The operator ran into something before it could look at the pods."""
+        """Whether the operator met a problem before it could look at the pods."""
         found = self.observed.pods or self.observed.deployments
         return bool(self.observed.problems) and not found
 
@@ -68,7 +68,7 @@ class Situation:
 
 
 def ready_pods(observed: Observed, role: str, revisions: Iterable[str] | None = None) -> int:
-    """Ready pods that are to stay, of the given revisions or of any."""
+    """Return the ready pods that are to stay, of the given revisions or of any."""
     chosen = None if revisions is None else set(revisions)
     return sum(
         pod.ready and not pod.terminating and (chosen is None or pod.revision in chosen)

@@ -12,7 +12,12 @@ from chaos_kit.bad_news import BadNews, Mischief
 from diptych_engine.serving.prefix_news import REPEAT_S, PrefixNews
 from diptych_protocol.block_hashes import FIRST_DIGEST, next_digest
 from diptych_protocol.wire import PREFIX_KEY_BYTES, PrefixChanges
-from diptych_router.prefixes.known_prefixes import MAX_IN_VAIN, MAX_REPEATS, KnownPrefixes, keys_of
+from diptych_router.engines.prefixes.known_prefixes import (
+    MAX_IN_VAIN,
+    MAX_REPEATS,
+    KnownPrefixes,
+    keys_of,
+)
 
 BLOCKS = [bytes([number]) * PREFIX_KEY_BYTES for number in range(1, 25)]
 SOME = Mischief(lose=0.2, double=0.2, delay=0.2, forge=0.3)

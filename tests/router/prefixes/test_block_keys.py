@@ -17,10 +17,10 @@ from diptych_engine.serving.prefix_news import PrefixNews
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.text.renderer import TextRenderer
 from diptych_protocol import EngineCoreRequest, LoRARequest
-from diptych_router.prefixes.block_keys import BlockNaming
-from diptych_router.prefixes.known_prefixes import KnownPrefixes
-from diptych_router.record.records import record_of
-from diptych_router.routed_request import RoutedRequest
+from diptych_router.engines.prefixes.block_keys import BlockNaming
+from diptych_router.engines.prefixes.known_prefixes import KnownPrefixes
+from diptych_router.requests.record.records import record_of
+from diptych_router.requests.routed_request import RoutedRequest
 
 PROMPT = list(range(1, 50))
 

@@ -65,9 +65,9 @@ from diptych_protocol import (
 from diptych_protocol.control_calls import CONTROL_CALLS
 from diptych_protocol.model_uri import parse_model_uri
 from diptych_protocol.salvage import call_id_of, request_id_of
-from diptych_router.serving import ServingFile
-from diptych_router.vllm import answer_stream, description, event_socket, hand_off, metrics
-from diptych_router.vllm.kv_events import RememberedBlocks
+from diptych_router.engines.serving import ServingFile
+from diptych_router.engines.vllm import answer_stream, description, event_socket, hand_off, metrics
+from diptych_router.engines.vllm.kv_events import RememberedBlocks
 
 Feed = Callable[[bytes], object]
 
@@ -525,6 +525,6 @@ def file_parsers(folder: Path) -> Iterator[Parser]:
     serving = folder / "serving.json"
     feed, _ = placed(serving, lambda: ServingFile(serving).refresh())
     yield Parser(
-        "which revisions serve", ("router/diptych_router/serving.py",), feed,
+        "which revisions serve", ("router/diptych_router/engines/serving.py",), feed,
         (b'{"revisions": ["a"], "asleep": false}',), raises=(),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""From a URI to files in a cache: once, whoever else may be at it."""
+"""Fetches a model from a URI into a cache, once, even if several processes try."""
 
 from __future__ import annotations
 
@@ -49,15 +49,16 @@ def fetch_model(
     credentials: Credentials | None = None,
     report: Report = log_progress,
 ) -> Path:
-    """Have the model in `cache`, and return what `resolve_model` opens: its folder or GGUF file.
+    """Fetch the model into `cache`, and return what `resolve_model` opens: its folder or GGUF file.
 
-    A model that cannot change and is there already is not asked for again. One that can is fetched
-    anew when its source says that it has; while the source cannot be reached, the copy serves.
+    If a model that cannot change is there already, the source is not asked. A model that can change
+    is fetched again when its source reports another version; if the source is unreachable, the copy
+    is used.
 
-    With `sha256` the copy is read, and fetched anew if it is another file. In a `shared` cache,
-    which others write to, a copy serves only as the source's listing describes it now: without an
-    answer of the source there is no model. Where the source lists no checksums, those of what was
-    fetched are taken. With `recorded` these are compared also where nobody else vouches for a copy.
+    With `sha256` the copy is read, and fetched again if it differs. In a `shared` cache, which
+    others write to, a copy is used only if it matches the source's listing: without an answer of
+    the source there is no model. Where the source lists no checksums, those of what was fetched are
+    used. With `recorded` they are also compared where nobody else vouches for a copy.
 
     Raises:
         InvalidRequestError: the URI is malformed.
@@ -96,7 +97,7 @@ def _with_checksum(name: str, found: Record, sha256: str) -> RemoteFile:
 
 
 def is_cached(uri: str, cache: Path, *, revision: str = "", sha256: str = "") -> bool:
-    """Whether `cache` has all of an engine's files of a model; its source is not asked."""
+    """Whether `cache` has all files of a model that an engine needs. The source is not asked."""
     name = cache_name(parse_model_uri(uri), revision, sha256, "engine")
     return CacheEntry(cache, name).published() is not None
 

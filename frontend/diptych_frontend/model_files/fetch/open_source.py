@@ -1,4 +1,4 @@
-"""From a URI's scheme to the client of that place."""
+"""Chooses the client of a source by the URI's scheme."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from diptych_protocol.model_uri import ModelUri
 
 
 def open_source(uri: ModelUri, revision: str, credentials: Credentials) -> Source:
-    """The client of one scheme; each comes with libraries that nothing else needs."""
+    """Return the client of a scheme. Each imports libraries that nothing else needs."""
     try:
         match uri.scheme:
             case "hf":

@@ -1,4 +1,4 @@
-"""Which of a source's files a reader needs. Pure."""
+"""Selects the files of a source that a reader needs."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ SMALL_FILES: Final = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
-"""All that is ever read of a folder besides its weights."""
+"""The files of a folder, besides weights, that are ever read."""
 WEIGHTS: Final = ".safetensors"
 OTHER_LAYOUT: Final = "consolidated"
-"""The same weights once more, under their publisher's own names."""
+"""The same weights in a second layout, under their publisher's own names."""
 
 
 def select_files(
     uri: ModelUri, files: Sequence[RemoteFile], reader: Reader, sha256: str
 ) -> list[RemoteFile]:
-    """The files to fetch, named as they shall be in the model's folder.
+    """Return the files to fetch, with their names in the model's folder.
 
     Raises `BadSourceError` if there is no model among them, or not the one with this checksum.
     """
@@ -49,7 +49,7 @@ def select_files(
 
 
 def content_id(files: Iterable[RemoteFile]) -> str:
-    """Sixteen hexadecimal digits that change when any file of the selection does."""
+    """Return sixteen hexadecimal digits that change when any file of the selection does."""
     identity = json.dumps([[file.name, file.size, file.version] for file in files])
     return hashlib.sha256(identity.encode()).hexdigest()[:16]
 

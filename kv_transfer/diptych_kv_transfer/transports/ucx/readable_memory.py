@@ -1,4 +1,4 @@
-"""Memory that peers may read by a key, and the keys of theirs."""
+"""Memory that peers may read with a key, and the keys to memory of peers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from diptych_kv_transfer.transports.ucx.worker import Context
 
 
 class ReadableMemory:
-    """A region that peers may read, by its `key`, for as long as this is open."""
+    """A region that peers may read, with its `key`, as long as this object is open."""
 
     def __init__(self, context: Context, region: MemoryRegion) -> None:
         """Raises `UcpError`."""
@@ -32,12 +32,12 @@ class ReadableMemory:
         lib.ucp_rkey_buffer_release(packed)
 
     def close(self) -> None:
-        """To be called once."""
+        """Close it. Call this once."""
         lib.ucp_mem_unmap(self._context.handle, self._handle)
 
 
 def unpack_key(endpoint: int, packed: bytes) -> int:
-    """A peer's key for use on its endpoint, until `destroy_key`. Raises `UcpError`."""
+    """Return a peer's key for use on its endpoint, until `destroy_key`. Raises `UcpError`."""
     key = c_void_p()
     check(lib.ucp_ep_rkey_unpack(endpoint, packed, byref(key)), "unpacking a memory key")
     return int(key.value or 0)

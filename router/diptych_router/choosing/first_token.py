@@ -1,0 +1,55 @@
+"""When the first token of a request can be expected, and how much of that is its tenant's doing.
+
+An engine takes tenants in turns (docs/fairness.md): a request waits for the other prompts of its
+own tenant, and of each other tenant for no more tokens than its own tenant then has there. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from diptych_router.choosing.policy import FETCH
+
+WAIT: Final = "wait_s"
+COMPUTE: Final = "compute_s"
+"""The terms of a policy that says when a first token comes; see docs/routing.md."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """Expected seconds from now."""
+
+    wait_s: float
+    """For prompts that the engine computes before this one."""
+    wait_for_others_s: float
+    """The same, if its tenant had no other request there."""
+    compute_s: float
+    """For what the engine lacks of the prompt."""
+
+
+def expected(
+    terms: Mapping[str, float], queued: int, of_tenants: Mapping[str, int], tenant: str, own: float
+) -> FirstToken | None:
+    """None: the policy that named the terms does not say.
+
+    queued: tokens of prompts that wait at the engine. of_tenants: so many of them by tenant; the
+        rest is of nobody in particular. own: tokens that the engine would compute for the request.
+    """
+    if WAIT not in terms or COMPUTE not in terms:
+        return None
+    compute_s = terms[COMPUTE] + terms.get(FETCH, 0.0)
+    named = sum(of_tenants.values())
+    total = max(queued, named)
+    if not total:
+        return FirstToken(terms[WAIT], terms[WAIT], compute_s)
+    token_s = terms[WAIT] / total
+    mine = of_tenants.get(tenant, 0)
+    others = [tokens for name, tokens in of_tenants.items() if name != tenant]
+    rest = total - named
+
+    def ahead(backlog: float) -> float:
+        return rest + sum(min(tokens, backlog + own) for tokens in others)
+
+    return FirstToken((mine + ahead(mine)) * token_s, ahead(0) * token_s, compute_s)
