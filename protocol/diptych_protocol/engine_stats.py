@@ -7,7 +7,7 @@ where it arises, in the engine or in its hinge; servers show every field that ha
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Final, Literal, get_args, get_type_hints
 
@@ -32,7 +32,7 @@ class Metric:
     meaning: str
     label: str = ""
     """What tells fields of the same name apart; empty: there is only one."""
-    value: str = field(default="", compare=False)
+    value: str = ""
     """The value of the label."""
 
     def of(self, value: str) -> Metric:
@@ -51,7 +51,7 @@ def metrics_of(stats: type[msgspec.Struct]) -> Mapping[Metric, Mapping[str, str]
     for name, hint in get_type_hints(stats, include_extras=True).items():
         for told in get_args(hint):
             if isinstance(told, Metric):
-                found.setdefault(told, {})[told.value] = name
+                found.setdefault(told.of(""), {})[told.value] = name
     return found
 
 
