@@ -30,6 +30,7 @@ from diptych_frontend.openai.responses import (
 )
 from diptych_protocol import (
     CompletionOutput,
+    FurtherOptions,
     Renderer,
     RequestOutput,
     SamplingParams,
@@ -54,8 +55,6 @@ class CompletionApi:
     body_type = CompletionRequest
     image_word = b"image_url"
     prompt_field = "prompt"
-    reasoning_ended: bool | None = True
-    """True: completions do not separate reasoning, so a form applies to the whole text."""
 
     def request(self, body: CompletionRequest, scope: Scope) -> CompletionRequest:
         return body
@@ -68,8 +67,9 @@ class CompletionApi:
     def render(self, request: CompletionRequest, renderer: Renderer) -> list[TokensPrompt]:
         return [renderer.render_prompt(prompt) for prompt in prompts_of(request)]
 
-    def reasoning_parser_kwargs(self, request: CompletionRequest) -> None:
-        return None
+    def options(self, request: CompletionRequest) -> FurtherOptions:
+        # Completions do not separate reasoning, so a form applies to the whole text.
+        return {"reasoning_ended": True}
 
     def writer(
         self, sound: Sound[CompletionRequest, CompletionRequest], request_id: str, created: int

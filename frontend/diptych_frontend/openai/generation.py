@@ -29,6 +29,7 @@ from diptych_frontend.text.structured_outputs import check_structured_outputs
 from diptych_protocol import (
     EngineClient,
     EngineGenerateError,
+    FurtherOptions,
     InvalidRequestError,
     LoRARequest,
     RefusedByEngineError,
@@ -57,8 +58,6 @@ class Api(Protocol[B, R]):
     image_word: bytes
     """A word that every body with images contains."""
     prompt_field: str
-    reasoning_ended: bool | None
-    """See `EngineClient.generate`."""
 
     def request(self, body: B, scope: Scope) -> R:
         """Parse a body. Raises `InvalidRequestError` naming the field."""
@@ -69,8 +68,8 @@ class Api(Protocol[B, R]):
     def render(self, request: R, renderer: Renderer) -> list[TokensPrompt]:
         """Return the prompts as tokens; may run in a worker thread."""
 
-    def reasoning_parser_kwargs(self, request: R) -> dict[str, Any] | None:
-        """See `EngineClient.generate`."""
+    def options(self, request: R) -> FurtherOptions:
+        """Return what the engine is told besides the parameters."""
 
     def writer(self, sound: Sound[B, R], request_id: str, created: int) -> AnswerWriter: ...
 
@@ -148,17 +147,16 @@ class GenerationRoute(Generic[B, R]):
             exchange.request_id,
             sound.prompts,
             params,
-            RequestOptions(
-                lora_request=sound.adapter,
-                priority=exchange.priority(request.priority),
-                data_parallel_rank=_data_parallel_rank(scope),
-                trace_headers=trace_context(
+            {
+                **self._api.options(request),
+                "lora_request": sound.adapter,
+                "priority": exchange.priority(request.priority),
+                "data_parallel_rank": _data_parallel_rank(scope),
+                "trace_headers": trace_context(
                     header(scope, b"traceparent"), header(scope, b"tracestate")
                 ),
-                reasoning_ended=self._api.reasoning_ended,
-                reasoning_parser_kwargs=self._api.reasoning_parser_kwargs(request),
-                tenant=exchange.tenant,
-            ),
+                "tenant": exchange.tenant,
+            },
             {"not_enforced": ", ".join(sound.not_enforced)} if sound.not_enforced else {},
         )
         self._engine.check_admission(
