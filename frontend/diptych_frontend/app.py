@@ -48,7 +48,7 @@ from diptych_frontend.vllm_api.scoring import (
     ScoringRoute,
 )
 from diptych_frontend.vllm_api.tokenization import DetokenizeRoute, TokenizeRoute
-from diptych_protocol import EngineClient, InvalidRequestError
+from diptych_protocol import UNSAID, EngineClient, InvalidRequestError, SamplingDefaults
 
 MAX_BODY_BYTES = 4 << 20
 DIALECTS = {"/v1/messages": ANTHROPIC}
@@ -73,6 +73,7 @@ def build_app(
     extra_routes: Sequence[BaseRoute] = (),
     extra_open_paths: frozenset[str] = frozenset(),
     browsers: BrowserRules = NO_SITES,
+    sampling: SamplingDefaults = UNSAID,
 ) -> ASGIApp:
     """The HTTP server of one engine client.
 
@@ -90,17 +91,20 @@ def build_app(
         extra_open_paths: paths of them that want no key.
         browsers: the names of the server and the sites whose pages may use it. With API keys it
             answers under any name.
+        sampling: what requests get that leave these fields out; where it says nothing, what the
+            model's files say.
     """
     engine = accepted(engine)
     names = tuple(served_names) or (engine.model_name,)
     metrics = metrics or ServerMetrics(engine.model_name)
     known = frozenset(names)
-    models = Models(engine, names)
+    sampling = sampling.over(getattr(engine.renderer, "sampling", UNSAID))
+    models = Models(engine, names, sampling)
     workers = RequestWorkers()
     if engine.renderer.chat_template is not None:
         confined_templates.get_ready()
-    completions = GenerationRoute(CompletionApi(), engine, known, metrics, workers)
-    chat_api = ChatApi(ReasoningParser.of(engine), format_for(engine))
+    completions = GenerationRoute(CompletionApi(sampling), engine, known, metrics, workers)
+    chat_api = ChatApi(ReasoningParser.of(engine), format_for(engine), sampling)
     chat = GenerationRoute(chat_api, engine, known, metrics, workers)
     messages = GenerationRoute(MessagesApi(chat_api), engine, known, metrics, workers)
     store = ResponseStore()
@@ -226,17 +230,24 @@ class Probes:
 class Models:
     """Answers /v1/models: one model, under each of its names, and its adapters."""
 
-    def __init__(self, engine: EngineClient, names: Sequence[str]) -> None:
+    def __init__(
+        self, engine: EngineClient, names: Sequence[str], sampling: SamplingDefaults
+    ) -> None:
         self._engine = engine
+        self._sampling = sampling
         self._created = int(time.time())
         self._names = names
 
     def _cards(self) -> dict[str, ModelCard]:
-        created, length = self._created, self._engine.max_model_len
-        base = self._names[0]
-        cards = {name: ModelCard(name, created, length) for name in self._names}
+        card = partial(
+            ModelCard,
+            created=self._created,
+            max_model_len=self._engine.max_model_len,
+            sampling=self._sampling,
+        )
+        cards = {name: card(name) for name in self._names}
         for name in self._engine.adapters:
-            cards.setdefault(name, ModelCard(name, created, length, base))
+            cards.setdefault(name, card(name, parent=self._names[0]))
         return cards
 
     async def list(self, request: Request) -> Response:

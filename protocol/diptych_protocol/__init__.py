@@ -58,7 +58,13 @@ from diptych_protocol.multimodal import (
 )
 from diptych_protocol.outputs import CompletionOutput, Logprob, RequestOutput
 from diptych_protocol.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
-from diptych_protocol.sampling import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from diptych_protocol.sampling import (
+    UNSAID,
+    RequestOutputKind,
+    SamplingDefaults,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from diptych_protocol.weight_transfer import (
     WeightTransferInitRequest,
     WeightTransferUpdateRequest,
@@ -83,6 +89,7 @@ from diptych_protocol.wire import (
 __all__ = [
     "FINISH_REASON_STRINGS",
     "UNREADABLE",
+    "UNSAID",
     "Array",
     "Batches",
     "ClientClosedError",
@@ -135,6 +142,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "RouterConfig",
+    "SamplingDefaults",
     "SamplingParams",
     "SchedulerStats",
     "SchedulingPolicy",

@@ -18,6 +18,7 @@ from diptych_protocol.engine_settings import (
 )
 from diptych_protocol.errors import InvalidRequestError
 from diptych_protocol.field_ranges import check_fields
+from diptych_protocol.sampling import UNSAID, SamplingDefaults
 
 Staging = Literal["auto", "always"]
 MAX_PLACE_CHARACTERS: Final = 253
@@ -511,6 +512,13 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     ] = "exact"
     otlp_traces_endpoint: TracesEndpoint | None = None
     slo: Annotated[Slo, Meta(description="What is promised to each request.")] = Slo()
+    sampling: Annotated[
+        SamplingDefaults,
+        Meta(
+            description="What requests get that leave these fields out; where it says nothing, "
+            "what the model's files say."
+        ),
+    ] = UNSAID
     runtime: Annotated[
         Runtime,
         Meta(

@@ -16,11 +16,11 @@ import msgspec
 HAND_OFF_BOUNDS_S: Final = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0
 )  # fmt: skip
-"""Upper bounds of the buckets in which hand-offs are counted by their length; one is above all."""
+"""Upper bounds of the buckets that count hand-offs by their length; one more is above all."""
 MAX_MOVES_TOLD: Final = 16
-"""So many moves of KV are told one by one."""
+"""The most moves of KV that a report lists one by one."""
 MAX_TENANTS_TOLD: Final = 32
-"""A report tells the queues of so many tenants."""
+"""The most tenants whose queues a report contains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +56,16 @@ def metrics_of(stats: type[msgspec.Struct]) -> Mapping[Metric, Mapping[str, str]
 
 
 class Move(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """KV that came from another engine: a hand-off, or a prefix."""
+    """A transfer of KV from another engine: a hand-off, or a prefix."""
 
     number: int
-    """Counts all moves to this engine since its start, from 1 on."""
+    """The number of the move among all moves to this engine since its start, from 1 on."""
     sender: str
     """`engine_id` of the engine that sent it."""
     num_blocks: int
     """This engine's blocks that were filled."""
     seconds: float
-    """How long the request waited for it; 0 if all had come before the request."""
+    """How long the request waited for it; 0 if all came before the request."""
 
 
 _LEASES: Final = counter("kv_transfer_leases", "Leases by the states they reached.", "state")
@@ -82,10 +82,10 @@ _ASKED: Final = counter("kv_transfer_prefixes", "Prefixes that other engines ask
 class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Running totals of one engine's side of the hinge, since its start.
 
-    They close: promised = granted + withdrawn + `leases_promised_now`, granted = released + revoked
-    + expired + `leases_held`, started = completed + failed + in flight, and early loads begun =
-    adopted + dropped + `early_loads_now`.
-    Fetches of prefixes are no loads here: fetches = completed + failed + `prefix_fetches_now`.
+    They add up: promised = granted + withdrawn + `leases_promised_now`, granted = released +
+    revoked + expired + `leases_held`, started = completed + failed + in flight, and early loads
+    begun = adopted + dropped + `early_loads_now`. Fetches of prefixes are no loads here: fetches =
+    completed + failed + `prefix_fetches_now`.
     """
 
     leases_held: Annotated[
@@ -110,8 +110,8 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     bytes_received: Annotated[
         int, counter("kv_transfer_bytes_received", "Bytes of KV received.")
     ] = 0
-    """Bytes in the form in which they arrived: what prefill engines have sent for these loads,
-    whatever the size of their blocks."""
+    """Bytes as they arrived: what prefill engines have sent for these loads, whatever the size of
+    their blocks."""
     seconds_receiving: Annotated[
         float,
         counter(
@@ -149,7 +149,7 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
         int,
         counter("kv_transfer_rejections_received", "Leases that ended because nobody wanted them."),
     ] = 0
-    """Another engine said so."""
+    """Leases that ended because another engine did not need them."""
     loads_started: Annotated[
         int, counter("kv_transfer_loads_started", "Loads that were begun.")
     ] = 0
@@ -172,15 +172,15 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
             "kv_transfer_loads_waiting_for_room", "Loads of another geometry that cannot begin yet."
         ),
     ] = 0
-    """They wait until there is room for the staging area that they need."""
+    """Loads in flight that wait for room in the staging area."""
     staging_bytes: Annotated[
         int, gauge("kv_transfer_staging_bytes", "Bytes reserved for KV that is to be repacked.")
     ] = 0
     prefix_fetches: Annotated[int, _FETCHES.of("asked")] = 0
-    """Prefixes that were to be fetched from an engine that was thought to remember them."""
+    """Prefixes requested from an engine that probably has them."""
     prefix_fetches_completed: Annotated[int, _FETCHES.of("fetched")] = 0
     prefix_fetches_failed: Annotated[int, _FETCHES.of("computed")] = 0
-    """Those that brought nothing: their requests compute the prefix."""
+    """Requests for prefixes that brought nothing, so that the prefix is computed."""
     prefix_fetches_now: Annotated[
         int, gauge("kv_transfer_prefix_fetches_now", "Prefixes that are on their way.")
     ] = 0
@@ -190,7 +190,7 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
             "kv_transfer_prefix_tokens_fetched", "Prompt tokens whose KV another engine remembered."
         ),
     ] = 0
-    """Tokens that completed fetches brought, and that were not here."""
+    """Tokens that completed fetches brought, and that were not here already."""
     prefix_seconds: Annotated[
         float,
         counter(
@@ -201,10 +201,10 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     prefixes_lent: Annotated[int, _ASKED.of("lent")] = 0
     """Leases of prefixes that other engines asked for."""
     prefixes_refused: Annotated[int, _ASKED.of("refused")] = 0
-    """Prefixes that other engines asked for in vain."""
+    """Prefixes that other engines asked for without success."""
     newest_moves: list[Move] = []
-    """The newest moves to this engine that are complete, the newest last, `MAX_MOVES_TOLD` at most.
-    All others are only in the totals."""
+    """The newest completed moves to this engine, the newest last, at most `MAX_MOVES_TOLD`. All
+    others are only in the totals."""
     rejections_ignored: Annotated[
         int,
         counter(
@@ -212,7 +212,7 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
             "Times that a report of a refused request named no lease.",
         ),
     ] = 0
-    """Times that somebody spoke of a refused request without naming a lease, or without proof."""
+    """How often somebody reported a refused request without naming a lease, or without proof."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -280,9 +280,9 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     ] = 0
     """They may hold blocks."""
     dummy_steps: int = 0
-    """Steps without requests, taken because other cores of the engine step."""
+    """Steps without requests, made because other cores of the engine make a step."""
     cpu_level: str = ""
-    """Which of the processor's instructions kernels use; empty: the model runs on a GPU."""
+    """The instruction level of the kernels; empty if the model runs on a GPU."""
     cpu_kernels_set_aside: Annotated[
         int,
         gauge(
@@ -301,13 +301,13 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
         int, counter("encoder_cache_hits", "Images needed again whose features were kept.")
     ] = 0
     encoder_cache_tokens: int = 0
-    """Image tokens whose features are kept."""
+    """Image tokens whose features are cached."""
     seconds_stepping: float = 0.0
-    """Sum over steps of the time from a step's start until its results were there."""
+    """The total time of all steps, from a step's start until its results were there."""
     adapters_loaded: int = 0
-    """How often an adapter was loaded."""
+    """The number of loads of adapters."""
     seconds_loading_adapters: float = 0.0
-    """Sum over these of how long it took."""
+    """The total time of these loads."""
     queued_tokens_of: dict[str, int] = {}
     """The tokens of `queued_prompt_tokens` by tenant, of the `MAX_TENANTS_TOLD` tenants that have
     most; empty if no request names a tenant."""

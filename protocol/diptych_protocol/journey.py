@@ -1,4 +1,4 @@
-"""The stations of a request's life, as seen by the scheduler."""
+"""The events in a request's life, as the scheduler reports them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class RequestJourneyEventType(enum.IntEnum):
-    """What happened. The values from 7 on are ours."""
+    """The kinds of events. The values from 7 on are ours."""
 
     QUEUED = 1
     SCHEDULED = 2
@@ -16,17 +16,17 @@ class RequestJourneyEventType(enum.IntEnum):
     PREEMPTED = 4
     FINISHED = 5
     DEPARTED = 6
-    """Its last output was handed over."""
+    """Its last output was sent."""
     KV_WAIT = 7
     """It waits for blocks from another engine."""
     KV_DONE = 8
     KV_FAIL = 9
     CHUNK = 10
-    """A step has computed a part of its prompt, which goes on."""
+    """A step has computed a part of its prompt, and more follows."""
 
 
 class RequestJourneyEvent(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
-    """One station, with how far the request had come."""
+    """One event, with the progress of the request."""
 
     request_id: str
     event_type: RequestJourneyEventType
@@ -34,7 +34,7 @@ class RequestJourneyEvent(msgspec.Struct, array_like=True, omit_defaults=True, f
     """`time.monotonic()` of the core."""
     scheduler_step: int | None = None
     prefill_done_tokens: int = 0
-    """Survives preemption: the furthest that the prompt was ever computed."""
+    """The most prompt tokens that were ever computed; a preemption does not lower it."""
     prefill_total_tokens: int = 0
     decode_done_tokens: int = 0
     decode_max_tokens: int = 0
@@ -42,6 +42,6 @@ class RequestJourneyEvent(msgspec.Struct, array_like=True, omit_defaults=True, f
     """PREFILL or DECODE."""
     num_preemptions_so_far: int = 0
     schedule_kind: str | None = None
-    """FIRST or RESUME, of SCHEDULED."""
+    """FIRST or RESUME, for SCHEDULED."""
     finish_status: str | None = None
-    """One of FINISH_REASON_STRINGS, of FINISHED."""
+    """One of FINISH_REASON_STRINGS, for FINISHED."""

@@ -18,7 +18,7 @@ class LoRARequest(msgspec.Struct, array_like=True, omit_defaults=True, frozen=Tr
 
 
 def numbered(modules: Mapping[str, str]) -> list[LoRARequest]:
-    """The adapters of a configuration (name -> directory), with the ids 1, 2, 3…"""
+    """Return the adapters of a configuration (name -> directory), with the ids 1, 2, 3…"""
     return [
         LoRARequest(name, index, path)
         for index, (name, path) in enumerate(modules.items(), start=1)

@@ -1,4 +1,4 @@
-"""What `EngineClient.generate` yields."""
+"""The outputs of `EngineClient.generate`."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class CompletionOutput:
     routed_experts: NDArray[np.int16] | None = None
     """[tokens, layers, experts a token], with the last output, if the engine has
     `enable_return_routed_experts`: which experts each layer chose for the tokens of prompt and
-    answer, the likeliest first. The token that was sampled last went through no layer. -1: a layer
-    without experts, or a token whose KV came from another engine, such as a prefix that an earlier
-    request fetched."""
+    answer, the likeliest first. The last sampled token went through no layer. -1: a layer without
+    experts, or a token whose KV came from another engine, such as a prefix that an earlier request
+    fetched."""
 
     @property
     def finished(self) -> bool:

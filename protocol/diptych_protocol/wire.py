@@ -38,19 +38,19 @@ from diptych_protocol.sampling import SamplingParams
 
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
 MAX_MESSAGE_BYTES = 64 << 20
-"""A peer that sends a larger message is cut off by ZMQ."""
+"""ZMQ disconnects a peer that sends a larger message."""
 
 PREFIX_KEY_BYTES = 8
-"""A block is known to clients by so many bytes of its hash: two blocks that agree in these are one
-block to a router, and cost it a better choice."""
+"""The number of bytes of a block's hash by which clients know it. If two blocks have the same, a
+router takes them for one, and may choose a worse engine."""
 FOLLOW_PREFIXES = "follow_prefixes"
-"""The call after which a core tells its caller what it remembers, and each change of that. It has
-no answer but these messages."""
+"""The call after which a core reports its cached blocks to the caller, and each change of them. It
+has no answer but these messages."""
 FOLLOW_HEARTBEAT = "follow_heartbeat"
-"""The call after which a core's loop tells its caller every half second that it turns, with its
+"""The call after which a core's loop sends the caller a heartbeat every half second, with its
 statistics. It has no answer but these messages."""
 MAX_TENANT_LENGTH = 256
-"""Characters of the name of an API key."""
+"""The most characters in the name of an API key."""
 MAX_DEADLINE_MS = 600_000
 
 FINISH_REASON_STRINGS = ("stop", "length", "abort", "error")
@@ -70,28 +70,29 @@ class FinishReason(enum.IntEnum):
 
 
 class ErrorKind(enum.IntEnum):
-    """What an error means for whoever decides what to do next."""
+    """The meaning of an error for the code that decides what to do next."""
 
     FAULT = 0
     """This attempt failed."""
     OVERLOADED = 1
-    """There is no room: try another engine, or later."""
+    """There is no room now: try another engine, or later."""
     MISSING_IMAGE = 2
     """The request names an image that the core does not have: send it again with all data."""
     REFUSED = 3
-    """The request can never succeed as written. Engines of another runtime say so, and cores of a
-    form that their vocabulary cannot write; nothing else that they refuse is sent to them."""
+    """The request can never succeed as written. Engines of another runtime report this, and cores
+    for a form that their vocabulary cannot write; front-ends filter everything else that cores
+    refuse."""
 
 
 class EngineCoreRequestType(enum.Enum):
-    """First frame of every message to a core."""
+    """The first frame of every message to a core."""
 
     ADD = b"\x00"
     ABORT = b"\x01"
     START_DP_WAVE = b"\x02"
     UTILITY = b"\x03"
     EXECUTOR_FAILED = b"\x04"
-    """Here so that nothing else gets this value: no core sends it, and every core refuses it."""
+    """Listed so that nothing else gets this value: no core sends it, and every core refuses it."""
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -104,7 +105,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     pooling_params: PoolingParams | None
     eos_token_id: int | None
     arrival_time: float
-    """`time.time()` of the front-end; only ever compared with other arrival times."""
+    """`time.time()` of the front-end; compared only with other arrival times."""
     lora_request: LoRARequest | None
     cache_salt: str | None
     data_parallel_rank: int | None
@@ -118,29 +119,29 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """The user's id; `request_id` is the internal, unique one."""
     # ours
     resumable: bool = False
-    """Further pieces of the prompt will follow, as requests with the same id and this flag; one
-    without it says that there are no more."""
+    """Whether further pieces of the prompt will follow, as requests with the same id and this flag.
+    A request without it says that there are no more."""
     reasoning_ended: bool | None = None
-    """No reasoning comes before the answer (True), or the prompt has begun it (False); None: its
-    end, or else the output, shows that. A form of the answer holds from the answer on."""
+    """True: no reasoning comes before the answer. False: the prompt has begun it. None: the
+    prompt's end, or else the output, shows that. A form of the answer applies after the
+    reasoning."""
     reasoning_parser_kwargs: dict[str, Any] | None = None
-    """What the format of the reasoning depends on: `{"chat_template_kwargs": {...}}`."""
+    """The arguments for the format of the reasoning: `{"chat_template_kwargs": {...}}`."""
     abort_immediately: bool = False
-    """Without meaning: nobody reads it, and the fields after it keep their places."""
+    """Unused: nobody reads it, and the fields after it keep their positions."""
     generated_token_ids: list[int] | None = None
-    """Output tokens made elsewhere: by a prefill engine, or by an engine that was lost.
+    """Output tokens from elsewhere: from a prefill engine, or from an engine that was lost.
 
-    The core continues after them; they count towards max_tokens and are not emitted again.
+    The core continues after them. They count towards max_tokens and are not emitted again.
     """
     tenant: str = ""
-    """Whose request it is: the name of the API key that it came with. Tenants share an engine
-    fairly."""
+    """The name of the API key with which it came. Tenants share an engine fairly."""
     prefix_source: KVTransferParams | None = None
-    """The engine that may remember the beginning of the prompt, as it is named in announcements,
-    and in `remote_num_tokens` how much of it. The core fetches what it lacks of that, and computes
-    what it does not get."""
+    """The engine that may have cached the beginning of the prompt, named as in announcements, and
+    in `remote_num_tokens` how much of it. The core fetches what it lacks of that, and computes what
+    it does not get."""
     deadline_ms: int | None = None
-    """Its first token is due so many milliseconds after `arrival_time`; None: at once."""
+    """Its first token is due this many milliseconds after `arrival_time`; None: at once."""
 
     @property
     def shown_id(self) -> str:
@@ -149,8 +150,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
 
     @property
     def params(self) -> SamplingParams | PoolingParams:
-        """The sampling parameters, or else the pooling parameters. Raises `NoParametersError`
-        if there are neither."""
+        """The sampling parameters, or else the pooling parameters. Raises `NoParametersError` if
+        there are neither."""
         params = self.sampling_params or self.pooling_params
         if params is None:
             raise NoParametersError(
@@ -193,37 +194,38 @@ class LogprobsTensors(msgspec.Struct, array_like=True, gc=False):
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What one step produced for one request."""
+    """The result of one step for one request."""
 
     request_id: str
     new_token_ids: list[int]
     new_logprobs: LogprobsLists | None = None
     new_prompt_logprobs_tensors: LogprobsTensors | None = None
     pooling_output: Array | None = None
-    """float32: what `PoolingOutput.data` says."""
+    """float32, with the shape of `PoolingOutput.data`."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The token id (int) or stop string (str) that ended the request."""
     kv_transfer_params: dict[str, Any] | None = None
     trace_headers: Mapping[str, str] | None = None
     num_cached_tokens: int = 0
-    """Prompt tokens that the prefix cache of this engine had, so that it did not compute them."""
+    """Prompt tokens in this engine's prefix cache, which were not computed."""
     routed_experts: Array | None = None
     """[tokens, layers, experts a token] int16, if the engine has `enable_return_routed_experts`:
-    the experts of the tokens after those that were told before, up to the one before the newest.
-    -1: not known, or a layer that has no experts."""
+    the experts of the tokens after those reported before, up to the one before the newest. -1: not
+    known, or a layer without experts."""
     num_nans_in_logits: int = 0
     # ours
     error: str | None = None
     """With FinishReason.ERROR: what went wrong, in words."""
     piece_finish_reason: FinishReason | None = None
-    """A resumable request has answered what it has of its prompt, and waits for the next piece."""
+    """Why a resumable request's present piece has ended; it waits for the next piece."""
     num_received_tokens: int = 0
-    """Tokens whose KV came from another engine; told once."""
+    """Tokens whose KV came from another engine; reported once."""
     error_kind: ErrorKind = ErrorKind.FAULT
     """With FinishReason.ERROR."""
     error_param: str | None = None
-    """With FinishReason.ERROR: the request's field that was refused; None: it is not at fault."""
+    """With FinishReason.ERROR: the request's field that was refused; None if no field
+    is at fault."""
 
     @property
     def finished(self) -> bool:
@@ -235,14 +237,14 @@ class UtilityCall(msgspec.Struct, array_like=True, gc=False):
 
     client_index: int
     call_id: int
-    """What the answer is known by. Negative: nobody waits for one, so there is none; an older core
-    answers all the same."""
+    """Identifies the answer. Negative: the caller expects no answer; an older core answers all the
+    same."""
     method: str
     args: list[Any]
 
 
 UtilityResult = Any
-"""What a call returned, in the types that msgpack has."""
+"""The result of a call, in msgpack's types."""
 
 
 class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
@@ -253,35 +255,36 @@ class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
     result: UtilityResult | None = None
     # ours
     failure_param: str | None = None
-    """The argument's field that was refused; None: it is not at fault."""
+    """The argument's field that was refused; None if no field is at fault."""
 
 
 class PrefixChanges(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """The blocks that a core began and ceased to remember, for clients that follow it."""
+    """The blocks that a core added to and removed from its prefix cache, for clients that follow
+    it."""
 
     number: int
-    """One more than in the message before: whoever has missed one follows anew."""
+    """One more than in the message before. A client that has missed one follows anew."""
     added: bytes = b""
     """`PREFIX_KEY_BYTES` of the hash of each block."""
     removed: bytes = b""
     whole: bool = False
-    """`added` are all that it remembers: the answer to `follow_prefixes`."""
+    """Whether `added` are all cached blocks: the answer to `follow_prefixes`."""
     adapters: dict[str, str] = {}
-    """Name -> digest of the content, of those adapters that it has: the hashes of what they have
-    computed depend on both."""
+    """Name -> digest of the content of the loaded adapters. The hashes of blocks computed with them
+    depend on both."""
     digest: int = 0
-    """That of all blocks that it remembers now (`next_digest`); 0: not told."""
+    """The digest of all cached blocks (`next_digest`); 0 if not reported."""
 
 
 class Heartbeat(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """The loop of a core says that it turns, to those who called `FOLLOW_HEARTBEAT`."""
+    """A sign that a core's loop is running, for clients that called `FOLLOW_HEARTBEAT`."""
 
     within_s: float
-    """The core promises its next heartbeat within so many seconds."""
+    """The core promises its next heartbeat within this many seconds."""
     in_call: bool = False
-    """A control call begins that may take long: requests that come now wait for its end."""
+    """A control call begins that may take long; new requests wait for its end."""
     adapters: list[str] | None = None
-    """Names of the adapters that are loaded; None: this message does not tell."""
+    """Names of the loaded adapters; None if this message does not report them."""
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -295,7 +298,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """`time.monotonic()` of the core; stamped at construction."""
     utility_output: UtilityOutput | None = None
     finished_requests: set[str] | None = None
-    """Ids of the requests that ended; None: none did."""
+    """Ids of the requests that ended; None if there are none."""
     journey_events: list[RequestJourneyEvent] | None = None
     wave_complete: int | None = None
     start_wave: int | None = None
@@ -304,7 +307,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """Why the core ends; the sentinel follows."""
     prefix_changes: PrefixChanges | None = None
     requests_received: int = 0
-    """Beside statistics: how many requests of this client had come when they were made."""
+    """With statistics: how many requests of this client had arrived when they were made."""
     heartbeat: Heartbeat | None = None
 
     def __post_init__(self) -> None:
@@ -327,11 +330,12 @@ class Abilities(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class EngineDescription(msgspec.Struct, omit_defaults=True):
-    """What a core says of itself when a client greets it (the utility call `describe`)."""
+    """A core's description of itself for a client that greets it (the utility call `describe`)."""
 
     engine_id: str
     epoch: str
-    """A fresh random string per start of the process: an engine's identity is never an address."""
+    """A random string that is new at each start of the process. It identifies the engine, which an
+    address does not."""
     model: str
     max_model_len: int
     vocab_size: int
@@ -346,23 +350,23 @@ class EngineDescription(msgspec.Struct, omit_defaults=True):
     revision: str = ""
     """The deployment's revision; part of `compat` too."""
     hidden_size: int = 0
-    """Width of a hidden state: what `prompt_embeds` must have, and embeddings have."""
+    """Width of a hidden state, and so of `prompt_embeds` and of embeddings."""
     pooling: str = "last"
     """`EngineConfig.pooling`."""
     tasks: tuple[str, ...] = ("generate",)
-    """What `EngineClient.get_supported_tasks` answers."""
+    """The result of `EngineClient.get_supported_tasks`."""
     scheduling_policy: SchedulingPolicy = "fcfs"
-    """Only `priority` looks at the priorities of requests; front-ends refuse others' priorities."""
+    """Only `priority` uses the priorities of requests; front-ends of other policies refuse them."""
     kv_transfer_host: str = ""
-    """Where other engines reach this one's hinge: `remote_host` of what it will lend."""
+    """The host at which other engines reach this one's hinge: `remote_host` of its leases."""
     kv_transfer_port: int = 0
-    """`remote_port` of what it will lend; 0: it takes no part in hand-offs."""
+    """The port of the hinge: `remote_port` of its leases; 0 if it takes no part in hand-offs."""
     kv_transfer_proof: str = ""
     """`proof` of announcements: the engine's signature of its name and address."""
     tracing_enabled: bool = False
-    """An OTLP endpoint is configured there: it tells the stations of requests."""
+    """Whether an OTLP endpoint is configured, so that it reports the events of requests."""
     logits_processors: tuple[str, ...] = ()
-    """`EngineConfig.logits_processors`: what a request may name."""
+    """`EngineConfig.logits_processors`: the functions that a request may name."""
     node: str = ""
     zone: str = ""
     """`EngineConfig.node` and `zone`: where it runs, as far as it knows."""
@@ -372,7 +376,7 @@ class EngineDescription(msgspec.Struct, omit_defaults=True):
 
 
 class ReconfigureDistributedRequest(msgspec.Struct):
-    """Sent through UTILITY when data parallelism is resized."""
+    """Sent by UTILITY when data parallelism is resized."""
 
     new_data_parallel_size: int
     new_data_parallel_rank: int
@@ -389,7 +393,7 @@ class ReconfigureRankType(enum.IntEnum):
 
 
 encoder = FrameEncoder()
-"""The only encoder of this channel; like the decoders, not for use by two threads at once."""
+"""The only encoder of this channel. Like the decoders, it is not for use by two threads at once."""
 request_decoder = FrameDecoder(EngineCoreRequest)
 abort_decoder = FrameDecoder(list[str])
 utility_decoder = FrameDecoder(UtilityCall)

@@ -19,7 +19,8 @@ from diptych_frontend.model_files.model_config import (
     config_from_hf,
     config_from_query,
 )
-from diptych_protocol import UNREADABLE, InvalidRequestError
+from diptych_frontend.model_files.model_sampling import sampling_from_gguf, sampling_from_hf
+from diptych_protocol import UNREADABLE, UNSAID, InvalidRequestError, SamplingDefaults
 
 __all__ = ["GGUFTensor", "ModelConfig", "ModelSource", "readable", "resolve_model"]
 
@@ -36,6 +37,8 @@ class ModelSource:
     path: Path | None
     """The GGUF file, or the directory of safetensors; None for dummy weights."""
     config: ModelConfig
+    sampling: SamplingDefaults = UNSAID
+    """How to sample where a request does not say."""
 
     def tensors(self) -> dict[str, GGUFTensor]:
         """Return the position of each tensor in the GGUF file. Raises `ValueError` for another
@@ -66,12 +69,13 @@ def resolve_model(uri: str, *, weights: bool = True) -> ModelSource:
     path = _locate(uri)
     with readable(path):
         if path.is_dir():
-            return ModelSource(uri, "safetensors", path, _read_hf_config(path, weights))
+            return ModelSource(uri, "safetensors", path, *_read_hf_config(path, weights))
         if not path.is_file():
             raise _refuse(f"{path} does not exist; check the path, or mount the volume it is on")
         header = read_header(path)
         names = {tensor.name for tensor in header.raw_tensors}
-        return ModelSource(uri, "gguf", path, config_from_gguf(header.metadata, names))
+        config = config_from_gguf(header.metadata, names)
+        return ModelSource(uri, "gguf", path, config, sampling_from_gguf(header.metadata))
 
 
 def _split(uri: str) -> SplitResult:
@@ -124,15 +128,17 @@ def _locate_in_package(package: str, name: str) -> Path:
     raise _refuse(f"the Python package {package!r} holds no file {name!r}")
 
 
-def _read_hf_config(folder: Path, weights: bool) -> ModelConfig:
+def _read_hf_config(folder: Path, weights: bool) -> tuple[ModelConfig, SamplingDefaults]:
     if weights and not any(folder.glob("*.safetensors")):
         raise _refuse(f"{folder} holds no *.safetensors; convert the weights, or name a GGUF file")
     generation, processor = folder / "generation_config.json", folder / "preprocessor_config.json"
-    return config_from_hf(
+    generating = _read_json(generation) if generation.exists() else {}
+    config = config_from_hf(
         _read_json(folder / "config.json"),
-        _read_json(generation) if generation.exists() else {},
+        generating,
         _read_json(processor) if processor.exists() else {},
     )
+    return config, sampling_from_hf(generating)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -29,10 +29,12 @@ from diptych_frontend.openai.responses import (
     transfer_params,
 )
 from diptych_protocol import (
+    UNSAID,
     CompletionOutput,
     FurtherOptions,
     Renderer,
     RequestOutput,
+    SamplingDefaults,
     SamplingParams,
     TokensPrompt,
 )
@@ -56,13 +58,19 @@ class CompletionApi:
     image_word = b"image_url"
     prompt_field = "prompt"
 
+    def __init__(self, sampling: SamplingDefaults = UNSAID) -> None:
+        """sampling: values for the fields that a request leaves out."""
+        self._sampling = sampling
+
     def request(self, body: CompletionRequest, scope: Scope) -> CompletionRequest:
         return body
 
     def params(self, request: CompletionRequest) -> SamplingParams:
         request.check(len(prompts_of(request)))
         max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-        return request.to_sampling_params(max_tokens=max_tokens, logprobs=request.logprobs)
+        return request.to_sampling_params(
+            self._sampling, max_tokens=max_tokens, logprobs=request.logprobs
+        )
 
     def render(self, request: CompletionRequest, renderer: Renderer) -> list[TokensPrompt]:
         return [renderer.render_prompt(prompt) for prompt in prompts_of(request)]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from decimal import Decimal
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from diptych_operator.api.base import SpecPart
 from diptych_operator.api.names import (
     ENGINE_FILE,
     ROUTER_FILE,
@@ -25,10 +26,13 @@ from diptych_protocol import (
     EngineSettings,
     KVTransferConfig,
     RouterConfig,
+    SamplingDefaults,
     Slo,
 )
 from diptych_protocol.config import RoutingPolicy
 from diptych_protocol.threads import model_threads
+
+S = TypeVar("S", Slo, SamplingDefaults)
 
 _UNITS = {
     "Ki": Decimal(1 << 10), "Mi": Decimal(1 << 20), "Gi": Decimal(1 << 30), "Ti": Decimal(1 << 40),
@@ -96,7 +100,8 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
         json_schemas=service.spec.engine.json_schemas,
         otlp_traces_endpoint=service.spec.engine.otlp_traces_endpoint,
         runtime=service.spec.engine.runtime,
-        slo=Slo(**{name: getattr(service.spec.slo, name) for name in Slo.__struct_fields__}),
+        slo=_fields_of(service.spec.slo, Slo),
+        sampling=_fields_of(service.spec.model.sampling, SamplingDefaults),
     )
     if config.runtime == "vllm" and service.connector != "none":
         # Our own engines tell routers by themselves.
@@ -104,6 +109,11 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
             config, connector=service.connector, lease_seconds=service.lease_seconds
         )
     return config
+
+
+def _fields_of(part: SpecPart, kind: type[S]) -> S:
+    """The configuration that a part of the spec is made of."""
+    return kind(**{name: getattr(part, name) for name in kind.__struct_fields__})
 
 
 def _cache_per_key(service: InferenceService) -> bool:

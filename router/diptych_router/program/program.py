@@ -82,6 +82,7 @@ async def started(config: RouterConfig, args: argparse.Namespace) -> AsyncIterat
     app = build_app(
         client,
         metrics=metrics,
+        sampling=config.sampling,
         api_keys=keys,
         batches=batches,
         extra_routes=page.routes() if page is not None else (),

@@ -275,7 +275,8 @@ CHUNK = b'{"choices": [{"delta": {"content": "x"}}], "usage": {"completion_token
 def parsers() -> Iterator[Parser]:
     """Those that read bytes in memory."""
     front, proto = "frontend/diptych_frontend", "protocol/diptych_protocol"
-    hinge, vllm = "kv_transfer/diptych_kv_transfer", "router/diptych_router/vllm"
+    hinge = "kv_transfer/diptych_kv_transfer"
+    vllm = "router/diptych_router/engines/vllm"
     yield Parser(
         "multipart forms", (f"{front}/batches_api/form.py",), multipart,
         (b'multipart/form-data; boundary=b\n--b\r\ncontent-disposition: form-data; name="purpose"'
