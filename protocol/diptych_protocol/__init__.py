@@ -58,6 +58,7 @@ from diptych_protocol.multimodal import (
 )
 from diptych_protocol.outputs import CompletionOutput, Logprob, RequestOutput
 from diptych_protocol.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
+from diptych_protocol.router_settings import RouterSettings
 from diptych_protocol.sampling import (
     UNSAID,
     RequestOutputKind,
@@ -142,6 +143,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "RouterConfig",
+    "RouterSettings",
     "SamplingDefaults",
     "SamplingParams",
     "SchedulerStats",

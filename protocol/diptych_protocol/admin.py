@@ -110,6 +110,15 @@ class PromiseCount(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
 
 
+class RefusedSetting(msgspec.Struct, frozen=True, kw_only=True):
+    """A setting that this router cannot obey, and which keeps it from getting ready."""
+
+    setting: str
+    """The field of `RouterSettings`."""
+    why: str
+    """What is wrong with its value, and what it may be, without a full stop."""
+
+
 class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
     """The state of the service as one router sees it."""
 
@@ -126,6 +135,7 @@ class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
     """The newest of each pair, newest last."""
     promises: list[PromiseCount] = []
     """Since the router's start."""
+    refused_settings: list[RefusedSetting] = []
     recent_promises: list[PromiseCount] = []
     """The same for the last `RECENT_S` seconds, but only what more pods can change: it excludes
     prompts that take longer than promised on an idle engine, and failures without any relation to

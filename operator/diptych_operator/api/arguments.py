@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import msgspec
 
-from diptych_operator.api.engine import Engine
+from diptych_operator.api.base import camel_case
 from diptych_protocol import (
     EngineConfig,
     EngineSettings,
     KVTransferConfig,
     RouterConfig,
+    RouterSettings,
     SamplingDefaults,
     Slo,
 )
@@ -31,14 +32,24 @@ starts, with the argument's name.
 _CHAPTERS = (
     ("EngineConfig", EngineConfig, "An engine."),
     ("KVTransferConfig", KVTransferConfig, "The engine's end of the hinge, its `kv_transfer`."),
-    ("RouterConfig", RouterConfig, "A router."),
+    (
+        "RouterConfig",
+        RouterConfig,
+        "A router, which reads them from the file that `--config` names. Those with a link are "
+        "options of its command line, too, such as `--hold-seconds 60`.",
+    ),
     ("Slo", Slo, "What a router promises, its `slo`."),
     ("SamplingDefaults", SamplingDefaults, "How tokens are sampled, a router's `sampling`."),
 )
 _OF_SERVICES = {
-    field.name: f"[`{field.encode_name}`](reference.md#specengine)"
-    for field in msgspec.structs.fields(Engine)
-    if field.name in EngineSettings.__struct_fields__
+    EngineConfig: {
+        name: f"[`{camel_case(name)}`](reference.md#specengine)"
+        for name in EngineSettings.__struct_fields__
+    },
+    RouterConfig: {
+        name: f"[`{camel_case(name)}`](reference.md#specrouter)"
+        for name in RouterSettings.__struct_fields__
+    },
 }
 """Where the reference says what a setting means that services have, too."""
 _BAR = "\\|"
@@ -56,9 +67,7 @@ def arguments() -> str:
 
 
 def _rows(kind: type[msgspec.Struct]) -> Iterator[str]:
-    wanted, meanings = ranges(kind), descriptions(kind)
-    if kind is EngineConfig:
-        meanings |= _OF_SERVICES
+    wanted, meanings = ranges(kind), descriptions(kind) | _OF_SERVICES.get(kind, {})
     for field in msgspec.structs.fields(kind):
         cells = (f"`{field.name}`", wanted[field.name], _default(field), meanings[field.name])
         yield f"| {' | '.join(cell.replace('|', _BAR) for cell in cells)} |"

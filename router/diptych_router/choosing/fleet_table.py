@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diptych_protocol.config import Disaggregate
+from diptych_protocol.router_settings import Disaggregate
 from diptych_protocol.wire import PrefixChanges
 from diptych_router.choosing.first_token import FirstToken, expected
 from diptych_router.choosing.policy import (

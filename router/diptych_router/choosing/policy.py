@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, Protocol, TypeVar
 
 import numpy as np
 
-from diptych_protocol.config import Disaggregate
+from diptych_protocol.router_settings import Disaggregate
 from diptych_router.engines.engine_table import EngineTable, Flags, Floats
 from diptych_router.engines.pair_rates import WORDS, Nearnesses, Pairing, PairRates, Ways
 from diptych_router.engines.prefixes.block_keys import BlockNaming
@@ -105,6 +105,10 @@ class Policy(Protocol):
     @property
     def compares_duties(self) -> bool:
         """The cost of one engine that does everything can be compared with that of a pair."""
+
+    @property
+    def reads_prefixes(self) -> bool:
+        """It looks at `Engines.cached`, so engines are asked to report what they remember."""
 
     def equal_within(self, duty: Duty) -> float:
         """Engines that cost at most this part more than the cheapest one are equal to it."""

@@ -90,6 +90,8 @@ async def started(config: RouterConfig, args: argparse.Namespace) -> AsyncIterat
         browsers=BrowserRules(frozenset(config.allowed_hosts), frozenset(config.allowed_origins)),
     )
     leaving = Leaving(app, client, args.linger_seconds, batches)
+    if client.pools.refused_settings:
+        log.error("%s", client.why_not_ready())
     client.start()
     _collect_rarely()
     following = asyncio.create_task(follow(*(held for held in (keys, certificate) if held)))

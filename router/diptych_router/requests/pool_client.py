@@ -134,6 +134,13 @@ class PoolClient(AsyncEngine, WithoutControl):
         if reason and (self.leaving or not self.pools.may_hold()):
             raise EngineDeadError(reason)
 
+    def _check_usable(self) -> None:
+        """Raise `EngineDeadError`, besides, where a setting asks for what there is not: the router
+        stays up, so that the operator can ask why, and never gets ready."""
+        super()._check_usable()
+        if self.pools.refused_settings:
+            raise EngineDeadError(self.pools.why_not_ready())
+
     @property
     def takes_images(self) -> bool:
         """The model takes images, and so do all engines that were usable last."""

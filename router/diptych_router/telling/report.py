@@ -33,6 +33,7 @@ def router_report(client: PoolClient) -> RouterReport:
         serving_revisions=pools.serving.revisions,
         engines=[engine_report(pools, link) for link in pools.links.values() if link.up],
         canaries=list(pools.canaries.values()),
+        refused_settings=pools.refused_settings,
         promises=_told(client.table.promises.counts),
         recent_promises=_told(client.table.promises.recent.total(time.monotonic())),
     )

@@ -14,6 +14,7 @@ class LeastLoaded:
 
     reason = "least loaded"
     compares_duties = False
+    reads_prefixes = False
 
     def equal_within(self, duty: Duty) -> float:
         """See `Policy.equal_within`."""

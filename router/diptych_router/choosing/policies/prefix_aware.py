@@ -21,6 +21,7 @@ class PrefixAware:
 
     reason = "cheapest"
     compares_duties = True
+    reads_prefixes = True
 
     def equal_within(self, duty: Duty) -> float:
         """What is known is no more exact, and routers that agreed on one engine would herd. Most of

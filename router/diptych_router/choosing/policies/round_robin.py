@@ -12,6 +12,7 @@ class RoundRobin:
 
     reason = "next"
     compares_duties = False
+    reads_prefixes = False
 
     def equal_within(self, duty: Duty) -> float:
         """See `Policy.equal_within`."""

@@ -25,7 +25,7 @@ from diptych_protocol import (
 from diptych_protocol.wire import PrefixChanges
 from diptych_router.choosing.first_token import FirstToken
 from diptych_router.choosing.fleet_table import ANY_REQUEST, FleetTable
-from diptych_router.choosing.policies import POLICIES
+from diptych_router.choosing.policies import policy_of
 from diptych_router.choosing.policy import Decision, RequestView
 from diptych_router.engines.descriptions import compat_mismatch
 from diptych_router.engines.discovery import Target, resolve_soon
@@ -74,8 +74,9 @@ class Pools:
         self._serving = ServingFile(serving)
         self._on_change, self._on_outputs = on_change, on_outputs
         self._on_lost, self._on_hang = on_lost, on_hang
-        self.fleet = FleetTable(POLICIES[config.policy], Random().randrange, config.disaggregate)
-        self._follows_prefixes = config.policy == "prefix_aware"
+        policy, self.refused_settings = policy_of(config)
+        self.fleet = FleetTable(policy, Random().randrange, config.disaggregate)
+        self._follows_prefixes = policy.reads_prefixes
         self._followed: dict[str, int] = {}
         """Key -> which connection the engine was last greeted over: `EngineLink.times_up`."""
         self._age_at = 0.0
@@ -243,6 +244,8 @@ class Pools:
 
         Pools that are empty on purpose are ready too, if requests may wait for them to wake up.
         """
+        if self.refused_settings:
+            return "; ".join(f"{each.setting}: {each.why}" for each in self.refused_settings)
         if self.serving.asleep and self._config.hold_seconds > 0:
             return ""
         if not self.had_pair:
