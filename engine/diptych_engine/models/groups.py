@@ -36,7 +36,7 @@ def _bytes(blocks: Blocks) -> Levels:
 
 def _signed(blocks: Blocks) -> Levels:
     """Levels of -128 to 127."""
-    return _bytes(blocks) ^ 128
+    return _bytes(blocks) ^ np.uint8(128)
 
 
 def _with_fifth_bits(blocks: Blocks) -> Levels:

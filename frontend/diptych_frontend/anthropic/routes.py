@@ -15,9 +15,9 @@ from diptych_frontend.openai.chat import ChatApi
 from diptych_frontend.openai.generation import Sound
 from diptych_frontend.openai.responses import AnswerWriter
 from diptych_protocol import (
-    FurtherOptions,
     InvalidRequestError,
     Renderer,
+    RequestOptions,
     SamplingParams,
     TokensPrompt,
 )
@@ -56,7 +56,7 @@ class MessagesApi:
     def render(self, request: TranslatedChat, renderer: Renderer) -> list[TokensPrompt]:
         return self._chat.render(request, renderer)
 
-    def options(self, request: TranslatedChat) -> FurtherOptions:
+    def options(self, request: TranslatedChat) -> RequestOptions:
         return self._chat.options(request)
 
     def writer(

@@ -54,10 +54,10 @@ from diptych_protocol import (
     UNREADABLE,
     UNSAID,
     CompletionOutput,
-    FurtherOptions,
     InvalidRequestError,
     Logprob,
     Renderer,
+    RequestOptions,
     RequestOutput,
     SamplingDefaults,
     SamplingParams,
@@ -175,7 +175,7 @@ class ChatApi:
         )
         return [prompt]
 
-    def options(self, request: ChatCompletionRequest) -> FurtherOptions:
+    def options(self, request: ChatCompletionRequest) -> RequestOptions:
         if self.reasoning is None:
             return {}
         told = {"chat_template_kwargs": request.chat_template_kwargs or {}}

@@ -31,8 +31,8 @@ from diptych_frontend.openai.responses import (
 from diptych_protocol import (
     UNSAID,
     CompletionOutput,
-    FurtherOptions,
     Renderer,
+    RequestOptions,
     RequestOutput,
     SamplingDefaults,
     SamplingParams,
@@ -75,7 +75,7 @@ class CompletionApi:
     def render(self, request: CompletionRequest, renderer: Renderer) -> list[TokensPrompt]:
         return [renderer.render_prompt(prompt) for prompt in prompts_of(request)]
 
-    def options(self, request: CompletionRequest) -> FurtherOptions:
+    def options(self, request: CompletionRequest) -> RequestOptions:
         # Completions do not separate reasoning, so a form applies to the whole text.
         return {"reasoning_ended": True}
 

@@ -29,7 +29,6 @@ from diptych_frontend.text.structured_outputs import check_structured_outputs
 from diptych_protocol import (
     EngineClient,
     EngineGenerateError,
-    FurtherOptions,
     InvalidRequestError,
     LoRARequest,
     RefusedByEngineError,
@@ -68,7 +67,7 @@ class Api(Protocol[B, R]):
     def render(self, request: R, renderer: Renderer) -> list[TokensPrompt]:
         """Return the prompts as tokens; may run in a worker thread."""
 
-    def options(self, request: R) -> FurtherOptions:
+    def options(self, request: R) -> RequestOptions:
         """Return what the engine is told besides the parameters."""
 
     def writer(self, sound: Sound[B, R], request_id: str, created: int) -> AnswerWriter: ...

@@ -20,9 +20,9 @@ from diptych_frontend.responses_api.conversation import ResponseChat, as_chat
 from diptych_frontend.responses_api.input_items import page_of
 from diptych_frontend.responses_api.store import ResponseStore, StoredResponse
 from diptych_protocol import (
-    FurtherOptions,
     InvalidRequestError,
     Renderer,
+    RequestOptions,
     SamplingParams,
     TokensPrompt,
 )
@@ -75,7 +75,7 @@ class ResponsesApi:
     def render(self, request: ResponseChat, renderer: Renderer) -> list[TokensPrompt]:
         return self._chat.render(request, renderer)
 
-    def options(self, request: ResponseChat) -> FurtherOptions:
+    def options(self, request: ResponseChat) -> RequestOptions:
         return self._chat.options(request)
 
     def writer(
