@@ -48,15 +48,19 @@ from diptych_protocol.errors import (
     UnsupportedFeatureError,
     UtilityError,
 )
-from diptych_protocol.journey import RequestJourneyEvent, RequestJourneyEventType
 from diptych_protocol.kv_transfer_params import KVTransferParams, fingerprint
-from diptych_protocol.lora import LoRARequest
 from diptych_protocol.multimodal import (
     MultiModalCacheStats,
     MultiModalFeatureSpec,
     PlaceholderRange,
 )
-from diptych_protocol.outputs import CompletionOutput, Logprob, RequestOutput
+from diptych_protocol.outputs import (
+    CompletionOutput,
+    Logprob,
+    RequestJourneyEvent,
+    RequestJourneyEventType,
+    RequestOutput,
+)
 from diptych_protocol.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
 from diptych_protocol.router_settings import RouterSettings
 from diptych_protocol.sampling import (
@@ -66,7 +70,8 @@ from diptych_protocol.sampling import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from diptych_protocol.weight_transfer import (
+from diptych_protocol.weights import (
+    LoRARequest,
     WeightTransferInitRequest,
     WeightTransferUpdateRequest,
 )

@@ -31,8 +31,8 @@ import msgspec
 from msgspec import Meta
 
 from diptych_protocol.errors import InvalidRequestError
-from diptych_protocol.lora import LoRARequest
-from diptych_protocol.weight_transfer import (
+from diptych_protocol.weights import (
+    LoRARequest,
     WeightTransferInitRequest,
     WeightTransferUpdateRequest,
 )

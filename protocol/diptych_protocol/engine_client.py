@@ -16,12 +16,12 @@ from diptych_protocol.config import EngineConfig, RouterConfig
 from diptych_protocol.control_calls import PauseMode
 from diptych_protocol.engine_settings import JsonSchemas
 from diptych_protocol.errors import UnsupportedFeatureError
-from diptych_protocol.lora import LoRARequest
 from diptych_protocol.multimodal import MultiModalFeatureSpec
 from diptych_protocol.outputs import RequestOutput
 from diptych_protocol.pooling import PoolingParams, PoolingRequestOutput
 from diptych_protocol.sampling import SamplingParams
-from diptych_protocol.weight_transfer import (
+from diptych_protocol.weights import (
+    LoRARequest,
     WeightTransferInitRequest,
     WeightTransferUpdateRequest,
 )

@@ -29,12 +29,12 @@ from diptych_protocol.arrays import Array, FrameDecoder, FrameEncoder
 from diptych_protocol.engine_settings import SchedulingPolicy
 from diptych_protocol.engine_stats import SchedulerStats
 from diptych_protocol.errors import NoParametersError
-from diptych_protocol.journey import RequestJourneyEvent
 from diptych_protocol.kv_transfer_params import KVTransferParams
-from diptych_protocol.lora import LoRARequest
 from diptych_protocol.multimodal import MultiModalFeatureSpec
+from diptych_protocol.outputs import RequestJourneyEvent
 from diptych_protocol.pooling import PoolingParams
 from diptych_protocol.sampling import SamplingParams
+from diptych_protocol.weights import LoRARequest
 
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
 MAX_MESSAGE_BYTES = 64 << 20

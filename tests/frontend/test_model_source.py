@@ -14,8 +14,12 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 from waits import PATIENCE_S
 
-from diptych_frontend.model_files.model_sampling import LLAMA_CPP
-from diptych_frontend.model_files.model_source import ModelConfig, ModelSource, resolve_model
+from diptych_frontend.model_files.model_source import (
+    LLAMA_CPP,
+    ModelConfig,
+    ModelSource,
+    resolve_model,
+)
 from diptych_frontend.text.tokenizer_files import load_tokenizer
 from diptych_protocol import UNSAID, InvalidRequestError, SamplingDefaults
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_type_hints
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 import msgspec
@@ -19,8 +20,44 @@ from diptych_frontend.model_files.model_config import (
     config_from_hf,
     config_from_query,
 )
-from diptych_frontend.model_files.model_sampling import sampling_from_gguf, sampling_from_hf
 from diptych_protocol import UNREADABLE, UNSAID, InvalidRequestError, SamplingDefaults
+
+log = logging.getLogger(__name__)
+
+LLAMA_CPP: Final = SamplingDefaults(temperature=0.8, top_p=0.95, top_k=40, min_p=0.05)
+"""For a GGUF file that says nothing: what llama.cpp does, for which such files are made and tried.
+Their weights are rounded, which lifts the unlikely tokens, and few of them say anything."""
+GGUF_KEYS: Final = {
+    "temperature": "general.sampling.temp",
+    "top_p": "general.sampling.top_p",
+    "top_k": "general.sampling.top_k",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
+_HINTS: Final = get_type_hints(SamplingDefaults, include_extras=True)
+
+
+def sampling_from_hf(generation: Mapping[str, Any]) -> SamplingDefaults:
+    """From generation_config.json, which calls the fields as requests do."""
+    return _readable({field: generation.get(field) for field in _HINTS})
+
+
+def sampling_from_gguf(metadata: Mapping[str, Any]) -> SamplingDefaults:
+    """From GGUF metadata; `LLAMA_CPP` where that says nothing."""
+    said = {field: metadata.get(key) for field, key in GGUF_KEYS.items()}
+    return _readable(said).over(LLAMA_CPP)
+
+
+def _readable(said: Mapping[str, Any]) -> SamplingDefaults:
+    """The values that make sense. A model is not refused for advice that nobody can follow."""
+    taken = {}
+    for field, value in said.items():
+        try:
+            taken[field] = msgspec.convert(value, _HINTS[field])
+        except msgspec.ValidationError as exc:
+            log.warning("the model's %s is left out: %s", field, exc)
+    return SamplingDefaults(**taken)
+
 
 __all__ = ["GGUFTensor", "ModelConfig", "ModelSource", "readable", "resolve_model"]
 

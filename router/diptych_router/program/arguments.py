@@ -15,7 +15,7 @@ from diptych_protocol.field_ranges import descriptions
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Ends the program with a message and code 2 unless they fit together."""
+    """Parse the arguments. Ends the program with a message and code 2 if they are invalid."""
     parser = argparse.ArgumentParser(
         prog="python -m diptych_router",
         description="The router: an OpenAI API in front of a prefill pool and a decode pool.",

@@ -1,4 +1,5 @@
-"""Both pools as one router sees them: who is there, who may get requests, and why not."""
+"""Both pools as one router sees them: which engines exist, which may get requests, and why others
+may not."""
 
 from __future__ import annotations
 
@@ -43,11 +44,11 @@ DISCOVERY_INTERVAL_S = 1.0
 STATS_TIMEOUT_S = 1.0
 NOTIFY_TIMEOUT_S = 5.0
 EXPECTED_S = 10.0
-"""How long, at least, a prompt that was sent counts as remembered, before its engine says so."""
+"""How long, at least, a prompt that was sent counts as cached, before its engine reports it."""
 
 
 class Pools:
-    """Follows discovery, `serving.json` and the engines' own words; verifies who is new."""
+    """Follows discovery, `serving.json` and the engines' reports, and verifies new engines."""
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class Pools:
             link.close()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run something beside everything else, until it ends or the pools are closed."""
+        """Run a coroutine in the background, until it ends or the pools are closed."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finish_task)
@@ -122,14 +123,14 @@ class Pools:
         return self._serving.serving
 
     def of(self, role: Role) -> list[EngineLink]:
-        """The engines of a pool that are up."""
+        """Return the engines of a pool that are up."""
         return [link for link in self.links.values() if link.role == role and link.up]
 
     def verified(self, link: EngineLink) -> bool:
         return self._verification.verified(link)
 
     def usable(self, link: EngineLink) -> bool:
-        """It may get new requests."""
+        """Whether it may get new requests."""
         return link.open_to_work and self.serving.admits(link.revision) and self._trusted(link)
 
     def _trusted(self, link: EngineLink) -> bool:
@@ -143,14 +144,14 @@ class Pools:
         return self.links.get(key)
 
     def may_begin_at(self, key: str) -> bool:
-        """This engine may get new requests, and does not hang."""
+        """Whether this engine may get new requests, and does not hang."""
         return self._may_get_work(key) and not self.links[key].is_bad
 
     def choose(
         self, request: RequestView = ANY_REQUEST, full: Collection[str] = ()
     ) -> Decision | None:
-        """As `FleetTable.choose`, for the engines that are usable now. Those that have refused a
-        request a moment ago are asked if nobody else has room."""
+        """Do the same as `FleetTable.choose`, for the engines that are usable now. Those that
+        refused a request a moment ago are tried if no other has room."""
         now = time.monotonic()
         refusing = self.health.full(now)
         if refusing:
@@ -175,11 +176,12 @@ class Pools:
         return key in self.links and self.usable(self.links[key])
 
     def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
-        """When the first token is expected after this choice; None: too little is known."""
+        """Return when the first token is expected after this choice; None if too
+        little is known."""
         return self.fleet.first_token(request, decision)
 
     def placed(self, request: RequestView, decision: Decision) -> None:
-        """A request goes to these engines, which will have the KV of its prompt."""
+        """Record that a request goes to these engines, which will have the KV of its prompt."""
         self.fleet.placed(request, decision, time.monotonic())
 
     def went_well(self, *keys: str) -> None:
@@ -195,15 +197,15 @@ class Pools:
         self.health.was_full(key)
 
     def take_prefixes(self, link: EngineLink, changes: PrefixChanges) -> None:
-        """An engine tells what it remembers."""
+        """Apply an engine's report of its cached prefixes."""
         most = link.description.num_blocks if link.description is not None else 0
         if not self.fleet.take_prefixes(link.key, changes, most):
             link.follow_prefixes()
 
     def successor(self, fingerprint: str) -> EngineLink | None:
-        """A decode engine that may take over KV of this fingerprint.
+        """Return a decode engine that may take over KV of this fingerprint.
 
-        A revision that gets no new requests still keeps its streams, so its engines may inherit.
+        A revision that gets no new requests still keeps its streams, so its engines may take over.
         """
         fit = [
             link.key
@@ -214,7 +216,7 @@ class Pools:
         return self.links[chosen] if chosen is not None else None
 
     def supported_tasks(self) -> tuple[str, ...]:
-        """What every engine that is up can do.
+        """Return what every engine that is up can do.
 
         Raises `EngineOverloadedError` while there is none.
         """
@@ -224,7 +226,7 @@ class Pools:
         return tuple(task for task in known[0] if all(task in tasks for tasks in known))
 
     def usable_engines(self) -> list[EngineDescription]:
-        """What the usable engines of both pools say of themselves."""
+        """The descriptions of the usable engines of both pools."""
         return [
             link.description
             for link in self.links.values()
@@ -232,15 +234,16 @@ class Pools:
         ]
 
     def num_decoding(self) -> int:
-        """Engines of the decode pool that may get new requests."""
+        """The number of decode engines that may get new requests."""
         return sum(self.usable(link) for link in self.of("decode"))
 
     def draining(self) -> list[EngineLink]:
-        """Decode engines that leave."""
+        """Return the decode engines that are draining."""
         return [link for link in self.of("decode") if link.stats.draining]
 
     def why_not_ready(self) -> str:
-        """Empty once a pair was usable, as long as a decode engine is; in words otherwise.
+        """Return an empty text once a pair was usable, as long as a decode engine is; otherwise the
+        reason.
 
         Pools that are empty on purpose are ready too, if requests may wait for them to wake up.
         """
@@ -255,7 +258,8 @@ class Pools:
         return ""
 
     def may_hold(self) -> bool:
-        """There were engines a moment ago: requests that come now may see them come back."""
+        """Whether there were engines a moment ago, so that new requests may wait for
+        their return."""
         idle_s = time.monotonic() - self._usable_at
         return self.had_pair and idle_s < self._config.hold_seconds
 
@@ -367,7 +371,7 @@ class Pools:
     # --- what all engines are asked or told ----------------------------------------------------
 
     async def refresh_stats(self) -> None:
-        """Ask every engine for its statistics now; one that is silent keeps its last ones."""
+        """Ask every engine for its present statistics; a silent one keeps its last ones."""
         up = [link for link in self.links.values() if link.up]
         answers = await asyncio.gather(
             *(link.refresh_stats(STATS_TIMEOUT_S) for link in up), return_exceptions=True
@@ -377,7 +381,7 @@ class Pools:
                 log.debug("no statistics from %s: %s", link.name, answer)
 
     async def call_each(self, method: str, *args: Any) -> list[Any]:
-        """A utility call to every engine that is up, one after the other.
+        """Make a utility call to every engine that is up, one after the other.
 
         Raises what `CoreClient.call` raises.
         """
@@ -388,12 +392,12 @@ class Pools:
         return {f"{link.role}/{link.name}": link.stats for link in self.links.values()}
 
     def release(self, request_id: str, params: dict[str, Any]) -> None:
-        """Have a lease freed that is not needed, without waiting for the answer."""
+        """Free a lease that is not needed, without waiting for the answer."""
         if not self._closed:
             self.spawn(self.reject(request_id, params))
 
     async def reject(self, request_id: str, params: dict[str, Any]) -> None:
-        """Have a lease freed; its expiry is the safety net."""
+        """Free a lease. If that fails, it expires."""
         those = self._who_frees(params)
         if not those:
             log.warning("request %s: lease not released: nobody is up who can", request_id)
