@@ -9,7 +9,8 @@ from random import Random
 from benchmarks.simulate.plan import Plan, Pod
 from benchmarks.simulate.workload import Request
 
-from diptych_protocol.wire import PrefixChanges, SchedulerStats
+from diptych_protocol.engine_stats import SchedulerStats
+from diptych_protocol.wire import PrefixChanges
 from diptych_router.choosing.first_token import FirstToken
 from diptych_router.choosing.fleet_table import FleetTable
 from diptych_router.choosing.policy import Decision

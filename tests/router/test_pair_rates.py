@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_pools import EngineView, fleet_of
 
-from diptych_protocol.wire import MAX_MOVES_TOLD, KVTransferStats, Move, SchedulerStats
+from diptych_protocol.engine_stats import MAX_MOVES_TOLD, KVTransferStats, Move, SchedulerStats
 from diptych_router.choosing.fleet_table import FleetTable
 from diptych_router.choosing.policies import POLICIES
 from diptych_router.choosing.policy import Decision, RequestView

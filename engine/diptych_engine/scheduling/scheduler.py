@@ -69,7 +69,7 @@ from diptych_protocol import (
     SchedulingPolicy,
 )
 from diptych_protocol.admin import DrainReport
-from diptych_protocol.wire import MAX_TENANTS_TOLD
+from diptych_protocol.engine_stats import MAX_TENANTS_TOLD
 
 CREDIT_STEPS = 8
 """A returning tenant may be behind others by the tokens of this many steps, so that a prompt of

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diptych_protocol import SchedulerStats
-from diptych_protocol.wire import MAX_MOVES_TOLD, Move
+from diptych_protocol.engine_stats import MAX_MOVES_TOLD, Move
 from diptych_router.engines.learned_rates import LearnedRates
 from diptych_router.engines.pair_rates import PairRates
 from diptych_router.engines.prefixes.loaded_adapters import LoadedAdapters

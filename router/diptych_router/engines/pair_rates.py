@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from diptych_protocol.wire import Move
+from diptych_protocol.engine_stats import Move
 
 Floats = NDArray[np.float64]
 Nearnesses = NDArray[np.int8]
