@@ -1,7 +1,7 @@
 """What an engine tells of itself: each figure is one field, which says how Prometheus shows it.
 
 The structs are positional arrays, so the rules of `wire.py` hold for them. A figure is counted
-where it arises, in the engine or in its hinge; servers show every field that has a `Metric`.
+where it arises, in the engine or in its hinge; servers show every field that has a `ShownMetric`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_TENANTS_TOLD: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Metric:
+class ShownMetric:
     """How Prometheus shows a field."""
 
     kind: Literal["gauge", "counter"]
@@ -35,22 +35,22 @@ class Metric:
     value: str = ""
     """The value of the label."""
 
-    def of(self, value: str) -> Metric:
+    def of(self, value: str) -> ShownMetric:
         """Return the share of one field in a metric that several have together."""
         return replace(self, value=value)
 
 
-gauge = partial(Metric, "gauge")
-counter = partial(Metric, "counter")
+gauge = partial(ShownMetric, "gauge")
+counter = partial(ShownMetric, "counter")
 
 
-def metrics_of(stats: type[msgspec.Struct]) -> Mapping[Metric, Mapping[str, str]]:
+def metrics_of(stats: type[msgspec.Struct]) -> Mapping[ShownMetric, Mapping[str, str]]:
     """Return the metrics of a struct in the order of its fields, and for each the fields' names by
     the values of its label."""
-    found: dict[Metric, dict[str, str]] = {}
+    found: dict[ShownMetric, dict[str, str]] = {}
     for name, hint in get_type_hints(stats, include_extras=True).items():
         for told in get_args(hint):
-            if isinstance(told, Metric):
+            if isinstance(told, ShownMetric):
                 found.setdefault(told.of(""), {})[told.value] = name
     return found
 
