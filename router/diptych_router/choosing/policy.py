@@ -66,6 +66,8 @@ class Engines:
     """0 for those that can take it, infinity for the others."""
     cached: Floats
     """Tokens of its prompt, from the first one on, whose KV each has."""
+    lacking: Floats
+    """The other tokens of its prompt."""
     elsewhere: Floats
     """The same of the engine that has most of it, of those that each could fetch it from."""
     now: float = 0.0
@@ -74,10 +76,6 @@ class Engines:
     tie: int | None = None
     """Decides between engines of the same cost: see `EngineTable.preferred`. None: draw one."""
     _made: dict[str, Any] = field(default_factory=dict)
-
-    def column(self, name: str) -> Floats:
-        """See `engine_table.FIELDS`."""
-        return self.table.column(name)
 
     def key(self, at: int) -> str:
         return self.table.rows[at].key
@@ -169,10 +167,7 @@ class Priced:
     def lacking(self) -> Floats | None:
         """[engines] Tokens whose KV a hand-off brings; None: the policy does not count how long
         that takes."""
-        if TRANSFER not in self._terms:
-            return None
-        lacking: Floats = self._prompt_tokens - self.engines.cached
-        return lacking
+        return self.engines.lacking if TRANSFER in self._terms else None
 
     def settle(self, pairing: Pairing) -> None:
         """The other engine is chosen: from now on costs are those with it."""
@@ -282,7 +277,7 @@ def choose(
 def successor(policy: Policy, decode: Engines, fingerprint: float, draw: Draw) -> str | None:
     """The decode engine that should take over KV of this fingerprint; None: no usable one fits."""
     priced = Priced(policy, RequestView(), "decode", decode, draw)
-    chosen = priced.best(decode.column("fingerprint") == fingerprint)
+    chosen = priced.best(decode.table.column["fingerprint"] == fingerprint)
     return None if chosen is None else decode.key(chosen)
 
 
@@ -311,7 +306,7 @@ def _pick_pair(
     lacking = second.lacking
     ways = None
     if pairs is not None and lacking is not None:
-        ways = pairs.ways(lacking, decode.column("trip_token_s"))
+        ways = pairs.ways(lacking, decode.table.column["trip_token_s"])
     best = _best_pair(first, second, ways)
     if best is None:
         return None
@@ -342,8 +337,8 @@ def _best_pair(first: Priced, second: Priced, ways: Ways | None) -> tuple[int, i
     Fingerprints (the revisions of a rollout) compete by their best pairs, so each gets requests in
     proportion to what it can carry; one without a partner gets none of them while any pair exists.
     """
-    ours = first.engines.column("fingerprint")
-    theirs = second.engines.column("fingerprint")
+    ours = first.engines.table.column["fingerprint"]
+    theirs = second.engines.table.column["fingerprint"]
     kinds = second.engines.table.stands.fingerprints
     if len(kinds) == 1 and first.engines.table.stands.fingerprints == kinds:
         return _best_among(first, second, ways)

@@ -144,14 +144,18 @@ class EngineLink:
     def open_tokens(self, tokens: int) -> None:
         self.row["open_tokens"] = tokens
 
-    def plan(self, more: int) -> None:
-        """Requests are planned to be taken over here; negative: so many less."""
-        self.row.plan(more)
+    def charge(self, tokens: int, planned: int = 0) -> None:
+        """See `EngineRow.charge`."""
+        self.row.charge(tokens, planned)
 
     @property
     def open_to_work(self) -> bool:
         """It is up, and neither discovery nor the engine itself says that it is not to be used."""
-        return self.listed and self.up and not self.withdrawn
+        return (
+            self.listed
+            and self.description is not None
+            and not (self.stats.draining or self.stats.paused)
+        )
 
     @property
     def withdrawn(self) -> bool:

@@ -14,11 +14,9 @@ from diptych_router.engines.health.health_book import Failure
 class Engine(Protocol):
     """One engine, and its account."""
 
-    open_tokens: int
-    """Tokens of work that this router has open or planned there."""
-
-    def plan(self, more: int) -> None:
-        """Requests are planned to be taken over there; negative: so many less."""
+    def charge(self, tokens: int, planned: int = 0) -> None:
+        """So many more tokens of this router's work are open there, and so many more requests are
+        planned to be taken over there; negative: so much less."""
 
     @property
     def key(self) -> str: ...

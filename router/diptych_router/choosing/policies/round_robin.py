@@ -19,7 +19,7 @@ class RoundRobin:
 
     def costs(self, request: RequestView, duty: Duty, engines: Engines) -> Terms:
         """See `Policy.costs`."""
-        return {"given": engines.column("given").copy()}
+        return {"given": engines.table.column["given"].copy()}
 
 
 POLICY: Final = RoundRobin()

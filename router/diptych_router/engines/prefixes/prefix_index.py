@@ -62,13 +62,11 @@ class BlockHolders:
         """An engine holds these blocks now. Returns how many of them it did not hold before."""
         if not len(hashes):
             return 0
-        return self._add(1 << engine, np.unique(hashes))
+        return self.add_chain(1 << engine, np.unique(hashes))
 
-    def add_chain(self, engines: int, hashes: Keys) -> None:
-        """Some engines, as bits, hold these blocks of one prompt now, which are all different."""
-        self._add(engines, hashes)
-
-    def _add(self, engines: int, hashes: Keys) -> int:
+    def add_chain(self, engines: int, hashes: Keys) -> int:
+        """Some engines, as bits, hold these blocks of one prompt now, which are all different.
+        Returns as `add`."""
         places = self._table.put(hashes)
         old = self._table.values[places]
         return self._change(places, old, self._sets.with_engines(old, engines))
@@ -156,7 +154,8 @@ class PrefixIndex:
     @property
     def num_known(self) -> int:
         """Blocks that are held or expected; those that are both count as two."""
-        return sum(layer.num_blocks for layer in (self.held, *self._expected))
+        newest, before = self._expected
+        return self.held.num_blocks + newest.num_blocks + before.num_blocks
 
     def expect(self, engines: int, hashes: Keys) -> None:
         """A prompt with these blocks, of which the first is the prompt's first one, was sent to
