@@ -27,7 +27,7 @@ from benchmarks.traces.generate import generate
 from benchmarks.traces.recorded import Trace
 
 from diptych.plots import looks, new_figure, save
-from diptych_protocol.config import Disaggregate
+from diptych_protocol.router_settings import Disaggregate
 from diptych_router.choosing.policies import POLICIES
 
 TRACES: Final = {

@@ -102,7 +102,6 @@ async def _ask(client: httpx.AsyncClient, state: RunState, console: Console) -> 
     body = {
         "model": state.model,
         "messages": [{"role": "user", "content": QUESTION}],
-        "temperature": 0,
         "max_tokens": MAX_TOKENS,
     }
     begun = time.perf_counter()

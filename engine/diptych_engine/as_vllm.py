@@ -86,7 +86,7 @@ MODULES: Final[dict[str, dict[str, str]]] = {
     "v1": {},
     "v1.engine": dict.fromkeys(_WIRE, _PROTOCOL),
     "v1.engine.async_llm": {"AsyncLLM": f"{_CLIENTS}.async_llm"},
-    "v1.engine.coordinator": {"DPCoordinator": f"{_CLIENTS}.wave_coordinator:WaveCoordinator"},
+    "v1.engine.coordinator": {"DPCoordinator": f"{_CLIENTS}.group:WaveCoordinator"},
     "v1.engine.core": {"EngineCore": "diptych_engine.control.core"},
     "v1.engine.core_client": {
         "AsyncMPClient": f"{_CLIENTS}.client:CoreClient",

@@ -5,20 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 
-import msgspec
-
 from diptych_frontend.openai.server import Site, listen, serve_sites
 from diptych_frontend.program import run_program
-from diptych_protocol import RouterConfig
-from diptych_router.program.arguments import parse_arguments
+from diptych_router.program.arguments import parse_arguments, read_config
 from diptych_router.program.program import drain_timeout_s, started
 from diptych_router.telling.admin_port import admin_app
 
 
 async def run(args: argparse.Namespace) -> None:
     """Serve until SIGTERM."""
-    config = msgspec.json.decode(args.config.read_bytes(), type=RouterConfig)
-    config.check()
+    config = read_config(args)
     listener = listen(args.host, args.port)
     admin_listener = (
         listen(args.admin_host or args.host, args.admin_port)

@@ -215,7 +215,7 @@ ELSEWHERE = {
     "frontend/diptych_frontend/images/confined_decoding.py": "our own processes",
     "frontend/diptych_frontend/text/templates/confined_templates.py": "our own processes",
     "frontend/diptych_frontend/text/lark_parts.py": "tests/frontend/test_hopeless_forms.py",
-    "frontend/diptych_frontend/text/lenient_schemas.py": "what llguidance says of a schema",
+    "frontend/diptych_frontend/text/structured_outputs.py": "what llguidance says of a schema",
     "operator/diptych_operator/__main__.py": "the chart's values",
     "operator/diptych_operator/routers.py": "our own routers",
     "operator/diptych_operator/kube/client.py": "the API server",

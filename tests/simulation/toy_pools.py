@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from diptych_protocol.config import Disaggregate
+from diptych_protocol.router_settings import Disaggregate
 from diptych_router.choosing.first_token import FirstToken
 from diptych_router.choosing.fleet_table import FleetTable
 from diptych_router.choosing.policies.least_loaded import POLICY

@@ -21,12 +21,11 @@ from diptych.laptop.pods import LOOPBACK, reached_at
 from diptych.laptop.rundir import RunDirectory
 from diptych_frontend.openai.api_keys import ApiKeys
 from diptych_frontend.openai.tls import CERTIFICATE_FILE, Certificate
-from diptych_operator.api.batches import Batches
-from diptych_operator.api.pools import ApiKeys as ApiKeysOfSecret
-from diptych_operator.api.pools import Router, Tls
+from diptych_operator.api.router import ApiKeys as ApiKeysOfSecret
+from diptych_operator.api.router import Batches, Router, Tls
 from diptych_operator.api.service import InferenceService
 from diptych_protocol import InvalidRequestError
-from diptych_protocol.config import HostNames, Origins
+from diptych_protocol.router_settings import HostNames, Origins
 
 KEYS_NAME, TLS_NAME = "laptop-api-keys", "laptop-tls"
 """Folders of the run directory that take the place of Secrets."""

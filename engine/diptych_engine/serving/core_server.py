@@ -108,7 +108,7 @@ class CoreServer:
         self._last_words = ""
         """Why this core ends, if not because it was told to."""
         self._stats_due = 0.0
-        self._prefix_news = PrefixNews(core.scheduler, core.adapters.digests)
+        self._prefix_news = PrefixNews(core.scheduler.pool, core.adapters.digests)
         self._heartbeat = HeartbeatSender(core, rank, self._send_frames, self._num_received)
 
     def _bind(self, endpoint: str, keys: CurveKeys | None) -> zmq.Socket[bytes]:

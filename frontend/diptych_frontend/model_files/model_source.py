@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_type_hints
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 import msgspec
@@ -19,7 +20,44 @@ from diptych_frontend.model_files.model_config import (
     config_from_hf,
     config_from_query,
 )
-from diptych_protocol import UNREADABLE, InvalidRequestError
+from diptych_protocol import UNREADABLE, UNSAID, InvalidRequestError, SamplingDefaults
+
+log = logging.getLogger(__name__)
+
+LLAMA_CPP: Final = SamplingDefaults(temperature=0.8, top_p=0.95, top_k=40, min_p=0.05)
+"""For a GGUF file that says nothing: what llama.cpp does, for which such files are made and tried.
+Their weights are rounded, which lifts the unlikely tokens, and few of them say anything."""
+GGUF_KEYS: Final = {
+    "temperature": "general.sampling.temp",
+    "top_p": "general.sampling.top_p",
+    "top_k": "general.sampling.top_k",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
+_HINTS: Final = get_type_hints(SamplingDefaults, include_extras=True)
+
+
+def sampling_from_hf(generation: Mapping[str, Any]) -> SamplingDefaults:
+    """From generation_config.json, which calls the fields as requests do."""
+    return _readable({field: generation.get(field) for field in _HINTS})
+
+
+def sampling_from_gguf(metadata: Mapping[str, Any]) -> SamplingDefaults:
+    """From GGUF metadata; `LLAMA_CPP` where that says nothing."""
+    said = {field: metadata.get(key) for field, key in GGUF_KEYS.items()}
+    return _readable(said).over(LLAMA_CPP)
+
+
+def _readable(said: Mapping[str, Any]) -> SamplingDefaults:
+    """The values that make sense. A model is not refused for advice that nobody can follow."""
+    taken = {}
+    for field, value in said.items():
+        try:
+            taken[field] = msgspec.convert(value, _HINTS[field])
+        except msgspec.ValidationError as exc:
+            log.warning("the model's %s is left out: %s", field, exc)
+    return SamplingDefaults(**taken)
+
 
 __all__ = ["GGUFTensor", "ModelConfig", "ModelSource", "readable", "resolve_model"]
 
@@ -36,6 +74,8 @@ class ModelSource:
     path: Path | None
     """The GGUF file, or the directory of safetensors; None for dummy weights."""
     config: ModelConfig
+    sampling: SamplingDefaults = UNSAID
+    """How to sample where a request does not say."""
 
     def tensors(self) -> dict[str, GGUFTensor]:
         """Return the position of each tensor in the GGUF file. Raises `ValueError` for another
@@ -66,12 +106,13 @@ def resolve_model(uri: str, *, weights: bool = True) -> ModelSource:
     path = _locate(uri)
     with readable(path):
         if path.is_dir():
-            return ModelSource(uri, "safetensors", path, _read_hf_config(path, weights))
+            return ModelSource(uri, "safetensors", path, *_read_hf_config(path, weights))
         if not path.is_file():
             raise _refuse(f"{path} does not exist; check the path, or mount the volume it is on")
         header = read_header(path)
         names = {tensor.name for tensor in header.raw_tensors}
-        return ModelSource(uri, "gguf", path, config_from_gguf(header.metadata, names))
+        config = config_from_gguf(header.metadata, names)
+        return ModelSource(uri, "gguf", path, config, sampling_from_gguf(header.metadata))
 
 
 def _split(uri: str) -> SplitResult:
@@ -124,15 +165,17 @@ def _locate_in_package(package: str, name: str) -> Path:
     raise _refuse(f"the Python package {package!r} holds no file {name!r}")
 
 
-def _read_hf_config(folder: Path, weights: bool) -> ModelConfig:
+def _read_hf_config(folder: Path, weights: bool) -> tuple[ModelConfig, SamplingDefaults]:
     if weights and not any(folder.glob("*.safetensors")):
         raise _refuse(f"{folder} holds no *.safetensors; convert the weights, or name a GGUF file")
     generation, processor = folder / "generation_config.json", folder / "preprocessor_config.json"
-    return config_from_hf(
+    generating = _read_json(generation) if generation.exists() else {}
+    config = config_from_hf(
         _read_json(folder / "config.json"),
-        _read_json(generation) if generation.exists() else {},
+        generating,
         _read_json(processor) if processor.exists() else {},
     )
+    return config, sampling_from_hf(generating)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from diptych_protocol import (
     JsonSchemas,
     KVTransferParams,
     RequestOutputKind,
+    SamplingDefaults,
     SamplingParams,
     StructuredOutputsParams,
 )
@@ -182,19 +183,22 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
             )
         return asked[0] if asked else None
 
-    def to_sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """Return range-checked parameters for the engine. Raises `InvalidRequestError`."""
+    def to_sampling_params(
+        self, defaults: SamplingDefaults, *, max_tokens: int | None, logprobs: int | None
+    ) -> SamplingParams:
+        """Return range-checked parameters for the engine. `defaults` stand for what the request
+        leaves out. Raises `InvalidRequestError`."""
         transfer = self.kv_transfer_params
         form = self.form()
         params = SamplingParams(
             n=_or(self.n, 1),
-            temperature=_or(self.temperature, 1.0),
-            top_p=_or(self.top_p, 1.0),
-            top_k=_or(self.top_k, 0),
-            min_p=_or(self.min_p, 0.0),
+            temperature=_or(self.temperature, _or(defaults.temperature, 1.0)),
+            top_p=_or(self.top_p, _or(defaults.top_p, 1.0)),
+            top_k=_or(self.top_k, _or(defaults.top_k, 0)),
+            min_p=_or(self.min_p, _or(defaults.min_p, 0.0)),
             presence_penalty=_or(self.presence_penalty, 0.0),
             frequency_penalty=_or(self.frequency_penalty, 0.0),
-            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            repetition_penalty=_or(self.repetition_penalty, _or(defaults.repetition_penalty, 1.0)),
             seed=self.seed,
             stop=[self.stop] if isinstance(self.stop, str) else _or(self.stop, []),
             stop_token_ids=_or(self.stop_token_ids, []),

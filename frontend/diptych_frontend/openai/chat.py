@@ -52,11 +52,13 @@ from diptych_frontend.tool_calls.formats import HERMES, ToolCallFormat
 from diptych_frontend.tool_calls.parser import ToolCallParser
 from diptych_protocol import (
     UNREADABLE,
+    UNSAID,
     CompletionOutput,
     InvalidRequestError,
     Logprob,
     Renderer,
     RequestOutput,
+    SamplingDefaults,
     SamplingParams,
     TokensPrompt,
 )
@@ -127,12 +129,18 @@ class ChatApi:
     reasoning_ended: bool | None = None
 
     def __init__(
-        self, reasoning: ReasoningParser | None = None, calls: ToolCallFormat = HERMES
+        self,
+        reasoning: ReasoningParser | None = None,
+        calls: ToolCallFormat = HERMES,
+        sampling: SamplingDefaults = UNSAID,
     ) -> None:
         """reasoning: separates the model's reasoning from its answers; None: it is not separated.
 
         calls: the model's format of tool calls.
+
+        sampling: values for the fields that a request leaves out.
         """
+        self.sampling = sampling
         self.reasoning = reasoning
         self._calls = calls
 
@@ -146,6 +154,7 @@ class ChatApi:
         # max_tokens is the older name of max_completion_tokens.
         max_tokens = request.max_completion_tokens
         params = request.to_sampling_params(
+            self.sampling,
             max_tokens=request.max_tokens if max_tokens is None else max_tokens,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         )

@@ -29,9 +29,11 @@ from diptych_frontend.openai.responses import (
     transfer_params,
 )
 from diptych_protocol import (
+    UNSAID,
     CompletionOutput,
     Renderer,
     RequestOutput,
+    SamplingDefaults,
     SamplingParams,
     TokensPrompt,
 )
@@ -57,13 +59,19 @@ class CompletionApi:
     reasoning_ended: bool | None = True
     """True: completions do not separate reasoning, so a form applies to the whole text."""
 
+    def __init__(self, sampling: SamplingDefaults = UNSAID) -> None:
+        """sampling: values for the fields that a request leaves out."""
+        self._sampling = sampling
+
     def request(self, body: CompletionRequest, scope: Scope) -> CompletionRequest:
         return body
 
     def params(self, request: CompletionRequest) -> SamplingParams:
         request.check(len(prompts_of(request)))
         max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-        return request.to_sampling_params(max_tokens=max_tokens, logprobs=request.logprobs)
+        return request.to_sampling_params(
+            self._sampling, max_tokens=max_tokens, logprobs=request.logprobs
+        )
 
     def render(self, request: CompletionRequest, renderer: Renderer) -> list[TokensPrompt]:
         return [renderer.render_prompt(prompt) for prompt in prompts_of(request)]

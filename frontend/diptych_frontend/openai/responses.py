@@ -16,7 +16,7 @@ from msgspec import UNSET, UnsetType
 
 from diptych_frontend.openai.api_types import StreamOptions
 from diptych_frontend.openai.errors import Dialect
-from diptych_protocol import Logprob, RequestOutput
+from diptych_protocol import UNSAID, Logprob, RequestOutput, SamplingDefaults
 
 encode = msgspec.json.Encoder().encode
 
@@ -319,6 +319,9 @@ class ModelCard(msgspec.Struct):
     """For an adapter: the name of the model that it adapts; None for the model itself."""
     object: str = "model"
     owned_by: str = "diptych"
+    sampling: SamplingDefaults = UNSAID
+    """What requests get that leave these fields out; a field that is not there is as in OpenAI's
+    API."""
 
 
 class ModelList(msgspec.Struct):

@@ -83,7 +83,7 @@ class ResponsesApi:
     ) -> AnswerWriter:
         [prompt] = sound.prompts
         parts = self._chat.parts(sound.request, prompt)
-        response = new_response(sound.body, created)
+        response = new_response(sound.body, sound.params, created)
         return ResponsesWriter(response, parts, self._keep(sound))
 
     def _keep(self, sound: Sound[ResponsesRequest, ResponseChat]) -> Keep | None:

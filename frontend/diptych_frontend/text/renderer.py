@@ -44,6 +44,8 @@ class TextRenderer:
     def __init__(self, source: ModelSource, *, skip_tokenizer_init: bool = False) -> None:
         """A model without a tokenizer takes token ids and answers with them."""
         self.model_config = source.config
+        self.sampling = source.sampling
+        """How to sample where a request does not say."""
         self.tokenizer: Tokenizer | None = None if skip_tokenizer_init else load_tokenizer(source)
         self.vocab_size = source.config.vocab_size
         self.hidden_size = source.config.hidden_size

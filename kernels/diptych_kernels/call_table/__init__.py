@@ -6,7 +6,6 @@ call it.
 
 from __future__ import annotations
 
-from diptych_kernels.call_table.calls import WIDTH, rows_of
-from diptych_kernels.call_table.cpu import is_available, run_all
+from diptych_kernels.call_table.cpu import WIDTH, is_available, rows_of, run_all
 
 __all__ = ["WIDTH", "is_available", "rows_of", "run_all"]

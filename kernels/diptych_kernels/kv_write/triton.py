@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diptych_kernels.kv_write.float8 import FLOAT8, FLOAT8_MAX
+from diptych_kernels.kv_write.reference import FLOAT8, FLOAT8_MAX
 
 
 @triton.jit

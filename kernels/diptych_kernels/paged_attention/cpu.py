@@ -14,27 +14,71 @@ bfloat16 for models that round their activations anyway.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from diptych_kernels.cpu_level import remembered
+from diptych_kernels.native.arguments import ChunkAttention, DecodeAttention, places_of
 from diptych_kernels.native.kernel import Call, Kernel, kernel_of
 from diptych_kernels.native.layout import is_known
+from diptych_kernels.native.prefill_chunk import ChunkNumbers
 from diptych_kernels.paged_attention import reference
-from diptych_kernels.paged_attention.calls import (
-    chunk_arguments,
-    decode_arguments,
-    fills_vectors,
-    number_of,
-)
-from diptych_kernels.paged_attention.known_cases import (
-    AMX_CHUNK,
-    BF16_DECODES,
-    CHUNK,
-    DECODES,
-)
 from diptych_kernels.paged_attention.metadata import AttentionMetadata
-from diptych_kernels.trust import is_trusted
+from diptych_kernels.trust import KnownCase, Results, is_trusted, random_values, unwritten
+
+FLOAT = 4
+"""Size in bytes."""
+WIDTH = 32
+"""The kernel for chunks supports heads whose size is a multiple of this."""
+[CACHE] = places_of(DecodeAttention, "cache")
+"""The position of the address of the layer's keys and values in a table's row, also for chunks."""
+COMMON_DIMS = frozenset({64, 128})
+"""Sizes of heads with a kernel of their own, which is a quarter faster."""
+
+
+def fills_vectors(head_dim: int) -> bool:
+    """Whether heads have a size that all kernels but the first support."""
+    return head_dim % WIDTH == 0
+
+
+def number_of(head_dim: int) -> int:
+    """Return the number of the kernel for decodes with heads of this size; 0 supports any."""
+    return head_dim if head_dim in COMMON_DIMS else 0
+
+
+def decode_arguments(
+    queries: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, attended: Tensor
+) -> DecodeAttention:
+    """Return the arguments of either kernel for all decodes of a step."""
+    _, heads, head_dim = queries.shape
+    threads = torch.get_num_threads()
+    return DecodeAttention(
+        queries.data_ptr(),
+        queries.stride(0) * FLOAT,
+        kv_layer.data_ptr(),
+        kv_layer.stride(0) * kv_layer.itemsize,
+        attended.data_ptr(),
+        kv_layer.itemsize,
+        *metadata.decode_batch.arguments(heads, kv_layer.shape[3], head_dim, threads),
+    )
+
+
+def chunk_arguments(
+    queries: Tensor, kv_layer: Tensor, own: ChunkNumbers, attended: Tensor
+) -> ChunkAttention:
+    """Return the arguments of either kernel for a chunk."""
+    _, heads, head_dim = queries.shape
+    threads, first = torch.get_num_threads(), own.rows.start
+    return ChunkAttention(
+        queries.data_ptr() + first * queries.stride(0) * FLOAT,
+        queries.stride(0) * FLOAT,
+        kv_layer.data_ptr(),
+        kv_layer.stride(0) * kv_layer.itemsize,
+        attended.data_ptr() + first * attended.stride(0) * FLOAT,
+        kv_layer.itemsize,
+        *own.arguments(heads, kv_layer.shape[3], head_dim, threads),
+    )
 
 
 def fits(queries: Tensor, kv_layer: Tensor) -> bool:
@@ -118,7 +162,7 @@ def decode_kernel(head_dim: int, kv_dtype: torch.dtype) -> Kernel:
 
 @remembered
 def prefill_kernel(head_dim: int) -> Kernel:
-    """Return the kernel for chunks, for heads whose size is a multiple of `calls.WIDTH`."""
+    """Return the kernel for chunks, for heads whose size is a multiple of `WIDTH`."""
     return kernel_of("prefill_attention", head_dim)
 
 
@@ -126,3 +170,64 @@ def prefill_kernel(head_dim: int) -> Kernel:
 def chunk_kernel(head_dim: int) -> Kernel:
     """Return the kernel for chunks that uses the matrix unit."""
     return kernel_of("amx_attention", head_dim)
+
+
+HEADS, KV_HEADS, BLOCK_SIZE = 4, 2, 16
+
+
+def _attention(
+    contexts: list[tuple[int, int]], head_dim: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, AttentionMetadata]:
+    """Queries, a layer of a cache, and what says of which sequences, each (context, new tokens)."""
+    lengths, counts = np.array(contexts).T
+    num_blocks = -(-lengths // BLOCK_SIZE)
+    tables = np.zeros((len(contexts), num_blocks.max()), np.int64)
+    ids = np.arange(num_blocks.sum())[::-1]
+    for row, end in enumerate(num_blocks.cumsum()):
+        own = ids[end - num_blocks[row] : end]
+        tables[row, : len(own)] = own
+    metadata = AttentionMetadata(
+        query_starts=np.concatenate(([0], counts.cumsum())),
+        context_lens=lengths,
+        block_tables=tables,
+        num_decodes=int((counts == 1).sum()),
+        block_size=BLOCK_SIZE,
+        window=None,
+        device=torch.device("cpu"),
+    )
+    cache = random_values(len(ids), 2, BLOCK_SIZE, KV_HEADS, head_dim).to(dtype)
+    return random_values(int(counts.sum()), HEADS, head_dim), cache, metadata
+
+
+def _decodes(kernel: Kernel, dtype: torch.dtype) -> Results:
+    """One of them has more than one partition of keys."""
+    head_dim = kernel.number or WIDTH
+    queries, cache, metadata = _attention([(70, 1), (3, 1)], head_dim, dtype)
+    out = unwritten(*queries.shape)
+    kernel.run(decode_arguments(queries, cache, metadata, out), 1)
+    return out, reference.paged_attention(queries, cache, metadata)
+
+
+def _all_decodes(kernel: Kernel) -> Results:
+    both = [_decodes(kernel, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    actual, expected = (torch.stack(results) for results in zip(*both, strict=True))
+    return actual, expected
+
+
+def _rounded_decodes(kernel: Kernel) -> Results:
+    return _decodes(kernel, torch.bfloat16)
+
+
+def _chunk(kernel: Kernel) -> Results:
+    queries, cache, metadata = _attention([(70, 19)], kernel.number, torch.bfloat16)
+    out = unwritten(*queries.shape)
+    [own] = metadata.chunk_numbers
+    kernel.run(chunk_arguments(queries, cache, own, out), 1)
+    return out, reference.paged_attention(queries, cache, metadata)
+
+
+DECODES = KnownCase("decode_attention", _all_decodes, tolerance=1e-5)
+BF16_DECODES = KnownCase("bf16_decode_attention", _rounded_decodes, tolerance=1e-2)
+"""Cases of kernels that round queries and weights too."""
+CHUNK = KnownCase("prefill_attention", _chunk, tolerance=1e-5)
+AMX_CHUNK = KnownCase("amx_attention", _chunk, tolerance=1e-2)

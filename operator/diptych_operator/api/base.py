@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Annotated, Any, get_type_hints
 
@@ -20,19 +21,38 @@ class SpecPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
     """The base of all parts that a user writes: camelCase outside, unknown fields rejected."""
 
 
+def camel_case(name: str) -> str:
+    """A name as Python writes it -> as the custom resource does."""
+    first, *others = name.split("_")
+    return first + "".join(other.capitalize() for other in others)
+
+
+def snake_case(name: str) -> str:
+    """A name as the custom resource writes it, or as Python does -> as Python does."""
+    return re.sub("(?<!^)([A-Z])", r"_\1", name).lower()
+
+
 def spec_part(
-    name: str, settings: type[msgspec.Struct], **own: tuple[Any, Any]
+    name: str,
+    settings: type[msgspec.Struct],
+    names: Collection[str] = (),
+    **own: tuple[Any, Any],
 ) -> type[msgspec.Struct]:
     """Make a part of the spec from the fields of a configuration, in camelCase, and fields of its
     own.
 
+    names: fields whose values are names of ours, in camelCase too.
     own: the type and default of each further field, by name.
     """
     hints = get_type_hints(settings, include_extras=True)
     shared = [
         (field.name, hints[field.name], msgspec.field(default_factory=field.default_factory))
         if field.default_factory is not msgspec.NODEFAULT
-        else (field.name, hints[field.name], field.default)
+        else (
+            field.name,
+            hints[field.name],
+            camel_case(field.default) if field.name in names else field.default,
+        )
         for field in msgspec.structs.fields(settings)
     ]
     fields = [(key, *about) for key, about in own.items()]

@@ -14,10 +14,10 @@ import msgspec
 from msgspec import Meta
 
 from diptych_operator.api.base import Rule, SpecPart, ruled, spec_part
-from diptych_operator.api.batches import ONE_ROUTER_WITHOUT_VOLUME
 from diptych_operator.api.engine import ENGINE_RULES, Engine
 from diptych_operator.api.model import MODEL_RULES, Model
-from diptych_operator.api.pools import ONE_SCALE, DecodePool, Pool, PoolName, PrefillPool, Router
+from diptych_operator.api.pools import ONE_SCALE, DecodePool, Pool, PoolName, PrefillPool
+from diptych_operator.api.router import ONE_ROUTER_WITHOUT_VOLUME, Router
 from diptych_operator.api.runtimes import RUNTIME_RULES
 from diptych_operator.api.status import Status
 from diptych_protocol.config import LEASE_MEANING, Connector
@@ -176,7 +176,7 @@ SLEEP_TOGETHER = Rule(
     "autoscaling.minReplicas must be 0 in both pools or in none: one pool alone cannot serve",
 )
 SLEEPERS_WAKE = Rule(
-    f"!{_DECODE_SLEEPS} || self.router.holdSeconds > 0",
+    f"!{_DECODE_SLEEPS} || self.router.holdSeconds > 0.0",
     lambda spec: not _sleeps(spec.decode) or spec.router.hold_seconds > 0,
     "must be above 0 where autoscaling.minReplicas is 0: requests that are held wake the pools",
     ".router.holdSeconds",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from decimal import Decimal
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from diptych_operator.api.base import SpecPart, snake_case
 from diptych_operator.api.names import (
     ENGINE_FILE,
     ROUTER_FILE,
@@ -25,10 +26,13 @@ from diptych_protocol import (
     EngineSettings,
     KVTransferConfig,
     RouterConfig,
+    RouterSettings,
+    SamplingDefaults,
     Slo,
 )
-from diptych_protocol.config import RoutingPolicy
 from diptych_protocol.threads import model_threads
+
+S = TypeVar("S", Slo, SamplingDefaults)
 
 _UNITS = {
     "Ki": Decimal(1 << 10), "Mi": Decimal(1 << 20), "Gi": Decimal(1 << 30), "Ti": Decimal(1 << 40),
@@ -39,11 +43,6 @@ _VERIFY: dict[str, Literal["required", "warn", "off"]] = {
     "Required": "required",
     "Warn": "warn",
     "Off": "off",
-}
-_POLICIES: dict[str, RoutingPolicy] = {
-    "prefixAware": "prefix_aware",
-    "leastLoaded": "least_loaded",
-    "roundRobin": "round_robin",
 }
 
 
@@ -77,16 +76,13 @@ def cpu_threads(pool: Pool, ranks: int) -> int | None:
 
 def router_config(service: InferenceService, model: str) -> RouterConfig:
     """Return the configuration of a router pod. `model` is where the pod finds it."""
+    router = service.spec.router
+    settings = {name: getattr(router, name) for name in RouterSettings.__struct_fields__}
+    settings |= {"policy": snake_case(router.policy), "allowed_hosts": _host_names(service)}
     config = RouterConfig(
         model=model,
         served_name=service.served_name,
         verify=_VERIFY[service.verification],
-        policy=_POLICIES[service.spec.router.policy],
-        disaggregate=service.spec.router.disaggregate,
-        hold_seconds=service.spec.router.hold_seconds,
-        ui=service.spec.router.ui,
-        allowed_hosts=_host_names(service),
-        allowed_origins=service.spec.router.allowed_origins,
         cache_per_key=_cache_per_key(service),
         batches=_batches(service),
         drain_seconds=service.spec.availability.drain_seconds,
@@ -96,7 +92,9 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
         json_schemas=service.spec.engine.json_schemas,
         otlp_traces_endpoint=service.spec.engine.otlp_traces_endpoint,
         runtime=service.spec.engine.runtime,
-        slo=Slo(**{name: getattr(service.spec.slo, name) for name in Slo.__struct_fields__}),
+        slo=_fields_of(service.spec.slo, Slo),
+        sampling=_fields_of(service.spec.model.sampling, SamplingDefaults),
+        **settings,
     )
     if config.runtime == "vllm" and service.connector != "none":
         # Our own engines tell routers by themselves.
@@ -104,6 +102,11 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
             config, connector=service.connector, lease_seconds=service.lease_seconds
         )
     return config
+
+
+def _fields_of(part: SpecPart, kind: type[S]) -> S:
+    """The configuration that a part of the spec is made of."""
+    return kind(**{name: getattr(part, name) for name in kind.__struct_fields__})
 
 
 def _cache_per_key(service: InferenceService) -> bool:

@@ -23,7 +23,8 @@ from diptych_operator.api.names import (
     object_name,
     selector,
 )
-from diptych_operator.api.pools import Pool, Resources, Router
+from diptych_operator.api.pools import Pool, Resources
+from diptych_operator.api.router import Router
 from diptych_operator.api.service import InferenceService
 from diptych_operator.render.invariants import check_invariants
 from diptych_operator.render.merge import merge, removed

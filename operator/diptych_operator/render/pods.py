@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from diptych_operator.api.batches import Batches
 from diptych_operator.api.names import (
     API_KEYS_DIR,
     BATCHES_DIR,
@@ -29,6 +28,7 @@ from diptych_operator.api.names import (
     object_name,
 )
 from diptych_operator.api.pools import PoolName
+from diptych_operator.api.router import Batches
 from diptych_operator.api.service import InferenceService
 from diptych_operator.render.config import config_hash, engine_config_map
 from diptych_operator.render.deployment import (

@@ -108,8 +108,10 @@ def _sleeps(seen: Situation) -> bool:
 def _asleep(seen: Situation) -> Verdict:
     hold = seen.service.spec.router.hold_seconds
     if seen.desired:
-        return Verdict("True", Reason.WAKING, f"Pods start; routers hold requests up to {hold} s.")
-    message = f"Scaled to zero; the next request wakes pods and is held up to {hold} s."
+        return Verdict(
+            "True", Reason.WAKING, f"Pods start; routers hold requests up to {hold:g} s."
+        )
+    message = f"Scaled to zero; the next request wakes pods and is held up to {hold:g} s."
     return Verdict("True", Reason.ASLEEP, message)
 
 
@@ -270,6 +272,8 @@ def _issues(seen: Situation) -> Iterable[tuple[Reason, str]]:
     if seen.service.verification != "Off":
         for failure in failures(seen.observed, {*seen.serving, seen.target}):
             yield Reason.TRANSFER_FAILED, failure
+    for text in seen.refused_settings:
+        yield Reason.ROUTER_SETTING_REFUSED, text
     if (count := unreachable_routers(seen)) and not seen.observed.routers:
         reason = Reason.ROUTER_UNREACHABLE
         text = f"{count} ready router pods give no report. {reason.remedy}"

@@ -48,6 +48,8 @@ def _stall(seen: Situation, judged: Verdicts) -> Verdict | None:
     progress = judged[ConditionType.PROGRESSING]
     if progress.reason is Reason.ROLLOUT_FAILED:
         return Verdict("True", progress.reason, progress.message)
+    if refused := seen.refused_settings:
+        return Verdict("True", Reason.ROUTER_SETTING_REFUSED, refused[0])
     return None
 
 

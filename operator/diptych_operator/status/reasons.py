@@ -208,6 +208,12 @@ class Reason(StrEnum):
         "before keeps serving.",
         "Correct the spec, or set it back; raise the deadline if loading just takes longer.",
     )  # fmt: skip
+    ROUTER_SETTING_REFUSED = (
+        "RouterSettingRefused", Group.SERVICE,
+        "A field of spec.router asks for what a router does not have, such as a policy. It never "
+        "gets ready; routers that were there before serve on.",
+        "Correct that field, or set spec.router.image to a router that has it.",
+    )  # fmt: skip
     ROUTER_UNREACHABLE = (
         "RouterUnreachable", Group.SERVICE,
         "A router is ready, but the operator gets no report from its admin port.",

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from diptych_operator.api.base import camel_case
 from diptych_operator.api.service import InferenceService
 from diptych_operator.api.status import ConditionStatus, Status, TransferStatus
 from diptych_operator.counts import Counts
 from diptych_operator.plan import Step
-from diptych_operator.status.diagnose import Finding
+from diptych_operator.status.diagnose import Finding, shorten
 from diptych_operator.status.observed import Observed
 from diptych_operator.status.reasons import Reason
+
+MAX_WORDS = 400
+"""Characters of a router's own words that a message repeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,17 @@ class Situation:
     @property
     def must_verify(self) -> bool:
         return self.service.verification == "Required"
+
+    @property
+    def refused_settings(self) -> list[str]:
+        """The settings that routers do not have, in the routers' words, with the remedy."""
+        refused = {
+            f"spec.router.{camel_case(each.setting)}: {each.why}."
+            for router in self.observed.routers
+            for each in router.refused_settings
+        }
+        remedy = Reason.ROUTER_SETTING_REFUSED.remedy
+        return [f"{shorten(text, MAX_WORDS)} {remedy}" for text in sorted(refused)]
 
     def wanted(self, role: str) -> int:
         if self.service.spec.suspend:

@@ -1,7 +1,8 @@
-"""When the first token of a request can be expected, and how much of that is its tenant's doing.
+"""Predicts when the first token of a request comes, and how much of the wait is due to its own
+tenant.
 
-An engine takes tenants in turns (docs/fairness.md): a request waits for the other prompts of its
-own tenant, and of each other tenant for no more tokens than its own tenant then has there. Pure.
+An engine serves tenants in turns (docs/fairness.md). So a request waits for the other prompts of
+its own tenant, and for each other tenant for no more tokens than its own tenant then has there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from diptych_router.choosing.policy import FETCH
 
 WAIT: Final = "wait_s"
 COMPUTE: Final = "compute_s"
-"""The terms of a policy that says when a first token comes; see docs/routing.md."""
+"""The terms of a policy that predict a first token; see docs/routing.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +27,16 @@ class FirstToken:
     wait_for_others_s: float
     """The same, if its tenant had no other request there."""
     compute_s: float
-    """For what the engine lacks of the prompt."""
+    """For the part of the prompt that the engine lacks."""
 
 
 def expected(
     terms: Mapping[str, float], queued: int, of_tenants: Mapping[str, int], tenant: str, own: float
 ) -> FirstToken | None:
-    """None: the policy that named the terms does not say.
+    """Return the prediction; None if the policy that named the terms gives none.
 
-    queued: tokens of prompts that wait at the engine. of_tenants: so many of them by tenant; the
-        rest is of nobody in particular. own: tokens that the engine would compute for the request.
+    queued: tokens of prompts that wait at the engine. of_tenants: how many of them belong to each
+    tenant; the rest belongs to none. own: tokens that the engine would compute for the request.
     """
     if WAIT not in terms or COMPUTE not in terms:
         return None

@@ -1,6 +1,7 @@
-"""All that a router knows of both pools, and the decisions that follow from it. Pure.
+"""All that a router knows of both pools, and the decisions that follow from it.
 
-`Pools` keeps it up to date from its lines to the engines, and the simulator from its pods.
+`Pools` keeps it up to date from its connections to the engines, and the simulator from its pods. It
+performs no I/O.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diptych_protocol.config import Disaggregate
+from diptych_protocol.router_settings import Disaggregate
 from diptych_protocol.wire import PrefixChanges
 from diptych_router.choosing.first_token import FirstToken, expected
 from diptych_router.choosing.policy import (
@@ -51,7 +52,7 @@ class _Remembered(NamedTuple):
 
 
 class FleetTable:
-    """Two tables of engines, and what the engines remember."""
+    """Two tables of engines, and the prefixes that they have cached."""
 
     def __init__(self, policy: Policy, draw: Draw, disaggregate: Disaggregate = "auto") -> None:
         """draw: decides between engines of the same cost."""
@@ -72,7 +73,7 @@ class FleetTable:
     # --- who is there -------------------------------------------------------------------------
 
     def add(self, role: Role, key: str) -> EngineRow:
-        """A new engine, not usable yet."""
+        """Add an engine, which is not usable yet."""
         place = self.known.place(key)
         row = self.tables[role].add(key, place)
         self.pairs.add(sends=role == "prefill")
@@ -89,7 +90,8 @@ class FleetTable:
     def is_up(
         self, row: EngineRow, fingerprint: str, name: str = "", place: Place = NOWHERE
     ) -> None:
-        """Another process answers, which fits together with those of the same fingerprint.
+        """Record that another process answers, which fits together with those of the same
+        fingerprint.
 
         name: its `engine_id`.
         """
@@ -108,7 +110,7 @@ class FleetTable:
         return self._fingerprints[fingerprint]
 
     def take_prefixes(self, key: str, changes: PrefixChanges, most_blocks: int) -> bool:
-        """What an engine tells of its blocks; see `KnownPrefixes.take`."""
+        """Apply an engine's report of its blocks; see `KnownPrefixes.take`."""
         return self.known.take(key, changes, most_blocks)
 
     # --- decisions ----------------------------------------------------------------------------
@@ -120,11 +122,12 @@ class FleetTable:
         full: Collection[str] = (),
         disaggregate: Disaggregate | None = None,
     ) -> Decision | None:
-        """The engines for a new attempt; None: there are none now. Those that may hang come last.
+        """Return the engines for a new attempt; None if there are none now. Engines that may hang
+        come last.
 
-        full: keys of engines that have no room. Where prefill has none, decode engines do not
-            compute the prompt in its stead: that would make all streams slow.
-        disaggregate: other than this router's.
+        full: keys of engines without room. If all prefill engines are full, decode engines do not
+        compute the prompt instead, because that would slow all streams. disaggregate: overrides
+        this router's setting.
         """
         how = disaggregate or self._disaggregate
         full_at = [self._rows[key] for key in full if key in self._rows]
@@ -177,7 +180,7 @@ class FleetTable:
         return holders[self._draw(len(holders))] if holders else None
 
     def nearest(self, key: str, others: Sequence[str]) -> list[str]:
-        """Those of some engines that are nearest to one, as far as is known."""
+        """Return those of some engines that are nearest to one, as far as is known."""
         place = self._place(key)
         near = [nearness(place, self._place(other)) for other in others]
         return [other for other, how in zip(others, near, strict=True) if how == min(near)]
@@ -187,7 +190,8 @@ class FleetTable:
         return self.pairs.place(row.at, sends=role == "prefill")
 
     def successor(self, fingerprint: str, usable: Collection[str], now: float) -> str | None:
-        """The decode engine, of some usable ones, that should take over KV of this fingerprint."""
+        """Return the decode engine, of some usable ones, that should take over KV of this
+        fingerprint."""
         table = self.tables["decode"]
         barred = np.full(len(table), TOO_MUCH)
         for key in usable:
@@ -198,7 +202,8 @@ class FleetTable:
         return successor(self._policy, engines, number, self._draw)
 
     def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
-        """When the first token is expected after this choice; None: too little is known."""
+        """Return when the first token is expected after this choice; None if too
+        little is known."""
         known = self._rows.get(decision.prefill or decision.decode)
         if known is None or not (known[1]["told_steps"] or self._rates.steps.told):
             return None
@@ -206,7 +211,7 @@ class FleetTable:
         return expected(decision.terms, queued, of_tenants, request.tenant, decision.to_compute)
 
     def placed(self, request: RequestView, decision: Decision, now: float) -> None:
-        """A request goes to these engines, which will have the KV of its prompt."""
+        """Record that a request goes to these engines, which will have the KV of its prompt."""
         computes = decision.prefill or decision.decode
         naming_of: dict[BlockNaming, list[str]] = {}
         for key in {computes, decision.decode}:

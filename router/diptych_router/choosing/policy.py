@@ -1,8 +1,8 @@
-"""Which engines serve a request: filter, cost, pick. Pure.
+"""Chooses the engines for a request: filter, cost, pick. It performs no I/O.
 
 A `Policy` says what each engine would cost a request. `choose` leaves out the engines that cannot
 take it, and picks the cheapest pair that fits together, or one decode engine that does everything.
-Of engines that cost the same each prompt prefers another one, and all routers agree on it.
+Among engines of the same cost, different prompts prefer different ones, and all routers agree.
 """
 
 from __future__ import annotations
@@ -15,30 +15,29 @@ from typing import Any, Final, Literal, Protocol, TypeVar
 
 import numpy as np
 
-from diptych_protocol.config import Disaggregate
+from diptych_protocol.router_settings import Disaggregate
 from diptych_router.engines.engine_table import EngineTable, Flags, Floats
 from diptych_router.engines.pair_rates import WORDS, Nearnesses, Pairing, PairRates, Ways
 from diptych_router.engines.prefixes.block_keys import BlockNaming
 from diptych_router.engines.prefixes.hash_table import Keys
 
 Duty = Literal["prefill", "decode", "both"]
-"""What an engine would do for a request: compute its prompt for another, go on after that, or
-everything."""
+"""The task of an engine: to compute a prompt for another, to continue after that, or to do both."""
 Terms = Mapping[str, Floats]
-"""What each engine would cost, by the name of the reason; the cost is the sum of all terms."""
+"""The cost of each engine, by the name of the reason; the total is the sum of all terms."""
 Draw = Callable[[int], int]
-"""A number from 0 to below another one, at random."""
+"""Draws a number from 0 to below another one."""
 Made = TypeVar("Made")
 TOO_MUCH: Final = np.inf
 ARRAYS: Final = 4
 ARRAY_BYTES: Final = 128
-"""Arrays of `Priced` beside its terms, and what one takes beside its numbers."""
+"""The number of arrays of `Priced` beside its terms, and the overhead of one array in bytes."""
 FETCH: Final = "fetch_s"
-"""The term of a policy that knows when an engine should fetch what it lacks of a prefix from the
-one that has most of it: above 0 where it should."""
+"""A term of policies that know when an engine should fetch the missing part of a prefix from the
+engine that has most of it; above 0 where it should."""
 TRANSFER: Final = "transfer_s"
-"""The term of a policy that knows how long a hand-off takes, whoever sends. For a pair it becomes
-what this pair takes."""
+"""A term of policies that know how long a hand-off takes with an average sender. For a pair it
+becomes the time of this pair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +48,11 @@ class RequestView:
     output_tokens: float = 0.0
     """How many tokens it is expected to generate."""
     prefill_only: bool = False
-    """It ends with its prefill."""
+    """Whether it ends with its prefill."""
     keys: Callable[[BlockNaming], Keys] | None = None
-    """The keys of its prompt's full blocks; None: what they depend on is not known."""
+    """The keys of its prompt's full blocks; None if they cannot be known."""
     adapter: str = ""
-    """Name of the adapter that it wants."""
+    """The name of its adapter."""
     tenant: str = ""
 
 
@@ -63,16 +62,16 @@ class Engines:
 
     table: EngineTable
     barred: Floats
-    """0 for those that can take it, infinity for the others."""
+    """0 for engines that can take it, infinity for the others."""
     cached: Floats
     """Tokens of its prompt, from the first one on, whose KV each has."""
     lacking: Floats
-    """The other tokens of its prompt."""
+    """Tokens of its prompt whose KV each lacks."""
     elsewhere: Floats
-    """The same of the engine that has most of it, of those that each could fetch it from."""
+    """The same of the engine that has most of it, among those that each could fetch it from."""
     now: float = 0.0
     adapter_s: Floats | None = None
-    """Seconds that each needs to load the adapter that the request wants; None: it wants none."""
+    """Seconds that each needs to load the request's adapter; None if it has none."""
     tie: int | None = None
     """Decides between engines of the same cost: see `EngineTable.preferred`. None: draw one."""
     _made: dict[str, Any] = field(default_factory=dict)
@@ -81,7 +80,7 @@ class Engines:
         return self.table.rows[at].key
 
     def once(self, name: str, make: Callable[[], Made]) -> Made:
-        """What a policy needs for several duties, made for the first of them."""
+        """Compute a value that a policy needs for several duties only once."""
         if name not in self._made:
             self._made[name] = make()
         made: Made = self._made[name]
@@ -89,12 +88,12 @@ class Engines:
 
     @property
     def any_able(self) -> bool:
-        """Somebody can take it."""
+        """Whether any engine can take it."""
         return bool((self.barred == 0).any())
 
 
 class Policy(Protocol):
-    """What engines cost a request."""
+    """Computes what engines cost a request."""
 
     @property
     def reason(self) -> str:
@@ -102,19 +101,24 @@ class Policy(Protocol):
 
     @property
     def compares_duties(self) -> bool:
-        """The cost of one engine that does everything can be compared with that of a pair."""
+        """Whether the cost of one engine that does everything can be compared with
+        that of a pair."""
+
+    @property
+    def reads_prefixes(self) -> bool:
+        """It looks at `Engines.cached`, so engines are asked to report what they remember."""
 
     def equal_within(self, duty: Duty) -> float:
-        """Engines that cost at most this part more than the cheapest one are equal to it."""
+        """Engines that cost at most this share more than the cheapest one count as equal."""
 
     def costs(self, request: RequestView, duty: Duty, engines: Engines) -> Terms:
-        """What each engine of a pool would cost for this duty. A pair costs the sum of its two.
-        Engines that cannot be chosen are among them. The arrays are kept, so none may be a column
-        of the table, which changes."""
+        """Return the cost of each engine of a pool for this duty. A pair costs the sum of its two.
+        Engines that cannot be chosen are included. The arrays are kept, so none may be a column of
+        the table, which changes."""
 
 
 class Priced:
-    """One pool with what each engine would cost for one duty."""
+    """One pool with the cost of each engine for one duty."""
 
     def __init__(
         self,
@@ -135,9 +139,9 @@ class Priced:
         self._near: Nearnesses | None = None
 
     def best(self, among: Flags | None = None, pairing: Pairing | None = None) -> int | None:
-        """The cheapest engine of all or of some; one of them, if several are.
+        """Return the cheapest engine of all or of some; one of them if several are.
 
-        pairing: with an engine of the other pool. Of several, those that are nearest to it count.
+        pairing: with an engine of the other pool. Among equal ones, the nearest to it count.
         """
         total = self._total if pairing is None else self._total + pairing.extra
         if among is not None:
@@ -165,28 +169,28 @@ class Priced:
 
     @property
     def lacking(self) -> Floats | None:
-        """[engines] Tokens whose KV a hand-off brings; None: the policy does not count how long
-        that takes."""
+        """[engines] Tokens whose KV a hand-off brings; None if the policy does not
+        count that time."""
         return self.engines.lacking if TRANSFER in self._terms else None
 
     def settle(self, pairing: Pairing) -> None:
-        """The other engine is chosen: from now on costs are those with it."""
+        """Fix the other engine of the pair: from now on costs include it."""
         self._terms = {**self._terms, TRANSFER: self._terms[TRANSFER] + pairing.extra}
         self._total = self._total + pairing.extra
         self._near = pairing.near.copy()
 
     def near(self, at: int) -> str:
-        """How near it is to the other engine, in words; empty: not known."""
+        """Return how near an engine is to the other one of the pair, in words; empty if unknown."""
         return "" if self._near is None else WORDS[self._near[at]]
 
     @property
     def num_able(self) -> int:
-        """Engines that could have been chosen."""
+        """The number of engines that could have been chosen."""
         return int((self._total != TOO_MUCH).sum())
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes in memory."""
+        """The approximate memory that it takes."""
         near = 0 if self._near is None else self._near.nbytes + ARRAY_BYTES
         return (len(self._terms) + ARRAYS) * (self._total.nbytes + ARRAY_BYTES) + near
 
@@ -194,7 +198,7 @@ class Priced:
         return float(self._total[at])
 
     def cheapest(self, most: int) -> list[int]:
-        """The engines that can take the request, the cheapest first."""
+        """Return the engines that can take the request, the cheapest first."""
         order = self._total.argsort()[:most].tolist()
         return [at for at in order if self._total[at] != TOO_MUCH]
 
@@ -202,13 +206,14 @@ class Priced:
         return {name: float(values[at]) for name, values in self._terms.items()}
 
     def fetches(self, at: int) -> int:
-        """How many tokens this engine should fetch from another one, counted from the first token
-        of the prompt on; 0: none."""
+        """Return how many tokens this engine should fetch from another one, from the prompt's first
+        token on; 0 if none."""
         wanted = self._terms.get(FETCH)
         return int(self.engines.elsewhere[at]) if wanted is not None and wanted[at] > 0 else 0
 
     def to_compute(self, at: int) -> float:
-        """How many tokens of the prompt it would neither have nor fetch; the last one always."""
+        """Return how many tokens of the prompt it would neither have nor fetch; always at least the
+        last one."""
         has = max(float(self.engines.cached[at]), self.fetches(at))
         return max(1.0, self._prompt_tokens - has)
 
@@ -229,12 +234,12 @@ class Decision:
     decode: str
     reason: str
     fetch: str | None = None
-    """The engine from which the one that computes the prompt is to fetch what it lacks of the
-    prefix, where that is faster than to compute it; None: it computes all that it lacks."""
+    """The engine from which the one that computes the prompt should fetch the missing part of the
+    prefix, if that is faster than computing it; None if it is not."""
     fetch_tokens: int = 0
-    """How many tokens, from the first one on, that engine is thought to have."""
+    """How many tokens, from the first one on, that engine probably has."""
     terms: Mapping[str, float] = field(default_factory=dict)
-    """What the choice costs, by the name of the reason."""
+    """The costs of the choice, by the name of the reason."""
     to_compute: float = 0.0
     """Tokens of the prompt that the engine that computes it neither has nor fetches."""
     weighed: Sequence[Priced] = field(default=(), repr=False, compare=False)
@@ -250,10 +255,10 @@ def choose(
     disaggregate: Disaggregate = "auto",
     pairs: PairRates | None = None,
 ) -> Decision | None:
-    """The engines for a new attempt; None: there are none now.
+    """Return the engines for a new attempt; None if there are none now.
 
     disaggregate: whether a pair is chosen if there is one. auto: if it costs less than the decode
-        engine alone, as far as the policy can tell; always; never.
+    engine alone, as far as the policy can tell; always; never.
     """
     if request.prefill_only:
         return _pick_one(policy, request, prefill, decode, draw)
@@ -275,7 +280,8 @@ def choose(
 
 
 def successor(policy: Policy, decode: Engines, fingerprint: float, draw: Draw) -> str | None:
-    """The decode engine that should take over KV of this fingerprint; None: no usable one fits."""
+    """Return the decode engine that should take over KV of this fingerprint; None if no usable one
+    fits."""
     priced = Priced(policy, RequestView(), "decode", decode, draw)
     chosen = priced.best(decode.table.column["fingerprint"] == fingerprint)
     return None if chosen is None else decode.key(chosen)

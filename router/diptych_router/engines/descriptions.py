@@ -1,4 +1,4 @@
-"""What follows from the descriptions of engines: which can exchange KV, and how they lend it."""
+"""Compares the descriptions of engines: which can exchange KV, and how they lend it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from diptych_protocol.kv_transfer_params import differences
 def compat_mismatch(
     prefill: Sequence[EngineDescription], decode: Sequence[EngineDescription]
 ) -> str:
-    """The differences of the pair that differs least; empty if some pair fits, or there is none."""
+    """Return the differences of the pair that differs least; empty if some pair fits, or there is
+    none."""
     closest: list[str] = []
     said = ""
     for source in prefill:
@@ -29,7 +30,7 @@ def compat_mismatch(
 
 
 def common_to_leases(about: EngineDescription, fingerprint: str) -> KVTransferParams:
-    """The parameters that all leases of an engine have in common."""
+    """Return the parameters that all leases of an engine have in common."""
     return KVTransferParams(
         do_remote_prefill=True,
         remote_engine_id=about.engine_id,

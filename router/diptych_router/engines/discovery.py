@@ -1,6 +1,6 @@
-"""Turns `host:port` targets into the addresses of engines: every A record counts.
+"""Turns `host:port` targets into the addresses of engines, one for every A record.
 
-In Kubernetes a target is a pool's headless Service, whose records are its ready pods; on a laptop
+In Kubernetes a target is a pool's headless Service, whose records are its ready pods. On a laptop
 it is one engine's loopback address.
 """
 
@@ -39,10 +39,10 @@ def parse_targets(text: str) -> list[Target]:
 
 
 async def resolve(targets: list[Target]) -> set[str] | None:
-    """The ZMQ endpoints behind all targets.
+    """Return the ZMQ endpoints behind all targets.
 
-    A name that does not exist (yet) stands for no address; None when the resolver itself failed,
-    so that an outage of DNS does not look like an empty pool.
+    A name that does not exist (yet) stands for no address. None: the resolver itself failed, so
+    that an outage of DNS does not look like an empty pool.
     """
     loop = asyncio.get_running_loop()
     endpoints: set[str] = set()
@@ -63,7 +63,7 @@ async def resolve(targets: list[Target]) -> set[str] | None:
 
 
 async def resolve_soon(targets: list[Target]) -> set[str] | None:
-    """As `resolve`; None as well if that takes longer than `RESOLVE_TIMEOUT_S`."""
+    """Do the same as `resolve`; also None if that takes longer than `RESOLVE_TIMEOUT_S`."""
     try:
         async with asyncio.timeout(RESOLVE_TIMEOUT_S):
             return await resolve(targets)

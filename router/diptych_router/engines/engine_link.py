@@ -51,19 +51,19 @@ PATIENCE_S = 4.0
 """An engine whose node has vanished says no goodbye; its streams wait this long for a new one."""
 
 CALL_ERRORS = (EngineDeadError, UtilityError, TimeoutError)
-"""How a utility call fails."""
+"""The errors of a failed utility call."""
 
 ReadKeys = Callable[[], list[CurveKeys]]
-"""The keys that an engine may have, the likeliest first; read anew for every connection."""
+"""Returns the keys that an engine may have, the likeliest first; called for every connection."""
 
 
 def key_of(role: Role, endpoint: str) -> str:
-    """The key under which the router keeps an engine; an address plays only one role."""
+    """Return the key under which the router keeps an engine. An address has only one role."""
     return f"{role} {endpoint}"
 
 
 class EngineLink:
-    """One engine of a pool. `description` is None while nobody answers there."""
+    """One engine of a pool. `description` is None while nobody answers at its address."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class EngineLink:
 
     @property
     def open_to_work(self) -> bool:
-        """It is up, and neither discovery nor the engine itself says that it is not to be used."""
+        """Whether it is up, and neither discovery nor the engine itself excludes it."""
         return (
             self.listed
             and self.description is not None
@@ -159,12 +159,12 @@ class EngineLink:
 
     @property
     def withdrawn(self) -> bool:
-        """It says that it leaves, or that somebody has paused it: new requests would wait there."""
+        """Whether it is draining or paused, so that new requests would wait there."""
         return self.stats.draining or self.stats.paused
 
     @property
     def silent(self) -> bool:
-        """It may hang. It gets no requests while others can take them."""
+        """Whether it may hang. It gets no requests while others can take them."""
         return self._liveness.silent
 
     def _judge(self, now: float) -> None:
@@ -174,11 +174,11 @@ class EngineLink:
 
     @property
     def is_bad(self) -> bool:
-        """It hangs, or fails too often."""
+        """Whether it hangs, or fails too often."""
         return self.silent or self.kept_out
 
     def keep_out(self, kept_out: bool) -> None:
-        """It gets no requests while others of its pool can take them, or does again."""
+        """Send it no requests while others of its pool can take them, or do so again."""
         if kept_out != self.kept_out:
             self.kept_out = kept_out
             self._refresh_row()
@@ -188,7 +188,7 @@ class EngineLink:
 
     @property
     def place(self) -> Place:
-        """Where it says that it runs."""
+        """The node and zone that it reports."""
         about = self.description
         if about is None:
             return NOWHERE
@@ -196,8 +196,8 @@ class EngineLink:
 
     @property
     def lends(self) -> KVTransferParams | None:
-        """The parameters that all leases of this engine have in common; None: it lends nothing, or
-        nobody answers now."""
+        """The parameters that all leases of this engine have in common; None if it lends nothing,
+        or does not answer now."""
         about = self.description
         if self._vllm is not None:
             return self._vllm.lends(self.endpoint.removeprefix("tcp://"))
@@ -210,7 +210,7 @@ class EngineLink:
         self.client.close()
 
     async def refresh_stats(self, timeout_s: float = STATS_TIMEOUT_S) -> SchedulerStats:
-        """Ask for its statistics of this moment. Raises what `CoreClient.call` raises."""
+        """Ask for its present statistics. Raises what `CoreClient.call` raises."""
         num_sent = self.row.num_sent  # they come before the question
         self._take_stats(await self.client.fetch_stats(timeout_s), num_sent)
         return self.stats
@@ -226,16 +226,15 @@ class EngineLink:
             self.client.abort(request_ids)
 
     def announce(self, request: EngineCoreRequest) -> None:
-        """Say what will be added here; an engine that does not hear of it, or does not know how
-        to make use of it, will manage without."""
+        """Announce a request. An engine that misses it, or does not support it, works without."""
         try:
             self.client.tell("announce_kv_transfer", request)
         except (NotConnectedError, ClientClosedError) as exc:
             log.debug("request %s is not announced: %s", request.request_id, exc)
 
     def follow_prefixes(self) -> None:
-        """Have the engine tell what it remembers, now and whenever that changes. One that does not
-        know this call answers nothing, and is told no more."""
+        """Ask the engine to report its cached blocks, now and at each change. An engine that does
+        not know this call does not answer, and is not asked again."""
         with contextlib.suppress(NotConnectedError, ClientClosedError):
             self.client.tell(FOLLOW_PREFIXES)
 
@@ -243,7 +242,7 @@ class EngineLink:
         """Run a request of the router's own to its end, and return all outputs.
 
         Raises `EngineGenerateError` if it failed there, `EngineDeadError` if the engine is lost.
-        Whoever stops waiting aborts it.
+        Cancelling the caller aborts the request.
         """
         ended = self._own.expect(request.request_id)
         try:

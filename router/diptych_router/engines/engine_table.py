@@ -1,7 +1,7 @@
 """The engines of one pool as columns of numbers, so that a decision looks at all of them at once.
 
-An engine has a row. Its numbers change when it reports, and when this router gives it work; nothing
-is gathered when a request comes. Pure: time is passed in.
+Each engine has a row. Its numbers change when the engine reports, and when this router gives it
+work, so nothing has to be gathered when a request comes. The caller passes the time.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 STEP_PRIOR: Final = (5e-3, 1e-4, 1e-4)
-"""Seconds for a step, for a token of a prompt in it, and for a row that generates in it, of an
-engine of which nothing is known."""
+"""The expected seconds, for an engine without reports, of a step, of each prompt token in it, and
+of each generating row in it."""
 TRIP_PRIOR: Final = (5e-3, 5e-6)
-"""Seconds that a request waits for a hand-off, and for each token of its KV."""
+"""The expected seconds that a request waits for a hand-off, and for each token of its KV."""
 ADAPTER_PRIOR: Final = (0.2,)
-"""Seconds to load an adapter."""
+"""The expected seconds to load an adapter."""
 FLEET_PRIOR_S: Final = 1e-4
 OWN_PRIOR_S: Final = 2.0
-"""What is known beforehand of the fleet, and of one engine from the others, counts as much as so
+"""Prior knowledge about the fleet, and about one engine from the others, counts as much as this
 many seconds of work."""
 WINDOW_S: Final = 10.0
-"""What was computed so long ago counts 1/e of what is computed now, for `prompt_load`."""
+"""For `prompt_load`, what was computed this long ago counts 1/e of what is computed now."""
 MOST_LOAD: Final = 0.9
-"""A pool that computes prompts for a larger part of its time has as much to do as it can."""
+"""A pool that spends a larger part of its time on prompts counts as fully loaded."""
 MOST_UNHEARD: Final = 256
 UNHEARD_S: Final = 5.0
-"""Requests that an engine was given and that no report of it has counted yet; and for how long."""
+"""How long requests count that an engine was given and that no report of it includes yet."""
 FIELDS: Final = (
     "usable", "silent", "lends", "fingerprint", "block_size", "open_tokens", "given",
     "free_at", "rows", "coming", "free_tokens", "used_tokens",
     "step_s", "prompt_token_s", "row_s", "trip_s", "trip_token_s", "told_steps", "told_trips",
     "adapter_s", "told_adapters",
 )  # fmt: skip
-"""`free_tokens` is infinite where an engine has told of no KV memory, so that it never seems full;
-`used_tokens` is at least 1."""
+"""`free_tokens` is infinite for an engine that has not reported its KV memory, so that it never
+seems full; `used_tokens` is at least 1."""
 SELDOM: Final = frozenset({"usable", "silent", "lends", "fingerprint", "block_size"})
-"""Those that change when an engine comes, goes or hangs."""
+"""Fields that change only when an engine comes, goes or hangs."""
 
 
 class FleetRates:
-    """What the reports of all engines teach: the rates of one that has told little."""
+    """The rates learned from all engines' reports, used for one that has reported little."""
 
     def __init__(self) -> None:
         self.steps = LearnedRates(STEP_PRIOR, FLEET_PRIOR_S)
@@ -76,7 +76,7 @@ class EngineTable:
     """The rows of one pool, in no particular order."""
 
     def __init__(self, rates: FleetRates, pairs: PairRates | None = None) -> None:
-        """pairs: who learns from what these engines tell of moves of KV to them."""
+        """pairs: learns from what these engines report of moves of KV to them."""
         self.fleet_rates = rates
         self.pairs = pairs
         self.rows: list[EngineRow] = []
@@ -100,19 +100,20 @@ class EngineTable:
 
     @property
     def trips(self) -> Floats:
-        """[2, engines] Seconds for a move to each engine, and for a token in it, whoever sends."""
+        """[2, engines] Seconds for a move to each engine, and for each token in it, whichever
+        engine sends."""
         both: Floats = self.columns[_TRIP_S : _TRIP_S + 2]
         return both
 
     @property
     def stands(self) -> Standing:
-        """What changes seldom, and is therefore not gathered for each decision."""
+        """The columns that change seldom, and so are not gathered for each decision."""
         if self.standing is None:
             self.standing = Standing.of(self.column, self.places)
         return self.standing
 
     def add(self, key: str, place: int) -> EngineRow:
-        """A new engine. It has been given as much as those that were given most."""
+        """Add an engine. It counts as having got as much as those that got most."""
         row = EngineRow(self, key, len(self.rows))
         most = self.column["given"].max(initial=0.0)
         self.rows.append(row)
@@ -125,7 +126,7 @@ class EngineTable:
         return row
 
     def remove(self, row: EngineRow) -> None:
-        """An engine is gone."""
+        """Remove an engine."""
         self._set_columns(np.delete(self.columns, row.at, axis=1))
         self.places = np.delete(self.places, row.at)
         self.identities = np.delete(self.identities, row.at)
@@ -135,15 +136,15 @@ class EngineTable:
             other.at = at
 
     def preferred(self, among: NDArray[np.intp], tie: int) -> int:
-        """The one of some engines that a number prefers: another one for each number, and the same
-        at all routers (rendezvous hashing, Thaler and Ravishankar 1998)."""
+        """Return the one of some engines that a number prefers. Different numbers prefer different
+        engines, and all routers agree (rendezvous hashing, Thaler and Ravishankar 1998)."""
         scores = (self.identities[among] ^ np.uint64(tie)) * _MIX
         scores ^= scores >> _HALF
         scores *= _MIX
         return int(among[scores.argmax()])
 
     def share_rates(self) -> None:
-        """Engines that have told nothing have the rates of the others."""
+        """Give engines without reports the rates of the others."""
         fleet = self.fleet_rates
         for told, places, learned in (
             ("told_steps", _STEP_RATES, fleet.steps),
@@ -155,34 +156,34 @@ class EngineTable:
                 self.columns[np.ix_(places, silent)] = learned.rates[:, np.newaxis]
 
     def prompt_load(self, now: float) -> float:
-        """The part of their time, 0 to `MOST_LOAD`, in which these engines compute prompts."""
+        """The share of their time, 0 to `MOST_LOAD`, in which these engines compute prompts."""
         if not self.rows:
             return 0.0
         seconds = self._prompt_s * math.exp(min(0.0, self._prompt_s_at - now) / WINDOW_S)
         return min(seconds / (WINDOW_S * len(self.rows)), MOST_LOAD)
 
     def computed(self, seconds: float, now: float) -> None:
-        """An engine has computed prompts for so long."""
+        """Record that an engine has computed prompts for this long."""
         self._prompt_s *= math.exp(min(0.0, self._prompt_s_at - now) / WINDOW_S)
         self._prompt_s += seconds
         self._prompt_s_at = max(now, self._prompt_s_at)
 
 
 class Standing(NamedTuple):
-    """What follows from those columns of a table that change seldom. The arrays are [engines] and
-    not to be written."""
+    """What is derived from those columns of a table that change seldom. The arrays are [engines],
+    read-only."""
 
     barred: Floats
-    """0 for those that may get requests, infinity for the others."""
+    """0 for engines that may get requests, infinity for the others."""
     barred_or_silent: Floats
-    """The same, without those that may hang."""
+    """The same, but infinity also for engines that may hang."""
     lends: dict[float, int]
-    """By fingerprint, of which there is mostly one: those of it from whom a prefix can be fetched,
-    as the bits of their places. Those that may hang do not lend."""
+    """By fingerprint, of which there is mostly one: the engines from which a prefix can be fetched,
+    as the bits of their places. Engines that may hang do not lend."""
     block_sizes: list[float]
-    """The different ones."""
+    """The different block sizes."""
     fingerprints: list[float]
-    """The different ones."""
+    """The different fingerprints."""
 
     @classmethod
     def of(cls, column: Mapping[str, Floats], places: NDArray[np.intp]) -> Standing:
@@ -250,8 +251,8 @@ class EngineRow:
         column[self.at] = value
 
     def charge(self, tokens: int, planned: int = 0) -> None:
-        """So much more work is open there, and so many more requests are planned to decode there;
-        negative: so much less."""
+        """Count so many more tokens of work as open there, and so many more requests as planned to
+        decode there; negative: fewer."""
         columns, at = self._table.columns, self.at
         columns[_OPEN_TOKENS, at] += tokens
         if planned:
@@ -259,8 +260,8 @@ class EngineRow:
             columns[_COMING, at] = self.num_planned + len(self._unheard)
 
     def queue(self) -> tuple[int, dict[str, int]]:
-        """Prompt tokens that wait there, as far as was told and as they were placed since; and how
-        many of these are of which tenant."""
+        """Return the prompt tokens that wait there, by its last report and later placements, in
+        total and by tenant."""
         queued, of_tenants = 0, dict[str, int]()
         if self._last is not None:
             queued = self._last.queued_prompt_tokens
@@ -271,7 +272,7 @@ class EngineRow:
         return queued, of_tenants
 
     def place(self, tokens: float, now: float, tenant: str = "") -> None:
-        """A request goes there next, with so many tokens of its prompt to compute."""
+        """Record that a request goes there next, with this many tokens of its prompt to compute."""
         columns, at = self._table.columns, self.at
         seconds = tokens * float(columns[_PROMPT_TOKEN, at])
         self._unheard.append(_Unheard(self.num_sent + 1, seconds, now, tokens, tenant))
@@ -279,14 +280,15 @@ class EngineRow:
         columns[_COMING, at] = self.num_planned + len(self._unheard)
 
     def sent(self, now: float) -> None:
-        """A request went there: the one that was placed last, or one with nothing to compute."""
+        """Record that a request was sent there: the one that was placed last, or one with nothing
+        to compute."""
         self.num_sent += 1
         if not self._unheard or self._unheard[-1].number != self.num_sent:
             self._unheard.append(_Unheard(self.num_sent, 0.0, now))
             self._table.columns[_COMING, self.at] = self.num_planned + len(self._unheard)
 
     def restarted(self) -> None:
-        """Another process answers there, whose totals begin anew."""
+        """Record that another process answers there, whose totals begin at zero."""
         self._last = None
         self._last_move = 0
         self.num_sent = 0
@@ -294,7 +296,8 @@ class EngineRow:
         self.adapters = LoadedAdapters()
 
     def report(self, stats: SchedulerStats, num_received: int, now: float) -> None:
-        """The engine says how it is, as of `now`, with so many of the requests sent to it."""
+        """Apply the engine's report as of `now`, which includes this many of the requests sent to
+        it."""
         while self._unheard and (
             self._unheard[0].number <= num_received or self._unheard[0].at < now - UNHEARD_S
         ):

@@ -1,8 +1,8 @@
-"""Rates that are learned from what engines report: how long each part of their work takes.
+"""Learns rates from engines' reports: how long each part of their work takes.
 
-A report says how long something took in all, and how much of each kind it was. The rates are those
-that explain the reports best: weighted least squares, in which old reports fade, and which holds on
-to what is known of the fleet as long as an engine has told little. Pure.
+A report gives the total time of some work, and how much of each kind it included. The rates are
+those that explain the reports best: weighted least squares, in which old reports fade, and which
+stays near the fleet's rates while an engine has reported little.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ FADING: Final = 0.98
 """How much a report counts when the next one has come."""
 MOST_SECONDS: Final = 1e4
 MOST_TIMES: Final = 1e6
-"""Reports of more seconds, or of rates that are so many times as fast as expected, are no reports
-of an engine's."""
+"""Reports of more seconds, or of rates this many times as fast as expected, are ignored as
+impossible."""
 SMALLEST_PART: Final = 1e-9
-"""What is known beforehand counts at least so much of all that was seen, lest nothing decide
-between kinds of work that always come together."""
+"""Prior knowledge counts at least this share of all reports, so that kinds of work which always
+occur together can be separated."""
 LEAST_PART: Final = 0.01
-"""No rate is below this part of the one that was known beforehand."""
+"""No rate is below this share of its prior."""
 
 Rates = NDArray[np.float64]
 
 
 class LearnedRates:
-    """Seconds that one of each kind takes."""
+    """The learned seconds for one unit of each kind."""
 
     def __init__(self, prior: Sequence[float], prior_seconds: float) -> None:
-        """prior: what is known beforehand, all above 0. prior_seconds: it counts as much as so many
-        seconds of each kind of work."""
+        """prior: the expected rates, all above 0. prior_seconds: how many seconds of each kind of
+        work they count as."""
         self.rates: Rates = np.array(prior)
         self._prior_seconds = prior_seconds
         self.told = False
@@ -42,9 +42,10 @@ class LearnedRates:
         self._products = np.zeros(len(prior))
 
     def saw(self, amounts: Sequence[float], seconds: float, prior: Rates) -> None:
-        """So much of each kind took so long in all. What cannot be true teaches nothing.
+        """Learn from a report: these amounts of each kind took this long in total. Impossible
+        reports are ignored.
 
-        prior: what is known beforehand, now.
+        prior: the present expectation.
         """
         seen = np.array(amounts, np.float64)
         if not (0 < seconds <= MOST_SECONDS and seen.min() >= 0 and seen.max() > 0):

@@ -1,4 +1,4 @@
-"""The requests of the router itself at one engine, such as canaries."""
+"""The router's own requests at one engine, such as canaries."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ class _OwnRequest:
 
 
 class OwnRequests:
-    """Those that somebody waits for; their outputs are nobody else's."""
+    """The router's open requests. Their outputs go to nobody else."""
 
     def __init__(self) -> None:
         self.by_id: dict[str, _OwnRequest] = {}
 
     def expect(self, request_id: str) -> asyncio.Future[list[EngineCoreOutput]]:
-        """A request is sent now. Returns what will hold its outputs when it has ended.
+        """Record that a request is being sent. Returns a future for its outputs.
 
-        Awaiting this raises `EngineGenerateError` if the request failed, `EngineDeadError` if the
-        engine is lost. Whoever ceases to await it calls `forget`.
+        It raises `EngineGenerateError` if the request failed, `EngineDeadError` if the engine is
+        lost. A caller that stops awaiting it calls `forget`.
         """
         ended = asyncio.get_running_loop().create_future()
         self.by_id[request_id] = _OwnRequest([], ended)
         return ended
 
     def forget(self, request_id: str) -> None:
-        """Nobody waits for this request any more."""
+        """Forget a request that nobody waits for any more."""
         del self.by_id[request_id]
 
     def take(self, output: EngineCoreOutput) -> bool:
-        """Take an output if it belongs to one of these requests; False: it does not."""
+        """Take an output if it belongs to one of these requests; False if it does not."""
         own = self.by_id.get(output.request_id)
         if own is None:
             return False
@@ -55,7 +55,7 @@ class OwnRequests:
         return True
 
     def lose(self, cause: EngineDeadError) -> None:
-        """The engine is gone, and all of them with it."""
+        """Fail all of them, because the engine is gone."""
         for own in self.by_id.values():
             if not own.ended.done():
                 own.ended.set_exception(EngineDeadError(str(cause)))

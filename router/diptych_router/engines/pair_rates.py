@@ -1,8 +1,8 @@
-"""How fast KV moves from each prefill engine to each decode engine.
+"""Learns how fast KV moves from each prefill engine to each decode engine.
 
-What is known of a pair comes from its own moves. Where these are few, it comes from the moves of
-all pairs that are as near to each other, and where these are few too, from all that the receiving
-engine has received. Pure: time is passed in.
+The rate of a pair comes from its own moves. If these are few, it comes from the moves of all pairs
+that are as near to each other. If these are few too, it comes from all that the receiving engine
+has received. The caller passes the time.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ Floats = NDArray[np.float64]
 Nearnesses = NDArray[np.int8]
 
 PRIOR_MOVES: Final = 8.0
-"""What is known beforehand counts as much as so many moves."""
+"""Prior knowledge counts as much as this many moves."""
 FADING: Final = 0.998
-"""How much the moves between engines that are as near count when another one has come."""
+"""How much the moves between engines of the same nearness count when another one has come."""
 FADING_S: Final = 600.0
-"""The moves of a pair count 1/e after so long: a pair that was slow for a while is tried again."""
+"""The moves of a pair count 1/e after this long, so that a pair that was slow for a while is tried
+again."""
 SHORTEST_S: Final = 1e-12
 MOST_TOKENS: Final = 1e8
 MOST_SECONDS: Final = 1e4
-"""A move of more is no move."""
+"""A longer move is ignored."""
 MOST_TIMES: Final = 32.0
-"""A move counts as at most so many times as slow as one to the same engine usually is, lest a
-single one that hung, or was never made, decide."""
+"""A move counts as at most this many times as slow as moves to the same engine usually are, so that
+a single one that hung does not decide."""
 
 
 class Nearness(IntEnum):
-    """The nearest first. UNKNOWN: the zone of one of them is not known, and maybe not the node."""
+    """The nearest first. UNKNOWN: the zone of one of them is not known, and perhaps
+    not the node."""
 
     NODE = 0
     ZONE = 1
@@ -45,14 +47,14 @@ class Nearness(IntEnum):
 
 
 ROOM: Final = 64
-"""The arrays grow by so many engines at once."""
+"""The arrays grow by this many engines at once."""
 _ALL: Final = slice(None)
 WORDS: Final = ("same node", "same zone", "", "other zone")
-"""By nearness."""
+"""Names by nearness."""
 
 
 class Place(NamedTuple):
-    """Where an engine runs; empty: not known."""
+    """Where an engine runs; empty if unknown."""
 
     node: str = ""
     zone: str = ""
@@ -69,7 +71,7 @@ class _Sender(NamedTuple):
 
 
 def nearness(one: Place, other: Place) -> Nearness:
-    """How near two engines are to each other."""
+    """Return how near two engines are to each other."""
     if one.node and one.node == other.node:
         return Nearness.NODE
     if not one.zone or not other.zone:
@@ -81,7 +83,7 @@ class Pairing(NamedTuple):
     """What the choice of an engine means for those of the other pool. Arrays are [engines]."""
 
     extra: Floats
-    """Seconds that a hand-off takes longer than whoever sends; negative: shorter."""
+    """Seconds by which a hand-off takes longer than with an average sender; negative if shorter."""
     near: Nearnesses
 
 
@@ -91,23 +93,23 @@ class Ways(NamedTuple):
     near: Nearnesses
     """[receivers, senders]"""
     token_s: Floats | None
-    """[receivers, senders] Seconds for a token; None: no move has taught anything."""
+    """[receivers, senders] Seconds for a token; None if no move has been reported."""
     lacking: Floats
     usual: Floats
 
     @property
     def differ(self) -> bool:
-        """Some take longer than others, as far as is known."""
+        """Whether some take longer than others, as far as is known."""
         return self.token_s is not None
 
     def from_sender(self, at: int) -> Pairing:
-        """What the receivers cost more or less if this one sends."""
+        """Return how much more or less the receivers cost if this one sends."""
         if self.token_s is None:
             return Pairing(np.zeros(len(self.near)), self.near[:, at])
         return Pairing(self.lacking * (self.token_s[:, at] - self.usual), self.near[:, at])
 
     def to_receiver(self, at: int) -> Pairing:
-        """What the senders cost more or less if this one receives."""
+        """Return how much more or less the senders cost if this one receives."""
         near = self.near[at]
         if self.token_s is None:
             return Pairing(np.zeros(len(near)), near)
@@ -143,7 +145,7 @@ class PairRates:
     # --- who is there -------------------------------------------------------------------------
 
     def add(self, *, sends: bool) -> None:
-        """Another sender or receiver, of which nothing is known. It comes last."""
+        """Add a sender or receiver, of which nothing is known. It comes last."""
         if sends:
             self._senders.append(_Sender())
         else:
@@ -162,7 +164,7 @@ class PairRates:
             self._moved = np.pad(self._moved, (rows, (0, 0), columns))
 
     def remove(self, at: int, *, sends: bool) -> None:
-        """One is gone; those after it move up."""
+        """Remove a sender or receiver; those after it move up."""
         axis = 1 if sends else 0
         self._near = np.delete(self._near, at, axis)
         self._token_s = np.delete(self._token_s, at, axis)
@@ -174,7 +176,8 @@ class PairRates:
             del self._receivers[at], self._faded_at[at]
 
     def is_at(self, at: int, name: str, place: Place, trips: Floats, *, sends: bool) -> None:
-        """An engine answers. Of another one than before, or one elsewhere, nothing is known.
+        """Record which engine answers. What was known of another engine, or at another place, is
+        dropped.
 
         name: its `engine_id`. trips: see `saw`.
         """
@@ -195,7 +198,7 @@ class PairRates:
             self._estimate(receivers, senders, trips)
 
     def place(self, at: int, *, sends: bool) -> Place:
-        """Where a sender or a receiver runs."""
+        """Return where a sender or a receiver runs."""
         return self._senders[at].place if sends else self._receivers[at]
 
     @property
@@ -209,11 +212,11 @@ class PairRates:
     # --- what is known ------------------------------------------------------------------------
 
     def ways(self, lacking: Floats, usual: Floats) -> Ways | None:
-        """How far it is from each sender to each receiver, for one request. None: as far as is
-        known it makes no difference who sends to whom.
+        """Return the distances from each sender to each receiver, for one request. None if, as far
+        as is known, all are equal.
 
-        lacking: [receivers] Tokens to hand over. usual: [receivers] Seconds for a token, whoever
-        sends, which the costs of receivers contain.
+        lacking: [receivers] Tokens to hand over. usual: [receivers] Seconds for a token, whichever
+        engine sends, as in the costs of receivers.
         """
         if not (self.learned or self.placed):
             return None
@@ -226,9 +229,9 @@ class PairRates:
     def saw(
         self, receiver: int, moves: Sequence[Move], block_size: float, trips: Floats, now: float
     ) -> None:
-        """A receiver tells of moves. What cannot be true teaches nothing.
+        """Learn from a receiver's report of moves. Impossible moves are ignored.
 
-        trips: [2, receivers] Seconds of a move, and of a token in it, whoever sends.
+        trips: [2, receivers] Seconds of a move, and of a token in it, whichever engine sends.
         """
         trip_s, token_s = trips[:, receiver].tolist()
         moved, near = self._moved[receiver], self._near[receiver]

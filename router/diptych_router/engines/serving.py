@@ -1,6 +1,6 @@
-"""`serving.json`: which revisions may serve, as the operator last said.
+"""`serving.json`: the operator's last decision which revisions may serve.
 
-It is a ConfigMap's file, exchanged under the running router, so it is read again and again.
+It is a ConfigMap's file, which is replaced while the router runs, so it is read repeatedly.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ MAX_BYTES = 64 << 10
 
 
 class Serving(msgspec.Struct, frozen=True):
-    """The operator's word. Unknown fields are ignored: a newer operator may say more."""
+    """The operator's decision. Unknown fields are ignored, because a newer operator
+    may add some."""
 
     revisions: list[str] = []
-    """Those that get new requests; empty means all."""
+    """Revisions that get new requests; empty means all."""
     asleep: bool = False
     """The pools are empty on purpose: hold requests until they are not."""
 
@@ -39,10 +40,9 @@ class ServingFile:
         self.serving = Serving()
 
     def refresh(self) -> bool:
-        """Read the file again; True if it says something else than before.
+        """Read the file again; True if its content has changed.
 
-        A file that is missing says nothing. One that cannot be understood changes nothing, and is
-        complained about once.
+        A missing file means no decision. An invalid one changes nothing, and is logged once.
         """
         if self._path is None:
             return False

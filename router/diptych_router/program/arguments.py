@@ -5,15 +5,23 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_type_hints
+
+import msgspec
+
+from diptych_protocol import RouterConfig, RouterSettings
+from diptych_protocol.command_line import option
+from diptych_protocol.field_ranges import descriptions
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Ends the program with a message and code 2 unless they fit together."""
+    """Parse the arguments. Ends the program with a message and code 2 if they are invalid."""
     parser = argparse.ArgumentParser(
         prog="python -m diptych_router",
         description="The router: an OpenAI API in front of a prefill pool and a decode pool.",
     )
     parser.add_argument("--config", type=Path, required=True, help="RouterConfig as JSON")
+    _add_settings(parser)
     parser.add_argument(
         "--prefill",
         help="engines of the prefill pool: host:port,...; left out if the runtime has no such pool",
@@ -54,6 +62,28 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     if args.admin_port is not None and args.keys is None:
         parser.error("--admin-port needs --keys: the admin token is there")
     return args
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    """One option for each field of `RouterSettings`."""
+    types, meanings = get_type_hints(RouterSettings), descriptions(RouterSettings)
+    group = parser.add_argument_group("settings, which win over those of --config")
+    for field in msgspec.structs.fields(RouterSettings):
+        about = option(field, types[field.name]) | {"default": argparse.SUPPRESS}
+        flag = f"--{field.name.replace('_', '-')}"
+        group.add_argument(flag, help=meanings[field.name].replace("%", "%%"), **about)
+
+
+def read_config(args: argparse.Namespace) -> RouterConfig:
+    """The file that --config names, with the settings that the command line gives besides.
+
+    Raises `InvalidRequestError`, naming the field, for a value out of its range.
+    """
+    config = msgspec.json.decode(args.config.read_bytes(), type=RouterConfig)
+    given = {name: getattr(args, name) for name in RouterSettings.__struct_fields__ if name in args}
+    config = msgspec.structs.replace(config, **given)
+    config.check()
+    return config
 
 
 def _seconds(text: str) -> float:

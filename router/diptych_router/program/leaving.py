@@ -1,8 +1,8 @@
-"""How a router leaves a cluster without anybody noticing.
+"""Ends a router in a cluster without any failed request.
 
-Kubernetes takes a terminating pod out of the endpoints while it already has its SIGTERM, and each
-node learns of it in its own time. So the router says that it is not ready, but serves everybody
-who still comes for some seconds more, and asks them to come on another connection next time.
+Kubernetes removes a terminating pod from the endpoints while it already has its SIGTERM, and each
+node learns of it at a different time. So the router reports that it is not ready, but serves new
+requests for some seconds more, and asks their clients to use another connection next time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from diptych_router.requests.pool_client import PoolClient
 
 
 class Leaving:
-    """The router's app; `drain` is what its server does first when it is told to end."""
+    """The router's app. `drain` is what its server does first when it is told to end."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class Leaving:
         linger_s: float,
         batches: BatchService | None = None,
     ) -> None:
-        """batches: nobody waits for their requests, so they stop at once."""
+        """batches: stopped at once, because no user waits for their requests."""
         self._batches = batches
         self._app = app
         self._client = client
@@ -42,7 +42,7 @@ class Leaving:
         await self._app(scope, receive, send_last)
 
     async def drain(self) -> None:
-        """Fail readiness, and serve on until the cluster has had time to see it."""
+        """Fail readiness, and continue to serve until the cluster has had time to notice."""
         self._client.leaving = True
         stopping = [self._batches.close()] if self._batches is not None else []
         await asyncio.gather(asyncio.sleep(self._linger_s), *stopping)

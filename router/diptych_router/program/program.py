@@ -44,27 +44,27 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 COLLECT_AFTER = 20_000
-"""More objects made than freed before the garbage collector looks at the young ones. Each open
-request has some hundred."""
+"""How many more objects are made than freed before the garbage collector examines the young ones.
+Each open request has a few hundred."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What serves, once it has begun to look for engines."""
+    """The server, once it has begun to look for engines."""
 
     client: PoolClient
     explanations: Explanations
     metrics: ServerMetrics
     app: ASGIApp
     leaving: Leaving
-    """The app as it is to be served, and how it drains."""
+    """The app in the form in which it is served, and how it drains."""
     certificate: Certificate | None
-    """None: plain HTTP."""
+    """None for plain HTTP."""
 
 
 @asynccontextmanager
 async def started(config: RouterConfig, args: argparse.Namespace) -> AsyncIterator[Program]:
-    """Everything but the listening sockets; ended with the block."""
+    """Start everything but the listening sockets; the end of the block ends it."""
     keys = ApiKeys(args.api_keys) if args.api_keys is not None else None
     certificate = Certificate(args.tls) if args.tls is not None else None
     log.info("%s", _openness(args.host, keys, certificate))
@@ -82,6 +82,7 @@ async def started(config: RouterConfig, args: argparse.Namespace) -> AsyncIterat
     app = build_app(
         client,
         metrics=metrics,
+        sampling=config.sampling,
         api_keys=keys,
         batches=batches,
         extra_routes=page.routes() if page is not None else (),
@@ -89,6 +90,8 @@ async def started(config: RouterConfig, args: argparse.Namespace) -> AsyncIterat
         browsers=BrowserRules(frozenset(config.allowed_hosts), frozenset(config.allowed_origins)),
     )
     leaving = Leaving(app, client, args.linger_seconds, batches)
+    if client.pools.refused_settings:
+        log.error("%s", client.why_not_ready())
     client.start()
     _collect_rarely()
     following = asyncio.create_task(follow(*(held for held in (keys, certificate) if held)))
@@ -126,7 +129,8 @@ def _batches(
 
 
 def build_page(config: RouterConfig, client: PoolClient, explanations: Explanations) -> Page:
-    """The page of a router. Raises `InvalidRequestError` if `diptych up` passed it nonsense."""
+    """Return the page of a router. Raises `InvalidRequestError` if the values from `diptych up` are
+    invalid."""
     return Page(
         partial(panels_now, client),
         partial(explanations.explanation, name_of=client.name_of),
@@ -145,7 +149,7 @@ def _collect_rarely() -> None:
 
 
 def drain_timeout_s(config: RouterConfig, args: argparse.Namespace) -> float:
-    """From SIGTERM on, how long the way out of one process may take."""
+    """Return how long a process may take to end after SIGTERM."""
     return float(args.linger_seconds + config.drain_seconds)
 
 

@@ -1,7 +1,8 @@
-"""What the request table decides: PoolClient carries it out over ZMQ, a simulation in its own way.
+"""The actions that the request table requests. PoolClient carries them out over ZMQ, a simulation
+in its own way.
 
-Ids of requests are R's own (`request_id`) or those by which engines know a placement (`core_id`).
-Engines go by the keys under which the fleet files them.
+Ids of requests are the router's own (`request_id`) or those by which engines know a placement
+(`core_id`). Engines are named by their keys in the fleet.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from diptych_protocol import DiptychError, EngineCoreOutput, EngineCoreRequest
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Send a request to an engine. If that fails, tell `RequestTable.not_sent`.
+    """Send a request to an engine. If that fails, call `RequestTable.not_sent`.
 
-    The table may have thought better of it since, because sending something else found out that
-    the engine is gone: ask `RequestTable.is_placed` first.
+    Ask `RequestTable.is_placed` first, because an action before this one may have shown that the
+    engine is gone.
     """
 
     engine: str
@@ -26,9 +27,9 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Tell a decode engine what will be added there when prefill is done, so that it can connect
-    and reserve. Nobody waits for it, and it may be lost; it is taken back by `Abort`, which must
-    not overtake it."""
+    """Tell a decode engine which request it will get when prefill is done, so that it can connect
+    and reserve blocks. It has no answer and may be lost. `Abort` withdraws it, and must not
+    overtake it."""
 
     engine: str
     request: EngineCoreRequest
@@ -36,7 +37,8 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End placements and announcements at an engine. If it is gone, they have ended with it."""
+    """End placements and announcements at an engine. If the engine is gone, they have ended with
+    it."""
 
     engine: str
     core_ids: list[str]
@@ -44,8 +46,8 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class AskHandOff:
-    """Ask an engine to let go of a placement and lend its KV: its last output then has a lease. If
-    it cannot, tell `RequestTable.cannot_hand_off`."""
+    """Ask an engine to release a placement and lend its KV: its last output then has a lease. If it
+    cannot, call `RequestTable.cannot_hand_off`."""
 
     engine: str
     core_id: str
@@ -61,15 +63,15 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Hand outputs to those who wait for them, under the ids of their requests. What ends there,
-    such as by a stop string, comes back by `RequestTable.withdraw`."""
+    """Hand outputs to their consumers, under the ids of their requests. If a request ends there,
+    for example by a stop string, call `RequestTable.withdraw`."""
 
     outputs: list[EngineCoreOutput]
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """Tell a user that her request has failed: it is over."""
+    """Tell a user that the request has failed. It is over."""
 
     request_id: str
     error: DiptychError
@@ -77,7 +79,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class WakeAt:
-    """Call `RequestTable.tick` with this time when it has come. Too often does no harm."""
+    """Call `RequestTable.tick` at this time. Calling it too often does no harm."""
 
     time: float
 

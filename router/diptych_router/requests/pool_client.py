@@ -2,9 +2,9 @@
 
 `generate` chooses a pair, prefills there, streams the first token at once, hands the KV to the
 decode engine and streams the rest. Because the router holds every token so far, the loss of either
-engine is a new attempt with prompt + tokens so far, not a broken stream; an engine that leaves in
-good order hands its streams on; and a request that finds no engine waits for one. What becomes of a
-request is decided and recorded in `RequestTable`; here it is carried out.
+engine is a new attempt with prompt + tokens so far, not a broken stream; a draining engine hands
+its streams on; and a request that finds no engine waits for one. `RequestTable` makes and records
+the decisions, and this class carries them out.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ from diptych_router.requests.request_table import RequestTable
 
 MAX_OPEN_REQUESTS = 4096
 MOST_OF_FREE = 8
-"""A tenant may have so many times as many open requests as there is room for further ones. So there
-is always some for others; what one leaves alone is a ninth of all."""
+"""A tenant's open requests are limited to this multiple of the room for further requests. So there
+is always some room for others; a single tenant leaves a ninth of all."""
 HAND_OFF_TIMEOUT_S = 10.0
 
 
 class PoolClient(AsyncEngine, WithoutControl):
-    """Create it inside a running loop; `start()` begins discovery, `shutdown()` ends it all."""
+    """Create it inside a running loop. `start()` begins discovery, `shutdown()` ends everything."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class PoolClient(AsyncEngine, WithoutControl):
         serving: Path | None = None,
         tracer: Tracer | None = None,
     ) -> None:
-        """`tracer`: who sends spans of the requests; whoever made it closes it."""
+        """`tracer`: makes spans of the requests; its owner closes it."""
         config.check_pools(prefill=bool(targets["prefill"]))
         super().__init__(config, inputs, outputs, max_open_requests=MAX_OPEN_REQUESTS)
         self.leaving = False
@@ -119,24 +119,31 @@ class PoolClient(AsyncEngine, WithoutControl):
         return len(self.table.held)
 
     def why_not_ready(self) -> str:
-        """In words; empty if it is ready."""
+        """Return the reason in words; empty if it is ready."""
         return "the router is shutting down" if self.leaving else self.pools.why_not_ready()
 
     async def check_health(self) -> None:
         """Ready once a pair was usable; from then on while a decode engine is, or may be again.
 
-        While engines are away, as between the revisions of a Recreate, requests are to come here
-        and to be held, not to be refused by an address without a router. An engine that is silent
-        is not the router's illness: it has probes of its own.
+        While engines are away, as between the revisions of a Recreate, requests should wait here
+        instead of meeting an address without a router. A silent engine does not make the router
+        unhealthy: it has probes of its own.
         """
         self._check_usable()
         reason = self.why_not_ready()
         if reason and (self.leaving or not self.pools.may_hold()):
             raise EngineDeadError(reason)
 
+    def _check_usable(self) -> None:
+        """Raise `EngineDeadError`, besides, where a setting asks for what there is not: the router
+        stays up, so that the operator can ask why, and never gets ready."""
+        super()._check_usable()
+        if self.pools.refused_settings:
+            raise EngineDeadError(self.pools.why_not_ready())
+
     @property
     def takes_images(self) -> bool:
-        """The model takes images, and so do all engines that were usable last."""
+        """Whether the model takes images, and so do all engines that were usable last."""
         return self.renderer.stat_mm_cache() is not None and not any(
             lack.field == "image_url" for lack in self._lacks
         )
@@ -151,7 +158,7 @@ class PoolClient(AsyncEngine, WithoutControl):
         return self.pools.supported_tasks()
 
     async def refresh_stats(self) -> dict[str, SchedulerStats]:
-        """Ask every engine for its statistics now, and wait a second at most."""
+        """Ask every engine for its present statistics, and wait a second at most."""
         await self.pools.refresh_stats()
         return self.stats_by_engine()
 
@@ -261,8 +268,8 @@ class PoolClient(AsyncEngine, WithoutControl):
                 self._loop.call_at(when, self._wake, when)
 
     def name_of(self, engine: str) -> str:
-        """An engine's name by its key, its last one if nobody answers there now; the key itself if
-        its address is gone."""
+        """Return an engine's name by its key: its last one if nobody answers there now, the key
+        itself if its address is gone."""
         link = self.pools.get(engine)
         return engine if link is None else link.known_as or link.endpoint
 

@@ -1,4 +1,4 @@
-"""All requests of one router, and what becomes of each: events and the time in, actions out.
+"""Decides about all requests of one router: it takes events and the time, and returns actions.
 
     held ◀──no engine── begin ──▶ PREFILL ──token + lease──▶ (between) ──▶ DECODE ──▶ over
       └──fleet changed───▶ ▲                                                 │
@@ -22,10 +22,10 @@ What always holds:
   at the latest. An engine that brings no token in time (`give_up_late`) or hangs (`engine_hangs`)
   loses it, if another can take it.
 
-What happens to a request is written to its record here. There is no I/O but the log: no socket,
-thread or clock. Who calls it carries out what it returns, in order; what an event returns that came
-of carrying something out is done after what is left of that. The fleet answers questions of the
-moment.
+The table writes what happens to a request into its record. There is no I/O but the log: no socket,
+thread or clock. The caller carries out the returned actions in order. If carrying one out causes an
+event, the actions of that event come after the remaining ones. The fleet answers questions about
+the present.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ from diptych_router.requests.routed_request import RoutedRequest, is_given_up
 log = logging.getLogger(__name__)
 
 FIRST_GUESS_TOKENS: float = 128.0
-"""The length of an answer, before any has ended."""
+"""The expected length of an answer, before any has ended."""
 NEWEST_PART = 0.02
-"""How much the newest answer counts in the average of their lengths."""
+"""The weight of the newest answer in the average of their lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +71,15 @@ class _Turn:
 
     routed: RoutedRequest
     setback: Setback | None
-    """None: the engine did its part, and the next one is to take over."""
+    """None: the engine did its part, and the next one takes over."""
     why: str = ""
 
 
 class RequestTable:
     """Every request from `submit` to its end.
 
-    Here it is decided what an event means for which requests. `Attempts` takes the steps of each,
-    and `Placements` keeps which engine has it.
+    It decides which requests an event concerns, and how. `Attempts` takes the steps of each, and
+    `Placements` knows which engine has it.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class RequestTable:
         self._siblings = Siblings()
 
     def is_placed(self, core_id: str) -> bool:
-        """An engine has this placement, or is to get it."""
+        """Whether an engine has this placement, or will get it."""
         return core_id in self._placements.by_core_id
 
     # --- users --------------------------------------------------------------------------------
@@ -132,7 +132,8 @@ class RequestTable:
         leader: str | None = None,
         trace: Trace | None = None,
     ) -> Sequence[Action]:
-        """A new request. leader: another one for an answer to the same prompt, which goes ahead."""
+        """Accept a new request. leader: another request for an answer to the same prompt, which
+        begins first."""
         record = self.records.begin(request, now, trace)
         routed = self.requests[request.request_id] = RoutedRequest(request, max_model_len, record)
         request.deadline_ms = self.promises.first_token_ms
@@ -145,8 +146,8 @@ class RequestTable:
     def withdraw(
         self, request_ids: Iterable[str], now: float, outcome: str = "abort"
     ) -> Sequence[Action]:
-        """Nobody wants these any more, or they have ended before their engines knew. Unknown ids
-        are ignored."""
+        """End requests that nobody wants any more, or that have ended before their engines knew.
+        Unknown ids are ignored."""
         actions: list[Action] = []
         by_engine: dict[str, list[str]] = {}
         for request_id in request_ids:
@@ -166,8 +167,8 @@ class RequestTable:
     def receive(
         self, engine: str, outputs: Iterable[EngineCoreOutput], now: float
     ) -> Sequence[Action]:
-        """An engine's outputs. `Deliver` what they hold, then call `take_turns`: the first token
-        does not wait for the hand-off, and whom a stop string has ended needs none."""
+        """Process an engine's outputs. Carry out `Deliver`, then call `take_turns`: the first token
+        does not wait for the hand-off, and a request that a stop string has ended needs none."""
         deliver: list[EngineCoreOutput] = []
         actions: list[Action] = [Deliver(deliver)]
         strays: list[str] = []
@@ -248,7 +249,7 @@ class RequestTable:
             self._fleet.went_badly(engine, Failure.ERROR)
 
     def take_turns(self, now: float) -> Sequence[Action]:
-        """Go on with what engines have ended, as far as users still want it."""
+        """Continue requests whose engines have ended their part, if users still want them."""
         turns, self._turns = self._turns, []
         actions: list[Action] = []
         for turn in turns:
@@ -261,14 +262,14 @@ class RequestTable:
         return self._and_followers(actions, now)
 
     def not_sent(self, core_id: str, why: str, now: float) -> Sequence[Action]:
-        """An `Add` did not reach its engine."""
+        """Handle an `Add` that did not reach its engine."""
         routed = self._placements.by_core_id.get(core_id)
         if routed is None:
             return ()
         return self._and_followers(self._attempts.retry(routed, Setback.LOSS, why, now), now)
 
     def engine_lost(self, engine: str, why: str, now: float) -> Sequence[Action]:
-        """An engine is gone, and every placement with it."""
+        """Handle the loss of an engine with every placement at it."""
         setback = self._setback_at(engine)
         actions: list[Action] = []
         lost = self._placements.at(engine)
@@ -279,8 +280,8 @@ class RequestTable:
         return self._and_followers(actions, now)
 
     def engine_hangs(self, engine: str, now: float) -> Sequence[Action]:
-        """An engine says nothing, though its line stands: what is there begins again elsewhere, as
-        far as others can take it. The rest waits until it speaks or is lost."""
+        """Begin the requests of an engine elsewhere, because it is silent though its connection
+        stands, as far as others can take them. The rest wait until it speaks or is lost."""
         actions: list[Action] = []
         why = f"engine {self._name_of(engine)} hangs"
         for routed in self._placements.at(engine):
@@ -294,8 +295,8 @@ class RequestTable:
         return self._and_followers(actions, now)
 
     def give_up_late(self, now: float) -> Sequence[Action]:
-        """Try requests elsewhere whose engines keep them waiting for a token for too long. Call it
-        every second or so."""
+        """Retry requests elsewhere whose engines are late with a token. Call it about
+        every second."""
         actions: list[Action] = []
         for routed in self._placements.late(now):
             engine, routed.first_token_by = routed.engine, math.inf
@@ -310,7 +311,7 @@ class RequestTable:
         return self._and_followers(actions, now)
 
     def cannot_hand_off(self, core_id: str, why: str, now: float) -> Sequence[Action]:
-        """An engine was asked to hand a placement off, and could not: begin again elsewhere."""
+        """Begin again elsewhere, because an engine could not hand a placement off."""
         routed = self._placements.by_core_id.get(core_id)
         if routed is None:
             return ()
@@ -322,7 +323,7 @@ class RequestTable:
     # --- the fleet, and time ------------------------------------------------------------------
 
     def fleet_changed(self, now: float) -> Sequence[Action]:
-        """Engines came, went or began to leave: let those who wait go on, and move streams."""
+        """Begin waiting requests and move streams, because engines came, went or began to drain."""
         actions: list[Action] = []
         self._places.num_engines = self._fleet.num_decoding()
         stuck: set[bool] = set()
@@ -338,7 +339,7 @@ class RequestTable:
         return [*self._and_followers(actions, now), *self._move_streams()]
 
     def tick(self, now: float) -> Sequence[Action]:
-        """Give up what has waited for too long."""
+        """Give up requests that have waited for too long."""
         actions: list[Action] = []
         seconds = f"within {self.held.hold_seconds:g} s"
         for routed in self.held.overdue(now):
@@ -360,7 +361,7 @@ class RequestTable:
         return actions
 
     def shut_down(self, now: float) -> None:
-        """The router ends, and so does the record of every open request."""
+        """Close the record of every open request, because the router ends."""
         why = "the router was shut down", "shutdown"
         for routed in self.requests.values():
             self.records.ended(routed.record, "error", now, *why)

@@ -1,4 +1,4 @@
-"""One request's way through the pools, as a small state machine over engine outputs.
+"""One request's path through the pools, as a small state machine over engine outputs.
 
     PREFILL ──token + lease──▶ DECODE ──finish──▶ done
        │ error / loss           │  │ ▲
@@ -6,7 +6,7 @@
        │                        │ error / loss
        └────────────────────────┴─▶ a new attempt with prompt + tokens so far
 
-It says what to send next; `RequestTable` says where to. There is no I/O here.
+It decides what to send next; `RequestTable` decides where. There is no I/O here.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ from diptych_router.requests.record.request_record import RequestRecord, Setback
 MAX_ERRORS = 3
 """How often engines may report that they failed with a request."""
 MAX_LOSSES = 8
-"""How often engines may be lost under a request, or hand-offs to them may fail.
+"""How often engines may be lost during a request, or hand-offs to them may fail.
 
-More than `MAX_ERRORS`, because it is seldom the request's fault: engines whose pods are deleted
-without warning, one after the other, must not end a stream. But bounded, because a request that
-does kill engines must not kill them all for ever."""
+It is more than `MAX_ERRORS`, because it is seldom the request's fault: a stream must survive
+several engines whose pods are deleted without warning. It is bounded, because a request that does
+kill engines must not kill all of them.
+"""
 MAX_LATE = 2
-"""How often a request is taken from an engine that keeps it waiting for its first token. After that
-it waits, because everybody seems to be slow."""
+"""How often a request is moved from an engine that is late with its first token. After that it
+waits, because all engines seem to be slow."""
 
 
 class Stage(enum.Enum):
@@ -53,7 +54,7 @@ class Stage(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """A decode engine was told that a request will come."""
+    """A request that was announced to a decode engine."""
 
     engine: str
     core_id: str
@@ -61,19 +62,19 @@ class Announcement:
 
 @dataclass(slots=True)
 class RoutedRequest:
-    """A request as the user meant it, and how far it has come."""
+    """A request as its user meant it, and its progress."""
 
     original: EngineCoreRequest
     max_model_len: int
     record: RequestRecord
-    """What has happened to it, for those who tell of it."""
+    """What has happened to it, for reports."""
     request_id: str = field(init=False)
     core_id: str = field(init=False)
-    """The id that engines know it by. Each placement has an id of its own, so that late outputs of
-    an earlier placement are recognised as such, even if they come from the same engine."""
+    """The id for engines. Each placement has an id of its own, so that late outputs of an earlier
+    placement are recognised, even from the same engine."""
     prompt_tokens: int = field(init=False)
     prefill_only: bool = field(init=False)
-    """Its prompt is pooled: nothing is decoded."""
+    """Whether its prompt is pooled, so that nothing is decoded."""
     most_tokens: int = field(init=False)
     """How many tokens may be generated."""
     generated: list[int] = field(default_factory=list)
@@ -84,12 +85,12 @@ class RoutedRequest:
     losses: int = 0
     late: int = 0
     patience_s: float = math.inf
-    """An engine of this attempt is to bring a token within so many seconds."""
+    """An engine of this attempt has to bring a token within this many seconds."""
     first_token_by: float = math.inf
-    """When the engine that works on it now is late, by the loop's clock."""
+    """When the present engine is late, by the loop's clock."""
     suspects: dict[str, Stage | None] = field(default_factory=dict)
-    """Keys of engines that failed it since it last got on -> at what. If another engine does that,
-    the request was not to blame. None: this engine was blamed at once."""
+    """Keys of engines that failed it since its last progress -> at what. If another engine succeeds
+    at that, the request was not at fault. None: this engine was blamed at once."""
     stage: Stage = Stage.PREFILL
     engine: str = ""
     """Key of the engine that works on it now."""
@@ -103,20 +104,21 @@ class RoutedRequest:
     """The announcement of its next placement. If that placement is at the announced engine, it will
     have the announced id."""
     moving: bool = False
-    """Its engine was asked to hand it off."""
+    """Whether its engine was asked to hand it off."""
     full: set[str] = field(default_factory=set)
-    """Keys of the engines that had no room for it since it last got on."""
+    """Keys of the engines that had no room for it since its last progress."""
     account: Account = field(default_factory=Account)
     """The account of its tenant."""
     crowded: bool = False
-    """It waits because its tenant has many requests at the engines, and others want them, too."""
+    """Whether it waits because its tenant has many requests at the engines, and others need them
+    too."""
     usual_output: float = 0.0
-    """Tokens that an answer has on average."""
+    """The average number of tokens in an answer."""
     _hashed: dict[BlockNaming, Keys] = field(default_factory=dict)
     """The keys of its blocks, as they were last asked for."""
     hold_until: float | None = None
-    """When it stops waiting for an engine, by the loop's clock: set when it first has to wait, so
-    that attempts in between win it no time; None once it has got on."""
+    """When it stops waiting for an engine, by the loop's clock. Set when it first has to wait, so
+    that attempts in between do not extend it; None after any progress."""
 
     def __post_init__(self) -> None:
         self.request_id = self.original.request_id
@@ -130,18 +132,18 @@ class RoutedRequest:
 
     @property
     def urgency(self) -> tuple[int, float]:
-        """Smaller is sooner: by priority, then by when its first token is due."""
+        """A sort key: by priority, then by when its first token is due. Smaller is sooner."""
         due_at = self.original.arrival_time + (self.original.deadline_ms or 0) / 1e3
         return self.original.priority, due_at
 
     @property
     def has_decoded(self) -> bool:
-        """An engine has decoded for it, so that one holds the KV of its prompt."""
+        """Whether an engine has decoded for it, so that one holds the KV of its prompt."""
         return self.stage is Stage.DECODE and self.lease is None and bool(self.generated)
 
     @property
     def view(self) -> RequestView:
-        """What a policy may know of it."""
+        """Return what a policy may know of it."""
         adapter = self.original.lora_request
         return RequestView(
             self.prompt_tokens + len(self.generated),
@@ -167,7 +169,7 @@ class RoutedRequest:
         return self.most_tokens - len(self.generated)
 
     def place(self, engine: str, stage: Stage) -> None:
-        """It goes to this engine now; the next `*_request` says what to send."""
+        """Record that it goes to this engine now; the next `*_request` returns what to send."""
         self.placements += 1
         self.core_id = f"{self.request_id}/{self.placements}"
         self.engine, self.stage, self.moving = engine, stage, False
@@ -190,13 +192,14 @@ class RoutedRequest:
         return self.full | self.suspects.keys() if self.suspects else self.full
 
     def suspect(self) -> None:
-        """The engine that works on it failed. If that was a hand-off, both sides are suspects."""
+        """Record that the present engine failed. If that was a hand-off, both sides
+        are suspects."""
         self.suspects[self.engine] = self.stage
         if self.stage is Stage.DECODE and self.lease is not None and self.prefill_engine:
             self.suspects[self.prefill_engine] = self.stage
 
     def take_guilty(self) -> list[str]:
-        """Another engine has done what these failed at."""
+        """Return the suspects, because another engine has succeeded at what they failed at."""
         guilty = [
             engine
             for engine, stage in self.suspects.items()
@@ -207,7 +210,7 @@ class RoutedRequest:
         return guilty
 
     def setback_of(self, kind: ErrorKind) -> Setback:
-        """What an engine's error means: with a lease unread it is the hand-off that failed."""
+        """Return the meaning of an engine's error: with an unread lease the hand-off has failed."""
         if kind is ErrorKind.OVERLOADED:
             return Setback.FULL
         if kind is ErrorKind.REFUSED:
@@ -218,11 +221,11 @@ class RoutedRequest:
     def prefill_request(
         self, lease_id: str | None = None, source: KVTransferParams | None = None
     ) -> EngineCoreRequest:
-        """For P: compute the KV, sample one token, keep the KV for a decode engine.
+        """Return the request for the prefill engine: compute the KV, sample one token, keep the KV
+        for a decode engine.
 
-        When one token is all that is wanted there is nothing to hand off.
-        lease_id: the id that the lease is to have, 32 random hexadecimal digits. source: who may
-        have the KV of a prefix.
+        When only one token is wanted there is nothing to hand off. lease_id: the id for the lease,
+        32 random hexadecimal digits. source: the engine that may have the KV of a prefix.
         """
         if self.tokens_left <= 1:
             return self.aggregated_request(source)
@@ -233,13 +236,14 @@ class RoutedRequest:
 
     @property
     def worth_announcing(self) -> bool:
-        """Prefill will hand it off, and telling of it twice costs little."""
+        """Whether prefill will hand it off, and announcing it is cheap."""
         return self.tokens_left > 1 and self.original.prompt_embeds is None
 
     def announce(self, engine: str, lends: KVTransferParams, lease_id: str) -> EngineCoreRequest:
-        """For D, while P computes: what will be added there if all goes well.
+        """Return the announcement to the decode engine during prefill: the request that it will get
+        if all goes well.
 
-        lends: what P says of itself in every lease.
+        lends: the common part of the prefill engine's leases.
         """
         coming = f"{self.request_id}/{self.placements + 1}"
         self.announced = Announcement(engine, coming)
@@ -254,7 +258,8 @@ class RoutedRequest:
         return coming_request
 
     def withdraw_announcement(self) -> Announcement | None:
-        """Give up the announced placement. Returns the announcement; its id is used up."""
+        """Withdraw the announced placement. Returns the announcement; its id cannot
+        be used again."""
         announced, self.announced = self.announced, None
         if announced is not None:
             self.placements += 1
@@ -262,15 +267,17 @@ class RoutedRequest:
         return announced
 
     def decode_request(self) -> EngineCoreRequest:
-        """For D: take the KV over and go on after the tokens that the user has."""
+        """Return the request for the decode engine: take the KV over and continue after the tokens
+        that the user has."""
         return self._with(self._params(self.lease))
 
     def aggregated_request(self, source: KVTransferParams | None = None) -> EngineCoreRequest:
-        """For one engine that does everything. source: who may have the KV of a prefix."""
+        """Return the request for one engine that does everything. source: the engine that may have
+        the KV of a prefix."""
         return self._with(None if self.prefill_only else self._params(None), source)
 
     def _params(self, kv_transfer_params: dict[str, Any] | None) -> SamplingParams:
-        """The user's parameters, with what an engine is told of a hand-off."""
+        """Return the user's sampling parameters with these parameters of a hand-off."""
         params = self.original.sampling
         extra = dict(params.extra_args or {})
         extra.pop("kv_transfer_params", None)
@@ -298,10 +305,10 @@ class RoutedRequest:
         )
 
     def absorb(self, output: EngineCoreOutput) -> bool:
-        """Take an output of the engine in charge; True if another engine's turn has come.
+        """Take an output of the engine in charge; True if another engine has to continue.
 
-        An output that ends only a stage is made to look unfinished to the user. The output gets the
-        id that the user knows.
+        An output that ends only a stage is changed to look unfinished to the user. The output gets
+        the user's id of the request.
         """
         self.generated += output.new_token_ids
         self.account.served += OUTPUT_WEIGHT * len(output.new_token_ids)
@@ -327,5 +334,5 @@ class RoutedRequest:
 
 
 def is_given_up(output: EngineCoreOutput) -> bool:
-    """An engine ended a request that nobody told it to end: it shuts down."""
+    """Whether an engine ended a request unasked, because it shuts down."""
     return output.finish_reason is FinishReason.ABORT and output.kv_transfer_params is None

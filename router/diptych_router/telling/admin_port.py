@@ -1,4 +1,4 @@
-"""What a router's admin port answers: the operator's question, and those of users on requests."""
+"""Answers a router's admin port: the operator's polls, and users' questions about requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEFAULT_LIMIT: Final = 20
 
 
 def request_routes(known: Explanations, name_of: NameOf) -> list[BaseRoute]:
-    """The routes, for the admin port.
+    """Return the routes about requests, for the admin port.
 
     name_of: from an engine's key to its name.
     """
@@ -73,7 +73,7 @@ def _limit_of(request: Request) -> int:
 
 
 def admin_app(client: PoolClient, explanations: Explanations, keys_dir: Path) -> ASGIApp:
-    """The app of the admin port. Engines are asked for each report of the router's state."""
+    """Return the app of the admin port. Each report of the router's state asks the engines."""
 
     async def state(request: Request) -> Response:
         await client.refresh_stats()

@@ -1,4 +1,4 @@
-"""The record of a request, put into the words of `diptych_protocol.admin`."""
+"""Converts the record of a request into the types of `diptych_protocol.admin`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from diptych_router.requests.record.course import Placement
 from diptych_router.requests.record.request_record import Attempt, RequestRecord
 
 MOST_CANDIDATES: Final = 8
-"""Engines of one pool that are told, beside the chosen one."""
+"""The most engines of one pool that are reported, beside the chosen one."""
 MOST_CHARACTERS: Final = 256
 """A reason is cut to this length."""
 
 NameOf = Callable[[str], str]
-"""From an engine's key to its name."""
+"""A function from an engine's key to its name."""
 
 
 def report_of(record: RequestRecord, name_of: NameOf) -> RequestReport:
-    """All that is known of a request."""
+    """Return everything recorded about a request."""
     first = record.attempts[0] if record.attempts else None
     began_s, ended_s = record.began_s, record.ended_s
     return RequestReport(
@@ -75,7 +75,7 @@ def _placement(placement: Placement, attempt: int, began_s: float) -> PlacementR
 
 
 def line_of(record: RequestRecord) -> RequestLine:
-    """A request in a list."""
+    """Return a request's line for a list."""
     newest = record.attempts[-1] if record.attempts else None
     words = (placement.first_word_s for x in record.attempts for placement in x.placements)
     first_s = next((word_s for word_s in words if word_s is not None), None)

@@ -1,4 +1,4 @@
-"""Why the newest requests went where they did, and what came of it, read from their records."""
+"""Answers, from records, why the newest requests got their engines, and what came of it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from diptych_router.requests.record.request_record import RequestRecord
 from diptych_router.telling.explained import NameOf, line_of, report_of
 
 MOST_FOUND: Final = 32
-"""Answers under one id that are told."""
+"""The most answers under one id that are reported."""
 API_PREFIXES: Final = ("chatcmpl-", "cmpl-")
-"""What answers of the API have before the id of their request."""
+"""The prefixes of answers' ids in the API, before the id of their request."""
 
 
 class Explanations:
@@ -24,14 +24,14 @@ class Explanations:
         self._records = records
 
     def of(self, request_id: str, name_of: NameOf) -> list[RequestReport]:
-        """What is remembered under an id, the newest first: that of a client, with or without what
-        the API puts before it, or the router's own. name_of: from an engine's key to its name."""
+        """Return the records of an id, the newest first. The id is the client's, with or without
+        the API's prefix, or the router's own. name_of: from an engine's key to its name."""
         wanted = {request_id, *(request_id.removeprefix(prefix) for prefix in API_PREFIXES)}
         found = (record for record in self._records if _is_called(record, wanted))
         return [report_of(record, name_of) for record in islice(found, MOST_FOUND)]
 
     def explanation(self, request_id: str, name_of: NameOf) -> Explanation:
-        """The same, with what was to be chosen by."""
+        """Return the same records with the settings that governed the choice."""
         return Explanation(
             policy=self.policy,
             disaggregate=self.disaggregate,
@@ -39,7 +39,7 @@ class Explanations:
         )
 
     def newest(self, limit: int) -> RequestList:
-        """At most so many requests."""
+        """Return at most this many requests."""
         return RequestList(
             requests=[line_of(record) for record in islice(self._records, limit)],
             num_remembered=len(self._records),

@@ -1,4 +1,5 @@
-"""How well a router's predictions come true, and how often promises were kept, for Prometheus."""
+"""Prometheus metrics: how well a router's predictions come true, and how often
+promises were kept."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from diptych_router.requests.record.predictions import BOUNDS, Predictions, Rati
 
 
 class PredictionMetrics(Collector):
-    """Register it where the router's metrics are."""
+    """Histograms of predictions. Register it with the router's metrics."""
 
     def __init__(self, model_name: str, predictions: Predictions) -> None:
         self._model_name = model_name
@@ -43,7 +44,7 @@ class PredictionMetrics(Collector):
 
 
 def add_buckets(ratios: Ratios, family: HistogramMetricFamily, labels: tuple[str, ...]) -> None:
-    """As Prometheus wants it: each bucket has all that is not above its bound."""
+    """Add up buckets as Prometheus expects: each includes all values up to its bound."""
     names = [*map(floatToGoString, BOUNDS), "+Inf"]
     family.add_metric(labels, list(zip(names, accumulate(ratios.counts), strict=True)), ratios.sum)
 

@@ -1,4 +1,5 @@
-"""What a router tells the operator (`GET /admin/state`), and scrapers of its engines' health."""
+"""A router's report to the operator (`GET /admin/state`), and to scrapers about its engines'
+health."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ PREFIX: Final = "diptych:engine_"
 
 
 def router_report(client: PoolClient) -> RouterReport:
-    """The state of this moment, with the statistics that engines sent last."""
+    """Return the present state, with the last statistics of engines."""
     reason = client.why_not_ready()
     pools = client.pools
     return RouterReport(
@@ -33,6 +34,7 @@ def router_report(client: PoolClient) -> RouterReport:
         serving_revisions=pools.serving.revisions,
         engines=[engine_report(pools, link) for link in pools.links.values() if link.up],
         canaries=list(pools.canaries.values()),
+        refused_settings=pools.refused_settings,
         promises=_told(client.table.promises.counts),
         recent_promises=_told(client.table.promises.recent.total(time.monotonic())),
     )
@@ -84,7 +86,8 @@ def _doubts(link: EngineLink) -> dict[str, int]:
 
 
 class HealthCollector(Collector):
-    """As of the time of the scrape. Totals begin with the router, or with the engine's address."""
+    """Metrics at the time of the scrape. Totals begin with the router, or with the engine's
+    address."""
 
     def __init__(self, model_name: str, pools: Pools) -> None:
         self._model_name, self._pools = model_name, pools

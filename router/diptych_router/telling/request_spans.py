@@ -1,9 +1,9 @@
 """The spans of a request, read from its record: those of the router, and below them its engines'.
 
-An engine reports the stations of each request to its router. From these the router makes the
-engine's spans, as an engine's front-end does with the requests that it has sent itself. Names of
-attributes follow the semantic conventions for generative AI where there are any. Only the span
-`request` has usage, since backends add up what the spans of a trace have used.
+An engine reports the events of each request to its router. From these the router makes the engine's
+spans, as an engine's front-end does for requests that it has sent itself. Names of attributes
+follow the semantic conventions for generative AI where there are any. Only the span `request` has
+usage, since backends add up what the spans of a trace have used.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ Value = str | int | float | list[str]
 
 @dataclass(slots=True)
 class SpanFacts:
-    """A span but for its trace. Times are in seconds of the router's clock."""
+    """A span without its trace. Times are in seconds of the router's clock."""
 
     name: str
     key: str
-    """Tells it from the other spans of its request. The first span of a placement has the id by
-    which the engine knows the placement, so the engine can be told its parent before that ends."""
+    """Distinguishes the spans of a request. The first span of a placement has the id by which the
+    engine knows the placement, so the engine can be told its parent before that ends."""
     parent: str | None
     """The key of its parent. None: the parent is the client's span, if there is one."""
     began_s: float
     ended_s: float
     kind: Literal["server", "client", "internal"] = "internal"
     engine: str = ""
-    """The engine whose span it is; empty: the router's."""
+    """The engine that the span describes; empty: the router."""
     attributes: dict[str, Value] = field(default_factory=dict)
     error: str = ""
     events: list[tuple[str, float]] = field(default_factory=list)
@@ -52,10 +52,10 @@ class _Phase:
     began_s: float
     ended_s: float
     placement: Placement | None = None
-    """None of a queue."""
+    """None for a queue."""
     num_tokens: int = 0
     failed: bool = False
-    """It was under way when the attempt failed."""
+    """Whether it was running when the attempt failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class _End:
 
 
 def request_attributes(request: EngineCoreRequest, model_name: str) -> dict[str, Value]:
-    """What the span `request` says of the request as the client made it."""
+    """Return the attributes of the span `request` from the client's request."""
     params, lora = request.sampling_params, request.lora_request
     attributes: dict[str, Value] = {
         "gen_ai.operation.name": "embeddings" if params is None else "text_completion",
@@ -90,7 +90,7 @@ def request_attributes(request: EngineCoreRequest, model_name: str) -> dict[str,
 def spans_of(
     record: RequestRecord, arrived_s: float, attributes: Mapping[str, Value]
 ) -> Iterator[SpanFacts]:
-    """All spans of a request that has ended, parents first.
+    """Return all spans of a request that has ended, parents first.
 
     arrived_s: when the router's API received it. attributes: see `request_attributes`.
     """

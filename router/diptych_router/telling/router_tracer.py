@@ -37,7 +37,7 @@ from diptych_router.requests.record.request_record import RequestRecord
 from diptych_router.telling.request_spans import SpanFacts, Value, request_attributes, spans_of
 
 MAX_ENGINES = 1024
-"""Engines whose resources are remembered."""
+"""The number of engines whose resources are cached."""
 EPOCH_NS = int(time_of_day(0.0) * 1e9)
 """The time of day at which the router's clock showed 0."""
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
@@ -50,12 +50,12 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class RequestTrace:
-    """The trace of one request. The ids of its spans follow from their keys, because an engine is
-    told its parent before that span has ended."""
+    """The trace of one request. The ids of its spans are derived from their keys, because an engine
+    is told its parent before that span has ended."""
 
     trace_id: int
     request_id: str
-    """Tells it from other requests of the trace."""
+    """Distinguishes it from other requests of the trace."""
     client: SpanContext | None
     """The client's span, if it named one."""
     state: TraceState
@@ -64,7 +64,7 @@ class RequestTrace:
     attributes: dict[str, Value]
 
     def span_context(self, key: str) -> SpanContext:
-        """The identity of a span of the request."""
+        """Return the identity of a span of the request."""
         return SpanContext(self.trace_id, self._span_id(key), False, SAMPLED, self.state)
 
     def headers(self, core_id: str) -> dict[str, str]:
@@ -79,7 +79,7 @@ class RequestTrace:
 
 
 class RouterTracer:
-    """Makes spans of the records of one router's requests. They are exported on another thread."""
+    """Makes spans from the records of one router's requests. Another thread exports them."""
 
     def __init__(self, sender: SpanSender, *, model_name: str, instance: str) -> None:
         """`instance`: the router's own name."""
@@ -93,7 +93,7 @@ class RouterTracer:
         self._engine = lru_cache(MAX_ENGINES)(lambda name: _resource("diptych", name))
 
     def begin(self, request: EngineCoreRequest, now_s: float) -> RequestTrace | None:
-        """The trace of a request that has come; None: nobody wants its spans."""
+        """Return the trace of a new request; None if nobody wants its spans."""
         context = self._propagator.extract(carrier=request.trace_headers or {}, context=Context())
         client: SpanContext | None = get_current_span(context).get_span_context()
         if client is not None and not client.is_valid:
@@ -113,14 +113,14 @@ class RouterTracer:
         )
 
     def send(self, record: RequestRecord) -> None:
-        """Send the spans of a request that has ended. Its trace is forgotten."""
+        """Send the spans of a request that has ended, and forget its trace."""
         trace, record.trace = record.trace, None
         if isinstance(trace, RequestTrace):
             for facts in spans_of(record, trace.arrived_s, trace.attributes):
                 self._sender.send(self._span(trace, facts))
 
     def close(self) -> None:
-        """Send what is left, within a few seconds. May block for so long."""
+        """Send what is left, within a few seconds. It may block that long."""
         self._sender.close()
 
     def _span(self, trace: RequestTrace, facts: SpanFacts) -> ReadableSpan:

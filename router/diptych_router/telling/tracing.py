@@ -1,4 +1,4 @@
-"""Whether a router sends spans, without an import of OpenTelemetry if it sends none."""
+"""Starts the sender of a router's spans, without importing OpenTelemetry if there is none."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def start_router_tracer(config: RouterConfig) -> RouterTracer | None:
-    """Who makes the spans of a router's requests, if the configuration says where they go.
+    """Return what makes spans of a router's requests, if the configuration names an endpoint.
 
-    Raises as `start_sender` does.
+    Raises as `start_sender`.
     """
     sender = start_sender(config.otlp_traces_endpoint)
     if sender is None:

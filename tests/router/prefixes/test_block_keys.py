@@ -30,7 +30,7 @@ class Engine:
 
     def __init__(self, core: EngineCore) -> None:
         self.core, self.known = core, KnownPrefixes()
-        self._news = PrefixNews(core.scheduler, core.adapters.digests)
+        self._news = PrefixNews(core.scheduler.pool, core.adapters.digests)
         snapshot = self._news.follow(b"router")
         assert snapshot is not None
         self.known.take("engine", snapshot)

@@ -2,7 +2,7 @@
 
 The structures are complete and in the order of `ucp.h`, which comes with the library. A test
 compiles that header and compares every size, offset and constant. Other modules use UCX only
-through the classes and functions of `worker.py`, `requests.py` and `readable_memory.py`.
+through the classes and functions of `worker.py`, `requests.py` and `same_host.py`.
 """
 
 from __future__ import annotations

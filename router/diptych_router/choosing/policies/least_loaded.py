@@ -1,4 +1,4 @@
-"""The engines with the least open work."""
+"""Chooses the engines with the least open work."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from diptych_router.engines.engine_table import Floats
 
 
 class LeastLoaded:
-    """An engine costs the tokens that this router has open there, and those that it could compute
-    while it loads an adapter."""
+    """An engine's cost is the tokens that this router has open there, and those that it could
+    compute while it loads an adapter."""
 
     reason = "least loaded"
     compares_duties = False
+    reads_prefixes = False
 
     def equal_within(self, duty: Duty) -> float:
         """See `Policy.equal_within`."""

@@ -1,4 +1,5 @@
-"""The engines that cost all users the fewest seconds, by what each remembers and has to do.
+"""Chooses the engines that cost all users the fewest seconds, by their cached prefixes and their
+work.
 
 docs/routing.md explains every term.
 """
@@ -17,14 +18,17 @@ EQUAL_ANSWER: Final = 0.01
 
 
 class PrefixAware:
-    """An engine costs seconds: this request's own, and those that others wait for it."""
+    """An engine's cost is in seconds: those of this request, and those that others wait because of
+    it."""
 
     reason = "cheapest"
     compares_duties = True
+    reads_prefixes = True
 
     def equal_within(self, duty: Duty) -> float:
-        """What is known is no more exact, and routers that agreed on one engine would herd. Most of
-        what an answer costs is the same everywhere, so less is left to chance there."""
+        """See `Policy.equal_within`. Reports are no more exact than that, and routers that all
+        chose one engine would overload it. Most of an answer's cost is the same everywhere, so less
+        is left to chance there."""
         return EQUAL_ANSWER if duty == "decode" else EQUAL_PROMPT
 
     def costs(self, request: RequestView, duty: Duty, engines: Engines) -> Terms:

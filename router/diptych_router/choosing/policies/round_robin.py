@@ -1,4 +1,4 @@
-"""One engine after the other."""
+"""Chooses one engine after the other."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from diptych_router.choosing.policy import Duty, Engines, RequestView, Terms
 
 
 class RoundRobin:
-    """An engine costs the requests that this router has given to it so far."""
+    """An engine's cost is the number of requests that this router has given to it so far."""
 
     reason = "next"
     compares_duties = False
+    reads_prefixes = False
 
     def equal_within(self, duty: Duty) -> float:
         """See `Policy.equal_within`."""

@@ -1,1 +1,1 @@
-"""What a router makes of how engines fare: heartbeats, outcomes of requests, and room."""
+"""Judges the health of engines: by heartbeats, outcomes of requests, and room."""

@@ -1,4 +1,5 @@
-"""A circuit breaker for one engine: who fails too often gets no requests until a canary went well.
+"""A circuit breaker for one engine: if it fails too often, it gets no requests until a canary
+succeeds.
 
     CLOSED ──most outcomes are failures──▶ OPEN ──time is up──▶ a canary is due
       ▲                                      ▲                        │
@@ -6,7 +7,7 @@
 
 After Nygard's circuit breaker ("Release It!", 2007). Outcomes fade, so the last seconds decide.
 Only a canary, which is no user's request, closes an open breaker; each time that it fails, the next
-one comes later. Pure: time is passed in.
+one comes later. The caller passes the time.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ import enum
 from typing import Final
 
 HALF_LIFE_S: Final = 10.0
-"""After so many seconds an outcome counts half."""
+"""After this many seconds an outcome counts half."""
 LEAST_FAILURES: Final = 2.5
-"""Fewer failures than these, faded, open no breaker: three within a few seconds do."""
+"""Fewer failures, after fading, open no breaker; three within a few seconds do."""
 LEAST_PART: Final = 0.6
-"""The part of the outcomes that must be failures."""
+"""The share of the outcomes that must be failures."""
 FIRST_OPEN_S: Final = 2.0
 LONGEST_OPEN_S: Final = 60.0
 FORGIVEN_S: Final = 300.0
-"""A breaker that has been closed for so long begins with `FIRST_OPEN_S` again."""
+"""A breaker that has been closed for this long begins with `FIRST_OPEN_S` again."""
 
 
 class State(enum.StrEnum):
     CLOSED = "closed"
     OPEN = "open"
     HALF_OPEN = "half-open"
-    """A canary is under way."""
+    """A canary is running."""
 
 
 class Breaker:
@@ -46,12 +47,12 @@ class Breaker:
         """Open: when a canary is due. Closed: when it was closed."""
 
     def well(self, now: float) -> None:
-        """It did its part of a request."""
+        """Record that it did its part of a request."""
         left = 0.5 ** ((now - self._at) / HALF_LIFE_S)
         self._well, self._badly, self._at = self._well * left + 1.0, self._badly * left, now
 
     def badly(self, now: float) -> bool:
-        """It failed at a request, by its own fault. True if that opens the breaker."""
+        """Record that it failed at a request and is at fault. True if that opens the breaker."""
         left = 0.5 ** ((now - self._at) / HALF_LIFE_S)
         self._well, self._badly, self._at = self._well * left, self._badly * left + 1.0, now
         least = max(LEAST_FAILURES, LEAST_PART * (self._well + self._badly))
@@ -76,7 +77,7 @@ class Breaker:
             self._open(now)
 
     def badness(self) -> tuple[int, float]:
-        """Orders open breakers: the one that should be used again first has the least."""
+        """A key that orders open breakers: the one to use again first has the lowest."""
         return self._times_opened, self._badly / max(self._badly + self._well, 1.0)
 
     def _open(self, now: float) -> None:

@@ -1,8 +1,8 @@
-"""Which engines have said a moment ago that they have no room. Pure: time is passed in.
+"""Remembers which engines had no room a moment ago.
 
-Without it, each request would knock at every full engine anew. It is forgotten within a second, or
-as soon as the engine reports that fewer requests wait there. It only guides the choice: if nobody
-else has room, a full engine is asked all the same.
+Without it, each request would be sent to every full engine. An entry is dropped within a second, or
+as soon as the engine reports that fewer requests wait there. It only guides the choice: if no other
+engine has room, a full one is tried all the same. The caller passes the time.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ REMEMBERED_S: Final = 1.0
 
 class _Refusal(NamedTuple):
     stats: SchedulerStats | None
-    """What the engine had reported last when it refused."""
+    """The engine's last report when it refused."""
     until: float
 
 
 class FullEngines:
-    """By the keys of engines."""
+    """Full engines, by their keys."""
 
     def __init__(self, stats_of: Callable[[str], SchedulerStats | None]) -> None:
-        """`stats_of`: what an engine reported last; None: nobody answers there."""
+        """`stats_of`: returns an engine's last report; None if nobody answers there."""
         self._stats_of = stats_of
         self._refusals: dict[str, _Refusal] = {}
 
     def refused(self, key: str, now: float) -> None:
-        """An engine had no room for a request."""
+        """Record that an engine had no room for a request."""
         self._refusals[key] = _Refusal(self._stats_of(key), now + REMEMBERED_S)
 
     def now(self, now: float) -> set[str]:
-        """Who is full, as far as is known."""
+        """Return the engines that are full, as far as is known."""
         if not self._refusals:
             return set()
         for key in [k for k, refusal in self._refusals.items() if self._is_over(k, refusal, now)]:

@@ -1,4 +1,4 @@
-"""The breakers of all engines of a router, and whom they keep out of its choice. Pure."""
+"""The breakers of all engines of a router, and which engines they exclude from its choice."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Final
 from diptych_router.engines.health.breaker import Breaker, State
 
 MOST_OUT: Final = 0.5
-"""At most this part of a pool is kept out, the worst of it: if more fail, leaving them out would
-crush the rest, and what fails everywhere is hardly the engines' fault. After Envoy's panic
+"""At most this share of a pool is excluded, the worst of it. If more fail, excluding them would
+overload the rest, and what fails everywhere is hardly the engines' fault. After Envoy's panic
 threshold, which has the same default ("Panic threshold" in Envoy's documentation of load
 balancing)."""
 
 
 class Failure(enum.StrEnum):
-    """What an engine did wrong."""
+    """The kinds of an engine's failures."""
 
     ERROR = "error"
     """It failed with a request that another engine then served."""
     LOST = "lost"
-    """Its line or its process ended under requests."""
+    """Its connection or its process ended during requests."""
     HANG = "hang"
     """It kept requests while its loop was silent."""
     LATE = "late"
@@ -32,38 +32,38 @@ class Failure(enum.StrEnum):
 
 @dataclass(slots=True)
 class EngineHealth:
-    """One engine's breaker, and what led to it."""
+    """One engine's breaker, and its history."""
 
     breaker: Breaker
     failures: Counter[Failure] = field(default_factory=Counter)
     opened: int = 0
     """How often its breaker opened."""
     kept_out: bool = False
-    """It gets no requests while others of its pool can take them."""
+    """Whether it gets no requests while others of its pool can take them."""
 
 
 class HealthBook:
-    """By the keys of engines: a restart at the same address does not make an engine better."""
+    """Health by the keys of engines, so that a restart at the same address does not clear it."""
 
     def __init__(self) -> None:
         self.engines: dict[str, EngineHealth] = {}
 
     def add(self, key: str, now: float) -> None:
-        """A new address."""
+        """Add a new address."""
         self.engines[key] = EngineHealth(Breaker(now))
 
     def forget(self, key: str) -> None:
-        """Discovery does not name this address any more."""
+        """Forget an address that discovery no longer names."""
         self.engines.pop(key, None)
 
     def went_well(self, key: str, now: float) -> None:
-        """An engine has done its part of a request; one that is not known is ignored."""
+        """Record that an engine has done its part of a request; an unknown one is ignored."""
         health = self.engines.get(key)
         if health is not None:
             health.breaker.well(now)
 
     def went_badly(self, key: str, failure: Failure, now: float) -> bool:
-        """True if that opens the engine's breaker: call `sort_out`."""
+        """Record a failure. True if that opens the engine's breaker: call `sort_out` then."""
         health = self.engines.get(key)
         if health is None:
             return False
@@ -73,7 +73,7 @@ class HealthBook:
         return opens
 
     def canaries_due(self, keys: Collection[str], now: float) -> list[str]:
-        """Who of these is to be tried now; report each to `Breaker.canary_ended`."""
+        """Return those of these engines to try now; report each to `Breaker.canary_ended`."""
         return [
             key
             for key, health in self.engines.items()
@@ -81,7 +81,7 @@ class HealthBook:
         ]
 
     def sort_out(self, pools: Iterable[Sequence[str]]) -> None:
-        """Decide who is kept out. pools: the keys of the engines that could be used, for each."""
+        """Decide which engines are excluded. pools: the keys of the usable engines of each pool."""
         for health in self.engines.values():
             health.kept_out = False
         for keys in pools:

@@ -1,8 +1,8 @@
-"""Judges an engine by the heartbeats of its loop. Pure: time is passed in.
+"""Judges an engine by the heartbeats of its loop.
 
-Every heartbeat promises when the next one comes. One that does not come in time may still be on its
-way, so the engine is taken for silent only `GRACE_S` later. A router that has itself stood still
-begins to wait anew.
+Every heartbeat promises when the next one comes. A late one may still be on its way, so the engine
+counts as silent only `GRACE_S` later. After this router itself has stood still, the wait begins
+again. The caller passes the time.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from diptych_frontend.core_client.pulse import stood_still_s
 from diptych_protocol.wire import Heartbeat
 
 GRACE_S: Final = 1.0
-"""A heartbeat may be so late."""
+"""How late a heartbeat may be."""
 MOST_PROMISED_S: Final = 600.0
-"""No promise of silence is believed beyond this."""
+"""A longer promise of silence is not believed."""
 
 
 class Heartbeats:
-    """Those of one engine, from the moment that it answers."""
+    """The heartbeats of one engine, from the moment that it answers."""
 
     def __init__(self) -> None:
         self.heard = False
@@ -34,7 +34,7 @@ class Heartbeats:
         self._next_look = math.inf
 
     def beat(self, heartbeat: Heartbeat, now: float) -> None:
-        """One came."""
+        """Record a heartbeat."""
         promised = heartbeat.within_s
         if not 0 <= promised <= MOST_PROMISED_S:
             promised = MOST_PROMISED_S
@@ -43,11 +43,12 @@ class Heartbeats:
         self._due = now + promised
 
     def stood_still_s(self, now: float) -> float:
-        """For how long this process stood still before a look at `now`; 0: it did not."""
+        """Return for how long this process stood still before a look at `now`; 0 if it did not."""
         return stood_still_s(self._next_look, now)
 
     def look(self, now: float) -> float:
-        """Judge. Returns after how many seconds to look again, if it has ever sent one."""
+        """Judge the engine. Returns the seconds until the next look, if it has ever sent a
+        heartbeat."""
         stood_still = self.stood_still_s(now) > 0
         if now < self._due:
             self._next_look = self._due
@@ -60,5 +61,5 @@ class Heartbeats:
         return self._next_look - now
 
     def missed_s(self, now: float) -> float:
-        """For how long a heartbeat has been overdue; 0: none is."""
+        """Return for how long a heartbeat has been overdue; 0 if none is."""
         return 0.0 if self._missed_at is None else now - self._missed_at

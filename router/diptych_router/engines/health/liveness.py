@@ -1,5 +1,5 @@
-"""Whether one engine hangs: a heartbeat is overdue, or its loop turns and makes no step. Pure: time
-is passed in."""
+"""Finds whether one engine hangs: a heartbeat is overdue, or its loop runs but makes no step. The
+caller passes the time."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from diptych_protocol.wire import Heartbeat
 from diptych_router.engines.health.heartbeats import Heartbeats
 
 SILENT_S: Final = 10.0
-"""An engine whose loop turns, and has work, but that makes no step for this long is silent. How
-soon a loop that hangs is found out is in `heartbeats`."""
+"""An engine whose loop runs, and has work, but makes no step for this long is silent. `heartbeats`
+says how soon a hanging loop is detected."""
 HANGS_S: Final = 4.0
-"""An engine that has been silent for so long after a missed heartbeat hangs."""
+"""An engine that has been silent for this long after a missed heartbeat hangs."""
 
 
 class Liveness:
@@ -28,38 +28,38 @@ class Liveness:
 
     @property
     def sends_heartbeats(self) -> bool:
-        """An engine of an older release does not, and has to be asked."""
+        """Whether it sends heartbeats. An engine of an older release does not, and
+        has to be asked."""
         return self._heartbeats.heard
 
     @property
     def in_call(self) -> bool:
-        """A control call keeps it from taking new requests."""
+        """Whether a control call keeps it from taking new requests."""
         return self._heartbeats.in_call
 
     def asked(self, now: float) -> None:
-        """It was asked for its statistics."""
+        """Record that it was asked for its statistics."""
         self._pulse.asked(now)
 
     def told(self, stats: SchedulerStats) -> None:
-        """It told its statistics."""
+        """Record that it reported its statistics."""
         self._pulse.heard(stats)
 
     def beat(self, heartbeat: Heartbeat, now: float) -> bool:
-        """A heartbeat came, which asks it for nothing, but is a moment to look for steps. Returns
-        whether it is to be judged now."""
+        """Record a heartbeat. Returns whether the engine should be judged now."""
         was_in_call = self.in_call
         self._heartbeats.beat(heartbeat, now)
         self._pulse.asked(now)
         return self.silent or was_in_call or heartbeat.in_call
 
     def look(self, now: float) -> float:
-        """See `Heartbeats.look`. Seconds in which this process stood still are not held against the
+        """See `Heartbeats.look`. Seconds in which this process stood still do not count against the
         engine."""
         self._pulse.excuse_seconds(self._heartbeats.stood_still_s(now), now)
         return self._heartbeats.look(now)
 
     def judge(self, now: float) -> str:
-        """Find whether it is silent. Returns what has changed, in words; empty: nothing."""
+        """Find whether it is silent. Returns what has changed, in words; empty if nothing has."""
         stuck = self._pulse.doubtful_s(now) > SILENT_S
         was_silent, self.silent = self.silent, self._heartbeats.silent or stuck
         if self.silent == was_silent:
@@ -69,5 +69,5 @@ class Liveness:
         return f"has made no step for {SILENT_S:g} s" if stuck else "missed a heartbeat"
 
     def hangs(self, now: float) -> bool:
-        """It keeps no request that another engine can take."""
+        """Whether it hangs, so that it keeps no request that another engine can take."""
         return self._heartbeats.silent and self._heartbeats.missed_s(now) >= HANGS_S

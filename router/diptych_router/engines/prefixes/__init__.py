@@ -1,1 +1,1 @@
-"""Which engine holds which prefixes: what engines say of it, and what was just sent to them."""
+"""Which engine has which prefixes: by engines' reports, and by what was just sent to them."""

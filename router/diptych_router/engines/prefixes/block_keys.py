@@ -28,10 +28,10 @@ class BlockNaming(NamedTuple):
 
 
 def block_keys(request: EngineCoreRequest, tokens: Sequence[int], naming: BlockNaming) -> Keys:
-    """The keys of the full blocks of a prompt, as an engine computes them that names blocks so.
+    """Return the keys of the full blocks of a prompt, as an engine with this naming computes them.
 
     tokens: those of the prompt, and those that were generated since. A prompt of embeddings has no
-        keys that a router could know.
+    keys that a router could know.
     """
     salt, adapter = request.cache_salt, request.lora_request
     identity = salted(salt)

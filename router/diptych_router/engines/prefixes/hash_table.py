@@ -2,11 +2,11 @@
 
 A dict of Python's takes 120 bytes for an entry; this takes 12, and a look-up of 128 keys takes ten
 microseconds. It is open addressing in buckets of 8 places (Knuth, volume 3, 6.4): the highest bits
-of a key's product with a secret number name its bucket, so that nobody can choose prompts whose
-keys stand in each other's way. A key stands at the first free place of its bucket, or of the next
-bucket that is not full. A look-up compares all keys with a whole bucket each, which is one line of
-the processor's cache, and few keys have to look at a second one. A key is never taken out, because
-whatever stands behind it would be lost; its value becomes 0, and the next rebuild leaves it behind.
+of a key's product with a secret number select its bucket, so that nobody can choose prompts whose
+keys collide. A key is at the first free place of its bucket, or of the next bucket that is not
+full. A look-up compares all keys with a whole bucket each, which is one line of the processor's
+cache, and few keys need a second one. A key is never removed, because keys behind it would be lost;
+its value becomes 0, and the next rebuild drops it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Keys = NDArray[np.uint64]
 Values = NDArray[np.uint32]
 
 MAX_FILLED: Final = 0.7
-"""With more of its places filled, probing takes long."""
+"""If a larger share of its places is filled, probing takes long."""
 SMALLEST: Final = 1 << 10
 BYTES_PER_PLACE: Final = 12
 BUCKET: Final = 8
-"""Places."""
+"""The number of places in a bucket."""
 _KEY_BITS: Final = 64
 _KEY_MASK: Final = (1 << _KEY_BITS) - 1
 _FREE = np.uint64(0)
@@ -33,7 +33,7 @@ _INSTEAD_OF_FREE = np.uint64(1)
 
 
 class HashTable:
-    """Values are greater than 0; 0 means that there is none."""
+    """A map whose values are greater than 0; 0 means that there is none."""
 
     def __init__(self) -> None:
         self._secret = np.uint64(secrets.randbits(_KEY_BITS) | 1)
@@ -53,20 +53,20 @@ class HashTable:
 
     @property
     def values(self) -> Values:
-        """The values of all places, to be read or written; 0 where there is no key. Another array
-        after the next `put`."""
+        """The values of all places, to be read or written; 0 where there is no key. The array is
+        another one after the next `put`."""
         return self._values
 
     def keys(self) -> Keys:
-        """Those that have a value."""
+        """Return the keys that have a value."""
         return self._keys[self._values > 0]
 
     def get(self, keys: Keys) -> Values:
-        """The value of each key, 0 for those that have none."""
+        """Return the value of each key, 0 for those that have none."""
         return self._values[self._find(_sound(keys))]
 
     def get_one(self, key: int) -> int:
-        """The same of a single key, ten times as fast as a batch of one."""
+        """Return the same for a single key, ten times as fast as a batch of one."""
         key = key or int(_INSTEAD_OF_FREE)
         bucket = (key * int(self._secret) & _KEY_MASK) >> self._shift
         while True:
@@ -78,16 +78,15 @@ class HashTable:
             bucket = (bucket + 1) % len(self._buckets)
 
     def put(self, keys: Keys) -> NDArray[np.intp]:
-        """Put in the keys that are not there, without a value. Returns where in `values` the values
-        of all of them stand, until the next call. No key may be given twice.
-        """
+        """Add missing keys, without a value. Returns the positions in `values` of the values of all
+        of them, valid until the next call. No key may occur twice."""
         keys = _sound(keys)
         if self._num_filled + len(keys) > MAX_FILLED * len(self._keys):
             self._rebuild(len(keys))
         return self._place(keys)
 
     def places_of(self, keys: Keys) -> NDArray[np.intp]:
-        """Where the values of those keys stand that have been put in."""
+        """Return the positions of the values of those keys that exist."""
         places = self._find(_sound(keys))
         known: NDArray[np.intp] = places[self._keys[places] != _FREE]
         return known

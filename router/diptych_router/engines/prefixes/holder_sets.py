@@ -1,7 +1,7 @@
-"""Sets of engines by number, each kept once.
+"""Sets of engines by number, each stored once.
 
-The blocks of a prefix are nearly always held by the same engines, so a million blocks have few
-different sets, and a block needs only the number of its set.
+The blocks of a prefix nearly always have the same holders. So a million blocks have few different
+sets, and a block needs only the number of its set.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 EMPTY: Final = 0
-"""The number of the set of nobody."""
+"""The number of the empty set."""
 
 
 def run_starts(numbers: NDArray[np.uint32]) -> NDArray[np.intp]:
-    """Where a number stands that differs from the one before it; the first one always does."""
+    """Return the positions at which a number differs from the one before it; the first one always
+    does."""
     starts = np.empty(len(numbers), np.bool_)
     starts[:1] = True
     np.not_equal(numbers[1:], numbers[:-1], out=starts[1:])
@@ -37,18 +38,18 @@ class HolderSets:
 
     @property
     def num_bytes(self) -> int:
-        """What all sets take: each is an integer, and has a place in a list and in a dict."""
+        """The memory of all sets: each is an integer, and has a place in a list and in a dict."""
         return sum(map(getsizeof, self._bits)) + 8 * len(self._bits) + getsizeof(self._number_of)
 
     def bits(self, number: int) -> int:
         return self._bits[number]
 
     def with_engines(self, numbers: NDArray[np.uint32], engines: int) -> NDArray[np.uint32]:
-        """The numbers of these sets with some engines, as bits, in each."""
+        """Return the numbers of these sets after adding some engines, as bits, to each."""
         return self._mapped(numbers, engines, keep=-1)
 
     def without_engine(self, numbers: NDArray[np.uint32], engine: int) -> NDArray[np.uint32]:
-        """The numbers of these sets with the engine in none."""
+        """Return the numbers of these sets after removing the engine from each."""
         return self._mapped(numbers, 0, keep=~(1 << engine))
 
     def _mapped(self, numbers: NDArray[np.uint32], add: int, keep: int) -> NDArray[np.uint32]:

@@ -1,4 +1,4 @@
-"""What the engines of a fleet remember, as they tell it."""
+"""What the engines of a fleet have cached, by their own reports."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from diptych_router.engines.prefixes.prefix_index import MAX_BLOCKS, Match, Pref
 log = logging.getLogger(__name__)
 
 MAX_ENGINE_BLOCKS: Final = 2_000_000
-"""An engine that says to remember more is not believed, however many blocks it says to have."""
+"""An engine that reports more cached blocks is not believed, however many blocks it says it has."""
 MAX_ADAPTERS: Final = 1024
 MAX_IN_VAIN: Final = 600
-"""Messages that come in vain before the engine is asked anew, ten seconds of one that is at work:
-what it told of everything was lost, or was not believed."""
+"""How many messages are ignored before the engine is asked for everything again: ten seconds of a
+busy engine's messages. Its last complete report was lost, or was not believed."""
 MAX_REPEATS: Final = 3
-"""Likewise, of messages without changes, which come every few seconds."""
+"""The same for messages without changes, which come every few seconds."""
 NO_ADAPTERS: Final[Mapping[str, str]] = {}
 
 
@@ -34,20 +34,20 @@ class _Follower:
     place: int
     """The engine's number in the index."""
     number: int | None = None
-    """That of the last message; None: the next one that counts has everything."""
+    """The number of the last message; None: the next message must contain everything."""
     digest: int = FIRST_DIGEST
-    """The sum of what it has told: see `next_digest`."""
+    """The sum of what it has reported: see `next_digest`."""
     num_in_vain: int = 0
-    """Messages since `number` is None; one without changes counts as many of them."""
+    """Ignored messages since `number` is None; one without changes counts as many of them."""
     num_blocks: int = 0
-    """Blocks that it remembers."""
+    """The number of blocks that it has cached."""
     adapters: Mapping[str, str] = field(default_factory=dict)
     """Name -> digest."""
 
 
 class KnownPrefixes:
-    """An index by the engines' keys. It is never wrong for long: whoever misses a message, or hears
-    one that does not go with the others, forgets what it knew of that engine, and asks it for
+    """An index by the engines' keys. It corrects errors soon: if a message is missing, or
+    contradicts the others, it forgets what it knew of that engine, and the engine is asked for
     everything again."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
@@ -59,27 +59,28 @@ class KnownPrefixes:
 
     @property
     def num_blocks(self) -> int:
-        """Different blocks that some engine remembers."""
+        """The number of different blocks that some engine has cached."""
         return self._index.held.num_blocks
 
     @property
     def num_known(self) -> int:
-        """As `num_blocks`, with the blocks of prompts that were sent, some of them twice."""
+        """The same as `num_blocks`, plus the blocks of prompts that were sent, some of them counted
+        twice."""
         return self._index.num_known
 
     @property
     def num_bytes(self) -> int:
-        """What the index takes for them."""
+        """The memory of the index."""
         return self._index.held.num_bytes
 
     def take(
         self, engine: str, changes: PrefixChanges, most_blocks: int = MAX_ENGINE_BLOCKS
     ) -> bool:
-        """Take in a message. False: it does not go with those before it; the engine is to be asked
-        anew.
+        """Apply a message. False: it does not continue those before it, and the engine has to be
+        asked for everything again.
 
-        most_blocks: an engine cannot remember more. One that says so is not believed until it tells
-            everything again.
+        most_blocks: the most blocks that an engine can have cached. One that reports more is not
+        believed until it reports everything again.
         """
         follower = self._follower(engine)
         if changes.whole:
@@ -117,40 +118,41 @@ class KnownPrefixes:
         follower.num_blocks, follower.adapters = 0, {}
 
     def place(self, engine: str) -> int:
-        """The engine's place in what `match` returns, until it is forgotten."""
+        """Return the engine's place in the result of `match`, until it is forgotten."""
         return self._follower(engine).place
 
     def restarted(self, engine: str) -> None:
-        """Another process answers, which remembers nothing as yet."""
+        """Record that another process answers, which has nothing cached yet."""
         follower = self._follower(engine)
         self._index.forget_engine(follower.place)
         self._followers[engine] = _Follower(follower.place)
 
     def forget(self, engine: str) -> None:
-        """An engine is gone, and what it remembered with it."""
+        """Forget an engine that is gone, with everything that it had cached."""
         follower = self._followers.pop(engine, None)
         if follower is not None:
             self._index.forget_engine(follower.place)
             self._free_places.append(follower.place)
 
     def expect(self, engines: Iterable[str], keys: Keys) -> None:
-        """A prompt with these blocks was sent to some engines, which will remember them."""
+        """Record that a prompt with these blocks was sent to some engines, which will
+        cache them."""
         places = 0
         for engine in engines:
             places |= 1 << self._follower(engine).place
         self._index.expect(places, keys)
 
     def age(self) -> None:
-        """What was sent before the last call is no longer expected."""
+        """Forget expectations from before the last call."""
         self._index.age()
 
     def adapters(self, engine: str) -> Mapping[str, str]:
-        """Name -> digest of the content, of the adapters that an engine has."""
+        """Return name -> digest of the content of an engine's adapters."""
         follower = self._followers.get(engine)
         return NO_ADAPTERS if follower is None else follower.adapters
 
     def num_cached(self, engines: Iterable[str], keys: Keys) -> dict[str, int]:
-        """How many blocks of a prompt each of these engines has, from the first one on."""
+        """Return how many blocks of a prompt each of these engines has, from the first one on."""
         blocks = lengths(self.match(keys).soon, self.num_places)
         found = {}
         for engine in engines:
@@ -159,12 +161,13 @@ class KnownPrefixes:
         return found
 
     def match(self, keys: Keys) -> Match:
-        """Who has how many blocks of a prompt; engines are the bits of their places."""
+        """Return which engines have how many blocks of a prompt; engines are the bits of their
+        places."""
         return self._index.match(keys)
 
     @property
     def num_places(self) -> int:
-        """All places are below this number."""
+        """A number above all places."""
         return len(self._followers) + len(self._free_places)
 
     def _follower(self, engine: str) -> _Follower:
@@ -195,5 +198,5 @@ def _keys(data: bytes) -> Keys:
 
 
 def keys_of(block_hashes: Iterable[bytes]) -> Keys:
-    """The keys of blocks whose hashes these are."""
+    """Return the keys of blocks with these hashes."""
     return np.frombuffer(b"".join(found[:PREFIX_KEY_BYTES] for found in block_hashes), "<u8")

@@ -1,7 +1,8 @@
-"""Which adapters an engine has loaded: what it says of it, and what was just sent to it.
+"""Which adapters an engine has loaded: by its reports, and by what was just sent to it.
 
-An engine loads an adapter when its first request is scheduled. Until it says so, whoever got a
-request with the adapter counts as having it, lest a burst of them scatter. Pure: time is passed in.
+An engine loads an adapter when its first request is scheduled. Until the engine reports it, an
+engine that got a request with the adapter counts as having it, so that a burst of such requests
+stays together. The caller passes the time.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from collections.abc import Collection
 from typing import Final
 
 MAX_ADAPTERS: Final = 1024
-"""An engine that says to have more is not believed."""
+"""An engine that reports more is not believed."""
 EXPECTED_S: Final = 10.0
-"""For so long an adapter that was sent for counts as loaded, whatever the engine says."""
+"""How long an adapter that was sent for counts as loaded, whatever the engine reports."""
 
 
 class LoadedAdapters:
-    """Those of one engine, by their names."""
+    """The adapters of one engine, by name."""
 
     def __init__(self) -> None:
         self._told: frozenset[str] = frozenset()
@@ -24,13 +25,13 @@ class LoadedAdapters:
         """Until when each counts as loaded."""
 
     def tell(self, names: Collection[str], now: float) -> None:
-        """The engine says which adapters are loaded."""
+        """Apply the engine's report of its loaded adapters."""
         self._told = frozenset(names if len(names) <= MAX_ADAPTERS else ())
         if self._expected:
             self._expected = {name: end for name, end in self._expected.items() if end > now}
 
     def expect(self, name: str, now: float) -> None:
-        """A request with this adapter goes there."""
+        """Record that a request with this adapter goes there."""
         if name in self._expected or len(self._expected) < MAX_ADAPTERS:
             self._expected[name] = now + EXPECTED_S
 

@@ -1,7 +1,9 @@
-"""Block hashes and the engines that hold them: how much of a prompt each engine need not compute.
+"""Maps block hashes to the engines that hold them: how much of a prompt each engine need not
+compute.
 
-Exact up to the delay of the engines' events. Beside what engines say, the index has what was sent
-to them a moment ago and they will hold soon, so that a burst of like prompts stays together.
+It is exact up to the delay of the engines' events. Beside engines' reports, it contains what was
+sent to them a moment ago and they will hold soon, so that a burst of similar prompts stays
+together.
 """
 
 from __future__ import annotations
@@ -19,31 +21,33 @@ from diptych_router.engines.prefixes.holder_sets import HolderSets
 
 Lengths = NDArray[np.int32]
 Run = tuple[int, int]
-"""The first of blocks of a prompt that the same engines hold, and these engines as bits."""
+"""The first of consecutive blocks of a prompt that the same engines hold, and these engines as
+bits."""
 
 MAX_BLOCKS: Final = 10_000_000
-"""Beyond, what engines say they hold is not taken in: see `PrefixIndex.is_full`."""
+"""Beyond this, further reports are ignored: see `PrefixIndex.is_full`."""
 MAX_EXPECTED_BLOCKS: Final = 500_000
-"""Likewise, of what was sent to engines in one interval."""
+"""The same limit for what was sent to engines in one interval."""
 SPARE_SETS: Final = 4096
-"""Sets that nobody refers to any more, before they are looked for."""
+"""How many unused sets may accumulate before they are removed."""
 NOBODY: Final[list[Run]] = [(0, 0)]
 
 
 Leading = tuple[int, int]
-"""A number of blocks, and the engines that have so many of a prompt from the first one on."""
+"""A number of blocks, and the engines that have this many of a prompt from the first one on."""
 
 
 class Match(NamedTuple):
-    """Who has how much of a prompt, the least first; each engine that has any of it once."""
+    """Which engines have how much of a prompt, the least first; each engine that has any of it
+    once."""
 
     soon: list[Leading]
-    """With what was sent there a moment ago."""
+    """Including what was sent there a moment ago."""
     now: list[Leading]
 
     @property
     def longest(self) -> int:
-        """Blocks that somebody has, or will have soon."""
+        """The most blocks that any engine has, or will have soon."""
         return self.soon[-1][0] if self.soon else 0
 
 
@@ -59,20 +63,21 @@ class BlockHolders:
         """Different blocks that somebody holds."""
 
     def add(self, engine: int, hashes: Keys) -> int:
-        """An engine holds these blocks now. Returns how many of them it did not hold before."""
+        """Record that an engine holds these blocks. Returns how many of them it did not hold
+        before."""
         if not len(hashes):
             return 0
         return self.add_chain(1 << engine, np.unique(hashes))
 
     def add_chain(self, engines: int, hashes: Keys) -> int:
-        """Some engines, as bits, hold these blocks of one prompt now, which are all different.
-        Returns as `add`."""
+        """Record that some engines, as bits, hold these blocks of one prompt, which are all
+        different. Returns as `add`."""
         places = self._table.put(hashes)
         old = self._table.values[places]
         return self._change(places, old, self._sets.with_engines(old, engines))
 
     def remove(self, engine: int, hashes: Keys) -> int:
-        """It holds these no more. Returns how many of them it held."""
+        """Record that it no longer holds these blocks. Returns how many of them it held."""
         places = np.unique(self._table.places_of(hashes))
         if not len(places):
             return 0
@@ -80,21 +85,22 @@ class BlockHolders:
         return self._change(places, old, self._sets.without_engine(old, engine))
 
     def forget_engine(self, engine: int) -> None:
-        """It holds nothing any more."""
+        """Record that it no longer holds anything."""
         values = self._table.values
         used = np.arange(len(self._sets), dtype=np.uint32)
         values[:] = self._sets.without_engine(used, engine)[values]
         self.num_blocks = int(np.count_nonzero(values))
 
     def runs(self, hashes: Keys) -> list[Run]:
-        """Who holds the blocks of a prompt, from the first one on."""
+        """Return the holders of the blocks of a prompt, from the first one on."""
         sets = self._table.get(hashes)
         starts = [0, *((sets[1:] != sets[:-1]).nonzero()[0] + 1).tolist()]
         return [(at, self._sets.bits(int(sets[at]))) for at in starts]
 
     def runs_of_whole(self, hashes: Keys) -> list[Run]:
-        """The same where whoever holds a block of a prompt holds all before it. So of two blocks
-        with the same holders all between them have these too, and few blocks need a look."""
+        """Return the same, where each holder of a block of a prompt holds all blocks before it. So
+        if two blocks have the same holders, all blocks between them have these too, and few blocks
+        need a look-up."""
         at, last = 0, len(hashes) - 1
         here, end = self._set_of(hashes, at), self._set_of(hashes, last)
         runs = [(at, self._sets.bits(here))]
@@ -115,12 +121,12 @@ class BlockHolders:
 
     @property
     def num_bytes(self) -> int:
-        """What the table and the sets take."""
+        """The memory of the table and the sets."""
         return self._table.num_places * BYTES_PER_PLACE + self._sets.num_bytes
 
     @property
     def num_sets(self) -> int:
-        """Different sets of engines, also of those that nobody refers to any more."""
+        """The number of different sets of engines, including unused ones."""
         return len(self._sets)
 
     def _change(
@@ -153,18 +159,18 @@ class PrefixIndex:
 
     @property
     def num_known(self) -> int:
-        """Blocks that are held or expected; those that are both count as two."""
+        """Blocks that are held or expected; those that are both count twice."""
         newest, before = self._expected
         return self.held.num_blocks + newest.num_blocks + before.num_blocks
 
     def expect(self, engines: int, hashes: Keys) -> None:
-        """A prompt with these blocks, of which the first is the prompt's first one, was sent to
-        some engines, as bits."""
+        """Record that a prompt with these blocks, beginning with its first one, was sent to some
+        engines, as bits."""
         if self._expected[0].num_blocks < MAX_EXPECTED_BLOCKS and len(hashes):
             self._expected[0].add_chain(engines, hashes)
 
     def age(self) -> None:
-        """Forget what was sent before the last call: engines have said by now what they hold."""
+        """Forget what was sent before the last call, because engines have reported it by now."""
         self._expected = [BlockHolders(), self._expected[0]]
 
     def forget_engine(self, engine: int) -> None:
@@ -172,7 +178,7 @@ class PrefixIndex:
             holders.forget_engine(engine)
 
     def match(self, hashes: Keys) -> Match:
-        """Who has a prompt's blocks from the first one on, without a gap.
+        """Return which engines have a prompt's blocks from the first one on, without a gap.
 
         hashes: the chained hashes of the prompt's full blocks.
         """
@@ -213,7 +219,7 @@ def _leading(runs: Sequence[Run], num_blocks: int) -> list[Leading]:
 
 
 def lengths(found: Sequence[Leading], num_engines: int) -> Lengths:
-    """[num_engines] How many blocks of a prompt each engine has."""
+    """Return [num_engines], how many blocks of a prompt each engine has."""
     blocks = np.zeros(num_engines, np.int32)
     for length, engines in found:
         blocks[members(engines, num_engines)] = length
@@ -221,7 +227,7 @@ def lengths(found: Sequence[Leading], num_engines: int) -> Lengths:
 
 
 def members(bits: int, num_engines: int) -> NDArray[np.bool_]:
-    """[num_engines]: which engines are in a set."""
+    """Return [num_engines], which engines are in a set."""
     data = (bits & ((1 << num_engines) - 1)).to_bytes(-(-num_engines // 8), "little")
     unpacked = np.unpackbits(np.frombuffer(data, np.uint8), count=num_engines, bitorder="little")
     return unpacked.view(np.bool_)

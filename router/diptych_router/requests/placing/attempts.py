@@ -1,7 +1,7 @@
-"""A request's attempts: begun or put off, handed over, begun anew, and ended.
+"""The attempts of requests: they begin or are delayed, are handed over, begin again, and end.
 
-Each step writes the request's record, and returns what is to be done. `RequestTable` says when to
-take it. There is no I/O here but the log.
+Each step writes the request's record, and returns the actions to take. `RequestTable` decides when
+to take it. There is no I/O here but the log.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ LEAST_PATIENCE_S: Final = 30.0
 MARGIN: Final = 8.0
 """What is expected may take so many times as long."""
 SLOW_TOKEN_S: Final = 0.02
-"""Where the policy says nothing of seconds: a token of a prompt may take so long."""
+"""The time for each token of a prompt, if the policy gives no seconds."""
 BEFORE_TOKEN: Final = ("wait_s", "compute_s", "transfer_s", "room_s", "adapter_s", FETCH)
-"""Terms of a decision that a request waits for before a token comes."""
+"""Terms of a decision that delay a request's first token."""
 
 _ERRORS: Final[Mapping[Setback, type[DiptychError]]] = {
     Setback.FULL: EngineOverloadedError,
@@ -55,7 +55,7 @@ _ERRORS: Final[Mapping[Setback, type[DiptychError]]] = {
 
 
 class Attempts:
-    """Takes each request on, places it with engines, and lets it go when it is over."""
+    """Accepts each request, places it with engines, and removes it when it is over."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class Attempts:
         random_bits: Callable[[int], int],
         first_token_s: float,
     ) -> None:
-        """`requests`: all that are open, by their own ids; who ends is removed from them, from
-        `held` and from `placements`. The rest: see `RequestTable`."""
+        """`requests`: all open requests, by their own ids. A request that ends is removed from
+        them, from `held` and from `placements`. The other arguments: see `RequestTable`."""
         self._fleet = fleet
         self._requests = requests
         self._held = held
@@ -81,7 +81,7 @@ class Attempts:
     # --- the beginning ------------------------------------------------------------------------
 
     def take_on(self, routed: RoutedRequest, now: float) -> list[Action]:
-        """Begin a request that has just come, or refuse it if its promise could not be kept."""
+        """Begin a request that has just arrived, or refuse it if its promise could not be kept."""
         if routed.original.deadline_ms is None:
             return self.begin(routed, now)
         decision = self._fleet.choose(routed.view)
@@ -109,7 +109,8 @@ class Attempts:
     ) -> list[Action]:
         """Start an attempt with what is known so far, or wait until that is possible.
 
-        before: what went wrong with the attempt before this one. decision: where, if that is clear.
+        before: what went wrong with the previous attempt. decision: the engines, if they are
+        already chosen.
         """
         if routed.record.num_attempts == 0 and self._tenants.accounts.several:
             routed.crowded = self._tenants.is_crowded(routed.account.tenant)
@@ -127,7 +128,7 @@ class Attempts:
         return self._start(routed, view, decision, prefill, decode, now)
 
     def begin_crowded(self, now: float) -> list[Action]:
-        """Let those go on whose tenant's turn it is."""
+        """Begin requests whose tenant is next in turn."""
         actions: list[Action] = []
         full = self._tenants.crowded()
         while (routed := self._held.next_crowded(full)) is not None:
@@ -220,7 +221,7 @@ class Attempts:
     # --- another engine's turn ----------------------------------------------------------------
 
     def hand_over(self, routed: RoutedRequest, now: float) -> list[Action]:
-        """An engine lends its KV: let the next one take over."""
+        """Let the next engine take over, because the present one lends its KV."""
         taker = self._taker(routed)
         if taker is None:
             return self.retry(routed, Setback.MOVE, "no decode engine can take it over", now)
@@ -248,7 +249,7 @@ class Attempts:
         return self._fleet.successor(str(fingerprint)) or planned
 
     def retry(self, routed: RoutedRequest, setback: Setback, why: str, now: float) -> list[Action]:
-        """Give a request another chance elsewhere, or end it with an error."""
+        """Begin another attempt elsewhere, or end the request with an error."""
         record = routed.record
         log.warning("request %s, attempt %d: %s", routed.request_id, record.num_attempts, why)
         again = routed.set_back(setback)
@@ -263,7 +264,7 @@ class Attempts:
     # --- the end ------------------------------------------------------------------------------
 
     def fail(self, routed: RoutedRequest, error: DiptychError, now: float) -> list[Action]:
-        """End a request with an error, which its user is told."""
+        """End a request with an error for its user."""
         of_load = isinstance(error, EngineOverloadedError)
         self._promises.saw_failure(routed.record, now, of_load=of_load)
         return self._end_with(routed, "error", error, now)
@@ -282,7 +283,7 @@ class Attempts:
         error: str = "",
         error_type: str = "",
     ) -> list[Action]:
-        """A request is over."""
+        """End a request."""
         del self._requests[routed.request_id]
         self._held.release(routed.request_id)
         self._placements.leave(routed)
@@ -306,7 +307,7 @@ def _unannounce(routed: RoutedRequest) -> list[Action]:
 def patience_s(
     terms: Mapping[str, float], prompt_tokens: int, least_s: float = LEAST_PATIENCE_S
 ) -> float:
-    """How long to wait for the token that an engine of an attempt is to bring.
+    """Return seconds for each engine of an attempt.
 
     terms: `Decision.terms`. prompt_tokens: of the request.
     """

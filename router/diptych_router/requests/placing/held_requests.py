@@ -1,6 +1,6 @@
 """Requests that wait, each for a limited time: for an engine, or for their tenant's turn.
 
-Pure: time is passed in.
+The caller passes the time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from diptych_router.requests.routed_request import RoutedRequest
 
 
 class HeldRequests:
-    """By urgency: priority, then deadline. A tenant's turn comes by what it was served."""
+    """Waiting requests by urgency: priority, then deadline. The turn of a tenant depends on how
+    much it was served."""
 
     def __init__(self, hold_seconds: float, max_held: int, tenants: FairShare) -> None:
         self.hold_seconds = hold_seconds
@@ -30,15 +31,16 @@ class HeldRequests:
         return len(self._held)
 
     def __iter__(self) -> Iterator[RoutedRequest]:
-        """Those that wait now, the most urgent first."""
+        """The requests that wait now, the most urgent first."""
         return iter(sorted(self._held.values(), key=_urgency))
 
     def add(self, routed: RoutedRequest, now: float, why: str = "no engine is usable") -> float:
-        """Let a request wait until the time is up that it has for that, which is returned.
+        """Let a request wait until the end of its time for that, which is returned.
 
-        Raises `EngineOverloadedError` if requests do not wait here, or if too many do already;
-        the latter turns nobody away who was taken on before. Engines that are there and full turn
-        away who has nothing yet: a queue here, before theirs, would only hide the overload.
+        Raises `EngineOverloadedError` if requests do not wait here, or if too many do already. The
+        latter refuses no request that was accepted before. If engines exist and are full, they
+        refuse a request without any output: a queue here, before theirs, would only hide the
+        overload.
         """
         if routed.full and not routed.generated:
             raise EngineOverloadedError("no other engine has room; retry later")
@@ -65,15 +67,15 @@ class HeldRequests:
         return any(len(lane) > len(mine) + 1 for lane in self._lanes.values())
 
     def surplus(self, newcomer: RoutedRequest) -> RoutedRequest | None:
-        """One to turn away after all, because too many wait with this one: the least urgent of who
-        has most here, of those that were not taken on before."""
+        """Return a request to refuse after all, because too many wait with this one: the least
+        urgent one of the tenant that has most here, of those that were not accepted before."""
         if len(self) <= self._max_held or newcomer.record.num_attempts > 0:
             return None
         longest = max(self._lanes.values(), key=len)
         return next((r for r in reversed(longest) if r.record.num_attempts == 0), None)
 
     def release(self, request_id: str) -> bool:
-        """A request waits no more; False if it did not."""
+        """End the waiting of a request; False if it did not wait."""
         routed = self._held.pop(request_id, None)
         if routed is None:
             return False
@@ -90,14 +92,14 @@ class HeldRequests:
         return True
 
     def next_crowded(self, still_crowded: Collection[str]) -> RoutedRequest | None:
-        """Whose turn is next of those that wait for it: of the tenant that was served least, but of
-        none of these."""
+        """Return the next request that waits for its tenant's turn: of the tenant that was served
+        least, but of none of these."""
         firsts = [lane[0] for tenant, lane in self._lanes.items() if tenant not in still_crowded]
         crowded = [routed for routed in firsts if routed.crowded]
         return min(crowded, key=lambda routed: routed.account.served, default=None)
 
     def overdue(self, now: float) -> list[RoutedRequest]:
-        """Those whose time is up."""
+        """Return the requests whose time is up."""
         return [r for r in self if r.hold_until is not None and r.hold_until <= now]
 
 

@@ -1,4 +1,4 @@
-"""Which engine has which request, and what each request costs there."""
+"""Which engine has which request, and how each request counts there."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from diptych_router.requests.routed_request import MAX_LATE, RoutedRequest, Stag
 
 
 class Charge(NamedTuple):
-    """What a request adds to the accounts of engines, until it leaves."""
+    """The work that a request adds to the accounts of engines, until it leaves."""
 
     tokens: int
     engine: Engine
     planned: Engine | None
-    """The engine that is to take it over, if it is at another one."""
+    """The engine that is to take it over, if that is another one."""
 
 
 @dataclass(slots=True)
 class Placements:
     """Requests at engines, and the accounts of these engines and of tenants.
 
-    A request is charged from `place` until `leave`. In between, its engine may say its last word
-    about it (`silence`), before the next engine takes over.
+    A request is charged from `place` until `leave`. In between, its engine may end its part
+    (`silence`), before the next engine takes over.
     """
 
     tenants: TenantPlaces
@@ -36,11 +36,11 @@ class Placements:
     """By the request's own id."""
 
     def at(self, engine: str) -> list[RoutedRequest]:
-        """What this engine has."""
+        """Return the requests at this engine."""
         return [routed for routed in self.by_core_id.values() if routed.engine == engine]
 
     def late(self, now: float) -> list[RoutedRequest]:
-        """Those whose engines should have brought a token by now."""
+        """Return the requests whose engines should have brought a token by now."""
         return [routed for routed in self.by_core_id.values() if routed.first_token_by <= now]
 
     def place(
@@ -51,7 +51,8 @@ class Placements:
         now: float,
         planned: Engine | None = None,
     ) -> None:
-        """Put a request to an engine's account, and to that of the one to take over later."""
+        """Charge a request to an engine's account, and to that of the engine that
+        takes over later."""
         self.leave(routed)
         routed.place(engine.key, stage)
         if routed.late < MAX_LATE:
@@ -67,11 +68,11 @@ class Placements:
             planned.charge(tokens, planned=1)
 
     def silence(self, routed: RoutedRequest) -> None:
-        """Its engine has said its last word about it, and is not heard again."""
+        """Record that its engine has sent its last output; later ones are ignored."""
         del self.by_core_id[routed.core_id]
 
     def leave(self, routed: RoutedRequest) -> None:
-        """It is at no engine any more."""
+        """Record that it is at no engine any more."""
         charge = self.charges.pop(routed.request_id, None)
         if charge is not None:
             charge.engine.charge(-charge.tokens)

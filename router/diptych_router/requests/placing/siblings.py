@@ -1,8 +1,8 @@
-"""Several answers to one prompt: one goes ahead, and the others find its KV where it has been.
+"""Several answers to one prompt: one begins first, and the others reuse its KV.
 
-All of them at once would compute the prompt, and ship it, once for each answer. So the others begin
-when the first one decodes: prefill then remembers all of the prompt but its last block, and so does
-decode, and they take the same way if it is still open.
+If all began at once, the prompt would be computed and transferred once for each answer. So the
+others begin when the first one decodes. Then prefill has cached all of the prompt but its last
+block, and so has decode. The others use the same engines if these may still get requests.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from diptych_router.requests.routed_request import RoutedRequest
 
 @dataclass(slots=True)
 class Siblings:
-    """Who waits for whom. Whatever becomes of the one that goes ahead, the others go on."""
+    """Tracks which requests wait for which one. Whatever happens to the first one, the others
+    continue."""
 
     followers: dict[str, tuple[RoutedRequest, list[RoutedRequest]]] = field(default_factory=dict)
     """By the id of who goes ahead: itself, and who waits for it."""
 
     def wait(self, routed: RoutedRequest, leader: RoutedRequest | None) -> bool:
-        """Let a request wait for another answer to its prompt; False: that need not be."""
+        """Let a request wait for another answer to its prompt; False if that is not necessary."""
         if leader is None or leader.has_decoded:
             return False
         self.followers.setdefault(leader.request_id, (leader, []))[1].append(routed)
@@ -31,7 +32,8 @@ class Siblings:
     def take_ready(
         self, requests: Mapping[str, RoutedRequest]
     ) -> list[tuple[RoutedRequest, RoutedRequest]]:
-        """Who need wait no longer, each with the one that went ahead, of all open requests."""
+        """Return the requests that need not wait any longer, each with the first one, of all open
+        requests."""
         ready = []
         for name, (leader, followers) in list(self.followers.items()):
             open_still = requests.get(name) is leader
@@ -42,7 +44,7 @@ class Siblings:
 
 
 def same_way(leader: RoutedRequest, is_open: Callable[[str], bool]) -> Decision | None:
-    """The engines that the one ahead went to, if they may get requests still."""
+    """Return the engines of the first one, if they may still get requests."""
     prefill, decode = leader.prefill_engine, leader.decode_engine
     if not decode or not is_open(decode) or (prefill and not is_open(prefill)):
         return None

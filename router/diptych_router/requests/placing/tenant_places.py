@@ -1,4 +1,4 @@
-"""How many requests of which tenant are at the engines, and when those are too many. Pure."""
+"""Counts how many requests of each tenant are at the engines, and limits them."""
 
 from __future__ import annotations
 

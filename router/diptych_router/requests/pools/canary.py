@@ -1,6 +1,6 @@
 """Sends one canary: a real request of random tokens through a prefill and a decode engine.
 
-An engine that has failed too often, and for which there is no partner, gets a smaller one alone.
+An engine that has failed too often, and for which there is no partner, gets a smaller canary alone.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ and engines that were added because there are too many of those must be verified
 that does not work ends sooner, by the hinge's own deadlines."""
 
 PROBE_TIMEOUT_S = 30.0
-"""Time limit of the canary that closes a breaker: the next one comes by itself."""
+"""Time limit of the canary that closes a breaker. It can be short, because another one follows."""
 PROBE_TOKENS = 4
 TOLD_S = 5.0
-"""An engine that does not say what each request has received says within this time how much has
-come in all."""
+"""An engine that does not report what each request has received reports within this time how much
+it has received in total."""
 ALTERNATIVES = 4
-"""How many other tokens an engine is asked about for each that it generates alone."""
+"""How many other tokens an engine reports for each that it generates alone."""
 
 Release = Callable[[str, dict[str, Any]], None]
 """Gives back a lease that nobody will read. Takes a request id and `kv_transfer_params`; does not
-wait."""
+block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +60,13 @@ class _Findings:
     received: KVTransferStats
     """What the decode engine received meanwhile, for this or any other request."""
     computed: int
-    """Tokens of the prompt that the decode engine computed itself, as far as it says."""
+    """Tokens of the prompt that the decode engine computed itself, if it reports them."""
     error: str
-    """What is wrong with the answer; empty: nothing is."""
+    """What is wrong with the answer; empty if nothing is."""
 
 
 async def run_canary(prefill: EngineLink, decode: EngineLink, release: Release) -> CanaryReport:
-    """Send a canary and say how it went; never raises for what engines do."""
+    """Send a canary and return its outcome. Never raises because of an engine."""
     report = CanaryReport(
         prefill=prefill.name,
         decode=decode.name,
@@ -112,10 +112,10 @@ async def run_canary(prefill: EngineLink, decode: EngineLink, release: Release) 
 async def probe(
     engine: EngineLink, others: Sequence[EngineLink], release: Release, *, pairs: bool
 ) -> str:
-    """What is wrong with it; empty: nothing is. Never raises for what engines do.
+    """Return what is wrong with an engine; empty if nothing is. Never raises because of an engine.
 
-    others: engines that work. pairs: one of them is to be its partner in a hand-off, as in a
-        canary; otherwise, or if none of them fits, the engine is asked for one token.
+    others: engines that work. pairs: one of them becomes its partner in a hand-off, as in a canary.
+    Otherwise, or if none of them fits, the engine is asked for one token.
     """
     fit = [x for x in others if x.role != engine.role and x.fingerprint == engine.fingerprint]
     about = engine.description

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class HealthWatch:
-    """What became of requests at the engines, and what follows from it."""
+    """Judges engines by the outcomes of their requests, and decides which are left out."""
 
     def __init__(
         self,
@@ -31,9 +31,9 @@ class HealthWatch:
         on_change: Callable[[], None],
         pairs: bool,
     ) -> None:
-        """links: by their keys, as they are now. usable: an engine may get requests, whatever its
-        health is. spawn: runs something beside everything else. on_change: an engine may be well
-        again. pairs: see `probe`."""
+        """links: the present engines by their keys. usable: whether an engine may get requests,
+        apart from its health. spawn: runs a coroutine in the background. on_change: called when an
+        engine may be well again. pairs: see `probe`."""
         self._links, self._usable = links, usable
         self._release, self._spawn, self._on_change = release, spawn, on_change
         self._pairs = pairs
@@ -41,15 +41,15 @@ class HealthWatch:
         self._full = FullEngines(self._stats_of)
 
     def add(self, key: str) -> None:
-        """A new address."""
+        """Add a new address."""
         self._book.add(key, time.monotonic())
 
     def forget(self, key: str) -> None:
-        """Discovery does not name this address any more."""
+        """Forget an address that discovery no longer names."""
         self._book.forget(key)
 
     def of(self, key: str) -> EngineHealth:
-        """Raises `KeyError` for an address that is not known."""
+        """Return an engine's health. Raises `KeyError` for an unknown address."""
         return self._book.engines[key]
 
     # --- what becomes of requests: see `Fleet` ------------------------------------------------
@@ -70,7 +70,7 @@ class HealthWatch:
         self._full.refused(key, time.monotonic())
 
     def full(self, now: float) -> set[str]:
-        """Who has refused a request a moment ago, and has not reported room since."""
+        """The engines that refused a request a moment ago, and have not reported room since."""
         return self._full.now(now)
 
     def _stats_of(self, key: str) -> SchedulerStats | None:
@@ -80,7 +80,7 @@ class HealthWatch:
     # --- what follows -------------------------------------------------------------------------
 
     def look(self, now: float) -> None:
-        """Try engines whose breakers have been open for long enough. Call it every second or so,
+        """Try engines whose breakers have been open for long enough. Call it about every second,
         and when engines come or go."""
         ready = {x.key for x in self._links.values() if x.open_to_work and not x.silent}
         for key in self._book.canaries_due(ready, now):

@@ -1,4 +1,5 @@
-"""Both pools as one router sees them: who is there, who may get requests, and why not."""
+"""Both pools as one router sees them: which engines exist, which may get requests, and why others
+may not."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from diptych_protocol import (
 from diptych_protocol.wire import PrefixChanges
 from diptych_router.choosing.first_token import FirstToken
 from diptych_router.choosing.fleet_table import ANY_REQUEST, FleetTable
-from diptych_router.choosing.policies import POLICIES
+from diptych_router.choosing.policies import policy_of
 from diptych_router.choosing.policy import Decision, RequestView
 from diptych_router.engines.descriptions import compat_mismatch
 from diptych_router.engines.discovery import Target, resolve_soon
@@ -43,11 +44,11 @@ DISCOVERY_INTERVAL_S = 1.0
 STATS_TIMEOUT_S = 1.0
 NOTIFY_TIMEOUT_S = 5.0
 EXPECTED_S = 10.0
-"""How long, at least, a prompt that was sent counts as remembered, before its engine says so."""
+"""How long, at least, a prompt that was sent counts as cached, before its engine reports it."""
 
 
 class Pools:
-    """Follows discovery, `serving.json` and the engines' own words; verifies who is new."""
+    """Follows discovery, `serving.json` and the engines' reports, and verifies new engines."""
 
     def __init__(
         self,
@@ -74,8 +75,9 @@ class Pools:
         self._serving = ServingFile(serving)
         self._on_change, self._on_outputs = on_change, on_outputs
         self._on_lost, self._on_hang = on_lost, on_hang
-        self.fleet = FleetTable(POLICIES[config.policy], Random().randrange, config.disaggregate)
-        self._follows_prefixes = config.policy == "prefix_aware"
+        policy, self.refused_settings = policy_of(config)
+        self.fleet = FleetTable(policy, Random().randrange, config.disaggregate)
+        self._follows_prefixes = policy.reads_prefixes
         self._followed: dict[str, int] = {}
         """Key -> which connection the engine was last greeted over: `EngineLink.times_up`."""
         self._age_at = 0.0
@@ -104,7 +106,7 @@ class Pools:
             link.close()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run something beside everything else, until it ends or the pools are closed."""
+        """Run a coroutine in the background, until it ends or the pools are closed."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finish_task)
@@ -121,14 +123,14 @@ class Pools:
         return self._serving.serving
 
     def of(self, role: Role) -> list[EngineLink]:
-        """The engines of a pool that are up."""
+        """Return the engines of a pool that are up."""
         return [link for link in self.links.values() if link.role == role and link.up]
 
     def verified(self, link: EngineLink) -> bool:
         return self._verification.verified(link)
 
     def usable(self, link: EngineLink) -> bool:
-        """It may get new requests."""
+        """Whether it may get new requests."""
         admits = self._serving.serving.admits
         return link.open_to_work and admits(link.revision) and self._trusted(link)
 
@@ -143,14 +145,14 @@ class Pools:
         return self.links.get(key)
 
     def may_begin_at(self, key: str) -> bool:
-        """This engine may get new requests, and does not hang."""
+        """Whether this engine may get new requests, and does not hang."""
         return self._may_get_work(key) and not self.links[key].is_bad
 
     def choose(
         self, request: RequestView = ANY_REQUEST, full: Collection[str] = ()
     ) -> Decision | None:
-        """As `FleetTable.choose`, for the engines that are usable now. Those that have refused a
-        request a moment ago are asked if nobody else has room."""
+        """Do the same as `FleetTable.choose`, for the engines that are usable now. Those that
+        refused a request a moment ago are tried if no other has room."""
         now = time.monotonic()
         refusing = self.health.full(now)
         if refusing:
@@ -175,11 +177,12 @@ class Pools:
         return key in self.links and self.usable(self.links[key])
 
     def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
-        """When the first token is expected after this choice; None: too little is known."""
+        """Return when the first token is expected after this choice; None if too
+        little is known."""
         return self.fleet.first_token(request, decision)
 
     def placed(self, request: RequestView, decision: Decision) -> None:
-        """A request goes to these engines, which will have the KV of its prompt."""
+        """Record that a request goes to these engines, which will have the KV of its prompt."""
         self.fleet.placed(request, decision, time.monotonic())
 
     def went_well(self, *keys: str) -> None:
@@ -195,15 +198,15 @@ class Pools:
         self.health.was_full(key)
 
     def take_prefixes(self, link: EngineLink, changes: PrefixChanges) -> None:
-        """An engine tells what it remembers."""
+        """Apply an engine's report of its cached prefixes."""
         most = link.description.num_blocks if link.description is not None else 0
         if not self.fleet.take_prefixes(link.key, changes, most):
             link.follow_prefixes()
 
     def successor(self, fingerprint: str) -> EngineLink | None:
-        """A decode engine that may take over KV of this fingerprint.
+        """Return a decode engine that may take over KV of this fingerprint.
 
-        A revision that gets no new requests still keeps its streams, so its engines may inherit.
+        A revision that gets no new requests still keeps its streams, so its engines may take over.
         """
         fit = [
             link.key
@@ -214,7 +217,7 @@ class Pools:
         return self.links[chosen] if chosen is not None else None
 
     def supported_tasks(self) -> tuple[str, ...]:
-        """What every engine that is up can do.
+        """Return what every engine that is up can do.
 
         Raises `EngineOverloadedError` while there is none.
         """
@@ -224,7 +227,7 @@ class Pools:
         return tuple(task for task in known[0] if all(task in tasks for tasks in known))
 
     def usable_engines(self) -> list[EngineDescription]:
-        """What the usable engines of both pools say of themselves."""
+        """The descriptions of the usable engines of both pools."""
         return [
             link.description
             for link in self.links.values()
@@ -232,18 +235,21 @@ class Pools:
         ]
 
     def num_decoding(self) -> int:
-        """Engines of the decode pool that may get new requests."""
+        """The number of decode engines that may get new requests."""
         return sum(self.usable(link) for link in self.of("decode"))
 
     def draining(self) -> list[EngineLink]:
-        """Decode engines that leave."""
+        """Return the decode engines that are draining."""
         return [link for link in self.of("decode") if link.stats.draining]
 
     def why_not_ready(self) -> str:
-        """Empty once a pair was usable, as long as a decode engine is; in words otherwise.
+        """Return an empty text once a pair was usable, as long as a decode engine is; otherwise the
+        reason.
 
         Pools that are empty on purpose are ready too, if requests may wait for them to wake up.
         """
+        if self.refused_settings:
+            return "; ".join(f"{each.setting}: {each.why}" for each in self.refused_settings)
         if self.serving.asleep and self._config.hold_seconds > 0:
             return ""
         if not self.had_pair:
@@ -253,7 +259,8 @@ class Pools:
         return ""
 
     def may_hold(self) -> bool:
-        """There were engines a moment ago: requests that come now may see them come back."""
+        """Whether there were engines a moment ago, so that new requests may wait for
+        their return."""
         idle_s = time.monotonic() - self._usable_at
         return self.had_pair and idle_s < self._config.hold_seconds
 
@@ -365,7 +372,7 @@ class Pools:
     # --- what all engines are asked or told ----------------------------------------------------
 
     async def refresh_stats(self) -> None:
-        """Ask every engine for its statistics now; one that is silent keeps its last ones."""
+        """Ask every engine for its present statistics; a silent one keeps its last ones."""
         up = [link for link in self.links.values() if link.up]
         answers = await asyncio.gather(
             *(link.refresh_stats(STATS_TIMEOUT_S) for link in up), return_exceptions=True
@@ -375,7 +382,7 @@ class Pools:
                 log.debug("no statistics from %s: %s", link.name, answer)
 
     async def call_each(self, method: str, *args: Any) -> list[Any]:
-        """A utility call to every engine that is up, one after the other.
+        """Make a utility call to every engine that is up, one after the other.
 
         Raises what `CoreClient.call` raises.
         """
@@ -386,12 +393,12 @@ class Pools:
         return {f"{link.role}/{link.name}": link.stats for link in self.links.values()}
 
     def release(self, request_id: str, params: dict[str, Any]) -> None:
-        """Have a lease freed that is not needed, without waiting for the answer."""
+        """Free a lease that is not needed, without waiting for the answer."""
         if not self._closed:
             self.spawn(self.reject(request_id, params))
 
     async def reject(self, request_id: str, params: dict[str, Any]) -> None:
-        """Have a lease freed; its expiry is the safety net."""
+        """Free a lease. If that fails, it expires."""
         those = self._who_frees(params)
         if not those:
             log.warning("request %s: lease not released: nobody is up who can", request_id)

@@ -1,11 +1,12 @@
-"""Which engines have proven that the hinge works through them, and what to try next. Pure.
+"""Decides which engines are verified for hand-offs, and which pairs to try next.
 
-    NEW ──due──▶ ON TRIAL ──blocks crossed──▶ VERIFIED
+    NEW ──due──▶ ON TRIAL ──blocks arrived──▶ VERIFIED
      ▲               │
      └── back-off ───┘ it failed, or took too long
 
-One trial is one real request through a pair; it proves both engines at once. An engine is known by
-its epoch, so a restarted one is new. Verified engines stay so, and lend themselves as partners.
+A trial is a real request through a pair, which verifies both engines at once. An engine is
+identified by its epoch, so a restarted one is new. Verified engines stay verified, and serve as
+partners. This module performs no I/O.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ FIRST_RETRY_S = 0.5
 LONGEST_RETRY_S = 30.0
 
 PROMPT_BLOCKS = 2
-"""Full blocks of a canary's prompt; one token more begins a third."""
+"""Full blocks of a canary's prompt. One more token begins a third block."""
 OUTPUT_TOKENS = 4
 NEARLY = 0.1
-"""Log-probabilities that differ by less are those of tokens that are about as likely."""
+"""Tokens whose log-probabilities differ by less count as equally likely."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class _Record:
 
 
 class TrialBook:
-    """The trials of one router. Time is passed in, in seconds of any clock."""
+    """The trials of one router. The caller passes the time, in seconds of any clock."""
 
     def __init__(self) -> None:
         self._records: dict[str, _Record] = {}
@@ -74,10 +75,11 @@ class TrialBook:
         }
 
     def due(self, candidates: Sequence[Candidate], now: float) -> list[Trial]:
-        """Trials to begin now; each must be reported to `ended`.
+        """Return trials to begin now. Each must be reported to `ended`.
 
-        The pairs that failed least come first, whoever of the two asks: otherwise broken engines
-        could take a sound one as their partner again and again, before it finds one of its own.
+        The pairs that failed least come first, whichever engine of the two asks. Otherwise broken
+        engines could take a sound one as their partner again and again, before it finds one of its
+        own.
         """
         free = {e.epoch for e in candidates if not self._record(e.epoch).on_trial}
         pairs = [
@@ -97,7 +99,8 @@ class TrialBook:
         return trials
 
     def ended(self, trial: Trial, *, ok: bool, now: float) -> None:
-        """A trial is over. A failure does not tell which of the two is to blame."""
+        """Record the end of a trial. A failure does not show which of the two engines
+        is at fault."""
         if not ok:
             self._failed_pairs[trial] = self._failed_pairs.get(trial, 0) + 1
         for record in self._unproven(trial):
@@ -125,19 +128,20 @@ class TrialBook:
 
 
 def back_off_s(failures: int) -> float:
-    """How long to wait after so many failures in a row."""
+    """Return how long to wait after this many failures in a row."""
     return float(min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** (min(failures, 16) - 1)))
 
 
 def prompt_length(block_size: int, max_model_len: int) -> int:
-    """Tokens of a canary's prompt: so many that whole blocks and a begun one must cross."""
+    """Return the length of a canary's prompt in tokens: long enough for whole blocks and a begun
+    one."""
     return max(1, min(PROMPT_BLOCKS * block_size + 1, max_model_len - OUTPUT_TOKENS))
 
 
 def complaint(
     outputs: Sequence[EngineCoreOutput], prompt_tokens: int, blocks: int, blocks_received: int
 ) -> str:
-    """What is wrong with what decode answered to a canary; empty if nothing is.
+    """Return what is wrong with the decode engine's answer to a canary; empty if nothing is.
 
     Args:
         outputs: everything that the decode engine sent, the last of them finished.
@@ -155,14 +159,16 @@ def complaint(
 
 
 def unlike(tokens: Sequence[int], alone: Sequence[EngineCoreOutput]) -> str:
-    """How the answer to a canary differs from what decode answers alone; empty: it does not.
+    """Return how the answer to a canary differs from the answer of the decode engine alone; empty
+    if it does not.
 
-    Engines that compute in batches round differently from time to time, so a token that decode
-    finds nearly as likely as its own counts as the same. What comes after it may be anything.
+    Engines that compute in batches may round differently each time. So a token that the decode
+    engine finds nearly as likely as its own counts as the same, and what comes after it may be
+    anything.
 
     Args:
         tokens: the answer to the canary, all of it greedy.
-        alone: decode's own outputs, maybe with log-probabilities of alternatives for each token.
+        alone: decode's own outputs, perhaps with log-probabilities of alternatives for each token.
     """
     num_alone = sum(len(output.new_token_ids) for output in alone)
     if min(len(tokens), num_alone) < OUTPUT_TOKENS:
@@ -187,7 +193,7 @@ def unlike(tokens: Sequence[int], alone: Sequence[EngineCoreOutput]) -> str:
 
 
 def received_tokens(outputs: Sequence[EngineCoreOutput]) -> int:
-    """Prompt tokens whose KV the decode engine says to have from elsewhere."""
+    """Return the prompt tokens whose KV the decode engine reports as received."""
     return sum(output.num_received_tokens for output in outputs)
 
 

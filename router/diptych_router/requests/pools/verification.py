@@ -1,4 +1,4 @@
-"""Verifies engines that are new: a canary goes through them before users' requests do."""
+"""Verifies new engines: a canary goes through each of them before users' requests do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_REPORTS = 64
 
 
 class Verification:
-    """Runs the trials that `TrialBook` asks for, and keeps what came of them."""
+    """Runs the trials that `TrialBook` requests, and keeps their results."""
 
     def __init__(
         self,
@@ -26,14 +26,14 @@ class Verification:
         spawn: Callable[[Coroutine[Any, Any, None]], None],
         on_change: Callable[[], None],
     ) -> None:
-        """spawn: runs something beside everything else. on_change: a trial has ended."""
+        """spawn: runs a coroutine in the background. on_change: called when a trial has ended."""
         self.reports: dict[tuple[str, str], CanaryReport] = {}
         """The newest of each pair (prefill, decode), newest last."""
         self._trials = TrialBook()
         self._release, self._spawn, self._on_change = release, spawn, on_change
 
     def verified(self, link: EngineLink) -> bool:
-        """A canary went through this engine since it started."""
+        """Whether a canary went through this engine since it started."""
         return self._trials.verified(link.epoch)
 
     def keep(self, links: Iterable[EngineLink]) -> None:

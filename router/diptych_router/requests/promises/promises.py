@@ -1,9 +1,9 @@
 """What a service promises to each request: whether it can be kept, and whether it was.
 
 `spec.slo` promises a time to the first token, and a mean time for each token after it. A request
-whose first token would be late is refused when it arrives: it would use engines in vain, and make
-others late as well. docs/promises.md explains the rules. Both are read from the request's record;
-time is passed in.
+whose first token would be late is refused when it arrives, because it would use engines in vain and
+delay others. docs/promises.md explains the rules. Both are read from the request's record; the
+caller passes the time.
 """
 
 from __future__ import annotations
@@ -24,24 +24,26 @@ Promise = Literal["first_token", "inter_token"]
 Outcome = Literal["kept", "missed", "refused"]
 
 MOST_RETRY_S: Final = 60
-"""Nobody is told to come back later than that: by then everything may be different."""
+"""The longest time after which a client is told to come back, because everything may be different
+by then."""
 SLOT_S: Final = RECENT_S / 12
-"""What happened within so many seconds is forgotten together."""
+"""Events within this many seconds are dropped together."""
 
 What = TypeVar("What", bound=Hashable)
 
 
 class Kind(NamedTuple):
-    """What is counted apart."""
+    """The kinds of counts."""
 
     pool: Role
-    """Who computed, or was to compute: the prompt for the first token, or the tokens after it."""
+    """The pool that computed, or was to compute: the prompt for a first token, the later tokens
+    otherwise."""
     promise: Promise
     outcome: Outcome
 
 
 class RecentCounts(Generic[What]):
-    """Counts of the last `RECENT_S` seconds, exact to `SLOT_S`; as old as that, they are gone."""
+    """Counts of the last `RECENT_S` seconds, exact to `SLOT_S`."""
 
     def __init__(self) -> None:
         self._slots = deque[tuple[int, Counter[What]]]()
@@ -55,7 +57,7 @@ class RecentCounts(Generic[What]):
         self._slots[-1][1][what] += 1
 
     def total(self, now: float) -> Counter[What]:
-        """What is remembered at this time."""
+        """Return the count at this time."""
         self._forget(int(now / SLOT_S))
         return sum((counts for _, counts in self._slots), Counter())
 
@@ -79,7 +81,8 @@ class Promises:
     def refusal(
         self, record: RequestRecord, first: FirstToken, now: float
     ) -> EngineOverloadedError | None:
-        """The error for a request that arrives now and would miss its deadline; None: serve it."""
+        """Return the error for a request that arrives now and would miss its deadline; None to
+        serve it."""
         if self._caution is None or record.prefill_only:
             return None
         late_s = self._caution.late_s(first)
@@ -98,7 +101,7 @@ class Promises:
         return EngineOverloadedError(f"{what}; retry in {retry_s} s", retry_after_s=retry_s)
 
     def saw_first(self, record: RequestRecord, now: float) -> None:
-        """The first token of a request is delivered."""
+        """Record that the first token of a request was delivered."""
         if self._caution is not None:
             took_s = now - record.began_s
             kept = took_s <= self._caution.promised_s
@@ -109,14 +112,14 @@ class Promises:
             self._count(kind, now, of_load=kept or possible)
 
     def saw_end(self, record: RequestRecord, now: float) -> None:
-        """The last token of a request is delivered."""
+        """Record that the last token of a request was delivered."""
         gaps = record.tokens.total - 1
         if self._inter_token_s is not None and record.first_token_s is not None and gaps > 0:
             kept = now - record.first_token_s <= self._inter_token_s * gaps
             self._count(Kind("decode", "inter_token", "kept" if kept else "missed"), now)
 
     def saw_failure(self, record: RequestRecord, now: float, *, of_load: bool) -> None:
-        """A request that was taken on ended with an error.
+        """Record that an accepted request ended with an error.
 
         of_load: because the engines had too much to do.
         """

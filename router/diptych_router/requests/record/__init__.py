@@ -1,1 +1,1 @@
-"""What happened to each request: written by the request table, read by all who tell of it."""
+"""What happened to each request: the request table writes it, and all reports read it."""

@@ -1,7 +1,7 @@
-"""When things happened to a request: at engines, by their own word, and to its tokens.
+"""The times of a request's events: at engines, by their reports, and of its tokens.
 
-Times come in as seconds of the router's clock. What is kept is bounded and small, because it is
-kept of thousands of requests.
+Times are seconds of the router's clock. The records are bounded and small, because there are
+thousands of them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from diptych_protocol import EngineCoreOutput, RequestJourneyEvent
 from diptych_protocol import RequestJourneyEventType as Station
 
 MOST_STATIONS: Final = 40
-"""Stations of a request at one engine that are kept. Of a prompt in more parts, the newest part
-takes the place of the one before it: parts then look longer than they were."""
+"""The most events of a request at one engine that are kept. If a prompt has more parts, the newest
+part replaces the one before it; then parts look longer than they were."""
 MOST_MARKS: Final = 64
-"""Moments at which tokens came that are kept of a request."""
+"""The most times of tokens that are kept for a request."""
 PARTS: Final = 4
-"""Numbers that are kept of a station."""
+"""How many numbers an event has."""
 
 
 class Placement:
@@ -32,7 +32,8 @@ class Placement:
     )  # fmt: skip
 
     def __init__(self, core_id: str, engine: str, name: str, sent_s: float) -> None:
-        """core_id: by which the engine knows it. engine: a key. name: by which people know it."""
+        """core_id: the engine's id of the request. engine: a key. name: the engine's name for
+        people."""
         self.core_id, self.engine, self.name, self.sent_s = core_id, engine, name, sent_s
         self.first_word_s: float | None = None
         self.cached_tokens = self.received_tokens = 0
@@ -47,14 +48,14 @@ class Placement:
         shortest time that a message took."""
 
     def brought(self, output: EngineCoreOutput, now_s: float) -> None:
-        """The engine has said its first word."""
+        """Record the engine's first output."""
         self.first_word_s = now_s
         self.first_tokens = len(output.new_token_ids)
         self.cached_tokens = output.num_cached_tokens
         self.received_tokens = output.num_received_tokens
 
     def heard(self, station: RequestJourneyEvent, now_s: float) -> None:
-        """The engine tells a station. What makes no sense is not kept."""
+        """Record an event that the engine reports. An impossible one is dropped."""
         time_s, kind = station.ts_monotonic, station.event_type
         if not math.isfinite(time_s) or kind is Station.DEPARTED:
             return
@@ -69,8 +70,8 @@ class Placement:
         told.extend((kind, time_s, station.prefill_done_tokens, station.num_preemptions_so_far))
 
     def stations(self) -> Iterator[tuple[Station, float, int, int]]:
-        """Each station, when it was by the router's clock, how far the prompt had come, and how
-        often the request had been preempted."""
+        """Return each event with its time by the router's clock, the progress of the prompt, and
+        the number of preemptions."""
         told = self._told or ()
         for kind, time_s, tokens, preemptions in zip(
             *(told[part::PARTS] for part in range(PARTS)), strict=True
@@ -80,7 +81,7 @@ class Placement:
 
 
 class TokenTimes:
-    """When tokens came: all of them if there are few, and else every second, fourth, ..."""
+    """When tokens came: all of them if there are few, otherwise every second, fourth, ..."""
 
     __slots__ = ("_next", "_num_marks", "_stride", "marks", "total")
 
@@ -92,7 +93,7 @@ class TokenTimes:
         self._stride = self._next = 1
 
     def came(self, num_tokens: int, now_s: float) -> None:
-        """So many more came."""
+        """Record this many more tokens."""
         self.total += num_tokens
         if self.total < self._next:
             return

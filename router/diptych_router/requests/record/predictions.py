@@ -1,4 +1,4 @@
-"""How well a router's predictions come true: real seconds over predicted ones, counted."""
+"""Measures a router's predictions: counts real seconds divided by predicted ones."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ BOUNDS: Final = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 
 
 
 class Ratios:
-    """Counts of ratios, by the first of `BOUNDS` that is not below them."""
+    """Counts of ratios, by the lowest of `BOUNDS` that is at least as large."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(BOUNDS) + 1)
         self.sum = 0.0
 
     def saw(self, ratio: float) -> None:
-        """One more."""
+        """Count one more."""
         self.counts[bisect_left(BOUNDS, ratio)] += 1
         self.sum += ratio
 
 
 class Predictions:
-    """What came true of the predictions of one router."""
+    """How well the predictions of one router came true."""
 
     def __init__(self) -> None:
         self.first_token: dict[Role, Ratios] = {role: Ratios() for role in ROLES}
@@ -33,7 +33,7 @@ class Predictions:
         self.hand_off = Ratios()
 
     def saw_word(self, record: RequestRecord) -> None:
-        """The newest placement of a request has brought its first word."""
+        """Record the first output of a request's newest placement."""
         attempt = record.newest
         if attempt is None or attempt.placements[-1:] != [record.placement]:
             return

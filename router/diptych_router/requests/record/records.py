@@ -1,7 +1,8 @@
-"""The records of a router's newest requests: who writes finds his own here, and who asks any.
+"""The records of a router's newest requests. The writer of a record finds its own here; anybody may
+read any.
 
-What is kept is bounded. What was weighed for a choice of engines takes most of the memory, so it is
-forgotten before the rest. There is no I/O here: times are passed in.
+The records are bounded. The candidates of choices take most of the memory, so they are dropped
+before the rest. There is no I/O here: the caller passes times.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from diptych_router.requests.record.request_record import MOST_TEXT, Attempt, Re
 
 MOST_REQUESTS: Final = 4096
 MOST_BYTES: Final = 32 << 20
-"""What was weighed for requests takes at most so much; the oldest is forgotten first."""
+"""The most memory for candidates of choices; the oldest are dropped first."""
 MOST_ATTEMPTS: Final = 16
-"""Attempts of one request that are kept, the first ones."""
+"""The most attempts of one request that are kept, the first ones."""
 MOST_PLACEMENTS: Final = 2 * MOST_ATTEMPTS
-"""Placements of one request that are kept, the first ones."""
+"""The most placements of one request that are kept, the first ones."""
 MOST_CHARACTERS: Final = 256
 """A client's id is cut to this length."""
 
@@ -45,11 +46,11 @@ class Records:
         return len(self.by_id)
 
     def __iter__(self) -> Iterator[RequestRecord]:
-        """The newest first."""
+        """The records, the newest first."""
         return reversed(self.by_id.values())
 
     def take_traced(self) -> list[RequestRecord]:
-        """Requests that have ended since the last call, and whose spans somebody wants."""
+        """Return the requests that have ended since the last call, and whose spans are wanted."""
         taken, self._traced = self._traced, []
         return taken
 
@@ -58,7 +59,7 @@ class Records:
     def begin(
         self, request: EngineCoreRequest, now_s: float, trace: Trace | None = None
     ) -> RequestRecord:
-        """A request has come."""
+        """Record a new request."""
         record = record_of(request, now_s, trace)
         self.by_id[record.request_id] = record
         if len(self.by_id) > self.most_requests:
@@ -73,7 +74,7 @@ class Records:
         output_tokens: float,
         now_s: float,
     ) -> None:
-        """Engines were chosen for an attempt."""
+        """Record the choice of engines for an attempt."""
         is_kept = len(record.attempts) < MOST_ATTEMPTS
         if decision.weighed and (not is_kept or record.is_forgotten):
             decision = replace(decision, weighed=())
@@ -94,7 +95,7 @@ class Records:
     def placed(
         self, record: RequestRecord, core_id: str, engine: str, name: str, now_s: float
     ) -> None:
-        """It goes to an engine: its key, and the name by which people know it."""
+        """Record that it goes to an engine, given by its key and its name for people."""
         placement = record.placement = Placement(core_id, engine, name, now_s)
         if record.newest is not None and record.num_placements < MOST_PLACEMENTS:
             record.num_placements += 1
@@ -103,7 +104,7 @@ class Records:
                 self._placements[core_id] = placement
 
     def told(self, engine: str, stations: Iterable[RequestJourneyEvent], now_s: float) -> None:
-        """An engine reports how far requests have come there. engine: its key."""
+        """Record an engine's report of how far requests have come there. engine: its key."""
         for station in stations:
             placement = self._placements.get(station.request_id)
             if placement is not None and placement.engine == engine:
@@ -117,7 +118,7 @@ class Records:
         error: str = "",
         error_type: str = "",
     ) -> None:
-        """A request is over."""
+        """Record the end of a request."""
         record.ended_s, record.outcome = now_s, outcome
         record.error, record.error_type = error[:MOST_TEXT], error_type
         if record.trace is not None:
@@ -153,7 +154,7 @@ class Records:
 def record_of(
     request: EngineCoreRequest, now_s: float, trace: Trace | None = None
 ) -> RequestRecord:
-    """The record of a request that comes now, before anything has happened to it."""
+    """Return the record of a new request."""
     return RequestRecord(
         request.request_id,
         request.shown_id[:MOST_CHARACTERS],

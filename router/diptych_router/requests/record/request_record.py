@@ -1,11 +1,11 @@
 """What happened to a request, from its arrival to its end.
 
-    attempt 1: placement at P ─▶ placement at D ─┐ (a failure, or an engine that leaves)
-    attempt 2: placement at P ─▶ ...      ◀──────┘
+    attempt 1: placement at prefill ─▶ placement at decode ─┐ (a failure, or an engine that drains)
+    attempt 2: placement at prefill ─▶ ...      ◀───────────┘
 
-The request table writes a record when it decides something; engines add the stations that they
-report. Spans, explanations, timelines, predictions and promises are read from it, and nothing else
-follows a request. There is no I/O here: times come in as seconds of the router's clock.
+The request table writes a record when it decides something, and adds the events that engines
+report. Spans, explanations, timelines, predictions and promises are read from it. Nothing else
+tracks a request. There is no I/O here: times are seconds of the router's clock.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ class Setback(enum.Enum):
     """Why a request needs a new attempt."""
 
     ERROR = enum.auto()
-    """An engine says that it failed with it."""
+    """An engine reports that it failed with it."""
     LOSS = enum.auto()
-    """The engine vanished, or gave it up, or could not take it over."""
+    """The engine vanished, gave the request up, or could not take it over."""
     FULL = enum.auto()
-    """The engine has no room for it now. Another may have; if none has, the client is to come back
+    """The engine has no room for it now. Another may have; if none has, the client has to come back
     later."""
     LATE = enum.auto()
     """The engine missed the deadline of its first token."""
     MOVE = enum.auto()
-    """Its engine leaves in good order. That is nobody's fault and not counted."""
+    """Its engine is draining. That is nobody's fault and not counted."""
     REFUSED = enum.auto()
-    """The engine says that it is wrong as written, as any other engine would."""
+    """The engine reports that the request is invalid, as any other engine would."""
 
 
 class Trace(Protocol):
-    """The trace of a request whose spans somebody wants."""
+    """The trace of a request whose spans are wanted."""
 
     def headers(self, core_id: str) -> dict[str, str]:
-        """The headers that make an engine's span a child of the span of this placement."""
+        """Return the headers that make an engine's span a child of the span of this placement."""
 
 
 class Tracer(Protocol):
@@ -65,27 +65,27 @@ class Tracer(Protocol):
 
 @dataclass(slots=True)
 class Attempt:
-    """A choice of engines, and what came of it."""
+    """A choice of engines, and its outcome."""
 
     began_s: float
     decision: Decision
-    """Without `weighed` once that is forgotten."""
+    """Without `weighed` once that is dropped."""
     facts: dict[str, Any]
-    """What the response headers tell of it."""
+    """Facts for the response headers."""
     output_tokens: float
     """How many tokens the answer was expected to have."""
     placements: list[Placement] = field(default_factory=list)
     setback: Setback | None = None
-    """What ended it before its time."""
+    """Why it ended early."""
     why: str = ""
     ended_s: float | None = None
     """When the setback came."""
     again: bool = False
-    """After the setback, the request wanted engines again."""
+    """Whether the request needed engines again after the setback."""
 
     @property
     def prefill(self) -> str:
-        """The name of the engine that computes the prompt; empty: the one that decodes does."""
+        """The name of the engine that computes the prompt; empty if the one that decodes does."""
         return str(self.facts["prefill"]) if self.decision.prefill else ""
 
     @property
@@ -95,20 +95,20 @@ class Attempt:
 
     @property
     def decoding(self) -> list[Placement]:
-        """Its placements at engines that decode, as far as they have brought something."""
+        """Its placements at engines that decode, if they have brought any output."""
         those = self.placements[1:] if self.decision.prefill else self.placements
         return [placement for placement in those if placement.first_word_s is not None]
 
     @property
     def first_token_s(self) -> float | None:
-        """Seconds from the choice to the first word."""
+        """Seconds from the choice to the first output."""
         if not self.placements or self.placements[0].first_word_s is None:
             return None
         return self.placements[0].first_word_s - self.began_s
 
     @property
     def hand_off_s(self) -> float | None:
-        """Seconds from the first word of the prefill engine to that of the decode engine."""
+        """Seconds from the first output of the prefill engine to that of the decode engine."""
         if not self.decision.prefill or not self.decoding:
             return None
         first, second = (placement.first_word_s for placement in self.placements[:2])
@@ -116,7 +116,7 @@ class Attempt:
 
     @property
     def first_token_expected_s(self) -> float | None:
-        """None: the policy does not say."""
+        """The expected seconds; None if the policy gives none."""
         terms = self.decision.terms
         if "wait_s" not in terms:
             return None
@@ -124,8 +124,8 @@ class Attempt:
 
     @property
     def hand_off_expected_s(self) -> float | None:
-        """With the step of decode that follows. None: there is to be none, or the policy does not
-        say."""
+        """The expected seconds, including the next step of decode; None without a hand-off, or if
+        the policy gives none."""
         terms = self.decision.terms
         if "transfer_s" not in terms or self.output_tokens <= 0:
             return None
@@ -134,7 +134,7 @@ class Attempt:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What happened to one request. Nothing of its prompt is kept but how many tokens it has."""
+    """What happened to one request. Of its prompt only the number of tokens is kept."""
 
     request_id: str
     """The router's own."""
@@ -145,40 +145,40 @@ class RequestRecord:
     prefill_only: bool
     began_s: float
     trace: Trace | None = None
-    """None: nobody wants spans, or they have been sent."""
+    """None if nobody wants spans, or they have been sent."""
     attempts: list[Attempt] = field(default_factory=list)
-    """The first ones; `Records` says how many."""
+    """The first attempts; `Records` limits their number."""
     num_attempts: int = 0
     newest: Attempt | None = None
-    """The newest attempt, also if it is not among those that are kept."""
+    """The newest attempt, even if it is not among those that are kept."""
     placement: Placement | None = None
-    """The newest placement, likewise."""
+    """The newest placement, even if it is not among those that are kept."""
     num_placements: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
-    """Those of the newest attempt."""
+    """The facts of the newest attempt."""
     pool: Role = "prefill"
     """The pool that computes its prompt, or was to compute it."""
     expected: FirstToken | None = None
-    """When its first token was expected, when it was taken on; None: nobody could say."""
+    """The prediction of its first token when it was accepted; None without a prediction."""
     first_token_s: float | None = None
     tokens: TokenTimes = field(default_factory=TokenTimes)
     ended_s: float | None = None
     outcome: str = ""
-    """Why it finished; error if it failed, refused if it was never taken on."""
+    """Why it finished; error if it failed, refused if it was never accepted."""
     error: str = ""
     error_type: str = ""
     num_bytes: int = 0
-    """How much memory takes what was weighed for it."""
+    """The memory of its candidates."""
     is_forgotten: bool = False
-    """There are so many newer requests that nobody finds it any more."""
+    """Whether nobody finds it any more, because there are so many newer requests."""
 
     @property
     def is_waiting(self) -> bool:
-        """It wants engines, or wanted some when it ended."""
+        """Whether it waits for engines, or did when it ended."""
         return self.newest is None or self.newest.again
 
     def tries(self) -> Iterator[tuple[float, str, Attempt | None]]:
-        """When it began to want engines, why, and the attempt that came of it: for each time."""
+        """For each time that it needed engines: when, why, and the attempt that followed."""
         asked_s, why = self.began_s, ""
         for attempt in self.attempts:
             yield asked_s, why, attempt
@@ -187,7 +187,7 @@ class RequestRecord:
             yield asked_s, why, None
 
     def brought(self, output: EngineCoreOutput, now_s: float) -> bool:
-        """The engine in charge has brought something; True if this is its first word, or has the
+        """Record an output of the engine in charge; True if this is its first output, or has the
         request's first token."""
         placement, num_tokens = self.placement, len(output.new_token_ids)
         is_first = False
@@ -204,7 +204,7 @@ class RequestRecord:
         return is_first
 
     def set_back(self, setback: Setback, why: str, again: bool, now_s: float) -> None:
-        """The newest attempt is over before its time. again: the request wants engines again."""
+        """Record that the newest attempt ended early. again: the request needs engines again."""
         attempt = self.newest
         if attempt is not None:
             attempt.setback, attempt.why = setback, why[:MOST_TEXT]

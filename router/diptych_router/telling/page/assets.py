@@ -1,7 +1,7 @@
-"""The files of the page, read once, and the headers that browsers hold it to.
+"""The files of the page, read once, and the security headers for browsers.
 
-Whoever reaches the port gets them without a key: a browser sends none when it opens an address, and
-nothing in them is secret.
+Anybody who reaches the port gets them without a key, because a browser sends none when it opens an
+address, and nothing in them is secret.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from starlette.responses import Response
 FOLDER: Final = Path(__file__).parent / "static"
 INDEX: Final = "index.html"
 PREFIX: Final = "/ui/"
-"""Every file but the page itself has a path that begins so."""
+"""The prefix of the paths of every file but the page itself."""
 TYPES: Final[Mapping[str, str]] = {
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",
@@ -28,7 +28,7 @@ TYPES: Final[Mapping[str, str]] = {
 
 
 def content_policy(connect_to: str = "") -> str:
-    """What the page may load and whom it may call: its own server and, if it is given, the origin
+    """Return what the page may load and call: its own server and, if given, the origin
     `connect_to`. Scripts and styles inside HTML are refused."""
     own = {
         "default-src": "'none'",
@@ -50,11 +50,11 @@ class Asset:
     content: bytes
     content_type: str
     tag: str
-    """Changes with the content: browsers ask whether theirs is still good."""
+    """Changes with the content; browsers ask whether their copy is still current."""
 
 
 class Assets:
-    """All files of the page, by the paths that they are served at."""
+    """All files of the page, by their paths."""
 
     def __init__(self, connect_to: str = "") -> None:
         """`connect_to`: see `content_policy`."""
@@ -69,7 +69,7 @@ class Assets:
         }
 
     async def answer(self, request: Request) -> Response:
-        """The file at the request's path, or 304 if the browser has it already."""
+        """Return the file at the request's path, or 304 if the browser has it already."""
         asset = self.by_path[request.url.path]
         headers = {**self._headers, "etag": asset.tag}
         if asset.tag in request.headers.get("if-none-match", ""):

@@ -1,6 +1,7 @@
-"""Where `diptych up` takes orders of the page: an engine can be killed there, on a laptop only.
+"""The address at which `diptych up` accepts requests from the page to kill an engine, on a laptop
+only.
 
-Nothing but `diptych up` writes this file, and nothing in a cluster sets the variable that names it.
+Only `diptych up` writes this file, and nothing in a cluster sets the variable that names it.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ MAX_BYTES = 4096
 
 
 class Control(msgspec.Struct, frozen=True):
-    """The address of `diptych up`, and what it wants as bearer token."""
+    """The address of `diptych up`, and its bearer token."""
 
     url: Annotated[str, msgspec.Meta(pattern=r"^http://127\.0\.0\.1:[0-9]{1,5}$")]
     token: Annotated[str, msgspec.Meta(min_length=16, max_length=256)]
 
 
 def read_control() -> Control | None:
-    """None: the environment names no file. Raises `InvalidRequestError` for one that is wrong."""
+    """Read the file; None if the environment names none. Raises `InvalidRequestError` for an
+    invalid file."""
     path = os.environ.get(CONTROL_VARIABLE)
     if not path:
         return None

@@ -1,4 +1,4 @@
-"""What the page shows of both pools: figures of engines, and what changed since the last time."""
+"""The page's view of both pools as plain values: figures of engines, and changes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from diptych_router.engines.engine_link import EngineLink
 from diptych_router.requests.pool_client import PoolClient
 
 MOST_ENGINES: Final = 64
-"""Engines that a page is told of; how many more there are, it is told as a number."""
+"""The most engines that a page lists; it gets the number of the others."""
 
 
 class EngineFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One engine at one moment. Totals count from its start. What is left out of JSON is 0."""
+    """One engine at one moment. Totals count from its start. Fields left out of the JSON are 0."""
 
     id: str
-    """Stays the same when another process answers at the engine's address."""
+    """It stays the same when another process answers at the engine's address."""
     name: str
-    """The name of the engine that answered last while nobody answers; empty if none ever has."""
+    """The name of the last engine that answered, while nobody answers; empty if none ever has."""
     role: str
     state: str
     """ok, new (not verified yet), away, silent, failing, draining or paused."""
@@ -39,7 +39,7 @@ class EngineFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     blocks_received: int = 0
     bytes_received: int = 0
     leases: int = 0
-    """Leases that wait to be read, or are read."""
+    """Leases that wait to be read, or are being read."""
 
 
 class Panels(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,23 +50,23 @@ class Panels(msgspec.Struct, frozen=True, kw_only=True):
     held_requests: int
     """Requests that wait because a pool is empty."""
     left_out: int = 0
-    """Engines that are not told, because there are so many."""
+    """Engines that are not listed, because there are so many."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One event: what differs from the state that a page knows."""
+    """One event: what differs from the state that a page has."""
 
     engines: list[EngineFigures]
-    """Those with other figures than before."""
+    """Engines with other figures than before."""
     gone: list[str] = []
-    """Ids of engines that are no longer there."""
+    """Ids of engines that no longer exist."""
     open_requests: int
     held_requests: int
     left_out: int = 0
 
 
 def figures_of(link: EngineLink, state: str) -> EngineFigures:
-    """An engine as a router sees it, with what the engine told last."""
+    """Return an engine's figures, as the router sees it, from the engine's last report."""
     name = hashlib.blake2b(link.key.encode(), digest_size=6).hexdigest()
     about = link.description
     if about is None:
@@ -92,7 +92,7 @@ def figures_of(link: EngineLink, state: str) -> EngineFigures:
 
 
 def panels_of(engines: Sequence[EngineFigures], open_requests: int, held_requests: int) -> Panels:
-    """The pools with no more engines than a page is told of, in a fixed order."""
+    """Return the pools with no more engines than a page lists, in a fixed order."""
     told = sorted(engines, key=lambda engine: (engine.role != "prefill", engine.name, engine.id))
     return Panels(
         engines=told[:MOST_ENGINES],
@@ -103,8 +103,8 @@ def panels_of(engines: Sequence[EngineFigures], open_requests: int, held_request
 
 
 def change(known: Panels | None, now: Panels) -> Change | None:
-    """What a page that knows `known` has to be told; None: nothing. A page that knows nothing is
-    told everything."""
+    """Return the changes for a page that has the state `known`; None if nothing has changed. A page
+    without a state gets everything."""
     before = {engine.id: engine for engine in known.engines} if known is not None else {}
     after = {engine.id: engine for engine in now.engines}
     engines = [engine for name, engine in after.items() if before.get(name) != engine]
@@ -123,7 +123,7 @@ def change(known: Panels | None, now: Panels) -> Change | None:
 
 
 def panels_now(client: PoolClient) -> Panels:
-    """Both pools. No engine is asked: they report their figures by themselves."""
+    """Return both pools. No engine is asked, because engines report their figures unasked."""
     links = client.pools.links.values()
     figures = [figures_of(link, _state(client, link)) for link in links]
     return panels_of(figures, client.output_processor.num_unfinished, client.num_held)

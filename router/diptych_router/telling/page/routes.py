@@ -1,4 +1,4 @@
-"""The routes of the page: its files, what it shows, and what became of its requests."""
+"""The routes of the page: its files, its view of the pools, and explanations of its requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from diptych_router.telling.page.watchers import Watchers
 
 MOST_ID_CHARACTERS: Final = 256
 UNKEPT: Final = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
-"""Headers of an answer for one client at one moment: nothing keeps it."""
+"""Headers of an answer for one client at one moment, which nobody may cache."""
 ABOUT_PATH: Final = "/ui/api/about"
 EVENTS_PATH: Final = "/ui/api/events"
 ANSWER_PATH: Final = "/ui/api/answers/{request_id:path}"
@@ -33,14 +33,14 @@ TIMELINE_PATH: Final = "/ui/api/timelines/{request_id:path}"
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
-    """What a page asks first."""
+    """The first data that a page requests."""
 
     model: str
     images: bool
-    """The model takes images, and so do its engines."""
+    """Whether the model, and so its engines, take images."""
     version: str
     control: Control | None
-    """Where engines can be killed; None: nowhere."""
+    """Where engines can be killed; None if nowhere."""
 
 
 class Page:
@@ -56,8 +56,7 @@ class Page:
         leaving: Callable[[], bool],
         control: Control | None,
     ) -> None:
-        """look, leaving: see `Watchers`. explained: reports all that is remembered under a
-        request's id; no requests if there are none. images: see `About`."""
+        """look, leaving: see `Watchers`. explained: returns the records of a request's id."""
         self._explained = explained
         self._model, self._images, self._control = model, images, control
         self._assets = Assets(control.url if control is not None else "")
@@ -69,7 +68,7 @@ class Page:
         return frozenset(self._assets.by_path)
 
     def routes(self) -> list[BaseRoute]:
-        """What they answer that is no file needs a key, if the API does."""
+        """The routes. All but files need a key, if the API does."""
         return [
             *(Route(path, self._assets.answer) for path in self._assets.by_path),
             Route(ABOUT_PATH, self.about),
@@ -89,12 +88,12 @@ class Page:
         )
 
     async def answer(self, request: Request) -> Response:
-        """Why the engines of an answer were chosen, and what came true: of the caller's own
-        requests only, and nobody learns whether there are others."""
+        """Explain why the engines of an answer were chosen, and what came true. Only the caller's
+        own requests are found, and the answer does not reveal whether there are others."""
         return _json(self._own(request))
 
     async def timeline(self, request: Request) -> Response:
-        """When the caller's own request was where, as a picture."""
+        """Draw the timeline of the caller's own request."""
         found = self._own(request)
         picture = svg(timeline(found.requests[0]))
         return Response(picture, media_type="image/svg+xml", headers=UNKEPT)

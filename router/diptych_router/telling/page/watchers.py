@@ -1,4 +1,5 @@
-"""Pages that watch the pools: one look at a time for all of them, and none while nobody watches."""
+"""Pages that watch the pools. One look at a time serves all of them, and without watchers there is
+none."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ log = logging.getLogger(__name__)
 
 LOOK_S: Final = 0.5
 MOST_WATCHERS: Final = 64
-"""Streams of one process, those of all clients together."""
+"""The most streams of one process, for all clients together."""
 MOST_OF_ONE: Final = 16
-"""Streams of one client: of one API key or, without keys, of one address."""
+"""The most streams of one client: of one API key or, without keys, of one address."""
 STREAM_S: Final = 3600.0
-"""A stream ends after this long; a page that is still open asks for the next one."""
+"""A stream ends after this long; an open page requests the next one."""
 SILENCE_S: Final = 15.0
-"""After so long without news, a line without meaning shows that the stream lives."""
+"""After this long without news, a meaningless line shows that the stream is alive."""
 PULSE: Final = b": \n\n"
 
 encode = msgspec.json.Encoder().encode
@@ -33,8 +34,8 @@ class Watchers:
     """The open streams of this process."""
 
     def __init__(self, look: Callable[[], Panels], leaving: Callable[[], bool]) -> None:
-        """look: shows both pools at this moment. leaving: whether the router is about to end;
-        streams then end first."""
+        """look: returns the present state of both pools. leaving: whether the router is about to
+        end; streams then end first."""
         self._look_now = look
         self._leaving = leaving
         self._clients: list[str] = []
@@ -49,7 +50,7 @@ class Watchers:
 
     @contextlib.asynccontextmanager
     async def watching(self, client: str) -> AsyncIterator[AsyncGenerator[bytes]]:
-        """The events for one more page, as server-sent events.
+        """Yield the events for one more page, as server-sent events.
 
         Raises `EngineOverloadedError` if too many pages watch.
         """

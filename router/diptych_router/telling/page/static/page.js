@@ -5,7 +5,7 @@ import { Conversation } from "./conversation.js";
 import { byId } from "./dom.js";
 import { factsOf } from "./facts.js";
 import { Panels } from "./panels.js";
-import { sampling, systemPrompt } from "./settings.js";
+import { sampling, showDefaults, systemPrompt } from "./settings.js";
 import { Refused, Service } from "./service.js";
 import { Transcript } from "./transcript.js";
 
@@ -39,7 +39,8 @@ let panels = null;
 async function open() {
   try {
     const [about, models] = await Promise.all([service.about(), service.models()]);
-    model.replaceChildren(...models.map((name) => new Option(name, name)));
+    model.replaceChildren(...models.map(({ id }) => new Option(id, id)));
+    showDefaults(models[0]?.sampling ?? {});
     byId("image-label", HTMLElement).hidden = !about.images;
     document.title = `${about.model} · Diptych`;
     if (door.open) door.close();

@@ -18,6 +18,8 @@ export class Refused extends Error {
 
 /**
  * @typedef {{url: string, token: string}} Control where engines can be killed
+ * @typedef {{id: string, sampling: Record<string, number>}} ModelCard one name of the model, and what
+ *   it is sampled with where a request does not say
  * @typedef {{model: string, images: boolean, version: string, control: Control | null}} About
  */
 
@@ -36,10 +38,9 @@ export class Service {
     return (await this.#ask("/ui/api/about")).json();
   }
 
-  /** @returns {Promise<string[]>} the names of the model and of its adapters */
+  /** @returns {Promise<ModelCard[]>} the model and its adapters */
   async models() {
-    const { data } = await (await this.#ask("/v1/models")).json();
-    return data.map((/** @type {{id: string}} */ card) => card.id);
+    return (await (await this.#ask("/v1/models")).json()).data;
   }
 
   /**

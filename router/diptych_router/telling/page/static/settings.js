@@ -24,6 +24,16 @@ export function sampling() {
   return chosen;
 }
 
+/**
+ * Show in the empty fields what the service takes for them.
+ * @param {Record<string, number>} defaults by the names of the API
+ */
+export function showDefaults(defaults) {
+  for (const name of NUMBERS) {
+    byId(name, HTMLInputElement).placeholder = String(defaults[name] ?? "");
+  }
+}
+
 /** @param {HTMLInputElement} field */
 function labelOf(field) {
   return field.labels?.[0]?.textContent?.trim() ?? field.id;
