@@ -34,7 +34,7 @@ SPEC: dict[str, Any] = {
     "decode": {},
     "router": {"policy": "fullestFirst", "longestRequest": 64},
 }
-"""Of a service that needs what the patches add."""
+"""What a service asks for that needs all of the patches."""
 
 
 @dataclass(frozen=True)
