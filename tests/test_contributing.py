@@ -34,7 +34,7 @@ SPEC: dict[str, Any] = {
     "decode": {},
     "router": {"policy": "fullestFirst", "longestRequest": 64},
 }
-"""What a service asks for that needs all of the patches."""
+"""A service that needs what the patches add."""
 
 
 @dataclass(frozen=True)

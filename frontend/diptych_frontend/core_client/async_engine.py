@@ -174,13 +174,16 @@ class AsyncEngine(EngineClient):
         if isinstance(sampling_params, PoolingParams):
             raise InvalidRequestError("pooling parameters are for encode", param="sampling_params")
         collector = await self.add_request(request_id, prompt, sampling_params, **options)
-        with self._until_finished(collector), _unexpected_is_failure():
-            while not collector.finished:
-                output = await collector.get()
-                told = self._told.get(collector.request_ids[0])
-                if told is not None:
-                    output.metrics = told.facts
-                yield output
+        try:
+            with _unexpected_is_failure():
+                while not collector.finished:
+                    output = await collector.get()
+                    told = self._told.get(collector.request_ids[0])
+                    if told is not None:
+                        output.metrics = told.facts
+                    yield output
+        finally:
+            self._end(collector)
 
     @spelled_out(OurOptions)
     async def encode(
@@ -217,8 +220,10 @@ class AsyncEngine(EngineClient):
             reasoning_ended=reasoning_ended,
             **ours,
         )
-        with self._until_finished(collector):
+        try:
             yield await collector.get()
+        finally:
+            self._end(collector)
 
     async def _generate_by_pieces(
         self, pieces: AsyncGenerator[StreamingInput, None], prompt: StreamedPrompt
@@ -238,7 +243,7 @@ class AsyncEngine(EngineClient):
             collector = await self.add_request(
                 first.request_id, first, first.sampling, prompt_text=prompt.text
             )
-            with self._until_finished(collector):
+            try:
                 while not collector.finished:
                     output = await collector.get()
                     answered = prompt.saw(output)
@@ -249,6 +254,8 @@ class AsyncEngine(EngineClient):
                     if collector.is_ready:  # it ended while it waited
                         continue
                     self._send_piece(collector.request_ids[0], piece, prompt)
+            finally:
+                self._end(collector)
 
     def _send_piece(
         self, internal_id: str, piece: StreamingInput | None, prompt: StreamedPrompt
@@ -361,14 +368,6 @@ class AsyncEngine(EngineClient):
         self._submit(request, queue.request_ids[0] if index else None)
         if self._tracer is not None:
             self._tracer.begin(request)
-
-    @contextlib.contextmanager
-    def _until_finished(self, collector: Collector[Any]) -> Iterator[None]:
-        """Whatever ends the block before the request has, ends the request in the engine."""
-        try:
-            yield
-        finally:
-            self._end(collector)
 
     def _end(self, collector: Collector[Any]) -> None:
         """Forget a request, and abort what is left of it."""
