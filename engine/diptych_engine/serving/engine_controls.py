@@ -1,39 +1,19 @@
-"""The control calls of an LLMEngine: the blocking twins of an AsyncLLM's."""
+"""The blocking control calls of an LLMEngine, which correspond to AsyncLLM's."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from diptych_frontend.core_client.foreign_options import importable_name
-from diptych_protocol import (
-    AnyControlCall,
-    EngineConfig,
-    LoRARequest,
-    PauseMode,
-    UnsupportedFeatureError,
-)
+from diptych_protocol import ControlCall, EngineConfig, UnsupportedFeatureError
 from diptych_protocol.control_calls import (
     APPLY_MODEL,
     CALL_FUNCTION,
     CALL_TIMEOUT_S,
     REST_TIMEOUT_S,
-    AddLora,
-    IsPaused,
-    IsSleeping,
-    ListLoras,
-    PauseGeneration,
-    PinLora,
-    RemoveLora,
-    ResetEncoderCache,
-    ResetMmCache,
-    ResetPrefixCache,
-    ResumeGeneration,
-    Sleep,
-    StartProfile,
-    StopProfile,
-    WakeUp,
+    BlockingCalls,
 )
 
 if TYPE_CHECKING:
@@ -42,8 +22,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class EngineControls(ABC):
-    """Mixed into an engine that has a core. Every method raises `UtilityError` if the core refuses
+class EngineControls(BlockingCalls):
+    """A mixin for an engine that has a core. Every method raises `UtilityError` if the core refuses
     or fails, `TimeoutError` if it takes too long, and `EngineDeadError` if it has ended."""
 
     vllm_config: EngineConfig
@@ -51,80 +31,15 @@ class EngineControls(ABC):
 
     @abstractmethod
     def call_core(self, method: str, *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
-        """A utility call."""
+        """Make a utility call."""
 
-    def control(self, call: AnyControlCall) -> Any:
-        """Have the core do what a call says. Returns what it answers, undecoded."""
+    def control(self, call: ControlCall[Any]) -> Any:
         return self.call_core(call.METHOD, *call.arguments, timeout_s=call.timeout_s)
 
     @property
     @abstractmethod
     def only_worker(self) -> Any:
-        """The runner of the whole model, if it is in this process. Otherwise None."""
-
-    # --- pause and sleep ----------------------------------------------------------------------
-
-    def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
-        self.control(PauseGeneration(mode, clear_cache))
-
-    def resume_generation(self) -> None:
-        self.control(ResumeGeneration())
-
-    def is_paused(self) -> bool:
-        return bool(self.control(IsPaused()))
-
-    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        self.control(Sleep(level, mode))  # type: ignore[arg-type]  # the core checks it
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        wanted: Any = None if tags is None else list(tags)
-        self.control(WakeUp(wanted))
-
-    def is_sleeping(self) -> bool:
-        return bool(self.control(IsSleeping()))
-
-    # --- caches -------------------------------------------------------------------------------
-
-    def reset_mm_cache(self) -> None:
-        """Forget images on both sides: as they were prepared here, and as they came there."""
-        self.control(ResetMmCache())
-
-    def reset_encoder_cache(self) -> None:
-        self.control(ResetEncoderCache())
-
-    def reset_prefix_cache(
-        self, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> bool:
-        """False if a block is in use."""
-        return bool(self.control(ResetPrefixCache(reset_running_requests, reset_connector)))
-
-    # --- profiles -----------------------------------------------------------------------------
-
-    def start_profile(self, profile_prefix: str | None = None) -> None:
-        """The names of the files begin with the prefix, or with the engine's id."""
-        self.control(StartProfile(profile_prefix or ""))
-
-    def stop_profile(self) -> None:
-        self.control(StopProfile())
-
-    # --- adapters -----------------------------------------------------------------------------
-
-    def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter for future requests."""
-        return bool(self.control(AddLora(lora_request)))
-
-    def remove_lora(self, lora_id: int) -> bool:
-        """False if it is not loaded."""
-        return bool(self.control(RemoveLora(lora_id)))
-
-    def list_loras(self) -> set[int]:
-        return set(self.control(ListLoras()))
-
-    def pin_lora(self, lora_id: int) -> bool:
-        """Keep an adapter from being evicted; False if it is not loaded."""
-        return bool(self.control(PinLora(lora_id)))
-
-    # --- workers ------------------------------------------------------------------------------
+        """The runner of the whole model, if it is in this process; otherwise None."""
 
     def collective_rpc(
         self,
@@ -133,10 +48,9 @@ class EngineControls(ABC):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Run a method of every worker, or a function of every worker; the results in the order of
-        their ranks. A function must be one that can be imported, and `allow_functions` set, unless
-        the only worker is in this process. The method `apply_model` with a function is
-        `apply_model`."""
+        """Run a method or a function of every worker; return the results in the order of their
+        ranks. A function must be importable, and `allow_functions` set, unless the only worker is
+        in this process. The method `apply_model` with a function does the same as `apply_model`."""
         if method == APPLY_MODEL and args and callable(args[0]):
             return self.apply_model(*args, **(kwargs or {}))
         if callable(method):

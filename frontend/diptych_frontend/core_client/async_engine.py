@@ -1,7 +1,8 @@
-"""What AsyncLLM and the router's PoolClient share: from prompts to requests, from tokens to text.
+"""The common part of AsyncLLM and the router's PoolClient: turns prompts into requests, and tokens
+into text.
 
-A subclass says how an `EngineCoreRequest` reaches an engine (`_submit`), how it is taken back
-(`_withdraw`), and feeds the outputs that come in to `_hand_out`.
+A subclass implements how an `EngineCoreRequest` reaches an engine (`_submit`) and is withdrawn
+(`_withdraw`), and passes arriving outputs to `_hand_out`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 from diptych_frontend.model_files.model_config import ModelConfig
 from diptych_frontend.observability.stat_loggers import log_stats
@@ -36,11 +37,14 @@ from diptych_protocol import (
     EngineDeadError,
     EngineGenerateError,
     EngineOverloadedError,
+    FurtherOptions,
     InvalidRequestError,
     LoRARequest,
+    OurOptions,
     PoolingParams,
     PoolingRequestOutput,
     PromptType,
+    RequestOptions,
     RequestOutput,
     RouterConfig,
     SamplingParams,
@@ -49,6 +53,7 @@ from diptych_protocol import (
     UtilityError,
 )
 from diptych_protocol.as_sent import check_whole, ids_of
+from diptych_protocol.engine_client import spelled_out
 from diptych_protocol.weights import numbered
 
 if TYPE_CHECKING:
@@ -58,10 +63,10 @@ log = logging.getLogger(__name__)
 
 
 class Told(Protocol):
-    """What is known of a request beside its answer."""
+    """Facts about a request besides its answer."""
 
     facts: dict[str, Any]
-    """What the response headers tell of it."""
+    """Facts for the response headers."""
 
 
 class AsyncEngine(EngineClient):
@@ -150,37 +155,16 @@ class AsyncEngine(EngineClient):
             "the engine was shut down" if self._closed else "the engine is alive"
         )
 
+    @spelled_out(RequestOptions)
     async def generate(
         self,
         prompt: EngineCoreRequest | PromptType | AsyncGenerator[StreamingInput, None],
         sampling_params: SamplingParams,
         request_id: str,
-        *,
-        prompt_text: str | None = None,
-        lora_request: LoRARequest | None = None,
-        tokenization_kwargs: dict[str, Any] | None = None,
-        trace_headers: Mapping[str, str] | None = None,
-        priority: int = 0,
-        data_parallel_rank: int | None = None,
-        reasoning_ended: bool | None = None,
-        reasoning_parser_kwargs: dict[str, Any] | None = None,
-        tenant: str = "",
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
         if isinstance(prompt, AsyncGenerator):
-            streamed = StreamedPrompt(
-                request_id,
-                sampling_params,
-                self.renderer,
-                prompt_text=prompt_text,
-                lora_request=lora_request,
-                tokenization_kwargs=tokenization_kwargs,
-                priority=priority,
-                trace_headers=trace_headers,
-                data_parallel_rank=data_parallel_rank,
-                reasoning_ended=reasoning_ended,
-                reasoning_parser_kwargs=reasoning_parser_kwargs,
-                tenant=tenant,
-            )
+            streamed = StreamedPrompt(request_id, sampling_params, self.renderer, options)
             async with contextlib.aclosing(self._generate_by_pieces(prompt, streamed)) as outputs:
                 async for output in outputs:
                     yield output
@@ -190,20 +174,7 @@ class AsyncEngine(EngineClient):
             sampling_params = params_of(prompt, sampling_params)
         if isinstance(sampling_params, PoolingParams):
             raise InvalidRequestError("pooling parameters are for encode", param="sampling_params")
-        collector = await self.add_request(
-            request_id,
-            prompt,
-            sampling_params,
-            lora_request=lora_request,
-            tokenization_kwargs=tokenization_kwargs,
-            trace_headers=trace_headers,
-            priority=priority,
-            data_parallel_rank=data_parallel_rank,
-            prompt_text=prompt_text,
-            reasoning_ended=reasoning_ended,
-            reasoning_parser_kwargs=reasoning_parser_kwargs,
-            tenant=tenant,
-        )
+        collector = await self.add_request(request_id, prompt, sampling_params, **options)
         try:
             with _unexpected_is_failure():
                 while not collector.finished:
@@ -215,6 +186,7 @@ class AsyncEngine(EngineClient):
         finally:
             self._end(collector)
 
+    @spelled_out(OurOptions)
     async def encode(
         self,
         prompt: PromptType,
@@ -226,10 +198,10 @@ class AsyncEngine(EngineClient):
         tokenization_kwargs: dict[str, Any] | None = None,
         reasoning_ended: bool | None = None,
         truncate_prompt_tokens: int | None = None,
-        *,
-        tenant: str = "",
+        **ours: Unpack[OurOptions],
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """As `EngineClient.encode`; `truncate_prompt_tokens` of older callers is ignored."""
+        """Do the same as `EngineClient.encode`; `truncate_prompt_tokens` of older callers is
+        ignored."""
         if truncate_prompt_tokens is not None:
             warn_of_truncation()
         if isinstance(prompt, EngineCoreRequest):
@@ -248,7 +220,7 @@ class AsyncEngine(EngineClient):
             trace_headers=trace_headers,
             priority=priority,
             reasoning_ended=reasoning_ended,
-            tenant=tenant,
+            **ours,
         )
         try:
             yield await collector.get()
@@ -299,6 +271,7 @@ class AsyncEngine(EngineClient):
         self.output_processor.next_piece(whole, prompt.text)
         self._submit(prompt.newest(whole))
 
+    @spelled_out(FurtherOptions)
     async def add_request(
         self,
         request_id: str,
@@ -311,18 +284,16 @@ class AsyncEngine(EngineClient):
         priority: int = 0,
         data_parallel_rank: int | None = None,
         prompt_text: str | None = None,
-        reasoning_ended: bool | None = None,
-        reasoning_parser_kwargs: dict[str, Any] | None = None,
-        tenant: str = "",
+        **further: Unpack[FurtherOptions],
     ) -> Collector[Any]:
-        """Send a request on its way; its outputs come to the collector.
+        """Send a request; its outputs come to the collector.
 
-        Once the engine has started, the request is registered before anything is awaited. Whoever
-        reads the collector also sees to `abort` if he leaves early: `generate` does both. Raises as
-        `generate` does.
+        Once the engine has started, the request is registered before anything is awaited. A reader
+        of the collector that stops early has to call `abort`; `generate` does both. Raises as
+        `generate`.
 
-        A prompt that is an `EngineCoreRequest` gets the ids that the request has here, and
-        `prompt_text` is the text of it: any other prompt brings its own.
+        A prompt that is an `EngineCoreRequest` gets this request's ids, and `prompt_text` is its
+        text; any other prompt brings its own.
         """
         self._check_usable()
         await self._connect()
@@ -342,9 +313,7 @@ class AsyncEngine(EngineClient):
             priority=priority,
             trace_headers=trace_headers,
             data_parallel_rank=data_parallel_rank,
-            reasoning_ended=reasoning_ended,
-            reasoning_parser_kwargs=reasoning_parser_kwargs,
-            tenant=tenant,
+            **further,
         )
         if _is_quick(prompt, params if made is None else params_of(made, params)):
             request = process()
@@ -410,8 +379,8 @@ class AsyncEngine(EngineClient):
             self._told.pop(part_id, None)
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
-        """As `EngineClient.abort`; with `internal`, the ids are those of a collector or of the
-        parent of n answers."""
+        """Do the same as `EngineClient.abort`; with `internal`, the ids are those of a collector or
+        of the parent of n answers."""
         self._withdraw(self.output_processor.abort(ids_of(request_id), internal))
 
     @abstractmethod

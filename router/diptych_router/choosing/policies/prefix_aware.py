@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from diptych_router.choosing.policy import FETCH, Duty, Engines, RequestView, Terms
+from diptych_router.choosing.policy import FETCH, Duty, PoolView, RequestView, Terms
 from diptych_router.engines.engine_table import Floats
 
 EQUAL_PROMPT: Final = 0.1
@@ -31,7 +31,7 @@ class PrefixAware:
         is left to chance there."""
         return EQUAL_ANSWER if duty == "decode" else EQUAL_PROMPT
 
-    def costs(self, request: RequestView, duty: Duty, engines: Engines) -> Terms:
+    def costs(self, request: RequestView, duty: Duty, engines: PoolView) -> Terms:
         """See `Policy.costs`."""
         terms = self._without_adapter(request, duty, engines)
         if engines.adapter_s is not None:
@@ -39,7 +39,7 @@ class PrefixAware:
         return terms
 
     def _without_adapter(
-        self, request: RequestView, duty: Duty, engines: Engines
+        self, request: RequestView, duty: Duty, engines: PoolView
     ) -> dict[str, Floats]:
         if duty == "prefill":
             return _prompt(engines)
@@ -52,13 +52,13 @@ class PrefixAware:
         return terms | {"stall_s": _rows(engines) * terms["compute_s"]} | answer
 
 
-def _rows(engines: Engines) -> Floats:
+def _rows(engines: PoolView) -> Floats:
     """[engines] Requests that decode there, with those that will in a moment."""
     column = engines.table.column
     return engines.once("rows", lambda: column["rows"] + column["coming"])
 
 
-def _prompt(engines: Engines) -> dict[str, Floats]:
+def _prompt(engines: PoolView) -> dict[str, Floats]:
     """Seconds until the first token, and those that others wait longer: in a queue that is busy a
     part L of the time, a second of work makes those that come after it wait L/(1-L) seconds."""
     column = engines.table.column
@@ -85,7 +85,7 @@ def _prompt(engines: Engines) -> dict[str, Floats]:
     return terms
 
 
-def _answer(request: RequestView, engines: Engines) -> dict[str, Floats]:
+def _answer(request: RequestView, engines: PoolView) -> dict[str, Floats]:
     """Seconds from the first token to the last, here and for the streams beside it."""
     column = engines.table.column
     beside = _rows(engines) * column["row_s"]
