@@ -14,11 +14,12 @@ from random import Random
 import numpy as np
 
 from diptych_protocol.wire import PrefixChanges, SchedulerStats
-from diptych_router.fleet_table import FleetTable
-from diptych_router.policies import POLICIES
-from diptych_router.policy import RequestView, Role
-from diptych_router.prefixes.block_keys import BlockNaming
-from diptych_router.prefixes.hash_table import Keys
+from diptych_router.choosing.fleet_table import FleetTable
+from diptych_router.choosing.policies import POLICIES
+from diptych_router.choosing.policy import RequestView
+from diptych_router.engines.engine_table import Role
+from diptych_router.engines.prefixes.block_keys import BlockNaming
+from diptych_router.engines.prefixes.hash_table import Keys
 
 BLOCK_SIZE = 16
 BLOCKS = 4096

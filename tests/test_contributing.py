@@ -7,15 +7,22 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+import yaml
+from free_ports import free_port
+from waits import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
 PATCHES: list[str] = re.findall(r"```diff\n(.*?)```", GUIDE, re.DOTALL)
-PACKAGES = ("protocol", "frontend", "router", "engine", "kv_transfer", "kernels", "operator")
+PACKAGES = ("protocol", "frontend", "router", "engine", "kv_transfer", "kernels", "operator", "cli")
 COPIED = (*PACKAGES, "benchmarks", "tests", "examples", "crds", "docs")
 
 
@@ -48,7 +55,7 @@ def attempt(copy: Path, patch: str, command: Sequence[str]) -> str:
 
 
 def test_every_patch_is_tried() -> None:
-    assert len(PATCHES) == 3
+    assert len(PATCHES) == 4
 
 
 @pytest.mark.slow
@@ -65,11 +72,66 @@ def test_a_model_family_is_one_file_and_its_row(copy: Path) -> None:
     assert re.search(r"^[3-9] passed", printed, re.MULTILINE), printed
 
 
-def test_a_routing_policy_is_one_file(copy: Path) -> None:
-    fleet = ["--prefill", "4", "--decode", "4", "--rate", "2", "--requests", "200"]
-    command = ["-m", "benchmarks.simulate", "run", *fleet, "--policy"]
-    printed = attempt(copy, patch_of("policies/"), [*command, "fullest_first"])
-    assert "TTFT" in printed
+def test_a_policy_and_a_setting_of_the_router_reach_a_running_service(copy: Path) -> None:
+    """A policy is one file, and a setting is one field with the line that obeys it."""
+    for path in ("policies/", "router_settings.py"):
+        attempt(copy, patch_of(path), ["-m", "compileall", "-q", "router"])
+    asked = {"policy": "fullestFirst", "longestRequest": 64}
+    with running(copy, asked) as service:
+        answer = service.complete(range(8))
+        assert answer.status_code == 200
+        why = service.diptych("why", answer.headers["x-request-id"])
+        assert "fullest_first" in why
+        assert "fullest with room" in why
+        refused = service.complete(range(64))
+        assert refused.status_code == 400
+        assert "64" in refused.text
+
+
+@dataclass(frozen=True)
+class Running:
+    """A service of a patched copy of the repository."""
+
+    url: str
+    directory: Path
+    environment: dict[str, str]
+
+    def complete(self, prompt: Sequence[int]) -> httpx.Response:
+        body = {"model": "tried", "prompt": list(prompt), "max_tokens": 4}
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=PATIENCE_S)
+
+    def diptych(self, *arguments: str) -> str:
+        command = [sys.executable, "-m", "diptych.main", *arguments]
+        return subprocess.run(
+            command, cwd=self.directory, env=self.environment, stdout=subprocess.PIPE, text=True,
+            check=True, timeout=PATIENCE_S,
+        ).stdout  # fmt: skip
+
+
+@contextmanager
+def running(copy: Path, router: dict[str, Any]) -> Iterator[Running]:
+    """`diptych up` in the copy, once it is ready."""
+    model = {"uri": "dummy://?num_hidden_layers=2&hidden_size=64"}
+    spec = {"model": model, "prefill": {}, "decode": {}, "router": router}
+    about = {"apiVersion": "diptych.dev/v1alpha1", "kind": "InferenceService"}
+    (copy / "tried.yaml").write_text(
+        yaml.safe_dump({**about, "metadata": {"name": "tried"}, "spec": spec})
+    )
+    path = os.pathsep.join(str(copy / package) for package in (".", *PACKAGES))
+    environment = {**os.environ, "PYTHONPATH": path, "XDG_RUNTIME_DIR": str(copy), "COLUMNS": "200"}
+    port, output = free_port(), copy / "output"
+    with output.open("wb") as written:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "diptych.main", "up", "tried.yaml", "--port", str(port)],
+            cwd=copy, env=environment, stdout=written, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    try:
+        wait_until(lambda: "ready in" in output.read_text() or process.poll() is not None)
+        assert process.poll() is None, output.read_text()
+        yield Running(f"http://127.0.0.1:{port}", copy, environment)
+    finally:
+        process.terminate()
+        process.wait(PATIENCE_S)
 
 
 def test_a_setting_of_the_engine_is_one_field(copy: Path) -> None:

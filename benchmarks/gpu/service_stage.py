@@ -16,7 +16,7 @@ from service_kit import all_usable, engine_config, make_router, start_engine
 
 from diptych_frontend.core_client.curve import new_keys
 from diptych_protocol import RequestOutputKind, SamplingParams
-from diptych_router.pool_client import PoolClient
+from diptych_router.requests.pool_client import PoolClient
 
 
 def service_of_processes(place: Place) -> None:

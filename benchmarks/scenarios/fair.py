@@ -34,8 +34,8 @@ from diptych_protocol import (
     RouterConfig,
     SamplingParams,
 )
-from diptych_router.discovery import parse_targets
-from diptych_router.pool_client import PoolClient
+from diptych_router.engines.discovery import parse_targets
+from diptych_router.requests.pool_client import PoolClient
 
 
 @dataclass(frozen=True)

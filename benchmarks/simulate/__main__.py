@@ -21,7 +21,7 @@ from benchmarks.traces.arguments import add_trace
 from benchmarks.traces.formats import TraceError, read_trace
 from benchmarks.traces.recorded import BLOCK_TOKENS, Trace
 
-from diptych_router.policies import POLICIES
+from diptych_router.choosing.policies import POLICIES
 
 MEASURED = RESULTS / "simulate-costs.json"
 

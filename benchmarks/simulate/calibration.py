@@ -12,8 +12,8 @@ from benchmarks.simulate.costs import StepCost
 from benchmarks.simulate.engine import Limits
 from benchmarks.simulate.plan import Overheads, Plan, Pool
 
-from diptych_router.policies.least_loaded import POLICY
-from diptych_router.policy import Policy
+from diptych_router.choosing.policies.least_loaded import POLICY
+from diptych_router.choosing.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)

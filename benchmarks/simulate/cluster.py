@@ -20,7 +20,7 @@ from benchmarks.simulate.reports import prefix_news, statistics
 from benchmarks.simulate.routing import Refused, Router
 from benchmarks.simulate.workload import Request
 
-from diptych_router.policy import Role
+from diptych_router.engines.engine_table import Role
 
 REPORT_S = 0.25
 """Seconds between two reports of a pod that has work, as of an engine."""

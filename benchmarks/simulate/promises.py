@@ -17,7 +17,7 @@ from benchmarks.simulate.metrics import Objectives, Summary, summarise
 from benchmarks.simulate.report import plot_lines
 from benchmarks.simulate.workload import Lengths, Traffic, poisson
 
-from diptych_router.policies import POLICIES
+from diptych_router.choosing.policies import POLICIES
 
 LOADS = (0.5, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0)
 """Parts of `Case.capacity`."""

@@ -27,8 +27,8 @@ from benchmarks.traces.generate import generate
 from benchmarks.traces.recorded import Trace
 
 from diptych.plots import looks, new_figure, save
-from diptych_protocol.config import Disaggregate
-from diptych_router.policies import POLICIES
+from diptych_protocol.router_settings import Disaggregate
+from diptych_router.choosing.policies import POLICIES
 
 TRACES: Final = {
     "agents": ("agents", 1500, 0.64, 3.9),

@@ -10,13 +10,13 @@ from benchmarks.simulate.plan import Plan, Pod
 from benchmarks.simulate.workload import Request
 
 from diptych_protocol.wire import PrefixChanges, SchedulerStats
-from diptych_router.fleet_table import FleetTable
-from diptych_router.pair_rates import NOWHERE, Place
-from diptych_router.policy import Decision
-from diptych_router.pools import EXPECTED_S
-from diptych_router.record.first_token import FirstToken
-from diptych_router.request_table import FIRST_GUESS_TOKENS, NEWEST_PART
-from diptych_router.slo.caution import Caution
+from diptych_router.choosing.first_token import FirstToken
+from diptych_router.choosing.fleet_table import FleetTable
+from diptych_router.choosing.policy import Decision
+from diptych_router.engines.pair_rates import NOWHERE, Place
+from diptych_router.requests.pools.pools import EXPECTED_S
+from diptych_router.requests.promises.caution import Caution
+from diptych_router.requests.request_table import FIRST_GUESS_TOKENS, NEWEST_PART
 
 FINGERPRINT = "same"
 

@@ -25,7 +25,7 @@ from benchmarks.simulate.plan import Plan
 from benchmarks.simulate.report import plot_lines
 from benchmarks.simulate.workload import Lengths, Sharing, Traffic, poisson
 
-from diptych_router.policies import POLICIES
+from diptych_router.choosing.policies import POLICIES
 
 SMALL = 20
 """Pods of the sweeps; `scale` shows that a thousand do in proportion."""

@@ -19,7 +19,7 @@ from benchmarks.simulate.metrics import Objectives, summarise
 from benchmarks.simulate.plan import Plan, Zones
 from benchmarks.simulate.workload import Lengths, Traffic, poisson
 
-from diptych_router.policies import POLICIES
+from diptych_router.choosing.policies import POLICIES
 
 FAR: Final = 10.0
 KNOWLEDGE: Final = {

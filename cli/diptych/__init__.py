@@ -1,1 +1,1 @@
-"""The `diptych` command: a service in two pools, on a laptop as on a cluster."""
+"""The `diptych` command: runs a service of two pools on a laptop, as on a cluster."""

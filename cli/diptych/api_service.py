@@ -1,4 +1,5 @@
-"""The service that a command talks to: one that it is told of, or the newest on this machine."""
+"""Finds the service that a command talks to: the one that the user names, or the newest on this
+machine."""
 
 from __future__ import annotations
 
@@ -16,17 +17,17 @@ TIMEOUT: Final = httpx.Timeout(10.0)
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """Whom to talk to."""
+    """The address of a service, and how to reach it."""
 
     url: str
     """Base URL of the OpenAI API, ending in /v1."""
     model: str
     client: dict[str, Any]
-    """Arguments of an httpx client."""
+    """Keyword arguments of an httpx client."""
 
 
 def find_service(url: str | None, model: str | None, api_key: str | None = None) -> Service:
-    """Base URL and model name to talk to: as given, else those of the newest running service."""
+    """Return base URL and model name: those given, else those of the newest running service."""
     if url is None:
         states = [state for state in rundir.running() if state.ready]
         if not states:

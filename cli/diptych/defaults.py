@@ -1,4 +1,4 @@
-"""What commands take when nothing else is said."""
+"""Defaults of the commands."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from typing import Final
 DEFAULT_PORT: Final = 8080
 """The port of the OpenAI API."""
 MODEL_CACHE: Final = Path("~/.cache/diptych/models")
-"""Where fetched models are kept."""
+"""Where fetched models are stored."""
 TOP_INTERVAL_S: Final = 4.0
-"""Metrics are up to two seconds old: over less, tokens per second would leap."""
+"""Metrics are up to two seconds old. Over a shorter interval, tokens per second would jump."""

@@ -1,4 +1,4 @@
-"""`diptych demo`: one question through both pools, and what the hand-off between them took."""
+"""`diptych demo`: sends one question through both pools and shows what the hand-off took."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from diptych.laptop.client import options
 from diptych.laptop.rundir import RunState
 
 QUESTION = "What is the name of the capital of France?"
-"""One that the example's model answers alike on every processor: with "What is the capital of
-France?" two first words are within 0.08 logits, with this each word leads by more than 2."""
+"""The example's model answers this question alike on every processor: each word leads by more than
+2 logits. (With "What is the capital of France?" two first words differ by 0.08.)"""
 MAX_TOKENS = 64
 METRICS_WAIT_S = 3.0
-"""Engines report once a step; the report of the last one may come after the answer."""
+"""Engines report once per step, so the report of the last step may come after the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What a client saw of one streamed answer."""
+    """Times of one streamed answer, as its client saw them."""
 
     ttft_s: float
     last_token_s: float
@@ -43,7 +43,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class HandOff:
-    """Totals of all engines, as the router's /metrics tells them."""
+    """Totals of all engines, from the router's /metrics."""
 
     blocks: int
     bytes: int
@@ -52,7 +52,8 @@ class HandOff:
     transports: tuple[str, ...]
 
     def since(self, before: HandOff) -> HandOff:
-        """What came after `before`, such as after the canaries with which a router begins."""
+        """Return the difference to `before`, for example without the canaries that a router sends
+        at its start."""
         return HandOff(
             self.blocks - before.blocks,
             self.bytes - before.bytes,
@@ -63,7 +64,8 @@ class HandOff:
 
 
 def read_hand_off(metrics: str) -> HandOff:
-    """Sum up the hinge's metrics of a text exposition. Raises `ValueError` if it is none."""
+    """Sum up the metrics of the hand-off in a text exposition. Raises `ValueError` if
+    it is none."""
     totals: dict[str, float] = defaultdict(float)
     transports: set[str] = set()
     for family in text_string_to_metric_families(metrics):
@@ -100,7 +102,6 @@ async def _ask(client: httpx.AsyncClient, state: RunState, console: Console) -> 
     body = {
         "model": state.model,
         "messages": [{"role": "user", "content": QUESTION}],
-        "temperature": 0,
         "max_tokens": MAX_TOKENS,
     }
     begun = time.perf_counter()
@@ -133,7 +134,7 @@ async def _hand_off_now(client: httpx.AsyncClient, state: RunState) -> HandOff:
 
 
 def summary(timing: Timing, hand_off: HandOff) -> Table:
-    """What a reader wants to know of one answer, with units."""
+    """Describe one answer, with units."""
     table = Table(title="one answer, two pools", title_justify="left")
     table.add_column("measure")
     table.add_column("value", justify="right")

@@ -1,4 +1,5 @@
-"""Each engine's load, read off a router's metrics, for `diptych up` and both `top`. Pure."""
+"""Reads each engine's load from a router's metrics, for `diptych up` and both `top`. It performs no
+I/O."""
 
 from __future__ import annotations
 
@@ -29,49 +30,49 @@ ROLE_ORDER = {"prefill": 0, "decode": 1}
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One engine at one moment, as a router knows it."""
+    """One engine at one moment, as its router reports it."""
 
     role: str
     name: str
     running: int = 0
     waiting: int = 0
     queued_tokens: int = 0
-    """Prompt tokens that are still to be computed."""
+    """Prompt tokens that have not been computed yet."""
     kv_usage: float = 0.0
     """Share of KV blocks in use, 0 to 1."""
     blocks: int = 0
-    """KV blocks in all."""
+    """The total of KV blocks."""
     blocks_free: int = 0
     leases: int = 0
     prompt_tokens: int = 0
-    """Computed since the engine's start."""
+    """Tokens computed since the engine's start."""
     generated_tokens: int = 0
     received_bytes: int = 0
-    """Bytes of KV that came from other engines."""
+    """Bytes of KV received from other engines."""
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens computed and tokens generated, since the engine's start."""
+        """Prompt tokens computed plus tokens generated, since the engine's start."""
         return self.prompt_tokens + self.generated_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A sample, and what went on since the one before it."""
+    """A sample, and the rate since the one before it."""
 
     sample: Sample
     tokens_per_s: float | None
-    """Prompt tokens computed and tokens generated; None for an engine that was not there."""
+    """Prompt tokens computed plus tokens generated; None for a new engine."""
 
 
 def items_of(metrics: str) -> list[prometheus_client.samples.Sample]:
-    """All finite values of a /metrics. Raises `ValueError` if the text is none."""
+    """Return all finite values of a /metrics. Raises `ValueError` if the text is something else."""
     families = text_string_to_metric_families(metrics)
     return [item for family in families for item in family.samples if math.isfinite(item.value)]
 
 
 def read_samples(items: Iterable[prometheus_client.samples.Sample]) -> dict[str, Sample]:
-    """The engines of a router's /metrics, by its label."""
+    """Return the engines in a router's /metrics, by label."""
     values: dict[str, dict[str, float]] = {}
     for item in items:
         field = _FIELDS.get(item.name)
@@ -90,7 +91,8 @@ def _sample(engine: str, values: Mapping[str, float]) -> Sample:
 
 
 def merged(of_routers: Sequence[Mapping[str, Sample]]) -> dict[str, Sample]:
-    """What several routers know: an engine tells all of them the same, but one may know more."""
+    """Merge what several routers report. Engines report the same to all, but one router may know of
+    more of them."""
     known: dict[str, Sample] = {}
     for samples in of_routers:
         known = {**samples, **known}
@@ -98,7 +100,7 @@ def merged(of_routers: Sequence[Mapping[str, Sample]]) -> dict[str, Sample]:
 
 
 def loads(before: Mapping[str, Sample], now: Mapping[str, Sample], seconds: float) -> list[Load]:
-    """Prefill engines first, each pool by name."""
+    """Return the loads, prefill engines first, each pool sorted by name."""
     found = [
         Load(sample, tokens_per_s(before.get(key), sample, seconds)) for key, sample in now.items()
     ]
@@ -106,7 +108,7 @@ def loads(before: Mapping[str, Sample], now: Mapping[str, Sample], seconds: floa
 
 
 def tokens_per_s(before: Sample | None, now: Sample, seconds: float) -> float | None:
-    """None for an engine that was not there before."""
+    """Return the rate; None for a new engine."""
     if before is None or seconds <= 0:
         return None
     # Totals start at zero again with the engine.

@@ -1,4 +1,4 @@
-"""How a command ends when it cannot do what was asked: one line and an exit code."""
+"""How a command ends when it cannot do what was asked: with one line and an exit code."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import click
 
 
 class BadInputError(click.ClickException):
-    """What the user gave can never work as written: exit code 2."""
+    """The user's input can never work as written: exit code 2."""
 
     exit_code = 2
 
 
 class RunError(click.ClickException):
-    """It could have worked, and did not: exit code 1."""
+    """It could have worked but failed: exit code 1."""
 
     exit_code = 1

@@ -1,4 +1,5 @@
-"""How `diptych why` and `kubectl diptych why` show what routers say of requests. Pure."""
+"""Formats what routers report about requests, for `diptych why` and `kubectl diptych why`, without
+I/O."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ CHOSEN: Final = ">"
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What one router said."""
+    """The answer of one router."""
 
     router: str
     """The pod's name."""
@@ -41,19 +42,19 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """The requests that one router remembers."""
+    """The requests in the record of one router."""
 
     router: str
     known: RequestList
 
 
 def as_json(told: Sequence[Told] | Sequence[Listed]) -> list[dict[str, Any]]:
-    """For programs: one entry for each router that answered."""
+    """Return values for programs: one entry for each router that answered."""
     return [{"router": one.router, **msgspec.to_builtins(one.known)} for one in told]
 
 
 def listing(found: Sequence[Listed]) -> RenderableType:
-    """One line for each request, the newest first."""
+    """Format one line for each request, the newest first."""
     lines = [(one.router, line) for one in found for line in one.known.requests]
     if not lines:
         return Text("no request has come since the routers started")
@@ -79,7 +80,7 @@ def _cells(router: str, line: RequestLine) -> Iterator[str]:
 
 
 def explanation(found: Sequence[Told]) -> RenderableType:
-    """Everything that routers remember under one id."""
+    """Format all that routers have recorded under one id."""
     parts: list[RenderableType] = []
     for one in found:
         for request in one.known.requests:

@@ -1,4 +1,4 @@
-"""A service in the foreground: what `diptych up` and `diptych demo` have in common."""
+"""Runs a service in the foreground, for `diptych up` and `diptych demo`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from diptych.up import WhileReady, up
 
 
 def serve(source: Source, api: ApiAccess, cache: Path, *, plain: bool) -> None:
-    """`diptych up`: until Ctrl-C. Raises what `up.up` does."""
+    """Serve until Ctrl-C, for `diptych up`. Raises what `up.up` does."""
     console = Console()
     board = Board(console, plain=plain)
 
@@ -35,7 +35,7 @@ def serve(source: Source, api: ApiAccess, cache: Path, *, plain: bool) -> None:
 
 
 def ask_once(source: Source, api: ApiAccess, cache: Path) -> None:
-    """`diptych demo`. Raises what `up.up` and `demonstrate` do."""
+    """Run, ask once and end, for `diptych demo`. Raises what `up.up` and `demonstrate` do."""
     console = Console()
     board = Board(console)
 

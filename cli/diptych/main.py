@@ -1,4 +1,5 @@
-"""The `diptych` command. What a command needs is imported when it runs: `--help` is instant."""
+"""The `diptych` command. Each command imports what it needs when it runs, so that `--help` is
+instant."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from rich.console import Console
 
 from diptych.bench.command import bench
 from diptych.chat.command import chat
-from diptych.console import console_for_tables
 from diptych.defaults import DEFAULT_PORT, MODEL_CACHE
 from diptych.doctor.command import doctor
 from diptych.request_trace import trace
 from diptych.service_argument import service_argument
 from diptych.top import top
+from diptych.watching import console_for_tables
 
 if TYPE_CHECKING:
     from diptych.known_models import Source

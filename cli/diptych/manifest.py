@@ -1,4 +1,4 @@
-"""From the user's file to the objects that `diptych` runs or prints."""
+"""Turns the user's file into the objects that `diptych` runs or prints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from diptych_protocol.model_uri import parse_model_uri
 
 
 def load(source: Source) -> InferenceService:
-    """The service in a YAML file, or of a known model. Raises `BadInputError` naming file and
+    """Load the service of a YAML file, or of a known model. Raises `BadInputError` naming file and
     field."""
     try:
         return parse(_text(source))
@@ -37,7 +37,7 @@ def _text(source: Source) -> str:
 
 
 def rendered(source: Source, service: InferenceService) -> list[dict[str, Any]]:
-    """The service's Kubernetes objects, with keys made for this call."""
+    """Return the service's Kubernetes objects, with keys made for this call."""
     try:
         return render(service, new_secrets())
     except SpecError as exc:
@@ -79,5 +79,5 @@ _BlockDumper.add_representer(str, _represent_text)
 
 
 def to_yaml(objects: list[dict[str, Any]]) -> str:
-    """Documents for `kubectl apply -f -`."""
+    """Return YAML documents for `kubectl apply -f -`."""
     return str(yaml.dump_all(objects, Dumper=_BlockDumper, sort_keys=False, width=100))

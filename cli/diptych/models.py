@@ -1,4 +1,4 @@
-"""`diptych models`: the models that have a short name, and which of them are on this machine."""
+"""`diptych models`: lists the models with a short name, and which of them are on this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Listed:
 
     model: KnownModel
     here: bool
-    """Its files are on this machine, so `up` fetches nothing."""
+    """Whether its files are on this machine, so that `up` fetches nothing."""
 
 
 def listed(cache: Path, models: Iterable[KnownModel] = KNOWN.values()) -> list[Listed]:
@@ -35,7 +35,7 @@ def _is_here(model: KnownModel, cache: Path) -> bool:
 
 
 def table(rows: Iterable[Listed]) -> Table:
-    """One line for each model."""
+    """Format one line for each model."""
     shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in ("NAME", "SIZE", "HERE", "LICENSE", "WHERE"):
         shown.add_column(column, no_wrap=True, justify="right" if column == "SIZE" else "left")
@@ -48,7 +48,7 @@ def table(rows: Iterable[Listed]) -> Table:
 
 
 def as_json(rows: Iterable[Listed]) -> list[dict[str, Any]]:
-    """Whole values, for programs."""
+    """Return whole values, for programs."""
     return [
         asdict(row.model) | {"default": row.model.name == DEFAULT, "here": row.here} for row in rows
     ]

@@ -1,7 +1,7 @@
-"""Plots that can be read on light and on dark pages.
+"""Plots that are readable on light and on dark pages.
 
-A plot is an SVG that asks the reader's browser for its scheme, and brings its own background. Its
-text stays text. Lines differ by colour and by marker.
+A plot is an SVG that follows the colour scheme of the reader's browser and has its own background.
+Its text stays text. Lines differ by colour and by marker.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Scheme(NamedTuple):
-    """Colours of a page."""
+    """The colours of a page."""
 
     ink: str
     paper: str
@@ -26,7 +26,7 @@ class Scheme(NamedTuple):
 LIGHT: Final = Scheme("#1f2328", "#ffffff")
 DARK: Final = Scheme("#e6edf3", "#0d1117")
 LINES: Final = ("#3a7ebf", "#d9622b", "#2f9e66", "#b066cc", "#c8475f", "#8a7f2b", "#5f8a94")
-"""Colours of lines. Each has a contrast of 3 at least with both papers."""
+"""Colours of lines. Each has a contrast of at least 3 to both backgrounds."""
 MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X")
 
 _DRAWN: Final = Scheme("#010203", "#fdfefc")
@@ -38,7 +38,7 @@ _STYLE: Final = f"""<style>
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """A figure of so many inches. Raises `ImportError` without matplotlib."""
+    """Return a figure of this size in inches. Raises `ImportError` without matplotlib."""
     from matplotlib import rc
     from matplotlib.figure import Figure
 
@@ -55,7 +55,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def looks() -> Iterator[dict[str, Any]]:
-    """How one line after another looks, as arguments of matplotlib's `plot`."""
+    """Yield the style of one line after another, as arguments of matplotlib's `plot`."""
     for color, marker in cycle(zip(LINES, MARKERS, strict=True)):
         yield {"color": color, "marker": marker}
 

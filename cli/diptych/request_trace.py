@@ -46,8 +46,8 @@ def trace(request_id: str, svg: Path | None, as_json: bool) -> None:
 
 
 def show_timelines(told: Sequence[Told], svg: Path | None, *, as_json: bool) -> None:
-    """Print the timelines of what routers told, and draw them if there is a file for it. Raises
-    `RunError` if that cannot be written."""
+    """Print the timelines from routers' answers, and draw them if a file is given. Raises
+    `RunError` if it cannot be written."""
     from rich.console import Console, Group
     from rich.text import Text
 

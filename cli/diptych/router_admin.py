@@ -1,4 +1,4 @@
-"""What both commands ask of the admin ports of routers, and how they put the answers together."""
+"""Asks the admin ports of routers and merges the answers, for `diptych` and `kubectl diptych`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ LIST_PATH: Final = "/admin/requests"
 
 T = TypeVar("T")
 Get = Callable[[str], tuple[int, bytes]]
-"""From a path to the status and the body of a router's answer. Raises `RouterError`."""
+"""A function from a path to the status and the body of a router's answer. Raises `RouterError`."""
 
 
 class RouterError(Exception):
-    """A router cannot be asked, or refuses; `str()` says why."""
+    """A router cannot be asked, or refuses. `str()` says why."""
 
 
 class UnknownRequestError(RouterError):
-    """The routers remember no request of this id."""
+    """No router has recorded a request of this id."""
 
 
 class _Refusal(msgspec.Struct):
@@ -40,9 +40,10 @@ def path_of(request_id: str) -> str:
 def ask_all(
     routers: Iterable[tuple[str, Get]], path: str, kind: type[T]
 ) -> tuple[list[tuple[str, T]], list[str]]:
-    """The answers by the routers' names, and what is wrong with routers that did not answer.
+    """Return the answers by the routers' names, and an error for each router that did not answer.
 
-    Raises `UnknownRequestError` if all that answer know nothing of it, `RouterError` if none does.
+    Raises `UnknownRequestError` if all that answer know nothing of it, `RouterError` if none
+    answers.
     """
     found: list[tuple[str, T]] = []
     problems: list[str] = []

@@ -15,7 +15,7 @@ _SUFFIXES = (".yaml", ".yml", ".json")
 
 
 class ServiceArgument(click.ParamType[Source]):
-    """A name of the table, or else a file. `./NAME` is always a file."""
+    """A known model's name, or else a file. `./NAME` is always a file."""
 
     name = "model or file"
 
@@ -34,7 +34,7 @@ class ServiceArgument(click.ParamType[Source]):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Names first, and then files."""
+        """Complete names first, and then files."""
         names = [
             CompletionItem(model.name, help=f"{size_text(model.size_bytes)}, {model.license}")
             for model in KNOWN.values()
@@ -44,7 +44,7 @@ class ServiceArgument(click.ParamType[Source]):
 
 
 def service_argument(command: Any) -> Any:
-    """Decorates a command that takes a service; left out, it is the default model's."""
+    """Decorate a command that takes a service. Without it, the service is the default model's."""
     return click.argument(
         "source", type=ServiceArgument(), default=DEFAULT, metavar="[MODEL|FILE]"
     )(command)

@@ -1,4 +1,5 @@
-"""Where the console scripts begin: what they need is an extra, and they say so if it is missing."""
+"""The entry points of the console scripts. If the extra with their packages is missing, they say
+so."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def _run(module: str) -> None:
 
 
 def advice(missing: str) -> str:
-    """What to install when a command misses a package."""
+    """Say what to install when a command misses a package."""
     extras = [f"  {name:9} {what}" for name, what in EXTRAS.items()]
     return "\n".join(
         [

@@ -19,7 +19,7 @@ from diptych.laptop.rundir import PodState, RunState
 
 
 def with_facts(state: RunState) -> RunState:
-    """Ask the service's router what its engines say of their processors, and how they fare."""
+    """Add what the service's router reports of its engines' processors and health."""
     try:
         metrics = read_metrics(state)
         cpus, health = read_cpus(metrics), read_health(metrics)
@@ -39,9 +39,9 @@ def _health(pod: PodState, judged: Mapping[str, str]) -> str:
 
 
 def read_cpus(metrics: str) -> dict[str, str]:
-    """Each engine's facts by its name, as /metrics of a router has them.
+    """Return each engine's processor facts by name, from a router's /metrics.
 
-    Raises `ValueError` if the text is no /metrics.
+    Raises `ValueError` if the text is something else.
     """
     words: dict[str, list[str]] = defaultdict(list)
     for family in text_string_to_metric_families(metrics):
@@ -55,7 +55,8 @@ def read_cpus(metrics: str) -> dict[str, str]:
 
 
 def read_health(metrics: str) -> dict[str, str]:
-    """How a router judges each engine, by its name. Raises `ValueError` as `read_cpus` does."""
+    """Return the router's judgement of each engine, by name. Raises `ValueError` as `read_cpus`
+    does."""
     found: dict[str, str] = {}
     for family in text_string_to_metric_families(metrics):
         for sample in family.samples:
@@ -69,12 +70,12 @@ def read_health(metrics: str) -> dict[str, str]:
 
 
 def as_json(states: list[RunState]) -> str:
-    """A list of services, the newest first."""
+    """Return a list of services, the newest first."""
     return msgspec.json.format(msgspec.json.encode(states), indent=2).decode()
 
 
 def show(states: list[RunState], console: Console) -> None:
-    """One table for each service."""
+    """Print one table for each service."""
     if not states:
         console.print("no service runs here; start one with `diptych up`", markup=False)
     for state in states:

@@ -1,4 +1,5 @@
-"""A request's timeline for a terminal: bars for each lane, and a list of what happened. Pure."""
+"""Draws a request's timeline for a terminal: bars for each lane, and a list of events. It performs
+no I/O."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ GAP: Final = 2
 
 
 def drawn(timeline: Timeline, columns: int) -> RenderableType:
-    """The lanes, below them what their letters mean, and then one line for each event."""
+    """Draw the lanes, below them the meaning of their letters, and then one line for each event."""
     names = max(len(lane.name) for lane in timeline.lanes)
     room = max(20, columns - names - GAP)
     lines = [Text(timeline.title, style="bold")]

@@ -48,7 +48,7 @@ def top(name: str | None, interval: float, watch: bool, as_json: bool) -> None:
 
 
 def read_engines(name: str | None) -> Mapping[str, Sample]:
-    """What the router of a service knows of its engines. Raises `RunError`."""
+    """Return the state of each engine of a service, from its router. Raises `RunError`."""
     import httpx
 
     from diptych.engine_load import items_of, read_samples

@@ -1,4 +1,4 @@
-"""`diptych up`: the rendered objects as processes of this machine, until Ctrl-C."""
+"""`diptych up`: runs the rendered objects as processes of this machine, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -39,15 +39,16 @@ from diptych_frontend.processors import usable_processors
 from diptych_operator.api.service import InferenceService
 from diptych_protocol.admin import ADMIN_TOKEN_FILE
 from diptych_protocol.threads import model_threads
-from diptych_router.page.control import CONTROL_VARIABLE
+from diptych_router.telling.page.control import CONTROL_VARIABLE
 
 READY_TIMEOUT_S = 900.0
 CRASH_LINES = 15
 CONTROL_FILE = "page-control.json"
-"""In the run directory: where the page can kill engines."""
+"""The file in the run directory that contains the address of the kill switch."""
 
 WhileReady = Callable[[RunState], Awaitable[None]]
-"""What to do once the service is ready; it ends when this returns, and is told to by cancelling."""
+"""What to do once the service is ready. `up` ends when it returns, and cancels it in order to end
+early."""
 
 
 async def up(
@@ -60,7 +61,7 @@ async def up(
 ) -> None:
     """Run a service, read from `source`, from start to end. `programs`: see `local_pods`.
 
-    Returns when `while_ready` does, or on SIGINT or SIGTERM; no process is left in any case.
+    Returns when `while_ready` does, or on SIGINT or SIGTERM. In any case no process is left.
 
     Raises:
         BadInputError: the file is wrong, its model is not here, or the API cannot have its address.

@@ -1,4 +1,4 @@
-"""Tables that are shown once, or anew until Ctrl-C; and loads over an interval."""
+"""Shows tables once or repeatedly until Ctrl-C, and measures loads over an interval."""
 
 from __future__ import annotations
 
@@ -8,10 +8,20 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from rich.console import Console, RenderableType
 
-from diptych.console import console_for_tables
-
 if TYPE_CHECKING:
     from diptych.engine_load import Load, Sample
+
+
+PIPE_COLUMNS: Final = 240
+"""Width of tables that do not go to a terminal."""
+
+
+def console_for_tables() -> Console:
+    """Return a console as wide as the terminal; without one, wide enough to keep each row of a
+    table on one line."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPE_COLUMNS)
+
 
 WATCH_INTERVAL_S: Final = 2.0
 
@@ -19,7 +29,8 @@ WATCH_INTERVAL_S: Final = 2.0
 def loads_over(
     interval_s: float, read: Callable[[], Mapping[str, Sample]]
 ) -> Callable[[], list[Load]]:
-    """Reads samples now; each call waits for the interval, and reads what went on since."""
+    """Take samples now. Each call of the result waits for the interval and returns the loads since
+    the last samples."""
     from diptych.engine_load import loads
 
     before, seen_at = read(), time.monotonic()
@@ -38,7 +49,8 @@ def loads_over(
 def show(
     picture: Callable[[], RenderableType], watch: bool, pause_s: float = WATCH_INTERVAL_S
 ) -> None:
-    """Print it once, or keep it up to date on a terminal; elsewhere one after another."""
+    """Print a table once, or update it repeatedly on a terminal; elsewhere print it again each
+    time."""
     console = console_for_tables()
     if not watch:
         console.print(picture())

@@ -1,4 +1,4 @@
-"""`diptych why`: what the routers of this machine say of a request, asked at their admin ports."""
+"""`diptych why`: asks the admin ports of this machine's routers about a request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ T = TypeVar("T")
 
 
 def explain(request_id: str) -> tuple[list[Told], list[str]]:
-    """What the routers of all services here say of a request, and what is wrong with others.
+    """Return what the routers of all services here report about a request, and the errors of
+    others.
 
     Raises `RunError` if none knows it or none can be asked.
     """
@@ -38,7 +39,8 @@ def explain(request_id: str) -> tuple[list[Told], list[str]]:
 
 
 def recent(limit: int) -> tuple[list[Listed], list[str]]:
-    """The newest requests of each router here, and what is wrong with others. Raises `RunError`."""
+    """Return the newest requests of each router here, and the errors of others.
+    Raises `RunError`."""
     answers, problems = _ask(f"{LIST_PATH}?limit={limit}", RequestList)
     return [Listed(router, known) for router, known in answers], problems
 

@@ -26,13 +26,6 @@ _WIRE: Final = (
     "ReconfigureRankType", "UtilityOutput", "UtilityResult",
 )  # fmt: skip
 
-_RPC: Final = (
-    "IPC_DATA_EXT", "IPC_HEALTH_EXT", "IPC_INPUT_EXT", "IPC_OUTPUT_EXT", "RPCAbortRequest",
-    "RPCResetMultiModalCacheRequest", "RPCResetPrefixCacheRequest", "RPCSleepRequest",
-    "RPCStartupRequest", "RPCStartupResponse", "RPCUProfileRequest", "RPCWakeUpRequest",
-    "RPC_REQUEST_T",
-)  # fmt: skip
-
 MODULES: Final[dict[str, dict[str, str]]] = {
     "": {
         "LLM": "diptych_engine.serving.llm",
@@ -49,12 +42,11 @@ MODULES: Final[dict[str, dict[str, str]]] = {
         "EngineArgs": f"{_CLIENTS}.engine_args",
     },
     "engine.multiprocessing": {
-        "ENGINE_DEAD_ERROR": f"{_V0}.errors",
-        "MQEngineDeadError": f"{_V0}.errors",
-        **dict.fromkeys(_RPC, f"{_V0}.rpc"),
+        "ENGINE_DEAD_ERROR": f"{_V0}.mq_client",
+        "MQEngineDeadError": f"{_V0}.sockets",
     },
     "engine.multiprocessing.client": {
-        "MQClientClosedError": f"{_V0}.errors",
+        "MQClientClosedError": f"{_V0}.mq_client",
         "MQLLMEngineClient": f"{_V0}.mq_client",
         "logger": f"{_V0}.mq_client",
     },
@@ -69,7 +61,7 @@ MODULES: Final[dict[str, dict[str, str]]] = {
         ),
         _PROTOCOL,
     ),
-    "envs": {"VLLM_RPC_TIMEOUT": f"{_V0}.rpc"},
+    "envs": {"VLLM_RPC_TIMEOUT": f"{_V0}.mq_client"},
     "inputs": dict.fromkeys(("PromptType", "TextPrompt", "TokensPrompt"), _PROTOCOL),
     "inputs.preprocess": {"InputPreprocessor": f"{_TEXT}.input_processor:InputProcessor"},
     "lora": {},
@@ -94,7 +86,7 @@ MODULES: Final[dict[str, dict[str, str]]] = {
     "v1": {},
     "v1.engine": dict.fromkeys(_WIRE, _PROTOCOL),
     "v1.engine.async_llm": {"AsyncLLM": f"{_CLIENTS}.async_llm"},
-    "v1.engine.coordinator": {"DPCoordinator": f"{_CLIENTS}.wave_coordinator:WaveCoordinator"},
+    "v1.engine.coordinator": {"DPCoordinator": f"{_CLIENTS}.group:WaveCoordinator"},
     "v1.engine.core": {"EngineCore": "diptych_engine.control.core"},
     "v1.engine.core_client": {
         "AsyncMPClient": f"{_CLIENTS}.client:CoreClient",

@@ -1,1 +1,1 @@
-"""Everything between a user and an EngineCore: text, tokens, clients of a core, the OpenAI API."""
+"""Everything between users and engine cores: text, tokens, clients of a core, the OpenAI API."""

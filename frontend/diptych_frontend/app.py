@@ -1,19 +1,21 @@
-"""The ASGI application: all routes and layers, put together around one `EngineClient`."""
+"""Builds the ASGI application: all routes and layers around one `EngineClient`."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from importlib.metadata import version
+from typing import Any, Final, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from diptych_frontend.accepted_engine import accepted
 from diptych_frontend.anthropic.api_types import CountTokensRequest
 from diptych_frontend.anthropic.errors import ANTHROPIC
 from diptych_frontend.anthropic.routes import MessagesApi, TokenCount, counted_prompt
@@ -48,17 +50,70 @@ from diptych_frontend.vllm_api.scoring import (
     ScoringRoute,
 )
 from diptych_frontend.vllm_api.tokenization import DetokenizeRoute, TokenizeRoute
-from diptych_protocol import EngineClient, InvalidRequestError
+from diptych_protocol import UNSAID, EngineClient, InvalidRequestError, SamplingDefaults
+
+OURS: Final[dict[str, frozenset[str]]] = {
+    "generate": frozenset({"tenant"}),
+    "encode": frozenset({"tenant"}),
+    "check_admission": frozenset({"num_tokens", "tenant"}),
+}
+"""What these methods of our `EngineClient` accept by name beyond vLLM's parameters."""
+
+
+def accepted(engine: EngineClient) -> EngineClient:
+    """Return the engine itself, or a wrapper that passes only the arguments that it accepts.
+
+    An engine needs only the members of vLLM's documentation, with the parameters given there. Their
+    signatures are read once, here, and not in each call.
+    """
+    if isinstance(engine, EngineClient) and not any(_foreign(engine, name) for name in OURS):
+        return engine
+    return cast(EngineClient, _DocumentedEngine(engine))
+
+
+class _DocumentedEngine:
+    """Has all that an `EngineClient` has: what the engine lacks is as in that class."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        for name in OURS:
+            setattr(self, name, _without(_foreign(self, name), getattr(self, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(self._engine, name):
+            return getattr(self._engine, name)
+        return inspect.getattr_static(EngineClient, name).__get__(self)
+
+
+def _foreign(engine: Any, name: str) -> frozenset[str]:
+    """Which of our parameters a method of the engine's does not take."""
+    parameters = inspect.signature(getattr(engine, name)).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return frozenset()
+    return OURS[name].difference(parameters)
+
+
+def _without(foreign: frozenset[str], method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, called without these parameters."""
+    if not foreign:
+        return method
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **{k: v for k, v in kwargs.items() if k not in foreign})
+
+    return call
+
 
 MAX_BODY_BYTES = 4 << 20
 DIALECTS = {"/v1/messages": ANTHROPIC}
-"""How failures are told on paths that begin so."""
+"""The error format of each API, by the beginning of its paths."""
 METRICS_AGE_S = 1.0
-"""Metrics are written at most so often, however often somebody asks for them."""
+"""Metrics are written at most once in this time, however often they are requested."""
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
 NO_SITES = BrowserRules()
 HEALTH_TIMEOUT_S = 5.0
-"""A health check that takes longer is a failed one."""
+"""A health check that takes longer has failed."""
 
 
 def build_app(
@@ -73,11 +128,12 @@ def build_app(
     extra_routes: Sequence[BaseRoute] = (),
     extra_open_paths: frozenset[str] = frozenset(),
     browsers: BrowserRules = NO_SITES,
+    sampling: SamplingDefaults = UNSAID,
 ) -> ASGIApp:
     """The HTTP server of one engine client.
 
     Args:
-        engine: started and stopped by the caller. Others' are taken too: see `accepted`.
+        engine: started and stopped by the caller. Other clients work too: see `accepted`.
         served_names: the names under which clients may ask for the model; the engine's own name
             if there are none.
         api_keys: if given, all routes but probes and metrics want one as a bearer token.
@@ -90,17 +146,20 @@ def build_app(
         extra_open_paths: paths of them that want no key.
         browsers: the names of the server and the sites whose pages may use it. With API keys it
             answers under any name.
+        sampling: what requests get that leave these fields out; where it says nothing, what the
+            model's files say.
     """
     engine = accepted(engine)
     names = tuple(served_names) or (engine.model_name,)
     metrics = metrics or ServerMetrics(engine.model_name)
     known = frozenset(names)
-    models = Models(engine, names)
+    sampling = sampling.over(getattr(engine.renderer, "sampling", UNSAID))
+    models = Models(engine, names, sampling)
     workers = RequestWorkers()
     if engine.renderer.chat_template is not None:
         confined_templates.get_ready()
-    completions = GenerationRoute(CompletionApi(), engine, known, metrics, workers)
-    chat_api = ChatApi(ReasoningParser.of(engine), format_for(engine))
+    completions = GenerationRoute(CompletionApi(sampling), engine, known, metrics, workers)
+    chat_api = ChatApi(ReasoningParser.of(engine), format_for(engine), sampling)
     chat = GenerationRoute(chat_api, engine, known, metrics, workers)
     messages = GenerationRoute(MessagesApi(chat_api), engine, known, metrics, workers)
     store = ResponseStore()
@@ -158,7 +217,7 @@ def build_app(
 
 
 def build_probe_app(engine: EngineClient, metrics: ServerMetrics) -> ASGIApp:
-    """What probes and scrapers ask, and nothing else: it takes no body, and nobody's prompt."""
+    """Build an app for probes and scrapers only. It accepts no bodies, and so no prompts."""
     routes = Probes(engine, metrics).routes()
     router = Router(routes, redirect_slashes=False, default=_unknown_path)
     app = BrowserGate(router, NO_SITES)
@@ -170,9 +229,9 @@ async def _unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class Probes:
-    """What machines ask about this server.
+    """Answers probes.
 
-    Anybody may ask, so the answers are what is known: no question is put to an engine for them.
+    Anybody may ask, so no question is passed on to an engine; the answers are already known.
     """
 
     def __init__(self, engine: EngineClient, metrics: ServerMetrics) -> None:
@@ -191,11 +250,11 @@ class Probes:
         ]
 
     async def health(self, request: Request) -> Response:
-        """Readiness: 200, or 503 with the reason."""
+        """Report readiness: 200, or 503 with the reason."""
         return await self._answer(self._engine.check_health())
 
     async def live(self, request: Request) -> Response:
-        """Liveness: 200, or 503 with the reason to restart the pod."""
+        """Report liveness: 200, or 503 with the reason to restart the pod."""
         return await self._answer(self._engine.check_live())
 
     async def _answer(self, check: Awaitable[None]) -> Response:
@@ -224,19 +283,26 @@ class Probes:
 
 
 class Models:
-    """/v1/models: one model, under each of its names, and its adapters."""
+    """Answers /v1/models: one model, under each of its names, and its adapters."""
 
-    def __init__(self, engine: EngineClient, names: Sequence[str]) -> None:
+    def __init__(
+        self, engine: EngineClient, names: Sequence[str], sampling: SamplingDefaults
+    ) -> None:
         self._engine = engine
+        self._sampling = sampling
         self._created = int(time.time())
         self._names = names
 
     def _cards(self) -> dict[str, ModelCard]:
-        created, length = self._created, self._engine.max_model_len
-        base = self._names[0]
-        cards = {name: ModelCard(name, created, length) for name in self._names}
+        card = partial(
+            ModelCard,
+            created=self._created,
+            max_model_len=self._engine.max_model_len,
+            sampling=self._sampling,
+        )
+        cards = {name: card(name) for name in self._names}
         for name in self._engine.adapters:
-            cards.setdefault(name, ModelCard(name, created, length, base))
+            cards.setdefault(name, card(name, parent=self._names[0]))
         return cards
 
     async def list(self, request: Request) -> Response:

@@ -1,13 +1,13 @@
-"""Who was served how much: a counter for each tenant, so that none is served at another's cost.
+"""Counts the tokens that each tenant was served, so that none is served at another's cost.
 
 The idea and the rule of the lift are those of the virtual token counter (Sheng et al., "Fairness in
-Serving Large Language Models", OSDI 2024): each tenant's counter grows with the tokens that it was
-served, whoever waits with the least is next, and one who begins to wait is lifted to the least of
-those who wait already, so that nobody saves up service while he wants none. Here he is lifted to
-somewhat less than that: the credit lets who asks now and then have a prompt computed in one go,
-instead of taking turns over it with those who always wait.
+Serving Large Language Models", OSDI 2024). Each tenant's counter grows with the tokens that it was
+served, and the waiting tenant with the lowest counter is next. A tenant who begins to wait is
+lifted to the lowest counter of those who already wait, so that nobody saves up service. Here the
+tenant is lifted to somewhat less than that. This credit lets an occasional request have its prompt
+computed at once, instead of in turns with tenants who always wait.
 
-Pure bookkeeping, for engines and routers alike. A request without a tenant is of the tenant "".
+Engines and routers use it. It performs no I/O. A request without a tenant belongs to the tenant "".
 """
 
 from __future__ import annotations
@@ -15,27 +15,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 OUTPUT_WEIGHT = 2
-"""What a generated token counts for, in tokens of a prompt."""
+"""The cost of a generated token, in tokens of a prompt."""
 MAX_IDLE = 1024
-"""Tenants without a request that are remembered; who is forgotten has the credit again."""
+"""The number of idle tenants that are remembered. A forgotten tenant gets the credit again."""
 
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """One tenant's."""
+    """The account of one tenant."""
 
     tenant: str = ""
     served: float = 0.0
-    """Tokens served, in those of a prompt, and what lifts have added."""
+    """Tokens served, in prompt tokens, plus what lifts have added."""
     num_open: int = 0
     """Requests that have not ended."""
 
 
 class FairShare:
-    """The accounts of all tenants. Whoever serves a token adds to `Account.served` by himself."""
+    """The accounts of all tenants. The code that serves a token adds to `Account.served`."""
 
     def __init__(self, credit: float) -> None:
-        """credit: by so many tokens one who begins to wait may be behind those who do."""
+        """credit: how many tokens a tenant who begins to wait may be behind those who
+        already wait."""
         self.credit = credit
         self._active: dict[str, Account] = {}
         """Those with open requests."""
@@ -48,20 +49,20 @@ class FairShare:
         """The least service of those who waited so far. It never falls."""
 
     def __len__(self) -> int:
-        """Tenants with open requests."""
+        """The number of tenants with open requests."""
         return len(self._active)
 
     @property
     def several(self) -> bool:
-        """There is somebody to be fair to."""
+        """Whether more than one tenant has requests."""
         return len(self._active) > 1
 
     def others_than(self, tenant: str) -> bool:
-        """Somebody else has a request, too."""
+        """Whether another tenant has a request."""
         return len(self._active) > (tenant in self._active)
 
     def open(self, tenant: str) -> Account:
-        """A request comes; the account that it is to be charged to. `close` it once."""
+        """Count a new request, and return the account to charge. `close` it once."""
         account = self._active.get(tenant)
         if account is None:
             account = self._idle.pop(tenant, None) or Account(tenant)
@@ -70,12 +71,12 @@ class FairShare:
         return account
 
     def num_open(self, tenant: str) -> int:
-        """Requests of a tenant that have not ended."""
+        """The number of open requests of a tenant."""
         account = self._active.get(tenant)
         return 0 if account is None else account.num_open
 
     def close(self, account: Account) -> None:
-        """A request has ended."""
+        """Count the end of a request."""
         account.num_open -= 1
         if account.num_open:
             return
@@ -85,7 +86,7 @@ class FairShare:
             del self._idle[next(iter(self._idle))]
 
     def begin_to_wait(self, account: Account) -> None:
-        """Lift a tenant of whom nothing has waited so far."""
+        """Lift a tenant who begins to wait."""
         others = self._waiting.values() or ([self._left] if self._left is not None else [])
         if others:
             self._level = max(self._level, min(other.served for other in others))
@@ -93,6 +94,6 @@ class FairShare:
         self._waiting[account.tenant] = account
 
     def cease_to_wait(self, account: Account) -> None:
-        """Nothing of a tenant waits any more."""
+        """Record that nothing of a tenant waits any more."""
         del self._waiting[account.tenant]
         self._left = account

@@ -1,7 +1,9 @@
-"""How many processors this process may use: what it is bound to, and what its container may take.
+"""How many processors this process may use: those that it is bound to, limited by its container's
+quota.
 
-A control group's quota is no binding: with a limit of four processors a container on a node with 64
-sees 64. Threads beyond the quota do not run more; they are all stopped together once it is used up.
+A control group's quota is no binding: a container with a limit of four processors on a node with 64
+sees 64. More threads than the quota do not run more; all of them are stopped together once it is
+used up.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 def usable_processors() -> float:
-    """Whole processors or, where a quota is what counts, a fraction of one too."""
+    """Return the number of processors, which a quota can make a fraction."""
     bound = len(os.sched_getaffinity(0))
     try:
         own = OWN_GROUPS.read_text()
@@ -26,20 +28,21 @@ def usable_processors() -> float:
 
 
 def quota(own: str, root: Path) -> float:
-    """Processors that control groups allow, infinity without a limit.
+    """Return the processors that control groups allow; infinity without a limit.
 
     `own` is the text of /proc/self/cgroup, `root` where control groups are mounted, version 1 or 2.
-    A limit holds for all groups below, so the least of all from the own group up is the one.
+    A limit applies to all groups below it, so the lowest one from the own group up counts.
     """
     folders = own_groups(own, root, "cpu")
     return min((min(_limit_of_v2(each), _limit_of_v1(each)) for each in folders), default=math.inf)
 
 
 def own_groups(own: str, root: Path, controller: str) -> Iterator[Path]:
-    """The folders of all groups whose limits hold for this process, from the own group up.
+    """Return the folders of all groups whose limits apply to this process, from its own group up.
 
-    `own` and `root` are as `quota` has them; `controller` is version 1's name of what is limited.
-    Files of version 1 and of version 2 have different names, and each folder has those of one.
+    `own` and `root` are as in `quota`; `controller` is version 1's name of the limited resource.
+    Files of version 1 and of version 2 have different names, and each folder has those of one
+    version.
     """
     for line in own.splitlines():
         _, controllers, path = line.split(":", 2)

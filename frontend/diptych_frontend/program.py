@@ -1,4 +1,4 @@
-"""How our server programs run and end: one event loop, one line for an error, an exit code."""
+"""Runs our server programs: one event loop, one line for an error, an exit code."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The operations of the model, one folder each: a torch reference and the kernels of devices."""
+"""The operations of the model, one folder each: a torch reference and the kernels for devices."""

@@ -1,8 +1,9 @@
-"""`python -m diptych_kernels [--levels all]`: compiles every kernel, beside its source.
+"""`python -m diptych_kernels [--levels all]`: compiles every kernel and stores it beside its
+source.
 
-Images need it, and other installations that nobody can write to: there, an engine would compile
-what it needs, for some seconds, each time that it starts. Tests need it, whose first engines would
-all compile at once. Without `--levels all` it compiles for the levels that this machine has.
+Images and other read-only installations need this: there, an engine would otherwise compile its
+kernels, for some seconds, at each start. Tests need it, because their first engines would all
+compile at once. Without `--levels all` it compiles for the levels that this machine has.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from diptych_kernels.native.targets import lowest_level, needs_bfloat16_dots
 
 
 def compile_all(highest: CpuLevel) -> None:
-    """For every level up to one, as many compilers at a time as there are processors."""
+    """Compile for every level up to this one, with as many compilers at a time as there are
+    processors."""
     processes = os.cpu_count() or 1
     work: list[tuple[list[str], CpuLevel]] = []
     for level in CpuLevel:

@@ -1,18 +1,18 @@
-"""All kernels for CPUs: their cases, and which of them are compiled beforehand."""
+"""All kernels for CPUs: their test cases, and which of them are compiled in advance."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from diptych_kernels.call_table import WIDTH
-from diptych_kernels.call_table import known_case as call_table
+from diptych_kernels.call_table import cpu as call_table
 from diptych_kernels.native.tile_layout import LEVEL_BITS
-from diptych_kernels.packed_product import known_cases as packed_product
-from diptych_kernels.paged_attention import known_cases as paged_attention
-from diptych_kernels.paged_attention.calls import COMMON_DIMS
-from diptych_kernels.rms_norm import known_case as rms_norm
-from diptych_kernels.rope_kv_write import known_case as rope_kv_write
-from diptych_kernels.silu_mul import known_case as silu_mul
+from diptych_kernels.packed_product import cpu as packed_product
+from diptych_kernels.paged_attention import cpu as paged_attention
+from diptych_kernels.paged_attention.cpu import COMMON_DIMS
+from diptych_kernels.rms_norm import cpu as rms_norm
+from diptych_kernels.rope_kv_write import cpu as rope_kv_write
+from diptych_kernels.silu_mul import cpu as silu_mul
 
 _DIMS: Final = tuple(sorted(COMMON_DIMS))
 _COMPILED: Final = {

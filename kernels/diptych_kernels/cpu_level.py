@@ -1,7 +1,7 @@
-"""Which of a processor's instructions kernels may use: one level for the whole process.
+"""Chooses which of a processor's instructions kernels may use: one level for the whole process.
 
-A level is a set of instructions that processors have together, so that a kernel is compiled once
-for each level, on whatever machine, and not anew for each model of processor.
+A level is a set of instructions that usually come together. So a kernel is compiled once for each
+level, on any machine, and not for each model of processor.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import llvmlite.binding as llvm
 VARIABLE: Final = "DIPTYCH_CPU_LEVEL"
 AUTO: Final = "auto"
 ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18
-"""From Linux's headers: a system call, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA."""
+"""Constants of Linux's headers: a system call, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA."""
 
 
 class CpuLevel(enum.IntEnum):
-    """Each has what those before it have."""
+    """The levels. Each includes those before it."""
 
     NONE = 0
-    """No compiled kernel at all: torch computes everything. ARM, and x86-64 before 2013."""
+    """No compiled kernel at all; torch computes everything. ARM, and x86-64 before 2013."""
     AVX2 = 1
     """x86-64-v3."""
     VNNI = 2
@@ -38,7 +38,7 @@ class CpuLevel(enum.IntEnum):
 
     @property
     def word(self) -> str:
-        """As options and logs have it."""
+        """The level's name in options and logs."""
         return self.name.lower()
 
 
@@ -48,11 +48,11 @@ NEEDED: Final = {
     CpuLevel.VNNI: {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512vnni"},
     CpuLevel.AMX: {"avx512bf16", "amx-tile", "amx-bf16"},
 }
-"""LLVM's names of all that a compiler may use at a level, beside those of the levels before."""
+"""LLVM's names of the instruction sets that a level adds to the level before."""
 
 
 class CpuLevelError(ValueError):
-    """There is no such level, or this machine has not got it."""
+    """There is no such level, or this machine does not have it."""
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -61,33 +61,33 @@ _chosen: CpuLevel | None = None
 
 
 def remembered(function: Function) -> Function:
-    """As `functools.cache`, until another level is in use."""
+    """Cache a function's results until another level is in use."""
     cached = cache(function)
     forgotten(cached.cache_clear)
     return cached  # type: ignore[return-value]
 
 
 def forgotten(clear: Callable[[], None]) -> None:
-    """What this clears is known of one level only."""
+    """Register a cache to be cleared when another level is in use."""
     _forget.append(clear)
 
 
 def forget() -> None:
-    """Nothing is known any more of the level in use."""
+    """Clear the caches that `remembered` and `forgotten` registered."""
     for clear in _forget:
         clear()
 
 
 def is_x86_64(machine: str) -> bool:
-    """Whether `platform.machine()` names an x86-64. No other processor has a level above none."""
+    """Whether `platform.machine()` names an x86-64. Other processors have no level but NONE."""
     return machine in ("x86_64", "AMD64")
 
 
 def level_of(machine: str, features: Mapping[str, bool], *, may_use_tiles: bool) -> CpuLevel:
-    """The highest level of a processor.
+    """Return the highest level of a processor.
 
-    machine: as `platform.machine()` says. features: by LLVM's names. may_use_tiles: whether the
-    operating system lets this process use the matrix unit.
+    machine: as `platform.machine()` returns it. features: by LLVM's names. may_use_tiles: whether
+    the operating system lets this process use the matrix unit.
     """
     level = CpuLevel.NONE
     if is_x86_64(machine):
@@ -102,15 +102,15 @@ def level_of(machine: str, features: Mapping[str, bool], *, may_use_tiles: bool)
 
 @cache
 def machine_level() -> CpuLevel:
-    """The highest that this machine has."""
+    """Return the highest level of this machine."""
     features = llvm.get_host_cpu_features()
     return level_of(platform.machine(), features, may_use_tiles=_may_use_tiles())
 
 
 def chosen_level(word: str, name: str, has: CpuLevel) -> CpuLevel:
-    """The level that a word asks for, of a machine that has levels up to `has`.
+    """Return the level that a word names, on a machine with levels up to `has`.
 
-    Raises `CpuLevelError`, which calls the word's owner `name`.
+    Raises `CpuLevelError`, which calls the option `name`.
     """
     if word not in WORDS:
         raise CpuLevelError(f"{name} must be {', '.join(WORDS[:-1])} or {WORDS[-1]}, not {word!r}")
@@ -122,10 +122,10 @@ def chosen_level(word: str, name: str, has: CpuLevel) -> CpuLevel:
 
 
 def use_level(word: str = AUTO, name: str = "cpu_level") -> CpuLevel:
-    """From now on the whole process uses this level; returns it.
+    """Use this level in the whole process, and return it.
 
-    `auto` is the level that is in use already, else what `$DIPTYCH_CPU_LEVEL` says, else the
-    highest that the machine has. Raises `CpuLevelError`, as `chosen_level`.
+    `auto` is the level that is already in use, else the value of `$DIPTYCH_CPU_LEVEL`, else the
+    machine's highest. Raises `CpuLevelError`, as `chosen_level`.
     """
     if word != AUTO:
         _use(chosen_level(word, name, machine_level()))
@@ -135,13 +135,14 @@ def use_level(word: str = AUTO, name: str = "cpu_level") -> CpuLevel:
 
 
 def cpu_level() -> CpuLevel:
-    """The level in use. Raises `CpuLevelError` if it is chosen only now, and cannot be."""
+    """Return the level in use. Raises `CpuLevelError` if it has to be chosen now and cannot be."""
     return use_level() if _chosen is None else _chosen
 
 
 @contextmanager
 def forced(level: CpuLevel) -> Iterator[None]:
-    """Another level for a while, and what was put aside is tried again: for tests."""
+    """Use another level during the block, with kernels that were disabled tried
+    again; for tests."""
     before = _chosen
     _use(chosen_level(level.word, "level", machine_level()))
     try:
@@ -152,7 +153,7 @@ def forced(level: CpuLevel) -> Iterator[None]:
 
 @cache
 def machine_has_bfloat16_dots() -> bool:
-    """Whether an instruction multiplies pairs of bfloat16 numbers (AVX512-BF16)."""
+    """Whether the machine multiplies pairs of bfloat16 numbers by one instruction (AVX512-BF16)."""
     return bool(llvm.get_host_cpu_features().get("avx512bf16"))
 
 

@@ -1,4 +1,4 @@
-"""Arrays of the host on their way to a device."""
+"""Moves arrays from the host to a device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """An array as a tensor on the device; on a CPU the same memory."""
+    """Return an array as a tensor on the device; on a CPU it shares the memory."""
     if device.type == "cpu":
         return torch.from_numpy(array)
     # Only from pinned memory, which torch keeps until it is read, does a GPU copy without making

@@ -1,8 +1,8 @@
-"""A kernel is trusted only after it has been tried: once in each process, before its first use.
+"""Tries each kernel once in each process, before its first use, and disables those that fail.
 
-Compilers, processors and hypervisors have faults, and object files may come from elsewhere. An
-error that is larger than rounding shows in one small case. Torch's reference takes the place of a
-kernel that fails its case.
+Compilers, processors and hypervisors have faults, and object files may come from elsewhere. One
+small case shows an error that is larger than rounding. Torch's reference replaces a kernel that
+fails its case.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from diptych_kernels.native.targets import lowest_level, needs_bfloat16_dots
 log = logging.getLogger(__name__)
 
 Results = tuple[Tensor, Tensor]
-"""The kernel's, and the reference's."""
+"""The kernel's results, and the reference's."""
 
 _set_aside: dict[str, str] = {}
 forgotten(_set_aside.clear)
@@ -36,23 +36,24 @@ forgotten(_set_aside.clear)
 
 @dataclass(frozen=True, eq=False)
 class KnownCase:
-    """A small case whose result is known, which a kernel is tried with.
+    """A small test case of a kernel, whose result is known.
 
-    It stands beside each kernel's reference. Its numbers are the same in every process. Its sizes
-    are no multiples of anything where a kernel allows that, so that remainders are computed too.
+    It is declared beside the kernel's reference. Its numbers are the same in every process. Its
+    sizes are multiples of nothing, where a kernel allows that, so that remainders are computed too.
     It takes some milliseconds.
     """
 
     name: str
-    """The kernel's."""
+    """The kernel's name."""
     results: Callable[[Kernel], Results]
     tolerance: float
-    """Largest norm of the difference, over the reference's norm."""
+    """The largest norm of the difference, as a share of the reference's norm."""
 
     @torch.inference_mode()
     def distance(self, kernel: Kernel) -> float:
-        """One thread computes: on a busy machine, several wait for each other longer than that."""
+        """Return the kernel's distance from the reference, as a share of the reference's norm."""
         threads = torch.get_num_threads()
+        # On a busy machine, several threads would wait for each other longer than one computes.
         torch.set_num_threads(1)
         try:
             actual, expected = self.results(kernel)
@@ -62,22 +63,23 @@ class KnownCase:
 
 
 def random_values(*shape: int) -> Tensor:
-    """Inputs of a case: float32, always the same for a number of dimensions."""
+    """Return inputs of a case: float32, always the same for a number of dimensions."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
 
 
 def unwritten(*shape: int) -> Tensor:
-    """Memory for the results of a case. NaN shows what a kernel does not write."""
+    """Return memory for the results of a case, full of NaN, which shows what a kernel does not
+    write."""
     return torch.full(shape, torch.nan)
 
 
 def set_aside() -> Mapping[str, str]:
-    """Kernels of the level in use that are not used, and why."""
+    """Return the disabled kernels of the level in use, with the reason for each."""
     return dict(_set_aside)
 
 
 def is_there(name: str) -> bool:
-    """Whether the level in use has such a kernel, and there are threads that it can run on."""
+    """Whether the level in use has such a kernel, and there are threads to run it."""
     level = cpu_level()
     if level < lowest_level(name) or openmp() is None:
         return False
@@ -87,10 +89,10 @@ def is_there(name: str) -> bool:
 
 @remembered
 def is_trusted(case: KnownCase, number: int) -> bool:
-    """Whether a case's kernel is there, and gives the known result.
+    """Whether a case's kernel exists and gives the known result.
 
-    The first question loads the kernel, or even compiles it, and tries it. A kernel that fails is
-    set aside, with a warning.
+    The first call loads the kernel, compiles it if necessary, and tries it. A kernel that fails is
+    disabled, with a warning.
     """
     if not is_there(case.name):
         return False

@@ -1,4 +1,5 @@
-"""The hinge: KV blocks of finished prefills, lent to decode engines over UCX."""
+"""The hand-off: KV blocks of finished prefills are lent to decode engines over UCX. The code calls
+this part the hinge."""
 
 from diptych_kv_transfer.connector import KVConnector, open_connector
 from diptych_kv_transfer.signing.references import UnprovenReferenceError

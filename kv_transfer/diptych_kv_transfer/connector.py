@@ -1,4 +1,5 @@
-"""KVConnector: the interface through which an engine core uses the hinge."""
+"""KVConnector: the interface through which an engine core uses the hinge, that is,
+hands KV over."""
 
 from __future__ import annotations
 
@@ -34,9 +35,9 @@ from diptych_protocol import (
 from diptych_protocol.kv_transfer_params import is_ip_literal
 
 STAGING_BYTES = 256 << 20
-"""Default of an engine on a CPU, which stages only blocks of another geometry."""
+"""Default for an engine on a CPU, which stages only blocks of another geometry."""
 STAGING_BYTES_ON_DEVICE = 2 << 30
-"""Default of an engine on a device, which stages all blocks. It holds 16,000 tokens of a model of
+"""Default for an engine on a device, which stages all blocks. It holds 16,000 tokens of a model of
 8 billion weights."""
 
 
@@ -55,7 +56,7 @@ class HingeDriver(Protocol):
         """Queue a command, which the driver carries out soon."""
 
     def poll_events(self) -> list[Report]:
-        """Return what has ended, and what was asked, since the last call."""
+        """Return what has ended, and what other engines asked for, since the last call."""
 
     def stats(self) -> KVTransferStats:
         """Return totals since the start, and what is held now."""
@@ -74,16 +75,16 @@ def open_connector(
     geometry: Mapping[str, int] | None = None,
     keys: CurveKeys | None = None,
 ) -> KVConnector:
-    """Listen, and start a hinge over the transport that is configured.
+    """Listen, and start a hinge over the configured transport.
 
     Args:
         compat: what must be equal in engines that exchange KV, by name.
-        keys: the service's; engines with others exchange nothing with this one. None: for engines
-            that listen on loopback, which then exchange KV with whoever is there.
+        keys: the service's keys. Engines with other keys exchange nothing with this one. None: for
+            engines that listen on loopback, which then exchange KV with any process there.
         geometry: what may differ, by the names of `layout.GEOMETRY`; without it, nothing may.
         kv_memory: the blocks of each rank.
 
-    Raises `OSError` when the address cannot be had, `ValueError` when the memory is not what
+    Raises `OSError` when the address is not available, `ValueError` when the memory is not what
     `compat` and `geometry` say, and `InvalidRequestError` when it is to listen for other hosts
     without keys, or over a transport that does not exist.
     """
@@ -97,7 +98,8 @@ def open_connector(
 def start_hinge(
     config: KVTransferConfig, me: Hello, kv_memory: Sequence[Shard], key: HingeKey
 ) -> HingeThread:
-    """Listen, and start the hinge of the engine `me`, whose names are addresses already.
+    """Listen, and start the hinge of the engine `me`, whose host names are already replaced by
+    addresses.
 
     Raises what `open_connector` raises for an address or a memory.
     """
@@ -243,19 +245,19 @@ class KVConnector:
         )
 
     def withdraw(self, lease_id: str) -> None:
-        """End a lease of our own. No effect if it has ended."""
+        """End a lease of this engine. No effect if it has ended."""
         self._driver.tell(lambda hinge, _now: hinge.leases.revoke(lease_id))
 
     def revoke(self, params: KVTransferParams) -> None:
-        """End the lease of our own that these parameters name.
+        """End the lease of this engine that these parameters name.
 
-        Raises `UnprovenReferenceError` unless we have signed them.
+        Raises `UnprovenReferenceError` unless this engine signed them.
         """
         self._references.check_lease(params)
         self.withdraw(params.lease_id or "")
 
     def revoke_all(self) -> None:
-        """End every lease of our own. Blocks that are being sent stay pinned until that is over."""
+        """End every lease of this engine. Blocks that are being sent stay pinned until then."""
         self._driver.tell(lambda hinge, _now: hinge.leases.revoke_all())
 
     # --- fetching -----------------------------------------------------------------------------
@@ -272,7 +274,8 @@ class KVConnector:
         self._references.check(params)
 
     def take(self, params: KVTransferParams) -> None:
-        """Record that a request has arrived with a checked reference, which serves no other."""
+        """Record that a request has arrived with a checked reference. No other
+        request may use it."""
         self._references.take(params)
 
     def is_taken(self, params: KVTransferParams) -> bool:
@@ -291,7 +294,8 @@ class KVConnector:
         self._driver.tell(lambda hinge, _now: hinge.loads.reach(address))
 
     def hold(self, request_id: str, params: KVTransferParams) -> None:
-        """Connect to P and keep the lease alive while a request with a hand-off queues."""
+        """Connect to the prefill engine and keep the lease alive while a request with a hand-off
+        queues."""
         self._references.check(params)
         lease = lease_of(params, self._lease_seconds)
         self._driver.tell(lambda hinge, now: hinge.loads.hold(request_id, lease, now))
@@ -337,10 +341,10 @@ class KVConnector:
         local_block_ids: list[int],
     ) -> None:
         """Fetch what another engine remembers of a prefix: block `indices[i]` into
-        `local_block_ids[i]`, both counted in our size. Ends in LoadEnded, which says how many
-        tokens of the prefix are there.
+        `local_block_ids[i]`, both counted in our size. It ends in LoadEnded, which gives the number
+        of tokens of the prefix that arrived.
 
-        `params` are what that engine says of itself in announcements.
+        `params` are that engine's description of itself in announcements.
         """
         self._references.check_engine(params)
         lease_id, tag = f"{self._random_bits(128):032x}", self._random_bits(60)
@@ -358,14 +362,15 @@ class KVConnector:
         self._driver.tell(lambda hinge, now: hinge.loads.adopt(request_id, now))
 
     def cancel_load(self, request_id: str) -> None:
-        """Give up a held or started load, and tell P. The lease of an early load lives on.
+        """Give up a held or started load, and tell the prefill engine. The lease of an early load
+        stays.
 
         A started load still ends in LoadEnded, unless it was reported already.
         """
         self._driver.tell(lambda hinge, now: hinge.loads.cancel(request_id, now))
 
     def reject(self, params: KVTransferParams) -> None:
-        """Tell P that its lease is not needed. Repeating it is harmless."""
+        """Tell the prefill engine that its lease is not needed. Repeating it is harmless."""
         self._references.check_lease(params)
         lease = lease_of(params, self._lease_seconds)
         self._driver.tell(lambda hinge, _now: hinge.loads.reject(lease))

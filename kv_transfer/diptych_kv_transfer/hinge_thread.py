@@ -1,7 +1,7 @@
 """Runs a hinge over a transport, in a thread of its own.
 
-Commands go in through a queue, what has ended comes out through another, and a descriptor becomes
-readable when there is something, so that the core never polls.
+Commands enter through a queue, and results leave through another one. A file descriptor becomes
+readable when there are results, so that the core never polls.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
 NO_BLOCKS = MemoryRegion.of(np.zeros(1, np.uint8))
-"""What is offered in place of blocks that cannot be read: nobody asks for a single byte."""
+"""The offer for blocks that cannot be read. Nobody asks for a byte of it."""
 Command = Callable[[Hinge, float], list[Action]]
-"""Something that the core wants of the hinge, at a time."""
+"""A change that the core requests from the hinge, with the time."""
 
 
 class HingeThread:
@@ -58,7 +58,7 @@ class HingeThread:
     def __init__(
         self, hinge: Hinge, transport: Transport, regions: Regions, staging_bytes: int
     ) -> None:
-        """Start the thread; from now on the regions are its own.
+        """Start the thread. From now on only the thread uses the regions.
 
         staging_bytes: room for what is sent from memory on a device.
         """
@@ -84,14 +84,14 @@ class HingeThread:
     # --- for the core -------------------------------------------------------------------------
 
     def tell(self, command: Command) -> None:
-        """Have a command carried out soon."""
+        """Queue a command for the thread."""
         self._commands.append(command)
         self._transport.wake()
 
     def poll_events(self) -> list[Report]:
-        """What has ended, and what was asked, since the last call.
+        """Return what has ended, and what other engines asked for, since the last call.
 
-        Raises `RuntimeError` when the thread has failed: the engine cannot go on without it.
+        Raises `RuntimeError` when the thread has failed: the engine cannot continue without it.
         """
         if self._failure is not None:
             raise RuntimeError("the KV transfer thread failed") from self._failure
@@ -105,7 +105,7 @@ class HingeThread:
         return events
 
     def stats(self) -> KVTransferStats:
-        """Totals since the start, and what is held now."""
+        """Return totals since the start, and what is held now."""
         leases, loads, totals = self._hinge.leases, self._hinge.loads, self._totals
         held = leases.held
         totals.leases_held = held[LeaseState.GRANTED] + held[LeaseState.READING]

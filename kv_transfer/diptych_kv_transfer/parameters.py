@@ -1,5 +1,5 @@
-"""How an engine and its leases are described in `kv_transfer_params`, and how a decode engine reads
-that description. Pure."""
+"""Describes an engine and its leases in `kv_transfer_params`, and reads such descriptions. It
+performs no I/O."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def describe_lease(
     digest: str,
     first_token_ids: list[int],
 ) -> KVTransferParams:
-    """Return what a decode engine must be told to fetch these blocks. It is not signed yet.
+    """Return what a decode engine needs in order to fetch these blocks. It is not signed yet.
 
     Args:
-        engine: what `describe_engine` says of the engine that lends.
+        engine: what `describe_engine` returns for the engine that lends.
         num_tokens: number of tokens whose KV the blocks hold.
-        digest: what `digest_of` says of these tokens.
+        digest: what `digest_of` returns for these tokens.
         first_token_ids: tokens that were sampled after them.
     """
     return msgspec.structs.replace(
@@ -60,7 +60,7 @@ def describe_lease(
 def lease_of(params: KVTransferParams, default_seconds: float) -> LeaseRef:
     """Return the lease that verified `do_remote_prefill` parameters name.
 
-    `default_seconds`: its length, if they do not say.
+    `default_seconds`: its length, if they do not name one.
     """
     return LeaseRef(
         lease_id=params.lease_id or "",

@@ -17,8 +17,8 @@ class Regions:
     """All the memory of one engine that takes part in transfers. Only `staged_bytes` may be used
     from several threads.
 
-    The transport reads and writes blocks where they are, if it reaches that memory. Other blocks
-    are copied to the host before they are sent, and what comes for them is staged until it is
+    The transport reads and writes blocks in place if it reaches that memory. Other blocks are
+    copied to the host before they are sent, and received blocks for them are staged until they are
     valid.
     """
 
@@ -53,17 +53,17 @@ class Regions:
 
     @property
     def on_device(self) -> bool:
-        """Everything goes through copies on the host."""
+        """Whether all blocks are copied through the host."""
         return bool(self._copies)
 
     def outgoing(
         self, key: Hashable, runs: Sequence[range], part: Part = WHOLE
     ) -> list[MemoryRegion]:
-        """The bytes of runs of our blocks: for each run, those of every rank. They are kept until
-        `sent` is called with this key.
+        """Return the bytes of runs of our blocks: for each run, those of every rank. They are kept
+        until `sent` is called with this key.
 
-        part: which part of each block; the regions of a part are those of single blocks. Raises
-        `ValueError` for one that our blocks do not have.
+        part: which part of each block. The regions of a part are those of single blocks. Raises
+        `ValueError` for a part that our blocks do not have.
         """
         if not self._copies:
             return _cut(self._shards, runs, part)
@@ -79,21 +79,21 @@ class Regions:
         return _cut(rooms, places, WHOLE)
 
     def sent(self, key: Hashable) -> None:
-        """A send has ended: nobody reads what was copied for it."""
+        """Free what was copied for a send, because it has ended."""
         self._outgoing.pop(key, None)
 
     def incoming(
         self, runs: Sequence[range], staged_for: str | None = None, part: Part = WHOLE
     ) -> list[MemoryRegion]:
-        """Where runs of blocks, or parts of blocks, are to be written: in our own memory, or in a
-        request's staging area, which has only what is to come."""
+        """Return where runs of blocks, or parts of blocks, are to be written: in our own memory, or
+        in a request's staging area."""
         if staged_for is None:
             return _cut(self._shards, runs, part)
         return _cut(self._staged[staged_for][1], runs, WHOLE)
 
     def stage(self, request_id: str, staging: AnyStaging) -> None:
-        """Make room for what comes for a request. What has room already keeps it: less will come
-        than was thought."""
+        """Make room for the blocks of a request. A request that already has room keeps it, because
+        a second call announces fewer blocks."""
         if request_id in self._staged:
             shards = self._staged[request_id][1]
         elif isinstance(staging, StagedCopies):
@@ -106,7 +106,7 @@ class Regions:
         self._staged[request_id] = staging, shards
 
     def unpack(self, request_id: str) -> None:
-        """Copy what was staged for a request to where it belongs."""
+        """Copy the staged blocks of a request to where they belong."""
         staging, shards = self._staged[request_id]
         if isinstance(staging, StagedCopies):
             self._scatter(shards, staging.local_block_ids, staging.part)
@@ -129,7 +129,7 @@ class Regions:
 
     @property
     def staged_bytes(self) -> int:
-        """How many bytes are staged, in both directions. Safe to ask from another thread."""
+        """The number of staged bytes, in both directions. Safe to read from another thread."""
         incoming = sum(staging.num_bytes for staging, _ in list(self._staged.values()))
         outgoing = [x.region.length for shards in list(self._outgoing.values()) for x in shards]
         return incoming + sum(outgoing)

@@ -39,13 +39,13 @@ from diptych_protocol.threads import resolve_struct_types
 log = logging.getLogger("diptych_operator")
 
 CONCURRENT_PASSES = 64
-"""A pass mostly waits; a router that is out of reach holds one up for seconds."""
+"""Most of a pass is waiting: a router that is out of reach delays it by seconds."""
 END_S = 5.0
-"""What the leader runs is waited for so long at the end, and then left behind."""
+"""How long the process waits at the end for the leader's tasks before it leaves them behind."""
 LOOK_S = 5.0
-"""So often it is looked whether the CRD is there, and whether the watches are heard."""
+"""How often the operator checks that the CRD exists and that the watches still get answers."""
 BATCH_S = 0.2
-"""Events of one service that arrive within this time are one pass."""
+"""Events of one service that arrive within this time cause one pass."""
 
 
 async def run(args: argparse.Namespace) -> None:
@@ -67,7 +67,7 @@ async def run(args: argparse.Namespace) -> None:
 
 
 class Leader:
-    """What an operator does while it leads, and what its probes say."""
+    """What an operator does while it leads, and what its probes report."""
 
     def __init__(
         self, kube: Kube, metrics: OperatorMetrics, args: argparse.Namespace, stop: asyncio.Event
@@ -94,7 +94,8 @@ class Leader:
         return self._queue.standstill_s() if self._queue else 0.0
 
     async def operate(self) -> None:
-        """Serve until told to stop. Whatever ends it ends the process. Raises `DiptychError`."""
+        """Serve until `stop` is set. When this method ends, the process ends. Raises
+        `DiptychError`."""
         if (cluster := await self._cluster_with_crd()) is None:
             return
         log.info("leading as %s on %s", self._args.identity, cluster)
@@ -172,7 +173,7 @@ async def watch(
     args: argparse.Namespace,
     stop: asyncio.Event,
 ) -> None:
-    """Have kopf watch, until cancelled."""
+    """Run kopf's watches until cancelled."""
     ours = asyncio.all_tasks()
     watches = await kopf.spawn_tasks(
         registry=handlers,
@@ -194,7 +195,7 @@ def _stop_on_signals(stop: asyncio.Event) -> None:
 
 
 def set_up_logging(level: str) -> None:
-    """JSON lines on stderr, ours and those of the libraries."""
+    """Write our log lines and those of the libraries to stderr as JSON."""
     handler = logging.StreamHandler()
     handler.setFormatter(
         JsonFormatter(

@@ -1,10 +1,11 @@
-"""How many pods a pool needs to keep its promise: `autoscaling.attainment`, docs/autoscaling.md.
+"""Computes the pods that a pool needs to keep its promise: `autoscaling.attainment`,
+docs/autoscaling.md.
 
-A pool that keeps too few promises grows by how many too few they are, waits until all that is seen
-is of the new size, and looks again. A pool that keeps them may give up pods where the other signals
-say so, a few at a time, to try whether fewer are enough. If they are not, it remembers how many
-requests/s of a pod were too many, and does not try again while there would be nearly as many. So it
-does not go up and down with a load that stays. Pure.
+A pool that keeps too few promises grows in proportion to the shortfall, waits until all that it
+observes is from the new size, and looks again. A pool that keeps its promises may remove a few pods
+at a time where the other signals allow it, to find out whether fewer are enough. If they are not,
+it remembers how many requests/s per pod were too many, and does not try again while the load would
+be nearly as high. So a steady load does not make it oscillate. This module performs no I/O.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ from typing import Final
 from diptych_protocol.admin import RECENT_S, RouterReport
 
 SETTLING_S: Final = 2 * RECENT_S
-"""After pods are added: until most answers that began before have ended, and until these are no
-longer recent."""
+"""Time after adding pods until most answers that began before have ended, and no longer count as
+recent."""
 FEWEST_NOT_KEPT: Final = 3
-"""Fewer may be chance."""
+"""With fewer misses than this, chance may be the cause."""
 TRIED_PART: Final = 0.2
-"""Part of the pods that is given up at a time; at least one pod."""
+"""Share of the pods that is removed at a time; at least one pod."""
 SAFE_PART: Final = 0.9
-"""Part of the requests/s of a pod that were too many, up to which fewer pods are tried: rates go up
-and down."""
+"""Fewer pods are tried up to this share of the requests/s per pod that were too many, because rates
+fluctuate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attainment:
-    """What all routers together saw of late of a pool's promises."""
+    """What all routers together recently measured about a pool's promises."""
 
     share: float
-    """The part of the requests that kept the promise, 0 to 1; with several promises, the least."""
+    """The share of requests that kept the promise, 0 to 1. With several promises, the lowest."""
     not_kept: int
-    """Requests that did not keep it, with those that were refused."""
+    """Requests that did not keep the promise, including those that were refused."""
     refused: int
     requests: int
 
@@ -47,28 +48,29 @@ class Overload:
 
     pods: int
     per_pod: float
-    """Requests/s that each of them served."""
+    """Requests/s that each of its pods served."""
 
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What is known of a pool. If it is lost, fewer pods may be tried in vain once more."""
+    """What the autoscaler has learned about a pool. If it is lost, the pool may try too few pods
+    once more."""
 
     ready: int = 0
     since: float = 0.0
-    """When as many pods were ready for the first time."""
+    """When this number of pods was first ready."""
     shrunk: bool = False
-    """There were more before."""
+    """Whether there were more pods before."""
     overload: Overload | None = None
 
 
 NEW: Final = Learned()
-"""Nothing is known of a new pool."""
+"""The state of a new pool, about which nothing is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Pods that a pool must have for its promise, and why."""
+    """The pods that a pool needs for its promise, and why."""
 
     pods: int
     why: str
@@ -76,7 +78,7 @@ class Need:
 
 
 def attainment(reports: Sequence[RouterReport], pool: str) -> Attainment | None:
-    """None: no request has told anything of late. Counts of routers add up, not their shares."""
+    """Add up the routers' counts, not their shares. None: no recent request was measured."""
     counts: dict[str, Counter[str]] = {}
     for report in reports:
         for count in report.recent_promises:
@@ -102,10 +104,10 @@ def need(
     ready: int,
     crowded: bool,
 ) -> Need:
-    """Pods for the promise; 0 if nobody asks anything of the pool.
+    """Return the pods needed for the promise; 0 if the pool has no requests.
 
     target: the share of requests that is to keep it. current: pods that are wanted now. crowded:
-    requests share pods. If none do, more pods make none faster.
+    requests share pods. If none do, more pods would not make any request faster.
     """
     if ready != learned.ready:
         learned = replace(learned, ready=ready, since=now, shrunk=ready < learned.ready)

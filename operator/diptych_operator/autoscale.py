@@ -1,4 +1,5 @@
-"""How many pods each pool should have, from what routers report. Pure: no clock, no metrics server.
+"""Computes how many pods each pool should have from the routers' reports. It reads no clock and no
+metrics server.
 
 Each pool has a signal of its own, so that a shortage scales the pool that is short:
 
@@ -9,15 +10,15 @@ Each pool has a signal of its own, so that a shortage scales the pool that is sh
 (`attainment.py`). The pool gets the larger of what its signals ask for.
 
 Queued prompt tokens are those that no step has computed and no cached prefix covers. Tokens whose
-blocks wait to be read by decode are taken off: they hold prefill's memory, and so its queue, but it
-is decode that is short, and more prefill pods would only make more blocks wait.
+blocks wait for decode to read them are subtracted. They occupy prefill's memory and so lengthen its
+queue, but decode is the bottleneck: more prefill pods would only make more blocks wait.
 
-There is no guard on the ratio of the pools. Prompts and answers change their mix within minutes; a
-ratio that is right now is wrong then, and a bound on it would scale a pool that has nothing to do.
+There is no limit on the ratio of the pools. The mix of prompts and answers changes within minutes,
+and a limit would scale a pool that has nothing to do.
 
-More pods come at once, at most twice as many and one more per decision. Fewer come once fewer
-would have been enough for all of scaleDownSeconds. Both pools sleep (0 pods) together, when nothing
-at all was going on for so long, and wake together with the first request that a router holds.
+A pool grows at once: each decision at most doubles it and adds one. It shrinks when fewer pods
+would have been enough for all of scaleDownSeconds. Both pools are scaled to 0 together after as
+long without any work, and up again together with the first request that a router holds.
 """
 
 from __future__ import annotations
@@ -40,31 +41,32 @@ from diptych_operator.counts import NOTHING, Counts
 from diptych_protocol.admin import EngineReport, RouterReport
 
 TOLERANCE = 0.1
-"""Decode keeps its size while its use of KV is this near to the wanted one, as a share of it."""
+"""Decode keeps its size while its use of KV differs from the target by at most this share."""
 _NOISE = 1e-6
 """Sums of shares are not exact; so little more than a whole pod is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """A number of pods that was enough at a time."""
+    """A number of pods that was enough at a certain time."""
 
     at: float
     pods: int
 
 
 Recent = tuple[Recommendation, ...]
-"""Oldest first; each larger than all after it, since only the largest of a window counts."""
+"""Oldest first. Each is larger than all after it, since only the largest of a window counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What one decision hands to the next. If it is lost, nothing shrinks for a while."""
+    """The state that one decision passes to the next. If it is lost, nothing shrinks
+    for a while."""
 
     prefill: Recent = ()
     decode: Recent = ()
     busy_at: float | None = None
-    """When anything was last going on, or could not be ruled out."""
+    """When the service was last busy, or could not be shown to be idle."""
     prefill_learned: Learned = NEW
     decode_learned: Learned = NEW
 
@@ -89,12 +91,13 @@ def autoscale(
     block_size: int,
     unreachable_routers: int = 0,
 ) -> Scaling:
-    """The pods that both pools should have now. A pool without autoscaling keeps its `replicas`.
+    """Return the pods that both pools should have now. A pool without autoscaling keeps its
+    `replicas`.
 
-    `prefill`: None if the engines of decode compute prompts too. `wanted`: the size that the
-    service aims at now. `ready`: ready pods by the kubelet, of all revisions; one that no router
-    lists is out of reach, and then its pool does not shrink. `now`: seconds of a clock that does
-    not jump back. `block_size`: tokens in a KV block.
+    `prefill`: None if the engines of decode compute prompts too. `wanted`: the current target size
+    of the service. `ready`: ready pods by the kubelet, of all revisions; if no router lists one of
+    them, it is out of reach, and its pool does not shrink. `now`: seconds of a clock that does not
+    jump back. `block_size`: tokens in a KV block.
     """
     engines = merged(reports)
     pools = [pool for pool in (prefill, decode) if pool is not None]
@@ -126,10 +129,10 @@ def autoscale(
 
 
 def merged(reports: Sequence[RouterReport]) -> list[EngineReport]:
-    """Each engine that any router lists, once.
+    """Return each engine that any router lists, once.
 
-    An engine tells all routers the same, only not at the same moment. Of two numbers the one that
-    asks for more pods is taken.
+    An engine reports the same to all routers, but not at the same moment. Of two numbers the one
+    that asks for more pods is taken.
     """
     engines: dict[str, EngineReport] = {}
     for report in reports:

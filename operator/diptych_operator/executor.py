@@ -1,4 +1,5 @@
-"""Carries a plan out: applies, scales and deletes, in an order that never takes before it gives."""
+"""Carries out a plan: applies, scales and deletes objects, in an order that adds capacity before it
+removes any."""
 
 from __future__ import annotations
 
@@ -30,21 +31,20 @@ log = logging.getLogger(__name__)
 Object = dict[str, Any]
 
 OPTIONAL_KINDS = ("PodDisruptionBudget", "NetworkPolicy", SCALER_KIND)
-"""The kinds of shared objects that are deleted once they are no longer rendered. Objects of other
-kinds are never deleted for that reason: an engine's Deployment that has lost its revision label
-would look the same."""
+"""Shared objects of these kinds are deleted when they are no longer rendered. Objects of other
+kinds never are: an engine's Deployment that has lost its revision label would look the same."""
 
 
 def open_work(pod: Mapping[str, Any], work: Mapping[str, int]) -> int:
-    """Requests and leases of a pod, by what engines call themselves: ours by the pod's name, those
-    that run vLLM by the address at which routers reach them."""
+    """Requests and leases of a pod, by the engine's name: the pod's name for our engines, the
+    address at which routers reach it for vLLM."""
     ip = (pod.get("status") or {}).get("podIP", "")
     address = f"[{ip}]:{HTTP_PORT}" if ":" in ip else f"{ip}:{HTTP_PORT}"
     return work.get(pod["metadata"]["name"], work.get(address, 0))
 
 
 class Executor:
-    """The hands of the reconciler."""
+    """Makes the reconciler's changes in the cluster."""
 
     def __init__(self, kube: Kube, cluster: Cluster, children: Children, keys: KeyKeeper) -> None:
         self._kube = kube
@@ -53,10 +53,10 @@ class Executor:
         self._keys = keys
 
     async def carry_out(self, snapshot: ServiceSnapshot, step: Step) -> bool:
-        """Make the cluster as the step wants it; true if `snapshot` shows an older Deployment.
+        """Make the cluster match the step. Returns true if `snapshot` shows an outdated Deployment.
 
-        Raises `SpecError` and `ApiError` for what does not render or is refused; nothing has been
-        changed then that the old revision needs.
+        Raises `SpecError` and `ApiError` for what does not render or is refused. Nothing that the
+        old revision needs has been changed then.
         """
         service = snapshot.service
         await self._children.adopt(service, snapshot.children.values())
@@ -77,8 +77,8 @@ class Executor:
         return changed
 
     async def stop(self, service: InferenceService, children: Iterable[Mapping[str, Any]]) -> None:
-        """Take all pods away, whatever else is wrong with the service; its orphans' too, which
-        may not have become its own. Raises the last `ApiError` after it has tried each."""
+        """Remove all pods, whatever else is wrong with the service. This includes orphans that it
+        could not adopt. Raises the last `ApiError` after it has tried each."""
         failure: ApiError | None = None
         for raw in children:
             running = raw["kind"] == "Deployment" and raw["spec"]["replicas"] > 0

@@ -1,4 +1,4 @@
-"""Makes, finds and removes the Secrets of services. They are never listed or watched."""
+"""Creates, finds and removes the Secrets of services. They are never listed or watched."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from diptych_operator.render.keys import secret, secret_name
 from diptych_protocol.admin import ADMIN_TOKEN_FILE
 
 RECHECK_S = 300.0
-"""After so long it is noticed that somebody deleted a Secret."""
+"""How long it may take to notice that somebody deleted a Secret."""
 
 
 _Id = tuple[str, str, str, str]
@@ -31,10 +31,7 @@ anew gets new keys, because the old ones go with the old service."""
 
 
 class KeysLostError(Exception):
-    """A Secret is gone whose keys running pods have, and nobody else does.
-
-    Other keys under its name would part new pods from old ones without a word.
-    """
+    """The Secret with the keys of running pods is gone, and nobody else has them."""
 
     def __init__(self, service: InferenceService, keys: str, token: str) -> None:
         meta = service.metadata
@@ -55,7 +52,7 @@ class _Known:
 
 
 class KeyKeeper:
-    """Secrets by service and name of the key set."""
+    """Keeps track of the Secrets by service and name of the key set."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
@@ -63,14 +60,15 @@ class KeyKeeper:
         self._removed: set[_Id] = set()
 
     async def ensure(self, service: InferenceService, keys: str, *, in_use: bool) -> str:
-        """The admin token of a key set, which exists then.
+        """Create the key set if it does not exist, and return its admin token.
 
         `in_use`: running pods have these keys. Raises `KeysLostError` if they do and nobody else
-        has, `NotOursError`, `ApiError`.
+        has them, `NotOursError`, `ApiError`.
         """
         token = await self._read(service, keys)
         while token is None:
             if in_use:
+                # New keys of this name would cut new pods off from old ones without an error.
                 known = self._known.get(_id(service, keys))
                 raise KeysLostError(service, keys, known.token if known else "")
             self._removed.discard(_id(service, keys))
@@ -83,12 +81,13 @@ class KeyKeeper:
         return token
 
     async def token(self, service: InferenceService, keys: str) -> str | None:
-        """The admin token of a key set; None if it does not exist. Raises as `ensure` does."""
+        """Return the admin token of a key set; None if it does not exist. Raises as
+        `ensure` does."""
         gone = not keys or _id(service, keys) in self._removed
         return None if gone else await self._read(service, keys)
 
     async def remove_once(self, service: InferenceService, keys: str) -> None:
-        """Delete a key set that nobody holds any more; the API server is asked only once."""
+        """Delete a key set that nobody holds any more. Only the first call asks the API server."""
         if _id(service, keys) in self._removed:
             return
         name, namespace = secret_name(service, keys), service.metadata.namespace

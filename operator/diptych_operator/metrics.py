@@ -1,4 +1,4 @@
-"""What the operator tells Prometheus of itself and of its services."""
+"""The operator's Prometheus metrics about itself and its services."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ServiceKey = tuple[str, str]
 
 
 class OperatorMetrics:
-    """One registry; nothing is registered globally."""
+    """The metrics, in a registry of their own; nothing is registered globally."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -40,7 +40,7 @@ class OperatorMetrics:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Times a pass and counts how it ended."""
+        """Measure the time of a pass and count how it ended."""
         started = time.perf_counter()
         result = "failed"
         try:
@@ -51,14 +51,14 @@ class OperatorMetrics:
             self._seconds.observe(time.perf_counter() - started)
 
     def saw(self, key: ServiceKey, status: Status) -> None:
-        """The newest status of a service."""
+        """Record the newest status of a service."""
         self._status[key] = status
 
     def forget(self, key: ServiceKey) -> None:
         self._status.pop(key, None)
 
     def watch_gauge(self, name: str, meaning: str, read: Callable[[], float]) -> None:
-        """A gauge that is read when somebody scrapes."""
+        """Add a gauge whose value is read at each scrape."""
         gauge = Gauge(PREFIX + name, meaning, registry=self.registry)
         gauge.set_function(read)
 

@@ -1,4 +1,4 @@
-"""Fresh secrets for a service. The one place of this package that rolls dice."""
+"""Makes new secrets for a service. Only this module of the package draws random numbers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from diptych_protocol import CurveKeys
 
 
 def new_secrets() -> ServiceSecrets:
-    """A CURVE pair and an admin token of 256 random bits."""
+    """Return a new CURVE key pair and an admin token of 256 random bits."""
     public, secret = zmq.curve_keypair()
     return ServiceSecrets(CurveKeys(public.decode(), secret.decode()), secrets.token_urlsafe(32))

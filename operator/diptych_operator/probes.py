@@ -1,4 +1,4 @@
-"""The operator's own HTTP port: metrics, and what the kubelet asks."""
+"""The operator's HTTP port for metrics and the kubelet's probes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def serve_probes(
 ) -> AsyncIterator[None]:
     """Serve /metrics, /healthz and /readyz while the context lasts (`WatchLiveness`).
 
-    Replicas that stand by are ready: they are what makes fail-over quick.
+    Replicas that stand by are ready, so that fail-over is quick.
     """
 
     async def expose(request: web.Request) -> web.Response:

@@ -60,14 +60,14 @@ ServiceKey = tuple[str, str]
 """Namespace and name."""
 
 BUSY_INTERVAL_S = 2.0
-"""While something is under way, routers are asked so often; the API server is not."""
+"""While something changes, routers are polled at this interval; the API server is not."""
 AUTOSCALE_INTERVAL_S = 5.0
 REST_INTERVAL_S = 120.0
-"""At rest: only routers are asked, whether the hinge still fares well."""
+"""At rest, only routers are polled, to learn whether the hand-off still works."""
 
 
 class Watched(Protocol):
-    """What the watches have seen; see `watch.Indexed`."""
+    """What the watches have observed; see `watch.Indexed`."""
 
     def service(self, key: ServiceKey) -> Raw | None: ...
 
@@ -81,11 +81,11 @@ class _Done:
     """What came of the acts of one pass."""
 
     problems: list[Problem] = field(default_factory=list)
-    """What status has to tell."""
+    """Problems that the status reports."""
     failure: ApiError | None = None
-    """An error that should be tried again."""
+    """An error after which the pass should be repeated."""
     changed: bool = False
-    """A Deployment is no longer as it was when the pass looked."""
+    """A Deployment is no longer as it was when the pass read it."""
 
 
 class Reconciler:
@@ -102,7 +102,7 @@ class Reconciler:
         rivals: Rivals,
         allowed: Allowed | None = None,
     ) -> None:
-        """With `allowed`, services may ask for no more than that."""
+        """If `allowed` is given, services may ask for no more than it permits."""
         self._kube = kube
         self._rivals = rivals
         self._watched = watched
@@ -121,7 +121,7 @@ class Reconciler:
         self._stands_back: set[ServiceKey] = set()
 
     async def reconcile(self, key: ServiceKey) -> float | None:
-        """Bring one service closer to its spec; seconds until it wants the next pass."""
+        """Bring one service closer to its spec. Returns the seconds until the next pass."""
         raw = self._watched.service(key)
         if raw is None or "deletionTimestamp" in raw["metadata"]:
             self._forget(key)

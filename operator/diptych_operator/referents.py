@@ -1,4 +1,4 @@
-"""Looks whether the objects that waiting pods refer to are there; only their metadata is read."""
+"""Checks that the objects to which waiting pods refer exist. It reads only their metadata."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Id = tuple[str, Reference]
 
 
 class Referents:
-    """Remembers what it saw, so that pods that stay stuck cost few requests."""
+    """Caches what it saw, so that pods that stay stuck cost few requests."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
@@ -26,7 +26,7 @@ class Referents:
     async def missing(
         self, service: InferenceService, wanted: Collection[Reference]
     ) -> Mapping[Reference, str]:
-        """Those that are not there, with what to do about each."""
+        """Return the objects that do not exist, with the remedy for each."""
         namespace = service.metadata.namespace
         gone = [name for name in sorted(wanted) if not await self._is_there((namespace, name))]
         return {name: remedy(service, name) for name in gone}

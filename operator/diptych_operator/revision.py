@@ -1,8 +1,8 @@
-"""The name of everything that must be equal in both pools.
+"""Computes the name of a revision: of everything that must be equal in both pools.
 
 Engines of one revision exchange KV; engines of two never do. What may differ between pods of one
-revision (replicas, resources, podTemplate, the lease's length) is not part of it, so that a change
-there replaces the pods of one Deployment and needs no second pair of pools.
+revision (replicas, resources, podTemplate, the lease's length) is not part of the name. A change of
+it replaces the pods of one Deployment and needs no second pair of pools.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LENGTH = 8
 
 
 def revision(service: InferenceService) -> str:
-    """Eight hexadecimal digits; equal for specs whose engines may be paired."""
+    """Return eight hexadecimal digits, equal for specs whose engines may be paired."""
     spec = service.spec
     model = spec.model
     return _digest(
@@ -75,7 +75,8 @@ def _decided(engine: Engine) -> dict[str, object]:
 
 
 def key_set(service: InferenceService) -> str:
-    """Which keys the service asks for: a new value of the rotation annotation is a new name."""
+    """Return the name of the keys that the service asks for. A new value of the rotation annotation
+    gives a new name."""
     return _digest(service.metadata.annotations.get(ROTATE_ANNOTATION, ""))
 
 

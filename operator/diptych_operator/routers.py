@@ -1,4 +1,4 @@
-"""Asks routers for what they know, over their admin port."""
+"""Polls routers for their reports, over their admin port."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Polled:
 
 
 class Routers:
-    """One HTTP session to all admin ports. Use as an async context manager."""
+    """One HTTP session for all admin ports. Use it as an async context manager."""
 
     def __init__(self) -> None:
         self._session = aiohttp.ClientSession(
@@ -45,7 +45,7 @@ class Routers:
         await self._session.close()
 
     async def poll(self, addresses: Iterable[str], tokens: Sequence[str]) -> Polled:
-        """The reports of all routers that answer. Never raises for one that does not."""
+        """Return the reports of all routers that answer. Never raises for one that does not."""
         answers = await asyncio.gather(*(self._ask(address, tokens) for address in addresses))
         reports = tuple(report for report in answers if report is not None)
         return Polled(reports, len(answers) - len(reports))

@@ -1,7 +1,8 @@
-"""Pools that somebody else sizes: one PoolScaler each, for `kubectl scale`, an HPA or KEDA.
+"""Pools that an external autoscaler sizes: one PoolScaler each, for `kubectl scale`, an HPA or
+KEDA.
 
-Its spec belongs to whoever scales. The operator creates the object with the size that the pool has
-then, and has neither code nor right to write the spec after that.
+The spec of a PoolScaler belongs to the autoscaler. The operator creates the object with the pool's
+present size. After that it has neither code nor right to write the spec.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ Object = dict[str, Any]
 
 
 def scaled_from_outside(service: InferenceService) -> tuple[PoolName, ...]:
-    """The pools for which the spec says `autoscaling.by: External`."""
+    """Return the pools for which the spec says `autoscaling.by: External`."""
     return tuple(role for role in service.pools if _bounds(service, role) is not None)
 
 
 def scaler_ids(service: InferenceService) -> set[ChildId]:
-    """The PoolScalers that the service is to have."""
+    """Return the ids of the PoolScalers that the service is to have."""
     return {child_id(scaler(service, role, 1)) for role in scaled_from_outside(service)}
 
 
 def scaler(service: InferenceService, role: PoolName, replicas: int) -> Object:
-    """A pool's PoolScaler as it is created."""
+    """Return a pool's PoolScaler as it is created."""
     return {
         "apiVersion": API_VERSION,
         "kind": SCALER_KIND,
@@ -58,7 +59,7 @@ def scaler(service: InferenceService, role: PoolName, replicas: int) -> Object:
 
 
 def size(service: InferenceService, role: PoolName, asked: int) -> int:
-    """Pods for a pool of which somebody asks for so many: that, within the pool's bounds."""
+    """Return the requested number of pods, limited to the pool's bounds."""
     bounds = _bounds(service, role)
     if bounds is None:
         return asked
@@ -68,7 +69,7 @@ def size(service: InferenceService, role: PoolName, asked: int) -> int:
 def with_sizes_from_outside(
     service: InferenceService, live: Mapping[ChildId, Raw], aim: Counts
 ) -> InferenceService:
-    """The service with fixed `replicas` in place of the autoscaling that others do.
+    """Return the service with fixed `replicas` for the pools that are scaled from outside.
 
     `aim` is the size of both pools until now; a pool without a PoolScaler keeps it.
     """
@@ -83,10 +84,10 @@ def with_sizes_from_outside(
 
 
 def scaler_status(service: InferenceService, role: PoolName, observed: Observed) -> Object:
-    """What `/scale` shows of a pool besides its wanted size.
+    """Return the current size of a pool, as `/scale` shows it.
 
-    Pods that still load count, as in a Deployment's own status: an autoscaler that is told of fewer
-    takes away those that its last step has asked for.
+    Pods that still load count, as in a Deployment's own status. Otherwise an autoscaler would
+    remove the pods that its last step has asked for.
     """
     labels = sorted(selector(service, role).items())
     status = PoolScalerStatus(
@@ -119,16 +120,17 @@ _KEEPS_ITS_SIZE = "autoscaling.by is External, but the pool keeps its size"
 
 
 class PoolScalers:
-    """Creates PoolScalers and writes their status; the executor removes those not wanted."""
+    """Creates PoolScalers and writes their status. The executor removes those not wanted."""
 
     def __init__(self, kube: Kube, cluster: Cluster) -> None:
         self._kube = kube
         self._cluster = cluster
 
     async def keep(self, snapshot: ServiceSnapshot, aim: Counts) -> Problem | None:
-        """Have one for each pool that is scaled from outside, beginning with the pool's `aim`.
+        """Make sure that each pool that is scaled from outside has one, at first with the pool's
+        `aim`.
 
-        What the user has to mend comes back; other `ApiError`s are raised.
+        Returns the problems that the user has to solve; raises other `ApiError`s.
         """
         roles = scaled_from_outside(snapshot.service)
         if not roles:

@@ -1,4 +1,5 @@
-"""One service as a pass finds it: the spec, and what the cluster and the routers say."""
+"""One service at the beginning of a pass: its spec, and the reports of the cluster
+and the routers."""
 
 from __future__ import annotations
 
@@ -38,13 +39,14 @@ class ServiceSnapshot:
     pods: Sequence[Raw]
     observed: Observed
     lost_keys: frozenset[str] = frozenset()
-    """Older key sets whose Secret is gone: no router can be given them, so none is waited for."""
+    """Older key sets whose Secret is gone. Routers cannot get them, so nobody waits for that."""
 
     @property
     def aim(self) -> Counts:
-        """The size that both pools had until now; at the start, or after a rest, that of the spec.
+        """The size that both pools had until now. At the start, or after scaling to zero, that of
+        the spec.
 
-        Nothing in either pool counts as a size only where idle pools may sleep.
+        Nothing in either pool counts as a size only where idle pools may be scaled to zero.
         """
         status = self.service.status
         aim = Counts(status.prefill.desired, status.decode.desired)
@@ -52,7 +54,7 @@ class ServiceSnapshot:
         return aim if known else fixed_counts(self.service)
 
     def deployments(self, revision: str) -> list[Raw]:
-        """The Deployments of one revision; those of the routers for an empty one."""
+        """Return the Deployments of one revision, or those of the routers for an empty name."""
         return [
             raw
             for raw in self.children.values()
@@ -60,7 +62,7 @@ class ServiceSnapshot:
         ]
 
     def revision_states(self) -> list[RevisionState]:
-        """Each revision that has anything in the cluster, as the planner wants to see it."""
+        """The state of each revision that has anything in the cluster, for the planner."""
         observed, status = self.observed, self.service.status
         known = (status.current_revision, status.transfer.verified_revision)
         required = self.service.verification == "Required"
@@ -79,24 +81,24 @@ class ServiceSnapshot:
         ]
 
     def held_keys(self, without: Collection[ChildId] = ()) -> set[str]:
-        """Key sets that are in use: the one that is asked for, and those that engines hold.
+        """Return the key sets in use: the one that is asked for, and those that engines hold.
 
-        `without` are children that are on their way out.
+        `without`: children that are terminating.
         """
         staying = [raw for name, raw in self.children.items() if name not in without]
         return {self.keys.current, *_ready_by_keys(staying)}
 
     def known_keys(self) -> set[str]:
-        """All key sets of which there is any trace in the cluster."""
+        """All key sets of which the cluster has any trace."""
         found = {self.keys.current, self.keys.previous, *_ready_by_keys(self.children.values())}
         for raw in self.deployments(""):
             found |= {annotation(raw, name) for name in _ROUTER_KEYS}
         return found - {""}
 
     def routers_lack_keys(self) -> bool:
-        """Engines are there that use other keys, and not every router holds the new ones yet.
+        """Whether engines use other keys and a router does not hold the new ones yet.
 
-        Until then no engine may start with them: routers could not reach it.
+        Until all do, no engine may start with the new keys, because routers could not reach it.
         """
         if self.held_keys() - self.lost_keys <= {self.keys.current}:
             return False
@@ -109,12 +111,11 @@ class ServiceSnapshot:
 
 
 def key_sets(wanted: str, deployments: Sequence[Raw]) -> KeySets:
-    """The keys that routers are to hold: what is wanted, and what engines still have.
+    """Return the keys that routers are to hold: the wanted ones, and those that engines still have.
 
-    Routers can hold one older set. If a rotation follows upon one that is not over, engines may
-    have two: routers then keep the one with which most engines are ready. The older ones stay named
-    after the rotation has ended, because taking them out of the pods would replace every router
-    once more for nothing.
+    Routers can hold one older set. If a rotation begins before the last one has ended, engines may
+    have two. Routers then keep the one with which most engines are ready. Older ones stay named
+    after the rotation has ended, because removing them would replace every router once more.
     """
     router = next((raw for raw in deployments if label(raw, ROLE_LABEL) == "router"), None)
     current, previous = (annotation(router, name) if router else "" for name in _ROUTER_KEYS)
@@ -126,9 +127,9 @@ def key_sets(wanted: str, deployments: Sequence[Raw]) -> KeySets:
 
 
 def keys_in_pods(deployments: Iterable[Raw], pods: Iterable[PodView]) -> set[str]:
-    """The key sets that running pods have read.
+    """Return the key sets that running pods have read.
 
-    Of routers only the current one: the older one stays named long after it is gone.
+    For routers only the current one counts: the older one stays named long after it is gone.
     """
     held: dict[tuple[str, str], str] = {}
     for raw in deployments:

@@ -11,6 +11,7 @@ from diptych_protocol.config import (
     KVTransferConfig,
     RouterConfig,
     Slo,
+    UsageContext,
 )
 from diptych_protocol.control_calls import AnyControlCall, ControlCall, PauseMode
 from diptych_protocol.controlled_client import ControlledClient
@@ -43,19 +44,30 @@ from diptych_protocol.errors import (
     UnsupportedFeatureError,
     UtilityError,
 )
-from diptych_protocol.journey import RequestJourneyEvent, RequestJourneyEventType
 from diptych_protocol.kv_transfer_params import KVTransferParams, fingerprint
-from diptych_protocol.lora import LoRARequest
 from diptych_protocol.multimodal import (
     MultiModalCacheStats,
     MultiModalFeatureSpec,
     PlaceholderRange,
 )
-from diptych_protocol.outputs import CompletionOutput, Logprob, RequestOutput
+from diptych_protocol.outputs import (
+    CompletionOutput,
+    Logprob,
+    RequestJourneyEvent,
+    RequestJourneyEventType,
+    RequestOutput,
+)
 from diptych_protocol.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
-from diptych_protocol.sampling import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from diptych_protocol.usage_context import UsageContext
-from diptych_protocol.weight_transfer import (
+from diptych_protocol.router_settings import RouterSettings
+from diptych_protocol.sampling import (
+    UNSAID,
+    RequestOutputKind,
+    SamplingDefaults,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from diptych_protocol.weights import (
+    LoRARequest,
     WeightTransferInitRequest,
     WeightTransferUpdateRequest,
 )
@@ -82,6 +94,7 @@ from diptych_protocol.without_control import WithoutControl
 __all__ = [
     "FINISH_REASON_STRINGS",
     "UNREADABLE",
+    "UNSAID",
     "AnyControlCall",
     "Array",
     "Batches",
@@ -132,6 +145,8 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "RouterConfig",
+    "RouterSettings",
+    "SamplingDefaults",
     "SamplingParams",
     "SchedulerStats",
     "SchedulingPolicy",

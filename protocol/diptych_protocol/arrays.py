@@ -1,8 +1,8 @@
 """Arrays on the wire: their bytes travel as frames of their own, without a copy.
 
 `Array` says what the bytes are, in torch's names for types, so that neither torch nor NumPy is
-needed here. Inside a msgpack message it stands as `(dtype, shape, n)`, where n is the frame that
-holds its bytes (the message itself is frame 0); small ones stand inline, as msgpack extension 3.
+needed here. In a msgpack message it is `(dtype, shape, n)`, where n is the frame with its bytes
+(the message itself is frame 0). Small arrays are inline, as msgpack extension 3.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _FORMATS: Final = {
     "uint8": "B", "bool": "?",
 }  # fmt: skip
 INLINE_BYTES: Final = 256
-"""Smaller arrays are not worth a frame."""
+"""Smaller arrays are inline, because a frame would cost more."""
 INLINE_EXTENSION: Final = 3
 MAX_FRAMES: Final = 64
-"""Limit on the frames of one message, the message itself included; further arrays stand inline,
+"""Limit on the frames of one message, including the message itself. Further arrays are inline,
 however large."""
 MAX_DIMENSIONS: Final = 8
 
@@ -35,17 +35,15 @@ C = TypeVar("C")
 
 
 class Array:
-    """Bytes with a shape, in C order; immutable.
+    """Bytes with a shape, in C order; immutable."""
 
-    Not a dataclass: msgspec would take it for one of the types that it encodes by itself.
-    """
-
+    # No dataclass: msgspec would encode it by itself as one.
     __slots__ = ("data", "dtype", "shape")
 
     def __init__(self, dtype: str, shape: tuple[int, ...], data: Frame) -> None:
         """`dtype` is a key of `ITEM_BYTES`.
 
-        Raises `ValueError` unless the bytes are as many as type and shape say.
+        Raises `ValueError` unless the number of bytes fits type and shape.
         """
         size = ITEM_BYTES.get(dtype)
         if size is None:
@@ -70,15 +68,16 @@ class Array:
         return hash((self.dtype, self.shape))
 
     def tolist(self) -> Any:
-        """Nested lists of Python numbers. Raises `ValueError` for bfloat16, which has none."""
+        """Return nested lists of Python numbers. Raises `ValueError` for bfloat16,
+        which has none."""
         flat: Any = memoryview(self.data).cast("B")
         return _nest(flat.cast(self._format()).tolist(), self.shape)
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """By which `numpy.asarray` makes an array of the same bytes, which cannot be written to.
+        """Lets `numpy.asarray` make a read-only array of the same bytes.
 
-        Raises `ValueError` for bfloat16, which NumPy has not.
+        Raises `ValueError` for bfloat16, which NumPy does not have.
         """
         kind = {"B": "|u1", "?": "|b1"}.get(self._format())
         kind = kind or f"{'<i' if self.dtype[0] == 'i' else '<f'}{ITEM_BYTES[self.dtype]}"
@@ -103,14 +102,14 @@ def _nest(flat: list[Any], shape: tuple[int, ...]) -> Any:
 
 
 class FrameEncoder:
-    """Messages to frames. Not for use by two threads at once."""
+    """Encodes messages to frames. Not for use by two threads at once."""
 
     def __init__(self) -> None:
         self._frames: list[Frame] = []
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._put)
 
     def encode(self, message: Any) -> list[Frame]:
-        """The msgpack message, followed by the bytes of its larger arrays."""
+        """Return the msgpack message, followed by the bytes of its larger arrays."""
         frames: list[Frame] = [b""]
         self._frames = frames
         frames[0] = self._encoder.encode(message)
@@ -127,7 +126,7 @@ class FrameEncoder:
 
 
 class FrameDecoder(Generic[T]):
-    """Frames to messages of one type. Not for use by two threads at once."""
+    """Decodes frames to messages of one type. Not for use by two threads at once."""
 
     def __init__(self, kind: type[T]) -> None:
         self._frames: Sequence[Frame] = ()
@@ -141,7 +140,7 @@ class FrameDecoder(Generic[T]):
         return self._decoder.decode(frames[0])
 
     def convert(self, value: Any, kind: type[C]) -> C:
-        """A part of the newest message that its type left open, made a `kind`.
+        """Convert a part of the newest message whose type was open to a `kind`.
 
         Raises `msgspec.ValidationError` if it is none.
         """

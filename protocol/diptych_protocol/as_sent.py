@@ -1,11 +1,11 @@
-"""What a caller asks for as an engine core will read it: encoded and decoded as on the wire.
+"""Checks a caller's request by encoding and decoding it as on the wire.
 
-Whoever takes requests from callers does this first. So the types of everything are checked before
-anything is computed with them, and what the wire would refuse is refused here, by construction:
-there is no second table of types. What comes out is a copy, made of plain values of the declared
-types; the caller's objects stay as they are.
+Code that accepts requests from callers does this first. So all types are checked before anything is
+computed, and what the wire would refuse is refused here; there is no second table of types. The
+result is a copy made of plain values of the declared types, and the caller's objects stay as they
+are.
 
-It costs a request some microseconds: the prompt, which the renderer checks, stays out of it.
+It takes some microseconds per request. The prompt, which the renderer checks, is left out.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ Params = TypeVar("Params", SamplingParams, PoolingParams)
 
 
 class MistypedIdError(InvalidRequestError, TypeError):
-    """The id of a request is not a string; a `TypeError` for callers that know vLLM."""
+    """The id of a request is not a string. Callers that know vLLM may catch it as a `TypeError`."""
 
 
 def check_id(request_id: object) -> None:
-    """Raise `MistypedIdError` unless this can be the id of a request."""
+    """Raise `MistypedIdError` unless this is a valid id of a request."""
     if not isinstance(request_id, str):
         kind = type(request_id)
         raise MistypedIdError(f"request_id must be a string, got {kind}", param="request_id")
 
 
 def check_whole(prompt: object) -> None:
-    """Raise `InvalidRequestError` for a request made elsewhere that is a piece of a prompt: nobody
-    would send the next one, and its caller would wait for ever."""
+    """Raise `InvalidRequestError` for a request made elsewhere that is only a piece of a prompt:
+    nobody would send the next piece, and its caller would wait for ever."""
     if isinstance(prompt, EngineCoreRequest) and prompt.resumable is not False:
         raise InvalidRequestError(
             "a prompt in pieces is an async generator; send no resumable request", param="resumable"
@@ -61,7 +61,7 @@ def check_whole(prompt: object) -> None:
 
 
 def ids_of(request_ids: object) -> list[str]:
-    """One id or several, as a list. Raises `MistypedIdError` for anything else."""
+    """Return one id or several as a list. Raises `MistypedIdError` for anything else."""
     if isinstance(request_ids, str):
         return [request_ids]
     if not isinstance(request_ids, Iterable):
@@ -74,8 +74,8 @@ def ids_of(request_ids: object) -> list[str]:
 
 
 def request_as_sent(request: EngineCoreRequest) -> EngineCoreRequest:
-    """The request with the types that its fields declare; its prompt is taken over as it is, and so
-    are the tiles of its images.
+    """Return the request with the declared types of its fields. Its prompt and the tiles of its
+    images are kept as they are.
 
     Raises `InvalidRequestError`, naming the field, for values of other types, for integers beyond
     64 bits, and for more than a message can carry.
@@ -105,9 +105,9 @@ def _without_data(features: Any) -> Any:
 
 
 def params_as_sent(params: object, kind: type[Params]) -> Params:
-    """The parameters, which must be of this kind, with the types that their fields declare; what a
-    class made from it adds is refused unless it has its default. Raises as `request_as_sent` does.
-    """
+    """Return the parameters, which must be of this kind, with the declared types of their
+    fields. Fields of a subclass are refused unless they have their defaults. Raises as
+    `request_as_sent`."""
     if not isinstance(params, kind):
         name = PARAM_NAMES[kind]
         raise InvalidRequestError(
@@ -118,8 +118,8 @@ def params_as_sent(params: object, kind: type[Params]) -> Params:
 
 
 def encode_call(call: UtilityCall) -> list[Any]:
-    """The frames of a utility call. Raises `InvalidRequestError` for arguments that cannot be
-    sent."""
+    """Return the frames of a utility call. Raises `InvalidRequestError` for arguments that cannot
+    be sent."""
     try:
         frames = wire.encoder.encode(call)
     except _UNSENDABLE as exc:

@@ -1,7 +1,7 @@
-"""What KV blocks are known by: chained hashes of tokens, which engines and routers compute alike.
+"""Names KV blocks by chained hashes of tokens, which engines and routers compute alike.
 
-The hash of a block covers all tokens up to its end, and all else that their KV depends on. Chained
-block hashes are an idea of vLLM's automatic prefix caching.
+The hash of a block covers all tokens up to its end, and everything else that their KV depends on.
+Chained block hashes are an idea of vLLM's automatic prefix caching.
 """
 
 from __future__ import annotations
@@ -15,47 +15,48 @@ from typing import Final, NamedTuple
 import numpy as np
 
 Extra = Callable[[int, int], bytes]
-"""What the tokens from a place up to another stand for besides themselves."""
+"""A function from a range of tokens to what they stand for besides themselves."""
 FIRST_DIGEST: Final = 1
-"""The digest of a core that remembers nothing; see `next_digest`."""
+"""The digest of a core without any cached block; see `next_digest`."""
 
 
 def salted(cache_salt: str | None) -> str | None:
-    """The identity of a sequence whose KV depends on its tokens and a client's salt alone; None
-    without a salt. Other identities begin otherwise, so that no salt can be taken for one."""
+    """Return the identity of a sequence whose KV depends only on its tokens and a client's salt;
+    None without a salt. Other identities begin differently, so that no salt can imitate one."""
     return None if cache_salt is None else "salt:" + cache_salt
 
 
 def salt_of_tenant(tenant: str, cache_salt: str | None) -> str:
-    """The salt of a request whose blocks only requests of the same tenant may find. No other tenant
-    has it, whatever salt he asks for."""
+    """Return the salt of a request whose blocks only requests of the same tenant may find. Another
+    tenant cannot obtain it by any salt of its own."""
     return json.dumps([tenant, cache_salt])
 
 
 def adapted(cache_salt: str | None, name: str, digest: str) -> str:
-    """The identity of a sequence that an adapter of this name and content computes."""
+    """Return the identity of a sequence that is computed with an adapter of this name
+    and content."""
     return "lora:" + json.dumps([cache_salt, name, digest])
 
 
 class ImageInPrompt(NamedTuple):
-    """What a block hash has of an image."""
+    """The part of an image in a block hash."""
 
     key: str
     """See `image_key`."""
     begin: int
-    """The place in the prompt of the first token that stands for it, markers included."""
+    """The position in the prompt of the first token for it, including markers."""
     end: int
-    """The place behind the last one."""
+    """The position after the last one."""
 
 
 def image_key(identifier: str, cache_salt: str | None) -> str:
-    """What an image's features are known by; clients of different salts share none."""
+    """Return the key of an image's features. Clients with different salts share no key."""
     return identifier if cache_salt is None else f"{identifier} {cache_salt}"
 
 
 def seen_in(images: Sequence[ImageInPrompt], start: int, end: int) -> bytes:
-    """What the tokens from `start` up to `end` hold of images: which ones, and where they begin,
-    seen from `start`."""
+    """Return what the tokens from `start` up to `end` contain of images: which ones, and where they
+    begin relative to `start`."""
     seen = [
         f"{image.key}@{image.begin - start};"
         for image in images
@@ -65,8 +66,8 @@ def seen_in(images: Sequence[ImageInPrompt], start: int, end: int) -> bytes:
 
 
 def root_hash(identity: str | None) -> bytes:
-    """The parent of a sequence's first block. identity: names all that its KV depends on besides
-    its tokens; sequences of different identities never share a block."""
+    """Return the parent of a sequence's first block. identity: names everything besides tokens that
+    its KV depends on. Sequences of different identities never share a block."""
     return hashlib.blake2b((identity or "").encode(), digest_size=16).digest()
 
 
@@ -98,12 +99,12 @@ def extend_block_hashes(
 
 
 def next_digest(digest: int, added: bytes, removed: bytes) -> int:
-    """One more than the sum, modulo 2^64, of the keys of all blocks that a core remembers, after
-    some were added and others removed, from that before it.
+    """Return the digest of the blocks that a core has cached after some were added and others
+    removed: one more than the sum of their keys, modulo 2^64, computed from the digest before.
 
-    The core and those who follow it compute it alike, so that they notice when they do not know of
-    the same blocks, also of an answer that has all of them: something was lost, or came from
-    somebody else. It guards against accidents, and is no signature.
+    The core and the clients that follow it compute it alike. So they notice when they do not know
+    of the same blocks, because something was lost or came from elsewhere. It guards against
+    accidents, and is no signature.
     """
     return (digest + _sum(added) - _sum(removed)) % (1 << 64)
 

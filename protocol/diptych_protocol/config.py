@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Annotated, Final, Literal, Self
 
 import msgspec
@@ -17,6 +18,8 @@ from diptych_protocol.engine_settings import (
 )
 from diptych_protocol.errors import InvalidRequestError
 from diptych_protocol.field_ranges import check_fields
+from diptych_protocol.router_settings import BatchSettings, CachePerKey, RouterSettings
+from diptych_protocol.sampling import UNSAID, SamplingDefaults
 
 Staging = Literal["auto", "always"]
 MAX_PLACE_CHARACTERS: Final = 253
@@ -347,6 +350,13 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 
 Runtime = Literal["diptych", "vllm"]
 Connector = Literal["diptych", "nixl", "none"]
+CONNECTORS: Final[dict[Runtime, tuple[Connector, ...]]] = {
+    "diptych": ("diptych",),
+    "vllm": ("diptych", "nixl", "none"),
+}
+"""What can hand KV over from a prefill to a decode engine."""
+LEAST_LEASE_OF_NIXL_S: Final = 6.0
+"""vLLM renews a lease each sixth of its time, in whole seconds."""
 RANKS_OF_CONNECTOR: Final = (1, 2, 4, 8)
 """Numbers of tensor-parallel ranks that our connector in vLLM takes; of any two, one divides the
 other. 1 and 2 were run in vLLM, and 4 and 8 without it. It refuses others when it starts, and the
@@ -354,13 +364,9 @@ operator refuses a service that would start it so."""
 SERVED_REVISION: Final = "revision/"
 """How the further name begins under which vLLM serves the model: routers read the revision off it,
 because vLLM has no other place for one."""
-RoutingPolicy = Literal["prefix_aware", "least_loaded", "round_robin"]
-Disaggregate = Literal["auto", "always", "never"]
 
 
-class Batches(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
+class Batches(BatchSettings, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What the batches of a router may take, if it has a directory for them."""
 
     max_bytes: Annotated[
@@ -372,62 +378,9 @@ class Batches(
             "have half of it.",
         ),
     ] = 10 << 30
-    concurrency: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=4096,
-            description="The most requests of batches that each process of a router has under way.",
-        ),
-    ] = 16
 
 
-HostNames = Annotated[
-    list[
-        Annotated[
-            str,
-            Meta(
-                pattern=r"^[a-z0-9]([-._a-z0-9]*[a-z0-9])?$",
-                max_length=253,
-                title="a DNS name in lower case, without a port",
-                description="A DNS name in lower case, without a port.",
-            ),
-        ]
-    ],
-    Meta(
-        max_length=64,
-        title="DNS names",
-        description="Names under which clients reach the router, as that of an Ingress. Without "
-        "API keys it answers only under these, addresses, names without a dot, and names that "
-        "end in .localhost, .svc or .svc.cluster.local, so that no web site can lead a browser to "
-        "it. With API keys it answers under every name.",
-        examples=[["llm.example.com"]],
-    ),
-]
-"""The custom resource has this setting too, and the next one."""
-Origins = Annotated[
-    list[
-        Annotated[
-            str,
-            Meta(
-                pattern=r"^[a-z][-+.a-z0-9]*://[-._:\[\]a-z0-9]+$",
-                max_length=512,
-                title="an origin, such as https://app.example.com",
-                description="An origin: scheme, host and port of a site.",
-            ),
-        ]
-    ],
-    Meta(
-        max_length=64,
-        title="origins of web sites",
-        description="Web sites, by the origins of their pages, whose pages may use the API from "
-        "browsers (CORS). Left out, only the router's own page may.",
-        examples=[["https://app.example.com"]],
-    ),
-]
-
-
-class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class RouterConfig(RouterSettings, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What a router needs to know of the service it fronts; travels to it as JSON."""
 
     model: Annotated[
@@ -447,32 +400,6 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             "required keeps an engine out until that worked; warn only reports; off sends none."
         ),
     ] = "required"
-    policy: Annotated[
-        RoutingPolicy,
-        Meta(
-            description="What decides which engines get a request. prefix_aware: the seconds that "
-            "it would cost there, by what each engine remembers of its prompt, has to do, and is "
-            "able to. least_loaded: the tokens that this router has open there. round_robin: whose "
-            "turn it is."
-        ),
-    ] = "prefix_aware"
-    disaggregate: Annotated[
-        Disaggregate,
-        Meta(
-            description="Whether a prefill engine computes the prompt. always: if there is one. "
-            "never: the decode engine does. auto: the decode engine does where that costs less, as "
-            "for a prompt of which it remembers most; the policies least_loaded and round_robin "
-            "cannot tell, and take it for always."
-        ),
-    ] = "always"
-    hold_seconds: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=86400,
-            description="How long a request waits for a pool that is empty before it is refused.",
-        ),
-    ] = 30.0
     max_held: Annotated[
         int, Meta(ge=0, description="More waiting requests than this are refused at once.")
     ] = 512
@@ -485,7 +412,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             description="Adapters that clients may ask for as models; the same as the engines' "
             "`lora_modules`."
         ),
-    ] = {}
+    ] = msgspec.field(default_factory=dict)
     reasoning_parser: Annotated[
         ReasoningParserName,
         Meta(description="How the model marks its reasoning; the same as the engines'."),
@@ -503,6 +430,13 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     ] = "exact"
     otlp_traces_endpoint: TracesEndpoint | None = None
     slo: Annotated[Slo, Meta(description="What is promised to each request.")] = Slo()
+    sampling: Annotated[
+        SamplingDefaults,
+        Meta(
+            description="What requests get that leave these fields out; where it says nothing, "
+            "what the model's files say."
+        ),
+    ] = UNSAID
     runtime: Annotated[
         Runtime,
         Meta(
@@ -528,29 +462,45 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             "engine that says nothing; the same as the engines' setting.",
         ),
     ] = 30.0
-    ui: Annotated[
-        bool,
-        Meta(
-            description="Serve a page at `/`: a chat, and both pools beside it. What it shows "
-            "needs an API key if the API does."
-        ),
-    ] = False
     batches: Annotated[
         Batches, Meta(description="Files and batches, for a router with `--batch-directory`.")
     ] = Batches()
-    allowed_hosts: HostNames = []
-    allowed_origins: Origins = []
-    cache_per_key: Annotated[
-        bool,
-        Meta(
-            description="What requests leave in the caches of engines serves requests of the same "
-            "API key only."
-        ),
-    ] = False
+    cache_per_key: CachePerKey = False
 
     def check(self) -> None:
         """Raise `InvalidRequestError`, naming the field, unless every value is in range."""
         check_fields(self)
+
+    def check_pools(self, *, prefill: bool) -> None:
+        """Raise `InvalidRequestError` if the pools that a router is given are not for its engines.
+
+        prefill: there is a prefill pool.
+        """
+        if prefill and self.connector == "none":
+            raise InvalidRequestError(
+                "--prefill: engines without a KV connector compute whole requests; leave it out "
+                "and name all engines in --decode, or set connector to the one that the engines "
+                "have",
+                param="--prefill",
+            )
+        if self.runtime == "diptych" and not prefill:
+            raise InvalidRequestError(
+                "--prefill: a service whose engines are of the runtime diptych has a prefill pool; "
+                "name its engines",
+                param="--prefill",
+            )
+        if self.connector == "nixl" and self.lease_seconds < LEAST_LEASE_OF_NIXL_S:
+            raise InvalidRequestError(
+                f"lease_seconds: {self.lease_seconds:g} is less than the "
+                f"{LEAST_LEASE_OF_NIXL_S:g} s in which NIXL renews a lease",
+                param="lease_seconds",
+            )
+        if self.connector not in CONNECTORS[self.runtime]:
+            raise InvalidRequestError(
+                f"connector: engines of the runtime {self.runtime} hand KV over by "
+                f"{' or '.join(CONNECTORS[self.runtime])}, and not by {self.connector}",
+                param="connector",
+            )
 
     @property
     def name(self) -> str:
@@ -566,3 +516,14 @@ class CurveKeys(msgspec.Struct, frozen=True):
 
     public: str
     secret: str
+
+
+class UsageContext(enum.Enum):
+    """What kind of program made an engine, in vLLM's words. Nobody is told."""
+
+    UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"
+    LLM_CLASS = "LLM_CLASS"
+    API_SERVER = "API_SERVER"
+    OPENAI_API_SERVER = "OPENAI_API_SERVER"
+    OPENAI_BATCH_RUNNER = "OPENAI_BATCH_RUNNER"
+    ENGINE_CONTEXT = "ENGINE_CONTEXT"

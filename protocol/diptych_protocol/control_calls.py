@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Final, Literal, get_args
 import msgspec
 
 from diptych_protocol.errors import InvalidRequestError
-from diptych_protocol.lora import LoRARequest
-from diptych_protocol.weight_transfer import (
+from diptych_protocol.weights import (
+    LoRARequest,
     WeightTransferInitRequest,
     WeightTransferUpdateRequest,
 )

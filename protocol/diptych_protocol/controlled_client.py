@@ -23,7 +23,7 @@ from diptych_protocol.control_calls import (
     WakeUp,
 )
 from diptych_protocol.engine_client import EngineClient
-from diptych_protocol.lora import LoRARequest
+from diptych_protocol.weights import LoRARequest
 
 
 class ControlledClient(EngineClient):

@@ -1,4 +1,4 @@
-"""The one seam above the engine: everything that serves users talks to an `EngineClient`.
+"""The interface of engines: everything that serves users calls an `EngineClient`.
 
 Signatures follow vLLM's `vllm.engine.protocol.EngineClient`.
 """
@@ -15,12 +15,12 @@ from diptych_protocol.config import EngineConfig, RouterConfig
 from diptych_protocol.control_calls import PauseMode
 from diptych_protocol.engine_settings import JsonSchemas
 from diptych_protocol.errors import UnsupportedFeatureError
-from diptych_protocol.lora import LoRARequest
 from diptych_protocol.multimodal import MultiModalFeatureSpec
 from diptych_protocol.outputs import RequestOutput
 from diptych_protocol.pooling import PoolingParams, PoolingRequestOutput
 from diptych_protocol.sampling import SamplingParams
-from diptych_protocol.weight_transfer import (
+from diptych_protocol.weights import (
+    LoRARequest,
     WeightTransferInitRequest,
     WeightTransferUpdateRequest,
 )
@@ -29,7 +29,7 @@ from diptych_protocol.wire import EngineCoreRequest
 
 @dataclass(slots=True)
 class StreamingInput:
-    """A piece of a prompt that is not known as a whole yet: see `EngineClient.generate`."""
+    """A piece of a prompt that arrives in pieces: see `EngineClient.generate`."""
 
     prompt: PromptType
     sampling_params: SamplingParams | None = None
@@ -57,18 +57,18 @@ class TokensPrompt(TypedDict, total=False):
 
 class EmbedsPrompt(TypedDict, total=False):
     prompt_embeds: Any
-    """[tokens, hidden] float32, bfloat16 or float16: stands in for the embeddings of tokens. A
+    """[tokens, hidden] float32, bfloat16 or float16: used instead of the embeddings of tokens. A
     `torch.Tensor`, a `numpy.ndarray` or an `Array`."""
     cache_salt: str
 
 
 PromptType = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt
 EngineInput = TokensPrompt | EmbedsPrompt
-"""A prompt that needs no tokenizer any more, as a renderer returns it."""
+"""A prompt that a renderer has tokenised."""
 
 
 class Renderer(Protocol):
-    """Turns what users write into tokens."""
+    """Turns users' texts into tokens."""
 
     @property
     def chat_template(self) -> str | None:
@@ -91,27 +91,29 @@ class Renderer(Protocol):
     ) -> TokensPrompt:
         """Apply the model's chat template; `tools` are those that the answer may call, and
         `template_kwargs` further variables of the template. With `continue_final_message` the
-        prompt ends with the last message's text, so that the answer goes on with it.
+        prompt ends with the last message's text, so that the answer continues it.
 
         Raises `InvalidRequestError` if the template refuses.
         """
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text that is no prompt; with `add_special_tokens`, as of one that is.
+        """Return the token ids of a text that is no prompt; with `add_special_tokens`, as for a
+        prompt.
 
         Raises `InvalidRequestError` for a text that is empty, or surely longer than the model's
         context, and for a model without a tokenizer.
         """
 
     def token_names(self, token_ids: list[int]) -> list[str]:
-        """Each token as the vocabulary writes it; empty where it has none. Raises as `tokenize`."""
+        """Return each token as the vocabulary writes it; empty where it has none. Raises as
+        `tokenize`."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of a sequence of tokens."""
+        """Return the text of a sequence of tokens."""
 
 
 class InputProcessor(Protocol):
-    """Turns what callers ask for into messages for an engine core."""
+    """Turns callers' requests into messages for an engine core."""
 
     max_model_len: int
 
@@ -123,11 +125,11 @@ class InputProcessor(Protocol):
         *args: Any,
         **kwargs: Any,
     ) -> EngineCoreRequest:
-        """A checked request with nothing left open. Raises `InvalidRequestError`."""
+        """Return a checked and complete request. Raises `InvalidRequestError`."""
 
 
 class ModelFacts(Protocol):
-    """What everybody may want to know of a model."""
+    """Facts about a model that any code may need."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -138,37 +140,37 @@ class ModelFacts(Protocol):
 
 
 class EngineClient(ABC):
-    """A running engine, or several behind one face."""
+    """A running engine, or several behind one interface."""
 
     vllm_config: EngineConfig | RouterConfig
-    """What the engine was configured with; the name is vLLM's."""
+    """The engine's configuration; the name is vLLM's."""
     model_config: ModelFacts
     renderer: Renderer
     input_processor: InputProcessor
 
     @property
     def model_name(self) -> str:
-        """The name under which clients ask for the model."""
+        """The model's name for clients."""
         return self.vllm_config.name
 
     @property
     def reasoning_parser(self) -> str:
-        """The format of the model's reasoning; `none` if nobody is to look for it."""
+        """The format of the model's reasoning; `none` if it is not separated."""
         return self.vllm_config.reasoning_parser
 
     @property
     def tool_call_parser(self) -> str:
-        """The format in which the model calls tools; `auto` if its chat template is to show it."""
+        """The format in which the model calls tools; `auto` derives it from the chat template."""
         return self.vllm_config.tool_call_parser
 
     @property
     def json_schemas(self) -> JsonSchemas:
-        """What happens to keywords of JSON schemas that cannot be enforced."""
+        """How keywords of JSON schemas that cannot be enforced are handled."""
         return self.vllm_config.json_schemas
 
     @property
     def adapters(self) -> Mapping[str, LoRARequest]:
-        """The adapters that clients may ask for as models, by their names."""
+        """The adapters that clients may name as models, by their names."""
         return {}
 
     @property
@@ -179,7 +181,7 @@ class EngineClient(ABC):
     @property
     @abstractmethod
     def is_running(self) -> bool:
-        """The output handler has not started yet, or is alive."""
+        """Whether the output handler has not started yet, or is alive."""
 
     @property
     @abstractmethod
@@ -189,7 +191,7 @@ class EngineClient(ABC):
     @property
     @abstractmethod
     def errored(self) -> bool:
-        """The engine is dead; no request can succeed."""
+        """Whether the engine is dead, so that no request can succeed."""
 
     @property
     @abstractmethod
@@ -252,10 +254,10 @@ class EngineClient(ABC):
         *,
         tenant: str = "",
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """Vectors of a prompt: one output, then the end.
+        """Yield the vectors of a prompt as one output, then end.
 
-        Leaving the generator early aborts the request in the core. Raises as `generate` does; a
-        request that somebody else aborts has no vectors, which is an `EngineGenerateError`.
+        Leaving the generator early aborts the request in the core. Raises as `generate`. A request
+        that somebody else aborts has no vectors and raises `EngineGenerateError`.
         """
 
     def check_admission(
@@ -266,7 +268,8 @@ class EngineClient(ABC):
         num_tokens: int = 0,
         tenant: str = "",
     ) -> None:
-        """Ask before an answer begins: is there room for requests with so many prompt tokens?
+        """Check before an answer begins whether there is room for requests with this many prompt
+        tokens.
 
         Raises `EngineOverloadedError` if there is none now. Room is not reserved: `generate` may
         still refuse.
@@ -275,8 +278,7 @@ class EngineClient(ABC):
             raise self.dead_error
 
     def get_kv_event_sources(self) -> dict[int, Any]:
-        """Where each core publishes what it remembers: nowhere, because an engine tells it to the
-        routers that are connected to it."""
+        """Return no sources, because a core reports what it has cached to the connected routers."""
         return {}
 
     @abstractmethod
@@ -304,8 +306,8 @@ class EngineClient(ABC):
         *,
         data_parallel_rank: int | None = None,
     ) -> None:
-        """The same, for a caller who wants to know: raises `InvalidRequestError` for what is
-        ignored there."""
+        """Do the same for a caller who wants to know: raises `InvalidRequestError` for parameters
+        that the other method ignores."""
         await self.notify_kv_transfer_request_rejected(
             request_id, kv_transfer_params, data_parallel_rank=data_parallel_rank
         )
@@ -352,17 +354,17 @@ class EngineClient(ABC):
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Pause, then give memory back.
 
-        Level 0 only pauses; 1 also drops the KV cache and puts the weights aside; 2 drops the
-        weights too.
+        Level 0 only pauses. Level 1 also drops the KV cache and saves the weights elsewhere. Level
+        2 drops the weights too.
         """
 
     @abstractmethod
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Take back what `tags` name (of `weights`, `kv_cache`, `scheduling`), or everything."""
+        """Restore what `tags` name (of `weights`, `kv_cache`, `scheduling`), or everything."""
 
     @abstractmethod
     async def is_sleeping(self) -> bool:
-        """Paused, or without weights or KV cache."""
+        """Whether it is paused, or without weights or KV cache."""
 
     @abstractmethod
     async def add_lora(self, lora_request: LoRARequest) -> bool:
@@ -376,16 +378,16 @@ class EngineClient(ABC):
         wait_for_inflight_requests: bool = False,
         clear_cache: bool = True,
     ) -> None:
-        """Stop generating; requests that come from now on wait.
+        """Stop generating; new requests wait.
 
-        `abort` ends those under way with what they have, `wait` lets them finish, `keep` freezes
-        them. `wait_for_inflight_requests=True` is an old name of the mode `wait`. Returns when
-        nothing runs any more.
+        `abort` ends running requests with their present output, `wait` lets them finish, `keep`
+        freezes them. `wait_for_inflight_requests=True` is an old name of the mode `wait`. Returns
+        when nothing runs any more.
         """
 
     @abstractmethod
     async def resume_generation(self) -> None:
-        """Go on after a pause; harmless without one."""
+        """Continue after a pause; harmless without one."""
 
     @abstractmethod
     async def is_paused(self) -> bool: ...
@@ -399,7 +401,7 @@ class EngineClient(ABC):
         """
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
-        """What the model can do: `generate`, and tasks of `PoolingParams`."""
+        """Return what the model can do: `generate`, and tasks of `PoolingParams`."""
         raise UnsupportedFeatureError("get_supported_tasks: this client does not know its model")
 
     async def scale_elastic_ep(self, new_data_parallel_size: int, drain_timeout: int = 300) -> None:
@@ -413,11 +415,11 @@ class EngineClient(ABC):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Run a method of every worker; their results in the order of their ranks."""
+        """Run a method of every worker; return the results in the order of their ranks."""
         raise UnsupportedFeatureError("collective_rpc: this client has no workers of its own")
 
     async def init_weight_transfer_engine(self, init_request: WeightTransferInitRequest) -> None:
-        """Open the way for weights from a trainer."""
+        """Connect to the sender of new weights."""
         raise UnsupportedFeatureError("weights cannot be transferred through this client")
 
     async def start_weight_update(self, is_checkpoint_format: bool = True) -> None:
@@ -429,5 +431,5 @@ class EngineClient(ABC):
         raise UnsupportedFeatureError("weights cannot be transferred through this client")
 
     async def finish_weight_update(self) -> None:
-        """From now on the new weights are used."""
+        """Use the new weights from now on."""
         raise UnsupportedFeatureError("weights cannot be transferred through this client")

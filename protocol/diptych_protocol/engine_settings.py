@@ -1,9 +1,9 @@
-"""What an engine computes with: each setting once, with its type, its range and its meaning.
+"""The settings of an engine: each is declared once, with its type, its range and its meaning.
 
 The engine's configuration (`config.py`), its checks and its command line, the custom resource with
-its CRD, and the reference page follow from the fields of `EngineSettings`. A new one is a field
-here, and the code that obeys it. Names in backticks are fields; where the custom resource shows a
-description they are written as there.
+its CRD, and the reference page are derived from the fields of `EngineSettings`. A new setting is a
+field here, and the code that uses it. Names in backticks are fields. Where the custom resource
+shows a description, they are written in its form.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 MAX_RANKS = 64
-"""Limit of either kind of parallelism."""
+"""Limit on the ranks of tensor and of data parallelism."""
 BlockSize = Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 SchedulingPolicy = Literal["fcfs", "priority"]
 ReasoningParserName = Literal["none", "think", "harmony"]

@@ -1,18 +1,18 @@
-"""The errors that cross a seam, split by whose fault they are.
+"""The errors that cross an interface, divided by who is at fault.
 
 DiptychError
-├── InvalidRequestError      the caller's fault; HTTP 400 (or `status`), names the field
+├── InvalidRequestError      the caller is at fault; HTTP 400 (or `status`), names the field
 │   ├── NoParametersError     a request without parameters; an AssertionError, too
-│   └── RefusedByEngineError  found out by the engine core, which has told whom it concerns
+│   └── RefusedByEngineError  found by the engine core, which has informed everybody concerned
 ├── EngineGenerateError      this request failed inside the engine; HTTP 500, may be retried
 ├── EngineOverloadedError    no room now; HTTP 503, retry later
 │   └── TenantOverloadedError  because of the caller's own requests; HTTP 429
 ├── EngineDeadError          the engine core is gone; HTTP 500 for all its requests
 │   └── ClientClosedError    the client object was used after shutdown()
 ├── UtilityError             a control call failed in the core; carries its message
-└── UnsupportedFeatureError  this engine does not offer the method; says so plainly
-    ├── AbsentError           what an attribute names; an AttributeError, too
-    └── NotKeptError          what it was told not to keep; an AssertionError, too
+└── UnsupportedFeatureError  this engine does not offer the method
+    ├── AbsentError           it has no such attribute; an AttributeError, too
+    └── NotKeptError          it was configured not to keep this; an AssertionError, too
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from typing import Final
 import msgspec
 
 UNREADABLE: Final = (msgspec.MsgspecError, UnicodeError, RecursionError)
-"""What decoding raises for bytes that are not what was expected, no UTF-8, or nested too deeply.
+"""The errors of decoding bytes that are not what was expected, are no UTF-8, or are nested too
+deeply.
 
-Whoever decodes what others wrote catches all of them, and says so in an error of this project."""
+Code that decodes foreign data catches all of them and raises an error of this project.
+"""
 
 
 class DiptychError(Exception):
-    """Base of every error that this project raises on purpose."""
+    """The base of every error that this project raises on purpose."""
 
 
 class InvalidRequestError(DiptychError, ValueError):
@@ -51,7 +53,7 @@ class InvalidRequestError(DiptychError, ValueError):
 
 
 class RefusedByEngineError(InvalidRequestError):
-    """The engine core refused the request, and gave back what others hold for it."""
+    """The engine core refused the request, and released what others hold for it."""
 
 
 class EngineGenerateError(DiptychError):
@@ -68,7 +70,7 @@ class EngineOverloadedError(DiptychError):
 
 
 class TenantOverloadedError(EngineOverloadedError):
-    """It would have, without the other requests of the same API key."""
+    """There is no capacity because of other requests of the same API key."""
 
 
 class EngineDeadError(DiptychError):
@@ -93,12 +95,12 @@ class UnsupportedFeatureError(DiptychError, NotImplementedError):
 
 
 class AbsentError(UnsupportedFeatureError, AttributeError):
-    """It does not have what an attribute names; vLLM's attribute is missing then."""
+    """The engine does not have what an attribute names; vLLM's attribute is missing then."""
 
 
 class NotKeptError(UnsupportedFeatureError, AssertionError):
-    """It was told not to keep what is asked for; vLLM asserts that it was not."""
+    """The engine was configured not to keep what is asked for; vLLM fails an assertion then."""
 
 
 class NoParametersError(InvalidRequestError, AssertionError):
-    """A request lacks its parameters; vLLM asserts that it has them."""
+    """A request lacks its parameters; vLLM fails an assertion then."""

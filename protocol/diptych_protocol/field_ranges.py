@@ -1,4 +1,5 @@
-"""What a configuration's types say of its fields: their meaning, and the values that they take.
+"""Reads the meaning and the range of a configuration's fields from its types, and checks the
+ranges.
 
 msgspec checks what it decodes, but not what a program constructs.
 """
@@ -17,7 +18,7 @@ from diptych_protocol.errors import InvalidRequestError
 
 def check_fields(config: msgspec.Struct) -> None:
     """Raise `InvalidRequestError`, naming the field, for the first value out of its range, here or
-    in a configuration that is a value."""
+    in a nested configuration."""
     for name, kind, wanted in _fields(type(config)):
         value = getattr(config, name)
         if not _is_valid(value, kind):
@@ -36,7 +37,7 @@ def _is_valid(value: Any, kind: Any) -> bool:
 
 
 def descriptions(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """Field -> what its `Meta` says of it; fields that say nothing are left out."""
+    """Return the description in each field's `Meta`, without fields that have none."""
     fields = msgspec.json.schema(struct)["$defs"][struct.__name__]["properties"]
     found = {
         name: [
@@ -50,7 +51,7 @@ def descriptions(struct: type[msgspec.Struct]) -> dict[str, str]:
 
 
 def ranges(kind: type[msgspec.Struct]) -> dict[str, str]:
-    """Field -> what its value may be, in words."""
+    """Return the range of each field in words."""
     return {name: wanted for name, _, wanted in _fields(kind)}
 
 

@@ -1,8 +1,9 @@
-"""`kv_transfer_params`: how a router, a prefill engine and a decode engine speak of one hand-off.
+"""`kv_transfer_params`: the description of one hand-off between a router, a prefill engine and a
+decode engine.
 
 The names are vLLM's, so that another project's router can drive our engines; `lease_id`,
 `lease_seconds`, `epoch`, `compat`, `first_token_ids`, `expires_at`, `tokens_digest` and `proof` are
-ours. What P says is signed: whoever carries it passes it on unchanged.
+ours. The prefill engine signs its values, so the router passes them on unchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ LEASE_FIELDS = (
     "expires_at",
     "proof",
 )
-"""The fields that identify a lease: which one it is, whose it is, and the proof of both."""
+"""The fields that identify a lease: its id, its engine, and the proof of both."""
 ENGINE_FIELDS = ("remote_engine_id", "epoch", "remote_host", "remote_port", "compat")
 """The fields that name an engine, in announcements and in all its leases."""
 PARAM = "kv_transfer_params"
@@ -46,40 +47,46 @@ class KVTransferParams(msgspec.Struct, omit_defaults=True):
     """Unknown fields are ignored: other projects add their own."""
 
     do_remote_decode: bool = False
-    """Router to P: keep the KV after prefill and answer with the fields below."""
+    """Router to prefill engine: keep the KV after prefill and answer with the fields below."""
     do_remote_prefill: bool = False
-    """P to D (through the router): the KV of the prompt waits at the address below."""
+    """Prefill to decode engine (through the router): the KV of the prompt waits at the address
+    below."""
     remote_engine_id: Name | None = None
     remote_request_id: Name | None = None
     remote_block_ids: list[list[BlockId]] | None = None
-    """P's block ids, one list per KV-cache group; we have one group."""
+    """The prefill engine's block ids, one list per KV-cache group; we have one group."""
     remote_host: Name | None = None
     remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
     remote_num_tokens: Count | None = None
     """Tokens whose KV the blocks hold."""
     tp_size: Count = 1
-    """How many ranks P has. In vLLM each rank has a hinge of its own, at the ports behind
-    `remote_port`."""
+    """The prefill engine's number of ranks. In vLLM each rank has a hinge of its own, at the ports
+    behind `remote_port`."""
     lease_id: Annotated[str, msgspec.Meta(max_length=64)] | None = None
-    """128 random bits in hexadecimal. A router that announces the request to D while P computes
-    draws them and tells both; otherwise P draws them."""
+    """128 random bits in hexadecimal. A router that announces the request to the decode engine
+    during prefill chooses them and sends them to both engines; otherwise the prefill engine
+    does."""
     lease_seconds: Annotated[float, msgspec.Meta(ge=0, le=3600)] | None = None
     epoch: Name | None = None
-    """P's incarnation; a P restarted at the same address has another one."""
+    """Identifies one run of the prefill engine; it changes when the engine restarts at the same
+    address."""
     compat: Name | None = None
     """Fingerprint of everything that must be equal for KV to be exchanged."""
     first_token_ids: list[TokenId] | None = None
-    """Tokens that P already sampled; D continues after them."""
+    """Tokens that the prefill engine has sampled already; the decode engine continues
+    after them."""
     remote_block_size: Count | None = None
-    """Tokens that each of the blocks holds; None: as many as D's."""
+    """Tokens in each of the blocks; None: as many as in the decode engine's."""
     expires_at: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] | None = None
-    """Unix time, in seconds of P's clock, after which no D takes this reference. The lease itself
-    may end sooner or be renewed for longer; P decides that."""
+    """Unix time, in seconds of the prefill engine's clock, after which no decode engine accepts
+    this reference. The lease itself may end sooner or be renewed for longer, as the prefill engine
+    decides."""
     tokens_digest: Name | None = None
     """Digest of the tokens whose KV the blocks hold, and of everything else that the KV depends
     on."""
     proof: Name | None = None
-    """P's signature of all other fields, or, in an announcement, of its name and address."""
+    """The prefill engine's signature of all other fields or, in an announcement, of its name and
+    address."""
 
     @classmethod
     def parse(cls, raw: Any) -> KVTransferParams:
@@ -99,8 +106,8 @@ class KVTransferParams(msgspec.Struct, omit_defaults=True):
 
     @classmethod
     def naming_lease(cls, raw: Any) -> KVTransferParams:
-        """Read from a dict from outside only the fields that identify a lease, so that the lease
-        can be given back whatever is wrong with the others. Raises `InvalidRequestError` naming the
+        """Read only the fields that identify a lease from a dict from outside, so that the lease
+        can be given back even if other fields are wrong. Raises `InvalidRequestError` naming the
         field."""
         params = cls._convert(
             {name: raw.get(name) for name in LEASE_FIELDS} if isinstance(raw, dict) else raw
@@ -126,8 +133,8 @@ class KVTransferParams(msgspec.Struct, omit_defaults=True):
             raise bad_params("remote_block_ids must hold one list (one KV-cache group)")
 
     def require_prefix(self) -> None:
-        """Raises `InvalidRequestError` unless this names an engine, and how much it remembers of a
-        prompt."""
+        """Raise `InvalidRequestError` unless this names an engine and how much of a prompt it has
+        cached."""
         self._require((*ENGINE_FIELDS, "proof", "remote_num_tokens"))
         self._require_literal()
 
@@ -141,12 +148,12 @@ class KVTransferParams(msgspec.Struct, omit_defaults=True):
             raise bad_params("remote_host must be an IP address: names are not looked up")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, defaults included, for a JSON body or msgpack."""
+        """Return plain values, including defaults, for a JSON body or msgpack."""
         return {f: getattr(self, f) for f in self.__struct_fields__}
 
 
 def bad_params(what: str) -> InvalidRequestError:
-    """The error that says what is wrong with parameters."""
+    """Return the error that says what is wrong with parameters."""
     return InvalidRequestError(f"{PARAM}: {what}", param=PARAM)
 
 
@@ -160,7 +167,7 @@ def is_ip_literal(host: str) -> bool:
 
 
 def fingerprint(compat: Mapping[str, Any]) -> str:
-    """Short digest of everything that must be equal for two engines to exchange KV."""
+    """Return a short digest of everything that must be equal for two engines to exchange KV."""
     canonical = msgspec.json.encode(dict(sorted(compat.items())))
     return hashlib.blake2b(canonical, digest_size=16).hexdigest()
 
@@ -168,7 +175,8 @@ def fingerprint(compat: Mapping[str, Any]) -> str:
 def differences(
     theirs: Mapping[str, Any], ours: Mapping[str, Any], there: str = "there", here: str = "here"
 ) -> list[str]:
-    """What two engines say differently of themselves, field by field: `dtype: 'a' there, 'b' here`.
+    """Return the differences of two engines' descriptions, field by field: `dtype: 'a' there, 'b'
+    here`.
 
     A field that one of them does not have is None.
     """

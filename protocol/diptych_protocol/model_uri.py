@@ -1,7 +1,7 @@
-"""A model's URI taken apart, and the place a fetched model has in a cache.
+"""Parses a model's URI, and computes the place of a fetched model in a cache.
 
-The operator writes that place into the engines' configuration, the fetcher fills it: both compute
-it here, from nothing but what stands in the service.
+The operator writes that place into the engines' configuration, and the fetcher fills it. Both
+compute it here, from the service alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from diptych_protocol.errors import InvalidRequestError
 
 Scheme = Literal["hf", "s3", "https", "pvc", "oci", "package", "file", "dummy"]
 Reader = Literal["engine", "router"]
-"""An engine reads all of a model; a router its tokenizer and configuration only."""
+"""Who reads the model. An engine reads all of it; a router only its tokenizer and configuration."""
 
 FORMS: Final[dict[str, str]] = {
     "hf": "hf://ORG/REPO or hf://ORG/REPO/FILE.gguf",
@@ -29,7 +29,7 @@ FORMS: Final[dict[str, str]] = {
     "file": "file:///PATH",
     "dummy": "dummy://?num_hidden_layers=2",
 }
-"""Scheme -> how such a URI is written."""
+"""Scheme -> the form of such a URI."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DIGEST = re.compile(r".+@sha256:[0-9a-f]{64}")
@@ -40,28 +40,29 @@ _MAX_SLUG: Final = 80
 
 @dataclass(frozen=True, slots=True)
 class ModelUri:
-    """One of the forms above, checked."""
+    """A URI in one of the forms above, checked."""
 
     text: str
     scheme: Scheme
     host: str
     """ORG/REPO, bucket, HOST[:PORT], claim, image with its digest, or package."""
     path: str
-    """Within `host`, without a slash in front; empty for all of it. For dummy, the query."""
+    """The path within `host`, without a leading slash; empty for all of it. For
+    dummy, the query."""
 
     @property
     def is_fetched(self) -> bool:
-        """Copied into a cache before it can be read."""
+        """Whether it has to be copied into a cache before it can be read."""
         return self.scheme in ("hf", "s3", "https")
 
     @property
     def is_file(self) -> bool:
-        """One GGUF file rather than a folder in Hugging Face's layout."""
+        """Whether it is one GGUF file instead of a folder in Hugging Face's layout."""
         return self.path.endswith(".gguf")
 
 
 def parse_model_uri(uri: str) -> ModelUri:
-    """Take a URI apart. Raises `InvalidRequestError` that says how it should be written."""
+    """Parse a URI. Raises `InvalidRequestError` that says how it should be written."""
     scheme, separator, rest = uri.partition("://")
     if not separator or scheme not in FORMS:
         raise _refuse(f"{uri!r} has no scheme of {', '.join(f'{name}://' for name in FORMS)}")
@@ -78,9 +79,10 @@ def is_pinned(uri: ModelUri, revision: str, sha256: str) -> bool:
 
 
 def cache_name(uri: ModelUri, revision: str, sha256: str, reader: Reader) -> str:
-    """The name of a fetched model's directory in a cache: readable, and its own for each content.
+    """Return the name of a fetched model's directory in a cache: readable, and different for each
+    content.
 
-    What is not pinned has the directory of its reference (for hf://, of the branch `main`).
+    A model that is not pinned has the directory of its reference (for hf://, of the branch `main`).
     """
     if uri.scheme == "hf":
         revision = revision or "main"
@@ -91,7 +93,8 @@ def cache_name(uri: ModelUri, revision: str, sha256: str, reader: Reader) -> str
 
 
 def cached_path(uri: ModelUri, revision: str, sha256: str, reader: Reader) -> str:
-    """What an engine or router opens, relative to the cache: the folder, or the file in it."""
+    """Return the path that an engine or router opens, relative to the cache: the folder, or the
+    file in it."""
     folder = cache_name(uri, revision, sha256, reader)
     return f"{folder}/{uri.path.rsplit('/', 1)[-1]}" if uri.is_file else folder
 

@@ -1,4 +1,4 @@
-"""What a request brings besides tokens: images, under the names of vLLM's messages."""
+"""The images of a request, in structs named as in vLLM's messages."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ IMAGE: Final = "image"
 
 
 class PlaceholderRange(msgspec.Struct, array_like=True, frozen=True):
-    """The part of the prompt that an image was expanded to, markers around its tiles included."""
+    """The part of the prompt that an image was expanded to, including the markers
+    around its tiles."""
 
     offset: int
-    """The place of its first token in the prompt."""
+    """The position of its first token in the prompt."""
     length: int
 
 
@@ -35,13 +36,13 @@ class MultiModalFeatureSpec(msgspec.Struct, array_like=True, omit_defaults=True,
 
 
 class MultiModalCacheStats(msgspec.Struct, frozen=True):
-    """What became of the images that a front-end was asked to prepare, since its start."""
+    """Counts of a front-end's cache of prepared images, since its start."""
 
     requests: int = 0
     """Prompts with images."""
     queries: int = 0
     """Images."""
     hits: int = 0
-    """Those that were prepared before, and still known."""
+    """Images that were found in the cache."""
     reset: bool = False
-    """The cache was cleared since the last time that somebody asked."""
+    """Whether the cache was cleared since the last report."""

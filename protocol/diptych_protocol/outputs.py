@@ -1,10 +1,13 @@
-"""What `EngineClient.generate` yields."""
+"""The outputs of `EngineClient.generate`, and the events in a request's life."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,9 +39,9 @@ class CompletionOutput:
     routed_experts: NDArray[np.int16] | None = None
     """[tokens, layers, experts a token], with the last output, if the engine has
     `enable_return_routed_experts`: which experts each layer chose for the tokens of prompt and
-    answer, the likeliest first. The token that was sampled last went through no layer. -1: a layer
-    without experts, or a token whose KV came from another engine, such as a prefix that an earlier
-    request fetched."""
+    answer, the likeliest first. The last sampled token went through no layer. -1: a layer without
+    experts, or a token whose KV came from another engine, such as a prefix that an earlier request
+    fetched."""
 
     @property
     def finished(self) -> bool:
@@ -60,3 +63,43 @@ class RequestOutput:
     """Per token of the prompt: token id -> Logprob, its own token first; None for the first."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """Facts for headers and logs, for example which engines served the request."""
+
+
+class RequestJourneyEventType(enum.IntEnum):
+    """The kinds of events. The values from 7 on are ours."""
+
+    QUEUED = 1
+    SCHEDULED = 2
+    FIRST_TOKEN = 3
+    PREEMPTED = 4
+    FINISHED = 5
+    DEPARTED = 6
+    """Its last output was sent."""
+    KV_WAIT = 7
+    """It waits for blocks from another engine."""
+    KV_DONE = 8
+    KV_FAIL = 9
+    CHUNK = 10
+    """A step has computed a part of its prompt, and more follows."""
+
+
+class RequestJourneyEvent(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
+    """One event, with the progress of the request."""
+
+    request_id: str
+    event_type: RequestJourneyEventType
+    ts_monotonic: float
+    """`time.monotonic()` of the core."""
+    scheduler_step: int | None = None
+    prefill_done_tokens: int = 0
+    """The most prompt tokens that were ever computed; a preemption does not lower it."""
+    prefill_total_tokens: int = 0
+    decode_done_tokens: int = 0
+    decode_max_tokens: int = 0
+    phase: str = "PREFILL"
+    """PREFILL or DECODE."""
+    num_preemptions_so_far: int = 0
+    schedule_kind: str | None = None
+    """FIRST or RESUME, for SCHEDULED."""
+    finish_status: str | None = None
+    """One of FINISH_REASON_STRINGS, for FINISHED."""

@@ -1,4 +1,4 @@
-"""What a caller may ask of `EngineClient.encode`, and what it yields."""
+"""The parameters and outputs of `EngineClient.encode`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=Tr
 
     task: str = "embed"
     dimensions: int | None = None
-    """Keep only so many leading dimensions (before normalising); None keeps all."""
+    """Keep only this many leading dimensions (before normalising); None keeps all."""
     normalize: bool = True
     """Scale the vectors to length 1."""
 
@@ -43,7 +43,7 @@ class PoolingOutput:
 
 @dataclass(slots=True)
 class PoolingRequestOutput:
-    """The one and only answer to a pooling request."""
+    """The only answer to a pooling request."""
 
     request_id: str
     outputs: PoolingOutput

@@ -1,8 +1,8 @@
-"""Who waits for an answer to a message that cannot be decoded.
+"""Finds the id of a message that cannot be decoded, so that its sender gets an answer.
 
-A struct that is encoded as an array begins with what it is known by, so that stands in front of
-almost anything that can be wrong with the rest, even if the rest is missing. Only that much of
-MessagePack is read here; nothing raises.
+A struct that is encoded as an array begins with its id. So the id comes before almost everything
+that can be wrong, even if the rest is missing. Only that much of MessagePack is read here, and
+nothing raises.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _INTEGERS: Final = {
 
 
 def request_id_of(message: Frame) -> str | None:
-    """The id of what should be an `EngineCoreRequest`; None if it has none."""
+    """Return the id in what should be an `EngineCoreRequest`; None if it has none."""
     data = bytes(message)
     try:
         return _text(data, _first_element(data))
@@ -31,7 +31,7 @@ def request_id_of(message: Frame) -> str | None:
 
 
 def call_id_of(message: Frame) -> int | None:
-    """The id of what should be a `UtilityCall`, its second field; None if it has none."""
+    """Return the id in what should be a `UtilityCall`, its second field; None if it has none."""
     data = bytes(message)
     try:
         _, after = _integer(data, _first_element(data))

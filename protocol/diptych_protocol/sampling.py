@@ -1,13 +1,14 @@
-"""What a caller may ask of the sampler, and how its answer should be delivered."""
+"""The parameters of sampling, and of how its answer is delivered."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Collection
 from itertools import chain
-from typing import Any
+from typing import Annotated, Any, Final
 
 import msgspec
+from msgspec import Meta
 
 from diptych_protocol.errors import InvalidRequestError
 
@@ -38,18 +39,18 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
     json_object: bool = False
     """Any JSON object."""
     lenient: bool = False
-    """What cannot be enforced of a JSON schema is left out instead of refused."""
+    """Keywords of a JSON schema that cannot be enforced are ignored instead of refused."""
 
     @property
     def kind(self) -> str:
-        """The name of the field that is set, of a form that is checked."""
+        """The name of the field that is set, for a form that was checked."""
         return self._asked()[0]
 
     def _asked(self) -> list[str]:
         return [name for name in FORMS if getattr(self, name) not in (None, False)]
 
     def check(self) -> None:
-        """Raise `InvalidRequestError` unless exactly one form is asked for, and it is not empty."""
+        """Raise `InvalidRequestError` unless exactly one form is given, and it is not empty."""
         asked = self._asked()
         if len(asked) != 1:
             raise InvalidRequestError(
@@ -69,7 +70,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     """Parameters of one generation, under vLLM's names.
 
     Sent inside `EngineCoreRequest`, so every field must be a plain value. Call `check()` on
-    anything that comes from outside: decoding proves types, `check` proves ranges.
+    anything that comes from outside: decoding checks types, `check` checks ranges.
     """
 
     n: int = 1
@@ -96,15 +97,15 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     prompt_logprobs: int | None = None
     """How many alternatives to report for each token of the prompt."""
     logit_bias: dict[int, float] | None = None
-    """Token id -> what is added to its logit, between -100 and 100."""
+    """Token id -> a number from -100 to 100 that is added to its logit."""
     bad_words: list[str] = []
     """Texts that must not be generated."""
     bad_words_token_ids: list[list[int]] | None = None
-    """The tokens of `bad_words`, which the front-end adds to what stands here."""
+    """The tokens of `bad_words`, which the front-end adds to those given here."""
     structured_outputs: StructuredOutputsParams | None = None
     logits_processors: list[str] | None = None
-    """Functions of the engine's configuration, as `module:function`, that change the logits in this
-    order."""
+    """Functions of the engine's configuration, as `module:function`, which change the logits in
+    this order."""
     detokenize: bool = True
     skip_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
@@ -112,7 +113,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     """Carries `kv_transfer_params`, as in vLLM."""
 
     def __post_init__(self) -> None:
-        """A single stop string stands for a list of one: letter by letter it is never meant."""
+        """Accept a single stop string as a list of one."""
         if isinstance(self.stop, str):
             self.stop = [self.stop]
 
@@ -203,8 +204,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
                     )
 
     def check_processors(self, known: Collection[str]) -> None:
-        """Raise `InvalidRequestError` for a function that is none of an engine's, and for too many
-        of them."""
+        """Raise `InvalidRequestError` for a function that the engine's configuration does not name,
+        and for too many functions."""
         wanted = self.logits_processors or ()
         if len(wanted) > MAX_STOPS:
             raise InvalidRequestError(
@@ -222,6 +223,65 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     @property
     def greedy(self) -> bool:
         return self.temperature < 1e-5
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Values for the fields of the same names that a request leaves out. None: nothing is said."""
+
+    temperature: (
+        Annotated[float, Meta(ge=0, le=100, description="0 takes the likeliest token each time.")]
+        | None
+    ) = None
+    top_p: (
+        Annotated[
+            float,
+            Meta(
+                ge=0.001,
+                le=1,
+                description="Of the likeliest tokens as many as have this probability.",
+            ),
+        ]
+        | None
+    ) = None
+    top_k: (
+        Annotated[
+            int,
+            Meta(ge=0, le=2**31 - 1, description="So many of the likeliest tokens; 0: all."),
+        ]
+        | None
+    ) = None
+    min_p: (
+        Annotated[
+            float,
+            Meta(
+                ge=0,
+                le=1,
+                description="Tokens whose probability is at least this part of the likeliest's.",
+            ),
+        ]
+        | None
+    ) = None
+    repetition_penalty: (
+        Annotated[
+            float,
+            Meta(
+                ge=0.01,
+                le=100,
+                description="Above 1, tokens that were there before become less likely.",
+            ),
+        ]
+        | None
+    ) = None
+
+    def over(self, others: SamplingDefaults) -> SamplingDefaults:
+        """These, and the others' where these say nothing."""
+        said = {name: getattr(self, name) for name in self.__struct_fields__}
+        chosen = {name: value for name, value in said.items() if value is not None}
+        return msgspec.structs.replace(others, **chosen)
+
+
+UNSAID: Final = SamplingDefaults()
+"""The whole distribution of the model, as OpenAI's API has it."""
 
 
 MAX_N = 128

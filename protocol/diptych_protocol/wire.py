@@ -28,30 +28,30 @@ import msgspec
 from diptych_protocol.arrays import Array, FrameDecoder, FrameEncoder
 from diptych_protocol.engine_settings import SchedulingPolicy
 from diptych_protocol.errors import NoParametersError
-from diptych_protocol.journey import RequestJourneyEvent
 from diptych_protocol.kv_transfer_params import KVTransferParams
-from diptych_protocol.lora import LoRARequest
 from diptych_protocol.multimodal import MultiModalFeatureSpec
+from diptych_protocol.outputs import RequestJourneyEvent
 from diptych_protocol.pooling import PoolingParams
 from diptych_protocol.sampling import SamplingParams
+from diptych_protocol.weights import LoRARequest
 
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
 MAX_MESSAGE_BYTES = 64 << 20
-"""A peer that sends a larger message is cut off by ZMQ."""
+"""ZMQ disconnects a peer that sends a larger message."""
 
 PREFIX_KEY_BYTES = 8
-"""A block is known to clients by so many bytes of its hash: two blocks that agree in these are one
-block to a router, and cost it a better choice."""
+"""The number of bytes of a block's hash by which clients know it. If two blocks have the same, a
+router takes them for one, and may choose a worse engine."""
 FOLLOW_PREFIXES = "follow_prefixes"
-"""The call after which a core tells its caller what it remembers, and each change of that. It has
-no answer but these messages."""
+"""The call after which a core reports its cached blocks to the caller, and each change of them. It
+has no answer but these messages."""
 FOLLOW_HEARTBEAT = "follow_heartbeat"
-"""The call after which a core's loop tells its caller every half second that it turns, with its
+"""The call after which a core's loop sends the caller a heartbeat every half second, with its
 statistics. It has no answer but these messages."""
 MAX_TENANT_LENGTH = 256
-"""Characters of the name of an API key."""
+"""The most characters in the name of an API key."""
 MAX_TENANTS_TOLD = 32
-"""A report tells the queues of so many tenants."""
+"""The most tenants whose queues a report contains."""
 MAX_DEADLINE_MS = 600_000
 
 FINISH_REASON_STRINGS = ("stop", "length", "abort", "error")
@@ -71,28 +71,29 @@ class FinishReason(enum.IntEnum):
 
 
 class ErrorKind(enum.IntEnum):
-    """What an error means for whoever decides what to do next."""
+    """The meaning of an error for the code that decides what to do next."""
 
     FAULT = 0
     """This attempt failed."""
     OVERLOADED = 1
-    """There is no room: try another engine, or later."""
+    """There is no room now: try another engine, or later."""
     MISSING_IMAGE = 2
     """The request names an image that the core does not have: send it again with all data."""
     REFUSED = 3
-    """The request can never succeed as written. Engines of another runtime say so, and cores of a
-    form that their vocabulary cannot write; nothing else that they refuse is sent to them."""
+    """The request can never succeed as written. Engines of another runtime report this, and cores
+    for a form that their vocabulary cannot write; front-ends filter everything else that cores
+    refuse."""
 
 
 class EngineCoreRequestType(enum.Enum):
-    """First frame of every message to a core."""
+    """The first frame of every message to a core."""
 
     ADD = b"\x00"
     ABORT = b"\x01"
     START_DP_WAVE = b"\x02"
     UTILITY = b"\x03"
     EXECUTOR_FAILED = b"\x04"
-    """Here so that nothing else gets this value: no core sends it, and every core refuses it."""
+    """Listed so that nothing else gets this value: no core sends it, and every core refuses it."""
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -105,7 +106,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     pooling_params: PoolingParams | None
     eos_token_id: int | None
     arrival_time: float
-    """`time.time()` of the front-end; only ever compared with other arrival times."""
+    """`time.time()` of the front-end; compared only with other arrival times."""
     lora_request: LoRARequest | None
     cache_salt: str | None
     data_parallel_rank: int | None
@@ -119,29 +120,29 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """The user's id; `request_id` is the internal, unique one."""
     # ours
     resumable: bool = False
-    """Further pieces of the prompt will follow, as requests with the same id and this flag; one
-    without it says that there are no more."""
+    """Whether further pieces of the prompt will follow, as requests with the same id and this flag.
+    A request without it says that there are no more."""
     reasoning_ended: bool | None = None
-    """No reasoning comes before the answer (True), or the prompt has begun it (False); None: its
-    end, or else the output, shows that. A form of the answer holds from the answer on."""
+    """True: no reasoning comes before the answer. False: the prompt has begun it. None: the
+    prompt's end, or else the output, shows that. A form of the answer applies after the
+    reasoning."""
     reasoning_parser_kwargs: dict[str, Any] | None = None
-    """What the format of the reasoning depends on: `{"chat_template_kwargs": {...}}`."""
+    """The arguments for the format of the reasoning: `{"chat_template_kwargs": {...}}`."""
     abort_immediately: bool = False
-    """Without meaning: nobody reads it, and the fields after it keep their places."""
+    """Unused: nobody reads it, and the fields after it keep their positions."""
     generated_token_ids: list[int] | None = None
-    """Output tokens made elsewhere: by a prefill engine, or by an engine that was lost.
+    """Output tokens from elsewhere: from a prefill engine, or from an engine that was lost.
 
-    The core continues after them; they count towards max_tokens and are not emitted again.
+    The core continues after them. They count towards max_tokens and are not emitted again.
     """
     tenant: str = ""
-    """Whose request it is: the name of the API key that it came with. Tenants share an engine
-    fairly."""
+    """The name of the API key with which it came. Tenants share an engine fairly."""
     prefix_source: KVTransferParams | None = None
-    """The engine that may remember the beginning of the prompt, as it is named in announcements,
-    and in `remote_num_tokens` how much of it. The core fetches what it lacks of that, and computes
-    what it does not get."""
+    """The engine that may have cached the beginning of the prompt, named as in announcements, and
+    in `remote_num_tokens` how much of it. The core fetches what it lacks of that, and computes what
+    it does not get."""
     deadline_ms: int | None = None
-    """Its first token is due so many milliseconds after `arrival_time`; None: at once."""
+    """Its first token is due this many milliseconds after `arrival_time`; None: at once."""
 
     @property
     def shown_id(self) -> str:
@@ -150,8 +151,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
 
     @property
     def params(self) -> SamplingParams | PoolingParams:
-        """The sampling parameters, or else the pooling parameters. Raises `NoParametersError`
-        if there are neither."""
+        """The sampling parameters, or else the pooling parameters. Raises `NoParametersError` if
+        there are neither."""
         params = self.sampling_params or self.pooling_params
         if params is None:
             raise NoParametersError(
@@ -196,33 +197,34 @@ class LogprobsTensors(msgspec.Struct, array_like=True, gc=False):
 HAND_OFF_BOUNDS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0
 )  # fmt: skip
-"""Upper bounds of the buckets in which hand-offs are counted by their length; one is above all."""
+"""Upper bounds of the buckets that count hand-offs by their length; one more bucket
+is above all."""
 
 
 MAX_MOVES_TOLD = 16
-"""So many moves of KV are told one by one."""
+"""The most moves of KV that a report lists one by one."""
 
 
 class Move(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """KV that came from another engine: a hand-off, or a prefix."""
+    """A transfer of KV from another engine: a hand-off, or a prefix."""
 
     number: int
-    """Counts all moves to this engine since its start, from 1 on."""
+    """The number of the move among all moves to this engine since its start, from 1 on."""
     sender: str
     """`engine_id` of the engine that sent it."""
     num_blocks: int
     """This engine's blocks that were filled."""
     seconds: float
-    """How long the request waited for it; 0 if all had come before the request."""
+    """How long the request waited for it; 0 if all came before the request."""
 
 
 class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Running totals of one engine's side of the hinge, since its start.
 
-    They close: promised = granted + withdrawn + `leases_promised_now`, granted = released + revoked
-    + expired + `leases_held`, started = completed + failed + in flight, and early loads begun =
-    adopted + dropped + `early_loads_now`.
-    Fetches of prefixes are no loads here: fetches = completed + failed + `prefix_fetches_now`.
+    They add up: promised = granted + withdrawn + `leases_promised_now`, granted = released +
+    revoked + expired + `leases_held`, started = completed + failed + in flight, and early loads
+    begun = adopted + dropped + `early_loads_now`. Fetches of prefixes are no loads here: fetches =
+    completed + failed + `prefix_fetches_now`.
     """
 
     leases_held: int = 0
@@ -239,8 +241,8 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     blocks_received: int = 0
     """This engine's blocks that completed loads have filled."""
     bytes_received: int = 0
-    """Bytes in the form in which they arrived: what prefill engines have sent for these loads,
-    whatever the size of their blocks."""
+    """Bytes as they arrived: what prefill engines have sent for these loads, whatever the size of
+    their blocks."""
     seconds_receiving: float = 0.0
     """Sum over completed loads of the time that the request waited for the load, up to the
     validated close."""
@@ -258,10 +260,10 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     leases_draining: int = 0
     """Leases that have ended, but whose blocks are still being sent."""
     leases_rejected: int = 0
-    """Leases that ended because another engine said that they were not needed."""
+    """Leases that ended because another engine did not need them."""
     loads_started: int = 0
     leases_refused_here: int = 0
-    """Times that this engine told another that its lease was not needed."""
+    """How often this engine reported to another that its lease was not needed."""
     early_loads: int = 0
     """Loads begun for requests that were only announced."""
     early_loads_adopted: int = 0
@@ -271,28 +273,28 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     hand_off_counts: list[int] = msgspec.field(default_factory=list)
     """Hand-offs by how long a request waited for them; see `HAND_OFF_BOUNDS_S`."""
     loads_waiting_for_room: int = 0
-    """Loads in flight that wait until there is room for the staging area that they need."""
+    """Loads in flight that wait for room in the staging area."""
     staging_bytes: int = 0
-    """Room that staging areas take now."""
+    """Room that staging areas use now."""
     prefix_fetches: int = 0
-    """Prefixes that were to be fetched from an engine that was thought to remember them."""
+    """Prefixes requested from an engine that probably has them."""
     prefix_fetches_completed: int = 0
     prefix_fetches_failed: int = 0
-    """Those that brought nothing: their requests compute the prefix."""
+    """Requests for prefixes that brought nothing, so that the prefix is computed."""
     prefix_fetches_now: int = 0
     prefix_tokens_fetched: int = 0
-    """Tokens that completed fetches brought, and that were not here."""
+    """Tokens that completed fetches brought, and that were not here already."""
     prefix_seconds: float = 0.0
     """Sum over completed fetches of the time that the request waited."""
     prefixes_lent: int = 0
     """Leases of prefixes that other engines asked for."""
     prefixes_refused: int = 0
-    """Prefixes that other engines asked for in vain."""
+    """Prefixes that other engines asked for without success."""
     newest_moves: list[Move] = []
-    """The newest moves to this engine that are complete, the newest last, `MAX_MOVES_TOLD` at most.
-    All others are only in the totals."""
+    """The newest completed moves to this engine, the newest last, at most `MAX_MOVES_TOLD`. All
+    others are only in the totals."""
     rejections_ignored: int = 0
-    """Times that somebody spoke of a refused request without naming a lease, or without proof."""
+    """How often somebody reported a refused request without naming a lease, or without proof."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -313,74 +315,76 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     prefix_cache_hits: int = 0
     """Prompt tokens found."""
     remote_kv_tokens: int = 0
-    """Prompt tokens whose KV came through the hinge."""
+    """Prompt tokens whose KV came from another engine."""
     num_preemptions: int = 0
     steps: int = 0
     kv_transfer: KVTransferStats | None = None
     draining: bool = False
-    """The engine is about to leave: send it no new requests, and take back those that can move."""
+    """Whether the engine is about to end: send it no new requests, and move those that can move."""
     paused: bool = False
-    """New requests wait until somebody ends the pause."""
+    """Whether new requests wait for the end of a pause."""
     sleep_level: int = 0
-    """1: without KV cache, the weights put aside; 2: without weights; 0: everything is here."""
+    """1: without KV cache, the weights saved elsewhere; 2: without weights; 0: everything is in
+    memory."""
     num_waiting_for_input: int = 0
-    """Requests that wait for the next piece of their prompt; they may hold blocks."""
+    """Requests that wait for the next piece of their prompt. They may hold blocks."""
     dummy_steps: int = 0
-    """Steps without requests, taken because other cores of the engine step."""
+    """Steps without requests, made because other cores of the engine make a step."""
     cpu_level: str = ""
-    """Which of the processor's instructions kernels use; empty: the model runs on a GPU."""
+    """The instruction level of the kernels; empty if the model runs on a GPU."""
     cpu_kernels_set_aside: int = 0
-    """Kernels that differed from their references, which compute in their place."""
+    """Kernels that differed from their references, which replace them."""
     malformed_messages: int = 0
     """Messages of clients that could not be read."""
     images_encoded: int = 0
     encoder_cache_hits: int = 0
-    """Images that a prompt needed and that were encoded before."""
+    """Images that a prompt needed and whose features were cached."""
     encoder_cache_tokens: int = 0
-    """Image tokens whose features are kept."""
+    """Image tokens whose features are cached."""
     seconds_stepping: float = 0.0
-    """Sum over steps of the time from a step's start until its results were there."""
+    """The total time of all steps, from a step's start until its results were there."""
     adapters_loaded: int = 0
-    """How often an adapter was loaded."""
+    """The number of loads of adapters."""
     seconds_loading_adapters: float = 0.0
-    """Sum over these of how long it took."""
+    """The total time of these loads."""
     queued_tokens_of: dict[str, int] = {}
     """The tokens of `queued_prompt_tokens` by tenant, of the `MAX_TENANTS_TOLD` tenants that have
     most; empty if no request names a tenant."""
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What one step produced for one request."""
+    """The result of one step for one request."""
 
     request_id: str
     new_token_ids: list[int]
     new_logprobs: LogprobsLists | None = None
     new_prompt_logprobs_tensors: LogprobsTensors | None = None
     pooling_output: Array | None = None
-    """float32: what `PoolingOutput.data` says."""
+    """float32, with the shape of `PoolingOutput.data`."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The token id (int) or stop string (str) that ended the request."""
     kv_transfer_params: dict[str, Any] | None = None
     trace_headers: Mapping[str, str] | None = None
     num_cached_tokens: int = 0
-    """Prompt tokens that the prefix cache of this engine had, so that it did not compute them."""
+    """Prompt tokens in this engine's prefix cache, which were not computed."""
     routed_experts: Array | None = None
     """[tokens, layers, experts a token] int16, if the engine has `enable_return_routed_experts`:
-    the experts of the tokens after those that were told before, up to the one before the newest.
-    -1: not known, or a layer that has no experts."""
+    the experts of the tokens after those reported before, up to the one before the newest. -1: not
+    known, or a layer without experts."""
     num_nans_in_logits: int = 0
     # ours
     error: str | None = None
     """With FinishReason.ERROR: what went wrong, in words."""
     piece_finish_reason: FinishReason | None = None
-    """A resumable request has answered what it has of its prompt, and waits for the next piece."""
+    """Why a resumable request's present piece has ended; it waits for the next piece."""
     num_received_tokens: int = 0
-    """Tokens whose KV came from another engine; told once."""
+    """Tokens whose KV came from another engine; reported once."""
     error_kind: ErrorKind = ErrorKind.FAULT
     """With FinishReason.ERROR."""
     error_param: str | None = None
-    """With FinishReason.ERROR: the request's field that was refused; None: it is not at fault."""
+    """With FinishReason.ERROR: the request's field that was refused; None if no field
+    is at fault."""
 
     @property
     def finished(self) -> bool:
@@ -392,14 +396,14 @@ class UtilityCall(msgspec.Struct, array_like=True, gc=False):
 
     client_index: int
     call_id: int
-    """What the answer is known by. Negative: nobody waits for one, so there is none; an older core
-    answers all the same."""
+    """Identifies the answer. Negative: the caller expects no answer; an older core answers all the
+    same."""
     method: str
     args: list[Any]
 
 
 UtilityResult = Any
-"""What a call returned, in the types that msgpack has."""
+"""The result of a call, in msgpack's types."""
 
 
 class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
@@ -410,35 +414,36 @@ class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
     result: UtilityResult | None = None
     # ours
     failure_param: str | None = None
-    """The argument's field that was refused; None: it is not at fault."""
+    """The argument's field that was refused; None if no field is at fault."""
 
 
 class PrefixChanges(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """The blocks that a core began and ceased to remember, for clients that follow it."""
+    """The blocks that a core added to and removed from its prefix cache, for clients that follow
+    it."""
 
     number: int
-    """One more than in the message before: whoever has missed one follows anew."""
+    """One more than in the message before. A client that has missed one follows anew."""
     added: bytes = b""
     """`PREFIX_KEY_BYTES` of the hash of each block."""
     removed: bytes = b""
     whole: bool = False
-    """`added` are all that it remembers: the answer to `follow_prefixes`."""
+    """Whether `added` are all cached blocks: the answer to `follow_prefixes`."""
     adapters: dict[str, str] = {}
-    """Name -> digest of the content, of those adapters that it has: the hashes of what they have
-    computed depend on both."""
+    """Name -> digest of the content of the loaded adapters. The hashes of blocks computed with them
+    depend on both."""
     digest: int = 0
-    """That of all blocks that it remembers now (`next_digest`); 0: not told."""
+    """The digest of all cached blocks (`next_digest`); 0 if not reported."""
 
 
 class Heartbeat(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """The loop of a core says that it turns, to those who called `FOLLOW_HEARTBEAT`."""
+    """A sign that a core's loop is running, for clients that called `FOLLOW_HEARTBEAT`."""
 
     within_s: float
-    """The core promises its next heartbeat within so many seconds."""
+    """The core promises its next heartbeat within this many seconds."""
     in_call: bool = False
-    """A control call begins that may take long: requests that come now wait for its end."""
+    """A control call begins that may take long; new requests wait for its end."""
     adapters: list[str] | None = None
-    """Names of the adapters that are loaded; None: this message does not tell."""
+    """Names of the loaded adapters; None if this message does not report them."""
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -452,7 +457,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """`time.monotonic()` of the core; stamped at construction."""
     utility_output: UtilityOutput | None = None
     finished_requests: set[str] | None = None
-    """Ids of the requests that ended; None: none did."""
+    """Ids of the requests that ended; None if there are none."""
     journey_events: list[RequestJourneyEvent] | None = None
     wave_complete: int | None = None
     start_wave: int | None = None
@@ -461,7 +466,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """Why the core ends; the sentinel follows."""
     prefix_changes: PrefixChanges | None = None
     requests_received: int = 0
-    """Beside statistics: how many requests of this client had come when they were made."""
+    """With statistics: how many requests of this client had arrived when they were made."""
     heartbeat: Heartbeat | None = None
 
     def __post_init__(self) -> None:
@@ -469,12 +474,27 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
             self.timestamp = time.monotonic()
 
 
+class Abilities(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an engine says that it can do. One that says nothing can do everything: cores of this
+    project said nothing while there was no other kind of engine."""
+
+    tells_received: bool = True
+    """It says how much of each prompt it has received, so that a canary can judge by that."""
+    prompt_embeds: bool = True
+    images: bool = True
+    """It takes images if its model does."""
+    adapters: bool = True
+    prompt_logprobs: bool = True
+    logits_processors: bool = True
+
+
 class EngineDescription(msgspec.Struct, omit_defaults=True):
-    """What a core says of itself when a client greets it (the utility call `describe`)."""
+    """A core's description of itself for a client that greets it (the utility call `describe`)."""
 
     engine_id: str
     epoch: str
-    """A fresh random string per start of the process: an engine's identity is never an address."""
+    """A random string that is new at each start of the process. It identifies the engine, which an
+    address does not."""
     model: str
     max_model_len: int
     vocab_size: int
@@ -489,30 +509,33 @@ class EngineDescription(msgspec.Struct, omit_defaults=True):
     revision: str = ""
     """The deployment's revision; part of `compat` too."""
     hidden_size: int = 0
-    """Width of a hidden state: what `prompt_embeds` must have, and embeddings have."""
+    """Width of a hidden state, and so of `prompt_embeds` and of embeddings."""
     pooling: str = "last"
     """`EngineConfig.pooling`."""
     tasks: tuple[str, ...] = ("generate",)
-    """What `EngineClient.get_supported_tasks` answers."""
+    """The result of `EngineClient.get_supported_tasks`."""
     scheduling_policy: SchedulingPolicy = "fcfs"
-    """Only `priority` looks at the priorities of requests; front-ends refuse others' priorities."""
+    """Only `priority` uses the priorities of requests; front-ends of other policies refuse them."""
     kv_transfer_host: str = ""
-    """Where other engines reach this one's hinge: `remote_host` of what it will lend."""
+    """The host at which other engines reach this one's hinge: `remote_host` of its leases."""
     kv_transfer_port: int = 0
-    """`remote_port` of what it will lend; 0: it takes no part in hand-offs."""
+    """The port of the hinge: `remote_port` of its leases; 0 if it takes no part in hand-offs."""
     kv_transfer_proof: str = ""
     """`proof` of announcements: the engine's signature of its name and address."""
     tracing_enabled: bool = False
-    """An OTLP endpoint is configured there: it tells the stations of requests."""
+    """Whether an OTLP endpoint is configured, so that it reports the events of requests."""
     logits_processors: tuple[str, ...] = ()
-    """`EngineConfig.logits_processors`: what a request may name."""
+    """`EngineConfig.logits_processors`: the functions that a request may name."""
     node: str = ""
     zone: str = ""
     """`EngineConfig.node` and `zone`: where it runs, as far as it knows."""
+    runtime: str = "diptych"
+    """What computes there, a `Runtime`; routers show it, and need not know it."""
+    abilities: Abilities = Abilities()
 
 
 class ReconfigureDistributedRequest(msgspec.Struct):
-    """Sent through UTILITY when data parallelism is resized."""
+    """Sent by UTILITY when data parallelism is resized."""
 
     new_data_parallel_size: int
     new_data_parallel_rank: int
@@ -529,7 +552,7 @@ class ReconfigureRankType(enum.IntEnum):
 
 
 encoder = FrameEncoder()
-"""The only encoder of this channel; like the decoders, not for use by two threads at once."""
+"""The only encoder of this channel. Like the decoders, it is not for use by two threads at once."""
 request_decoder = FrameDecoder(EngineCoreRequest)
 abort_decoder = FrameDecoder(list[str])
 utility_decoder = FrameDecoder(UtilityCall)

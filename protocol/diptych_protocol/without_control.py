@@ -9,8 +9,8 @@ from diptych_protocol.control_calls import AnyControlCall, IsPaused, IsSleeping
 from diptych_protocol.controlled_client import ControlledClient
 from diptych_protocol.engine_client import PromptType
 from diptych_protocol.errors import UnsupportedFeatureError
-from diptych_protocol.lora import LoRARequest
 from diptych_protocol.pooling import PoolingParams, PoolingRequestOutput
+from diptych_protocol.weights import LoRARequest
 
 
 class WithoutControl(ControlledClient):

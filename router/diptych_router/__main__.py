@@ -5,20 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 
-import msgspec
-
 from diptych_frontend.openai.server import Site, listen, serve_sites
 from diptych_frontend.program import run_program
-from diptych_protocol import RouterConfig
-from diptych_router.process.admin import admin_app
-from diptych_router.process.arguments import parse_arguments
-from diptych_router.process.program import drain_timeout_s, started
+from diptych_router.program.arguments import parse_arguments, read_config
+from diptych_router.program.program import drain_timeout_s, started
+from diptych_router.telling.admin_port import admin_app
 
 
 async def run(args: argparse.Namespace) -> None:
     """Serve until SIGTERM."""
-    config = msgspec.json.decode(args.config.read_bytes(), type=RouterConfig)
-    config.check()
+    config = read_config(args)
     listener = listen(args.host, args.port)
     admin_listener = (
         listen(args.admin_host or args.host, args.admin_port)
@@ -30,7 +26,8 @@ async def run(args: argparse.Namespace) -> None:
         tls = certificate.context if certificate is not None else None
         sites = [Site(program.leaving, listener, tls)]
         if admin_listener is not None:
-            sites.append(Site(admin_app(program.client, args.keys), admin_listener))
+            admin = admin_app(program.client, program.explanations, args.keys)
+            sites.append(Site(admin, admin_listener))
         await serve_sites(
             *sites,
             drain=program.leaving.drain,

@@ -23,7 +23,7 @@ from benchmarks.simulate.workload import (
 )
 from benchmarks.traces.generate import KINDS, generate
 
-from diptych_router.policies.prefix_aware import POLICY as PREFIX_AWARE
+from diptych_router.choosing.policies.prefix_aware import POLICY as PREFIX_AWARE
 
 COST = StepCost(((1, 0.004), (64, 0.006), (512, 0.03)), 1e-5, 1e-9, 2e-8)
 LIMITS = Limits(num_blocks=2000, block_size=16, max_num_seqs=32, max_num_batched_tokens=512)

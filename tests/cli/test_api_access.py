@@ -14,8 +14,8 @@ from diptych.laptop import client
 from diptych.laptop.api_access import ApiAccess
 from diptych.laptop.pods import LOOPBACK, local_pods, port_runs
 from diptych.laptop.rundir import RunDirectory, RunState
-from diptych_operator.api.batches import Batches
 from diptych_operator.api.parse import parse
+from diptych_operator.api.router import Batches
 from diptych_operator.api.service import InferenceService
 from diptych_operator.render import ServiceSecrets, render
 from diptych_protocol import CurveKeys

@@ -32,12 +32,8 @@ GENERATORS = {
         "trace_headers=None, prompt_adapter_request=None, priority=0)",
     "encode": "(self, prompt, pooling_params, request_id, lora_request=None, trace_headers=None, "
         "priority=0)",
-    "_process_request": "(self, prompt, params, request_id, lora_request=None, "
-        "trace_headers=None, prompt_adapter_request=None, priority=0)",
 }
 COROUTINES = {
-    "_await_ack": "(self, error_message, socket)",
-    "_wait_for_server_rpc": "(self, socket)",
     "abort": "(self, request_id)",
     "add_lora": "(self, lora_request)",
     "check_health": "(self)",
@@ -60,31 +56,21 @@ COROUTINES = {
     "wake_up": "(self, tags=None)",
 }
 FUNCTIONS = {
-    "_add_output": "(self, request_output)",
-    "_set_errored": "(self, e)",
     "close": "(self)",
     "get_data_socket": "(self)",
 }
-STATIC_COROUTINES = {
-    "_check_success": "(error_message, socket)",
-    "_send_get_data_rpc_request": "(request, expected_type, error_message, socket)",
-    "_send_one_way_rpc_request": "(request, socket)",
-}
-STATIC_FUNCTIONS = {"is_unsupported_config": "(vllm_config)"}
+STATIC = {"is_unsupported_config": "(vllm_config)"}
 # fmt: on
 METHODS = {**GENERATORS, **COROUTINES, **FUNCTIONS}
-STATIC = {**STATIC_COROUTINES, **STATIC_FUNCTIONS}
 PROPERTIES = ("dead_error", "errored", "is_running", "is_stopped")
 ATTRIBUTES: dict[str, Any] = {
-    "_errored_with": None,
-    "data_ipc_path": lambda c: c.data_ipc_path == f"{PATH}{multiprocessing.IPC_DATA_EXT}",
+    "data_ipc_path": lambda c: c.data_ipc_path == PATH,
     "health_loop": None,
     "output_loop": None,
     "vllm_config": CONFIG,
     "model_config": lambda c: c.model_config.vocab_size == 64,
     "decoding_config": lambda c: isinstance(c.decoding_config, config_module.DecodingConfig),
     "output_queues": lambda c: dict(c.output_queues) == {},
-    "_engine_process": lambda c: c._engine_process.pid == os.getpid(),
     "context": lambda c: isinstance(c.context, zmq.asyncio.Context),
     "heartbeat_socket": lambda c: isinstance(c.heartbeat_socket, zmq.asyncio.Socket),
     "input_socket": lambda c: c.input_socket.closed is False,
@@ -124,7 +110,6 @@ def test_a_method_takes_the_calls_of_the_document(name: str, text: str) -> None:
 def test_a_static_method_is_one(name: str, text: str) -> None:
     assert isinstance(inspect.getattr_static(Client, name), staticmethod)
     assert differences(written(text), getattr(Client, name)) == []
-    assert inspect.iscoroutinefunction(getattr(Client, name)) is (name in STATIC_COROUTINES)
 
 
 @pytest.mark.parametrize("name", PROPERTIES)
@@ -169,7 +154,7 @@ def test_the_first_error_is_kept_and_the_dead_error_names_it() -> None:
     with made() as client:
         client._set_errored(first := OSError("the first"))
         client._set_errored(OSError("the second"))
-        assert client._errored_with is first
+        assert client._first_error is first
         assert (client.is_running, client.is_stopped, client.errored) == (False, True, True)
         dead = client.dead_error
         assert isinstance(dead, multiprocessing.MQEngineDeadError)
@@ -191,19 +176,7 @@ async def test_nobody_answers_is_a_time_out_that_names_the_milliseconds() -> Non
     client = Client(PATH, CONFIG, os.getpid(), rpc_timeout_ms=50)
     with pytest.raises(TimeoutError, match=r"^RPCServer didn't reply within 50 ms$"):
         await client.setup()
-    with (
-        client.get_data_socket() as socket,
-        pytest.raises(TimeoutError, match=r"^MQLLMEngine didn't reply within 50ms$"),
-    ):
-        await client._await_ack("no", socket)
     client.close()
-    for call in (client._await_ack, client._check_success):
-        with pytest.raises(client_module.MQClientClosedError):
-            await call("no", socket)
-    with pytest.raises(client_module.MQClientClosedError):
-        await client._wait_for_server_rpc(socket)
-    with pytest.raises(client_module.MQClientClosedError):
-        await client._send_one_way_rpc_request(multiprocessing.RPCSleepRequest(1), socket)
 
 
 def test_an_engine_has_ten_seconds_to_answer() -> None:

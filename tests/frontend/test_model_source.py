@@ -14,9 +14,14 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 from waits import PATIENCE_S
 
-from diptych_frontend.model_files.model_source import ModelConfig, ModelSource, resolve_model
+from diptych_frontend.model_files.model_source import (
+    LLAMA_CPP,
+    ModelConfig,
+    ModelSource,
+    resolve_model,
+)
 from diptych_frontend.text.tokenizer_files import load_tokenizer
-from diptych_protocol import InvalidRequestError
+from diptych_protocol import UNSAID, InvalidRequestError, SamplingDefaults
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -67,6 +72,45 @@ def gguf_model(path: Path, architecture: str = "llama", **changes: Any) -> Model
     writer.write_kv_data_to_file()
     writer.close()
     return resolve_model(str(path))
+
+
+@pytest.mark.parametrize(
+    ("generation", "sampling"),
+    [
+        (None, UNSAID),
+        ({"eos_token_id": 2, "do_sample": True}, UNSAID),
+        (
+            {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05},
+            SamplingDefaults(temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05),
+        ),
+        (
+            {"temperature": None, "top_k": -1, "top_p": "all", "min_p": 0.1},
+            SamplingDefaults(min_p=0.1),
+        ),
+    ],
+    ids=["no file", "nothing", "advice", "advice that nobody can follow"],
+)
+def test_generation_config_says_how_to_sample(
+    tmp_path: Path, generation: dict[str, Any] | None, sampling: SamplingDefaults
+) -> None:
+    assert hf_model(tmp_path, generation).sampling == sampling
+
+
+def test_a_gguf_file_is_sampled_as_it_says_and_else_as_llama_cpp_does(tmp_path: Path) -> None:
+    assert gguf_model(tmp_path / "silent.gguf").sampling == LLAMA_CPP
+    path = tmp_path / "says.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    for key in ("block_count", "context_length", "embedding_length", "feed_forward_length"):
+        writer.add_uint32(f"llama.{key}", 64)
+    writer.add_uint32("llama.attention.head_count", 4)
+    writer.add_uint32("llama.vocab_size", 100)
+    writer.add_sampling_temp(0.25)
+    writer.add_sampling_top_k(7)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    said = SamplingDefaults(temperature=0.25, top_k=7)
+    assert resolve_model(str(path)).sampling == said.over(LLAMA_CPP)
 
 
 def test_the_packaged_model_is_read_from_its_metadata(model_source: ModelSource) -> None:

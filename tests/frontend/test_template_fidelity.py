@@ -6,8 +6,8 @@ import itertools
 from typing import Any
 
 import pytest
+import transformers  # its classes are imported when they are used
 from client_kit.environment import FOLDER, needs_client
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from diptych_frontend.text.templates.chat_template import ChatTemplate
 from diptych_protocol import InvalidRequestError
@@ -123,7 +123,8 @@ def theirs(template: str, conversation: Conversation) -> str | None:
     tokens: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
     wanted: dict[str, Any] = {"add_generation_prompt": True} | tokens | options
     try:
-        rendered: Any = render_jinja_template([messages], chat_template=template, **wanted)
+        render = transformers.utils.chat_template_utils.render_jinja_template
+        rendered: Any = render([messages], chat_template=template, **wanted)
     except Exception:  # templates fail in any way
         return None
     return str(rendered[0][0])

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import regex
+import transformers  # its classes are imported when they are used
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from diptych_frontend.model_files.gguf_header import read_header
 from diptych_frontend.model_files.model_source import ModelSource
@@ -45,10 +45,10 @@ was trained with all of them apart."""
 
 
 @pytest.fixture(scope="module")
-def reference(model_source: ModelSource) -> PreTrainedTokenizerFast:
+def reference(model_source: ModelSource) -> transformers.PreTrainedTokenizerFast:
     """transformers' own reading of the same GGUF file."""
     assert model_source.path is not None
-    return AutoTokenizer.from_pretrained(  # type: ignore[return-value]
+    return transformers.AutoTokenizer.from_pretrained(  # type: ignore[return-value]
         model_source.path.parent, gguf_file=model_source.path.name, local_files_only=True
     )
 
@@ -116,7 +116,7 @@ class NaiveBPE:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_ids_and_text_equal_those_of_transformers(
-    tokenizer: Tokenizer, reference: PreTrainedTokenizerFast, text: str
+    tokenizer: Tokenizer, reference: transformers.PreTrainedTokenizerFast, text: str
 ) -> None:
     ids = tokenizer.encode(text)
     assert ids == reference.encode(text)
@@ -127,7 +127,7 @@ def test_ids_and_text_equal_those_of_transformers(
 
 
 def test_facts_equal_those_of_transformers(
-    tokenizer: Tokenizer, reference: PreTrainedTokenizerFast
+    tokenizer: Tokenizer, reference: transformers.PreTrainedTokenizerFast
 ) -> None:
     assert tokenizer.vocab_size == len(reference) == 49152
     assert tokenizer.eos_token_ids == (reference.eos_token_id,)
@@ -136,7 +136,9 @@ def test_facts_equal_those_of_transformers(
 
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 def test_the_chat_prompt_equals_that_of_transformers(
-    tokenizer: Tokenizer, reference: PreTrainedTokenizerFast, add_generation_prompt: bool
+    tokenizer: Tokenizer,
+    reference: transformers.PreTrainedTokenizerFast,
+    add_generation_prompt: bool,
 ) -> None:
     conversations = [
         [{"role": "user", "content": "hi"}],

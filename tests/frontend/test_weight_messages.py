@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diptych_frontend.core_client.weight_messages import split_update
+from diptych_frontend.core_client.weights import split_update
 from diptych_protocol import Array, InvalidRequestError, WeightTransferUpdateRequest
 from diptych_protocol.wire import MAX_MESSAGE_BYTES
 

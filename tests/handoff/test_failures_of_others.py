@@ -24,7 +24,7 @@ from engine_kit.handoff import (
 from waits import Deadline
 
 from diptych_protocol import EngineCoreOutput, EngineCoreRequest, FinishReason
-from diptych_router.routed_request import Stage
+from diptych_router.requests.routed_request import Stage
 
 PROMPT = prompt_of(3, 38)
 LONG: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}

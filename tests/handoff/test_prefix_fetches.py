@@ -337,10 +337,10 @@ def test_readers_of_prefixes_hold_half_of_the_holder_s_blocks_at_most(
         answer(small, other)
         for name, prompt, num_blocks in (("a", PROMPT, 9), ("b", PROMPT, 9), ("c", other, 3)):
             names = names_of(small, prompt)
-            assert len(small.core.scheduler.lend_prefix(name, names, 0)) == num_blocks
-        assert small.core.scheduler.lend_prefix("d", names_of(small, other), 3) == []
+            assert len(small.core.scheduler.leased.lend_prefix(name, names, 0)) == num_blocks
+        assert small.core.scheduler.leased.lend_prefix("d", names_of(small, other), 3) == []
         for name in "abc":
-            small.core.scheduler.end_lease(name)
+            small.core.scheduler.leased.end(name)
         assert small.at_rest
         assert answer(small) == answer(alone)
 

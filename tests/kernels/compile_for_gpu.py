@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from diptych_kernels.add_rms_norm.triton import add_rms_norm
 from diptych_kernels.block_copy.triton import gather_blocks, scatter_blocks
-from diptych_kernels.kv_write.float8 import FLOAT8
+from diptych_kernels.kv_write.reference import FLOAT8
 from diptych_kernels.kv_write.triton import kv_write
 from diptych_kernels.paged_attention import AttentionMetadata
 from diptych_kernels.paged_attention import triton as paged_attention

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from diptych_kernels.packed_product import cpu, packed_product, reference, to_tiles
-from diptych_kernels.packed_product.tiles import values_of
+from diptych_kernels.packed_product.reference import values_of
 
 pytestmark = pytest.mark.usefixtures("compiled_level")
 BITS = pytest.mark.parametrize("bits", [4, 8])

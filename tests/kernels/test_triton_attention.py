@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_kit.attention_batch import Batch
 
-from diptych_kernels.kv_write.float8 import FLOAT8
+from diptych_kernels.kv_write.reference import FLOAT8
 from diptych_kernels.paged_attention.gpu_schedule import (
     HEADER,
     MIN_SPLIT,

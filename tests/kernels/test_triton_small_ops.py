@@ -15,7 +15,7 @@ from diptych_kernels.block_copy import reference as block_copy_reference
 from diptych_kernels.block_copy import triton as block_copy
 from diptych_kernels.kv_write import reference as kv_write_reference
 from diptych_kernels.kv_write import triton as kv_write
-from diptych_kernels.kv_write.float8 import FLOAT8
+from diptych_kernels.kv_write.reference import FLOAT8
 from diptych_kernels.rms_norm import reference as rms_norm_reference
 from diptych_kernels.rms_norm import triton as rms_norm
 from diptych_kernels.rope import reference as rope_reference

@@ -9,8 +9,7 @@ from numba import njit
 
 from diptych_kernels.native.compiled.unpacked_tile import unpack_tile
 from diptych_kernels.native.tile_layout import GROUP, LEVEL_BITS
-from diptych_kernels.packed_product.reference import cut_off
-from diptych_kernels.packed_product.tiles import to_tiles, values_of
+from diptych_kernels.packed_product.reference import cut_off, to_tiles, values_of
 
 COLUMNS, GROUPS = 16, 64
 

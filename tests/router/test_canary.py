@@ -7,7 +7,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from diptych_protocol import EngineCoreOutput, FinishReason, LogprobsLists
-from diptych_router.canaries.trials import (
+from diptych_router.engines.engine_table import Role
+from diptych_router.requests.pools.trials import (
     LONGEST_RETRY_S,
     Candidate,
     Trial,
@@ -17,7 +18,6 @@ from diptych_router.canaries.trials import (
     prompt_length,
     unlike,
 )
-from diptych_router.policy import Role
 
 FINISHED = FinishReason.LENGTH
 

@@ -10,10 +10,10 @@ from engine_kit.fake_core import FakeCore
 from free_ports import free_port
 
 from diptych_protocol import EngineDescription, RouterConfig
-from diptych_router.compat_mismatch import compat_mismatch
-from diptych_router.discovery import Target
-from diptych_router.policy import Role
-from diptych_router.pools import Pools
+from diptych_router.engines.descriptions import compat_mismatch
+from diptych_router.engines.discovery import Target
+from diptych_router.engines.engine_table import Role
+from diptych_router.requests.pools.pools import Pools
 
 COMPAT = {"model": "m", "dtype": "float32", "head_dim": 64, "kv_heads": 4, "revision": "a"}
 

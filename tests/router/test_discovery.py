@@ -11,7 +11,7 @@ import pytest
 from waits import PATIENCE_S
 
 from diptych_protocol import InvalidRequestError
-from diptych_router.discovery import parse_targets, resolve
+from diptych_router.engines.discovery import parse_targets, resolve
 
 
 def test_a_list_of_targets_is_parsed() -> None:

@@ -8,8 +8,8 @@ import pytest
 import pytest_asyncio
 
 from diptych_protocol import EngineCoreOutputs, EngineDeadError, EngineDescription, SchedulerStats
-from diptych_router.engine_link import EngineLink
-from diptych_router.engine_table import EngineTable, FleetRates
+from diptych_router.engines.engine_link import EngineLink
+from diptych_router.engines.engine_table import EngineTable, FleetRates
 
 DESCRIPTION = EngineDescription(
     engine_id="d", epoch="e", model="m", max_model_len=64, vocab_size=8, block_size=16,

@@ -23,15 +23,15 @@ from diptych_protocol import (
 from diptych_protocol import RequestJourneyEventType as Station
 from diptych_protocol.admin import AttemptReport, Candidate, RequestReport
 from diptych_protocol.wire import SchedulerStats
-from diptych_router.explaining.explained import MOST_CANDIDATES, MOST_CHARACTERS
-from diptych_router.explaining.explanations import Explanations
-from diptych_router.explaining.prediction_metrics import PredictionMetrics, add_buckets
-from diptych_router.fleet_table import FleetTable
-from diptych_router.policies import POLICIES
-from diptych_router.policy import Decision, RequestView
-from diptych_router.record.predictions import BOUNDS, Predictions, Ratios
-from diptych_router.record.records import MOST_ATTEMPTS, MOST_PLACEMENTS, Records
-from diptych_router.record.request_record import RequestRecord, Setback
+from diptych_router.choosing.fleet_table import FleetTable
+from diptych_router.choosing.policies import POLICIES
+from diptych_router.choosing.policy import Decision, RequestView
+from diptych_router.requests.record.predictions import BOUNDS, Predictions, Ratios
+from diptych_router.requests.record.records import MOST_ATTEMPTS, MOST_PLACEMENTS, Records
+from diptych_router.requests.record.request_record import RequestRecord, Setback
+from diptych_router.telling.explained import MOST_CANDIDATES, MOST_CHARACTERS
+from diptych_router.telling.explanations import Explanations
+from diptych_router.telling.metrics import PredictionMetrics, add_buckets
 
 OUTPUT_TOKENS = 10.0
 

@@ -28,9 +28,9 @@ from diptych_frontend.text.input_processor import InputProcessor
 from diptych_frontend.text.output_processor import OutputProcessor
 from diptych_frontend.text.renderer import TextRenderer
 from diptych_protocol import RouterConfig
-from diptych_router.discovery import parse_targets
-from diptych_router.policy import Role
-from diptych_router.pool_client import PoolClient
+from diptych_router.engines.discovery import parse_targets
+from diptych_router.engines.engine_table import Role
+from diptych_router.requests.pool_client import PoolClient
 
 REQUESTS = 20
 CEILINGS = {False: 1525, True: 1610}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych_router.learned_rates import LEAST_PART, LearnedRates
+from diptych_router.engines.learned_rates import LEAST_PART, LearnedRates
 
 PRIOR = np.array([5e-3, 1e-4, 1e-4])
 rates = st.tuples(st.floats(1e-3, 0.1), st.floats(1e-5, 1e-2), st.floats(1e-5, 1e-2))

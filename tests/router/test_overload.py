@@ -16,8 +16,8 @@ from waits import FOR_EVER_S, PATIENCE_S
 from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_frontend.core_client.curve import new_keys
 from diptych_protocol import EngineOverloadedError, RequestOutput
-from diptych_router.health import full_engines
-from diptych_router.policy import Decision
+from diptych_router.choosing.policy import Decision
+from diptych_router.engines.health import full_engines
 
 PROMPT = "The lighthouse keeper climbed the stairs every evening, and "
 Engine = tuple[AsyncLLM, str]

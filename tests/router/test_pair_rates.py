@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from toy_pools import EngineView, fleet_of
 
 from diptych_protocol.wire import MAX_MOVES_TOLD, KVTransferStats, Move, SchedulerStats
-from diptych_router.engine_table import TRIP_PRIOR, EngineRow
-from diptych_router.fleet_table import FleetTable
-from diptych_router.pair_rates import (
+from diptych_router.choosing.fleet_table import FleetTable
+from diptych_router.choosing.policies import POLICIES
+from diptych_router.choosing.policy import Decision, RequestView
+from diptych_router.engines.engine_table import TRIP_PRIOR, EngineRow
+from diptych_router.engines.pair_rates import (
     FADING_S,
     MOST_TIMES,
     NOWHERE,
@@ -28,8 +30,6 @@ from diptych_router.pair_rates import (
     Place,
     nearness,
 )
-from diptych_router.policies import POLICIES
-from diptych_router.policy import Decision, RequestView
 
 SIZE = 16
 TOKENS = 4000

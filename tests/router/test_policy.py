@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_pools import EngineView, choose, successor
 
-from diptych_router.policy import Decision, RequestView
+from diptych_router.choosing.policy import Decision, RequestView
 
 POOL = st.lists(
     st.builds(

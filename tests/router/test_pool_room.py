@@ -9,8 +9,8 @@ from free_ports import free_port
 from service_kit import make_router
 
 from diptych_protocol import EngineOverloadedError, SamplingParams
-from diptych_router import pool_client
-from diptych_router.pool_client import PoolClient
+from diptych_router.requests import pool_client
+from diptych_router.requests.pool_client import PoolClient
 
 
 async def fill(client: PoolClient, tenant: str) -> list[asyncio.Task[None]]:

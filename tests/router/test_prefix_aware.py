@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_pools import EngineView, fleet_of
 
-from diptych_protocol.config import Disaggregate
+from diptych_protocol.router_settings import Disaggregate
 from diptych_protocol.wire import PrefixChanges, SchedulerStats
-from diptych_router.engine_table import EngineRow
-from diptych_router.fleet_table import FleetTable
-from diptych_router.policies.prefix_aware import POLICY
-from diptych_router.policy import Decision, Priced, RequestView
-from diptych_router.prefixes.block_keys import BlockNaming
-from diptych_router.prefixes.hash_table import Keys
+from diptych_router.choosing.fleet_table import FleetTable
+from diptych_router.choosing.policies.prefix_aware import POLICY
+from diptych_router.choosing.policy import Decision, Priced, RequestView
+from diptych_router.engines.engine_table import EngineRow
+from diptych_router.engines.prefixes.block_keys import BlockNaming
+from diptych_router.engines.prefixes.hash_table import Keys
 
 SIZE = 16
 TERMS = {"wait_s", "compute_s", "delay_s", "transfer_s", "steps_s", "streams_s"}

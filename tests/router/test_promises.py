@@ -19,13 +19,18 @@ from diptych_protocol import (
     TenantOverloadedError,
 )
 from diptych_protocol.admin import RECENT_S
-from diptych_router.policy import Decision
-from diptych_router.record.first_token import FirstToken, expected
-from diptych_router.record.records import Records, record_of
-from diptych_router.record.request_record import RequestRecord
-from diptych_router.slo.caution import MOST_FACTOR, Caution
-from diptych_router.slo.promises import MOST_RETRY_S, Kind, Promises
-from diptych_router.slo.recent import SLOT_S, RecentCounts
+from diptych_router.choosing.first_token import FirstToken, expected
+from diptych_router.choosing.policy import Decision
+from diptych_router.requests.promises.caution import MOST_FACTOR, Caution
+from diptych_router.requests.promises.promises import (
+    MOST_RETRY_S,
+    SLOT_S,
+    Kind,
+    Promises,
+    RecentCounts,
+)
+from diptych_router.requests.record.records import Records, record_of
+from diptych_router.requests.record.request_record import RequestRecord
 
 PROMISED_MS = 1000
 seconds = st.floats(0.0, 100.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diptych_router.serving import MAX_BYTES, Serving, ServingFile
+from diptych_router.engines.serving import MAX_BYTES, Serving, ServingFile
 
 
 def test_no_file_lets_every_revision_serve(tmp_path: Path) -> None:

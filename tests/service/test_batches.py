@@ -18,7 +18,6 @@ import psutil
 import pytest
 from engine_kit.core import EXACT
 from free_ports import free_port
-from openai.types import Batch
 from service_kit import cores, engine_config, router_command
 from waits import PATIENCE_S, wait_until
 
@@ -134,20 +133,20 @@ def content(tokens: int = 16) -> bytes:
     return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
 
 
-def begun(client: openai.OpenAI, content: bytes) -> Batch:
+def begun(client: openai.OpenAI, content: bytes) -> openai.types.Batch:
     file = client.files.create(file=("in.jsonl", content), purpose="batch")
     return client.batches.create(
         input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
     )
 
 
-def completed(client: openai.OpenAI, batch: Batch) -> int:
+def completed(client: openai.OpenAI, batch: openai.types.Batch) -> int:
     counts = client.batches.retrieve(batch.id).request_counts
     assert counts is not None
     return counts.completed
 
 
-def whole(client: openai.OpenAI, batch: Batch) -> list[dict[str, Any]]:
+def whole(client: openai.OpenAI, batch: openai.types.Batch) -> list[dict[str, Any]]:
     """The answers of a batch that is to succeed, each once."""
     wait_until(lambda: client.batches.retrieve(batch.id).status in ENDED)
     batch = client.batches.retrieve(batch.id)
@@ -162,7 +161,7 @@ def whole(client: openai.OpenAI, batch: Batch) -> list[dict[str, Any]]:
     return found
 
 
-def journal_of(tmp_path: Path, batch: Batch) -> list[dict[str, Any]]:
+def journal_of(tmp_path: Path, batch: openai.types.Batch) -> list[dict[str, Any]]:
     """The answers that are on the disk, those that are whole."""
     [path] = (tmp_path / "batches").rglob(f"{batch.id}.results")
     lines = path.read_bytes().splitlines(keepends=True)
@@ -195,7 +194,7 @@ def test_a_batch_has_the_models_answers_and_they_are_its_clients(routers: Any) -
         assert not bob.batches.list().data
 
 
-def client_file(client: openai.OpenAI, batch: Batch) -> str:
+def client_file(client: openai.OpenAI, batch: openai.types.Batch) -> str:
     file_id = client.batches.retrieve(batch.id).output_file_id
     assert file_id is not None
     return file_id

@@ -37,7 +37,7 @@ from diptych_protocol import (
     PromptType,
     SamplingParams,
 )
-from diptych_router.pool_client import PoolClient
+from diptych_router.requests.pool_client import PoolClient
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -17,7 +17,7 @@ from diptych_protocol import (
     PoolingRequestOutput,
     SamplingParams,
 )
-from diptych_router.pool_client import PoolClient
+from diptych_router.requests.pool_client import PoolClient
 
 MODEL = "dummy://?num_hidden_layers=2&max_position_embeddings=8192"
 NOBODY = "127.0.0.1:1"

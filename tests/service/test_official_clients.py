@@ -6,15 +6,17 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import openai
 import pytest
 import pytest_asyncio
 from model_kit.questions import WHOLE
 from waits import PATIENCE_S
+
+if TYPE_CHECKING:
+    import anthropic  # takes two seconds, which each worker of pytest would spend
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -46,6 +48,8 @@ async def http(base_url: str) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def claude(base_url: str) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    import anthropic
+
     async with anthropic.AsyncAnthropic(base_url=base_url, api_key="none", max_retries=0) as client:
         yield client
 

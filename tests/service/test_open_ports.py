@@ -20,7 +20,7 @@ from diptych_frontend.app import METRICS_AGE_S, build_app, build_probe_app
 from diptych_frontend.core_client.member import PULSE_INTERVAL_S
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_protocol import SchedulerStats
-from diptych_router.engine_link import STATS_INTERVAL_S
+from diptych_router.engines.engine_link import STATS_INTERVAL_S
 
 ROUNDS = 250
 OPEN_PATHS = ("/metrics", "/health", "/live", "/ping")
@@ -77,7 +77,7 @@ async def test_a_thousand_scrapes_of_an_engine_ask_its_core_nothing(
 async def test_a_thousand_scrapes_of_a_router_ask_no_engine(smollm2: str, eventually: Any) -> None:
     address = f"127.0.0.1:{free_port()}"
     engine = FakeCore(f"tcp://{address}")
-    client = make_router(smollm2, address, "127.0.0.1:1", None)  # type: ignore[arg-type]
+    client = make_router(smollm2, address, "127.0.0.1:1", None)
     app = build_app(client, metrics=ServerMetrics("m", client.stats_by_engine))
     client.start()
     try:

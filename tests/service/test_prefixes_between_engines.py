@@ -14,10 +14,10 @@ from waits import PATIENCE_S
 
 from diptych_protocol import TokensPrompt
 from diptych_protocol.admin import EngineReport
-from diptych_router.fleet_table import ANY_REQUEST
-from diptych_router.policy import Decision, RequestView
-from diptych_router.pool_client import PoolClient
-from diptych_router.report import router_report
+from diptych_router.choosing.fleet_table import ANY_REQUEST
+from diptych_router.choosing.policy import Decision, RequestView
+from diptych_router.requests.pool_client import PoolClient
+from diptych_router.telling.report import router_report
 
 
 def send_by_way_of(client: PoolClient, prefill: Core, holder: Core | None) -> None:

@@ -24,9 +24,9 @@ from diptych_protocol import (
     TextPrompt,
 )
 from diptych_protocol.block_hashes import salt_of_tenant
-from diptych_router.pool_client import PoolClient
-from diptych_router.report import router_report
-from diptych_router.slo.metrics import PromiseCollector
+from diptych_router.requests.pool_client import PoolClient
+from diptych_router.telling.metrics import PromiseCollector
+from diptych_router.telling.report import router_report
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ROWS = 2

@@ -21,9 +21,9 @@ from service_kit import (
     routing,
 )
 
-from diptych_router.engine_link import EngineLink
-from diptych_router.pool_client import PoolClient
-from diptych_router.report import router_report
+from diptych_router.engines.engine_link import EngineLink
+from diptych_router.requests.pool_client import PoolClient
+from diptych_router.telling.report import router_report
 
 PROMPTS = [
     f"Chapter {number}. The lighthouse keeper climbed the stairs every evening, and "

@@ -137,7 +137,11 @@ async def read_stream(client: httpx.AsyncClient, started: asyncio.Event) -> int:
 
 @pytest.mark.parametrize(
     ("settings", "words"),
-    [({"hold_seconds": -1}, "hold_seconds"), ({"verify": "perhaps"}, "verify")],
+    [
+        ({"hold_seconds": -1}, "hold_seconds"),
+        ({"verify": "perhaps"}, "verify"),
+        ({"policy": "No Name"}, "policy must be the name of a policy"),
+    ],
 )
 def test_a_configuration_that_cannot_work_is_named(
     smollm2: str, tmp_path: Path, settings: dict[str, Any], words: str
@@ -154,6 +158,52 @@ def test_a_configuration_that_cannot_work_is_named(
     )
     assert done.returncode == 2
     assert words in done.stderr.decode()
+
+
+async def test_a_policy_that_there_is_not_keeps_a_router_from_getting_ready_and_is_reported(
+    smollm2: str, keys_dir: Path, engines: list[Core], tmp_path: Path, eventually: Any
+) -> None:
+    """Said on the command line, which wins over the file."""
+    (keys_dir / "admin-token").write_text("sesame")
+    config = RouterConfig(model=smollm2, served_name="smollm2", policy="round_robin")
+    (tmp_path / "router.json").write_bytes(msgspec.json.encode(config))
+    port, admin_port = free_port(), free_port()
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "diptych_router", "--config", tmp_path / "router.json"),
+            *("--port", str(port), "--admin-port", str(admin_port), "--keys", keys_dir),
+            *("--prefill", engines[0].address, "--decode", engines[1].address),
+            *("--policy", "fulest_first"),
+        ]
+    )
+    words = "no policy fulest_first, only least_loaded, prefix_aware, round_robin"
+    try:
+        with httpx.Client(timeout=PATIENCE_S) as http:
+            router = Router(
+                process, f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin_port}", http
+            )
+
+            def report() -> RouterReport:
+                answer = http.get(
+                    f"{router.admin}/admin/state", headers={"authorization": "Bearer sesame"}
+                )
+                return msgspec.json.decode(answer.content, type=RouterReport)
+
+            await eventually(lambda: router.health() is not None)
+            await eventually(lambda: any(canary.ok for canary in report().canaries))
+            assert not report().ready
+            (refused,) = report().refused_settings
+            assert refused.setting == "policy"
+            assert words in refused.why
+            health = router.health()
+            assert health is not None
+            assert health.status_code == 503
+            answer = http.post(f"{router.url}/v1/completions", json={**QUESTION, "max_tokens": 2})
+            assert answer.status_code == 503
+            assert words in answer.text
+    finally:
+        process.kill()
+        process.wait()
 
 
 def chat(client: httpx.Client, key: str) -> int:

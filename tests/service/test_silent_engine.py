@@ -25,8 +25,8 @@ from service_kit import (
     routing,
 )
 
-from diptych_router.engine_link import EngineLink
-from diptych_router.pool_client import PoolClient
+from diptych_router.engines.engine_link import EngineLink
+from diptych_router.requests.pool_client import PoolClient
 
 HANG = "engine_kit.logits_processors:hang"
 PROMPT = "The lighthouse keeper climbed the stairs, and"

@@ -13,8 +13,9 @@ from service_kit import all_usable, engine_config, generate, healthy, make_route
 
 from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_frontend.core_client.curve import read_keys
-from diptych_router.pool_client import PoolClient
-from diptych_router.report import router_report
+from diptych_router.requests.pool_client import PoolClient
+from diptych_router.telling.explained import report_of
+from diptych_router.telling.report import router_report
 
 PROMPT = "The harbour master counts the ships that come in before the storm. " * 30
 MOVES = 8
@@ -93,8 +94,7 @@ async def test_an_engine_that_sends_slowly_gets_no_long_prompts_while_another_ca
             forget_what_was_sent(router)
             output = await generate(router, PROMPT, max_tokens=2)
             assert output.metrics["prefill"] == "prefill-0"
-        (newest,) = router.explanations.newest(1).requests
-        why = router.explanations.of(newest.request_id, router.name_of)[0]
+        why = report_of(next(iter(router.table.records)), router.name_of)
         (candidate,) = why.attempts[0].choices[1].candidates
         assert candidate.near == "same zone"
     finally:

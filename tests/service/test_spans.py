@@ -29,7 +29,7 @@ from waits import PATIENCE_S
 
 from diptych_frontend.app import build_app
 from diptych_protocol import RouterConfig
-from diptych_router.pool_client import PoolClient
+from diptych_router.requests.pool_client import PoolClient
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PROMPT = "The lighthouse keeper climbed the stairs every evening, and "

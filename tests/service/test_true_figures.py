@@ -18,7 +18,7 @@ from waits import PATIENCE_S
 from diptych_frontend.app import build_app
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.server import serve_http
-from diptych_router.pool_client import PoolClient
+from diptych_router.requests.pool_client import PoolClient
 
 LENGTH = 96
 """Tokens of an answer during which something happens."""

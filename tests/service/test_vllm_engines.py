@@ -25,10 +25,10 @@ from diptych_frontend.text.input_processor import InputProcessor
 from diptych_frontend.text.output_processor import OutputProcessor
 from diptych_frontend.text.renderer import TextRenderer
 from diptych_protocol import RouterConfig, SamplingParams
-from diptych_router.discovery import parse_targets
-from diptych_router.pool_client import PoolClient
-from diptych_router.record.records import record_of
-from diptych_router.routed_request import RoutedRequest
+from diptych_router.engines.discovery import parse_targets
+from diptych_router.requests.pool_client import PoolClient
+from diptych_router.requests.record.records import record_of
+from diptych_router.requests.routed_request import RoutedRequest
 
 pytestmark = [*needs_vllm, pytest.mark.slow, pytest.mark.timeout(START_S + 600)]
 

@@ -22,7 +22,7 @@ from waits import PATIENCE_S, Deadline, wait_until
 
 from diptych_protocol import SamplingParams
 from diptych_protocol.config import Connector
-from diptych_router.pool_client import PoolClient
+from diptych_router.requests.pool_client import PoolClient
 
 pytestmark = [*needs_vllm, pytest.mark.timeout(START_S + 900)]
 

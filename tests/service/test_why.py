@@ -26,9 +26,11 @@ from diptych_frontend.core_client.curve import read_keys
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.server import Site, listen, serve_sites
 from diptych_protocol.admin import Explanation, RequestList, RequestReport
-from diptych_router.pool_client import PoolClient
-from diptych_router.process.admin import admin_app
-from diptych_router.record.records import MOST_REQUESTS
+from diptych_router.requests.pool_client import PoolClient
+from diptych_router.requests.record.records import MOST_REQUESTS
+from diptych_router.telling.admin_port import admin_app
+from diptych_router.telling.explanations import Explanations
+from diptych_router.telling.metrics import PredictionMetrics
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -79,9 +81,9 @@ async def service(smollm2: str, keys_dir: Path) -> AsyncIterator[Service]:
     )
     router.start()
     metrics = ServerMetrics(router.model_name, router.stats_by_engine)
-    metrics.registry.register(router.predictions)
-
-    admin = admin_app(router, keys_dir)
+    metrics.registry.register(PredictionMetrics(router.model_name, router.table.predictions))
+    known = Explanations(router.table.records, policy="prefix_aware", disaggregate="always")
+    admin = admin_app(router, known, keys_dir)
     sites = [
         Site(app, listen("127.0.0.1", free_port()))
         for app in (build_app(router, metrics=metrics), admin)

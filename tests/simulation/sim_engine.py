@@ -31,7 +31,7 @@ from diptych_kv_transfer.signing.keys import PUBLIC_KEY
 from diptych_kv_transfer.signing.references import References
 from diptych_kv_transfer.tables.messages import VERSION, Hello
 from diptych_protocol import EngineCoreOutput, EngineDescription, FinishReason, KVTransferConfig
-from diptych_router.policy import Role
+from diptych_router.engines.engine_table import Role
 
 MAX_LEASE_S = 2.0
 MAX_LOAD_TIMEOUT_S = 3.0

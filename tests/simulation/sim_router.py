@@ -24,14 +24,15 @@ from diptych_protocol import (
     Slo,
     fingerprint,
 )
-from diptych_router import actions
-from diptych_router.fleet import common_to_leases
-from diptych_router.policy import Decision, RequestView, Role
-from diptych_router.prefixes.block_keys import BlockNaming
-from diptych_router.prefixes.known_prefixes import keys_of
-from diptych_router.record.request_record import RequestRecord, Setback
-from diptych_router.request_table import RequestTable
-from diptych_router.slo.promises import Promises
+from diptych_router.choosing.policy import Decision, RequestView
+from diptych_router.engines.descriptions import common_to_leases
+from diptych_router.engines.engine_table import Role
+from diptych_router.engines.prefixes.block_keys import BlockNaming
+from diptych_router.engines.prefixes.known_prefixes import keys_of
+from diptych_router.requests import actions
+from diptych_router.requests.promises.promises import Promises
+from diptych_router.requests.record.request_record import RequestRecord, Setback
+from diptych_router.requests.request_table import RequestTable
 
 RECONNECT_S = 0.2
 HOLD_S = 2.0

@@ -27,9 +27,9 @@ from diptych_kv_transfer.tables.load import Load, LoadState, Prefix
 from diptych_kv_transfer.tables.loads import LoadTable
 from diptych_kv_transfer.tables.messages import FromOwner, Opened
 from diptych_protocol import EngineCoreRequest, SamplingParams
-from diptych_router.record.request_record import Setback
-from diptych_router.request_table import RequestTable, _Turn
-from diptych_router.routed_request import RoutedRequest
+from diptych_router.requests.record.request_record import Setback
+from diptych_router.requests.request_table import RequestTable, _Turn
+from diptych_router.requests.routed_request import RoutedRequest
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 MAX_SCHEDULES = 3000

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from diptych_protocol.config import Disaggregate
-from diptych_router.fleet_table import FleetTable
-from diptych_router.health.health_book import Failure
-from diptych_router.policies.least_loaded import POLICY
-from diptych_router.policy import Decision, Draw, Policy, RequestView, Role
-from diptych_router.record.first_token import FirstToken
+from diptych_protocol.router_settings import Disaggregate
+from diptych_router.choosing.first_token import FirstToken
+from diptych_router.choosing.fleet_table import FleetTable
+from diptych_router.choosing.policies.least_loaded import POLICY
+from diptych_router.choosing.policy import Decision, Draw, Policy, RequestView
+from diptych_router.engines.engine_table import Role
+from diptych_router.engines.health.health_book import Failure
 
 
 @dataclass(frozen=True, slots=True)

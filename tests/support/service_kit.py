@@ -36,11 +36,11 @@ from diptych_protocol import (
     RouterConfig,
     SamplingParams,
 )
-from diptych_router.discovery import parse_targets
-from diptych_router.engine_link import EngineLink, ReadKeys
-from diptych_router.pool_client import PoolClient
-from diptych_router.report import router_report
-from diptych_router.tracing import start_router_tracer
+from diptych_router.engines.discovery import parse_targets
+from diptych_router.engines.engine_link import EngineLink, ReadKeys
+from diptych_router.requests.pool_client import PoolClient
+from diptych_router.telling.report import router_report
+from diptych_router.telling.tracing import start_router_tracer
 
 NUM_BLOCKS = 256
 
@@ -126,7 +126,7 @@ def make_router(
     model: str,
     prefill: str,
     decode: str,
-    read_keys: ReadKeys,
+    read_keys: ReadKeys | None,
     *,
     serving: Path | None = None,
     **settings: object,

@@ -1,1 +1,1 @@
-"""`diptych bench`: load on an API of OpenAI's kind, and what its users saw."""
+"""`diptych bench`: puts load on an OpenAI-compatible API and measures what its users see."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 DEFAULT_REQUESTS: Final = 64
 DEFAULT_CONCURRENCY: Final = 8
 MOST_OPEN: Final = 4096
-"""Open requests when they come at a rate, unless the user says fewer."""
+"""The most open requests at a given rate, unless the user says otherwise."""
 
 
 class _LengthsArgument(click.ParamType[Any]):
@@ -223,7 +223,7 @@ async def _measure(
 
 
 async def until_stopped(run: Run, requests: Iterator[tuple[float, Request]]) -> Outcome:
-    """Ctrl-C ends the run, and a second one the command."""
+    """The first Ctrl-C ends the run, the second one the command."""
     loop = asyncio.get_running_loop()
 
     def stop() -> None:

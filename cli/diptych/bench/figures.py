@@ -1,4 +1,4 @@
-"""What users saw, summed up. Pure."""
+"""Sums up what the users of a run saw. It performs no I/O."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from dataclasses import dataclass
 from diptych.bench.stream import Sample
 
 BUCKETS = 60
-"""Parts of a run of which each has a rate."""
+"""The number of parts of a run for which rates are computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One request, and what became of it."""
+    """One request and its outcome."""
 
     at_s: float
     """Seconds since the run began."""
     outcome: Sample | str
-    """A whole answer, or in one line why there is none."""
+    """A whole answer, or one line that says why there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a good answer keeps, in milliseconds; None: anything is good."""
+    """The limits that a good answer keeps, in milliseconds. None: no limit."""
 
     ttft_ms: float | None = None
     inter_token_ms: float | None = None
@@ -39,7 +39,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """How times lie, in milliseconds."""
+    """Statistics of times, in milliseconds."""
 
     mean: float
     p50: float
@@ -54,33 +54,35 @@ class Summary:
 
     seconds: float
     requests: int
-    """Whole answers and failures. Requests that were cut off are in neither."""
+    """Whole answers and failures, without requests that were cut off."""
     failed: int
     cut_off: int
     """Requests that were open when the run was ended early."""
     reasons: dict[str, int]
-    """How often each failure came, the most frequent first."""
+    """How often each failure occurred, the most frequent first."""
     requests_per_s: float
-    """Whole answers."""
+    """Whole answers per second."""
     prompt_tokens_per_s: float | None
-    """None: the server does not say."""
+    """None if the server does not report it."""
     output_tokens_per_s: float
     cached_share: float | None
-    """Share of prompt tokens that were in a prefix cache, 0 to 1; None: the server does not say."""
+    """Share of prompt tokens that were in a prefix cache, 0 to 1; None if the server does not
+    report it."""
     tokens_counted: bool
-    """The server says no numbers of tokens: every event of a stream counts as one."""
+    """The server reports no numbers of tokens, so every event of a stream counts as one."""
     good: float | None
-    """Share of all requests that kept the goal, 0 to 1; None: there were none."""
+    """Share of all requests that kept the goal, 0 to 1; None without requests."""
     goodput_per_s: float
     ttft_ms: Distribution | None
-    """None, as below: no answer has any."""
+    """None, as below, if there were no answers."""
     inter_token_ms: Distribution | None
     """Pauses between two events of an answer, of all answers together."""
     e2e_ms: Distribution | None
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Between the two nearest values; of a single one, itself. Raises `ValueError` for none."""
+    """Interpolate between the two nearest values. A single value is returned as it is. Raises
+    `ValueError` for an empty list."""
     if not values:
         raise ValueError("no values")
     ordered = sorted(values)
@@ -91,7 +93,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def distribution(values: Sequence[float]) -> Distribution | None:
-    """None for no values."""
+    """Return the statistics; None for an empty list."""
     if not values:
         return None
     ordered = sorted(values)
@@ -101,17 +103,17 @@ def distribution(values: Sequence[float]) -> Distribution | None:
 
 
 def answers(sent: Sequence[Sent]) -> list[Sample]:
-    """Those that were whole."""
+    """Return the whole answers."""
     return [each.outcome for each in sent if isinstance(each.outcome, Sample)]
 
 
 def gaps_ms(samples: Sequence[Sample]) -> list[float]:
-    """All pauses between tokens."""
+    """Return all pauses between tokens."""
     return [gap * 1e3 for sample in samples for gap in sample.gaps_s]
 
 
 def summary(sent: Sequence[Sent], seconds: float, goal: Goal, cut_off: int = 0) -> Summary:
-    """The figures of a run that took so many seconds, which must be more than 0."""
+    """Sum up a run of this many seconds, which must be more than 0."""
     samples = answers(sent)
     good = sum(map(goal.kept_by, samples))
     reasons = Counter(each.outcome for each in sent if isinstance(each.outcome, str))
@@ -143,7 +145,7 @@ def _sum_if_known(values: Sequence[int | None]) -> int | None:
 
 
 def rates(sent: Sequence[Sent], seconds: float, buckets: int = BUCKETS) -> list[float]:
-    """Events with tokens per second, in equal parts of a run."""
+    """Return the events with tokens per second, in equal parts of a run."""
     width = seconds / buckets
     counts = [0] * buckets
     for each in sent:

@@ -1,4 +1,4 @@
-"""A run as a picture for pages: how times are distributed, and tokens over time."""
+"""Draws a run for web pages: the distribution of times, and tokens over time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sends a workload to an API, and gathers what became of it."""
+"""Sends a workload to an API and collects the outcomes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from diptych.bench.stream import AnswerError, stream
 from diptych.bench.workload import Request
 
 MAX_FAILURES: Final = 50
-"""After so many failures in a row a run ends by itself."""
+"""A run ends after this many failures in a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,21 +24,21 @@ class Plan:
     """How requests are sent."""
 
     concurrency: int
-    """Requests that are open at a time, at most."""
+    """The most requests that are open at a time."""
     timeout_s: float
-    """For each request."""
+    """The time limit of each request."""
     seconds: float | None = None
-    """After so long no further request is sent; None: all are."""
+    """When to stop sending requests; None: after the last one."""
     fields: dict[str, Any] = field(default_factory=dict)
     """Further fields of every request's body."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a run."""
+    """The outcome of a run."""
 
     sent: list[Sent]
-    """Requests that have ended, as they ended."""
+    """Requests that have ended, in the order in which they ended."""
     seconds: float
     cut_off: int = 0
     """Requests that were open when the run was ended early."""
@@ -48,7 +48,7 @@ class Run:
     """One run, which can be ended early."""
 
     def __init__(self, service: Service, plan: Plan, tell: Callable[[Sent], None]) -> None:
-        """`tell` hears of each request that has ended."""
+        """`tell` is called with each request that has ended."""
         self._service = service
         self._plan = plan
         self._tell = tell
@@ -59,12 +59,12 @@ class Run:
         """In a row."""
 
     def stop(self) -> None:
-        """End the run now: what is open is cut off."""
+        """End the run now and cut off open requests."""
         self._stop.set()
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it was ended early, by hand or after too many failures."""
+        """Whether it was ended early, by the user or after too many failures."""
         return self._stop.is_set()
 
     async def send(self, requests: Iterator[tuple[float, Request]]) -> Outcome:

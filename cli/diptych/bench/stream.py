@@ -1,7 +1,7 @@
-"""One streamed answer, timed.
+"""Sends one request and measures the time of each piece of the streamed answer.
 
-While an answer comes in, the client only notes when and what; it reads the answer afterwards,
-because it may share its processor with the server.
+While an answer arrives, the client only notes each piece and its time. It parses the answer
+afterwards, because it may share its processor with the server.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from diptych_protocol import UNREADABLE
 MAX_ANSWER_BYTES: Final = 64 << 20
 MAX_ERROR_CHARS: Final = 300
 AS_IT_IS: Final = {"accept-encoding": "identity"}
-"""What is compressed could not be read piece by piece."""
+"""Asks for no compression: a compressed answer could not be read piece by piece."""
 
 
 class AnswerError(RuntimeError):
-    """There was no whole answer; `str()` says why in one line."""
+    """There was no whole answer. `str()` says why in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request as its user saw it; times in seconds."""
+    """One request as its user saw it. Times are in seconds."""
 
     ttft_s: float
     gaps_s: list[float]
-    """Between the events that brought tokens."""
+    """The pauses between events with tokens."""
     output_tokens: int
     cached_tokens: int | None = None
-    """Tokens of the prompt that were in a prefix cache; None: the server does not say."""
+    """Tokens of the prompt that were in a prefix cache; None if the server does not report them."""
     prompt_tokens: int | None = None
-    """None: the server does not say, and `output_tokens` is the number of events."""
+    """None if the server does not report it; then `output_tokens` is the number of events."""
 
     @property
     def tpot_s(self) -> float:
-        """Mean time of a token after the first."""
+        """Mean time per token after the first."""
         return sum(self.gaps_s) / max(1, self.output_tokens - 1)
 
     @property
@@ -62,7 +62,8 @@ class _Delta(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     delta: _Delta | None = None
-    """What a chat adds. Completions have a text in its place, which may be empty: half a letter."""
+    """What a chat adds to the answer. Completions have `text` instead, which may be empty: half a
+    letter."""
 
     def brings_tokens(self) -> bool:
         said = self.delta
@@ -94,10 +95,7 @@ class _Event(msgspec.Struct):
 async def stream(
     client: httpx.AsyncClient, path: str, body: dict[str, Any], timeout_s: float
 ) -> Sample:
-    """POST a body, which is completed so that the answer comes in pieces, with its usage.
-
-    Raises `AnswerError` for anything but a whole answer within the time limit.
-    """
+    """POST a body, with fields that request a stream with its usage."""
     body = body | {"stream": True, "stream_options": {"include_usage": True}}
     pieces: list[tuple[float, bytes]] = []
     size = 0
@@ -135,9 +133,9 @@ def _one_line(text: str) -> str:
 
 
 def read_stream(pieces: Sequence[tuple[float, bytes]]) -> Sample:
-    """Server-sent events, cut anywhere, with the time at which each piece came.
+    """Parse server-sent events from pieces cut anywhere, each with the time at which it came.
 
-    Raises `AnswerError` if it is no whole answer.
+    Raises `AnswerError` if they are no whole answer.
     """
     times: list[float] = []
     usage: _Usage | None = None

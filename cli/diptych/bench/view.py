@@ -1,4 +1,4 @@
-"""The figures of a run for people: a table, and pictures of bars. Pure."""
+"""Formats the figures of a run for people: a table, and charts of bars. It performs no I/O."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHOWN_REASONS = 5
 
 
 def shown(summary: Summary, sent: Sequence[Sent], goal: Goal) -> RenderableType:
-    """All of it, for a terminal of 80 columns."""
+    """Return the whole report, for a terminal of 80 columns."""
     samples = answers(sent)
     parts: list[RenderableType] = [_times(summary), Text(), _totals(summary, goal)]
     for reason, count in list(summary.reasons.items())[:SHOWN_REASONS]:
@@ -82,7 +82,8 @@ def _goal(goal: Goal) -> str:
 
 
 def histogram(title: str, values: Sequence[float]) -> RenderableType:
-    """How many values lie where, in bars; up to the 99th percentile, and the rest in the last."""
+    """Draw how many values are in each interval, up to the 99th percentile; the last one has the
+    rest."""
     if not values:
         return Text(f"{title}: none")
     ordered = sorted(values)
@@ -106,7 +107,7 @@ def histogram(title: str, values: Sequence[float]) -> RenderableType:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """One letter for each value, higher for more; the highest one is full."""
+    """Draw one character for each value, higher for more; the highest one is full."""
     most = max(values, default=0.0)
     if most <= 0:
         return STEPS[0] * len(values)

@@ -1,4 +1,4 @@
-"""What is asked, and when. Pure: one seed is one workload, for every server."""
+"""Makes the requests of a run and their times. A seed gives the same workload for every server."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ WORDS: Final = [
     "before", "must", "well", "back", "through", "years", "where", "much", "your", "way", "down",
     "should", "because", "long",
 ]  # fmt: skip
-"""Frequent words, of which each is one token of nearly every vocabulary."""
+"""Frequent words, each of which is one token of nearly every vocabulary."""
 _LENGTHS: Final = re.compile(r"(\d{1,7})(?::(\d{1,7}))?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A number of tokens, or a range of which each value is as likely as any other."""
+    """A number of tokens, or a range whose values are equally likely."""
 
     least: int
     most: int
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
-        """`N` or `LEAST:MOST`. Raises `ValueError`."""
+        """Parse `N` or `LEAST:MOST`. Raises `ValueError`."""
         found = _LENGTHS.fullmatch(text.strip())
         least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
         if not 1 <= least <= most <= MAX_TOKENS:
@@ -49,7 +49,7 @@ class Lengths:
         return cls(least, most)
 
     def draw(self, rng: random.Random) -> int:
-        """One of them."""
+        """Draw one of the values."""
         return rng.randint(self.least, self.most)
 
 
@@ -62,8 +62,8 @@ class Request:
 
 
 def made_up(prompt: Lengths, output: Lengths, shared_tokens: int, seed: int) -> Iterator[Request]:
-    """Endless requests of random words, of which the first `shared_tokens` are the same in all. A
-    prompt has about as many tokens as words, and those of the chat's template."""
+    """Yield endless requests of random words, of which the first `shared_tokens` are the same in
+    all. A prompt has about as many tokens as words, plus those of the chat's template."""
     shared = random.Random(f"{seed}").choices(WORDS, k=shared_tokens)
     for number in itertools.count():
         rng = random.Random(f"{seed}/{number}")
@@ -79,7 +79,7 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def of_file(path: Path, output: Lengths, seed: int) -> list[Request]:
-    """The requests of a file of JSON lines, in an order that the seed decides.
+    """Return the requests of a file of JSON lines, in an order that depends on the seed.
 
     Raises `BadInputError`.
     """
@@ -115,8 +115,8 @@ def _request(where: str, line: bytes, max_tokens: int) -> Request:
 
 
 def arrivals(rate: float | None, seed: int) -> Iterator[float]:
-    """Seconds since the begin at which one request after another comes: at random, `rate` a second
-    on average (a Poisson process); None: all of them wait from the beginning."""
+    """Yield the seconds from the start at which each request comes: at random, `rate` a second on
+    average (a Poisson process). None: all come at the start."""
     rng = random.Random(seed)
     now = 0.0
     while True:

@@ -1,4 +1,4 @@
-"""What `diptych up` shows while it works: a live table on a terminal, plain lines elsewhere."""
+"""Shows the progress of `diptych up`: a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from diptych.laptop.pods import LOOPBACK
 from diptych.laptop.supervisor import RunningPod
 
 TICK_S = 1.0
-"""The table is drawn at most so often, and only if it has changed."""
+"""The shortest time between two drawings of the table. It is drawn only if it has changed."""
 SLOW_S = 3
-"""After so long a start, the last line of a log is shown: how many kernels are compiled, say."""
+"""When a start takes longer, the table shows the last line of the log, such as how many kernels are
+compiled."""
 LAST_LINES = 5
-"""Lines of a pod's log that are shown when it fails."""
+"""The number of lines of a pod's log that are shown when it fails."""
 _LOG_HEAD = re.compile(r"^[\d:]+ [A-Z] \[[^]]*\] [\w.]+: ")
 """Time, level, pod and module before a message in the log of one of our pods."""
 _WAITING = (Phase.STARTING, Phase.NOT_READY, Phase.BACKING_OFF)
 
 
 class Board:
-    """The pods of one service. Without a terminal, or if asked, one line for each change."""
+    """Shows the pods of one service. Without a terminal, or if asked, it prints one line for each
+    change."""
 
     def __init__(self, console: Console, *, plain: bool = False) -> None:
         self._console = console
@@ -44,12 +46,13 @@ class Board:
 
     @property
     def is_live(self) -> bool:
-        """Whether there is a table to bring up to date."""
+        """Whether there is a table to update."""
         return self._live is not None
 
     @contextlib.contextmanager
     def showing(self, pods: Sequence[RunningPod]) -> Iterator[None]:
-        """Show these pods during the block. The last table is left, and the terminal as it was."""
+        """Show these pods during the block. Afterwards the last table stays, and the terminal is as
+        it was."""
         self._pods = pods
         if self._plain:
             yield
@@ -70,14 +73,14 @@ class Board:
             self.settle(ended=True)
 
     def settle(self, *, ended: bool = False) -> None:
-        """Leave the table as it stands; from now on changes are lines."""
+        """Leave the table as it is; from now on print changes as lines."""
         if self._live is not None:
             self._drawn = self._picture(ended=ended)
             self._live.stop()
             self._live = None
 
     def changed(self) -> None:
-        """A pod is in another phase, or has another process."""
+        """Note that a pod has another phase or another process."""
         self._news.set()
         for pod in self._pods:
             phase = pod.life.phase
@@ -87,7 +90,7 @@ class Board:
                     self._line(pod)
 
     def crashed(self, pod: RunningPod, code: int, delay_s: float) -> None:
-        """What the pod said last, where the rest is, and when it starts again."""
+        """Show the pod's last output, where the rest is, and when it starts again."""
         end = f"{pod.spec.name} ended with code {code}: {pod.last_error()}"
         self.say(f"{end} (restart in {delay_s:g} s; log: {pod.log})")
         if self._live is not None:
@@ -95,12 +98,12 @@ class Board:
                 self.say(f"  {line}")
 
     def tell(self, figures: Figures, pace: Pace) -> None:
-        """Newer figures of the service."""
+        """Show newer figures of the service."""
         self._figures, self._pace = figures, pace
         self._news.set()
 
     def say(self, text: str) -> None:
-        """One plain line, above the live table if there is one."""
+        """Print one plain line, above the live table if there is one."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _line(self, pod: RunningPod) -> None:
@@ -145,5 +148,6 @@ def _row(pod: RunningPod, now: float) -> PodRow:
 
 
 def message_of(line: str) -> str:
-    """A line of one of our pods' logs without what stands before the message; others unchanged."""
+    """Return the message of a line in one of our pods' logs, without time and level; other lines
+    unchanged."""
     return _LOG_HEAD.sub("", line, count=1)

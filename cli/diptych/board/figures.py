@@ -1,4 +1,5 @@
-"""The figures of a service, read off its router's /metrics, and what went on between two. Pure."""
+"""Reads the figures of a service from its router's /metrics, and compares two readings. It performs
+no I/O."""
 
 from __future__ import annotations
 
@@ -18,33 +19,33 @@ _LOADS: Final = "diptych:kv_transfer_loads_total"
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A service at one moment, as its router tells it."""
+    """A service at one moment, as its router reports it."""
 
     engines: Mapping[str, Sample] = field(default_factory=dict)
-    """By the name of the pod, or by the address of an engine that has no name, as vLLM's."""
+    """By the name of the pod, or by the address of an engine without a name, such as vLLM's."""
     answered: int = 0
-    """Requests that have ended well."""
+    """Requests that ended successfully."""
     hand_offs: int = 0
-    """Hand-offs of KV that were completed, the canaries' included."""
+    """Completed hand-offs of KV, including those of canaries."""
     moved_bytes: int = 0
     first_tokens: int = 0
-    """Streamed answers that have begun; only these have a time to the first token."""
+    """Streamed answers that have begun. Only these have a time to the first token."""
     first_token_s: float = 0.0
-    """The sum of these times."""
+    """The sum of their times to the first token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What went on between two moments."""
+    """What happened between two moments."""
 
     tokens_per_s: Mapping[str, float] = field(default_factory=dict)
-    """By engine; one that was not there before has none."""
+    """By engine. An engine that is new has no entry."""
     first_token_s: float | None = None
-    """The mean of the answers that began, or else of the newest ones that did."""
+    """The mean of the answers that began, or else of the last ones that did."""
 
 
 def read_figures(metrics: str) -> Figures:
-    """Raises `ValueError` if the text is no /metrics."""
+    """Read /metrics. Raises `ValueError` if the text is something else."""
     items = items_of(metrics)
     samples = read_samples(items).values()
     engines = {sample.name.rpartition("/")[2]: sample for sample in samples}  # no tcp://
@@ -64,8 +65,8 @@ def read_figures(metrics: str) -> Figures:
 
 
 def pace(before: Figures, now: Figures, seconds: float, last: Pace) -> Pace:
-    """What went on in `seconds`, after which `last` was known. Totals begin again at zero with
-    their process: then all of them is new."""
+    """Return what happened in `seconds` since `last`. A process that started again counts from
+    zero; then all of its total is new."""
     rates = {
         name: rate
         for name, sample in now.engines.items()

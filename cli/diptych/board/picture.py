@@ -1,4 +1,4 @@
-"""The table of pods and figures, and the line of the router below it. Pure."""
+"""Draws the table of pods and figures, and the router's line below it. It performs no I/O."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from diptych.laptop.lifecycle import Phase
 T = TypeVar("T")
 
 WIDE_COLUMNS = 100
-"""From so many columns on, there is room for wider gaps and for the role, which is usually a part
-of the name, too."""
+"""From this width on, the table has wider gaps and shows the role, which is usually also part of
+the name."""
 OTHERS, WIDE_OTHERS = 56, 72
-"""Columns that all but the name take at most."""
+"""The most columns that all but the name take."""
 _STYLES = {
     Phase.READY: "green",
     Phase.STARTING: "yellow",
@@ -32,16 +32,16 @@ _STYLES = {
 
 @dataclass(frozen=True, slots=True)
 class PodRow:
-    """One pod, as its supervisor knows it."""
+    """One pod, as its supervisor reports it."""
 
     name: str
     role: str
     phase: Phase
     restarts: int
     address: str = ""
-    """Host and port, by which routers call engines that have no name."""
+    """Host and port, by which routers name engines without a name."""
     waited_s: int | None = None
-    """In this phase, if somebody waits for its end."""
+    """Seconds in this phase, if somebody waits for its end."""
     doing: str = ""
     """The last line of its log, if its start takes long."""
 
@@ -54,11 +54,11 @@ class Picture:
     figures: Figures = field(default_factory=Figures)
     pace: Pace = field(default_factory=Pace)
     ended: bool = False
-    """The service has ended; these are its last figures."""
+    """Whether the service has ended; these are its last figures."""
 
 
 def drawn(picture: Picture, columns: int) -> RenderableType:
-    """The picture for a terminal of so many columns."""
+    """Draw the table for a terminal of this many columns."""
     parts: list[RenderableType] = [_table(picture, columns)]
     parts += [
         Text(f"{pod.name}: {pod.doing}", style="dim", no_wrap=True, overflow="ellipsis")

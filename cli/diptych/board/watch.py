@@ -1,6 +1,6 @@
-"""Asks a router for the figures of its service: once a second while they change, else not at all.
+"""Reads the figures of a service from its router: once a second while they change, else not at all.
 
-The router tells of changes by the stream of events of its page. While there is none, nobody asks.
+The stream of events of the router's page reports changes. Without events nothing is read.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from diptych.laptop.rundir import RunState
 
 PERIOD_S = 1.0
 TIMEOUT_S = 2.0
-"""Time limit of one look."""
+"""Time limit of one request for the figures."""
 SILENCE_S = 60.0
-"""The stream has a line every 15 s; one that is silent for so long is asked for anew."""
+"""The stream has a line every 15 s. After this silence it is opened again."""
 RETRY_S = 5.0
-"""After a router did not answer, or serves no page."""
+"""The pause after a router did not answer, or serves no page."""
 
 Tell = Callable[[Figures, Pace], None]
 
 
 async def watch(state: RunState, tell: Tell) -> None:
-    """Tell the newest figures again and again, until cancelled."""
+    """Pass on the newest figures again and again, until cancelled."""
     base = state.url.removesuffix("/v1")
     news = asyncio.Event()
     timeout = httpx.Timeout(TIMEOUT_S, read=SILENCE_S)

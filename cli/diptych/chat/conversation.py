@@ -1,4 +1,4 @@
-"""What was said so far, and the next turn of it."""
+"""The messages of a conversation, and its next turn."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from diptych.api_service import Service
 from diptych.chat.stream import TIMEOUT, stream_chat
 
 Message = dict[str, Any]
-"""As the API has them: `role`, and `content` that is a text or a list of parts."""
+"""A message as in the API: `role`, and `content` that is a text or a list of parts."""
 
 
 class Conversation:
-    """The service remembers nothing, so each turn sends all of it."""
+    """A conversation. The service stores none, so each turn sends all of it."""
 
     def __init__(self, service: Service, options: dict[str, Any], system: str | None) -> None:
         self._service = service
@@ -28,12 +28,12 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """All of it, as it is sent."""
+        """All messages, as they are sent."""
         opening = [{"role": "system", "content": self.system}] if self.system else []
         return [*opening, *self.turns]
 
     def replace(self, messages: Sequence[Message]) -> None:
-        """Go on with another conversation, whose first message may be the system's."""
+        """Continue another conversation, whose first message may be the system's."""
         has_system = bool(messages) and messages[0]["role"] == "system"
         self.system = messages[0]["content"] if has_system else ""
         self.turns = list(messages[1:] if has_system else messages)
@@ -44,7 +44,7 @@ class Conversation:
         self.turns, self.images = [], []
 
     async def say(self, text: str, show: Callable[[str], None]) -> None:
-        """Say something and show the answer as it comes.
+        """Send a message and show the answer as it arrives.
 
         A turn that fails or is cut short leaves no trace in the conversation. Raises `ChatError`.
         """

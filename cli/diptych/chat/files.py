@@ -1,4 +1,4 @@
-"""Files of a chat: images that are sent, conversations that are saved, and the history of lines."""
+"""The files of a chat: images to send, saved conversations, and the history of lines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class _Chat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def image_url(path: Path) -> str:
-    """An image as a data URL. Raises `FileError` for a file that no model here would take."""
+    """Read an image into a data URL. Raises `FileError` for a file that no model here
+    would take."""
     found = _read(path, MAX_IMAGE_BYTES)
     try:
         decoded(found, str(path))
@@ -59,7 +60,7 @@ def save(path: Path, messages: Sequence[Message]) -> None:
 
 
 def load(path: Path) -> list[Message]:
-    """The messages of a saved chat. Raises `FileError` for anything else."""
+    """Return the messages of a saved chat. Raises `FileError` for anything else."""
     try:
         chat = msgspec.json.decode(_read(path, MAX_SAVED_BYTES), type=_Chat)
     except UNREADABLE as exc:
@@ -83,14 +84,15 @@ def _read(path: Path, most: int) -> bytes:
 
 
 def history_path() -> Path:
-    """Where lines are remembered: in the folder for state of the XDG Base Directories."""
+    """Return the path of the history: in the folder for state of the XDG Base Directories."""
     state = os.environ.get("XDG_STATE_HOME", "")
     folder = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
     return folder / "diptych" / "chat_history"
 
 
 def prepare_history(path: Path) -> bool:
-    """Make the file if need be, for its owner alone, and shorten it. False: it cannot be had."""
+    """Create the file if necessary, readable for its owner only, and shorten it. False if that
+    fails."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -107,6 +109,6 @@ def prepare_history(path: Path) -> bool:
 
 
 def newer_half(lines: bytes) -> bytes:
-    """The newer entries of a history. An entry begins with a line that begins with #."""
+    """Return the newer entries of a history. An entry begins with a line that begins with #."""
     newer = lines[-(MAX_HISTORY_BYTES // 2) :]
     return newer[newer.find(b"\n#") + 1 :]

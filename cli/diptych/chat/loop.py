@@ -1,4 +1,4 @@
-"""Lines in, answers out, until the end of input."""
+"""The loop of a chat: reads lines and prints answers until the end of input."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _turn(conversation: Conversation, line: str, console: Console) -> None:
 
 
 def printer(console: Console) -> Callable[[str], None]:
-    """Prints pieces of text as they are, at once."""
+    """Print pieces of text at once, as they are."""
 
     def show(text: str) -> None:
         console.out(text, end="", highlight=False)

@@ -18,9 +18,9 @@ CONTINUED = "...> "
 
 
 def line_editor() -> Callable[[], str]:
-    """Reads what a person writes, one message a call. Raises `EOFError` at Ctrl-D.
+    """Return a function that reads one message per call. It raises `EOFError` at Ctrl-D.
 
-    Ctrl-C empties the line: it must never end a chat by a stroke that came just after an answer.
+    Ctrl-C only empties the line.
     """
     session: PromptSession[str] = PromptSession(
         FormattedText([("bold", "you> ")]),
@@ -36,6 +36,7 @@ def line_editor() -> Callable[[], str]:
         while True:
             try:
                 return session.prompt()
+            # It was perhaps meant for an answer that had just ended, and must not end the chat.
             except KeyboardInterrupt:
                 continue
 

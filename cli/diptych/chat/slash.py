@@ -30,7 +30,7 @@ class Order(NamedTuple):
 
 
 class SlashError(Exception):
-    """A command cannot be carried out; `str()` is one line for the user."""
+    """A command that cannot be carried out. `str()` is one line for the user."""
 
 
 class QuitChat(Exception):
@@ -38,10 +38,11 @@ class QuitChat(Exception):
 
 
 def order_in(line: str, *, by_hand: bool) -> Order | None:
-    """The command that a line is; None: it is a message.
+    """Parse a command; None if the line is a message.
 
-    A person's line that begins with an unknown command is most likely mistyped, and raises
-    `SlashError`; a path such as /etc/hosts is none. What a program sends is a message then.
+    A person's line that begins with an unknown command is most likely a typing error, and raises
+    `SlashError`, but a path such as /etc/hosts is a message. In a pipe, such lines are messages
+    too.
     """
     name, _, argument = line.strip().partition(" ")
     if name in NAMES:
@@ -52,7 +53,7 @@ def order_in(line: str, *, by_hand: bool) -> Order | None:
 
 
 def obey(order: Order, conversation: Conversation) -> str:
-    """Carry out a command; returns what to tell. Raises `SlashError` and `QuitChat`."""
+    """Carry out a command and return the text to print. Raises `SlashError` and `QuitChat`."""
     name, argument = order
     if name in ("/image", "/save", "/load") and not argument:
         usage = next(usage for usage in HELP if usage.startswith(name))

@@ -1,4 +1,4 @@
-"""One streamed chat completion, as its client reads it."""
+"""Reads one streamed chat completion."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ TIMEOUT = httpx.Timeout(connect=5.0, read=120.0, write=10.0, pool=5.0)
 
 
 class ChatError(Exception):
-    """The service answered with an error, or not to the end; `str()` is one line for the user."""
+    """The service answered with an error or broke off. `str()` is one line for the user."""
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """One event of a stream: some text, or how many tokens there were."""
+    """One event of a stream: some text, or the number of tokens."""
 
     text: str = ""
     completion_tokens: int | None = None
@@ -47,7 +47,8 @@ class _Chunk(msgspec.Struct):
 
 
 def read_event(data: str) -> Piece:
-    """The payload of one server-sent event. Raises `ChatError` for an error, or for nonsense."""
+    """Parse the payload of one server-sent event. Raises `ChatError` for an error or for invalid
+    data."""
     try:
         chunk = msgspec.json.decode(data, type=_Chunk)
     except UNREADABLE as exc:
@@ -61,10 +62,7 @@ def read_event(data: str) -> Piece:
 async def stream_chat(
     client: httpx.AsyncClient, url: str, body: dict[str, Any]
 ) -> AsyncIterator[Piece]:
-    """One chat completion, as its pieces arrive. Raises `ChatError`.
-
-    `url` is the API's base and ends in `/v1`; `body` needs `model` and `messages`.
-    """
+    """Yield the pieces of one chat completion as they arrive. Raises `ChatError`."""
     request = body | {"stream": True, "stream_options": {"include_usage": True}}
     try:
         async with client.stream("POST", f"{url}/chat/completions", json=request) as response:

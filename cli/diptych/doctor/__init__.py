@@ -1,1 +1,1 @@
-"""`diptych doctor`: what this machine has, and what of Diptych will work on it."""
+"""`diptych doctor`: checks this machine, and which parts of Diptych will work on it."""

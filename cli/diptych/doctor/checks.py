@@ -1,4 +1,4 @@
-"""The checks of `diptych doctor`. Pure: each goes from facts to one result."""
+"""The checks of `diptych doctor`: each is a function from facts to one result, without I/O."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from diptych.doctor.facts import Facts, Package
 
 GIB: Final = 1 << 30
 ENOUGH_MEMORY: Final = 4 * GIB
-"""Two engines with a KV cache of 1 GiB each, which is the default, and a small model's weights."""
+"""Two engines with the default KV cache of 1 GiB each, and a small model's weights."""
 LEAST_MEMORY: Final = 1 * GIB
-"""Two engines of the smallest model, whose KV caches are nearly empty."""
+"""Two engines of the smallest model, with almost no KV cache."""
 ENOUGH_DISK: Final = 4 * GIB
-"""A model of two thousand million parameters in 16 bits."""
+"""A model of two billion parameters in 16 bits."""
 LEAST_DISK: Final = GIB // 4
-"""The model of the example."""
+"""The example's model."""
 INSTALL: Final = "pip install 'diptych[cli,engine,router]' --constraint requirements.lock"
 
 
 class State(StrEnum):
     OK = "ok"
     WARN = "warn"
-    """Diptych works, but something of it is slower or missing."""
+    """Diptych works, but a part of it is slower or missing."""
     FAIL = "fail"
     """`diptych up` cannot work."""
 
@@ -34,7 +34,7 @@ class Check:
     name: str
     state: State
     found: str
-    """What there is, and what it means."""
+    """What was found, and what it means."""
     remedy: str = ""
     """What to do; empty if nothing has to be done."""
 
@@ -48,7 +48,7 @@ def check_system(facts: Facts) -> Check:
 
 
 def check_packages(facts: Facts) -> Check:
-    """The packages that `diptych up` needs. Python's version is among what pip has checked."""
+    """Check the packages that `diptych up` needs. pip has checked Python's version."""
     needed = {package.name: package for own in facts.packages.values() for package in own}
     missing = [package.name for package in needed.values() if not package.found]
     others = [package for package in needed.values() if package.found and not package.fits]
@@ -69,7 +69,7 @@ def _differs(package: Package) -> str:
 
 
 def check_cpu(facts: Facts) -> Check:
-    """Compiled kernels need no C compiler: LLVM comes with numba."""
+    """Check the processor. Compiled kernels need no C compiler: LLVM comes with numba."""
     cpu = facts.cpu
     if cpu.problem:
         return Check("cpu", State.FAIL, cpu.problem, "unset DIPTYCH_CPU_LEVEL, or set it to auto")
@@ -106,7 +106,8 @@ def check_memory(facts: Facts) -> Check:
 
 
 def check_ucx(facts: Facts) -> Check:
-    """Engines of a laptop connect over TCP on loopback, and may then read each other's memory."""
+    """Check UCX. Engines on a laptop connect over TCP on loopback, and may then read each other's
+    memory."""
     ucx = facts.ucx
     if ucx.problem:
         return Check("ucx", State.FAIL, ucx.problem, INSTALL)
@@ -204,7 +205,7 @@ def examine(facts: Facts) -> list[Check]:
 
 
 def verdict(checks: Sequence[Check]) -> str:
-    """What will work, in a sentence."""
+    """Say in a sentence what will work."""
     failed = [check.name for check in checks if check.state is State.FAIL]
     if failed:
         return f"`diptych up` will not work here, because of: {', '.join(failed)}"

@@ -30,10 +30,10 @@ def doctor(as_json: bool) -> None:
       diptych doctor
       diptych doctor --json | jq -r '.[] | select(.state != "ok") | .remedy'
     """
-    from diptych.console import console_for_tables
     from diptych.defaults import DEFAULT_PORT, MODEL_CACHE
     from diptych.doctor.checks import State, examine, verdict
     from diptych.doctor.gather import gather
+    from diptych.watching import console_for_tables
 
     checks = examine(gather(DEFAULT_PORT, MODEL_CACHE))
     if as_json:
@@ -46,7 +46,7 @@ def doctor(as_json: bool) -> None:
 
 
 def table(checks: Sequence[Check]) -> RenderableType:
-    """One row for each check; what to do is below what was found."""
+    """One row for each check, with the remedy below what was found."""
     from rich.table import Table
     from rich.text import Text
 

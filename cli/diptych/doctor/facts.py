@@ -1,4 +1,4 @@
-"""What `diptych doctor` judges: facts of this machine, as plain values."""
+"""The facts about this machine that `diptych doctor` judges, as plain values."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """One requirement of Diptych, and what is installed."""
+    """One requirement of Diptych, and the installed version."""
 
     name: str
     wanted: str
     """The versions that Diptych asks for, such as `==2.13.0`."""
     found: str
-    """Empty: it is not installed."""
+    """Empty if it is not installed."""
     fits: bool
 
 
@@ -31,10 +31,10 @@ class Cpu:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """In bytes."""
+    """Memory in bytes."""
 
     total: int
-    """What the machine has, or the control group where that has less."""
+    """The machine's memory, or the control group's limit if that is lower."""
     available: int
 
 
@@ -42,7 +42,7 @@ class Memory:
 class Ucx:
     version: str
     transports: tuple[str, ...] = ()
-    """All that UCX finds on this machine."""
+    """All transports that UCX finds on this machine."""
     problem: str = ""
     reads_neighbours: bool = True
     """Whether the kernel lets an engine read the memory of another one of the same user."""
@@ -51,20 +51,20 @@ class Ucx:
 @dataclass(frozen=True, slots=True)
 class Ports:
     api: int
-    """The port that `diptych up` takes unless told otherwise."""
+    """The default port of `diptych up`."""
     api_is_free: bool
     taken_by: str = ""
-    """The service of this machine that has it; empty: another program."""
+    """The service on this machine that uses it; empty: another program."""
     problem: str = ""
-    """Why no other port of loopback could be had; empty if some can."""
+    """Why no other loopback port is available; empty if one is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
     signs: bool
-    """Whether there is a device or a driver of NVIDIA."""
+    """Whether there is an NVIDIA device or driver."""
     devices: tuple[str, ...] = ()
-    """Name, driver and memory of each, as nvidia-smi has them."""
+    """Name, driver and memory of each, as nvidia-smi reports them."""
     torch_sees: bool = False
     torch_problem: str = ""
     triton: str = ""
@@ -82,7 +82,7 @@ class Vllm:
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """Where fetched models are kept."""
+    """The disk on which fetched models are stored."""
 
     folder: str
     free_bytes: int
@@ -93,7 +93,7 @@ class Disk:
 @dataclass(frozen=True, slots=True)
 class Facts:
     system: str
-    """As `platform.system()` has it."""
+    """As `platform.system()` returns it."""
     machine: str
     libc: str
     python: str

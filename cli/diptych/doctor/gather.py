@@ -1,4 +1,4 @@
-"""Gathers the facts for `diptych doctor`. It changes nothing and starts nothing that stays."""
+"""Gathers the facts for `diptych doctor`. It changes nothing and leaves no process running."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ CAP_SYS_PTRACE: Final = 19
 MEMORY_LIMITS: Final = ("memory.max", "memory.limit_in_bytes")
 MEMORY_USES: Final = ("memory.current", "memory.usage_in_bytes")
 CACHE_FIELD: Final = "inactive_file"
-"""In memory.stat: pages of files, which the kernel gives up when others want memory."""
+"""A line of memory.stat: file pages, which the kernel frees when memory is needed."""
 
 
 def gather(api_port: int, models: Path) -> Facts:
-    """`models`: the folder of fetched models, which need not exist."""
+    """Gather all facts. `models`: the folder of fetched models, which need not exist."""
     return Facts(
         system=platform.system(),
         machine=platform.machine(),
@@ -61,7 +61,8 @@ def gather(api_port: int, models: Path) -> Facts:
 
 
 def packages_of(extra: str) -> Iterator[Package]:
-    """What `diptych[extra]` requires on this machine, through extras that it names itself."""
+    """Return the requirements of `diptych[extra]` on this machine, including those of the extras
+    that it names."""
     for line in metadata.requires("diptych") or ():
         wanted = Requirement(line)
         if wanted.marker is not None and not wanted.marker.evaluate({"extra": extra}):
@@ -106,10 +107,8 @@ def _memory() -> Memory:
 
 
 def memory_limit(own: str, root: Path) -> tuple[float, float]:
-    """Bytes that control groups allow, and how many of them are left; infinity without a limit.
-
-    `own` and `root`: see `diptych_frontend.processors.quota`.
-    """
+    """Return the bytes that control groups allow, and how many of them are left; infinity without a
+    limit."""
     limit = left = math.inf
     for folder in own_groups(own, root, "memory"):
         allowed, used = _first_number(folder, MEMORY_LIMITS), _first_number(folder, MEMORY_USES)
@@ -157,7 +156,7 @@ def _transports() -> tuple[str, ...]:
 
 
 def transports_in(listed: str) -> tuple[str, ...]:
-    """The names in the output of `ucx_info -d`, each once."""
+    """Return the names in the output of `ucx_info -d`, each once."""
     pairs = (line.lstrip("# ").partition(":") for line in listed.splitlines())
     names = (value.strip() for field, _, value in pairs if field.strip() == "Transport")
     return tuple(dict.fromkeys(names))
@@ -173,7 +172,8 @@ def _reads_neighbours() -> bool:
 def may_read_neighbours(scope: str, capabilities: int) -> bool:
     """Whether Yama lets a process read another one of its user that it did not start.
 
-    scope: of `kernel.yama.ptrace_scope`, empty without Yama. capabilities: the effective ones.
+    scope: the value of `kernel.yama.ptrace_scope`, empty without Yama. capabilities: the effective
+    ones.
     """
     if scope in ("", "0"):
         return True

@@ -1,6 +1,6 @@
-"""What the plugin asks of a cluster: GETs, with the rights of whoever runs it.
+"""The plugin's requests to a cluster: GETs only, with the rights of the user.
 
-`kubernetes` is imported only here, and only once a command needs a cluster.
+`kubernetes` is imported only here, and only when a command needs a cluster.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Raw = dict[str, Any]
 
 TIMEOUT_S = (5.0, 20.0)
-"""To connect, and to read."""
+"""Time limits for connecting and for reading."""
 MAX_EVENTS = 500
 MAX_ANSWER_BYTES = 16 << 20
 SERVICES = "inferenceservices"
@@ -34,7 +34,7 @@ _KEYS_LABEL = "diptych.dev/keys"
 
 
 class ClusterError(click.ClickException):
-    """The question cannot be asked or answered; exit code 2, for 1 is an answer of `why`."""
+    """The question cannot be asked or answered. Exit code 2, because 1 is an answer of `why`."""
 
     exit_code = 2
 
@@ -46,7 +46,7 @@ class ClusterError(click.ClickException):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Which cluster, and where in it; None takes what the kubeconfig says."""
+    """The cluster, and the namespace in it. None: as the kubeconfig says."""
 
     kubeconfig: str | None = None
     context: str | None = None
@@ -81,26 +81,27 @@ class Cluster:
         return cls(client.ApiClient(settings), namespace)
 
     def services(self, *, everywhere: bool = False) -> list[Raw]:
-        """All InferenceServices of the namespace, or of the cluster."""
+        """Return all InferenceServices of the namespace, or of the cluster."""
         where = "" if everywhere else f"/namespaces/{quote(self.namespace, safe='')}"
         return self._list(f"{_GROUP_PATH}{where}/{SERVICES}")
 
     def service(self, name: str) -> Raw:
-        """One of them. Raises `ClusterError` if there is none of that name."""
+        """Return one service. Raises `ClusterError` if there is none of that name."""
         namespace = quote(self.namespace, safe="")
         return self._get(f"{_GROUP_PATH}/namespaces/{namespace}/{SERVICES}/{quote(name, safe='')}")
 
     def pods(self, name: str) -> list[Raw]:
-        """The pods of a service."""
+        """Return the pods of a service."""
         return self._list(self._core("pods"), {"labelSelector": f"{_SERVICE_LABEL}={name}"})
 
     def warnings(self) -> list[Raw]:
-        """Warning events of the namespace."""
+        """Return the warning events of the namespace."""
         query = {"fieldSelector": "type=Warning", "limit": str(MAX_EVENTS)}
         return self._list(self._core("events"), query)
 
     def admin_tokens(self, name: str) -> list[str]:
-        """The admin tokens of a service, the newest first: during a rotation there are two."""
+        """Return the admin tokens of a service, the newest first: during a rotation
+        there are two."""
         from diptych_protocol.admin import ADMIN_TOKEN_FILE
 
         query = {"labelSelector": f"{_SERVICE_LABEL}={name},{_KEYS_LABEL}"}
@@ -112,9 +113,9 @@ class Cluster:
     def forwarded(
         self, pod: str, port: int, path: str, headers: Mapping[str, str]
     ) -> tuple[int, bytes]:
-        """Status and body of a GET at a pod's port, forwarded by the API server and the kubelet: so
-        no NetworkPolicy is in the way, and the header Authorization arrives. Raises `ClusterError`.
-        """
+        """Send a GET to a pod's port and return status and body. The API server and the kubelet
+        forward it, so no NetworkPolicy blocks it, and the header Authorization arrives. Raises
+        `ClusterError`."""
         from kubernetes.client import ApiException, CoreV1Api
         from kubernetes.stream import portforward
 
@@ -144,7 +145,8 @@ class Cluster:
             forward.close()
 
     def metrics(self, pod: str, port: int, *, https: bool = False) -> str:
-        """`/metrics` of a pod, through the API server: no port-forward, no way to the pod."""
+        """Return a pod's `/metrics`. The API server forwards the request, so the user needs no
+        port-forward and no route to the pod."""
         name = f"https:{quote(pod, safe='')}" if https else quote(pod, safe="")
         path = f"{self._core('pods')}/{name}:{port}/proxy/metrics"
         return self._request(path, {}, "text/plain").decode(errors="replace")
@@ -182,7 +184,7 @@ class Cluster:
 
 
 def refusal(status: int, data: bytes, path: str) -> str:
-    """What the API server's refusal means here, and what to do."""
+    """Explain the API server's refusal, and what to do."""
     try:
         said = msgspec.json.decode(data, type=Raw)
     except UNREADABLE:

@@ -1,4 +1,4 @@
-"""`kubectl diptych`: kubectl runs the program `kubectl-diptych` for it."""
+"""The program `kubectl-diptych`, which kubectl runs for `kubectl diptych`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import click
 import msgspec
 from rich.console import Console, RenderableType
 
-from diptych.console import console_for_tables
 from diptych.defaults import TOP_INTERVAL_S
 from diptych.kubectl.cluster import Access, Cluster, ClusterError
 from diptych.main import CONTEXT
 from diptych.main import render as render_file
 from diptych.request_trace import show_timelines, svg_option
 from diptych.service_argument import service_argument
-from diptych.watching import loads_over, show
+from diptych.watching import console_for_tables, loads_over, show
 
 if TYPE_CHECKING:
     from diptych.engine_load import Sample

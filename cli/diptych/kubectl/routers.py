@@ -1,4 +1,4 @@
-"""What `kubectl diptych why NAME REQUEST-ID` asks of the routers of a service."""
+"""Asks the routers of a service about requests, for `kubectl diptych why NAME REQUEST-ID`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ T = TypeVar("T")
 
 
 def ask_about(cluster: Cluster, name: str, request_id: str) -> tuple[list[Told], list[str]]:
-    """What the routers of a service say of a request, and what is wrong with those that cannot be
-    asked. Raises `ClusterError` if none knows it, or none can be asked."""
+    """Return the routers' answers about a request, and an error for each router that cannot be
+    asked. Raises `ClusterError` if no router knows it, or none can be asked."""
     answers, problems = _ask(cluster, name, path_of(request_id), Explanation)
     return [Told(router, known) for router, known in answers], problems
 
 
 def ask_for_newest(cluster: Cluster, name: str) -> tuple[list[Listed], list[str]]:
-    """The newest requests of each router; as `ask_about`."""
+    """Return the newest requests of each router; otherwise as `ask_about`."""
     answers, problems = _ask(cluster, name, LIST_PATH, RequestList)
     return [Listed(router, known) for router, known in answers], problems
 

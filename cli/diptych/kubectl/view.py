@@ -1,4 +1,4 @@
-"""What `kubectl diptych status` shows. Pure: from raw objects to tables and plain values."""
+"""Turns raw objects into tables and plain values for `kubectl diptych status`, without I/O."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NEUTRAL = frozenset({"Progressing", "Reconciling"})
 
 @dataclass(frozen=True, slots=True)
 class ServiceView:
-    """One InferenceService, as far as the plugin speaks of it."""
+    """The parts of one InferenceService that the plugin shows."""
 
     namespace: str
     name: str
@@ -35,7 +35,7 @@ class ServiceView:
 
     @property
     def reported(self) -> bool:
-        """An operator has judged the newest spec."""
+        """Whether an operator has processed the newest spec."""
         return bool(self.status.conditions) and self.status.observed_generation >= self.generation
 
     def condition(self, kind: str) -> Condition | None:
@@ -43,7 +43,8 @@ class ServiceView:
 
 
 def service_view(raw: Raw) -> ServiceView:
-    """Lenient: the plugin may be older or newer than the operator that wrote the status."""
+    """Read an object leniently: the plugin may be older or newer than the operator that wrote the
+    status."""
     meta, spec = raw.get("metadata") or {}, raw.get("spec") or {}
     try:
         status = msgspec.convert(raw.get("status") or {}, Status, strict=False)
@@ -59,7 +60,7 @@ def service_view(raw: Raw) -> ServiceView:
 
 
 def as_json(views: Sequence[ServiceView]) -> list[Raw]:
-    """For programs: name, namespace, model, and the status as the cluster has it."""
+    """Return values for programs: name, namespace, model, and the status as the cluster has it."""
     return [
         {
             "namespace": view.namespace,
@@ -73,7 +74,7 @@ def as_json(views: Sequence[ServiceView]) -> list[Raw]:
 
 
 def listing(views: Sequence[ServiceView], *, everywhere: bool = False) -> RenderableType:
-    """One line for each service."""
+    """Format one line for each service."""
     if not views:
         where = "in this cluster" if everywhere else "in this namespace; -A looks in all"
         return Text(f"no InferenceService {where}")
@@ -96,7 +97,7 @@ def listing(views: Sequence[ServiceView], *, everywhere: bool = False) -> Render
 
 
 def details(view: ServiceView) -> RenderableType:
-    """Everything that the status of one service says."""
+    """Format the whole status of one service."""
     status = view.status
     parts: list[RenderableType] = [
         Text(f"{view.namespace}/{view.name}  {view.model}", style="bold"),
@@ -112,7 +113,7 @@ def details(view: ServiceView) -> RenderableType:
 
 
 def unreported(view: ServiceView) -> str:
-    """Why the status does not speak of the newest spec."""
+    """Explain why the status does not describe the newest spec."""
     if not view.status.conditions:
         return (
             "No operator has reported on this service. Is it running? "

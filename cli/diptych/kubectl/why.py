@@ -1,4 +1,5 @@
-"""What `kubectl diptych why` says: in plain words, what is not as wanted and what to do. Pure."""
+"""Explains for `kubectl diptych why` what is wrong with a service and what to do. It performs no
+I/O."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ NEWEST_EVENTS = 5
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """`healthy` is the command's exit code; there may be something to say all the same."""
+    """`healthy` decides the command's exit code. A healthy service may have causes or
+    events too."""
 
     healthy: bool
     headline: str
@@ -35,7 +37,8 @@ class Cause:
 
 
 def explain(view: ServiceView, warnings: Sequence[Raw] = ()) -> Explanation:
-    """`warnings`: Warning events of the namespace; those of other objects are left out."""
+    """Explain a service. `warnings`: Warning events of the namespace; those of other objects are
+    ignored."""
     name = f"{view.namespace}/{view.name}"
     if not view.reported:
         cause = Cause("The status is not up to date", unreported(view))

@@ -1,2 +1,2 @@
-"""Runs the rendered Kubernetes objects as processes of one machine: an embedded default for laptops
-and tests, not a cluster."""
+"""Runs the rendered Kubernetes objects as processes of one machine, for laptops and tests. It is
+not a cluster."""

@@ -1,8 +1,8 @@
 """Access to the API of a service on this machine: its address, its keys and its certificate.
 
-On loopback it is open, whatever the file asks of a cluster: the Secrets that it names are not
-here. Elsewhere it has keys, those of a directory or one made for the run, and TLS if the file asks
-for it.
+On loopback the API is open, whatever the file requires in a cluster, because the Secrets that it
+names do not exist here. At other addresses it needs keys, from a directory or made for the run, and
+TLS if the file asks for it.
 """
 
 from __future__ import annotations
@@ -21,23 +21,22 @@ from diptych.laptop.pods import LOOPBACK, reached_at
 from diptych.laptop.rundir import RunDirectory
 from diptych_frontend.openai.api_keys import ApiKeys
 from diptych_frontend.openai.tls import CERTIFICATE_FILE, Certificate
-from diptych_operator.api.batches import Batches
-from diptych_operator.api.pools import ApiKeys as ApiKeysOfSecret
-from diptych_operator.api.pools import Router, Tls
+from diptych_operator.api.router import ApiKeys as ApiKeysOfSecret
+from diptych_operator.api.router import Batches, Router, Tls
 from diptych_operator.api.service import InferenceService
 from diptych_protocol import InvalidRequestError
-from diptych_protocol.config import HostNames, Origins
+from diptych_protocol.router_settings import HostNames, Origins
 
 KEYS_NAME, TLS_NAME = "laptop-api-keys", "laptop-tls"
-"""What stands for the names of Secrets; the run directory has folders of these names."""
+"""Folders of the run directory that take the place of Secrets."""
 MADE_KEY_NAME = "laptop"
 BATCHES_SIZE = "256Mi"
-"""The run directory may be in memory."""
+"""A low limit, because the run directory may be in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiAccess:
-    """What the user wants; nothing of it is checked yet."""
+    """The access that the user asked for; it has not been checked yet."""
 
     port: int
     host: str = LOOPBACK
@@ -46,9 +45,9 @@ class ApiAccess:
     tls: Path | None = None
     """A directory with `tls.crt` and `tls.key`."""
     hosts: tuple[str, ...] = ()
-    """Names that it answers under, beside those that the file allows."""
+    """Further host names, beside those that the file allows."""
     origins: tuple[str, ...] = ()
-    """Sites whose pages may use it, beside those that the file allows."""
+    """Further sites whose pages may use the API, beside those that the file allows."""
 
     @property
     def on_loopback(self) -> bool:
@@ -68,9 +67,9 @@ class ApiAccess:
         return f"{scheme}://{reached_at(self.host)}:{self.port}/v1"
 
     def fit(self, source: Source, service: InferenceService) -> InferenceService:
-        """The service with this access instead of a cluster's.
+        """Return the service with this access instead of the access in a cluster.
 
-        Raises `BadInputError` for keys or a certificate that cannot be used, or that are missing.
+        Raises `BadInputError` for missing or unusable keys or certificates.
         """
         if service.spec.router.tls is not None and self.tls is None and not self.on_loopback:
             raise BadInputError(
@@ -115,7 +114,7 @@ class ApiAccess:
                 raise BadInputError(f"{option}: {exc}") from exc
 
     def furnish(self, run_dir: RunDirectory) -> Path | None:
-        """Put keys and certificate where the router looks for them; returns a key's file."""
+        """Put keys and certificate where the router reads them. Returns the file of a key."""
         if self.tls is not None:
             run_dir.link(f"secrets/{TLS_NAME}", self.tls)
         if self.api_keys is not None:
@@ -132,9 +131,10 @@ class ApiAccess:
         return None if self.tls is None else self.tls.resolve() / CERTIFICATE_FILE
 
     def access(self, key: str = "") -> str:
-        """In a line: who may use the API; with the key that was made for the run, if it is given.
+        """Describe in one line who may use the API. If a key made for the run is given, the line
+        contains it.
 
-        Names of keys are those of this moment.
+        Names of keys are those at the time of the call.
         """
         tls = "TLS" if self.tls is not None else "no TLS"
         if self.api_keys is not None:

@@ -1,4 +1,4 @@
-"""How commands of this machine talk to an API: with a key, and trusting a certificate."""
+"""How commands reach an API on this machine: with its key, and trusting its certificate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ METRICS_TIMEOUT_S: Final = 2.0
 
 
 def read_metrics(state: RunState) -> str:
-    """What a service's router exports at /metrics. Raises `httpx.HTTPError` and `OSError`."""
+    """Return a service's /metrics from its router. Raises `httpx.HTTPError` and `OSError`."""
     url = f"{state.url.removesuffix('/v1')}/metrics"
     response = httpx.get(url, timeout=METRICS_TIMEOUT_S, **options(state))
     response.raise_for_status()
@@ -22,9 +22,9 @@ def read_metrics(state: RunState) -> str:
 
 
 def options(state: RunState | None = None, api_key: str | None = None) -> dict[str, Any]:
-    """Arguments of an httpx client or call.
+    """Return keyword arguments for an httpx client or call.
 
-    A service of this machine has its own key and certificate; others want `api_key`, and a
+    A service on this machine has its own key and certificate. Others need `api_key`, and a
     certificate that the system trusts. The key of a service that has just ended is empty.
     """
     key, trust = api_key, ssl.create_default_context()

@@ -1,7 +1,7 @@
-"""Kills an engine of this run when its page says so, and takes orders from nobody else.
+"""Kills an engine of this run when the router's page requests it, and refuses everybody else.
 
-A browser lets any site send requests to loopback. So an order needs the token of this run, which
-only the router passes on, and of all sites the page's alone may give one.
+A browser lets any site send requests to loopback. So a request needs the token of this run, which
+only the router passes on, and must come from the page's own site.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from diptych_frontend.browsers.gate import BrowserGate
 from diptych_frontend.browsers.rules import BrowserRules
 from diptych_frontend.openai.asgi import Boundary
 from diptych_protocol import InvalidRequestError
-from diptych_router.page.control import Control
+from diptych_router.telling.page.control import Control
 
 ENGINES: Final = ("prefill", "decode")
 DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 
 
 class KillSwitch:
-    """The app of its port, and what the router's page needs to reach it."""
+    """The ASGI app that kills engines, and the address that the router's page needs to reach it."""
 
     def __init__(self, pods: Sequence[RunningPod], api_url: str) -> None:
         """api_url: base URL of the API, at whose address the page is."""
@@ -39,7 +39,7 @@ class KillSwitch:
         self._token = secrets.token_urlsafe(24)
 
     def reached_at(self, port: int) -> Control:
-        """With the token."""
+        """The address, including the token."""
         return Control(f"http://{LOOPBACK}:{port}", self._token)
 
     def app(self) -> ASGIApp:
@@ -71,7 +71,7 @@ class KillSwitch:
 
 
 def origins_of(api_url: str) -> frozenset[str]:
-    """How a browser of this machine may name the site of an API on loopback."""
+    """Return the origins by which a browser on this machine may name the API's site on loopback."""
     scheme, _, rest = api_url.partition("://")
     port = int(rest.partition("/")[0].rpartition(":")[2])
     suffix = "" if DEFAULT_PORTS[scheme] == port else f":{port}"

@@ -1,6 +1,6 @@
-"""Holds one pod's processes on a leash: when the leash is let go, for whatever reason, they die.
+"""Kills one pod's processes as soon as its supervisor goes away, for whatever reason.
 
-Run as a script, with a socket as standard input; the arguments are the pod's niceness and its
+It runs as a script, with a socket as standard input. The arguments are the pod's niceness and its
 command. The other end of the socket belongs to the supervisor:
 
     leash -> supervisor   the pod's process id, as a line of digits
@@ -8,9 +8,9 @@ command. The other end of the socket belongs to the supervisor:
     socket closed         SIGKILL to the pod's whole process group: also when the supervisor itself
                           was killed and could say nothing
 
-The pod leads a session of its own. When it ends, what is left of its group is killed, and the leash
-exits with its code (128 + signal if a signal ended it). Nothing here but the standard library, for
-the leash must be small and start at once.
+The pod leads a session of its own. When it ends, the rest of its process group is killed, and the
+leash exits with its code (128 + signal if a signal ended it). This file uses only the standard
+library, because the leash must be small and start at once.
 """
 
 from __future__ import annotations

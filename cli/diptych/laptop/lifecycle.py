@@ -14,7 +14,7 @@ from dataclasses import dataclass
 FIRST_DELAY_S = 1.0
 LONGEST_DELAY_S = 30.0
 STABLE_S = 30.0
-"""A pod that was ready for this long starts again with the shortest delay."""
+"""A pod that was ready for this long restarts with the shortest delay."""
 MAX_FAILED_STARTS = 3
 
 
@@ -29,10 +29,10 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True)
 class PodLife:
-    """What the supervisor remembers of one pod. Times are seconds of one monotonic clock."""
+    """The state of one pod, kept by its supervisor. Times are seconds of one monotonic clock."""
 
     failure_threshold: int = 3
-    """Failed readiness probes in a row that make a ready pod not ready."""
+    """A ready pod becomes not ready after this many failed readiness probes in a row."""
     phase: Phase = Phase.PENDING
     restarts: int = 0
     changed_at: float = 0.0
@@ -43,13 +43,13 @@ class PodLife:
     _ready_since: float | None = None
 
     def started(self, now: float) -> None:
-        """A process of the pod was started."""
+        """Note that a process of the pod was started."""
         if self.phase is Phase.BACKING_OFF:
             self.restarts += 1
         self._enter(Phase.STARTING, now)
 
     def probed(self, ok: bool, now: float) -> None:
-        """A readiness probe was answered, or not."""
+        """Note whether a readiness probe was answered."""
         if ok:
             self._failed_probes = 0
             if self.phase is not Phase.READY:
@@ -63,7 +63,8 @@ class PodLife:
             self._enter(Phase.NOT_READY, now)
 
     def exited(self, now: float) -> float | None:
-        """The process ended: seconds until the next start, or None if there is no point in one."""
+        """Note that the process ended. Returns the seconds until the next start, or None if it
+        should not start again."""
         if self._ready_since is not None and now - self._ready_since >= STABLE_S:
             self._delay_s = FIRST_DELAY_S
         self._ready_since = None

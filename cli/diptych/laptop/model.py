@@ -1,4 +1,4 @@
-"""The model on this machine: what pods have an init container for, a laptop does itself."""
+"""Provides the model on this machine, as an init container does for pods in a cluster."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from diptych_protocol.model_uri import parse_model_uri
 
 
 def with_local_model(service: InferenceService, cache: Path, console: Console) -> InferenceService:
-    """The service with its model as a file of this machine, fetched into `cache` if need be.
+    """Return the service with its model as a file of this machine, fetched into `cache` if
+    necessary.
 
-    Tokens are those of the user's environment. Raises `BadInputError` for a model that cannot be
-    had as written, `RunError` for one that could not be fetched now.
+    Tokens come from the user's environment. Raises `BadInputError` for a model that is not
+    available as written, `RunError` for one that could not be fetched now.
     """
     model = service.spec.model
     if not parse_model_uri(model.uri).is_fetched:

@@ -1,6 +1,6 @@
-"""From rendered Kubernetes objects to processes on one machine. Pure: values in, values out.
+"""Turns rendered Kubernetes objects into plans for processes on one machine. It performs no I/O.
 
-What differs from a cluster, and nothing else does:
+Only this differs from a cluster:
 
 - every container port becomes a free port of 127.0.0.1, in the environment and in probes, and
   neighbours stay neighbours; only the API of routers may listen elsewhere;
@@ -43,7 +43,8 @@ from diptych_protocol import EngineConfig
 
 LOOPBACK = "127.0.0.1"
 PACKAGES_FOLDER = "packages"
-"""A folder of the run directory: what an init container would have copied into pods of vLLM."""
+"""A folder of the run directory, with the packages that an init container would copy into pods of
+vLLM."""
 NODE_NAME = "localhost"
 NO_PROGRAMS: Mapping[str, str] = MappingProxyType({})
 Object = dict[str, Any]
@@ -52,14 +53,14 @@ _PORT_OF_VARIABLE = {variable: port for port, variable in PORT_VARIABLES.items()
 
 
 def reached_at(host: str) -> str:
-    """The host of URLs, on this machine, of what listens at `host`."""
+    """Return the host in URLs for a program on this machine that listens at `host`."""
     if host in ("0.0.0.0", "::"):
         return LOOPBACK
     return f"[{host}]" if ":" in host else host
 
 
 class UnsupportedPodError(ValueError):
-    """A podTemplate asks for something that only a cluster can give."""
+    """A podTemplate requires something that only a cluster has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,29 +81,29 @@ class HttpProbe:
 
 
 DECODE_NICENESS = 10
-"""Prefill goes first where both want a core, as in an engine that does both: who waits for a first
-token waits less, and decoding loses little, because memory is what it waits for. This is for our
-own engine, which leaves its cores when it has nothing to do. NIXL's threads in vLLM never do: a
-decode server that gave way to them would hardly run."""
+"""The niceness of decode engines, so that prefill goes first where both want a core. First tokens
+come sooner, and decoding loses little, because it mostly waits for memory. This is for our own
+engine, which leaves its cores when it has nothing to do. NIXL's threads in vLLM never do, so a vLLM
+decode server with a higher niceness would hardly run."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPod:
-    """One pod as a process: what to start, and how to see that it is well."""
+    """One pod as a process: how to start it, and how to check its health."""
 
     name: str
     role: str
     command: tuple[str, ...]
     env: dict[str, str]
-    """The container's own variables, expanded; the user's environment goes below them."""
+    """The container's own variables, expanded. They override the user's environment."""
     ports: dict[str, int]
-    """Local port by the container port's name."""
+    """The local port for each named container port."""
     startup: HttpProbe | None
     readiness: HttpProbe | None
     grace_s: float
-    """From SIGTERM to SIGKILL."""
+    """Seconds between SIGTERM and SIGKILL."""
     niceness: int
-    """How far it gives way to the other pods on the same cores."""
+    """The process's niceness, relative to other pods on the same cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ class _Placed:
     spec: Object
     ports: dict[str, int]
     host: str
-    """Where its API listens."""
+    """The address at which its API listens."""
 
     @property
     def container(self) -> Object:
@@ -128,7 +129,7 @@ class _Placed:
 
 
 def port_runs(objects: Iterable[Object]) -> list[int]:
-    """The ports that `local_pods` will take: lengths of runs, each of neighbours."""
+    """Return the lengths of the runs of adjacent ports that `local_pods` will take."""
     return [
         len(run)
         for deployment in _of_kind(objects, "Deployment")
@@ -144,11 +145,11 @@ def local_pods(
     router_host: str = LOOPBACK,
     programs: Mapping[str, str] = NO_PROGRAMS,
 ) -> list[LocalPod]:
-    """Every pod of every Deployment.
+    """Return every pod of every Deployment.
 
-    `free_ports` holds the runs of `port_runs(objects)`, one behind the other; the first router
-    takes `router_port`, and all routers' APIs listen at `router_host`. `programs`: where programs
-    are that an image has on its path. Raises `UnsupportedPodError` naming pod and field.
+    `free_ports` holds the runs of `port_runs(objects)`, one after the other. The first router takes
+    `router_port`, and all routers' APIs listen at `router_host`. `programs`: paths of programs that
+    an image would have. Raises `UnsupportedPodError` naming pod and field.
     """
     placed = _place(objects, free_ports, router_port, router_host)
     targets = _targets(objects, placed)
@@ -156,9 +157,9 @@ def local_pods(
 
 
 def files(objects: Sequence[Object], threads: int) -> dict[str, bytes]:
-    """Contents of all ConfigMaps and Secrets by their path below the run directory.
+    """Return the contents of all ConfigMaps and Secrets by their path below the run directory.
 
-    The engines have so many threads between them, where no CPU limit says otherwise.
+    `threads` are shared out to the engines without a CPU limit.
     """
     replicas = {
         deployment["spec"]["template"]["metadata"]["labels"].get(ROLE_LABEL): deployment["spec"][
@@ -183,7 +184,8 @@ def files(objects: Sequence[Object], threads: int) -> dict[str, bytes]:
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """Kubernetes' expansion: `$(NAME)` if NAME is known, else left as it is; `$$` is one `$`."""
+    """Expand variables as Kubernetes does: `$(NAME)` if NAME is known, else unchanged; `$$` is one
+    `$`."""
 
     def replacement(match: re.Match[str]) -> str:
         if match[0] == "$$":

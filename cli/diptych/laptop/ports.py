@@ -1,4 +1,4 @@
-"""Ports of 127.0.0.1."""
+"""Chooses free ports of 127.0.0.1."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from diptych.laptop.pods import LOOPBACK
 
 LOCAL_PORTS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 NODE_PORTS: Final = 30_000
-"""From here on, a Kubernetes on this machine may redirect connections."""
+"""A Kubernetes on this machine may redirect connections to this port and those above it."""
 LOWEST, LEAST = 20_000, 2_000
-"""Ports below are those of well-known programs; so many are enough for any laptop."""
+"""Ports below LOWEST are those of well-known programs. LEAST ports are enough for any laptop."""
 _TRIES: Final = 1000
 
 
 def free_ports(runs: Iterable[int], besides: Container[int] = ()) -> list[int]:
-    """Different ports that nobody listens on now, and none of `besides`: for each run so many
-    neighbours, one run behind the other. Raises `OSError` if there are none."""
+    """Return different ports that nobody listens on now and that are not in `besides`: for each
+    run, this many adjacent ones, one run after the other. Raises `OSError` if there are none."""
     with ExitStack() as held:
         return [port for length in runs for port in _free_run(held, length, besides)]
 
@@ -42,10 +42,10 @@ def _free_run(held: ExitStack, length: int, besides: Container[int]) -> range:
 
 
 def lasting_ports(local: str) -> range:
-    """The ports that stay free between their choice and their use, and while a pod starts again.
+    """Return the ports that stay free between their choice and their use, and while a pod restarts.
 
-    local: what Linux says of `LOCAL_PORTS`, the range from which it gives ports to outgoing
-    connections, and to whoever does not care. If next to nothing is left below, all are taken.
+    local: the content of `LOCAL_PORTS`, the range from which Linux assigns ports automatically. If
+    almost none are left below that range, all ports are returned.
     """
     first, *_ = local.split() or [""]
     end = min(int(first), NODE_PORTS) if first.isdecimal() else NODE_PORTS
@@ -68,7 +68,7 @@ def _taken(run: ExitStack, port: int) -> bool:
 
 
 def is_free(port: int, host: str = LOOPBACK) -> bool:
-    """Whether a server can listen there now. Raises `socket.gaierror` for a host that is none."""
+    """Whether a server can listen there now. Raises `socket.gaierror` for an unknown host."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, address = found[0]
     with socket.socket(family) as probe:

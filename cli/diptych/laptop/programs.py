@@ -1,4 +1,5 @@
-"""Programs of other projects that pods run: an image has them, here somebody installs them."""
+"""Finds programs of other projects that pods run. Images contain them; here the user
+installs them."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from diptych.known_models import Source
 from diptych_operator.api.service import InferenceService
 
 VLLM_VARIABLE: Final = "DIPTYCH_VLLM"
-"""In the user's environment: the virtual environment that has vLLM."""
+"""In the user's environment: the path of the virtual environment that has vLLM."""
 _INSTALL: Final = (
     "Install it into a virtual environment of its own, such as ~/vllm, and set "
     f"{VLLM_VARIABLE}=~/vllm"
@@ -21,7 +22,7 @@ _INSTALL: Final = (
 
 
 def other_programs(source: Source, service: InferenceService) -> Mapping[str, str]:
-    """Where each program is that the engines of a service need: name -> path.
+    """Return the path of each such program that the engines of a service need, by name.
 
     Raises `BadInputError`, saying what to install, if it is not on this machine.
     """
@@ -40,7 +41,7 @@ def other_programs(source: Source, service: InferenceService) -> Mapping[str, st
 
 
 def vllm_program() -> str | None:
-    """The program `vllm` that services here run; None if nobody has installed one.
+    """Return the program `vllm` that services here run; None if it is not installed.
 
     Raises `BadInputError` if `$DIPTYCH_VLLM` names a folder without it.
     """

@@ -1,6 +1,7 @@
 """The private directory of one `diptych up`: configuration, keys, logs and a state file.
 
-Other commands find running services by these directories; one whose owner is dead is litter.
+Other commands find running services by these directories. A directory whose owner is dead is
+removed.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ class PodState(msgspec.Struct, frozen=True):
     ports: dict[str, int]
     log: str
     cpu: str = ""
-    """Which instructions an engine's kernels use, and how many kernels are put aside."""
+    """The instruction level of an engine's kernels, and how many kernels are disabled."""
     health: str = ""
-    """How the router judges an engine: ok, silent or failing."""
+    """The router's judgement of an engine: ok, silent or failing."""
 
 
 class RunState(msgspec.Struct, frozen=True):
-    """What others may know of a running service."""
+    """What other processes may know of a running service."""
 
     service: str
     model: str
-    """The name clients send."""
+    """The model's name for clients."""
     url: str
     """Base URL of the OpenAI API, ending in /v1."""
     ready: bool
@@ -51,16 +52,17 @@ class RunState(msgspec.Struct, frozen=True):
     """Unix time."""
     pid: int
     pid_created: float
-    """With `pid` it identifies the owner for good; process ids come round again."""
+    """When the owner's process started. With `pid` it identifies the owner, because process ids are
+    reused."""
     pods: list[PodState] = []
     access: str = ""
-    """Who may use the API, without telling a key."""
+    """Who may use the API, without any key."""
     key_file: str = ""
-    """Holds a key that is good here; empty if none is needed."""
+    """A file with a valid key; empty if none is needed."""
     certificate: str = ""
     """The file of the API's certificate; empty without TLS."""
     admin_token_file: str = ""
-    """Holds what the admin ports of the pods want as bearer token."""
+    """The file with the bearer token for the admin ports of the pods."""
 
 
 class RunDirectory:
@@ -86,7 +88,7 @@ class RunDirectory:
         return self.path / "logs" / f"{pod}.log"
 
     def write(self, relative: str, content: bytes) -> None:
-        """Create a file that only its owner can read; it appears whole or not at all."""
+        """Write a file that only its owner can read. It appears whole or not at all."""
         target = self.path / relative
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.partial")
@@ -96,7 +98,8 @@ class RunDirectory:
         partial.replace(target)
 
     def link(self, relative: str, directory: Path) -> None:
-        """Let a folder here be somebody else's, which stays when this one goes."""
+        """Link a folder of somebody else into this directory. It stays when the directory is
+        removed."""
         target = self.path / relative
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         target.symlink_to(directory.resolve(), target_is_directory=True)
@@ -106,7 +109,7 @@ class RunDirectory:
 
 
 def base_directory() -> Path:
-    """`$XDG_RUNTIME_DIR` where there is one, else the directory for temporary files."""
+    """Return `$XDG_RUNTIME_DIR` if it is set, else the directory for temporary files."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and os.access(runtime, os.W_OK):
         return Path(runtime)
@@ -114,13 +117,13 @@ def base_directory() -> Path:
 
 
 def running() -> list[RunState]:
-    """The services of this user that run now, the newest first."""
+    """Return the running services of this user, the newest first."""
     states = [state for _, state in _runs() if _is_alive(state)]
     return sorted(states, key=lambda state: state.started_at, reverse=True)
 
 
 def find(service: str | None = None) -> RunState:
-    """The newest service that runs, of this name if one is given. Raises `RunError`."""
+    """Return the newest running service, of this name if one is given. Raises `RunError`."""
     states = running()
     found = next((state for state in states if service in (None, state.service)), None)
     if found is not None:
@@ -132,7 +135,7 @@ def find(service: str | None = None) -> RunState:
 
 
 def remove_litter() -> None:
-    """Remove what runs left behind that were killed before they could tidy up."""
+    """Remove the directories of runs that were killed before they could do it."""
     for directory, state in _runs():
         if not _is_alive(state):
             shutil.rmtree(directory, ignore_errors=True)

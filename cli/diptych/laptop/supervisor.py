@@ -1,4 +1,4 @@
-"""Keeps local pods running: starts, probes, restarts and ends them. The shell around `PodLife`."""
+"""Starts, probes, restarts and ends local pods, as `PodLife` decides."""
 
 from __future__ import annotations
 
@@ -15,20 +15,69 @@ import httpx
 
 from diptych.laptop import leash
 from diptych.laptop.lifecycle import Phase, PodLife
-from diptych.laptop.pods import LocalPod
-from diptych.laptop.probes import watch
+from diptych.laptop.pods import HttpProbe, LocalPod
+
+QUICK_POLL_S = 0.1
+"""The period until a pod is ready for the first time, short because somebody waits for it."""
+
+
+async def answers(client: httpx.AsyncClient, probe: HttpProbe) -> bool:
+    """Whether the pod reports within the probe's timeout that it is well."""
+    try:
+        response = await client.get(probe.url, timeout=probe.timeout_s)
+    except httpx.HTTPError:
+        return False
+    return 200 <= response.status_code < 400
+
+
+async def watch(client: httpx.AsyncClient, pod: LocalPod, probed: Callable[[bool], None]) -> None:
+    """Ask the startup probe until it succeeds, then the readiness probe for ever.
+
+    `probed` is called with each readiness answer. Returns only if the startup probe did not succeed
+    in time: then the pod has to be killed.
+    """
+    if pod.startup is not None and not await _started(client, pod.startup):
+        return
+    if pod.readiness is None:
+        probed(True)
+        await asyncio.Event().wait()
+    else:
+        await _readiness(client, pod.readiness, probed)
+
+
+async def _started(client: httpx.AsyncClient, probe: HttpProbe) -> bool:
+    try:
+        async with asyncio.timeout(probe.failure_threshold * probe.period_s):
+            while not await answers(client, probe):
+                await asyncio.sleep(QUICK_POLL_S)
+    except TimeoutError:
+        return False
+    return True
+
+
+async def _readiness(
+    client: httpx.AsyncClient, probe: HttpProbe, probed: Callable[[bool], None]
+) -> None:
+    ever_ready = False
+    while True:
+        ok = await answers(client, probe)
+        ever_ready = ever_ready or ok
+        probed(ok)
+        await asyncio.sleep(probe.period_s if ever_ready else QUICK_POLL_S)
+
 
 MAX_GRACE_S = 10.0
-"""Pods may ask for longer to end gracefully; somebody who pressed Ctrl-C will not wait."""
+"""The longest wait for a graceful end, even if a pod asks for more: somebody who pressed Ctrl-C
+will not wait longer."""
 KILL_WAIT_S = 5.0
 LEASH_START_S = 10.0
 LOG_TAIL_BYTES = 16384
 ERROR_LINE = re.compile(r"\berror: ")
-"""How our programs, like most of Unix, say why they end."""
+"""The form in which our programs, like most of Unix, print why they end."""
 
 
 class CrashLoopError(Exception):
-    """A pod ended again and again before it was ever ready."""
+    """A pod ended several times before it was ever ready."""
 
     def __init__(self, pod: RunningPod) -> None:
         super().__init__(pod.spec.name)
@@ -36,7 +85,7 @@ class CrashLoopError(Exception):
 
 
 class RunningPod:
-    """One pod: its plan, its life, and the process of the moment."""
+    """One pod: its plan, its state, and its present process."""
 
     def __init__(self, spec: LocalPod, log: Path) -> None:
         self.spec = spec
@@ -75,7 +124,7 @@ class RunningPod:
             self.pid = int(await loop.sock_recv(ours, 32) or b"0") or None
 
     async def wait(self) -> int:
-        """The exit code of the process, once it and all of its group have ended."""
+        """Wait until the process and its group have ended, and return the exit code."""
         if self._process is None:
             return 0
         code = await self._process.wait()
@@ -84,7 +133,7 @@ class RunningPod:
         return code
 
     def terminate(self) -> None:
-        """Ask the process to end. Its children are its own business until it has ended."""
+        """Ask the process to end, but not its children, which it has to end itself."""
         if self._control is not None:
             try:
                 self._control.send(leash.TERMINATE)
@@ -92,19 +141,19 @@ class RunningPod:
                 self.kill()
 
     def kill(self) -> None:
-        """Let the leash go: it kills the whole group. Safe to call twice."""
+        """Close the leash, which kills the whole process group. Safe to call twice."""
         if self._control is not None:
             self._control.close()
             self._control = None
 
     def last_error(self) -> str:
-        """What the latest process said of its end: its last `error: ...` line, else its last."""
+        """Return why the latest process ended: its last `error: ...` line, else its last line."""
         lines = self._lines(self._log_start)
         errors = [line for line in lines if ERROR_LINE.search(line)]
         return (errors or lines or ["no output"])[-1]
 
     def last_lines(self, count: int) -> list[str]:
-        """The last lines of the pod's log that are not empty, over all its starts."""
+        """Return the last non-empty lines of the pod's log, over all its starts."""
         return self._lines(0)[-count:]
 
     def _lines(self, start: int) -> list[str]:
@@ -120,8 +169,8 @@ class RunningPod:
 class Supervisor:
     """Runs pods until it is stopped or one of them cannot start.
 
-    `changed` hears of every change of a pod; `crashed` of each unexpected end, with the exit code
-    and the seconds until the restart.
+    `changed` is called at every change of a pod. `crashed` is called at each unexpected end, with
+    the exit code and the seconds until the restart.
     """
 
     def __init__(
@@ -155,8 +204,8 @@ class Supervisor:
             pod.kill()
 
     async def run(self) -> None:
-        """Until `stop()`. Raises `CrashLoopError`, or `OSError` if the system starts no
-        more processes. In any case none is left."""
+        """Run the pods until `stop()`. Raises `CrashLoopError`, or `OSError` if the system starts
+        no more processes. In any case no process is left."""
         keepers = [asyncio.create_task(self._keep(pod)) for pod in self.pods]
         stopping = asyncio.create_task(self._stopping.wait())
         try:

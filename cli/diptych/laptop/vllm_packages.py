@@ -1,4 +1,4 @@
-"""What brings our connector into a vLLM on this machine, as an init container does in a cluster."""
+"""Adds our connector to a vLLM on this machine, as an init container does in a cluster."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ IMPORTED: Final = (
     "diptych_vllm",
     "libucx",
 )
-"""What the connector imports and vLLM's environment does not have. Nothing else of ours may be
-found there: vLLM has numpy, ZMQ and torch in other versions."""
+"""Packages that the connector imports and vLLM's environment does not have. Our other packages must
+not be importable there, because vLLM has other versions of numpy, ZMQ and torch."""
 
 
 def connector_packages(source: Source, service: InferenceService) -> Mapping[str, Path]:
-    """Folders to be found in a folder of vLLM's `PYTHONPATH`: name -> where it is.
+    """Return the packages for a folder in vLLM's `PYTHONPATH`: name -> path.
 
     Empty for a service that needs none. Raises `BadInputError`, saying what to install.
     """

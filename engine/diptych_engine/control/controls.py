@@ -99,7 +99,7 @@ class Controls:
         if mode == "keep":
             self._discard_loads()
         else:
-            self._cancel_loads(self._core.scheduler.drop_all_early())
+            self._cancel_loads(self._core.scheduler.early.drop_all())
         if mode != "wait" and self._core.connector is not None:
             self._core.connector.revoke_all()
         return self._core.deferred.when(self._hinge_at_rest, lambda: self._fall_asleep(level))
@@ -165,10 +165,10 @@ class Controls:
         if reset_running_requests:
             self.forget_everything()
             return True
-        scheduler = self._core.scheduler
+        pool, lent = self._core.scheduler.pool, self._core.scheduler.leased
         if connector is None:
-            return scheduler.forget_cache()
-        return self._core.deferred.when(lambda: not scheduler.has_leases, scheduler.forget_cache)
+            return pool.forget_all()
+        return self._core.deferred.when(lambda: not len(lent), pool.forget_all)
 
     def reset_mm_cache(self) -> str:
         """Forget images as they came: the next request has to bring its images again. Returns what
@@ -191,7 +191,7 @@ class Controls:
         if not self._core.images.sees:
             return 0
         self._core.runner.collective_rpc("_forget_images")
-        return self._core.scheduler.forget_images()
+        return self._core.scheduler.encoder.forget_all()
 
     def forget_everything(self) -> None:
         """No KV and no features of images that were computed up to now will be used by any request
@@ -201,7 +201,7 @@ class Controls:
         self._core.scheduler.preempt_all()
         self._core.hand_offs.withdraw_lent()
         self._discard_loads()
-        self._core.scheduler.forget_cache(even_held=True)
+        self._core.scheduler.pool.forget_all(even_held=True)
         self._core.images.forget()
         self._forget_features()
 

@@ -24,10 +24,9 @@ from diptych_engine.execution.grammar_compiler import GrammarCompiler
 from diptych_engine.handoff.hand_off import HandOffs
 from diptych_engine.lora.table import AdapterTable
 from diptych_engine.scheduling.request import Pending, Request, StepPlan, StepResult, no_result
-from diptych_engine.scheduling.run_ahead import plan_ahead
 from diptych_engine.scheduling.scheduler import Scheduler
 from diptych_engine.scheduling.sessions import go_on
-from diptych_engine.scheduling.stop_condition import stop_condition
+from diptych_engine.scheduling.step_results import stop_condition
 from diptych_engine.weights.update import WeightUpdate
 from diptych_kv_transfer import KVConnector, UnprovenReferenceError
 from diptych_protocol import (
@@ -292,7 +291,7 @@ class EngineCore:
         self._ahead = None
         self._launched = pending
         if self._runs_ahead and self.runner.can_run_ahead(plan):
-            ahead = plan_ahead(self.scheduler, plan)
+            ahead = self.scheduler.plan_ahead(plan)
             if ahead is not None:
                 self._launched = self._launch(ahead)
                 self._ahead = ahead, self._launched

@@ -7,7 +7,7 @@ import math
 import torch
 
 from diptych_frontend.model_files.model_source import ModelConfig
-from diptych_kernels.kv_write.float8 import FLOAT8
+from diptych_kernels.kv_write.reference import FLOAT8
 from diptych_protocol import EngineConfig, InvalidRequestError
 
 ENOUGH_ON_A_CPU = 256

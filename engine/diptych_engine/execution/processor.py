@@ -22,7 +22,7 @@ from diptych_kernels.cpu_level import (
 )
 from diptych_kernels.native.kernel import kernel_of, load
 from diptych_kernels.native.tile_layout import LEVEL_BITS
-from diptych_kernels.paged_attention.calls import fills_vectors, number_of
+from diptych_kernels.paged_attention.cpu import fills_vectors, number_of
 from diptych_kernels.trust import is_there, is_trusted
 from diptych_protocol import EngineConfig, InvalidRequestError
 

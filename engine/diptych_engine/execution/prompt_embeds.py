@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,52 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from diptych_engine.execution.encoded_images import EncodedImages
 from diptych_engine.models.interface import CausalLM, GivenEmbeddings
 from diptych_engine.models.wire_arrays import as_tensor
+from diptych_engine.scheduling.images import ImageWork
 from diptych_engine.scheduling.request import ScheduledRequest, StepPlan
 from diptych_protocol import Array
+
+Rows = NDArray[np.int64]
+Encode = Callable[[Tensor], Tensor]
+"""[tiles, 3, edge, edge] uint8 -> [features, hidden]."""
+
+
+class EncodedImages:
+    """Has what the scheduler's `EncoderCache` says."""
+
+    def __init__(self, encode: Encode | None) -> None:
+        """`encode`: the model's; None for one that sees nothing."""
+        self._encode = encode
+        self._features: dict[str, Tensor] = {}
+
+    def do(self, work: ImageWork) -> None:
+        """Forget, then encode."""
+        for key in work.forget:
+            del self._features[key]
+        for image in work.encode:
+            if self._encode is None or image.tiles is None:
+                raise RuntimeError(f"there is nothing to encode image {image.key} with, or from")
+            self._features[image.key] = self._encode(as_tensor(image.tiles))
+
+    def forget(self) -> None:
+        """Forget all images."""
+        self._features.clear()
+
+    def among(
+        self, shares: Sequence[ScheduledRequest], query_starts: NDArray[np.int64]
+    ) -> Iterator[tuple[Rows, Tensor]]:
+        """Rows among a step's tokens, and the features that belong there.
+
+        query_starts: [shares + 1]: where each share begins among the step's tokens.
+        """
+        for share, begin in zip(shares, query_starts, strict=False):
+            start, end = share.start, share.start + share.num_tokens
+            for image in share.request.images:
+                low, high = bisect_left(image.places, start), bisect_left(image.places, end)
+                if low < high:
+                    places = np.array(image.places[low:high], np.int64)
+                    yield places - start + begin, self._features[image.key][low:high]
 
 
 class PromptEmbeds:

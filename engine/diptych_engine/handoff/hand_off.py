@@ -58,6 +58,7 @@ class HandOffs:
     ) -> None:
         self._description = description
         self._scheduler = scheduler
+        self._early, self._lent = scheduler.early, scheduler.leased
         self._connector = connector
         self._admit_announced = admit_announced
         self._promises: dict[str, Promise] = {}
@@ -78,7 +79,7 @@ class HandOffs:
         if params.do_remote_prefill:
             tokens = request.token_ids[: params.remote_num_tokens]
             self._connector.check(params, tokens, request.kv_identity)
-        elif params.lease_id is not None and self._scheduler.has_lease(params.lease_id):
+        elif params.lease_id is not None and params.lease_id in self._lent:
             raise bad_params("there is a lease of this id already")
 
     def arrived(self, request: Request) -> None:
@@ -92,11 +93,11 @@ class HandOffs:
                 self._promise(request, params.lease_id, request.num_tokens, self._connector)
             return
         self._connector.take(params)
-        if self._scheduler.claim_early(request):
+        if self._early.claim(request):
             self._connector.adopt_load(request.request_id)
         else:
             self.forgo(request.request_id)
-            if self._scheduler.has_early(request.request_id):
+            if request.request_id in self._early.loads:
                 # Something else is still on its way under this name: compute the prompt here.
                 self._connector.reject(params)
                 request.kv_transfer = None
@@ -127,7 +128,7 @@ class HandOffs:
             request.token_ids[:num_tokens],
             request.kv_identity,
         )
-        self._scheduler.begin_lease(lease_id)
+        self._lent.begin(lease_id)
         promise = self._promises[request.request_id] = Promise(request, lease_id)
         return promise
 
@@ -136,7 +137,7 @@ class HandOffs:
         if self._connector is None:
             return
         self._withdraw(request.request_id)
-        self._scheduler.drop_early(request.request_id)
+        self._early.drop(request.request_id)
         self._connector.cancel_load(request.request_id)
 
     def _withdraw(self, request_id: str) -> None:
@@ -152,13 +153,13 @@ class HandOffs:
         """
         for promise in list(self._promises.values()):
             waits = promise.request.status is not RequestStatus.RUNNING
-            if waits and self._scheduler.num_lent(promise.lease_id):
+            if waits and self._lent.count(promise.lease_id):
                 self._withdraw(promise.request.request_id)
 
     def forgo(self, request_id: str) -> None:
         """An announced request will not come, or is refused; nothing if none was announced."""
-        if self._connector is not None and self._scheduler.has_early(request_id):
-            self._scheduler.drop_early(request_id)
+        if self._connector is not None and request_id in self._early.loads:
+            self._early.drop(request_id)
             self._connector.cancel_load(request_id)
 
     def announce_kv_transfer(self, request: EngineCoreRequest) -> bool:
@@ -179,7 +180,7 @@ class HandOffs:
         if self._connector is None:
             raise InvalidRequestError("this engine takes no part in hand-offs")
         scheduler, connector = self._scheduler, self._connector
-        if scheduler.has_early(request.request_id):
+        if request.request_id in self._early.loads:
             return True
         if scheduler.find(request.request_id) or scheduler.is_loading(request.request_id):
             return False
@@ -188,7 +189,9 @@ class HandOffs:
         if params is None or not params.do_remote_prefill:
             raise InvalidRequestError("only a hand-off to this engine can be announced")
         connector.check_announced(params)
-        order = scheduler.reserve_early(announced)
+        # Requests that are here come first, and during a pause memory may go.
+        wanted_here = scheduler.has_waiting or scheduler.paused
+        order = None if wanted_here else self._early.reserve(announced)
         if order is None:
             connector.reach(params)
         else:
@@ -231,12 +234,12 @@ class HandOffs:
         """Let the full blocks that a step has completed travel while others are computed."""
         if self._connector is None:
             return
-        scheduler, size = self._scheduler, self._description.block_size
+        size = self._description.block_size
         for promise in self._promises.values():
-            request, lent = promise.request, scheduler.num_lent(promise.lease_id)
+            request, lent = promise.request, self._lent.count(promise.lease_id)
             full = request.num_computed_tokens // size
             if full > lent:
-                blocks = scheduler.lend(promise.lease_id, request.block_ids[lent:full])
+                blocks = self._lent.lend(promise.lease_id, request.block_ids[lent:full])
                 self._connector.lend(promise.lease_id, blocks)
 
     def finish(self, request: Request, reason: FinishReason) -> dict[str, Any] | None:
@@ -256,18 +259,18 @@ class HandOffs:
         """
         if self._connector is None:
             return None
-        computed, scheduler = request.num_computed_tokens, self._scheduler
+        computed = request.num_computed_tokens
         promise = self._promises.pop(request.request_id, None)
         if promise is None:
             wanted = None if request.kv_transfer is None else request.kv_transfer.lease_id
-            lease_id = None if wanted is None or scheduler.has_lease(wanted) else wanted
+            lease_id = None if wanted is None or wanted in self._lent else wanted
             promise = self._promise(request, lease_id, computed, self._connector)
             del self._promises[request.request_id]
-        lent = scheduler.num_lent(promise.lease_id)
+        lent = self._lent.count(promise.lease_id)
         end = -(-computed // self._description.block_size)
         params = self._connector.grant(
             request.request_id,
-            scheduler.lend(promise.lease_id, request.block_ids[lent:end]),
+            self._lent.lend(promise.lease_id, request.block_ids[lent:end]),
             request.token_ids[:computed],
             request.token_ids[computed:],
             request.kv_identity,
@@ -307,12 +310,14 @@ class HandOffs:
         """Another engine lacks a prefix: lend what is remembered of it."""
         if self._connector is None:
             return
-        blocks = self._scheduler.lend_prefix(asked.lease_id, asked.names, asked.num_known)
+        blocks: list[int] = []
+        if not self._scheduler.paused:  # memory may go then
+            blocks = self._lent.lend_prefix(asked.lease_id, asked.names, asked.num_known)
         last_name = asked.names[len(blocks) - 1]
         self._connector.lend_prefix(asked.lease_id, blocks, last_name)
 
     def _lease_ended(self, event: LeaseEnded) -> None:
-        self._scheduler.end_lease(event.lease_id)
+        self._lent.end(event.lease_id)
         promise = self._promises.get(event.request_id)
         if promise is not None and promise.lease_id == event.lease_id:
             # Whoever was to read it will not. If the request finishes, it gets a lease of its own.
@@ -323,7 +328,7 @@ class HandOffs:
         if self._connector is None:
             return None
         stats = self._connector.stats()
-        self._scheduler.count_early(stats)
+        self._early.count(stats)
         self.fetches.count(stats)
         stats.rejections_ignored = self._rejections_ignored
         return stats

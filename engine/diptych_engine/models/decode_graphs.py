@@ -18,7 +18,7 @@ from torch import Tensor
 
 from diptych_engine.models.interface import CausalLM, StepInputs
 from diptych_kernels.host_arrays import to_device
-from diptych_kernels.paged_attention.fixed_decodes import FixedDecodes
+from diptych_kernels.paged_attention.metadata import FixedDecodes
 
 Compute = Callable[[], Tensor]
 """Puts its result at the same place each time it is called."""

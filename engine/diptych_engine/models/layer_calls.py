@@ -22,16 +22,16 @@ from diptych_kernels import call_table
 from diptych_kernels.call_table import WIDTH, rows_of, run_all
 from diptych_kernels.cpu_level import remembered
 from diptych_kernels.native.kernel import Call
-from diptych_kernels.packed_product import calls as packed_product
+from diptych_kernels.packed_product import cpu as packed_product
 from diptych_kernels.packed_product import is_available as has_packed_product
 from diptych_kernels.packed_product.cpu import integer_rows
 from diptych_kernels.paged_attention import cpu as paged_attention
-from diptych_kernels.rms_norm import calls as rms_norm
-from diptych_kernels.rms_norm.known_case import CASE as NORM
-from diptych_kernels.rope_kv_write import calls as rope_kv_write
-from diptych_kernels.rope_kv_write.known_case import CASE as ROTATION
-from diptych_kernels.silu_mul import calls as silu_mul
-from diptych_kernels.silu_mul.known_case import CASE as GATE
+from diptych_kernels.rms_norm import cpu as rms_norm
+from diptych_kernels.rms_norm.cpu import CASE as NORM
+from diptych_kernels.rope_kv_write import cpu as rope_kv_write
+from diptych_kernels.rope_kv_write.cpu import CASE as ROTATION
+from diptych_kernels.silu_mul import cpu as silu_mul
+from diptych_kernels.silu_mul.cpu import CASE as GATE
 from diptych_kernels.trust import is_trusted
 
 CACHE = rope_kv_write.CACHE

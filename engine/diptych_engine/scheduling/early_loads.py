@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from diptych_engine.scheduling.block_pool import BlockPool
 from diptych_engine.scheduling.prefix_cache import PrefixCache
 from diptych_engine.scheduling.request import LoadOrder, Request
+from diptych_protocol import KVTransferStats
 
 MAX_LOADS = 256
 
@@ -145,6 +146,11 @@ class EarlyLoads:
                 self.drop(request_id)
                 return True
         return False
+
+    def count(self, stats: KVTransferStats) -> None:
+        """Write what became of early loads into statistics."""
+        stats.early_loads, stats.early_loads_now = self.begun, len(self)
+        stats.early_loads_adopted, stats.early_loads_dropped = self.adopted, self.dropped
 
     def _free(self, load: EarlyLoad) -> None:
         self.pool.release(load.announced.block_ids)

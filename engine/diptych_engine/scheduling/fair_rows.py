@@ -11,54 +11,53 @@ So nothing goes to and fro between those who always want more. One request a ste
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from diptych_engine.scheduling.request import Request
-from diptych_engine.scheduling.scheduler_state import SchedulerState
 
 
-def who_gives_way(scheduler: SchedulerState) -> Request | None:
-    """The running request whose row and blocks the next waiting one is to have; None: nobody.
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What every tenant may have, however many want more."""
 
-    Running requests must stand in the order of what their tenants were served.
+    rows: int
+    blocks: int
+
+
+def who_gives_way(
+    running: Sequence[Request],
+    request: Request,
+    part: Part,
+    *,
+    lacks_row: bool,
+    lacking: int,
+    credit: float,
+) -> Request | None:
+    """The running request whose row and blocks another is to have; None: nobody.
+
+    running: in the order of what their tenants were served.
+    lacking: the blocks that the other lacks; 0: none.
+    credit: by how many tokens somebody may have been served less than others, and count as equal.
     """
-    if not scheduler.waiting or not scheduler.tenants.several:
+    rows, blocks = _held(running)
+    mine, lacks_blocks = request.account.tenant, lacking > 0
+    if lacks_row and 2 * rows[mine] >= part.rows:
         return None
-    request = scheduler.waiting.peek()
-    lacks_row = not request.fetches and not scheduler.has_free_row()
-    lacking = scheduler.blocks_lacking(request)
-    lacks_blocks = not _are_free(scheduler, request, lacking)
-    if not (lacks_row or lacks_blocks):
+    if lacks_blocks and (2 * blocks[mine] >= part.blocks or blocks[mine] + lacking > part.blocks):
         return None
-    rows, blocks = _held(scheduler.running)
-    most_rows = max(1, scheduler.max_num_seqs // len(scheduler.tenants))
-    most_blocks = scheduler.pool.num_blocks // len(scheduler.tenants)
-    mine = request.account.tenant
-    if lacks_row and 2 * rows[mine] >= most_rows:
-        return None
-    if lacks_blocks and (2 * blocks[mine] >= most_blocks or blocks[mine] + lacking > most_blocks):
-        return None
-    for other in reversed(scheduler.running):
+    for other in reversed(running):
         tenant = other.account.tenant
-        too_much = (lacks_row and rows[tenant] > most_rows) or (
-            lacks_blocks and blocks[tenant] > most_blocks
+        too_much = (lacks_row and rows[tenant] > part.rows) or (
+            lacks_blocks and blocks[tenant] > part.blocks
         )
-        served_more = other.account.served >= request.account.served + scheduler.tenants.credit / 2
+        served_more = other.account.served >= request.account.served + credit / 2
         if too_much and served_more and other.priority >= request.priority:
             return other
     return None
 
 
-def _are_free(scheduler: SchedulerState, request: Request, lacking: int) -> bool:
-    """Free blocks and remembered ones are as many as a waiting request lacks."""
-    pool = scheduler.pool
-    if lacking <= pool.num_free:
-        return True
-    hit = [] if request.block_ids else scheduler.prefixes.find(request)
-    return lacking - len(hit) <= pool.num_free - pool.num_free_among(hit)
-
-
-def _held(running: Iterable[Request]) -> tuple[Counter[str], Counter[str]]:
+def _held(running: Sequence[Request]) -> tuple[Counter[str], Counter[str]]:
     """Rows and blocks by tenant."""
     rows, blocks = Counter[str](), Counter[str]()
     for request in running:

@@ -1,7 +1,10 @@
-"""Decides what each step computes. Pure: values in, values out; no clock, torch or sockets.
+"""Decides what each step computes: the queues of one engine core, its block pool, and every move of
+a request between them. It does no I/O, and knows no clock, torch or sockets.
 
-The rooms around it read its view and its properties, and change it by its commands; its queues,
-its pool and its tables are its own.
+A request is in one place at a time, which its status names; each method that moves one also takes
+or gives back its blocks. The effects that are asked for (starting a load) are values in
+`load_orders`; the engine core carries them out and reports back through `load_ended`. What others
+keep up with themselves they hold: blocks that are lent, early loads, the pool's news, images.
 
 There are no prefill and decode phases: a request that has tokens without KV gets a share of the
 step's token budget, be it a chunk of its prompt or the one token it sampled last. Running requests
@@ -9,15 +12,37 @@ come first, in their order; when blocks run out the last of them loses its block
 again later (preemption by recompute). Waiting requests follow. Under the policy `fcfs` the order is
 that of arrival, and waiting requests whose KV came through the hinge go ahead of the others,
 because they hold blocks already; under `priority` it is (priority, arrival, id) everywhere.
+
+The next one to enter is the first of the queue, and when it lacks blocks, a row, or a place for its
+adapter or its next image, all wait. Two rules besides:
+
+- A step that holds `enough_prompt_tokens` begins no further prompt.
+- A prompt that does not end with a step leaves up to half of its part to those that are done with
+  it: shorter ones of its own tenant, or of one that was served less. They must leave it the blocks
+  that it lacks still. So a short prompt never waits for the end of a long one, and the long one is
+  done in twice the time at worst.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import insort
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from diptych_engine.scheduling.fair_rows import who_gives_way
+import msgspec
+
+from diptych_engine.scheduling.adapter import busy_adapters
+from diptych_engine.scheduling.block_pool import BlockPool
+from diptych_engine.scheduling.early_loads import EarlyLoads, EarlyState
+from diptych_engine.scheduling.encoder_cache import EncoderCache
+from diptych_engine.scheduling.fair_rows import Part, who_gives_way
+from diptych_engine.scheduling.idle_sessions import IdleSessions
+from diptych_engine.scheduling.journey import JourneyLog, Station
+from diptych_engine.scheduling.lent_blocks import LentBlocks
+from diptych_engine.scheduling.pause import PauseGate, is_under_way
+from diptych_engine.scheduling.prefix_cache import PrefixCache
 from diptych_engine.scheduling.request import (
     LoadOrder,
     Request,
@@ -27,32 +52,145 @@ from diptych_engine.scheduling.request import (
     StepResult,
     TokenOutput,
 )
-from diptych_engine.scheduling.scheduler_state import SchedulerState
-from diptych_engine.scheduling.scheduler_view import SchedulerView, snapshot
-from diptych_engine.scheduling.step_entry import share_out
 from diptych_engine.scheduling.step_results import apply_results
-from diptych_engine.scheduling.waiting_queue import service, turn_in_class
+from diptych_engine.scheduling.waiting_queue import (
+    FairQueue,
+    make_queue,
+    service,
+    turn,
+    turn_in_class,
+)
+from diptych_frontend.fair_share import FairShare
 from diptych_protocol import (
-    KVTransferStats,
+    FinishReason,
     PauseMode,
     RequestJourneyEvent,
     SchedulerStats,
+    SchedulingPolicy,
 )
+from diptych_protocol.admin import DrainReport
+from diptych_protocol.wire import MAX_TENANTS_TOLD
 
+CREDIT_STEPS = 8
+"""A tenant that comes back may be behind others by the tokens of so many steps: so long a prompt is
+computed in one go, by all that prompts get of a step."""
 SHARED_STEPS = 1000
 """How many further steps stay short after there were several tenants; these take some minutes."""
 
 
+@dataclass(frozen=True, slots=True)
+class SchedulerView:
+    """A scheduler at one moment. It costs a look at all that wait: it is made when somebody pauses
+    or drains the engine. What is asked in every step is a property of the scheduler."""
+
+    num_running: int
+    num_waiting: int
+    """In the queue, before it, and while everything is paused."""
+    num_loading: int
+    """Requests whose blocks the hinge writes to."""
+    num_idle: int
+    """Sessions that wait for their next piece."""
+    num_leases: int
+    """Leases that hold blocks."""
+    any_begun: bool
+    """Some request runs, waits with KV, or was preempted."""
+
+    def drain_report(self, *, draining: bool) -> DrainReport:
+        """What still keeps the engine from leaving; sessions that wait for their users count."""
+        waiting = self.num_waiting + self.num_loading + self.num_idle
+        return DrainReport(
+            draining=draining,
+            drained=draining and not (self.num_running or waiting or self.num_leases),
+            num_running=self.num_running,
+            num_waiting=waiting,
+            leases_held=self.num_leases,
+        )
+
+
 @dataclass(slots=True)
-class Scheduler(SchedulerState):
+class Step:
+    """What is in a step so far, and what is left of it."""
+
+    scheduled: list[ScheduledRequest]
+    budget: int
+    """Tokens that it may hold still."""
+    enough: float
+    """So many tokens of prompts, and it begins no further one."""
+    prompts: int = 0
+    """Tokens of prompts that it holds."""
+
+    def room_for(self, tokens: int) -> int:
+        """How many of a prompt that has begun it takes: after others', only up to enough."""
+        room = min(tokens, self.budget)
+        return int(min(room, self.enough - self.prompts)) if self.prompts else room
+
+    def add(self, request: Request, start: int, count: int) -> None:
+        samples = start + count == request.num_tokens and request.pooling is None
+        self.scheduled.append(ScheduledRequest(request, start, count, samples))
+        self.budget -= count
+        self.prompts += count
+
+
+@dataclass(slots=True)
+class Scheduler:
     """Chooses what each step computes, and applies what came of it."""
 
+    pool: BlockPool
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_num_waiting: int
+    enable_prefix_caching: bool = True
+    policy: SchedulingPolicy = "fcfs"
+    max_idle_sessions: int = 64
+    max_loras: int = 0
+    """Different adapters that running requests and pinned ones may need together."""
+    pinned_adapters: set[int] = field(default_factory=set)
+    enough_prompt_tokens: float = math.inf
+    """A step that holds so many begins no further prompt."""
+    journey: JourneyLog | None = None
+    """Is told what happens to requests, if anybody wants to know."""
+
+    encoder: EncoderCache = field(default_factory=EncoderCache)
+    """The images whose features are ready."""
+
+    requests: dict[str, Request] = field(default_factory=dict)
+    """Every unfinished request."""
+    running: list[Request] = field(default_factory=list)
+    """In the order of their shares; the last is the first to be preempted."""
+    waiting: FairQueue = field(init=False)
+    tenants: FairShare = field(init=False)
+    """Who was served how much."""
+    prefixes: PrefixCache = field(init=False)
+    held: dict[str, Request] = field(default_factory=dict)
+    """Requests whose grammars are being compiled."""
+    loading: dict[str, Request] = field(default_factory=dict)
+    """Requests whose blocks the hinge writes to, cancelled ones included."""
+    idle: IdleSessions = field(init=False)
+    early: EarlyLoads = field(init=False)
+    """What the hinge fetches for requests that are only announced."""
+    leased: LentBlocks = field(init=False)
+    load_orders: list[LoadOrder] = field(default_factory=list)
+    """Loads to start; the core takes them."""
+    gate: PauseGate = field(default_factory=PauseGate)
+    """Where requests wait that come during a pause."""
+    stats: SchedulerStats = field(default_factory=SchedulerStats)
+    _removed: list[str] = field(default_factory=list)
+    shared_until: int = 0
+    """In the steps before this one several tenants are reckoned with."""
     _order: Callable[[Request], Any] = field(init=False)
     """Sort key of running requests while there are several tenants."""
 
     def __post_init__(self) -> None:
-        SchedulerState.__post_init__(self)
+        self.tenants = FairShare(CREDIT_STEPS * self.max_num_batched_tokens)
+        self.waiting = make_queue(self.policy, self.tenants)
+        self.idle = IdleSessions(self.max_idle_sessions)
+        self.prefixes = PrefixCache(self.pool, self.block_size, self.enable_prefix_caching)
+        self.early = EarlyLoads(self.pool, self.prefixes)
+        self.leased = LentBlocks(self.pool)
         self._order = turn_in_class if self.policy == "priority" else service
+
+    # --- the choice of a step ------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
         """Choose the next step's work and allocate its blocks."""
@@ -76,7 +214,7 @@ class Scheduler(SchedulerState):
             if end > start + 1:
                 # Each request after it still gets at least one token of the step.
                 end = min(end, start + max(1, budget - (len(self.running) - index)))
-                if chunks and not self.reserve(request, end):
+                if chunks and not self._reserve(request, end):
                     continue
             if end > len(request.block_ids) * block_size:
                 preempted |= self._make_room(request, end)
@@ -88,7 +226,7 @@ class Scheduler(SchedulerState):
             scheduled.append(ScheduledRequest(request, start, 1, request.pooling is None))
             budget -= 1
         if chunks or self.waiting:
-            budget = share_out(self, scheduled, budget, chunks, admitting=not preempted)
+            budget = self._share_out(scheduled, budget, chunks, admitting=not preempted)
         removed, self._removed = self._removed, []
         images = None if encoder.work is None else encoder.take_work()
         return StepPlan(scheduled, allowed - budget, removed, images=images)
@@ -97,9 +235,83 @@ class Scheduler(SchedulerState):
         """Serve those first who were served least, and take from those who were served most."""
         self.shared_until = self.stats.steps + SHARED_STEPS
         self.running.sort(key=self._order)
-        while (victim := who_gives_way(self)) is not None:
-            if not (self.has_free_row() and self.reclaim_unused()):
+        while (victim := self._who_gives_way()) is not None:
+            if not (self._has_free_row() and self._reclaim_unused()):
                 self._preempt(victim)
+
+    def _who_gives_way(self) -> Request | None:
+        """The running request whose row and blocks the next waiting one is to have; None: nobody.
+
+        Running requests must stand in the order of what their tenants were served.
+        """
+        tenants = self.tenants
+        if not self.waiting or not tenants.several:
+            return None
+        request = self.waiting.peek()
+        lacks_row = not request.fetches and not self._has_free_row()
+        lacking = self._blocks_lacking(request)
+        lacks_blocks = not self._are_free(request, lacking)
+        if not (lacks_row or lacks_blocks):
+            return None
+        part = Part(max(1, self.max_num_seqs // len(tenants)), self.pool.num_blocks // len(tenants))
+        return who_gives_way(
+            self.running,
+            request,
+            part,
+            lacks_row=lacks_row,
+            lacking=lacking if lacks_blocks else 0,
+            credit=tenants.credit,
+        )
+
+    def _are_free(self, request: Request, lacking: int) -> bool:
+        """Free blocks and remembered ones are as many as a waiting request lacks."""
+        pool = self.pool
+        if lacking <= pool.num_free:
+            return True
+        hit = [] if request.block_ids else self.prefixes.find(request)
+        return lacking - len(hit) <= pool.num_free - pool.num_free_among(hit)
+
+    def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """The step after `plan`, whose results nobody has applied yet; None if that depends on
+        them.
+
+        On a GPU a step is launched in less time than it takes, so the next one can wait in the
+        device's queue: the device then never waits for scheduler, messages and sampling parameters
+        (what vLLM calls asynchronous scheduling). Its tokens are not known on the host yet, but
+        their places are. Every request is taken to go on; what ends with the step before is
+        computed once more for nothing, one token of it, into a slot that nobody reads. It is
+        planned only when nothing else could be: as soon as somebody may be admitted, preempted or
+        given a chunk of its prompt, the core waits for results and plans from what is known.
+        """
+        if self.gate.frozen or self._may_admit():
+            return None
+        shares: list[ScheduledRequest] = []
+        num_running = 0
+        for share in plan.scheduled:
+            request = share.request
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            num_running += 1
+            if not share.samples:
+                return None
+            end = share.start + share.num_tokens
+            if end + 1 >= request.max_total_tokens:
+                continue
+            if not self._reserve(request, end + 1):
+                return None
+            shares.append(ScheduledRequest(request, end, 1, samples=True))
+        if not shares or num_running < len(self.running):
+            return None
+        return StepPlan(shares, len(shares), removed=[], ahead=True)
+
+    def _may_admit(self) -> bool:
+        """Whether a waiting request may find room: with all rows taken only one that fetches its
+        KV, which needs none yet, or another tenant's, to which somebody gives way."""
+        if not self.waiting:
+            return False
+        if self.waiting.peek().fetches or len(self.running) < self.max_num_seqs:
+            return True
+        return self._who_gives_way() is not None
 
     def update(self, plan: StepPlan, result: StepResult) -> list[TokenOutput]:
         """Apply a step's results. Requests that ended meanwhile get nothing more."""
@@ -108,11 +320,470 @@ class Scheduler(SchedulerState):
             self.journey.saw_step(plan, outputs, self.stats.steps)
         return outputs
 
+    # --- prompts enter a step ------------------------------------------------------------------
+
+    def _share_out(
+        self,
+        scheduled: list[ScheduledRequest],
+        budget: int,
+        chunks: list[tuple[Request, int]],
+        *,
+        admitting: bool,
+    ) -> int:
+        """Fill what decodes leave of a step with prompts. Returns what is left of the budget.
+
+        chunks: prompts that have begun, and up to which token they have blocks.
+        """
+        most, enough = self._most_and_enough()
+        spare = max(0, budget - most)
+        step = Step(scheduled, budget - spare, enough)
+        for request, end in chunks:
+            if admitting:
+                self._admit(step, before=request)
+            start = request.num_computed_tokens
+            count = step.room_for(end - start)
+            if admitting and start + count < request.num_tokens:
+                self._admit_short(step, request, count // 2)
+                count = min(count, step.budget)
+            if count > 0 and request.images:
+                count = self.encoder.fit(request, start, count)
+            if count > 0:
+                step.add(request, start, count)
+        if admitting:
+            self._admit(step)
+        return step.budget + spare
+
+    def _most_and_enough(self) -> tuple[int, float]:
+        """How many tokens of prompts a step holds at most, and how many are enough to begin no
+        further one.
+
+        Where more at a time are no faster, and several tenants have been here of late, these are a
+        half and a quarter of what is enough else: the next prompt of one is not to wait for a long
+        step of another.
+        """
+        most, enough = self.max_num_batched_tokens, self.enough_prompt_tokens
+        if enough >= most or self.stats.steps >= self.shared_until:
+            return most, enough
+        return max(1, int(enough) // 2), max(1, int(enough) // 4)
+
+    def _admit(self, step: Step, before: Request | None = None) -> None:
+        """Move waiting requests into the step while budget, rows and blocks last.
+
+        Where more tokens at a time are no faster, a second prompt in a step would make the first
+        one wait for it, and gain nothing.
+
+        before: only those of tenants that were served less than this one's.
+        """
+        while self.waiting and step.budget > 0 and step.prompts < step.enough:
+            request = self.waiting.peek()
+            if before is not None and not _is_due_before(request, before):
+                return
+            if not self._enter(step, request, step.budget):
+                return
+
+    def _admit_short(self, step: Step, beside: Request, room: int) -> None:
+        """Move requests that need no more than `room` tokens to be done with their prompts into the
+        step, beside one that is computed in pieces."""
+        if not self.waiting or not self._has_free_row():
+            return
+        end, spared = step.budget - room, self._blocks_lacking(beside)
+        for request in list(self.waiting):
+            room = step.budget - end
+            if room <= 0 or step.prompts >= step.enough:
+                return
+            if not self._may_be_short(request, room):
+                continue
+            if request.account is not beside.account and not _is_due_before(request, beside):
+                continue
+            if not self._enter(step, request, room, beside=beside, spared=spared):
+                return
+
+    def _may_be_short(self, request: Request, room: int) -> bool:
+        """By what is known without a look at the cache."""
+        if request.fetches:
+            return True
+        known = max(request.num_computed_tokens, request.expected_hit * self.block_size)
+        return len(request.token_ids) - known <= room
+
+    def _enter(
+        self,
+        step: Step,
+        request: Request,
+        room: int,
+        *,
+        beside: Request | None = None,
+        spared: int = 0,
+    ) -> bool:
+        """Give a waiting request at most `room` tokens of the step. False: there is no place for
+        it, so that whoever waits behind it has to wait, too.
+
+        beside: enter only if that is enough for all of its prompt, and `spared` blocks are left.
+        """
+        early = self.early.pick_up(request)
+        if early is not None:
+            self.waiting.remove(request)
+            self._go_on_from(early, request)
+            return True
+        hit = self._find_room(request, spared)
+        if hit is None:
+            return False
+        start = request.num_computed_tokens or len(hit) * self.block_size
+        wanted = request.num_tokens - start
+        if request.prefix_source is not None and not self.prefixes.worth_fetching(request, start):
+            request.prefix_source = None
+        remote = request.fetches
+        if not remote and beside is not None and wanted > room:
+            return True  # it is not as short as it looked
+        if not remote and not self._has_room_for(request):
+            return False
+        count = min(wanted, room)
+        if not remote and request.images:
+            count = self.encoder.fit(request, start, count)
+            if count == 0:
+                return False
+        self.waiting.remove(request)
+        self._take_prefix(request, hit, start)
+        if remote:
+            self._order_load(request)
+            return True
+        self._start(request, start + count, beside)
+        step.add(request, start, count)
+        return True
+
+    def _find_room(self, request: Request, spared: int) -> list[int] | None:
+        """The remembered blocks of a request for which there are free blocks; None: there are not
+        enough, whoever may be asked for some."""
+        pool = self.pool
+        while True:
+            # With blocks of its own, its KV came through the hinge.
+            hit = [] if request.block_ids else self.prefixes.find(request)
+            short = self._blocks_lacking(request) - len(hit) + spared
+            if short <= pool.num_free - pool.num_free_among(hit):
+                return hit
+            if self._reclaim_unused():
+                continue
+            if self.running or not self._reclaim_from_waiting():
+                return None
+
+    # --- requests come and go -----------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        """In the queue, before it, and while everything is paused."""
+        return len(self.waiting) + len(self.held) + len(self.gate.parked)
+
+    def can_add(self, tenant: str = "") -> bool:
+        """One more request may wait: there is room, or another tenant has more that wait."""
+        if self.num_waiting < self.max_num_waiting:
+            return True
+        return bool(self.waiting) and len(self.waiting.longest()) > self.waiting.num_of(tenant) + 1
+
+    def surplus(self) -> Request | None:
+        """One to refuse after all, because too many wait: the newest of the tenant that has most
+        waiting, of those whose client was told nothing yet."""
+        if self.num_waiting <= self.max_num_waiting or not self.waiting:
+            return None
+        fresh = (r for r in reversed(self.waiting.longest()) if not is_under_way(r))
+        return next(fresh, None)
+
+    def add(self, request: Request) -> None:
+        if request.request_id not in self.requests:
+            self._enrol(request)
+        self._tell(request, Station.QUEUED)
+        early = None if self.gate.paused else self.early.pick_up(request)
+        if early is None:
+            self.gate.enter(request, self.waiting)
+        else:
+            self._go_on_from(early, request)
+
+    def _enrol(self, request: Request) -> None:
+        self.requests[request.request_id] = request
+        request.account = self.tenants.open(request.tenant)
+
+    def _go_on_from(self, early: EarlyState, request: Request) -> None:
+        """A request has the blocks that were reserved for it before it came."""
+        self.prefixes.count_lookup(request, request.num_computed_tokens, self.stats)
+        if early is EarlyState.LOADING:
+            self._await_load(request)
+        else:
+            self._received(request, request.num_remote_tokens)
+            self.waiting.push_front(request)
+
+    def hold(self, request: Request) -> None:
+        """Take a request in that cannot be queued before its grammar is there."""
+        request.become(RequestStatus.WAITING_FOR_GRAMMAR)
+        self._enrol(request)
+        self.held[request.request_id] = request
+
+    def queue_held(self, request: Request) -> None:
+        del self.held[request.request_id]
+        request.become(RequestStatus.WAITING)
+        self.add(request)
+
+    def finish(
+        self, request: Request, reason: FinishReason, stop_reason: int | str | None = None
+    ) -> None:
+        """End a request from whatever state it is in and give its blocks back.
+
+        While the hinge may still write to its blocks they stay held, until `load_ended`.
+        """
+        match request.status:
+            case RequestStatus.FINISHED:
+                return
+            case RequestStatus.RUNNING:
+                self.running.remove(request)
+                self._removed.append(request.request_id)
+            case RequestStatus.WAITING | RequestStatus.PREEMPTED:
+                if request in self.gate.parked:
+                    self.gate.parked.remove(request)
+                else:
+                    self.waiting.remove(request)
+            case RequestStatus.WAITING_FOR_GRAMMAR:
+                del self.held[request.request_id]
+            case RequestStatus.WAITING_FOR_STREAMING_REQ:
+                self.idle.remove(request)
+                self._removed.append(request.request_id)
+            case RequestStatus.WAITING_FOR_REMOTE_KV:
+                pass
+        request.finish_reason = reason
+        request.stop_reason = stop_reason
+        self._tell(request, Station.FINISHED)
+        if request.status is not RequestStatus.WAITING_FOR_REMOTE_KV:
+            self._free_blocks(request)
+        request.become(RequestStatus.FINISHED)
+        self.tenants.close(request.account)
+        del self.requests[request.request_id]
+
+    def suspend(self, session: Request) -> Request | None:
+        """Have a session wait for its next piece. Returns one to end, if there are too many."""
+        self.running.remove(session)
+        session.become(RequestStatus.WAITING_FOR_STREAMING_REQ)
+        session.finish_reason = session.stop_reason = None
+        return self.idle.add(session)
+
+    def resume(self, session: Request) -> None:
+        """Queue an idle session whose next piece has come, in front: it may hold blocks."""
+        self.idle.remove(session)
+        self._removed.append(session.request_id)  # what its row knows of it is outdated
+        session.become(RequestStatus.WAITING)
+        self.gate.enter(session, self.waiting, front=True)
+
+    def load_ended(self, request_id: str, *, ok: bool, num_tokens: int = 0) -> Request | None:
+        """The hinge no longer touches a request's blocks. num_tokens: the length of the prefix, if
+        it was to fetch one.
+
+        Returns the request if it failed and must be answered with an error. A prefix that was not
+        fetched is no failure: it is computed here.
+        """
+        request = self.loading.pop(request_id, None)
+        if request is None:
+            self.early.ended(request_id, ok=ok)
+            return None
+        if request.finished:
+            self._free_blocks(request)
+            return None
+        discarded = not request.fetches
+        if discarded or not ok:
+            may_compute = discarded or request.prefix_source is not None
+            request.prefix_source = None
+            self._tell(request, Station.KV_FAIL)
+            self._free_blocks(request)
+            request.become(RequestStatus.WAITING)
+            self.waiting.push_front(request)
+            return None if may_compute else request
+        if request.prefix_source is None:
+            self._received(request, request.num_remote_tokens)
+        else:
+            self._received(request, num_tokens)
+            self._release_beyond(request)
+        request.become(RequestStatus.WAITING)
+        self.waiting.push_front(request)
+        return None
+
+    def go_on_without(self, request_id: str) -> None:
+        """The prefix of a request does not come in time: it is computed in other blocks. Those that
+        the hinge may still write to stay held, until `load_ended`."""
+        request = self.loading.get(request_id)
+        if request is None or request.prefix_source is None or request.finished:
+            return
+        held = replace(request, status=RequestStatus.FINISHED, images=())
+        self.loading[request_id] = held
+        request.block_ids, request.num_computed_tokens, request.prefix_source = [], 0, None
+        self._tell(request, Station.KV_FAIL)
+        request.become(RequestStatus.WAITING)
+        self.waiting.push_front(request)
+
+    def _received(self, request: Request, num_tokens: int) -> None:
+        """The blocks of a request hold its first tokens, which the hinge was to fetch."""
+        self.stats.remote_kv_tokens += request.take_over(num_tokens)
+        self._tell(request, Station.KV_DONE)
+        self.prefixes.remember(request, 0)
+
+    # --- places and blocks of a step -----------------------------------------------------------
+
+    def _has_free_row(self) -> bool:
+        """A row is free, or taken by a session that is idle."""
+        taken = len(self.running) + self.idle.num_rows
+        return taken < self.max_num_seqs or self.idle.longest_idle() is not None
+
+    def _has_room_for(self, request: Request) -> bool:
+        """A row is free, and a place for the adapter, of those that no running request needs.
+
+        Whoever lacks a place waits at the head of the queue: others must not overtake it for ever.
+        """
+        while len(self.running) + self.idle.num_rows >= self.max_num_seqs:
+            if not self._reclaim_idle():
+                return False
+        needed = busy_adapters([*self.running, request]) | self.pinned_adapters
+        return request.adapter is None or len(needed) <= self.max_loras
+
+    def _take_prefix(self, request: Request, hit: list[int], start: int) -> None:
+        """Have a waiting request begin at `start`, with the remembered blocks that it was found."""
+        if not request.block_ids:
+            self.prefixes.count_lookup(request, len(hit) * self.block_size, self.stats)
+        self.pool.take(hit)
+        request.block_ids.extend(hit)
+        request.num_computed_tokens = start
+
+    def _start(self, request: Request, end: int, beside: Request | None) -> None:
+        """Have a request run, with blocks for its tokens up to `end`.
+
+        beside: whose prompt is computed in pieces meanwhile, and who stays behind it.
+        """
+        needed = self._blocks_for(end) - len(request.block_ids)
+        request.block_ids.extend(self.pool.allocate(max(0, needed)))
+        request.become(RequestStatus.RUNNING)
+        self._tell(request, Station.SCHEDULED)
+        if self.policy == "priority":
+            insort(self.running, request, key=turn)
+        elif beside is not None:
+            self.running.insert(self.running.index(beside), request)
+        else:
+            self.running.append(request)
+
+    def _reclaim_from_waiting(self) -> bool:
+        """Take the blocks of the youngest request that waits with some; it will recompute.
+
+        Without this, received requests could hold all blocks between them, each one block short.
+        """
+        for request in (*reversed(self.gate.parked), *reversed(self.waiting)):
+            if request.block_ids and request is not self.waiting.peek():
+                self._take_blocks(request)
+                return True
+        return self.early.reclaim_claimed()
+
+    def _reclaim_unused(self) -> bool:
+        """Take blocks that nobody computes with now."""
+        return self._reclaim_idle() or self.early.reclaim()
+
+    def _reclaim_idle(self) -> bool:
+        """Take the blocks and the row of the session that has been idle longest."""
+        session = self.idle.longest_idle()
+        if session is None:
+            return False
+        self._removed.append(session.request_id)
+        self._take_blocks(session)
+        return True
+
+    def _order_load(self, request: Request) -> None:
+        """Reserve the destination blocks of a hand-off and ask for what is missing."""
+        num_local = len(request.block_ids)
+        num_remote = self._blocks_for(request.num_remote_tokens)
+        request.block_ids.extend(self.pool.allocate(max(0, num_remote - num_local)))
+        self._await_load(request)
+        names = None if request.prefix_source is None else self.prefixes.names(request)
+        self.load_orders.append(LoadOrder.of(request, num_local, num_remote, names))
+
+    def _await_load(self, request: Request) -> None:
+        request.become(RequestStatus.WAITING_FOR_REMOTE_KV)
+        self.loading[request.request_id] = request
+        self._tell(request, Station.KV_WAIT)
+
+    def preempt_all(self) -> None:
+        """Take the blocks of every running request, and of those that wait with received KV."""
+        while self.running:
+            self._preempt(self.running[-1])
+        while self._reclaim_idle():
+            pass
+        for request in (*self.waiting, *self.gate.parked):
+            self._free_blocks(request)
+
+    # --- blocks -------------------------------------------------------------------------------
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _blocks_lacking(self, request: Request) -> int:
+        """How many more blocks the tokens of a request need that it has so far."""
+        return self._blocks_for(request.num_tokens) - len(request.block_ids)
+
+    def _make_room(self, request: Request, num_tokens: int) -> bool:
+        """Give a running request the blocks that so many tokens need, if need be those of others.
+
+        Returns whether running requests were preempted for it; it may be among them itself.
+        """
+        short = self._blocks_for(num_tokens) - len(request.block_ids)
+        preempted = False
+        while short > self.pool.num_free:
+            if self._reclaim_unused():
+                continue
+            preempted = True
+            if self._preempt(self.running[-1]) is request:
+                return preempted
+        request.block_ids.extend(self.pool.allocate(short))
+        return preempted
+
+    def _reserve(self, request: Request, num_tokens: int) -> bool:
+        """Give a running request the blocks that so many tokens need; False if too few are free."""
+        short = self._blocks_for(num_tokens) - len(request.block_ids)
+        if short > self.pool.num_free:
+            return False
+        request.block_ids.extend(self.pool.allocate(max(0, short)))
+        return True
+
+    def _preempt(self, victim: Request) -> Request:
+        self.running.remove(victim)
+        self._removed.append(victim.request_id)
+        self._take_blocks(victim)
+        victim.become(RequestStatus.PREEMPTED)
+        self.waiting.push_front(victim)
+        return victim
+
+    def _take_blocks(self, victim: Request) -> None:
+        """For others; it computes its tokens again when its turn comes."""
+        self._tell(victim, Station.PREEMPTED)
+        self._free_blocks(victim)
+        self.stats.num_preemptions += 1
+
+    def _tell(self, request: Request, station: Station) -> None:
+        if self.journey is not None:
+            self.journey.record(request, station, self.stats.steps)
+
+    def _release_beyond(self, request: Request) -> None:
+        """Give back the blocks that were reserved for more of a prefix than came."""
+        count = self._blocks_for(request.num_computed_tokens)
+        self.pool.release(request.block_ids[count:])
+        del request.block_ids[count:]
+
+    def _free_blocks(self, request: Request) -> None:
+        if request.images:
+            self.encoder.release(request)
+        self.pool.release(request.block_ids)
+        request.block_ids = []
+        request.num_computed_tokens = 0
+
     # --- what others read ---------------------------------------------------------------------
 
     def view(self) -> SchedulerView:
         """What there is at this moment."""
-        return SchedulerView.of(self)
+        return SchedulerView(
+            num_running=len(self.running),
+            num_waiting=self.num_waiting,
+            num_loading=len(self.loading),
+            num_idle=len(self.idle),
+            num_leases=len(self.leased),
+            any_begun=bool(self.running) or any(map(is_under_way, self.waiting)),
+        )
 
     @property
     def has_work(self) -> bool:
@@ -140,14 +811,9 @@ class Scheduler(SchedulerState):
         return bool(self.waiting)
 
     @property
-    def has_leases(self) -> bool:
-        """Some lease holds blocks."""
-        return len(self.leased) > 0
-
-    @property
     def hinge_at_rest(self) -> bool:
         """Nothing is lent, and nothing is fetched."""
-        return not (self.loading or self.early.loads or self.has_leases)
+        return not (self.loading or self.early.loads or len(self.leased))
 
     @property
     def now_running(self) -> Sequence[Request]:
@@ -168,10 +834,25 @@ class Scheduler(SchedulerState):
         return request_id in self.loading
 
     def snapshot(self) -> SchedulerStats:
-        """The running totals with the gauges of this moment."""
-        return snapshot(self)
+        """The running totals with the gauges of this moment. They are the caller's, to be added
+        to."""
+        queued = self.prefixes.queued_prompt_tokens(self.requests.values())
+        return msgspec.structs.replace(
+            self.stats,
+            num_running=len(self.running),
+            num_waiting=self.num_waiting,
+            num_waiting_for_remote_kv=len(self.loading),
+            num_waiting_for_input=len(self.idle),
+            blocks_total=self.pool.num_blocks,
+            blocks_free=self.pool.num_free,
+            images_encoded=self.encoder.encoded,
+            encoder_cache_hits=self.encoder.hits,
+            encoder_cache_tokens=self.encoder.num_tokens,
+            queued_prompt_tokens=queued.total(),
+            queued_tokens_of=dict(queued.most_common(MAX_TENANTS_TOLD)) if any(queued) else {},
+        )
 
-    # --- commands: pauses and caches ----------------------------------------------------------
+    # --- pauses --------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode) -> None:
         """Pause, or change the way of the pause that there is."""
@@ -180,15 +861,6 @@ class Scheduler(SchedulerState):
     def end_pause(self) -> None:
         """Go on; what came meanwhile joins the queue. Harmless without a pause."""
         self.gate.open(self.waiting)
-
-    def forget_cache(self, *, even_held: bool = False) -> bool:
-        """Forget every cached prefix. False, and nothing is done, if a block is in use, unless
-        `even_held`: then no request finds what blocks in use hold now."""
-        return self.pool.forget_all(even_held=even_held)
-
-    def forget_images(self) -> int:
-        """The features of images are gone. Returns how many images had some."""
-        return self.encoder.forget_all()
 
     def discard_loads(self) -> list[str]:
         """Use nothing of what the hinge brings from now on: its requests compute their prompts
@@ -206,72 +878,9 @@ class Scheduler(SchedulerState):
         orders, self.load_orders = self.load_orders, []
         return orders
 
-    # --- commands: leases ---------------------------------------------------------------------
 
-    def begin_lease(self, lease_id: str) -> None:
-        """There is a new lease, without blocks yet."""
-        self.leased.begin(lease_id)
-
-    def has_lease(self, lease_id: str) -> bool:
-        """A lease of this id has not ended."""
-        return lease_id in self.leased
-
-    def num_lent(self, lease_id: str) -> int:
-        """How many blocks a lease has; 0 if it has ended."""
-        return self.leased.count(lease_id)
-
-    def lend(self, lease_id: str, block_ids: list[int]) -> list[int]:
-        """Pin blocks that somebody holds, after those that the lease has. Returns all of them."""
-        return self.leased.lend(lease_id, block_ids)
-
-    def lend_prefix(self, lease_id: str, names: list[bytes], num_known: int) -> list[int]:
-        """Pin what is remembered of a prefix; nothing during a pause, when memory may go."""
-        return [] if self.gate.paused else self.leased.lend_prefix(lease_id, names, num_known)
-
-    def end_lease(self, lease_id: str) -> None:
-        """Nobody reads the blocks of a lease any more; one that has ended is ignored."""
-        self.leased.end(lease_id)
-
-    # --- who follows what is remembered -------------------------------------------------------
-
-    def record_prefixes(self, wanted: bool) -> None:
-        """Note what `take_prefix_changes` returns, or cease to."""
-        self.pool.record_changes(wanted)
-
-    def remembered_prefixes(self) -> list[bytes]:
-        """The hashes of all blocks that later prompts may share."""
-        return self.pool.remembered_hashes()
-
-    def take_prefix_changes(self) -> dict[bytes, bool]:
-        """Hash -> whether it is remembered now, for all blocks that changed since the last call."""
-        return self.pool.take_changes()
-
-    # --- commands: early loads ----------------------------------------------------------------
-
-    def reserve_early(self, announced: Request) -> LoadOrder | None:
-        """Take blocks for a request to come. None: there is not room enough, or requests that are
-        here wait for it."""
-        return None if self.waiting or self.gate.paused else self.early.reserve(announced)
-
-    def claim_early(self, request: Request) -> bool:
-        """An announced request has come; False: nothing was fetched for it, or something else."""
-        return self.early.claim(request)
-
-    def has_early(self, request_id: str) -> bool:
-        """Something is fetched, or was, for a request of this id to come."""
-        return request_id in self.early.loads
-
-    def drop_early(self, request_id: str) -> None:
-        """An announced request will not come, or is to compute its prompt here. Its load, if under
-        way, must be cancelled."""
-        self.early.drop(request_id)
-
-    def drop_all_early(self) -> list[str]:
-        """The same for all; returns the ids of the loads to cancel."""
-        return self.early.drop_all()
-
-    def count_early(self, stats: KVTransferStats) -> None:
-        """Write what became of early loads into statistics."""
-        early = self.early
-        stats.early_loads, stats.early_loads_now = early.begun, len(early)
-        stats.early_loads_adopted, stats.early_loads_dropped = early.adopted, early.dropped
+def _is_due_before(request: Request, other: Request) -> bool:
+    """Another tenant's request is more urgent, or as urgent and that tenant was served less."""
+    if request.priority != other.priority:
+        return request.priority < other.priority
+    return request.account.served < other.account.served

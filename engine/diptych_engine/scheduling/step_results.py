@@ -10,7 +10,6 @@ from diptych_engine.scheduling.request import (
     StepResult,
     TokenOutput,
 )
-from diptych_engine.scheduling.stop_condition import stop_condition
 from diptych_frontend.fair_share import OUTPUT_WEIGHT
 from diptych_protocol import EngineCoreOutput, FinishReason, LogprobsLists, SchedulerStats
 
@@ -99,3 +98,16 @@ def _accept_token(request: Request, result: StepResult, position: int) -> Engine
 
 def _of_one_token(row: tuple[list[int], list[float], int] | None) -> LogprobsLists | None:
     return None if row is None else LogprobsLists([row[0]], [row[1]], [row[2]])
+
+
+def stop_condition(request: Request, token: int) -> tuple[FinishReason, int | str | None] | None:
+    """Whether the newest token ends the request, and why."""
+    params, num_tokens = request.params, len(request.token_ids)
+    if num_tokens - request.num_prompt_tokens >= params.min_tokens:
+        if token == request.eos_token_id and not params.ignore_eos:
+            return FinishReason.STOP, None
+        if token in params.stop_token_ids:
+            return FinishReason.STOP, token
+    if num_tokens >= request.max_total_tokens:
+        return FinishReason.LENGTH, None
+    return None

@@ -29,8 +29,8 @@ from diptych_protocol import (
     InvalidRequestError,
     SchedulerStats,
 )
-from diptych_protocol.lora import numbered
 from diptych_protocol.pooling import POOLING_TASKS
+from diptych_protocol.weights import numbered
 
 
 def executor_class(config: EngineConfig) -> type[ModelRunner]:

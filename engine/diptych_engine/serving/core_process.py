@@ -11,17 +11,19 @@ import gc
 import logging
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
 
+from diptych_engine.control.core import EngineCore
 from diptych_engine.parallel.group import group_of, join_group
 from diptych_engine.parallel.lifeline import die_with_parent
 from diptych_engine.serving.build_core import build_core
 from diptych_engine.serving.core_server import CoreServer
 from diptych_engine.serving.lockstep import LockstepServer
-from diptych_engine.serving.membership import Membership
 from diptych_frontend.core_client.curve import read_keys
 from diptych_frontend.observability.logs import setup_logging
 from diptych_protocol import (
@@ -29,9 +31,62 @@ from diptych_protocol import (
     CurveKeys,
     DiptychError,
     EngineConfig,
+    FinishReason,
     InvalidRequestError,
+    ReconfigureDistributedRequest,
+    ReconfigureRankType,
 )
+from diptych_protocol.engine_settings import MAX_RANKS
 from diptych_protocol.threads import resolve_struct_types
+
+log = logging.getLogger(__name__)
+
+
+class Membership:
+    """What the owner of a group may ask of one core in it."""
+
+    def __init__(self, core: EngineCore, config: EngineConfig, end: Callable[[], None]) -> None:
+        """`end` lets the core's process end cleanly."""
+        self._core = core
+        self._lockstep = config.data_parallel_lockstep
+        self._rank = config.data_parallel_rank
+        self._end = end
+
+    @property
+    def calls(self) -> tuple[Callable[..., Any], ...]:
+        """What a client may name in a utility call."""
+        return self.surrender, self.reinitialize_distributed
+
+    def surrender(self) -> dict[str, list[int]]:
+        """End every request without a word, so that another core can go on with it.
+
+        Returns what each has generated, and its client has been told, up to now.
+        """
+        scheduler = self._core.scheduler
+        requests = list(scheduler.unfinished)
+        for request in requests:
+            scheduler.finish(request, FinishReason.ABORT)
+        return {
+            request.request_id: request.token_ids[request.num_prompt_tokens :]
+            for request in requests
+        }
+
+    def reinitialize_distributed(self, reconfigure: ReconfigureDistributedRequest) -> None:
+        """The group has another size now. A core that has no place in it any more ends.
+
+        Raises `InvalidRequestError` for a change that this core cannot make.
+        """
+        size, rank = reconfigure.new_data_parallel_size, reconfigure.new_data_parallel_rank
+        if not 1 <= size <= MAX_RANKS:
+            raise InvalidRequestError(f"new_data_parallel_size must be 1 to {MAX_RANKS}")
+        if rank == ReconfigureRankType.SHUTDOWN_CURRENT_RANK:
+            log.info("rank %d leaves a group that shrinks to %d", self._rank, size)
+            self._end()
+        elif self._lockstep:
+            raise InvalidRequestError("cores in lock-step keep the number that they started with")
+        elif rank not in (ReconfigureRankType.KEEP_CURRENT_RANK, self._rank):
+            raise InvalidRequestError(f"rank {self._rank} cannot become rank {rank}")
+
 
 log = logging.getLogger(__name__)
 

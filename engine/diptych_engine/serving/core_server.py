@@ -26,10 +26,10 @@ from diptych_engine.control.core import AT_WORK, SHUTTING_DOWN, EngineCore, Post
 from diptych_engine.control.shutdown import Shutdown
 from diptych_engine.scheduling.request import Pending, StepPlan
 from diptych_engine.serving.heartbeat_sender import HeartbeatSender
-from diptych_engine.serving.prefix_news import PrefixNews
 from diptych_frontend.core_client.core_socket import bind_core_socket
 from diptych_frontend.core_client.curve import CurveGate
 from diptych_frontend.core_client.farewell import Farewell
+from diptych_frontend.core_client.prefix_news import PrefixNews
 from diptych_frontend.core_client.zmq_frames import receive_frames
 from diptych_protocol import (
     UNREADABLE,
@@ -106,7 +106,7 @@ class CoreServer:
         self._last_words = ""
         """Why this core ends, if not because it was told to."""
         self._stats_due = 0.0
-        self._prefix_news = PrefixNews(core.scheduler, core.adapters.digests)
+        self._prefix_news = PrefixNews(core.scheduler.pool, core.adapters.digests)
         self._heartbeat = HeartbeatSender(core, rank, self._send_frames, self._num_received)
 
     def _bind(self, endpoint: str, keys: CurveKeys | None) -> zmq.Socket[bytes]:

@@ -16,7 +16,7 @@ What may go wrong is that a core sleeps while others wait for it at the barrier.
 starts to run without having been told announces it, unless the front-end has done so with the
 request; a START that comes late is known by its number; and the end of a pause is a START.
 
-The other side is `diptych_frontend.core_client.wave_coordinator`; tests explore both with three
+The other side is `diptych_frontend.core_client.group`; tests explore both with three
 cores.
 """
 

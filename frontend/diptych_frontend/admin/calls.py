@@ -1,7 +1,8 @@
-"""The admin port of our pods: a few routes as JSON, for whoever holds the service's admin token.
+"""The admin port of our pods: a few routes with JSON bodies, for holders of the service's admin
+token.
 
-The token is a file of the service's Secret, which a rotation changes under the running process: so
-it is read again for each request, and the previous one is good as long as the Secret has it.
+The token is a file of the service's Secret, which a rotation changes while the process runs. So it
+is read again for each request, and the previous token is valid as long as the Secret has it.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ MAX_BODY_BYTES = 1 << 20
 
 
 def build_admin_app(keys_dir: Path, routes: Sequence[BaseRoute]) -> ASGIApp:
-    """An app of these routes, none of them answered without the token in `keys_dir`.
+    """Return an app of these routes. None of them answers without the token in `keys_dir`.
 
-    Errors have the form that the OpenAI API gives them.
+    Errors have the form of the OpenAI API.
     """
     router = Router(list(routes), redirect_slashes=False, default=_unknown_path)
     app: ASGIApp = BodyReader(router, MAX_BODY_BYTES)
@@ -41,12 +42,12 @@ def build_admin_app(keys_dir: Path, routes: Sequence[BaseRoute]) -> ASGIApp:
 
 
 def report(value: msgspec.Struct) -> Response:
-    """A 200 with the struct as JSON."""
+    """Return an answer 200 with the struct as JSON."""
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 async def body_of(request: Request, kind: type[T]) -> T:
-    """The request's JSON body; an empty one counts as an empty object.
+    """Return the request's JSON body. An empty one counts as an empty object.
 
     Raises `InvalidRequestError`, naming the field, unless it is a `kind`.
     """
@@ -54,7 +55,8 @@ async def body_of(request: Request, kind: type[T]) -> T:
 
 
 def seconds_of(request: Request, name: str, default: float, most: float) -> float:
-    """A query parameter in seconds. Raises `InvalidRequestError` unless it is in 0..`most`."""
+    """Return a query parameter in seconds. Raises `InvalidRequestError` unless it is
+    in 0..`most`."""
     text = request.query_params.get(name)
     if text is None:
         return default
@@ -68,7 +70,8 @@ def seconds_of(request: Request, name: str, default: float, most: float) -> floa
 
 
 class AdminToken:
-    """Lets nobody past without one of the Secret's tokens. No token there: nobody at all."""
+    """Refuses requests without one of the Secret's tokens. Without any token there,
+    it refuses all."""
 
     def __init__(self, app: ASGIApp, keys_dir: Path) -> None:
         self._app = app

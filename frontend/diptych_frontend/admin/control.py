@@ -1,7 +1,7 @@
-"""The control calls by HTTP, on the admin port of an engine pod.
+"""The control calls over HTTP, on the admin port of an engine pod.
 
-Bodies are JSON objects, all of whose fields may be left out, and so may the body; an answer comes
-when the call is done. What the engine refuses in its present state is answered with 409.
+Bodies are JSON objects. Each field may be left out, and so may the body. An answer comes when the
+call is done. A call that the engine's present state does not allow gets 409.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ControlReport(msgspec.Struct, frozen=True):
     is_paused: bool
     is_sleeping: bool
     sleep_level: int
-    """0: everything is in memory; 1: the weights are put aside; 2: they are dropped."""
+    """0: everything is in memory; 1: the weights are in host memory; 2: they are dropped."""
 
 
 class ControlRoutes:
@@ -68,14 +68,14 @@ class ControlRoutes:
     # --- the hinge ----------------------------------------------------------------------------
 
     async def reject_kv_transfer(self, request: Request) -> Response:
-        """Somebody refused a request before admission: free what is held for it."""
+        """Free what is held for a request that somebody refused before admission."""
         refused = await body_of(request, RejectKVTransfer)
         await self._engine.reject_kv_transfer(refused.request_id, refused.kv_transfer_params)
         return report(Done())
 
 
 def refusable(act: Handler) -> Handler:
-    """What the engine refuses now it may do in another state: a conflict, not a defect."""
+    """Turn the engine's refusal into a conflict, since the call may succeed in another state."""
 
     async def handler(request: Request) -> Response:
         try:

@@ -3,7 +3,8 @@
     POST /admin/load_lora_adapter     {"lora_name": "sql", "lora_path": "/adapters/sql"}
     POST /admin/unload_lora_adapter   {"lora_name": "sql"}
 
-The path is one in the engine's pod. From then on the name stands for the model's in API requests.
+The path is one in the engine's pod. After that, API requests may use the name in place of the
+model's.
 """
 
 from __future__ import annotations

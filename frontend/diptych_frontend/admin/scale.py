@@ -1,4 +1,4 @@
-"""Changing the number of engine cores by HTTP, on the admin port of an engine pod."""
+"""Changes the number of engine cores over HTTP, on the admin port of an engine pod."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_DRAIN_S = 86400
 class Scale(msgspec.Struct, forbid_unknown_fields=True):
     new_data_parallel_size: int
     drain_timeout: Annotated[float, msgspec.Meta(ge=0, le=MAX_DRAIN_S)] = 300.0
-    """Seconds that requests of a core that leaves may take to end there."""
+    """Seconds within which the requests of a removed core may end there."""
 
 
 class ScaleReport(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class ScaleRoutes:
         return [Route("/admin/scale_elastic_ep", self.scale_elastic_ep, methods=["POST"])]
 
     async def scale_elastic_ep(self, request: Request) -> Response:
-        """Answers when the new number of cores serves."""
+        """Change the number of cores, and answer when all of them serve."""
         wanted = await body_of(request, Scale)
         await self._engine.scale_elastic_ep(wanted.new_data_parallel_size, wanted.drain_timeout)
         return report(ScaleReport(len(self._engine.stats_by_engine())))

@@ -1,4 +1,5 @@
-"""New weights by HTTP, on the admin port of an engine pod, for a trainer in another pod.
+"""Receives new weights over HTTP, on the admin port of an engine pod, from a trainer in another
+pod.
 
     POST /admin/init_weight_transfer_engine   {"init_info": {…}}      where the trainer listens
     POST /admin/start_weight_update           {"is_checkpoint_format": true}

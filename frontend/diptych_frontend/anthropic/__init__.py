@@ -1,1 +1,1 @@
-"""Anthropic's Messages API, for clients that speak only that: a translation of chats."""
+"""Anthropic's Messages API, translated into chats, for clients that use only this API."""

@@ -49,7 +49,7 @@ class Text(_Typed, tag="text"):
 class Thinking(_Typed, tag="thinking"):
     thinking: str
     signature: str = ""
-    """Nothing here is signed."""
+    """Empty: nothing here is signed."""
 
 
 class ToolUse(_Typed, tag="tool_use"):
@@ -133,7 +133,7 @@ def sse(event: _Typed) -> bytes:
 def why_stopped(
     finish_reason: str | None, stop_reason: Any, *, full: bool
 ) -> tuple[str, str | None]:
-    """`stop_reason` and `stop_sequence` of a message that has ended.
+    """Return `stop_reason` and `stop_sequence` of a message that has ended.
 
     full: it ended before its `max_tokens`. Raises `EngineGenerateError` for an answer that was
     broken off.
@@ -220,7 +220,7 @@ def _call_id() -> str:
 
 
 class Blocks:
-    """The blocks of a message that is streamed: one is open at a time."""
+    """The blocks of a streamed message, of which one is open at a time."""
 
     def __init__(self) -> None:
         self._index = -1
@@ -231,7 +231,7 @@ class Blocks:
         """Blanks that are a block only if something follows them."""
 
     def add_thinking(self, thinking: str) -> bytes:
-        """More of the model's reasoning."""
+        """Add more of the model's reasoning."""
         begin = b""
         if self._open != "thinking":
             begin = self._begin("thinking", Thinking(""))
@@ -240,7 +240,7 @@ class Blocks:
         return begin + self._deltas.event(thinking)
 
     def add_text(self, text: str) -> bytes:
-        """More of the answer's text."""
+        """Add more of the answer's text."""
         begin = b""
         if self._open != "text":
             text = self._blanks + text
@@ -252,7 +252,7 @@ class Blocks:
         return begin + self._deltas.event(text)
 
     def add_call(self, call: ParsedCall) -> bytes:
-        """A whole call."""
+        """Add a whole call."""
         use = ToolUse(_call_id(), call.name, msgspec.Raw(b"{}"))
         begin = self._begin("", use)
         delta = sse(BlockDelta(self._index, InputDelta(call.arguments)))

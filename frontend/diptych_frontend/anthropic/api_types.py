@@ -62,7 +62,7 @@ class ThinkingBlock(_Block, tag="thinking"):
 
 
 class RedactedThinkingBlock(_Block, tag="redacted_thinking"):
-    """Left out of the prompt: only its maker can read it."""
+    """Left out of the prompt, because only its maker can read it."""
 
     data: str
 
@@ -89,7 +89,7 @@ class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    """Ignored: a call that is forced always fits its schema."""
+    """Ignored: a forced call always fits its schema."""
     cache_control: Any = None
     eager_input_streaming: bool | None = None
     """Ignored: a call comes as a whole."""
@@ -126,7 +126,7 @@ class _Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_fi
 
 class Thinking(_Thinking, tag="enabled"):
     budget_tokens: Annotated[int, msgspec.Meta(ge=1024, le=2**63 - 1)]
-    """Not enforced: only `max_tokens` ends an answer."""
+    """Not enforced: only `max_tokens` limits an answer."""
     display: Literal["summarized", "omitted"] | None = None
 
 

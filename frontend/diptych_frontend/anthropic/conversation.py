@@ -1,4 +1,4 @@
-"""A conversation in the terms of the Messages API becomes a chat of /v1/chat/completions."""
+"""Translates a conversation of the Messages API into a chat of /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -43,21 +43,22 @@ from diptych_frontend.tool_calls import tools
 from diptych_protocol import InvalidRequestError
 
 FAILED: Final = "Error:"
-"""Stands before the result of a tool that failed: chat templates have no other place for it."""
+"""A prefix of the result of a tool that failed, because chat templates have no other place for
+that."""
 
 
 class TranslatedChat(ChatCompletionRequest, kw_only=True):
-    """A chat whose form was asked for in the field `output_config`."""
+    """A chat whose format was requested in the field `output_config`."""
 
     FORMAT_FIELD: ClassVar[str] = "output_config"
     TOOL_FIELD: ClassVar[str] = "tools[{}].input_schema"
 
 
 def as_chat(request: CountTokensRequest, *, reasons: bool) -> TranslatedChat:
-    """The chat that a conversation is.
+    """Return a conversation as a chat.
 
-    reasons: somebody tells the model's reasoning from its answers. Raises `InvalidRequestError`
-    for what a chat cannot be.
+    reasons: whether the model's reasoning is separated from its answers. Raises
+    `InvalidRequestError` for what a chat cannot express.
     """
     check_neutral(request, request.NEUTRAL)
     messages = _messages(request)

@@ -1,4 +1,4 @@
-"""Failures in the form of Anthropic's API: `{"type": "error", "error": {type, message}, ...}`."""
+"""Errors in the form of Anthropic's API: `{"type": "error", "error": {type, message}, ...}`."""
 
 from __future__ import annotations
 

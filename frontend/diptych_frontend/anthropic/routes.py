@@ -22,12 +22,12 @@ from diptych_protocol import (
 )
 
 VERSIONS: Final = ("2023-06-01", "2026-10-21")
-"""The versions of the API that are spoken here. The newer one takes three things away: fields for
-sampling, which stay here, and two uses of blocks that were never offered here."""
+"""The supported versions of the API. The newer one removes three things: fields for sampling, which
+stay available here, and two uses of blocks that were never offered here."""
 
 
 def check_version(scope: Scope) -> None:
-    """Raise `InvalidRequestError` for a client that speaks another version of the API."""
+    """Raise `InvalidRequestError` for a client that uses another version of the API."""
     version = header(scope, b"anthropic-version")
     if version is not None and version not in VERSIONS:
         raise InvalidRequestError(
@@ -36,7 +36,7 @@ def check_version(scope: Scope) -> None:
 
 
 class MessagesApi:
-    """The `Api` of /v1/messages: that of chats, in other words."""
+    """The `Api` of /v1/messages, which translates to and from chats."""
 
     body_type = MessagesRequest
     image_word = b'"image'
@@ -77,7 +77,7 @@ class TokenCount(msgspec.Struct):
 def counted_prompt(
     chat: ChatApi, renderer: Renderer, body: CountTokensRequest, scope: Scope
 ) -> TokensPrompt:
-    """The prompt whose tokens are counted. Raises `InvalidRequestError`."""
+    """Return the prompt whose tokens are counted. Raises `InvalidRequestError`."""
     check_version(scope)
     [prompt] = chat.render(as_chat(body, reasons=chat.reasoning is not None), renderer)
     return prompt

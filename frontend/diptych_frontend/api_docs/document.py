@@ -1,4 +1,4 @@
-"""The OpenAPI document, generated from the types that requests are decoded with."""
+"""Generates the OpenAPI document from the types that decode requests."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ PARTS: Final = (
     responses.Reasoning,
     StructuredOutputsParams,
 )
-"""Parts of requests of which the server's checks demand more than their types."""
+"""Parts of requests for which the server's checks require more than their types do."""
 ITEMS: Final[tuple[Kind, ...]] = get_args(responses.Item)
-"""What the input of a response may be made of."""
+"""The possible items in the input of a response."""
 NOT_OFFERED: Final = "Not offered: only a value that asks for nothing is accepted."
 
 Schema = dict[str, Any]
 
 
 def openapi_document() -> Schema:
-    """The document, as plain values."""
+    """Return the document as plain values."""
     kinds = _kinds(OPERATIONS)
     refs, schemas = msgspec.json.schema_components(kinds, ref_template=REFS)
     for kind, ref in zip(kinds, refs, strict=True):

@@ -1,6 +1,6 @@
-"""What the server's own checks demand of a request beyond its type, in the API's description.
+"""Adds to the API's description what the server's own checks require beyond the types.
 
-These checks name field and remedy, as a decoder's do not, so the types leave the work to them.
+These checks name field and remedy, which a decoder's errors do not, so they are not in the types.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from diptych_protocol import StructuredOutputsParams, sampling
 
 Schema = dict[str, Any]
 Narrower = Mapping[str, Schema]
-"""The type of a value -> what else holds of it."""
+"""The type of a value -> further conditions on it."""
 
 _FILLED: Final[Schema] = {"minLength": 1}
 _STOP: Final[Schema] = {"minLength": 1, "maxLength": sampling.MAX_STOP_CHARS}
@@ -85,14 +85,14 @@ NARROWER: Final[Mapping[type, Mapping[str, Narrower]]] = MappingProxyType(
         },
     }
 )
-"""By the fields of requests."""
+"""The conditions, by the fields of requests."""
 REPLACED: Final[Mapping[type, Mapping[str, Schema]]] = MappingProxyType(
     {
         CompletionRequest: {"prompt": _prompts({})},
         EmbeddingRequest: {"input": _prompts({"maxItems": MAX_INPUTS})},
     }
 )
-"""Fields whose values are of one kind throughout."""
+"""Fields whose values all have one type."""
 EXACTLY_ONE: Final[Mapping[type, Sequence[Sequence[str]]]] = MappingProxyType(
     {
         StructuredOutputsParams: (sampling.FORMS,),
@@ -100,11 +100,11 @@ EXACTLY_ONE: Final[Mapping[type, Sequence[Sequence[str]]]] = MappingProxyType(
         TokenizeRequest: (("prompt", "messages"),),
     }
 )
-"""One field of each group is given."""
+"""Exactly one field of each group must be given."""
 
 
 def narrow(schemas: Mapping[type, Schema]) -> None:
-    """Say in each type's schema what else is demanded, in place."""
+    """Add the conditions to each type's schema, in place."""
     for kind, schema in schemas.items():
         properties = schema["properties"]
         for field, by_type in NARROWER.get(kind, {}).items():

@@ -1,4 +1,4 @@
-"""What the server does for clients: each route with the types of what it takes and answers."""
+"""The server's operations: each route with the types of its requests and answers."""
 
 from __future__ import annotations
 
@@ -58,27 +58,27 @@ Kind = type[msgspec.Struct]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A method of a path."""
+    """One method of one path."""
 
     method: Literal["get", "post", "delete"]
     path: str
     summary: str
     request: Kind | None = None
     answer: Kind | None = None
-    """None: an answer of another kind, such as a text."""
+    """None: the answer is no JSON object but, for example, a text."""
     takes_form: bool = False
-    """The request is multipart/form-data, not JSON."""
+    """Whether the request is multipart/form-data instead of JSON."""
     events: tuple[Kind, ...] = ()
-    """What the data of server-sent events are, in which the answer comes with `stream: true`."""
+    """The data of the server-sent events of an answer with `stream: true`."""
     query: tuple[str, ...] = ()
-    """The parameters after the path."""
+    """The query parameters."""
     failure: Kind = ErrorBody
     needs_key: bool = True
-    """On a server with API keys."""
+    """Whether a server with API keys requires one."""
 
     @property
     def parameters(self) -> list[str]:
-        """The names in the path, in braces."""
+        """The names in braces in the path."""
         return [part[1:-1] for part in self.path.split("/") if part.startswith("{")]
 
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document as a page: HTML without scripts, and without anything from elsewhere."""
+"""Renders the OpenAPI document as an HTML page without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ POLICY: Final = (
 
 
 def page_of(document: Schema) -> str:
-    """The page of an OpenAPI document."""
+    """Return the page of an OpenAPI document."""
     title = escape(f"{document['info']['title']} {document['info']['version']}")
     schemas = document["components"]["schemas"]
     body = "\n".join((*_operations(document["paths"]), *_schemas(schemas)))
@@ -87,7 +87,7 @@ def _short(name: str) -> str:
 
 
 def type_text(schema: Schema) -> str:
-    """A schema in words, as HTML."""
+    """Describe a schema in words, as HTML."""
     match schema:
         case {"contentSchema": data}:
             return f"events of {type_text(data)}"

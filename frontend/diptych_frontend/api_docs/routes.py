@@ -25,18 +25,18 @@ def _page() -> bytes:
 
 
 async def document(request: Request) -> Response:
-    """The OpenAPI document."""
+    """Return the OpenAPI document."""
     # To make it takes some 0.1 s, once.
     return Response(await asyncio.to_thread(_document), media_type="application/json")
 
 
 async def page(request: Request) -> Response:
-    """The document as a page."""
+    """Return the document as a page."""
     headers = {"content-security-policy": POLICY, "x-content-type-options": "nosniff"}
     body = await asyncio.to_thread(_page)
     return Response(body, headers=headers, media_type="text/html")
 
 
 def docs_routes() -> list[Route]:
-    """Static, the same for all servers of a version, so they need no key."""
+    """Return the routes. They are the same for all servers of a version, so they need no key."""
     return [Route("/openapi.json", document), Route("/docs", page)]

@@ -1,4 +1,4 @@
-"""The wire types of files and batches; files and batches are also stored in this form."""
+"""The wire types of files and batches, in which they are also stored."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Status = Literal[
     "cancelled",
 ]  # fmt: skip
 WINDOW_S: Final = 24 * 3600
-"""The only completion window."""
+"""The length of the only completion window."""
 KEPT_S: Final = 30 * 24 * 3600
-"""Files are kept so long unless their client says something shorter, and ended batches too."""
+"""How long files are kept unless their client asks for less; ended batches too."""
 LEAST_KEPT_S: Final = 3600
 
 MetadataKey = Annotated[str, msgspec.Meta(max_length=64)]
@@ -63,7 +63,7 @@ class FileForm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The fields of an upload. They come as multipart/form-data."""
 
     file: str
-    """The content: a request on each line, as JSON."""
+    """The content, with a JSON request on each line."""
     purpose: Literal["batch"]
     expires_after_anchor: Annotated[
         Literal["created_at"] | None, msgspec.Meta(description="Goes with the seconds.")
@@ -74,7 +74,7 @@ class FileForm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class ExpiresAfter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How long after its creation a file goes."""
+    """How long after its creation a file expires."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, msgspec.Meta(ge=LEAST_KEPT_S, le=KEPT_S)]
@@ -91,7 +91,7 @@ class BatchRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class BatchError(msgspec.Struct, frozen=True):
-    """Why an input file is no batch."""
+    """An error in an input file."""
 
     code: str
     message: str
@@ -107,7 +107,7 @@ class BatchErrors(msgspec.Struct, frozen=True):
 
 
 class RequestCounts(msgspec.Struct, frozen=True):
-    """The lines of a batch, and how many of them have ended."""
+    """The number of a batch's lines, and how many of them have ended."""
 
     total: int = 0
     completed: int = 0
@@ -115,7 +115,7 @@ class RequestCounts(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch as its client sees it."""
+    """A batch in the form for its client."""
 
     id: str
     endpoint: str
@@ -151,7 +151,7 @@ class BatchList(msgspec.Struct, frozen=True):
 
 
 class LineResponse(msgspec.Struct, frozen=True):
-    """What a route answered to a line."""
+    """The answer of a route to a line."""
 
     status_code: int
     request_id: str

@@ -1,4 +1,4 @@
-"""One batch at work: its requests are asked until all have ended, or it has to stop."""
+"""Processes one batch: sends its requests until all have ended, or it has to stop."""
 
 from __future__ import annotations
 
@@ -29,45 +29,45 @@ from diptych_protocol import InvalidRequestError
 log = logging.getLogger(__name__)
 
 TICK_S: Final = 1.0
-"""How often it is looked whether the batch has to stop, and how far it is, is written."""
+"""How often the run checks whether the batch has to stop, and writes its progress."""
 TICKS_A_ROOM: Final = 10
 LOOK_S: Final = 0.2
-"""How often it is looked whether the engines have time again."""
+"""How often the run checks whether the engines are free again."""
 ABORT_TIMEOUT_S: Final = 40.0
-"""How long requests may take to end once they are aborted."""
+"""How long requests may take to end after they are aborted."""
 FIRST_WAIT_S: Final = 1.0
 MAX_WAIT_S: Final = 30.0
 MAX_FAILURES: Final = 3
-"""A request that fails so often, with an error of the server, is not asked again."""
+"""A request that failed this many times with a server error is not sent again."""
 REFUSED: Final = frozenset({429, 503})
-"""The server has no time now."""
+"""Statuses by which the server says that it has no capacity now."""
 LEAST_ROOM_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a batch needs of the server that it is in."""
+    """What a batch needs from its server."""
 
     store: BatchStore
     disk: Disk
     metrics: BatchMetrics
     slots: asyncio.Semaphore
-    """As many as there may be requests at a time, of all batches."""
+    """Limits the requests at a time, of all batches together."""
     app: ASGIApp
-    """The routes, for who asks by `ask`."""
+    """The routes, which requests reach through `ask`."""
     is_busy: Callable[[], bool]
-    """Requests wait for the engines."""
+    """Whether requests wait for the engines."""
     least_priority: Callable[[], int | None]
     """See `Exchange.least_priority`."""
     is_client: Callable[[str], bool]
-    """Whether the API key of this name is good still."""
+    """Whether the API key of this name is still valid."""
 
 
 class BatchRun:
-    """The work on a batch whose lock is held."""
+    """Processes a batch whose lock is held."""
 
     def __init__(self, server: Surroundings, state: Path, record: Record, journal: Journal) -> None:
-        """Needs a running event loop."""
+        """Create it inside a running event loop."""
         self._server = server
         self._state = state
         self._record = record
@@ -81,11 +81,11 @@ class BatchRun:
         self._failure: BaseException | None = None
 
     def release(self) -> None:
-        """Stop the work: what is under way is done again by whoever has the batch next."""
+        """Stop. The next owner of the batch repeats the requests that have not ended."""
         self._stop.set()
 
     async def run(self) -> None:
-        """Returns when the batch has ended, or was released. Raises `OSError` of the disk."""
+        """Return when the batch has ended or was released. Raises `OSError` of the disk."""
         disk = self._server.disk
         log.info("%s: the work begins, %d done", self._record.batch.id, len(self._journal.done))
         try:

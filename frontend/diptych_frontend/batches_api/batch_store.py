@@ -1,4 +1,4 @@
-"""Batches of clients: their states, and what their runners leave. Everything here waits for the
+"""Stores batches: their states, and the files that their runners write. All calls block on the
 disk."""
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from diptych_frontend.batches_api.states import ENDED, End, Record
 from diptych_protocol import InvalidRequestError
 
 MAX_BATCHES: Final = 1000
-"""A client has at most so many batches, of which the oldest are forgotten once they have ended."""
+"""The most batches of a client. Beyond it, the oldest that have ended are removed."""
 MAX_OPEN: Final = 50
-"""A client has at most so many that have not ended."""
+"""The most batches of a client that have not ended."""
 LOST_S: Final = 60
-"""A batch whose state is not there after this time will never be there."""
+"""A batch without a state after this time will never have one."""
 
 
 class BatchStore:
@@ -43,7 +43,7 @@ class BatchStore:
     # --- what clients do ----------------------------------------------------------------------
 
     def create(self, client: str, request: BatchRequest) -> Batch:
-        """Begin a batch. Raises `InvalidRequestError` if it cannot be one."""
+        """Create a batch. Raises `InvalidRequestError` if that is not possible."""
         try:
             read = self.files.get(client, request.input_file_id)
         except InvalidRequestError as exc:
@@ -69,7 +69,7 @@ class BatchStore:
         return record.batch
 
     def get(self, client: str, batch_id: str) -> Batch:
-        """A batch as it is now. Raises `InvalidRequestError` for one that is not there."""
+        """Return the state of a batch. Raises `InvalidRequestError` if it does not exist."""
         if is_id(batch_id, "batch_"):
             record = self.read(self._folder.batches(client) / f"{batch_id}.json")
             if record is not None:
@@ -79,7 +79,7 @@ class BatchStore:
         )
 
     def page(self, client: str, *, after: str | None, limit: int) -> BatchList:
-        """The batches of a client, the newest first."""
+        """Return the batches of a client, the newest first."""
         folder = self._folder.batches(client)
         ids = page_of(ids_in(folder), after, newest_first=True)
         records = [self.read(folder / f"{batch_id}.json") for batch_id in ids[: limit + 1]]
@@ -88,7 +88,8 @@ class BatchStore:
         return BatchList(data, first, last, len(ids) > limit)
 
     def cancel(self, client: str, batch_id: str) -> Batch:
-        """Let it end. Raises `InvalidRequestError` if it has ended, or is not there."""
+        """Request the end of a batch. Raises `InvalidRequestError` if it has ended or does not
+        exist."""
         batch = self.get(client, batch_id)
         if batch.status in ENDED or batch.status == "finalizing":
             raise InvalidRequestError(
@@ -100,7 +101,7 @@ class BatchStore:
         return self.get(client, batch_id)
 
     def delete_file(self, client: str, file_id: str) -> None:
-        """Raises `InvalidRequestError` if a batch needs it, or it is not there."""
+        """Delete a file. Raises `InvalidRequestError` if a batch needs it, or it does not exist."""
         self.files.get(client, file_id)
         if file_id in self._used(self._folder.batches(client)):
             raise InvalidRequestError(
@@ -114,11 +115,12 @@ class BatchStore:
     # --- what runners do ----------------------------------------------------------------------
 
     def open_batches(self) -> list[Path]:
-        """The states of the batches that have not ended, the oldest first."""
+        """Return the states of the batches that have not ended, the oldest first."""
         return self._folder.open_batches()
 
     def claim(self, state: Path) -> tuple[Record, Journal] | None:
-        """Begin to work on a batch. None: another process does, or there is nothing left to do."""
+        """Lock a batch in order to process it. None: another process has it, or there is nothing
+        left to do."""
         if not state.exists():
             # Whoever creates it marks it first.
             with contextlib.suppress(FileNotFoundError):
@@ -139,7 +141,7 @@ class BatchStore:
         return None
 
     def read(self, state: Path) -> Record | None:
-        """A batch with its client's wish to end it; None if it is not there."""
+        """Return a batch, with its client's request to cancel it; None if it does not exist."""
         try:
             record = msgspec.json.decode(state.read_bytes(), type=Record)
         except FileNotFoundError:
@@ -150,18 +152,18 @@ class BatchStore:
         return record
 
     def write(self, state: Path, record: Record) -> None:
-        """Only for who holds the lock of the batch."""
+        """Write the state. Only the holder of the batch's lock may call this."""
         write_whole(state, msgspec.json.encode(record))
 
     def input_of(self, record: Record) -> BinaryIO:
-        """The input of a batch, also when its time is over. Raises `InvalidRequestError` if it was
-        deleted."""
+        """Return the input of a batch, even if it has expired. Raises `InvalidRequestError` if it
+        was deleted."""
         return self.files.open(record.client, record.batch.input_file_id)
 
     def finish(
         self, state: Path, record: Record, journal: Journal, end: End, undone: Iterable[bytes]
     ) -> Record:
-        """Write its files and its end. What a crash leaves of this is written again.
+        """Write the files of a batch and its final state. It can be repeated after a crash.
 
         undone: further lines of the error file.
         """
@@ -204,7 +206,7 @@ class BatchStore:
         return ended
 
     def close(self, state: Path) -> None:
-        """Remove what a batch that has ended needs no longer."""
+        """Remove what a batch that has ended no longer needs."""
         state.with_suffix(".results").unlink(missing_ok=True)
         state.with_suffix(".cancel").unlink(missing_ok=True)
         self._folder.unmark(state)
@@ -212,7 +214,7 @@ class BatchStore:
     # --- tidying up ---------------------------------------------------------------------------
 
     def sweep(self) -> None:
-        """Delete what is too old, of all clients."""
+        """Delete what has expired, of all clients."""
         for client in self._folder.clients():
             self.files.sweep(client, self._used(client / "batches"))
             for batch_id in ids_in(client / "batches"):

@@ -1,4 +1,4 @@
-"""Threads that wait for the disk, which may be one across the network, so that nobody else does."""
+"""Threads for blocking calls on the disk, which may be across the network."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ T = TypeVar("T")
 
 
 class Disk:
-    """Runs what waits for the disk. The threads end when nobody has this object any longer."""
+    """Runs blocking calls on the disk. The threads end when this object is garbage-collected."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(THREADS, thread_name_prefix="batches")
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `work` returns or raises. Raises `EngineOverloadedError` if the disk is full, fails
-        or does not answer; `work` may then still go on."""
+        """Run `work` and return its result, or raise its error. Raises `EngineOverloadedError` if
+        the disk is full, fails or does not answer; `work` may continue then."""
         try:
             async with asyncio.timeout(PATIENCE_S):
                 return await self.run_long(work, *args, **kwargs)
@@ -42,14 +42,15 @@ class Disk:
             raise EngineOverloadedError(f"the batch directory {what}; retry later") from exc
 
     async def run_long(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """As `run`, for work that reads or writes whole files, however long that takes. Raises
-        `OSError` itself."""
+        """Run `work` that reads or writes whole files, without a time limit. Raises `OSError`
+        itself."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, partial(work, *args, **kwargs))
 
     def close(self, file: BinaryIO) -> None:
-        """Close a file once no thread reads or writes it any more. Whoever was given up, or went
-        away, may have left one at it, and what it has must not become another file's meanwhile."""
+        """Close a file once no thread uses it."""
+        # A thread whose caller has given up may still use the file, and its descriptor must not
+        # become that of another file meanwhile.
         self._executor.submit(_close, file)
 
 

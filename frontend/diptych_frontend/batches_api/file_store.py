@@ -1,4 +1,4 @@
-"""Files of clients: their bytes and what is known of them. Everything here waits for the disk."""
+"""Stores clients' files: their bytes and their descriptions. All calls block on the disk."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from diptych_frontend.batches_api.folder import (
 from diptych_protocol import InvalidRequestError
 
 MAX_FILES: Final = 1000
-"""A client has at most so many files."""
+"""The most files of a client."""
 ABANDONED_S: Final = 3600
-"""What belongs to no file, and was not written to for so long, belongs to nobody."""
+"""Bytes that belong to no file, and were not written to for this long, are removed."""
 
 T = TypeVar("T")
 
@@ -37,19 +37,19 @@ class FileStore:
     """The files in a folder."""
 
     def __init__(self, folder: Folder, max_bytes: int) -> None:
-        """max_bytes: of everything in the folder. One API key may have half of it."""
+        """max_bytes: limit on all bytes in the folder. One API key may use half of it."""
         self._folder = folder
         self._max_bytes = max_bytes
 
     def room(self, client: str) -> int:
-        """How many bytes a client may still store."""
+        """Return the number of bytes that a client may still store."""
         free = self._max_bytes - self._folder.bytes_of_all()
         if client:  # else there are no others
             free = min(free, self._max_bytes // 2 - self._folder.bytes_of(client))
         return max(0, free)
 
     def begin(self, client: str, size: int) -> Path:
-        """Where the bytes of a new file of about this size go, before it is one.
+        """Return a path for the bytes of a new file of about this size.
 
         Raises `InvalidRequestError` if the client has no room for it.
         """
@@ -64,7 +64,7 @@ class FileStore:
         return self._folder.files(client) / f"{new_id('file-')}.data"
 
     def check_room(self, client: str, size: int) -> None:
-        """Raise `InvalidRequestError` if the client may not store so many bytes more."""
+        """Raise `InvalidRequestError` if the client may not store this many more bytes."""
         room = self.room(client)
         if size > room:
             raise InvalidRequestError(
@@ -75,13 +75,13 @@ class FileStore:
             )
 
     def add(self, content: Path, described: Callable[[str, int], FileObject]) -> FileObject:
-        """Make a file of bytes that are there. `described` gets its id and size."""
+        """Turn written bytes into a file. `described` gets its id and size."""
         made = described(content.stem, content.stat().st_size)
         write_whole(content.with_suffix(".json"), msgspec.json.encode(made))
         return made
 
     def get(self, client: str, file_id: str) -> FileObject:
-        """What is known of a file. Raises `InvalidRequestError` for one that is not there."""
+        """Return the description of a file. Raises `InvalidRequestError` if it does not exist."""
         if is_id(file_id, "file-"):
             found = self._read(self._folder.files(client) / f"{file_id}.json")
             if found is not None:
@@ -89,8 +89,8 @@ class FileStore:
         raise _no_such_file(file_id)
 
     def open(self, client: str, file_id: str) -> BinaryIO:
-        """The bytes of a file, by its id, even if its time is over. Raises `InvalidRequestError`
-        for one that is not there."""
+        """Open a file by its id, even if it has expired. Raises `InvalidRequestError` if it does
+        not exist."""
         if is_id(file_id, "file-"):
             with contextlib.suppress(FileNotFoundError):
                 return (self._folder.files(client) / f"{file_id}.data").open("rb")
@@ -99,7 +99,7 @@ class FileStore:
     def page(
         self, client: str, *, after: str | None, limit: int, newest_first: bool, purpose: str | None
     ) -> FileList:
-        """The files of a client in the order of their creation, those after one of them."""
+        """Return the files of a client in the order of their creation, those after one of them."""
         folder = self._folder.files(client)
         ids = page_of(ids_in(folder), after, newest_first)
         found: list[FileObject] = []
@@ -114,12 +114,12 @@ class FileStore:
         return FileList(data, first, last, len(found) > limit)
 
     def delete(self, client: str, file_id: str) -> None:
-        """Raises `InvalidRequestError` for one that is not there."""
+        """Delete a file. Raises `InvalidRequestError` if it does not exist."""
         self.get(client, file_id)
         self._remove(self._folder.files(client) / f"{file_id}.json")
 
     def sweep(self, client: Path, used: Container[str]) -> None:
-        """Delete files whose time is over, unless they are used, and what was never finished."""
+        """Delete expired files that are not used, and unfinished ones."""
         now = time.time()
         for file_id in ids_in(client / "files"):
             state = client / "files" / f"{file_id}.json"
@@ -150,7 +150,7 @@ class FileStore:
 
 
 def page_of(ids: list[str], after: str | None, newest_first: bool) -> list[str]:
-    """Ids that are sorted, from the one after `after` on. That need not be there any more."""
+    """Return a page of sorted ids after `after`, which may have been deleted."""
     if newest_first:
         return [each for each in reversed(ids) if after is None or each < after]
     return [each for each in ids if after is None or each > after]
@@ -163,7 +163,7 @@ def _no_such_file(file_id: str) -> InvalidRequestError:
 
 
 def synced(path: Path, pieces: Callable[[BinaryIO], None]) -> int:
-    """Write a file that survives a halt of the machine; its size."""
+    """Write a file so that it survives a halt of the machine, and return its size."""
     partial = path.with_name(f"{path.name}{TEMPORARY}")
     with create(partial) as file:
         pieces(file)

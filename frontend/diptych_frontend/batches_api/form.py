@@ -1,6 +1,6 @@
-"""A form that is sent as multipart/form-data, read piece by piece. Pure.
+"""Reads a multipart/form-data form piece by piece, without I/O.
 
-A file goes through it; the other fields, which are few and small, stay here.
+The bytes of a file are passed on. The other fields, which are few and small, are kept.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class UploadForm:
         self._fields: dict[str, str] = {}
 
     def feed(self, piece: bytes) -> bytes:
-        """Take the next bytes of the body; returns those that are the file's.
+        """Add the next bytes of the body, and return those that belong to the file.
 
-        Raises `InvalidRequestError` for what is no such form, or is too large.
+        Raises `InvalidRequestError` for an invalid form, or one that is too large.
         """
         if self._parser.closed or not piece:
             return b""  # an epilogue says nothing
@@ -66,7 +66,8 @@ class UploadForm:
         return b"".join(of_file)
 
     def ended(self) -> FileForm:
-        """The fields, once the whole body came. Raises `InvalidRequestError`, naming the field."""
+        """Return the fields after the whole body. Raises `InvalidRequestError`,
+        naming the field."""
         try:
             self._parser.close()
         except MultipartError as exc:

@@ -1,4 +1,4 @@
-"""A request of a batch, given to the server's own routes without a connection."""
+"""Sends a batch's requests to the server's own routes without a connection."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ _OF_BATCH: Final = "diptych.batch"
 
 @dataclass(slots=True)
 class Answer:
-    """What a route answered."""
+    """The answer of a route."""
 
     request_id: str
     status: int = 0
-    """0: it was given up before there was an answer."""
+    """0: the request was aborted before there was an answer."""
     headers: dict[bytes, bytes] = field(default_factory=dict)
     body: bytes = b""
 
     @property
     def retry_after_s(self) -> float:
-        """How long the server wants to be left alone."""
+        """The seconds to wait before the next request, if the server gave any."""
         text = self.headers.get(b"retry-after", b"0")
         return float(text) if text.isdigit() else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """For whom a batch asks, and how urgent that is."""
+    """The client for whom a batch sends requests, and their priority."""
 
     client: str
     least_priority: int | None
@@ -41,7 +41,7 @@ class Asker:
 
 
 class AskedByBatch:
-    """A layer in the place of the one that looks at API keys: a batch knows whose it is."""
+    """A layer in the place of the check of API keys, since a batch knows its client."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -56,7 +56,7 @@ class AskedByBatch:
 async def ask(
     app: ASGIApp, path: str, body: bytes, request_id: str, asker: Asker, stop: asyncio.Event
 ) -> Answer:
-    """POST a body. When `stop` is set the request is aborted, as when a client leaves."""
+    """POST a body. Setting `stop` aborts the request, as when a client disconnects."""
     sent = False
     answer = Answer(request_id)
     pieces: list[bytes] = []

@@ -1,8 +1,8 @@
-"""The answers of one batch so far, in a file whose lock says who works on the batch.
+"""The answers of one batch so far, in a file that the process which runs the batch locks.
 
-Each line of it is a sign (`+` for the output file, `-` for the error file) and a line of that file.
-What is on disk is what is done: a line that a crash cut off is forgotten, and its request is done
-again.
+Each line is a sign (`+` for the output file, `-` for the error file) and a line of that file. A
+request is done when its line is on the disk. A line that a crash cut off is dropped, and its
+request is repeated.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _DECODER: Final = msgspec.json.Decoder(Told)
 
 
 class Journal:
-    """Opened by one process at a time. Its methods wait for the disk."""
+    """One process at a time opens a journal. Its methods block on the disk."""
 
     def __init__(self, descriptor: int) -> None:
-        """Reads what is there. The descriptor, whose lock is held, is closed by `close`."""
+        """Read the existing lines. `close` closes the descriptor, whose lock is held."""
         self._descriptor = descriptor
         self._size = os.fstat(descriptor).st_size
         self._appending = threading.Lock()
@@ -43,9 +43,9 @@ class Journal:
 
     @classmethod
     def claim(cls, path: Path) -> Self | None:
-        """Open it, or make it; None if another process works on the batch.
+        """Open or create the journal; None if another process runs the batch.
 
-        The lock is one of `flock`: the system frees it when the process ends, however that comes.
+        The lock is one of `flock`, which the system frees when the process ends, in any way.
         """
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -59,14 +59,14 @@ class Journal:
             raise
 
     def close(self) -> None:
-        """Let another process have the batch."""
+        """Unlock the batch for other processes."""
         with self._appending:
             if self._descriptor >= 0:
                 os.close(self._descriptor)
                 self._descriptor = -1
 
     def append(self, sign: bytes, result: bytes) -> None:
-        """Add the answer to a request. Raises `OSError` if the disk does not take all of it; then
+        """Add the answer to a request. Raises `OSError` if the disk does not accept all of it; then
         nothing was added."""
         entry = sign + result + b"\n"
         told = _DECODER.decode(result)
@@ -79,7 +79,7 @@ class Journal:
             self._count(sign, told)
 
     def parts(self, sign: bytes) -> Iterator[bytes]:
-        """The lines of the output file or of the error file. One reader at a time."""
+        """Yield the content of the output file or of the error file. One reader at a time."""
         for entry in self._entries():
             if entry.startswith(sign):
                 yield entry[1:]

@@ -1,4 +1,4 @@
-"""The lines of an input file: each a request for one of the routes."""
+"""Checks the lines of an input file, each of which is a request for one of the routes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from diptych_protocol import UNREADABLE
 
 MAX_LINES: Final = 50_000
 MAX_LINE_BYTES: Final = (4 << 20) + 4096
-"""A body of the largest size, and what is around it."""
+"""Room for a body of the largest size and its surroundings."""
 MAX_CUSTOM_ID: Final = 512
 MAX_ERRORS: Final = 50
-"""Whoever has more errors in a file is told of so many."""
+"""At most this many errors of a file are reported."""
 
 
 class _Raw(msgspec.Struct):
@@ -36,7 +36,7 @@ _BODY_DECODER: Final = msgspec.json.Decoder(_Body)
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A sound line. Whether its body is sound, the route says."""
+    """A valid line. The route checks its body."""
 
     number: int
     custom_id: str
@@ -45,14 +45,14 @@ class Line:
 
 @dataclass(slots=True)
 class Checked:
-    """What an input file turned out to be."""
+    """The result of checking an input file."""
 
     total: int = 0
     errors: list[BatchError] = field(default_factory=list)
 
 
 def read_line(number: int, raw: bytes, endpoint: str) -> Line | BatchError:
-    """One line, which is not blank, or what is wrong with it."""
+    """Parse one line, which is not blank, or return what is wrong with it."""
     if len(raw) >= MAX_LINE_BYTES:
         message = f"the line has {MAX_LINE_BYTES} bytes or more"
         return BatchError("line_too_large", message, None, number)
@@ -91,8 +91,8 @@ def read_line(number: int, raw: bytes, endpoint: str) -> Line | BatchError:
 
 
 def lines_of(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Each line that is not blank, with its number. Of one that is too long comes as much as shows
-    that, and then nothing more."""
+    """Yield each line that is not blank, with its number. Of a line that is too long, only a part
+    is yielded, and nothing after it."""
     number = 0
     while raw := file.readline(MAX_LINE_BYTES + 1):
         number += 1
@@ -103,7 +103,7 @@ def lines_of(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def check(file: BinaryIO, endpoint: str) -> Checked:
-    """Look through a whole file. Its custom ids must be different from each other."""
+    """Check a whole file. Its custom ids must differ from each other."""
     checked = Checked()
     seen: set[str] = set()
     for number, raw in lines_of(file):

@@ -1,4 +1,4 @@
-"""What the batches of a process have done."""
+"""Prometheus metrics of the batches that a process runs."""
 
 from __future__ import annotations
 

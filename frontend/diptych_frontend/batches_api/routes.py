@@ -25,7 +25,7 @@ Q = TypeVar("Q", bound=msgspec.Struct)
 
 
 class FileQuery(msgspec.Struct, forbid_unknown_fields=True):
-    """What a list of files may be asked for."""
+    """The query parameters of a list of files."""
 
     after: str | None = None
     limit: int = 10_000
@@ -34,7 +34,7 @@ class FileQuery(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class BatchQuery(msgspec.Struct, forbid_unknown_fields=True):
-    """What a list of batches may be asked for."""
+    """The query parameters of a list of batches."""
 
     after: str | None = None
     limit: int = 20
@@ -44,12 +44,12 @@ class BatchRoutes:
     """The endpoints."""
 
     def __init__(self, service: BatchService | None) -> None:
-        """service: None for a server that keeps no files, and says so."""
+        """service: None for a server that keeps no files, and answers so."""
         self._service = service
         self._decoder = msgspec.json.Decoder(BatchRequest)
 
     def routes(self) -> list[Route]:
-        """In the order of a reference."""
+        """Return the routes, in the order of a reference."""
         return [
             Route(FILES_PATH, self.files, methods=["GET", "POST"]),
             Route(f"{FILES_PATH}/{{file_id}}", self.file, methods=["GET", "DELETE"]),
@@ -69,7 +69,7 @@ class BatchRoutes:
         return self._service
 
     async def files(self, request: Request) -> Response:
-        """Upload a file, or list one's files."""
+        """Upload a file, or list the client's files."""
         service = self._on
         if request.method == "POST":
             return _json(await service.uploads.take(request))
@@ -85,7 +85,7 @@ class BatchRoutes:
         return _json(page)
 
     async def file(self, request: Request) -> Response:
-        """What is known of a file, or delete it."""
+        """Describe a file, or delete it."""
         service, file_id = self._on, request.path_params["file_id"]
         if request.method == "DELETE":
             await service.disk.run(service.store.delete_file, _client(request), file_id)
@@ -93,7 +93,7 @@ class BatchRoutes:
         return _json(await service.disk.run(service.files.get, _client(request), file_id))
 
     async def content(self, request: Request) -> Response:
-        """The bytes of a file."""
+        """Return the bytes of a file."""
         service, file_id = self._on, request.path_params["file_id"]
         known = await service.disk.run(service.files.get, _client(request), file_id)
         file = await service.disk.run(service.files.open, _client(request), file_id)
@@ -104,7 +104,7 @@ class BatchRoutes:
         )
 
     async def batches(self, request: Request) -> Response:
-        """Begin a batch, or list one's batches."""
+        """Create a batch, or list the client's batches."""
         service, client = self._on, _client(request)
         if request.method == "POST":
             body = decode_body(request.scope, exchange_of(request.scope).body, self._decoder)
@@ -118,12 +118,12 @@ class BatchRoutes:
         return _json(page)
 
     async def batch(self, request: Request) -> Response:
-        """A batch as it is now."""
+        """Return a batch."""
         service, batch_id = self._on, request.path_params["batch_id"]
         return _json(await service.disk.run(service.store.get, _client(request), batch_id))
 
     async def cancel(self, request: Request) -> Response:
-        """Let a batch end with what is done."""
+        """Cancel a batch; it keeps the answers that it has."""
         service, batch_id = self._on, request.path_params["batch_id"]
         batch = await service.disk.run(service.store.cancel, _client(request), batch_id)
         service.look()

@@ -1,4 +1,4 @@
-"""The batches that a process works on: it takes those that no other process has."""
+"""Runs batches in this process: those that no other process has taken."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from diptych_protocol import DiptychError
 log = logging.getLogger(__name__)
 
 LOOK_S: Final = 2.0
-"""How often it is looked for batches that are new, or whose process has gone."""
+"""How often the runner looks for new batches, and for those whose process has died."""
 MAX_RUNNING: Final = 8
-"""A process works on so many batches at a time, of which one client has one."""
+"""The most batches that a process runs at a time; one per client."""
 REST_S: Final = 15.0
-"""A batch that stopped for a reason is left alone for so long."""
+"""How long a batch that stopped for a reason is left alone."""
 SWEEP_S: Final = 600.0
 CLOSE_TIMEOUT_S: Final = 45.0
 
 
 class BatchRunner:
-    """Works until it is closed."""
+    """Runs batches until it is closed."""
 
     def __init__(self, server: Surroundings) -> None:
         self._server = server
@@ -38,15 +38,15 @@ class BatchRunner:
         self._main: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Needs a running event loop."""
+        """Begin to run batches. Call it inside a running event loop."""
         self._main = asyncio.create_task(self._run(), name="batches")
 
     def look(self) -> None:
-        """There is a new batch."""
+        """Look for a new batch now."""
         self._news.set()
 
     async def close(self) -> None:
-        """Stop all work, and let other processes have the batches. Again, it does nothing."""
+        """Stop all work, and leave the batches to other processes. Safe to call twice."""
         self._closing = True
         self._news.set()
         for run, _ in self._running.values():

@@ -1,4 +1,4 @@
-"""Files and batches of a server: put together, started and closed."""
+"""Creates, starts and closes a server's files and batches."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_protocol.config import Batches
 
 PRIORITY: Final = 1000
-"""Requests of batches are no more urgent than this, where engines look at priorities."""
+"""The most urgent priority of batches' requests, where engines use priorities."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manners:
-    """How batches give way to requests that somebody waits for."""
+    """How batches give way to requests of waiting users."""
 
     is_busy: Callable[[], bool] = lambda: False
-    """Requests wait for the engines."""
+    """Whether requests wait for the engines."""
     has_priorities: Callable[[], bool] = lambda: False
-    """Engines look at the priorities of requests."""
+    """Whether engines use the priorities of requests."""
     is_client: Callable[[str], bool] = lambda client: True
-    """Whether an API key of this name is good; without keys the name is empty."""
+    """Whether an API key of this name is valid; without keys the name is empty."""
 
 
 class BatchService:
-    """What a server with a batch directory has."""
+    """The files and batches of a server with a batch directory."""
 
     def __init__(
         self, directory: Path, settings: Batches, metrics: ServerMetrics, manners: Manners
@@ -54,7 +54,7 @@ class BatchService:
         self._runner: BatchRunner | None = None
 
     def start(self, app: ASGIApp) -> None:
-        """Begin to work on batches, with the routes of this app. Needs a running event loop."""
+        """Begin to run batches with the routes of this app. Call it inside a running event loop."""
         manners = self._manners
         self._runner = BatchRunner(
             Surroundings(
@@ -71,11 +71,11 @@ class BatchService:
         self._runner.start()
 
     def look(self) -> None:
-        """There is a new batch."""
+        """Look for a new batch now."""
         if self._runner is not None:
             self._runner.look()
 
     async def close(self) -> None:
-        """Stop the work, which another process goes on with. Again, it does nothing."""
+        """Stop running batches; another process may continue them. Safe to call twice."""
         if self._runner is not None:
             await self._runner.close()

@@ -6,7 +6,7 @@
         │              └──▶ expired
         └──▶ cancelling, expired
 
-`cancelling` is a wish of the client that is written beside the state, so that only one process
+`cancelling` is the client's request, which is stored beside the state, so that only one process
 writes the state itself.
 """
 
@@ -34,21 +34,21 @@ End = Literal["completed", "expired", "cancelled"]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch as it is stored."""
+    """A batch in its stored form."""
 
     batch: Batch
     client: str
     """The name of the API key that it belongs to; empty without keys."""
     output_id: str
     error_id: str
-    """The ids that its files will have, so that they are not made twice."""
+    """The ids of its future files, so that they are not made twice."""
     output_kept_s: int = KEPT_S
 
 
 def new_record(
     request: BatchRequest, client: str, *, batch_id: str, output_id: str, error_id: str, now: int
 ) -> Record:
-    """A batch that a client has just asked for."""
+    """Return a batch that a client has just requested."""
     kept = request.output_expires_after
     return Record(
         batch=Batch(
@@ -73,36 +73,37 @@ def _with(record: Record, **changes: object) -> Record:
 
 
 def validated(record: Record, total: int, now: int) -> Record:
-    """Its input is sound, and has so many lines."""
+    """Record that its input is valid and has this many lines."""
     counts = RequestCounts(total=total)
     return _with(record, status="in_progress", in_progress_at=now, request_counts=counts)
 
 
 def failed(record: Record, errors: list[BatchError], now: int) -> Record:
-    """Its input is not sound. It has ended."""
+    """Record that its input is invalid. The batch has ended."""
     return _with(record, status="failed", failed_at=now, errors=BatchErrors(errors))
 
 
 def counted(record: Record, completed: int, failed: int, usage: BatchUsage) -> Record:
-    """So many of its lines have ended, and took so many tokens."""
+    """Record how many of its lines have ended, and how many tokens they took."""
     counts = RequestCounts(record.batch.request_counts.total, completed, failed)
     return _with(record, request_counts=counts, usage=usage)
 
 
 def cancelling(record: Record, since: int) -> Record:
-    """Its client wants it to end. What has ended stays as it is, and so does what ends anyway."""
+    """Record that its client has cancelled it. A batch that has ended, or is about to, stays as it
+    is."""
     if record.batch.status not in ("validating", "in_progress"):
         return record
     return _with(record, status="cancelling", cancelling_at=since)
 
 
 def finalizing(record: Record, now: int) -> Record:
-    """All of its lines have ended."""
+    """Record that all of its lines have ended."""
     return _with(record, status="finalizing", finalizing_at=now)
 
 
 def ended(record: Record, end: End, *, output: bool, error: bool, now: int) -> Record:
-    """Its files are there, those that have something in them."""
+    """Record that its files exist, if they are not empty."""
     changes: dict[str, object] = {
         "status": end,
         f"{end}_at": now,
@@ -113,7 +114,8 @@ def ended(record: Record, end: End, *, output: bool, error: bool, now: int) -> R
 
 
 def next_end(record: Record, now: float) -> End | None:
-    """How it is to end at once, whatever lines are left; None: its lines are to be done."""
+    """Return the state in which it has to end at once, whatever lines are left; None
+    to continue."""
     status = record.batch.status
     if status == "cancelling":
         return "cancelled"

@@ -1,4 +1,4 @@
-"""POST /v1/files: the file goes to the disk while it comes."""
+"""POST /v1/files: writes a file to the disk while it arrives."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ MAX_FORM_BYTES: Final = MAX_FILE_BYTES + (64 << 10)
 WRITTEN_AT_ONCE: Final = 1 << 20
 UPLOAD_TIMEOUT_S: Final = 900.0
 MAX_UPLOADS: Final = 4
-"""A client may send so many files to a process at the same time."""
+"""The most uploads of a client to a process at the same time."""
 
 
 class Uploads:
-    """Takes forms with files."""
+    """Stores uploaded forms with files."""
 
     def __init__(self, files: FileStore, disk: Disk) -> None:
         self._files = files

@@ -1,4 +1,4 @@
-"""The tokens of a batch, added up from its answers. Pure."""
+"""Adds up the tokens of a batch from its answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class InputDetails(msgspec.Struct, frozen=True):
-    """Tokens of prompts that a cache had."""
+    """Tokens of prompts that were in a prefix cache."""
 
     cached_tokens: int = 0
 
@@ -60,14 +60,14 @@ class _Response(msgspec.Struct):
 
 
 class Told(msgspec.Struct):
-    """What a line of an output or error file says that is to be counted."""
+    """The counts in a line of an output or error file."""
 
     custom_id: str
     response: _Response | None = None
 
 
 def added(sum_so_far: BatchUsage, told: Told) -> BatchUsage:
-    """The sum with one answer more."""
+    """Return the sum with one more answer."""
     body = None if told.response is None else told.response.body
     if body is None or body.usage is None:
         return sum_so_far

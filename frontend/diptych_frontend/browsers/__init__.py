@@ -1,1 +1,1 @@
-"""What browsers may send here, for which sites."""
+"""Which requests the server accepts from browsers, and from the pages of which sites."""

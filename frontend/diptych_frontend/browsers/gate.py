@@ -1,4 +1,4 @@
-"""The layer in front of all routes that lets browsers in by `BrowserRules`."""
+"""The layer in front of all routes that admits browsers by `BrowserRules`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PREFLIGHT_AGE_S: Final = 600
 
 
 class BrowserGate:
-    """Stands between the `Boundary`, which tells of refusals, and the check of API keys, which
-    browsers do not send when they ask beforehand."""
+    """Stands between the `Boundary`, which answers errors, and the check of API keys, because
+    browsers send no key in preflight requests."""
 
     def __init__(self, app: ASGIApp, rules: BrowserRules, *, any_host: bool = False) -> None:
-        """any_host: nothing behind it is open to whoever reaches the server, so its name does not
-        matter: a site that leads a browser here has no key."""
+        """any_host: accept any name of the server. Nothing behind it is open without a key, and a
+        site that directs a browser here has none."""
         self._app = app
         self._rules = rules
         self._any_host = any_host

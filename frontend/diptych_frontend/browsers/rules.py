@@ -1,9 +1,10 @@
-"""Which requests of browsers are served. Pure.
+"""Decides which requests of browsers are served, without I/O.
 
-A browser sends requests to any address that its user reaches, for any site that he looks at, and
-lends that site his place in the network. Two headers, which no script can set, say how it came:
-`Host` has the name that led here, and `Sec-Fetch-Site` (or `Origin`, where that is absent) says
-whose page asked. Other clients send neither `Sec-Fetch-Site` nor `Origin`.
+A browser sends requests to any address that its user can reach, for any site whose page the user
+opens. So that site could act from the user's place in the network. Two headers, which no script can
+set, show where a request comes from. `Host` is the name that led here, and `Sec-Fetch-Site` (or
+`Origin`, where that is absent) says which site's page sent it. Other clients send neither
+`Sec-Fetch-Site` nor `Origin`.
 """
 
 from __future__ import annotations
@@ -20,32 +21,33 @@ HOST, ORIGIN, SITE, MODE, DESTINATION, ASKS_METHOD, ASKS_HEADERS = READ = (
     b"host", b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"sec-fetch-dest",
     b"access-control-request-method", b"access-control-request-headers",
 )  # fmt: skip
-"""The headers that are looked at."""
+"""The headers that the rules read."""
 PROBES: Final = frozenset({"/health", "/live", "/ping"})
-"""Load balancers ask these under any name. They tell nothing that is worth a theft."""
+"""Load balancers use these paths under any name. Their answers contain nothing secret."""
 NOBODYS: Final = (".localhost", ".svc", ".svc.cluster.local")
 """Endings of names that nobody can register."""
 MAX_HOST: Final = len("65535:") + 253
 MAX_QUOTED: Final = 100
 OWN: Final = (b"same-origin", b"none")
-"""What `Sec-Fetch-Site` says of the server's own pages, and of users who typed the address."""
+"""Values of `Sec-Fetch-Site` for the server's own pages, and for users who typed the address."""
 
 HeaderValues = Mapping[bytes, bytes]
-"""Those of `READ` that a request has."""
+"""The headers of `READ` that a request has."""
 
 
 @dataclass(frozen=True, slots=True)
 class BrowserRules:
-    """What the owner of a server allows beside what is harmless."""
+    """What the owner of a server allows beyond what is harmless."""
 
     hosts: frozenset[str] = frozenset()
-    """Names of the server, in lower case, beside those that no other site can have."""
+    """Further names of the server, in lower case. Names that no other site can have are always
+    allowed."""
     origins: frozenset[str] = frozenset()
     """Origins of sites whose pages may use the API, in lower case."""
 
     def check_host(self, path: str, headers: HeaderValues) -> None:
-        """Raise `InvalidRequestError` for a name that may be another site's. Clients that are no
-        browsers may send none."""
+        """Raise `InvalidRequestError` for a name that may be another site's. Clients other than
+        browsers may omit it."""
         host = headers.get(HOST)
         if not host or path in PROBES or self._is_own(host):
             return
@@ -60,9 +62,9 @@ class BrowserRules:
         )
 
     def shared_with(self, method: str, headers: HeaderValues) -> bytes | None:
-        """The origin whose pages may read the answer; None: those of the server itself only.
+        """Return the origin whose pages may read the answer; None: only the server's own pages.
 
-        Raises `InvalidRequestError` for a request of another site's page.
+        Raises `InvalidRequestError` for a request from another site's page.
         """
         origin, site = headers.get(ORIGIN), headers.get(SITE)
         is_own = site in OWN if site is not None else _is_at(origin, headers.get(HOST, b""))

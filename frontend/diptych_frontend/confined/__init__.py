@@ -1,1 +1,1 @@
-"""Processes for work on what other people made: bounded in memory and time, and easily ended."""
+"""Processes that work on untrusted content: limited in memory and time, and easy to end."""

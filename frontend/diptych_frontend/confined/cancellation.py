@@ -1,4 +1,4 @@
-"""How who waits for work tells the thread that does it, and the process that helps, to stop."""
+"""Cancels work: the thread that does it, and the process that helps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class WorkCancelledError(Exception):
 
 
 class Cancellation:
-    """Ends one piece of work. `cancel` may be called from any thread, and at any time."""
+    """Cancels one piece of work. `cancel` may be called from any thread, at any time."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -21,7 +21,7 @@ class Cancellation:
         self._end: Callable[[], None] | None = None
 
     def cancel(self) -> None:
-        """End what is being done; what the work would do next is not begun."""
+        """End the work in progress, and do not begin what would come next."""
         with self._lock:
             self._cancelled = True
             if self._end is not None:
@@ -33,7 +33,7 @@ class Cancellation:
 
     @contextmanager
     def ending_by(self, end: Callable[[], None]) -> Iterator[None]:
-        """While this lasts, `end` is how to end the work. Raises `WorkCancelledError` if it was
+        """During the block, cancel the work by calling `end`. Raises `WorkCancelledError` if it was
         cancelled before."""
         with self._lock:
             if self._cancelled:
@@ -50,13 +50,13 @@ _current: ContextVar[Cancellation | None] = ContextVar("cancellation", default=N
 
 
 def current_cancellation() -> Cancellation:
-    """The one of this thread's work; one that nobody can cancel, if none was set."""
+    """Return the cancellation of this thread's work, or one that nobody can use if none was set."""
     return _current.get() or Cancellation()
 
 
 @contextmanager
 def cancelled_by(cancellation: Cancellation) -> Iterator[None]:
-    """What this thread does meanwhile is ended by `cancellation`."""
+    """During the block, `cancellation` ends what this thread does."""
     token = _current.set(cancellation)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The inside of a process that works on what other people made. It imports nothing large itself."""
+"""The code inside a process that works on untrusted content. It imports nothing large itself."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from typing import Final
 from diptych_frontend.confined.frames import ConnectionEndedError, receive_frame, send_frame
 
 OUT_OF_MEMORY: Final = 77
-"""Exit status of a process whose work wanted more memory than it may have."""
+"""Exit status of a process whose work exceeded its memory."""
 ANSWER_TOO_LARGE: Final = 78
-"""Exit status of a process whose answer is no message that its owner takes."""
+"""Exit status of a process whose answer exceeded the size of a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkBounds:
-    """What one piece of work may take."""
+    """The limits of one piece of work."""
 
     memory_bytes: int
-    """Address space, above what the process has when it begins to serve."""
+    """Address space beyond what the process uses when it begins to serve."""
     seconds: int
     message_bytes: int
-    """A question has at most so many, and so has an answer."""
+    """The most bytes of a question, and of an answer."""
     idle_seconds: int
-    """A process that nobody asked anything for so long ends."""
+    """A process without a question for this long ends."""
 
     def as_argument(self) -> str:
-        """How a process is told, as its only argument."""
+        """The limits as the process's only argument."""
         return json.dumps(asdict(self))
 
 
 def serve(work: Callable[[bytearray, bytearray], tuple[bytes, memoryview]]) -> None:
-    """Answer what comes over standard input, a socket, until its other end is closed.
+    """Answer questions over standard input, a socket, until its other end is closed.
 
-    A piece of work that exceeds its bounds ends the process: whoever asked sees by its exit status
-    what happened, and starts another. The alarm rings here as well as at the owner, so that the
-    process of an owner that was killed ends, too.
+    A piece of work that exceeds its limits ends the process. Its owner learns the cause from the
+    exit status, and starts another process. The time limit is enforced here as well as by the
+    owner, so that a process whose owner was killed ends too.
     """
     bounds = WorkBounds(**json.loads(sys.argv[1]))
     connection = socket.socket(fileno=os.dup(0))

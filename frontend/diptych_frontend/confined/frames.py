@@ -11,13 +11,14 @@ LENGTHS: Final = struct.Struct("<II")
 
 
 class ConnectionEndedError(Exception):
-    """The other end has gone."""
+    """The other end is gone."""
 
 
 def send_frame(
     connection: socket.socket, head: bytes, body: bytes | memoryview, due: float
 ) -> None:
-    """Raises `ConnectionEndedError`, and `TimeoutError` once `due` has come (`time.monotonic`)."""
+    """Send a message. Raises `ConnectionEndedError`, and `TimeoutError` after `due`
+    (`time.monotonic`)."""
     try:
         for part in (LENGTHS.pack(len(head), len(body)) + head, body):
             connection.settimeout(_left(due))
@@ -31,8 +32,8 @@ def send_frame(
 def receive_frame(
     connection: socket.socket, max_bytes: int, due: float
 ) -> tuple[bytearray, bytearray]:
-    """Head and body. Raises as `send_frame` does, and `ConnectionEndedError` for a message of more
-    than `max_bytes`, which the other end had no reason to send."""
+    """Receive head and body. Raises as `send_frame`, and `ConnectionEndedError` for a message of
+    more than `max_bytes`."""
     lengths = LENGTHS.unpack(_received(connection, LENGTHS.size, due))
     if sum(lengths) > max_bytes:
         raise ConnectionEndedError(f"a message of {sum(lengths)} bytes")
@@ -41,7 +42,7 @@ def receive_frame(
 
 
 def has_come(connection: socket.socket, seconds: float) -> bool:
-    """Whether anything of a message, or of the other end's end, comes within that time."""
+    """Whether a part of a message, or the end of the connection, arrives within that time."""
     connection.settimeout(seconds)
     try:
         connection.recv(1, socket.MSG_PEEK)

@@ -1,4 +1,4 @@
-"""How a thread that others wait for, as that of an event loop, asks for what takes no time only."""
+"""Lets a thread that must not block, such as an event loop's, ask only for quick answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextvars import ContextVar
 
 
 class NotAtOnceError(Exception):
-    """The work takes longer than its caller may wait here; do all of it again elsewhere."""
+    """The work takes longer than its caller may wait here. Repeat all of it elsewhere."""
 
 
 _hurried: ContextVar[bool] = ContextVar("hurried", default=False)
@@ -21,7 +21,8 @@ def is_hurried() -> bool:
 
 @contextmanager
 def hurried() -> Iterator[None]:
-    """What asks a process meanwhile gets its answer within milliseconds, or `NotAtOnceError`."""
+    """During the block, a question to a process is answered within milliseconds or raises
+    `NotAtOnceError`."""
     token = _hurried.set(True)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The owner's side of processes that work on what other people made."""
+"""The owner's side of processes that work on untrusted content."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from diptych_frontend.confined.haste import NotAtOnceError, is_hurried
 from diptych_protocol import EngineOverloadedError
 
 PROCESSES: Final = 2
-"""At most so many do one kind of work, beside one that was asked in haste and is late. They start
-with the first work and end when idle."""
+"""The most processes for one kind of work, beside one whose hurried answer is late. They start with
+the first work and end when idle."""
 START_S: Final = 30.0
-"""What a process may take to start on a busy machine, beside the time of its work."""
+"""How long a process may take to start on a busy machine, in addition to its work."""
 TURN_S: Final = 30.0
-"""How long work waits for a process that is free."""
+"""How long work waits for a free process."""
 AT_ONCE_S: Final = 0.005
-"""Who is in haste waits no longer for an answer."""
+"""How long a hurried caller waits for an answer."""
 AT_ONCE_BYTES: Final = 64 << 10
-"""A larger question might not fit into the socket, and a larger answer is much work for who gets
-it: neither is for those in haste."""
+"""A larger question might not fit into the socket, and a larger answer is much work for its reader.
+Neither is for hurried callers."""
 KILL_S: Final = 10.0
-"""A process that has closed its connection ends within this time, or is killed."""
+"""A process that has closed its connection is killed unless it ends within this time."""
 KEPT_VARIABLES: Final = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
 
 
 class WorkFailedError(Exception):
-    """The content that was worked on is at fault; the message says what it took too much of."""
+    """The content was at fault; the message says which limit it exceeded."""
 
 
 class ConfinedWork:
-    """Work of one kind. Safe to use from several threads, each of which waits for its answer. Its
-    processes end when nobody has this object any longer, and at the end of the program."""
+    """Work of one kind. Safe to use from several threads, each of which waits for its answer. The
+    processes end when this object is garbage-collected, and at the end of the program."""
 
     def __init__(self, module: str, bounds: WorkBounds) -> None:
         """module: `python -m` of it calls `serve`."""
@@ -61,26 +61,26 @@ class ConfinedWork:
         _of_this_program.add(self)
 
     def begin_after_fork(self) -> None:
-        """Begin anew in a forked process: the processes talk with its parent, and its threads, one
-        of which may have held a lock, have stayed there."""
+        """Reset this object in a forked process: the processes belong to its parent, and so do its
+        threads, one of which may have held a lock."""
         self._room, self._lock = BoundedSemaphore(PROCESSES), Lock()
         for some in (self._idle, self._late):
             while some:
                 some.pop().leave_to_parent()
 
     def start(self) -> None:
-        """Have a process ready before there is work, so that the first need not wait for it."""
+        """Start a process before there is work, so that the first work need not wait for it."""
         with self._lock:
             if not self._idle:
                 self._idle.append(_Process(self._module, self._bounds))
 
     def ask(self, head: bytes, body: bytes) -> tuple[bytearray, bytearray]:
-        """What a process makes of this.
+        """Return a process's answer.
 
-        Raises `WorkFailedError` if it took too much memory or time, or broke the process,
+        Raises `WorkFailedError` if the work took too much memory or time, or broke the process,
         `WorkCancelledError` if nobody waits for it any longer, and `EngineOverloadedError` if all
-        processes are at work for too long, or the system ended this one. For who is in haste, only
-        answers that come at once count, and `NotAtOnceError` stands for all others.
+        processes are busy for too long, or the system ended this one. A hurried caller gets a quick
+        answer or `NotAtOnceError`.
         """
         if is_hurried():
             return self._ask_in_haste(head, body)
@@ -102,7 +102,7 @@ class ConfinedWork:
             self._room.release()
 
     def pids(self) -> list[int]:
-        """Which processes wait for work."""
+        """The ids of the processes that wait for work."""
         with self._lock:
             return [process.pid for process in self._idle]
 

@@ -49,7 +49,7 @@ from diptych_protocol import (
     UtilityError,
 )
 from diptych_protocol.as_sent import check_whole, ids_of
-from diptych_protocol.lora import numbered
+from diptych_protocol.weights import numbered
 
 if TYPE_CHECKING:
     from diptych_frontend.observability.request_tracer import RequestTracer

@@ -28,9 +28,14 @@ def bind_core_socket(
     socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
     socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
     ask_for_signs_of_life(socket, endpoint)
-    gate = None
-    if keys is not None:
-        gate = CurveGate(keys)
-        gate.guard(context, socket)
-    socket.bind(endpoint)
+    gate = CurveGate(keys) if keys is not None else None
+    try:
+        if gate is not None:
+            gate.guard(context, socket)
+        socket.bind(endpoint)
+    except zmq.ZMQError:
+        socket.close()
+        if gate is not None:
+            gate.close()
+        raise
     return socket, gate

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from types import UnionType
-from typing import Annotated, Any, Final, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, Self, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -18,6 +16,7 @@ from diptych_frontend.core_client.foreign_options import (
     warn_of_environment,
 )
 from diptych_protocol import UNREADABLE, EngineConfig, KVTransferConfig, UsageContext
+from diptych_protocol.command_line import option
 from diptych_protocol.field_ranges import descriptions
 
 OUR_NAMES: Final = {
@@ -82,7 +81,7 @@ class EngineArgs(ForeignArgs, frozen=True, kw_only=True, forbid_unknown_fields=T
                 *flags,
                 dest=field.name,
                 help=meanings.get(field.name, "").replace("%", "%%"),
-                **_option(field, types[field.name]),
+                **option(field, types[field.name]),
             )
         return parser
 
@@ -104,34 +103,3 @@ _FOREIGN_OPTION: Final[dict[str, Any]] = {
     "help": argparse.SUPPRESS, "default": None, "nargs": "?", "const": True, "type": _loosely,
 }  # fmt: skip
 """How argparse reads the options that only vLLM has; a program's are judged in the same way."""
-
-
-def _option(field: msgspec.structs.FieldInfo, kind: Any) -> dict[str, Any]:
-    """How argparse reads one field."""
-    option: dict[str, Any] = {"required": field.required}
-    if field.default is not msgspec.NODEFAULT:
-        option["default"] = field.default
-    elif field.default_factory is not msgspec.NODEFAULT:
-        option["default"] = field.default_factory()
-    if kind is bool:
-        return option | {"action": argparse.BooleanOptionalAction}
-    if get_origin(kind) is Literal:
-        values = get_args(kind)
-        return option | {"choices": values, "type": type(values[0])}
-    return option | {"type": _reader(kind), "metavar": field.name.upper()}
-
-
-def _reader(kind: Any) -> Callable[[str], Any]:
-    """From the text of an option to a value; objects and lists are written as JSON."""
-    arms = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    plain = {str, int, float, type(None)}.issuperset(arms)
-
-    def read(text: str) -> Any:
-        try:
-            if plain:
-                return msgspec.convert(text, kind, strict=False)
-            return msgspec.json.decode(text, type=kind)
-        except UNREADABLE as exc:
-            raise argparse.ArgumentTypeError(str(exc)) from exc
-
-    return read

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ import msgspec
 from diptych_frontend.core_client.client import UTILITY_TIMEOUT_S
 from diptych_frontend.core_client.launcher import TERMINATE_GRACE_S, Core, CoreProcess
 from diptych_frontend.core_client.member import CoreMember
-from diptych_frontend.core_client.wave_coordinator import WaveCoordinator
 from diptych_protocol import (
     EngineConfig,
     EngineCoreOutputs,
@@ -29,6 +29,40 @@ from diptych_protocol import (
     SchedulerStats,
 )
 from diptych_protocol.admin import DrainReport
+
+
+@dataclass(slots=True)
+class WaveCoordinator:
+    """The front-end's side of cores that step together, after vLLM's coordinator: it knows the
+    newest wave, and whether the cores run it as far as anybody has said.
+
+    Methods that return a pair ask for START_DP_WAVE(wave, exclude) to all cores. See
+    `diptych_engine.serving.waves` for what a wave is.
+    """
+
+    wave: int = 0
+    """What requests are stamped with."""
+    running: bool = False
+
+    def on_request(self, rank: int) -> tuple[int, int] | None:
+        """A request goes to a core, stamped with `wave`; that starts the core itself."""
+        if self.running:
+            return None
+        self.running = True
+        return self.wave, rank
+
+    def on_start_wave(self, wave: int, rank: int) -> tuple[int, int] | None:
+        """A core has begun to run without having been told."""
+        if wave < self.wave or (wave == self.wave and self.running):
+            return None
+        self.wave, self.running = wave, True
+        return wave, rank
+
+    def on_wave_complete(self, wave: int) -> None:
+        """No core has anything left of a wave."""
+        if wave >= self.wave:
+            self.wave, self.running = wave + 1, False
+
 
 WAITING_WEIGHT = 3
 """A request that waits for a place says more about the next one's fate than one that runs."""

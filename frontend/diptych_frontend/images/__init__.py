@@ -1,1 +1,1 @@
-"""Images in prompts: how they are read, cut into tiles, placed among tokens, and named."""
+"""Images in prompts: reads them, cuts them into tiles, places them among tokens, and names them."""

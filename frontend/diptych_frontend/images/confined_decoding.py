@@ -1,7 +1,8 @@
 """Reads the header of an image, or decodes it and cuts it into tiles, in a process of its own:
 `python -m` of this module.
 
-Decoders are large programs in C for files that anybody can make, and a header may be all of a file.
+Decoders are large C programs, and anybody can make the files. Even a header may be as large as a
+file.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ BOUNDS: Final = WorkBounds(
     message_bytes=max(MAX_IMAGE_BYTES, MAX_TILE_BYTES) + (1 << 16),
     idle_seconds=60,
 )
-"""An image of the most pixels is turned and converted: some four copies of four bytes a pixel."""
+"""An image of the most pixels is turned and converted, which takes about four copies of four bytes
+per pixel."""
 
 
 class Asked(msgspec.Struct, array_like=True):
     where: str
     config: VisionConfig | None
-    """None: the size is asked for, and no pixel."""
+    """None: only the size is needed."""
 
 
 class Answered(msgspec.Struct, array_like=True):
@@ -45,15 +47,16 @@ _work: Final = ConfinedWork("diptych_frontend.images.confined_decoding", BOUNDS)
 
 
 def size_of(encoded: bytes, where: str) -> tuple[int, int]:
-    """Width and height of an image file; nothing is decoded. Raises as `tiles_of` does."""
+    """Return width and height of an image file without decoding it. Raises as `tiles_of`."""
     answer, _ = _ask(encoded, where, None)
     return answer.size
 
 
 def tiles_of(encoded: bytes, where: str, config: VisionConfig) -> Tiles:
-    """The tiles of an image file.
+    """Return the tiles of an image file.
 
-    Raises `InvalidRequestError`, naming `where`, for a file that cannot be decoded within bounds.
+    Raises `InvalidRequestError`, naming `where`, for a file that cannot be decoded within the
+    limits.
     """
     answer, pixels = _ask(encoded, where, config)
     return Tiles(Array("uint8", answer.shape, memoryview(pixels)), answer.rows, answer.columns)

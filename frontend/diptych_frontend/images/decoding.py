@@ -1,7 +1,8 @@
-"""Images as callers send them: where their bytes come from, and what a decoder may make of them.
+"""Accepts images from callers: where their bytes may come from, and what a decoder may do with
+them.
 
-Everything here has a limit, and nothing is fetched from anywhere: whoever may name an address for a
-server to visit may have it visit what only the server can reach.
+Everything here has a limit, and nothing is fetched from an address, because a caller could make the
+server fetch what only the server can reach.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ if TYPE_CHECKING:
 MAX_IMAGE_BYTES: Final = 16 << 20
 """Limit on an image as it is sent, decoded from base64."""
 MAX_PIXELS: Final = 24 << 20
-"""Limit on width times height, looked at before a single pixel is decoded: 72 MiB of them."""
+"""Limit on width times height, checked before a single pixel is decoded: 72 MiB of pixels."""
 MAX_SIDE: Final = 16_384
 """Limit on width and on height: a decoder's rows and a filter's tables grow with one of them."""
 MAX_ASPECT: Final = 200
-"""Limit on how many times longer one side is than the other: the shorter one would all but vanish
-from what the model sees."""
+"""Limit on the ratio of the sides. Beyond it, the model would see almost nothing of the shorter
+one."""
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
-"""Decoders for these only, in their first frame: each further one is another's code to trust."""
+"""Only these formats, and only their first frame, because each further decoder is more code to
+trust."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +37,13 @@ class GivenImage:
     """An image of a request."""
 
     content: bytes | Image
-    """The bytes of a file, or what a program has decoded already, in RGB."""
+    """The bytes of a file, or an already decoded image in RGB."""
     where: str
-    """The field that it came in."""
+    """The request's field that contains it."""
 
 
 def bytes_of_url(url: str, where: str) -> bytes:
-    """The image inside a `data:` URL. `where` names the field in errors.
+    """Return the image inside a `data:` URL. `where` names the field in errors.
 
     Raises `InvalidRequestError` for any other URL.
     """
@@ -68,7 +70,7 @@ def bytes_of_url(url: str, where: str) -> bytes:
 
 
 def size_in_header(encoded: bytes, where: str) -> tuple[int, int]:
-    """Width and height, as the header of an image file tells; nothing is decoded.
+    """Return width and height from the header of an image file without decoding it.
 
     Raises `InvalidRequestError` for a file that is no image, is of another format, or is too large,
     and `MemoryError`.
@@ -78,9 +80,9 @@ def size_in_header(encoded: bytes, where: str) -> tuple[int, int]:
 
 
 def decoded(encoded: bytes, where: str) -> Image:
-    """The pixels of an image file, in RGB and upright.
+    """Return the pixels of an image file, in RGB and upright.
 
-    Raises as `size_in_header` does, and `InvalidRequestError` for a file that cannot be decoded.
+    Raises as `size_in_header`, and `InvalidRequestError` for a file that cannot be decoded.
     """
     from PIL import ImageOps  # here, as in `_opened`
 
@@ -138,8 +140,8 @@ def _unreadable(cause: Exception, where: str) -> InvalidRequestError:
 
 
 def check_size(size: tuple[int, int], where: str) -> None:
-    """Raise `InvalidRequestError` for an image of too many pixels, of none, or of such a shape that
-    preparing it costs more than its pixels tell."""
+    """Raise `InvalidRequestError` for an image with too many pixels, with none, or with a shape
+    that makes it costlier than its number of pixels suggests."""
     width, height = size
     if not 1 <= width * height <= MAX_PIXELS:
         wanted = f"at most {MAX_PIXELS} in all are taken"
@@ -153,7 +155,7 @@ def check_size(size: tuple[int, int], where: str) -> None:
 
 
 def as_given(image: Any, where: str) -> GivenImage:
-    """An image that a program gives: the bytes of a file, or an image of Pillow's.
+    """Accept an image from a program: the bytes of a file, or an image of Pillow's.
 
     Raises `InvalidRequestError` for anything else.
     """

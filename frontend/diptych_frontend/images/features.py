@@ -1,4 +1,4 @@
-"""The images of a request: how they are named, and what an engine may rely on."""
+"""The images of a request: their names, and what an engine may assume about them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from diptych_protocol.multimodal import IMAGE, MultiModalFeatureSpec, Placeholde
 from diptych_protocol.wire import MAX_MESSAGE_BYTES
 
 MAX_IMAGES: Final = 32
-"""Images of one prompt."""
+"""The most images of one prompt."""
 MAX_FEATURE_BYTES: Final = 192 << 20
-"""Bytes of all tiles of one prompt."""
+"""The most bytes of all tiles of one prompt."""
 MAX_IMAGE_BYTES: Final = MAX_MESSAGE_BYTES
-"""Bytes of the tiles of one image, which is one frame of a message."""
+"""The most bytes of the tiles of one image, which is one frame of a message."""
 MAX_IDENTIFIER_CHARS: Final = 64
 PARAM: Final = "mm_features"
 
 
 def content_hash(pixels: Array) -> str:
-    """The name of an image: a digest of its tiles, which the options that cut them went into."""
+    """Return the name of an image: a digest of its tiles, which depend on the options that cut
+    them."""
     content = hashlib.blake2b(f"image {pixels.dtype} {pixels.shape} ".encode(), digest_size=16)
     content.update(pixels.data)
     return content.hexdigest()
@@ -31,8 +32,7 @@ def content_hash(pixels: Array) -> str:
 def check_features(
     features: object, token_ids: Sequence[int], vision: VisionConfig | None
 ) -> list[MultiModalFeatureSpec]:
-    """Return the features if they fit the prompt and the model; whether the identifiers are true is
-    not looked at.
+    """Return the features if they fit the prompt and the model. The identifiers are not verified.
 
     Raises `InvalidRequestError`, naming `mm_features`, for anything else.
     """
@@ -60,7 +60,7 @@ def check_features(
 
 
 def require_vision(vision: VisionConfig | None) -> VisionConfig:
-    """Raises `InvalidRequestError` for a model that takes no images."""
+    """Raise `InvalidRequestError` for a model that takes no images."""
     if vision is None:
         raise _refusal("this model takes no images; leave them out")
     return vision

@@ -1,4 +1,4 @@
-"""A model's images: prepared once, and put in their places among the tokens of a prompt."""
+"""Prepares a model's images once, and puts them in their places among the tokens of a prompt."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from diptych_protocol.multimodal import (
 )
 
 MAX_PROMPT_PIXELS: Final = 4 * MAX_PIXELS
-"""All images of a prompt have at most so many: they are decoded one by one, in a second or two."""
+"""The most pixels of all images of a prompt. They are decoded one by one, in a second or two."""
 AROUND: Final = "<fake_token_around_image>"
 GLOBAL: Final = "<global-img>"
 """Markers that the published processors write as text."""
 
 Encode = Callable[[str], list[int]]
-"""A text to token ids, without those that begin a prompt."""
+"""A function from a text to token ids, without those that begin a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """An image's tiles, and their name."""
+    """An image's tiles and name."""
 
     tiles: Tiles
     name: str
     size: tuple[int, int]
-    """Width and height, as its file's header tells."""
+    """Width and height from its file's header."""
 
 
 class ImageProcessor:
     """Prepares the images of one model. Safe to use from several threads."""
 
     def __init__(self, config: VisionConfig, max_tokens: int) -> None:
-        """max_tokens: what the context of the model holds."""
+        """max_tokens: the length of the model's context."""
         self.config = config
         self._max_tokens = max_tokens
         self._prepared: ItemCache[Prepared] = ItemCache(_num_bytes)
@@ -57,7 +57,7 @@ class ImageProcessor:
     def place(
         self, token_ids: list[int], images: Sequence[GivenImage], encode: Encode, where: str
     ) -> tuple[list[int], list[MultiModalFeatureSpec]]:
-        """Expand the image tokens of a prompt, one for each image, to what its tiles need.
+        """Replace each image token of a prompt, one per image, by as many tokens as its tiles need.
 
         where: the field of the request that has the prompt.
 
@@ -95,13 +95,13 @@ class ImageProcessor:
         return expanded, features
 
     def stat(self) -> MultiModalCacheStats:
-        """Totals since the start, and whether `clear` was called since the last `stat`."""
+        """Return totals since the start, and whether `clear` was called since the last `stat`."""
         with self._lock:
             reset, self._reset = self._reset, False
             return MultiModalCacheStats(self._requests, self._queries, self._hits, reset)
 
     def clear(self) -> None:
-        """Forget what was prepared."""
+        """Forget all prepared images."""
         self._prepared.clear()
         with self._lock:
             self._reset = True

@@ -1,4 +1,4 @@
-"""Images that were prepared already: least recently used first out, by the bytes that they take."""
+"""A cache of prepared images that drops the least recently used, by the bytes that they take."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 class ItemCache(Generic[T]):
-    """Safe to use from several threads."""
+    """A cache that several threads may use."""
 
     def __init__(self, size_of: Callable[[T], int], max_bytes: int = MAX_CACHE_BYTES) -> None:
-        """An item that is larger than all of it is not kept."""
+        """An item larger than the cache is not kept."""
         self._size_of = size_of
         self._max_bytes = max_bytes
         self._items: OrderedDict[str, T] = OrderedDict()

@@ -1,7 +1,7 @@
-"""From an image to the tiles that a model sees, as the published image processors cut them.
+"""Cuts an image into the tiles for a model, as the published image processors do.
 
-An image is enlarged or shrunk to a longest edge, then to whole tiles in both directions. If that is
-more than one tile, a copy of the whole, shrunk to one tile, follows them.
+An image is resized to a longest edge, then to whole tiles in both directions. If that is more than
+one tile, a copy of the whole image, shrunk to one tile, follows them.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ MAX_EDGE: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """One image, prepared."""
+    """One prepared image."""
 
     pixels: Array
     """[tiles, 3, edge, edge] uint8: row by row, then the copy of the whole, if there is one."""
     rows: int
     columns: int
-    """Both are 0 for an image that is one tile."""
+    """The numbers of columns and rows are 0 for an image that is one tile."""
 
 
 def cut(image: Image, config: VisionConfig) -> Tiles:
-    """The tiles of an RGB image."""
+    """Return the tiles of an RGB image."""
     edge = config.image_size
     image = _resized(image, longest(image.size, config.longest_edge), config)
     if not config.splits:
@@ -52,7 +52,7 @@ def cut(image: Image, config: VisionConfig) -> Tiles:
 
 
 def num_tiles(size: tuple[int, int], config: VisionConfig) -> int:
-    """How many tiles `cut` makes of an image of this width and height."""
+    """Return how many tiles `cut` makes of an image of this width and height."""
     if not config.splits:
         return 1
     width, height = whole_tiles(longest(size, config.longest_edge), config.image_size)
@@ -61,8 +61,8 @@ def num_tiles(size: tuple[int, int], config: VisionConfig) -> int:
 
 
 def longest(size: tuple[int, int], edge: int) -> tuple[int, int]:
-    """(width, height) whose longer one is `edge`, in about the same proportion; the shorter one is
-    even, as the models were trained."""
+    """Return (width, height) with about the same ratio, whose longer one is `edge`. The shorter one
+    is even, as in the models' training."""
     width, height = size
     ratio = width / height
     if width >= height:
@@ -79,7 +79,7 @@ def longest(size: tuple[int, int], edge: int) -> tuple[int, int]:
 
 
 def whole_tiles(size: tuple[int, int], edge: int) -> tuple[int, int]:
-    """(width, height), both of them a number of whole tiles."""
+    """Return (width, height), rounded to whole tiles."""
     width, height = size
     ratio = width / height
     if width >= height:

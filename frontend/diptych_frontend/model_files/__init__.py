@@ -1,1 +1,1 @@
-"""Models as files: where they come from, what their headers say, how they are fetched."""
+"""Models as files: where they come from, what their headers contain, how they are fetched."""

@@ -1,4 +1,5 @@
-"""What distinguishes one family of decoder models from another. Data only; no torch."""
+"""What distinguishes one family of decoder models from another. It contains data only and imports
+no torch."""
 
 from __future__ import annotations
 
@@ -48,15 +49,15 @@ class FamilySpec:
     """`sliding_window` of config.json limits what every layer's attention sees; else it is unused
     by this family, and `use_sliding_window` is refused."""
     sees: bool = False
-    """It takes images: config.json keeps the decoder in `text_config`, the tower in
+    """Whether it takes images: config.json has the decoder in `text_config` and the vision tower in
     `vision_config`."""
     text_prefix: str = "model."
-    """What the names of the decoder's published tensors begin with, but for `lm_head`."""
+    """The prefix of the decoder's published tensor names, except `lm_head`."""
     has_experts: bool = False
     """Some layers are mixtures of experts, with the keys and tensors of Qwen3-MoE."""
     gguf_architecture: str = ""
-    """`general.architecture` of a GGUF file, if that is another name."""
+    """`general.architecture` of a GGUF file, if it differs."""
     gguf_tensors: Mapping[str, str] = field(default_factory=lambda: GGUF_TENSORS)
     gguf_interleaves_pairs: bool = False
-    """GGUF files hold the rows of query and key with the two members of each rotated pair side by
-    side, and not half a head apart."""
+    """Whether GGUF files store the two rows of each rotated pair of query and key side by side
+    instead of half a head apart."""

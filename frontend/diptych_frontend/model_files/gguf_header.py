@@ -1,8 +1,8 @@
 """Reads the header of a GGUF file: metadata and the tensor table.
 
-The `gguf` package's reader wraps each of a vocabulary's 100 000 strings in NumPy views, which takes
-seconds; every process of a service opens the model at its start. This reader takes tens of
-milliseconds, so nothing needs to be cached on disk. De-quantising stays with the `gguf` package.
+Every process of a service opens the model at its start. The `gguf` package's reader wraps each of a
+vocabulary's 100 000 strings in NumPy views, which takes seconds. This reader takes tens of
+milliseconds, so nothing is cached on disk. The `gguf` package de-quantises.
 
 Layout (little-endian): "GGUF", u32 version, u64 tensors, u64 pairs, then the pairs
 (string key, u32 type, value), then the tensor infos (string name, u32 rank, u64 sizes with the
@@ -29,9 +29,10 @@ SCALARS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?"
 """Value type -> `struct` format."""
 MAX_RANK: Final = 8
 MAX_HEADER_BYTES: Final = 256 << 20
-"""Metadata and tensor table take at most this; a vocabulary of a million entries takes less."""
+"""The most bytes of metadata and tensor table; a vocabulary of a million entries takes less."""
 MAX_VALUES: Final = 8 << 20
-"""Elements of all arrays, pairs and tensors: each takes more memory than its bytes in the file."""
+"""The most elements of all arrays, pairs and tensors: each takes more memory than its bytes in the
+file."""
 DEFAULT_ALIGNMENT: Final = 32
 
 
@@ -41,7 +42,7 @@ class GGUFError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """Where one tensor lies in the file."""
+    """The position of one tensor in the file."""
 
     name: str
     type: GGMLQuantizationType
@@ -54,7 +55,7 @@ class GGUFTensor:
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
-    """A row of the tensor table as it stands in the file."""
+    """A row of the tensor table as the file has it."""
 
     name: str
     ggml_type: int
@@ -70,7 +71,8 @@ class GGUFHeader:
     file_size: int
 
     def tensors(self) -> dict[str, GGUFTensor]:
-        """The tensor table by name. Raises `GGUFError` for a tensor that the file cannot hold."""
+        """Return the tensor table by name. Raises `GGUFError` for a tensor that does not fit the
+        file."""
         # Imported late: it brings NumPy, which a front-end has no other use for.
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -96,8 +98,8 @@ class GGUFHeader:
 def read_header(path: Path) -> GGUFHeader:
     """Parse the header of the file. Raises `GGUFError` if it is damaged, `OSError` if unreadable.
 
-    Every count in the file is checked against the bytes that are there, and against limits of our
-    own, before it is believed.
+    Every count in the file is checked against the file's size and against our own limits before it
+    is used.
     """
     with path.open("rb") as file:
         if file.read(4) != MAGIC:

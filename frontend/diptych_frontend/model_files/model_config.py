@@ -1,4 +1,4 @@
-"""The shape of a decoder model, and how it is read from GGUF metadata and from HF's config.json."""
+"""The shape of a decoder model, read from GGUF metadata or from Hugging Face's config.json."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LLAMA3_ROPE_KEYS: Final = (
 )  # fmt: skip
 MAX_EXPERTS: Final = 1 << 12
 MAX_SIZE: Final = 1 << 24
-"""Larger than any dimension of a real model; keeps a damaged file from asking for the world."""
+"""More than any dimension of a real model, so that a damaged file cannot request huge memory."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,22 +46,22 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     qk_norm: bool = False
     """Every head's q and k are RMS-normalised before RoPE (Qwen3)."""
     sliding_window: int | None = None
-    """A token sees this many positions, itself included; None: all (Mistral 7B v0.1 has one)."""
+    """A token sees this many positions, including itself; None: all (Mistral 7B v0.1 has one)."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     vision: VisionConfig | None = None
-    """None: it takes text only."""
+    """None for a model that takes text only."""
     num_experts: int = 0
-    """How many each layer has that is a mixture of experts; 0: no layer is one."""
+    """The number of experts in each mixture layer; 0: there are none."""
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     """`intermediate_size` of one expert."""
     norm_topk_prob: bool = False
     """The weights of a token's experts add up to one."""
     decoder_sparse_step: int = 1
-    """Every how many layers one is a mixture: 2 makes layers 1, 3, 5... mixtures."""
+    """Every how many layers there is a mixture: 2 makes layers 1, 3, 5... mixtures."""
     mlp_only_layers: tuple[int, ...] = ()
-    """Layers that are none all the same."""
+    """Layers that are not mixtures all the same."""
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer is a mixture of experts."""
@@ -132,9 +132,9 @@ class DummySizes(msgspec.Struct):
 
 
 def config_from_query(query: Mapping[str, str]) -> ModelConfig:
-    """A dummy model's configuration: tiny defaults, each of which the query may override.
+    """Return a dummy model's configuration: tiny defaults, each of which the query may override.
 
-    `eos_token_ids` and `mlp_only_layers` are comma-separated lists, `rope_scaling` a JSON object;
+    `eos_token_ids` and `mlp_only_layers` are comma-separated lists, `rope_scaling` a JSON object.
     `head_dim` follows from hidden_size and num_attention_heads unless it is given.
     """
     fields: dict[str, Any] = {**DUMMY_DEFAULTS, **query}
@@ -157,7 +157,8 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 class GGUFKeys(msgspec.Struct):
-    """The metadata that describes the decoder; each key stands behind the architecture's name."""
+    """The metadata that describes the decoder. Each key has the architecture's name
+    as its prefix."""
 
     hidden_size: int = msgspec.field(name="embedding_length")
     intermediate_size: int = msgspec.field(name="feed_forward_length")
@@ -186,10 +187,10 @@ class GGUFVocabularyKeys(msgspec.Struct):
 
 
 def config_from_gguf(metadata: Mapping[str, Any], tensor_names: set[str]) -> ModelConfig:
-    """From GGUF metadata (`llama.block_count` and the like).
+    """Return a configuration from GGUF metadata (`llama.block_count` and the like).
 
-    `tensor_names` tells what the metadata leaves out: without an output matrix, the embeddings are
-    tied; factors for RoPE mean a scaling rule whose parameters the file does not carry.
+    `tensor_names` supplies what the metadata leaves out: without an output matrix the embeddings
+    are tied, and factors for RoPE mean a scaling rule whose parameters the file does not contain.
     """
     name = metadata.get("general.architecture")
     family = family_of(GGUF_ARCHITECTURES.get(name, name) if isinstance(name, str) else name)
@@ -233,7 +234,7 @@ def config_from_gguf(metadata: Mapping[str, Any], tensor_names: set[str]) -> Mod
 
 
 class HFConfig(msgspec.Struct):
-    """The part of config.json that matters here; other keys are ignored."""
+    """The part of config.json that is used; other keys are ignored."""
 
     model_type: str
     vocab_size: int
@@ -249,7 +250,7 @@ class HFConfig(msgspec.Struct):
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
-    """Newer files keep `rope_theta` and the scaling rule together in here."""
+    """Newer files have `rope_theta` and the scaling rule in here."""
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -259,7 +260,7 @@ class HFConfig(msgspec.Struct):
     eos_token_id: int | list[int] | None = None
     num_experts: int | None = None
     num_local_experts: int | None = None
-    """What newer files call `num_experts`."""
+    """The name of `num_experts` in newer files."""
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
@@ -274,8 +275,8 @@ class HFGenerationConfig(msgspec.Struct):
 def config_from_hf(
     raw: Mapping[str, Any], generation: Mapping[str, Any], processor: Mapping[str, Any]
 ) -> ModelConfig:
-    """From HF's config.json, generation_config.json and preprocessor_config.json; the latter two
-    are empty if the model has none."""
+    """Return a configuration from config.json, generation_config.json and preprocessor_config.json.
+    The latter two are empty if the model has none."""
     family = family_of(raw.get("model_type"))
     vision = _vision(raw, processor) if family.sees else None
     config = _convert(_decoder_of(raw) if family.sees else raw, HFConfig)
@@ -377,7 +378,7 @@ def _number(values: Mapping[str, Any], key: str, default: float | None = None) -
 
 
 def family_of(architecture: Any) -> FamilySpec:
-    """Raises `InvalidRequestError` for an architecture that no family has."""
+    """Return the family of an architecture. Raises `InvalidRequestError` if there is none."""
     if not isinstance(architecture, str) or architecture not in FAMILIES:
         raise _unsupported(f"architecture {architecture!r}, not one of {', '.join(FAMILIES)}")
     return FAMILIES[architecture]

@@ -1,13 +1,14 @@
-"""From a model's URI to its files and its configuration."""
+"""Finds a model's files and configuration from its URI."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_type_hints
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 import msgspec
@@ -19,7 +20,44 @@ from diptych_frontend.model_files.model_config import (
     config_from_hf,
     config_from_query,
 )
-from diptych_protocol import UNREADABLE, InvalidRequestError
+from diptych_protocol import UNREADABLE, UNSAID, InvalidRequestError, SamplingDefaults
+
+log = logging.getLogger(__name__)
+
+LLAMA_CPP: Final = SamplingDefaults(temperature=0.8, top_p=0.95, top_k=40, min_p=0.05)
+"""For a GGUF file that says nothing: what llama.cpp does, for which such files are made and tried.
+Their weights are rounded, which lifts the unlikely tokens, and few of them say anything."""
+GGUF_KEYS: Final = {
+    "temperature": "general.sampling.temp",
+    "top_p": "general.sampling.top_p",
+    "top_k": "general.sampling.top_k",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
+_HINTS: Final = get_type_hints(SamplingDefaults, include_extras=True)
+
+
+def sampling_from_hf(generation: Mapping[str, Any]) -> SamplingDefaults:
+    """From generation_config.json, which calls the fields as requests do."""
+    return _readable({field: generation.get(field) for field in _HINTS})
+
+
+def sampling_from_gguf(metadata: Mapping[str, Any]) -> SamplingDefaults:
+    """From GGUF metadata; `LLAMA_CPP` where that says nothing."""
+    said = {field: metadata.get(key) for field, key in GGUF_KEYS.items()}
+    return _readable(said).over(LLAMA_CPP)
+
+
+def _readable(said: Mapping[str, Any]) -> SamplingDefaults:
+    """The values that make sense. A model is not refused for advice that nobody can follow."""
+    taken = {}
+    for field, value in said.items():
+        try:
+            taken[field] = msgspec.convert(value, _HINTS[field])
+        except msgspec.ValidationError as exc:
+            log.warning("the model's %s is left out: %s", field, exc)
+    return SamplingDefaults(**taken)
+
 
 __all__ = ["GGUFTensor", "ModelConfig", "ModelSource", "readable", "resolve_model"]
 
@@ -36,9 +74,12 @@ class ModelSource:
     path: Path | None
     """The GGUF file, or the directory of safetensors; None for dummy weights."""
     config: ModelConfig
+    sampling: SamplingDefaults = UNSAID
+    """How to sample where a request does not say."""
 
     def tensors(self) -> dict[str, GGUFTensor]:
-        """Where each tensor lies in the GGUF file. Raises `ValueError` for another format."""
+        """Return the position of each tensor in the GGUF file. Raises `ValueError` for another
+        format."""
         if self.format != "gguf" or self.path is None:
             raise ValueError(f"{self.uri} is not a GGUF file")
         with readable(self.path):
@@ -46,17 +87,17 @@ class ModelSource:
 
 
 def resolve_model(uri: str, *, weights: bool = True) -> ModelSource:
-    """Find the model and read its configuration. Weights and vocabulary stay where they are.
+    """Find the model and read its configuration, but not its weights or vocabulary.
 
     `package://PKG/FILE` is a file inside an installed Python package (which is not imported),
     `file:///PATH` or a plain path a GGUF file or a directory in Hugging Face's layout, and
     `dummy://?hidden_size=64` a model of random weights. Models from elsewhere are fetched
-    (`diptych_frontend.model_files.fetch`) or mounted first, and then are files.
+    (`diptych_frontend.model_files.fetch`) or mounted first.
 
-    Without `weights` a directory need not hold any: a router reads the tokenizer only.
+    Without `weights` a directory need not contain any: a router reads the tokenizer only.
 
     Raises:
-        InvalidRequestError: no such model, or not one that can be run; the message names a remedy.
+        InvalidRequestError: no such model, or not a supported one; the message names a remedy.
     """
     parts = _split(uri)
     if parts.scheme == "dummy":
@@ -65,12 +106,13 @@ def resolve_model(uri: str, *, weights: bool = True) -> ModelSource:
     path = _locate(uri)
     with readable(path):
         if path.is_dir():
-            return ModelSource(uri, "safetensors", path, _read_hf_config(path, weights))
+            return ModelSource(uri, "safetensors", path, *_read_hf_config(path, weights))
         if not path.is_file():
             raise _refuse(f"{path} does not exist; check the path, or mount the volume it is on")
         header = read_header(path)
         names = {tensor.name for tensor in header.raw_tensors}
-        return ModelSource(uri, "gguf", path, config_from_gguf(header.metadata, names))
+        config = config_from_gguf(header.metadata, names)
+        return ModelSource(uri, "gguf", path, config, sampling_from_gguf(header.metadata))
 
 
 def _split(uri: str) -> SplitResult:
@@ -123,15 +165,17 @@ def _locate_in_package(package: str, name: str) -> Path:
     raise _refuse(f"the Python package {package!r} holds no file {name!r}")
 
 
-def _read_hf_config(folder: Path, weights: bool) -> ModelConfig:
+def _read_hf_config(folder: Path, weights: bool) -> tuple[ModelConfig, SamplingDefaults]:
     if weights and not any(folder.glob("*.safetensors")):
         raise _refuse(f"{folder} holds no *.safetensors; convert the weights, or name a GGUF file")
     generation, processor = folder / "generation_config.json", folder / "preprocessor_config.json"
-    return config_from_hf(
+    generating = _read_json(generation) if generation.exists() else {}
+    config = config_from_hf(
         _read_json(folder / "config.json"),
-        _read_json(generation) if generation.exists() else {},
+        generating,
         _read_json(processor) if processor.exists() else {},
     )
+    return config, sampling_from_hf(generating)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -147,7 +191,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turn what can go wrong with a model's file into `InvalidRequestError`."""
+    """Turn errors of reading a model's file into `InvalidRequestError`."""
     try:
         yield
     except GGUFError as exc:

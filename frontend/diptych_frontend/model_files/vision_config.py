@@ -1,4 +1,4 @@
-"""How a model sees: the shape of its vision tower, and how images are prepared for it."""
+"""The shape of a model's vision tower, and how images are prepared for it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ FILTERS: Final = (1, 2, 3)
 class VisionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tower in the manner of SigLIP with a pixel-shuffling connector, under Hugging Face's names.
 
-    An image becomes square tiles of `image_size` pixels, and each tile `tokens_per_tile` rows that
-    stand in the place of the embeddings of as many image tokens.
+    An image becomes square tiles of `image_size` pixels, and each tile becomes `tokens_per_tile`
+    rows that replace the embeddings of as many image tokens.
     """
 
     hidden_size: int
@@ -26,16 +26,17 @@ class VisionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_hidden_layers: int
     num_attention_heads: int
     image_size: int
-    """Pixels of a tile's edge."""
+    """The pixels of a tile's edge."""
     patch_size: int
     scale_factor: int
-    """The connector makes one row of a square of so many by so many patches."""
+    """The connector makes one row of a square of this many by this many patches."""
     image_token_id: int
     layer_norm_eps: float = 1e-6
     longest_edge: int = 0
     """Pixels to which the longer edge of an image is resized before it is cut into tiles."""
     splits: bool = True
-    """A large image becomes several tiles and a small copy of the whole; else one tile."""
+    """A large image becomes several tiles and a small copy of the whole; otherwise it becomes one
+    tile."""
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     """For each channel, on a scale from 0 to 1."""
@@ -51,7 +52,7 @@ class VisionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return (self.patches_per_edge // self.scale_factor) ** 2
 
     def fault(self) -> str | None:
-        """What is wrong with the numbers, if anything is."""
+        """What is wrong with the numbers; None if nothing is."""
         for name in (
             "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "image_size", "patch_size", "scale_factor", "longest_edge",
@@ -79,7 +80,7 @@ class LongestEdge(msgspec.Struct):
 
 
 class HFVisionConfig(msgspec.Struct):
-    """`vision_config` of config.json; other keys are ignored. Files leave defaults out."""
+    """`vision_config` of config.json; other keys are ignored. Files omit defaults."""
 
     hidden_size: int = 1152
     intermediate_size: int = 3072
@@ -93,7 +94,7 @@ class HFVisionConfig(msgspec.Struct):
 
 
 class HFSeeingConfig(msgspec.Struct):
-    """What config.json says beside its `text_config`."""
+    """The keys of config.json beside its `text_config`."""
 
     vision_config: HFVisionConfig = msgspec.field(default_factory=HFVisionConfig)
     scale_factor: int = 2
@@ -101,7 +102,7 @@ class HFSeeingConfig(msgspec.Struct):
 
 
 class HFImageProcessor(msgspec.Struct):
-    """The part of preprocessor_config.json that matters here."""
+    """The part of preprocessor_config.json that is used."""
 
     size: LongestEdge | None = None
     max_image_size: LongestEdge | None = None
@@ -116,9 +117,10 @@ class HFImageProcessor(msgspec.Struct):
 
 
 def vision_from_hf(raw: Mapping[str, Any], processor: Mapping[str, Any]) -> VisionConfig:
-    """From config.json and preprocessor_config.json (empty if the model has none).
+    """Return the configuration from config.json and preprocessor_config.json (empty if the model
+    has none).
 
-    Raises `msgspec.ValidationError` for other types, and `ValueError` for what is not offered.
+    Raises `msgspec.ValidationError` for other types, and `ValueError` for what is not supported.
     """
     config = msgspec.convert(raw, HFSeeingConfig)
     tower = config.vision_config

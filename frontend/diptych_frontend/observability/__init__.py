@@ -1,1 +1,1 @@
-"""What a process tells of itself: logs, metrics, traces, the lag of its loop."""
+"""What a process reports of itself: logs, metrics, traces, the lag of its event loop."""

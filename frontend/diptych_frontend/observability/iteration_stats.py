@@ -1,4 +1,4 @@
-"""What each message of an engine core brought, for receivers of statistics."""
+"""Statistics of each message of an engine core, for receivers of statistics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from diptych_protocol import EngineCoreOutputs, EngineCoreRequest, FinishReason
 
 @dataclass(slots=True)
 class FinishedRequestStats:
-    """A request that ended, or one of the n answers to it."""
+    """One request that ended, or one of the n answers to it."""
 
     finish_reason: FinishReason
     e2e_latency: float
@@ -22,7 +22,7 @@ class FinishedRequestStats:
 
 @dataclass(slots=True)
 class IterationStats:
-    """One message; the names are those of vLLM's class. Times are seconds."""
+    """The statistics of one message, named as in vLLM's class. Times are in seconds."""
 
     iteration_timestamp: float = field(default_factory=time.time)
     num_prompt_tokens: int = 0
@@ -30,7 +30,7 @@ class IterationStats:
     num_generation_tokens: int = 0
     time_to_first_tokens_iter: list[float] = field(default_factory=list)
     inter_token_latencies_iter: list[float] = field(default_factory=list)
-    """Since the request's last output, one for each request that had an earlier one."""
+    """The time since the request's last output, for each request that had an earlier one."""
     finished_requests: list[FinishedRequestStats] = field(default_factory=list)
 
 
@@ -43,23 +43,23 @@ class _Open:
 
 
 class IterationWatch:
-    """Follows the open requests of one front-end. Belongs to one thread."""
+    """Follows the open requests of one front-end. One thread uses it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._open: dict[str, _Open] = {}
 
     def begin(self, request: EngineCoreRequest) -> None:
-        """A request was sent."""
+        """Record that a request was sent."""
         self._open[request.request_id] = _Open(request, self._clock())
 
     def ended(self, request_ids: Iterable[str]) -> None:
-        """Requests that ended here, by a stop string or because nobody waits any more."""
+        """Record requests that ended here, by a stop string or because nobody waits any more."""
         for request_id in request_ids:
             self._open.pop(request_id, None)
 
     def take(self, message: EngineCoreOutputs) -> IterationStats:
-        """What a message of the core brings."""
+        """Return the statistics of a message of the core."""
         stats, now = IterationStats(), self._clock()
         for output in message.outputs:
             known = self._open.get(output.request_id)
@@ -73,7 +73,7 @@ class IterationWatch:
         return stats
 
     def stopped(self, stats: IterationStats, request_ids: Iterable[str]) -> None:
-        """Count requests that a message ended by a stop string."""
+        """Count requests of a message that ended by a stop string."""
         for request_id in request_ids:
             known = self._open.pop(request_id, None)
             if known is not None:

@@ -1,4 +1,4 @@
-"""Log lines of all processes: one format, to stderr."""
+"""Sets up the log lines of all processes: one format, to stderr."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import os
 
 
 def setup_logging(name: str) -> None:
-    """`DIPTYCH_LOG_LEVEL` (default INFO) sets the level; `name` says which process speaks.
+    """`DIPTYCH_LOG_LEVEL` (default INFO) sets the level; `name` is the process's name in each line.
 
-    A crash of native code writes the Python stack of each thread there, too.
+    A crash of native code writes the Python stack of each thread there too.
     """
     faulthandler.enable()
     level = os.environ.get("DIPTYCH_LOG_LEVEL", "INFO").upper()

@@ -1,12 +1,11 @@
-"""Measures how late the event loop is, and names who held it up.
+"""Measures the lag of the event loop, and reports which code delayed it.
 
-The loop is expected to `tick` every `TICK_S`. How late it comes is its lag. A thread looks on: when
-a tick is overdue by `LONG_S` it takes down what the loop's thread is at, which no code on the loop
-could. If that holds the GIL, the thread sees it as soon as it lets go, which is before the loop
-goes on to anything else.
+The loop should `tick` every `TICK_S`; its delay is the lag. When a tick is overdue by `LONG_S`, a
+second thread records the stack of the loop's thread, which no code on the loop could do. If the
+loop's thread holds the GIL, the second thread gets it before the loop continues with anything else.
 
-It is faulthandler that reads the other thread's stack, in one go. Python code that walks the frames
-of a thread that runs meanwhile crashes the interpreter (python/cpython issues 99110, 106883).
+faulthandler reads the stack, at once. Python code that walks the frames of a running thread crashes
+the interpreter (python/cpython issues 99110, 106883).
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ logger = logging.getLogger("diptych.loop")
 
 TICK_S: Final = 0.1
 LONG_S: Final = 0.1
-"""A lag that is worth a line in the log."""
+"""A lag from here on is logged."""
 DUMP_BYTES: Final = 1 << 16
-"""What a pipe holds: a dump of several hundred calls."""
+"""The capacity of a pipe: a dump of several hundred calls."""
 _THREAD: Final = re.compile(r"(?:Thread|Current thread) 0x([0-9a-f]+) ")
 _CALL: Final = re.compile(r'  File "(.*)", line (\S+) in (.*)')
 _OURS: Final = re.compile(r"(?:.*/)?(diptych\w*(?:/\w+)*)\.py")
 
 
 class LoopWatch:
-    """Enter it in the loop's thread; the looking on ends with the block."""
+    """Watches the loop of the thread that enters this context, until the block ends."""
 
     def __init__(self, on_lag: Callable[[float], object]) -> None:
         """`on_lag(seconds)` is called at each tick."""

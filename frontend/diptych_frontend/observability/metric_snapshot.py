@@ -1,4 +1,4 @@
-"""The values of a Prometheus registry as plain objects, under vLLM's class names."""
+"""Copies the values of a Prometheus registry into plain objects, under vLLM's class names."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Histogram(Metric):
     count: int
     sum: float
     buckets: dict[str, int]
-    """Upper bound (as text, the last is `+Inf`) -> how many values were not above it."""
+    """Upper bound (as text, the last is `+Inf`) -> the number of values up to it."""
 
 
 def take_snapshot(registry: CollectorRegistry) -> list[Metric]:
-    """One object for each metric and set of labels, in the registry's order."""
+    """Return one object for each metric and set of labels, in the registry's order."""
     return [metric for family in registry.collect() for metric in _read(family)]
 
 

@@ -1,7 +1,7 @@
 """Prometheus metrics of one server, under vLLM's names with our prefix where vLLM has them.
 
-Two sources: what the HTTP server sees of its own requests (`ServerMetrics.track`), and the
-snapshots that engines send, read when somebody scrapes (`EngineStatsCollector`).
+There are two sources: what the HTTP server measures of its own requests (`ServerMetrics.track`),
+and the snapshots that engines send, which are read at each scrape (`EngineStatsCollector`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _E2E_BUCKETS_S = (
 
 
 class ServerMetrics:
-    """The registry of one server. Nothing is registered globally, so servers do not mix."""
+    """The metrics of one server, in a registry of its own, so that servers do not mix."""
 
     def __init__(self, model_name: str, stats_by_engine: StatsByEngine | None = None) -> None:
         self.registry = CollectorRegistry()
@@ -133,8 +133,8 @@ class ServerMetrics:
         return RequestProgress(self, num_prompt_tokens, tenant)
 
     def tokens_of(self, tenant: str, kind: str) -> Counter | None:
-        """What counts a tenant's tokens of a kind; None for what comes without an API key. Their
-        names are those of the service's keys, so they are few."""
+        """Return a counter of a tenant's tokens of one kind; None for requests without an API key.
+        Tenants are the names of the service's keys, so they are few."""
         return self._tenant_tokens.labels(self._model_name, tenant, kind) if tenant else None
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
@@ -147,9 +147,11 @@ class ServerMetrics:
 
 
 class RequestProgress:
-    """Times one prompt: enter when it goes to the engine, call `saw` for each output.
+    """Measures the times of one prompt. Enter it when the prompt is sent to the engine, and call
+    `saw` for each output.
 
-    On exit the way it ended is counted; requests refused before they ran are not.
+    On exit it counts how the prompt ended; it does not count requests that were refused before they
+    ran.
     """
 
     def __init__(self, metrics: ServerMetrics, num_prompt_tokens: int, tenant: str) -> None:
@@ -191,7 +193,7 @@ class RequestProgress:
             self._tenant_prompt_tokens.inc(self._num_prompt_tokens)
 
     def saw_vectors(self, output: PoolingRequestOutput) -> None:
-        """The one output of a prompt that was pooled."""
+        """Record the one output of a prompt that was pooled."""
         self._count_prompt()
         self._metrics.cached_tokens.inc(output.num_cached_tokens)
         self._metrics.count_end("stop")
@@ -332,7 +334,7 @@ _LOAD_OUTCOMES: tuple[tuple[str, _Transfer], ...] = (
 class EngineStatsCollector(Collector):
     """Gauges and totals of each engine, from its newest snapshot at the time of the scrape.
 
-    Totals start again at zero with the engine, as Prometheus expects of counters.
+    Totals begin at zero with each start of the engine, as Prometheus expects of counters.
     """
 
     def __init__(self, model_name: str, stats_by_engine: StatsByEngine) -> None:

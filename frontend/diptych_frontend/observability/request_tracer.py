@@ -1,8 +1,8 @@
-"""One OpenTelemetry span for each request, from its arrival to its last output.
+"""Makes one OpenTelemetry span for each request, from its arrival to its last output.
 
-The times within it are those of the core, which tells the stations of its requests
-(`RequestJourneyEvent`); names of attributes follow the semantic conventions for generative AI where
-there are any. Importing this needs the extra `tracing`.
+The times in it are the core's, which reports the stations of its requests (`RequestJourneyEvent`).
+Names of attributes follow the semantic conventions for generative AI where there are any. Importing
+this needs the extra `tracing`.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class _Open:
     request: EngineCoreRequest
     num_output_tokens: int = 0
     stopped: bool = False
-    """A stop string ended it on this side."""
+    """Whether a stop string ended it on this side."""
     reached: dict[Station, RequestJourneyEvent] = field(default_factory=dict)
     """The first event of each kind."""
     num_preemptions: int = 0
 
 
 class RequestTracer:
-    """Follows the requests of one front-end. Belongs to one thread; exports on another."""
+    """Follows the requests of one front-end. One thread uses it, and another one exports."""
 
     def __init__(self, sender: SpanSender, *, model_name: str) -> None:
         resource = Resource.create({"service.name": "diptych"})
@@ -57,11 +57,11 @@ class RequestTracer:
         self._open: dict[str, _Open] = {}
 
     def begin(self, request: EngineCoreRequest) -> None:
-        """A request was sent."""
+        """Record that a request was sent."""
         self._open[request.request_id] = _Open(request)
 
     def take(self, message: EngineCoreOutputs) -> None:
-        """What the core has to tell; ends the spans of the requests that end with it."""
+        """Record the core's events, and end the spans of the requests that end with them."""
         for event in message.journey_events or ():
             traced = self._open.get(event.request_id)
             if traced is not None:
@@ -77,7 +77,7 @@ class RequestTracer:
                 self._end(traced, output, output.finish_reason)
 
     def stopped(self, request_ids: Iterable[str]) -> None:
-        """Requests that ended by a stop string, which their core takes for an abort."""
+        """Record requests that ended by a stop string, which their core treats as aborted."""
         for request_id in request_ids:
             if request_id in self._open:
                 self._open[request_id].stopped = True

@@ -1,8 +1,8 @@
-"""Sends spans to an OTLP endpoint on a thread of its own, whatever the endpoint does.
+"""Sends spans to an OTLP endpoint on a thread of its own.
 
-An endpoint that is away, slow or hostile costs spans and nothing else: the queue is bounded, of an
-answer only the status line and the headers are read, and the end has a deadline. Importing this
-needs the extra `tracing`.
+An endpoint that is down, slow or hostile causes no harm but the loss of spans. The queue is
+bounded, only the status line and the headers of an answer are read, and the end has a deadline.
+Importing this needs the extra `tracing`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 log = logging.getLogger(__name__)
 
 EXPORT_TIMEOUT_S = 3.0
-"""For one batch, with all its retries."""
+"""The time limit of one batch, with all its retries."""
 FLUSH_TIMEOUT_S = 5.0
-"""How long the end waits for what has not been sent yet."""
+"""How long `close` waits for what has not been sent yet."""
 
 
 class SpanSender:
-    """A queue of spans that have ended, and the thread that exports them."""
+    """A queue of ended spans, and the thread that exports them."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         self.processor = BatchSpanProcessor(exporter)
@@ -35,7 +35,7 @@ class SpanSender:
         self.processor.on_end(span)
 
     def close(self, timeout_s: float = FLUSH_TIMEOUT_S) -> None:
-        """Send what is left, for so long at most. It can block for that long, too."""
+        """Send what is left. This blocks until it is sent, or for the time limit at most."""
         ending = threading.Thread(target=self.processor.shutdown, daemon=True)
         ending.start()
         ending.join(timeout_s)
@@ -44,7 +44,7 @@ class SpanSender:
 
 
 def otlp_exporter(endpoint: str) -> SpanExporter:
-    """Exports to a URL such as http://HOST:4318/v1/traces."""
+    """Return an exporter to a URL such as http://HOST:4318/v1/traces."""
     return OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S, session=_Deaf())
 
 

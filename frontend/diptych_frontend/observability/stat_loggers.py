@@ -1,4 +1,4 @@
-"""Receivers of an engine's statistics: one that writes to the log, and those of users."""
+"""Receivers of an engine's statistics: one that writes to the log, and those that users add."""
 
 from __future__ import annotations
 
@@ -29,30 +29,32 @@ class StatLogger(ABC):
         mm_cache_stats: MultiModalCacheStats | None = None,
         engine_idx: int = 0,
     ) -> None:
-        """Take what one message of a core brought; either part may be missing.
+        """Record the statistics of one message of a core; either part may be missing.
 
         scheduler_stats: gauges, and totals since the core's start.
-        mm_cache_stats: what became of images, for a model that takes some.
+
+        mm_cache_stats: counts of the cache of images, for a model that takes images.
+
         engine_idx: the core's rank.
         """
 
     @abstractmethod
     def log(self) -> None:
-        """Report what is known now."""
+        """Report the present statistics."""
 
     def log_engine_initialized(self) -> None:  # noqa: B027  (few have something to say)
-        """The engine can serve."""
+        """Note that the engine can serve."""
 
     def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:  # noqa: B027
-        """The engine went to sleep (1), to this level, or woke up (0)."""
+        """Note that the engine went to sleep (1), to this level, or woke up (0)."""
 
 
 StatLoggerFactory = Callable[[EngineConfig, int], StatLogger]
-"""Makes the receiver of one client, from its configuration and its index."""
+"""Creates the receiver of one client, from its configuration and its index."""
 
 
 class LoggingStatLogger(StatLogger):
-    """Writes one line an engine core to the log, or one line in all."""
+    """Writes one line per engine core to the log, or one line for all."""
 
     def __init__(self, config: EngineConfig, client_index: int = 0) -> None:
         self._name = config.engine_id or config.name
@@ -81,7 +83,7 @@ class LoggingStatLogger(StatLogger):
 
 
 class StatLoggerManager:
-    """The receivers of one client, which get everything in turn."""
+    """Passes everything to each receiver of one client."""
 
     def __init__(
         self,
@@ -92,9 +94,9 @@ class StatLoggerManager:
         aggregate: bool = False,
         stat_mm_cache: Callable[[], MultiModalCacheStats | None] = lambda: None,
     ) -> None:
-        """`factories` are those of users; a `LoggingStatLogger` is always there.
+        """`factories`: the users' receivers; a `LoggingStatLogger` is always added.
 
-        stat_mm_cache: what the client's renderer says of images.
+        stat_mm_cache: returns the renderer's counts of images.
         """
         self._stat_mm_cache = stat_mm_cache
         own = LoggingStatLogger(config, client_index)
@@ -106,21 +108,21 @@ class StatLoggerManager:
 
     @property
     def wants_iterations(self) -> bool:
-        """Whether `take` makes use of messages that carry no statistics of a core."""
+        """Whether `take` uses messages that carry no statistics of a core."""
         return self._watch is not None
 
     def begin(self, request: EngineCoreRequest) -> None:
-        """A request was sent."""
+        """Record that a request was sent."""
         if self._watch is not None:
             self._watch.begin(request)
 
     def ended(self, request_ids: Iterable[str]) -> None:
-        """Requests that nobody waits for any more."""
+        """Record requests that nobody waits for any more."""
         if self._watch is not None:
             self._watch.ended(request_ids)
 
     def take(self, message: EngineCoreOutputs, stopped: Iterable[str]) -> None:
-        """A message came; of its requests, `stopped` were ended by a stop string."""
+        """Record a message of a core. A stop string ended its requests in `stopped`."""
         iteration = None
         if self._watch is not None and message.outputs:
             iteration = self._watch.take(message)
@@ -161,7 +163,7 @@ class StatLoggerManager:
 
 
 def log_stats(stats_by_engine: Mapping[str, SchedulerStats]) -> None:
-    """One line an engine."""
+    """Write one line per engine."""
     for name, stats in stats_by_engine.items():
         log.info(
             "%s: %d running, %d waiting, %d loading, %d of %d blocks held, %d tokens generated",

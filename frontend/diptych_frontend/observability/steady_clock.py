@@ -1,8 +1,9 @@
-"""The time of day by a clock that nobody sets: requests are ordered by it, and spans are measured.
+"""A clock that shows the time of day and never jumps, by which requests are ordered and spans
+measured.
 
-It is the system's at the moment that this process began, and goes on evenly from there. The
-system's own may be set back or forth by hours, and then who came last would be served first, or who
-waits already would have missed a deadline.
+It starts at the system's time when this process begins, and then advances evenly. The system's
+clock may be set back or forth by hours. Then the newest request would be served first, or waiting
+requests would miss their deadlines.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ _BEGAN_AT: Final = time.time() - time.monotonic()
 
 
 def steady_time() -> float:
-    """Seconds since 1970, as far as this process knows."""
+    """Return seconds since 1970 by this clock."""
     return time_of_day(time.monotonic())
 
 
 def time_of_day(monotonic_s: float) -> float:
-    """Seconds since 1970 at a time of `time.monotonic()`."""
+    """Return seconds since 1970 for a time of `time.monotonic()`."""
     return _BEGAN_AT + monotonic_s

@@ -1,7 +1,7 @@
-"""Counters and histograms without labels, for what is counted for every token.
+"""Fast counters and histograms without labels, for what is counted for every token.
 
-`prometheus_client`'s own take a lock and several calls for each value, which is a tenth of what a
-token costs a server. These are written by one thread, and collected like any others.
+Those of `prometheus_client` take a lock and several calls for each value, which is a tenth of what
+a token costs a server. These are written by one thread, and collected like any others.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ class Count:
         self.value = 0.0
 
     def inc(self, amount: float = 1) -> None:
-        """`amount` is not negative."""
+        """Add `amount`, which is not negative."""
         self.value += amount
 
 
 class Times:
-    """How values are spread over buckets."""
+    """A histogram: counts values by bucket."""
 
     __slots__ = ("_bounds", "counts", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """bounds: the largest value of each bucket, ascending. One more is for all above."""
+        """bounds: the largest value of each bucket, ascending. One more bucket is for larger
+        values."""
         self._bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
@@ -43,13 +44,13 @@ class Times:
         self.sum += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Upper bounds as text, and how many values were not above them."""
+        """Return the upper bounds as text, each with the number of values up to it."""
         bounds = [*map(str, self._bounds), "+Inf"]
         return list(zip(bounds, accumulate(self.counts), strict=True))
 
 
 class Tallies(Collector):
-    """Collects them, all with the same model's name as their only label."""
+    """Collects counters and histograms, which have the model's name as their only label."""
 
     def __init__(self, model_name: str) -> None:
         self._labels = (model_name,)
@@ -57,13 +58,13 @@ class Tallies(Collector):
         self._times: list[tuple[str, str, Times]] = []
 
     def count(self, name: str, meaning: str) -> Count:
-        """A new counter."""
+        """Add a counter."""
         made = Count()
         self._counts.append((name, meaning, made))
         return made
 
     def times(self, name: str, meaning: str, bounds: Sequence[float]) -> Times:
-        """A new histogram."""
+        """Add a histogram."""
         made = Times(bounds)
         self._times.append((name, meaning, made))
         return made

@@ -1,4 +1,4 @@
-"""Where the spans of requests begin: the W3C trace context of callers, and who follows it."""
+"""Reads the W3C trace context of requests, and starts the senders of spans."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 TRACE_PARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.{0,256})?")
 MAX_STATE_CHARS = 512
-"""What W3C asks everybody to pass on; longer ones are dropped."""
+"""The length that W3C requires everybody to pass on. Longer states are dropped."""
 
 
 def trace_context(parent: str | None, state: str | None) -> dict[str, str] | None:
-    """A caller's trace context, from the headers `traceparent` and `tracestate`; None if there is
-    none, or one that the standard says to ignore."""
+    """Return a caller's trace context from the headers `traceparent` and `tracestate`; None if
+    there is none, or one that the standard says to ignore."""
     if parent is None or not TRACE_PARENT.fullmatch(parent):
         return None
     if state and len(state) <= MAX_STATE_CHARS:
@@ -27,9 +27,9 @@ def trace_context(parent: str | None, state: str | None) -> dict[str, str] | Non
 
 
 def start_sender(endpoint: str | None) -> SpanSender | None:
-    """Who sends spans to this OTLP endpoint; None if there is none.
+    """Return a sender of spans to this OTLP endpoint; None without an endpoint.
 
-    Raises `InvalidRequestError` if what that takes is not installed.
+    Raises `InvalidRequestError` if the needed packages are not installed.
     """
     if endpoint is None:
         return None
@@ -45,9 +45,9 @@ def start_sender(endpoint: str | None) -> SpanSender | None:
 
 
 def start_tracer(config: EngineConfig) -> RequestTracer | None:
-    """Who makes the spans of an engine's requests, if the configuration says where they go.
+    """Return a tracer of an engine's requests, if the configuration names an endpoint.
 
-    Raises as `start_sender` does.
+    Raises as `start_sender`.
     """
     sender = start_sender(config.otlp_traces_endpoint)
     if sender is None:

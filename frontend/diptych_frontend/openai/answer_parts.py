@@ -1,4 +1,4 @@
-"""What is in an answer: the model's reasoning, text, and calls of tools."""
+"""Splits an answer into the model's reasoning, its text, and calls of tools."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ class AnswerParts:
     def __init__(
         self, calls: Callable[[], ToolCallParser] | None, reasoning: AnswerReaders | None
     ) -> None:
-        """calls: makes what finds the calls of tools in one answer; None if it may call none.
+        """calls: creates a parser for the calls of tools in one answer; None if no calls are
+        allowed.
 
-        reasoning: read the model's reasoning; None if the answers are all of the text.
+        reasoning: separates the model's reasoning; None if the answers are all of the text.
         """
         self._new_parser = calls
         self._reasoning = reasoning
@@ -27,21 +28,21 @@ class AnswerParts:
 
     @property
     def are_whole(self) -> bool:
-        """There is nothing but text in any answer."""
+        """Whether the answers consist of text only."""
         return self._reasoning is None and self._new_parser is None
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """Tokens of reasoning in all answers so far; None if nobody looks for it."""
+        """Tokens of reasoning in all answers so far; None if reasoning is not separated."""
         return None if self._reasoning is None else self._reasoning.num_tokens
 
     def num_calls(self, index: int) -> int:
-        """Calls in the answer of this index so far."""
+        """Return the number of calls in the answer of this index so far."""
         parser = self._parsers.get(index)
         return 0 if parser is None else parser.num_calls
 
     def read(self, output: CompletionOutput) -> tuple[str, str, list[ParsedCall], str | None]:
-        """The reasoning and the answer's text in an output, the calls that it completes, and why it
+        """Return the reasoning and the text in an output, the calls that it completes, and why it
         ended, if it did."""
         finish_reason = output.finish_reason
         reasoning, text = "", output.text

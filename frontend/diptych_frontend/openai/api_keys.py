@@ -1,8 +1,8 @@
-"""Who may use the API: holders of a key, each with a name for metrics and logs.
+"""Admits holders of an API key. Each key has a name for metrics and logs.
 
 The keys are the files of a mounted Secret: a file's name is the client's name, its content the key.
-Several are good at once, so a client changes keys without a gap: the new one is added, the client
-moves over, the old one goes.
+Several keys are valid at once, so a client can change its key without a gap: add the new one, let
+the client change over, remove the old one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 OPEN_PATHS = frozenset(
     {"/health", "/live", "/ping", "/metrics", "/version", "/openapi.json", "/docs"}
 )
-"""Served without a key: probes, scrapers and browsers have none."""
+"""Paths without a key, because probes, scrapers and browsers send none."""
 MAX_KEYS = 256
 MAX_KEY_BYTES = 4096
 _NAME = re.compile(r"[-._A-Za-z0-9]{1,253}")
@@ -34,10 +34,11 @@ _KEY = re.compile(rb"[\x21-\x7e]{1,4096}")
 
 
 class ApiKeys:
-    """The keys of a directory, as they were when it was last looked at."""
+    """The keys of a directory, as they were at the last refresh."""
 
     def __init__(self, directory: Path) -> None:
-        """Reads the keys. A directory without a usable key lets nobody in, and the log says so."""
+        """Read the keys. A directory without a usable key admits nobody, and a line in the log says
+        so."""
         self._directory = directory
         self._mark: Mark | None = None
         self._complaint = ""
@@ -48,11 +49,11 @@ class ApiKeys:
 
     @property
     def names(self) -> list[str]:
-        """Whose keys are good now."""
+        """The names of the keys that are valid now."""
         return sorted(self._names.values())
 
     def refresh(self) -> bool:
-        """Read the keys if they have changed; True if so. What is wrong with them is logged."""
+        """Read the keys if they have changed; True if so. Errors are logged."""
         try:
             files = names_in(self._directory, MAX_KEYS)
         except (FileNotFoundError, NotADirectoryError, TooManyFilesError) as exc:
@@ -83,7 +84,7 @@ class ApiKeys:
         return True
 
     def name_of(self, key: bytes) -> str | None:
-        """Whose key it is, or None. Takes as long whichever key it is, or nearly is."""
+        """Return the name of a key, or None. The time that it takes does not depend on the key."""
         offered = self._digest(key)
         found = None
         for digest, name in self._names.items():
@@ -128,7 +129,7 @@ class ApiKeys:
 
 
 class KeyGate:
-    """Lets nobody past without a key, except to open paths: those of probes and scrapers."""
+    """Refuses requests without a key, except to the open paths of probes and scrapers."""
 
     def __init__(
         self, app: ASGIApp, keys: ApiKeys, open_paths: frozenset[str] = OPEN_PATHS

@@ -1,8 +1,8 @@
-"""The requests that clients send, as strict msgspec structs.
+"""The requests of clients, as strict msgspec structs.
 
-Three kinds of field: honoured; harmless and ignored (`user`, `metadata`, ...); and known but not
-offered, which pass only at a value that asks for nothing (`NEUTRAL`). A field that is none of
-these is refused by name.
+There are three kinds of fields: honoured ones; harmless ones that are ignored (`user`, `metadata`,
+...); and known ones that are not offered, which are accepted only with a value that asks for
+nothing (`NEUTRAL`). Any other field is refused by name.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from diptych_protocol import (
     JsonSchemas,
     KVTransferParams,
     RequestOutputKind,
+    SamplingDefaults,
     SamplingParams,
     StructuredOutputsParams,
 )
 from diptych_protocol.sampling import MAX_LOGPROBS
 
 MAX_MESSAGES = 4096
-"""Limit on the messages of one conversation; a chat template takes some 10 us for each."""
+"""Limit on the messages of one conversation; a chat template takes about 10 us for each."""
 MAX_SEQUENCES = 1024
-"""Limit on the sequences that one request may ask for: its number of prompts times `n`."""
+"""Limit on the sequences of one request: its number of prompts times `n`."""
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-"""Wider integers could not travel to the engine."""
+"""Wider integers do not fit into a message to the engine."""
 AlternativesCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
 CacheSalt = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Neutral = dict[str, tuple[object, ...]]
 Forms = list[tuple[str, StructuredOutputsParams]]
-"""By the fields of a body."""
+"""Forms, by the fields of a body."""
 T = TypeVar("T")
 
 
@@ -102,7 +103,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsParams | None = None
     json_schemas: JsonSchemas | None = None
-    """Whether what cannot be enforced of a schema is refused or left out; as the service does."""
+    """Whether keywords of a schema that cannot be enforced are refused or ignored; by default, the
+    service's setting."""
 
     user: str | None = None
 
@@ -117,11 +119,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
     @property
     def has_images(self) -> bool:
-        """Preparing the prompt takes long, however short the body is."""
+        """Whether the prompt takes long to prepare, because it has images."""
         return False
 
     def check(self, num_prompts: int) -> None:
-        """Refuse what is known but not offered, and fields that contradict each other.
+        """Refuse known fields that are not offered, and fields that contradict each other.
 
         Raises `InvalidRequestError` naming the field.
         """
@@ -149,7 +151,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
             )
 
     def forms(self) -> dict[str, StructuredOutputsParams | None]:
-        """The forms that the answer must have, by the fields that ask for them."""
+        """Return the forms that the answer must have, by the fields that ask for them."""
         return {
             self.FORMAT_FIELD: form_of(self.response_format, lenient=self.is_lenient),
             "structured_outputs": self._own_form(),
@@ -163,16 +165,16 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
     @property
     def is_lenient(self) -> bool:
-        """What cannot be enforced of a schema is left out."""
+        """Whether keywords of a schema that cannot be enforced are ignored."""
         return self.json_schemas == "lenient"
 
     def judged_forms(self, form: StructuredOutputsParams) -> Forms:
-        """What must be possible for an answer to have its form, by the fields that say so."""
+        """Return the forms that must be possible, by the fields that ask for them."""
         asked = self.form()
         return [] if asked is None else [(asked[0], form)]
 
     def form(self) -> tuple[str, StructuredOutputsParams] | None:
-        """The only form that is asked for, and its field. Raises `InvalidRequestError` for two."""
+        """Return the only requested form, and its field. Raises `InvalidRequestError` for two."""
         asked = [(field, form) for field, form in self.forms().items() if form is not None]
         if len(asked) > 1:
             raise InvalidRequestError(
@@ -181,19 +183,22 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
             )
         return asked[0] if asked else None
 
-    def to_sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """Range-checked parameters for the engine. Raises `InvalidRequestError`."""
+    def to_sampling_params(
+        self, defaults: SamplingDefaults, *, max_tokens: int | None, logprobs: int | None
+    ) -> SamplingParams:
+        """Return range-checked parameters for the engine. `defaults` stand for what the request
+        leaves out. Raises `InvalidRequestError`."""
         transfer = self.kv_transfer_params
         form = self.form()
         params = SamplingParams(
             n=_or(self.n, 1),
-            temperature=_or(self.temperature, 1.0),
-            top_p=_or(self.top_p, 1.0),
-            top_k=_or(self.top_k, 0),
-            min_p=_or(self.min_p, 0.0),
+            temperature=_or(self.temperature, _or(defaults.temperature, 1.0)),
+            top_p=_or(self.top_p, _or(defaults.top_p, 1.0)),
+            top_k=_or(self.top_k, _or(defaults.top_k, 0)),
+            min_p=_or(self.min_p, _or(defaults.min_p, 0.0)),
             presence_penalty=_or(self.presence_penalty, 0.0),
             frequency_penalty=_or(self.frequency_penalty, 0.0),
-            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            repetition_penalty=_or(self.repetition_penalty, _or(defaults.repetition_penalty, 1.0)),
             seed=self.seed,
             stop=[self.stop] if isinstance(self.stop, str) else _or(self.stop, []),
             stop_token_ids=_or(self.stop_token_ids, []),
@@ -221,8 +226,8 @@ def _or(value: T | None, default: T) -> T:
 
 
 def check_neutral(request: msgspec.Struct, neutral: Neutral) -> None:
-    """Raise `InvalidRequestError` for a field that is known but not offered, unless its value asks
-    for nothing."""
+    """Raise `InvalidRequestError` for a known field that is not offered, unless its value asks for
+    nothing."""
     for name, values in neutral.items():
         value = getattr(request, name)
         if value is not None and value not in values:
@@ -232,7 +237,8 @@ def check_neutral(request: msgspec.Struct, neutral: Neutral) -> None:
 
 
 def check_continues(request: Any) -> None:
-    """Raise `InvalidRequestError` for a conversation that is to go on in two ways at once."""
+    """Raise `InvalidRequestError` for a conversation that is to be continued in two
+    ways at once."""
     if request.continue_final_message and request.add_generation_prompt:
         raise InvalidRequestError(
             "continue_final_message goes on with the last message, and add_generation_prompt "
@@ -268,7 +274,7 @@ class ImageUrl(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     url: str
     """A `data:` URL."""
     detail: Literal["auto", "low", "high"] | None = None
-    """Ignored: the model's own processor says how many tiles an image has."""
+    """Ignored: the model's own processor decides how many tiles an image has."""
 
 
 class ImagePart(
@@ -289,14 +295,14 @@ class CalledTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One turn. The fields from `refusal` on come along when a client sends an answer back."""
+    """One message. The fields from `refusal` on occur when a client sends an answer back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart | ImagePart] | None = None
-    """None only beside calls of tools."""
+    """May be None only beside calls of tools."""
     name: str | None = None
     reasoning_content: str | None = None
-    """Only an assistant's."""
+    """Only in messages of an assistant."""
     tool_call_id: str | None = None
     tool_calls: list[CalledTool] | None = None
     refusal: None = None
@@ -309,7 +315,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
     TOOL_FIELD: ClassVar[str] = "tools[{}].function.parameters"
-    """Where the body has the schema of a tool's arguments."""
+    """The path of a tool's schema in the body."""
 
     NEUTRAL: ClassVar[Neutral] = GenerationRequest.NEUTRAL | {
         "functions": ([],),
@@ -335,16 +341,16 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     top_logprobs: AlternativesCount | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    """The answer goes on with the text of the last message, which is the assistant's."""
+    """The answer continues the last message, which is the assistant's."""
     tools: Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
-    """Without it a model may call tools if there are any."""
+    """By default, a model may call tools if there are any."""
     parallel_tool_calls: bool | None = None
 
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the model's chat template."""
     include_reasoning: bool | None = None
-    """False: the answer leaves the model's reasoning out."""
+    """False: the answer omits the model's reasoning."""
 
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
@@ -399,7 +405,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
 
     @property
     def must_call(self) -> bool:
-        """The answer is a call, whose form is given."""
+        """Whether the answer must be a call, whose form is given."""
         return self.tool_choice not in (None, "none", "auto")
 
     @property
@@ -429,7 +435,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         return {"tools": call, **super().forms()}
 
     def free_calls(self) -> StructuredOutputsParams | None:
-        """The form of an answer that may have calls anywhere in it."""
+        """Return the form of an answer that may have calls anywhere in it."""
         return free_calls(
             self.callable_tools, parallel=self.parallel_calls, lenient=self.is_lenient
         )

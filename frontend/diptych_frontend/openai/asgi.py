@@ -1,7 +1,8 @@
 """The ASGI layers around the routes: identity of a request, errors, key, body, disconnects.
 
-From the outside in: `RejectionCleanup`, `Boundary`, `BrowserGate`, `KeyGate` (three of them have
-modules of their own), `BodyReader`, and the routes. All of them share one `Exchange` per request.
+From the outside in they are `RejectionCleanup`, `Boundary`, `BrowserGate`, `KeyGate` (three of them
+have modules of their own), `BodyReader`, and the routes. All of them share one `Exchange` per
+request.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ logger = logging.getLogger("diptych.openai")
 access_logger = logging.getLogger("diptych.access")
 
 WRITE_TIMEOUT_S = 60.0
-"""A client that reads nothing for this long is given up."""
+"""A connection whose client reads nothing for this long is closed."""
 BODY_TIMEOUT_S = 30.0
 """A request's body must arrive within this time."""
 LOOKED_THROUGH = 4
-"""A body that is too large is still read up to this many times the largest accepted size, because
-it may say which blocks wait for it elsewhere."""
+"""A body that is too large is still read up to this many times the limit, because it may name
+blocks that wait for it elsewhere."""
 EXCHANGE_KEY = "diptych.exchange"
 
 AccessLogStyle = Literal["off", "plain", "json"]
@@ -47,34 +48,35 @@ class ClientStalledError(Exception):
 
 @dataclass(slots=True)
 class Exchange:
-    """One request and what became of it; every layer and the route see the same object."""
+    """One request and its outcome. Every layer and the route use the same object."""
 
     request_id: str
     dialect: Dialect = OPENAI
-    """How its client is told of a failure."""
+    """The format of errors for its client."""
     deadline: Deadline = field(default_factory=Deadline)
     """Limits the time that each read from the client, and each write to it, may take."""
     started_at: float = field(default_factory=time.perf_counter)
     body: bytes = b""
-    """As much of it as came, unless that was too large."""
+    """The part of it that arrived, unless that was too large."""
     promise: dict[str, Any] | None = None
     """The `kv_transfer_params` of remotely prefilled blocks in a body that was too large."""
     headers: Headers = ()
-    """These every answer has, an error too."""
+    """Headers of every answer, including errors."""
     status: int | None = None
-    """Set when the answer's headers go out."""
+    """Set when the answer's headers are sent."""
     is_event_stream: bool = False
     completed: bool = False
-    """The last byte of the answer was handed over."""
+    """Whether the last byte of the answer was sent."""
     tenant: str = ""
-    """Whose request it is: the name of the API key that it came with; empty without keys."""
+    """The client: the name of the request's API key; empty without keys."""
     least_priority: int | None = None
-    """It is no more urgent than this, whatever its body says; None: as its body says."""
+    """The request is no more urgent than this, whatever its body says; None: as its body says."""
     admitted: bool = False
-    """An engine took the request: what it holds for it is the engine's to clean up."""
+    """Whether an engine accepted the request, and so has to clean up after it."""
 
     def priority(self, asked: int | None) -> int:
-        """How urgent it is, if its body asks for this. The lower number goes first."""
+        """Return the priority of a request whose body asks for this one. The lower number is served
+        first."""
         floor = self.least_priority
         return (asked or 0) if floor is None else max(asked or 0, floor)
 
@@ -85,15 +87,15 @@ def exchange_of(scope: Scope) -> Exchange:
 
 
 def client_of(scope: Scope) -> str:
-    """The client on whose behalf a request takes turns with others: the name of the request's API
-    key or, without keys, its address."""
+    """Return the client that takes turns with others: the name of the request's API key or, without
+    keys, its address."""
     peer = scope.get("client")
     return exchange_of(scope).tenant or (str(peer[0]) if peer else "")
 
 
 def header(scope: Scope, name: bytes) -> str | None:
-    """The value of the request's first header of this name; `name` must be in lower case, as the
-    names in the scope are."""
+    """Return the value of the request's first header of this name. `name` must be in lower case, as
+    in the scope."""
     for key, value in scope["headers"]:
         if key == name:
             return str(value, "latin-1")
@@ -113,7 +115,7 @@ class Boundary:
     ) -> None:
         """`on_answer(route path, status, tenant)` is called once for each answered request.
 
-        dialects: by how paths begin; OpenAI's where there is none.
+        dialects: error formats by the beginning of a path; OpenAI's for all others.
         """
         self._app = app
         self._dialects = tuple((dialects or {}).items())
@@ -227,7 +229,7 @@ async def send_bytes(
     headers: list[tuple[bytes, bytes]],
     content_type: bytes = b"application/json",
 ) -> None:
-    """A whole answer in one go."""
+    """Send a whole answer at once."""
     headers = [
         (b"content-type", content_type),
         (b"content-length", str(len(body)).encode()),
@@ -243,7 +245,7 @@ class BodyReader:
     def __init__(
         self, app: ASGIApp, max_bytes: int, streamed: frozenset[str] = frozenset()
     ) -> None:
-        """streamed: the paths of routes that read a body themselves, within bounds of their own."""
+        """streamed: paths of routes that read the body themselves, with limits of their own."""
         self._app = app
         self._max_bytes = max_bytes
         self._streamed = streamed
@@ -334,9 +336,9 @@ def _replaying(body: bytes, receive: Receive) -> Receive:
 
 
 class UntilDisconnect:
-    """An async context that cancels its body when the client goes away, and then ends quietly.
+    """A context that cancels its body when the client disconnects, and then ends without an error.
 
-    `gone` tells afterwards whether that happened.
+    Afterwards `gone` says whether that happened.
     """
 
     def __init__(self, receive: Receive, exchange: Exchange) -> None:

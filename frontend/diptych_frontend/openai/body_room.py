@@ -1,4 +1,4 @@
-"""How much memory bodies may take while they arrive."""
+"""Limits the memory of bodies that are still arriving."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from diptych_protocol import EngineOverloadedError
 
 MAX_ARRIVING_BYTES: Final = 256 << 20
 SMALL_BYTES: Final = 16 << 10
-"""A body may always be so large: most are, and whoever sends them shall not wait for those that
-send others slowly."""
+"""A body of this size is always accepted. Most are smaller, and their senders should not wait for
+slow senders of large ones."""
 
 
 class BodyRoom:
-    """Counts the bytes of large bodies that are not complete. One client may have half of them."""
+    """Counts the bytes of large bodies that are not complete. One client may use half
+    of the limit."""
 
     def __init__(self, most: int = MAX_ARRIVING_BYTES) -> None:
         self._most = most
@@ -22,7 +23,8 @@ class BodyRoom:
         self._taken_by: Counter[str] = Counter()
 
     def arrived(self, client: str, before: int, now: int) -> None:
-        """A body of that client has grown. Raises `EngineOverloadedError` if that is too much."""
+        """Record that a body of that client has grown. Raises `EngineOverloadedError` if that is
+        too much."""
         growth = _counted(now) - _counted(before)
         self._taken += growth
         self._taken_by[client] += growth
@@ -30,7 +32,8 @@ class BodyRoom:
             raise EngineOverloadedError("too many large bodies are arriving; retry later")
 
     def ended(self, client: str, size: int) -> None:
-        """A body of that client, of which so much had come, is complete or given up."""
+        """Record that a body of that client, of which this much had come, is complete or was
+        aborted."""
         self._taken -= _counted(size)
         self._taken_by[client] -= _counted(size)
         if not self._taken_by[client]:

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: messages become a prompt, outputs become the answer's bytes."""
+"""/v1/chat/completions: turns messages into a prompt, and outputs into the answer's bytes."""
 
 from __future__ import annotations
 
@@ -52,11 +52,13 @@ from diptych_frontend.tool_calls.formats import HERMES, ToolCallFormat
 from diptych_frontend.tool_calls.parser import ToolCallParser
 from diptych_protocol import (
     UNREADABLE,
+    UNSAID,
     CompletionOutput,
     InvalidRequestError,
     Logprob,
     Renderer,
     RequestOutput,
+    SamplingDefaults,
     SamplingParams,
     TokensPrompt,
 )
@@ -65,10 +67,10 @@ ASSISTANT = "assistant"
 
 
 def plain_message(message: ChatMessage, index: int) -> dict[str, Any]:
-    """A message as renderers take it: one text, unless it has images, and no role newer than the
-    templates.
+    """Return a message for a renderer: with one text, unless it has images, and without roles newer
+    than the templates.
 
-    Raises `InvalidRequestError` for a message that says nothing, or calls a tool in broken JSON.
+    Raises `InvalidRequestError` for an empty message, or one that calls a tool in invalid JSON.
     """
     content: Any = message.content
     if content is None and not message.tool_calls:
@@ -95,14 +97,14 @@ def plain_message(message: ChatMessage, index: int) -> dict[str, Any]:
 
 
 def joined(parts: list[TextPart | ImagePart]) -> str | list[dict[str, Any]]:
-    """One text; or parts, if there are images among them."""
+    """Join the texts; return parts if there are images among them."""
     if any(isinstance(part, ImagePart) for part in parts):
         return [msgspec.to_builtins(part) for part in parts]
     return "\n".join(part.text for part in parts if isinstance(part, TextPart))
 
 
 def plain_call(call: CalledTool, index: int) -> dict[str, Any]:
-    """A call as chat templates know it: its arguments are an object, not JSON."""
+    """Return a call as chat templates expect it: its arguments are an object instead of JSON."""
     written = call.function.arguments or "{}"
     try:
         arguments = msgspec.json.decode(written)
@@ -127,12 +129,18 @@ class ChatApi:
     reasoning_ended: bool | None = None
 
     def __init__(
-        self, reasoning: ReasoningParser | None = None, calls: ToolCallFormat = HERMES
+        self,
+        reasoning: ReasoningParser | None = None,
+        calls: ToolCallFormat = HERMES,
+        sampling: SamplingDefaults = UNSAID,
     ) -> None:
-        """reasoning: tells the model's reasoning from its answers; None if nobody is to.
+        """reasoning: separates the model's reasoning from its answers; None: it is not separated.
 
-        calls: how the model calls tools.
+        calls: the model's format of tool calls.
+
+        sampling: values for the fields that a request leaves out.
         """
+        self.sampling = sampling
         self.reasoning = reasoning
         self._calls = calls
 
@@ -146,6 +154,7 @@ class ChatApi:
         # max_tokens is the older name of max_completion_tokens.
         max_tokens = request.max_completion_tokens
         params = request.to_sampling_params(
+            self.sampling,
             max_tokens=request.max_tokens if max_tokens is None else max_tokens,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         )
@@ -172,7 +181,7 @@ class ChatApi:
         return {"chat_template_kwargs": request.chat_template_kwargs or {}}
 
     def parts(self, request: ChatCompletionRequest, prompt: TokensPrompt) -> AnswerParts:
-        """What reads the answers to a request."""
+        """Return a reader of the answers to a request."""
         readers = None
         kwargs = self.reasoning_parser_kwargs(request)
         if self.reasoning is not None and kwargs is not None:

@@ -1,4 +1,5 @@
-"""/v1/completions: a request becomes prompts and SamplingParams, outputs become its bytes."""
+"""/v1/completions: turns a request into prompts and SamplingParams, and outputs into the answer's
+bytes."""
 
 from __future__ import annotations
 
@@ -28,9 +29,11 @@ from diptych_frontend.openai.responses import (
     transfer_params,
 )
 from diptych_protocol import (
+    UNSAID,
     CompletionOutput,
     Renderer,
     RequestOutput,
+    SamplingDefaults,
     SamplingParams,
     TokensPrompt,
 )
@@ -40,7 +43,7 @@ OBJECT = "text_completion"
 
 
 def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
-    """The prompts of the request: one text, one list of token ids, or a list of either.
+    """Return the prompts of the request: one text, one list of token ids, or a list of either.
 
     Raises `InvalidRequestError` for an empty or mixed list.
     """
@@ -54,7 +57,11 @@ class CompletionApi:
     image_word = b"image_url"
     prompt_field = "prompt"
     reasoning_ended: bool | None = True
-    """The text is one whole here, so a form is that of the whole."""
+    """True: completions do not separate reasoning, so a form applies to the whole text."""
+
+    def __init__(self, sampling: SamplingDefaults = UNSAID) -> None:
+        """sampling: values for the fields that a request leaves out."""
+        self._sampling = sampling
 
     def request(self, body: CompletionRequest, scope: Scope) -> CompletionRequest:
         return body
@@ -62,7 +69,9 @@ class CompletionApi:
     def params(self, request: CompletionRequest) -> SamplingParams:
         request.check(len(prompts_of(request)))
         max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-        return request.to_sampling_params(max_tokens=max_tokens, logprobs=request.logprobs)
+        return request.to_sampling_params(
+            self._sampling, max_tokens=max_tokens, logprobs=request.logprobs
+        )
 
     def render(self, request: CompletionRequest, renderer: Renderer) -> list[TokensPrompt]:
         return [renderer.render_prompt(prompt) for prompt in prompts_of(request)]

@@ -1,8 +1,8 @@
-"""What a connection may cost before anybody knows whose it is.
+"""Limits what a connection may cost before its client is known.
 
-uvicorn's protocol, with bounds: bytes and number of headers, time for them to come, requests sent
-ahead, connections in all and of one address, and time for what was written to be read. Times are
-judged by a sweep over all connections once a second: no timer is set for a request.
+This is uvicorn's protocol with limits on: bytes and number of headers, the time until they arrive,
+requests sent ahead, connections in total and per address, and the time until written data is read.
+A sweep over all connections once a second checks the times, so no request needs a timer.
 """
 
 from __future__ import annotations
@@ -20,23 +20,64 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from diptych_frontend.openai.asgi import WRITE_TIMEOUT_S
 from diptych_frontend.openai.errors import OPENAI, error_answer
-from diptych_frontend.openai.one_write import HeadKept
 from diptych_protocol import EngineOverloadedError, InvalidRequestError
+
+_CONTINUE = b"HTTP/1.1 100 "
+"""So begins what is no head of an answer: the client waits for it before it sends its body."""
+
+
+class HeadKept:
+    """The transport of one answer. It keeps the head until the body begins, or for one round of the
+    event loop. Later data go directly to the connection's transport."""
+
+    # uvicorn writes head and body separately, and uvloop passes each write to the system at once.
+    # That takes two ways through the network stack and wakes the client for half an answer, which
+    # is a third of the cost of a short request.
+
+    def __init__(self, cycle: RequestResponseCycle, loop: asyncio.AbstractEventLoop) -> None:
+        """Replace the transport of the request cycle."""
+        self._cycle = cycle
+        self._loop = loop
+        self._transport = cycle.transport
+        self._head = b""
+        cycle.transport = self  # type: ignore[assignment]
+
+    def write(self, data: bytes) -> None:
+        if self._head or data.startswith(_CONTINUE):
+            self._flush(data)
+        else:
+            self._head = data
+            self._loop.call_soon(self._flush)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def _flush(self, data: bytes = b"") -> None:
+        if self._head:
+            self._cycle.transport = self._transport
+        written, self._head = self._head + data, b""
+        if written:
+            self._transport.write(written)
+
 
 MAX_HEADERS: Final = 128
 MAX_HEAD_BYTES: Final = 64 << 10
 """Limit, in bytes, of a request line with its headers."""
 HEAD_TIMEOUT_S: Final = 15.0
-"""Time limit from the opening of the connection, or from the first byte of a later request, to the
-end of the headers."""
+"""Time from the opening of the connection, or from the first byte of a later request, to the end of
+the headers."""
 MAX_PIPELINED: Final = 8
-"""Requests that may be sent before the answer to the first."""
+"""The number of requests that may be sent before the answer to the first."""
 MAX_CONNECTIONS: Final = 8192
 MAX_DESCRIPTORS: Final = 65536
 
 
 def raise_descriptor_limit() -> int:
-    """Take as many descriptors as the system grants, and say how many that are."""
+    """Raise the limit on file descriptors as far as the system permits, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -45,11 +86,11 @@ def raise_descriptor_limit() -> int:
 
 
 class Connections:
-    """The connections of this process, by the address that they come from.
+    """The connections of this process, by the address of the client.
 
-    When there are too many, idle connections are closed to make room: the oldest ones of the
-    address that has the most. One address may have half of all connections; even a load balancer
-    needs no more.
+    When there are too many, idle connections are closed: the oldest ones of the address that has
+    the most. One address may have half of all connections, which is enough even for a load
+    balancer.
     """
 
     def __init__(self, most: int) -> None:
@@ -59,14 +100,15 @@ class Connections:
 
     @classmethod
     def of_this_process(cls) -> Connections:
-        """Half of the descriptors are left to others: engines, files, resolvers."""
+        """Return limits for this process: half of the descriptors are left for engines, files and
+        resolvers."""
         return cls(min(MAX_CONNECTIONS, raise_descriptor_limit() // 2))
 
     def __len__(self) -> int:
         return sum(map(len, self._open.values()))
 
     def enter(self, address: str, connection: LimitedProtocol) -> bool:
-        """Whether there is room for one more."""
+        """Whether there is room for one more connection."""
         crowd = None
         if len(self._open.get(address, ())) >= max(1, self._most // 2):
             crowd = address
@@ -94,10 +136,10 @@ class Connections:
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection."""
+    """One connection with limits."""
 
     def __init__(self, connections: Connections, **options: Any) -> None:
-        """`options` are those that uvicorn gives."""
+        """`options` are uvicorn's."""
         super().__init__(**options)
         self._connections = connections
         self._address = ""
@@ -120,7 +162,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """No request is being answered."""
+        """Whether no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -190,7 +232,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def sweep(self, now: float) -> None:
-        """Give the connection up if its client is too slow. Called about once a second."""
+        """Close the connection if its client is too slow. Called about once a second."""
         late = self.is_idle and now - self._head_since > HEAD_TIMEOUT_S
         if late and not self.transport.is_closing():
             if self._in_head:

@@ -1,4 +1,4 @@
-"""A time limit for each step of one request, with one timer for all of them."""
+"""Time limits for the steps of one request, with a single timer."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ T = TypeVar("T")
 
 
 class Deadline:
-    """Bounds what one task waits for, one thing after the other.
+    """Limits the time of each step of one task.
 
-    Setting a timer of the event loop takes longer than to write a token. So there is one at a time,
-    and only when it rings, mostly too early, it is looked whether the step of that moment is late.
+    Setting a timer of the event loop takes longer than writing a token. So there is one timer at a
+    time. When it fires, mostly too early, it checks whether the present step is late.
     """
 
     def __init__(self) -> None:
-        """For the current task."""
+        """Limit the current task."""
         task = asyncio.current_task()
         if task is None:
             raise RuntimeError("a Deadline needs a task to interrupt")
@@ -33,7 +33,7 @@ class Deadline:
         """The step under way was cancelled for it."""
 
     async def within(self, seconds: float, step: Awaitable[T]) -> T:
-        """Await the step. Raises `TimeoutError` if it takes longer: it is cancelled then."""
+        """Await the step. Raises `TimeoutError` if it takes longer; then it is cancelled."""
         self.begin(seconds)
         try:
             return await step
@@ -45,19 +45,21 @@ class Deadline:
             self.end()
 
     def begin(self, seconds: float) -> None:
-        """What the task does from now on may take so long, until `end`; then it is cancelled. Who
-        catches that asks whether it `has_cancelled`. This is `within` without its coroutine."""
+        """Begin a step that is cancelled after this time unless `end` is called. The code that
+        catches the `CancelledError` calls `has_cancelled`. This is `within` without its
+        coroutine."""
         self._late = False
         self._due = self._loop.time() + seconds
         if self._due < self._rings_at:
             self._set_timer()
 
     def has_cancelled(self) -> bool:
-        """Whether the `CancelledError` just caught was the deadline's, and nobody else's."""
+        """Whether the deadline, and not somebody else, caused the `CancelledError` that was just
+        caught."""
         return self._late and self.task.uncancel() <= self._cancelling
 
     def end(self) -> None:
-        """The step is over."""
+        """End the step."""
         self._due = math.inf
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""/v1/embeddings: texts or token ids in, vectors out."""
+"""/v1/embeddings: turns texts or token ids into vectors."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ logger = logging.getLogger("diptych.openai")
 T = TypeVar("T")
 
 MAX_INPUTS: Final = 2048
-"""Prompts of one request, as in the OpenAI API."""
+"""The most prompts of one request, as in the OpenAI API."""
 MAX_AT_ONCE: Final = 64
-"""So many of them are with the engine at a time: one request must not fill its queue."""
+"""The most prompts of one request at the engine at a time, so that it cannot fill the queue."""
 ABORT_TIMEOUT_S: Final = 10.0
 """How long the other prompts of a failed request may take to end."""
 
@@ -59,7 +59,8 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     kv_transfer_params: Any = None
 
     def prompts(self) -> list[str | list[int]]:
-        """Raises `InvalidRequestError` for what is not offered, and for too many inputs."""
+        """Return the prompts. Raises `InvalidRequestError` for what is not offered, and for too
+        many inputs."""
         if self.kv_transfer_params is not None:
             raise InvalidRequestError(
                 "an embedding is made by one engine: there is nothing to hand off",
@@ -95,7 +96,7 @@ class EmbeddingList(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Prompts of one request on their way."""
+    """The prompts of one request at work."""
 
     prompts: list[TokensPrompt]
     params: PoolingParams
@@ -104,19 +105,19 @@ class Job:
     trace_headers: dict[str, str] | None
     exchange: Exchange
     field: str
-    """What the request calls its prompts."""
+    """The name of the request's field with the prompts."""
 
 
 class Embedder:
-    """Has an engine embed the prompts of a request."""
+    """Lets an engine embed the prompts of a request."""
 
     def __init__(self, engine: EngineClient, metrics: ServerMetrics) -> None:
         self._engine = engine
         self._metrics = metrics
 
     async def embed(self, job: Job, take: Callable[[Array], T]) -> list[T]:
-        """What `take` makes of each vector, in the order of the prompts; the first failure ends all
-        of them."""
+        """Return the results of `take` for each vector, in the order of the prompts. The first
+        failure ends all of them."""
         todo = iter(enumerate(job.prompts))
         made: dict[int, T] = {}
         workers = [
@@ -166,7 +167,7 @@ class Embedder:
 
 
 def called(exc: InvalidRequestError, field: str) -> InvalidRequestError:
-    """What engines call a prompt is called otherwise here."""
+    """Name the request's own field in errors about a prompt."""
     if exc.param in (None, "prompt"):
         exc.param = field
     return exc

@@ -1,5 +1,5 @@
-"""Every failure as an answer, in OpenAI's form (`{"error": {message, type, param, code}}`) unless a
-route has a form of its own."""
+"""Turns every failure into an answer, in OpenAI's form (`{"error": {message, type, param, code}}`)
+unless a route has a form of its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from diptych_protocol import (
 RETRY_AFTER_S = 1
 MAX_MESSAGE_CHARS = 1000
 MAX_PARAM_CHARS = 200
-"""What clients send is quoted to them only so far."""
+"""The most characters of a client's own text that an error quotes."""
 
 Headers = tuple[tuple[bytes, bytes], ...]
 
@@ -42,7 +42,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ErrorAnswer:
-    """What to tell the client: as an HTTP answer, or as an event of a stream that has begun."""
+    """An error for the client: as an HTTP answer, or as an event of a stream that has begun."""
 
     status: int
     detail: ErrorDetail
@@ -51,13 +51,13 @@ class ErrorAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How an API tells of failures, and what it calls the id of a request."""
+    """The form of an API's errors, and its name for the id of a request."""
 
     id_header: bytes
     body: Callable[[ErrorAnswer, str], bytes]
-    """The body of an answer; also takes the request's id."""
+    """Makes the body of an answer; also gets the request's id."""
     event: Callable[[ErrorAnswer, str], bytes]
-    """The last event of a stream that has begun."""
+    """Makes the last event of a stream that has begun."""
 
 
 def _openai_body(answer: ErrorAnswer, request_id: str) -> bytes:
@@ -72,10 +72,10 @@ OPENAI: Final = Dialect(b"x-request-id", _openai_body, _openai_event)
 
 
 def error_answer(exc: BaseException, request_id: str) -> ErrorAnswer:
-    """The answer to a request that failed with `exc`.
+    """Return the answer to a request that failed with `exc`.
 
-    Errors that this project raises on purpose speak for themselves. Any other is a defect: its text
-    stays in the log, and the client gets the id to find it by.
+    Errors that this project raises on purpose contain their own message. Any other is a bug: its
+    text is in the log only, and the client gets the id to find it by.
     """
     match exc:
         case InvalidRequestError():
@@ -123,7 +123,8 @@ _NAMED_FIELD = re.compile(
 
 
 def from_decode_error(exc: Exception) -> InvalidRequestError:
-    """Say which field of a request body is wrong, and how, in the API's terms.
+    """Return an error that says which field of a request body is wrong, and how, in the API's
+    terms.
 
     `exc` is what msgspec raised: a ValidationError (types), a DecodeError (not JSON at all), a
     UnicodeDecodeError or a RecursionError.

@@ -1,6 +1,6 @@
-"""From a sound request to its answer: render, run on the engine, stream or collect.
+"""From a valid request to its answer: render, run on the engine, stream or collect.
 
-All routes that generate share this; what differs between them is an `Api`.
+All routes that generate share this. An `Api` contains their differences.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ class Api(Protocol[B, R]):
 
     body_type: type[B]
     image_word: bytes
-    """A body with images has this word."""
+    """A word that every body with images contains."""
     prompt_field: str
     reasoning_ended: bool | None
     """See `EngineClient.generate`."""
 
     def request(self, body: B, scope: Scope) -> R:
-        """What a body asks for. Raises `InvalidRequestError` naming the field."""
+        """Parse a body. Raises `InvalidRequestError` naming the field."""
 
     def params(self, request: R) -> SamplingParams:
-        """Checked parameters. Raises `InvalidRequestError` naming the field."""
+        """Return checked parameters. Raises `InvalidRequestError` naming the field."""
 
     def render(self, request: R, renderer: Renderer) -> list[TokensPrompt]:
-        """The prompts as tokens; may run in a worker thread."""
+        """Return the prompts as tokens; may run in a worker thread."""
 
     def reasoning_parser_kwargs(self, request: R) -> dict[str, Any] | None:
         """See `EngineClient.generate`."""
@@ -76,7 +76,7 @@ class Api(Protocol[B, R]):
 
 @dataclass(frozen=True, slots=True)
 class Sound(Generic[B, R]):
-    """What a body asks for, checked as far as that needs no engine."""
+    """A request that was checked as far as that needs no engine."""
 
     body: B
     request: R
@@ -89,7 +89,7 @@ class Sound(Generic[B, R]):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request that is known to be sound."""
+    """A request that is completely checked."""
 
     request_id: str
     prompts: list[TokensPrompt]
@@ -101,7 +101,7 @@ class Job:
     reasoning_ended: bool | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None
     facts: Mapping[str, str] = field(default_factory=dict)
-    """What the answer's headers tell beside the router's facts."""
+    """Facts for the answer's headers, beside the router's."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -109,7 +109,8 @@ class Job:
 
     @property
     def is_quickly_written(self) -> bool:
-        """Its answer has nothing to be written or read token by token, which may take a second."""
+        """Whether its answer needs nothing that is written or read token by token, which may take a
+        second."""
         of_tokens = (
             self.params.logprobs,
             self.params.prompt_logprobs,
@@ -118,7 +119,7 @@ class Job:
         return all(asked is None for asked in of_tokens)
 
     def engine_id(self, prompt_index: int) -> str:
-        """The engine's request id for one of the prompts."""
+        """Return the engine's request id for one of the prompts."""
         return self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{prompt_index}"
 
 
@@ -294,8 +295,8 @@ def _data_parallel_rank(scope: Scope) -> int | None:
 def adapter_of(
     model: str, served_names: frozenset[str], adapters: Mapping[str, LoRARequest]
 ) -> LoRARequest | None:
-    """The adapter that clients mean by this name; None for the model itself, whose names come
-    first. Raises `InvalidRequestError` for a name that is nobody's."""
+    """Return the adapter of this name; None for the model itself, whose names come first. Raises
+    `InvalidRequestError` for an unknown name."""
     if model in served_names:
         return None
     adapter = adapters.get(model)
@@ -320,10 +321,10 @@ Item = tuple[int, RequestOutput]
 def run(
     engine: EngineClient, job: Job, exchange: Exchange, metrics: ServerMetrics
 ) -> AsyncGenerator[Item, None]:
-    """Every output of the job with the index of its prompt; leaving early aborts all prompts.
+    """Yield every output of the job with the index of its prompt. Leaving early aborts all prompts.
 
     Raises what `EngineClient.generate` raises. An output that reports a failure, and an engine that
-    stops without finishing, are failures too: never an answer.
+    stops without finishing, raise too.
     """
     streams = [_run_prompt(engine, job, i, exchange, metrics) for i in range(len(job.prompts))]
     return streams[0] if len(streams) == 1 else _merge(streams)
@@ -398,9 +399,10 @@ _HEADER_NAME = re.compile(r"[a-z0-9-]{1,64}")
 
 
 def decision_headers(facts: Mapping[str, Any]) -> list[tuple[bytes, bytes]]:
-    """The router's facts about a request as `x-diptych-*` headers.
+    """Return the router's facts about a request as `x-diptych-*` headers.
 
-    A fact whose name cannot be a header's is left out; other than visible ASCII becomes `?`.
+    A fact whose name is invalid for a header is left out; characters other than visible ASCII
+    become `?`.
     """
     headers = []
     for name, value in facts.items():

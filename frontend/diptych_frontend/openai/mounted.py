@@ -1,6 +1,6 @@
-"""Files of a mounted Secret, which the kubelet exchanges under the running program.
+"""Follows files of a mounted Secret, which the kubelet replaces while the program runs.
 
-Whoever holds such files looks at them again and again, and reads them when they have changed.
+A program that uses such files checks them regularly, and reads them when they have changed.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ log = logging.getLogger(__name__)
 LOOK_INTERVAL_S = 1.0
 
 Mark = tuple[tuple[str, int, int, int], ...]
-"""Name, size, time and identity of each file: another mark is another content."""
+"""Name, size, time and identity of each file. Another mark means another content."""
 
 
 class Mounted(Protocol):
-    """What a program holds of a directory."""
+    """What a program has read from a directory."""
 
     def refresh(self) -> bool:
-        """Look at the files, and read them if they have changed; True if something is new.
+        """Check the files, and read them if they have changed; True if something is new.
 
-        Never raises for what is in the directory, nor for what is not.
+        Never raises, whatever the directory contains or lacks.
         """
 
 
 async def follow(*holders: Mounted) -> None:
-    """Keep all of them fresh until cancelled."""
+    """Refresh all of them regularly until cancelled."""
     while True:
         await asyncio.sleep(LOOK_INTERVAL_S)
         for holder in holders:
@@ -44,11 +44,12 @@ async def follow(*holders: Mounted) -> None:
 
 
 class TooManyFilesError(OSError):
-    """A directory holds more than anybody would put there."""
+    """The directory contains too many files to be what it should be."""
 
 
 def names_in(directory: Path, most: int) -> list[str]:
-    """What a directory holds, sorted, less what begins with a dot: that is the kubelet's own.
+    """Return the sorted names in a directory, except those that begin with a dot: the kubelet's
+    own.
 
     Raises `OSError` if it cannot be listed, `TooManyFilesError` for more than `most` entries.
     """
@@ -61,7 +62,7 @@ def names_in(directory: Path, most: int) -> list[str]:
 
 
 def mark(directory: Path, names: Iterable[str]) -> Mark:
-    """How these files are now; one that cannot be looked at is left out."""
+    """Return the present mark of these files, without those that cannot be read."""
     found = []
     for name in names:
         with contextlib.suppress(OSError):  # a link whose file has just gone
@@ -71,7 +72,8 @@ def mark(directory: Path, names: Iterable[str]) -> Mark:
 
 
 def read(path: Path, most: int) -> bytes:
-    """The content of a file. Raises `OSError`, also for what is none, or larger than `most`."""
+    """Return the content of a file. Raises `OSError`, also if it is no file or larger
+    than `most`."""
     # A pipe without a writer would keep us waiting.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

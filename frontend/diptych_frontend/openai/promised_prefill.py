@@ -1,4 +1,4 @@
-"""Finds out which prefill a refused request leaves behind, however broken its body is."""
+"""Finds which prefill a refused request leaves behind, even in a broken body."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from diptych_protocol import UNREADABLE
 
 MAX_PARAMS_BYTES = 256 << 10
-"""Limit, in bytes, of the `kv_transfer_params` that are looked for; they list a prompt's blocks.
+"""Limit, in bytes, of the `kv_transfer_params` that are searched for; they list a prompt's blocks.
 Nothing larger is decoded, because decoding runs on the event loop."""
 MAX_VALUES = 1 << 14
 """Limit on the number of JSON values that are decoded: twice the number of blocks of a prompt of
@@ -21,10 +21,11 @@ _LONGEST_KEY = 64
 
 
 def promised_prefill(body: bytes) -> dict[str, Any] | None:
-    """The `kv_transfer_params` of a body that announces remotely prefilled blocks, if it does.
+    """Return the `kv_transfer_params` of a body that announces remotely prefilled blocks; None
+    without any.
 
-    A body that is a small JSON object is decoded. Any other body, be it large, truncated or no
-    JSON object at all, is searched for an object of this name.
+    A body that is a small JSON object is decoded. Any other body (large, truncated or no JSON
+    object) is searched for an object of this name.
     """
     if b"do_remote_prefill" not in body:
         return None
@@ -41,8 +42,7 @@ def promised_prefill(body: bytes) -> dict[str, Any] | None:
 
 
 class PromiseFinder:
-    """Does what `promised_prefill` does for a body that comes in pieces and is too large to be
-    kept."""
+    """Does the same for a body that arrives in pieces and is too large to be kept."""
 
     def __init__(self) -> None:
         self._kept = b""
@@ -61,7 +61,7 @@ class PromiseFinder:
             self._kept = seen[key.end() : key.end() + MAX_PARAMS_BYTES]
 
     def found(self) -> dict[str, Any] | None:
-        """What was announced by the pieces so far."""
+        """Return what the pieces so far announce."""
         if not self._inside or _has_many_values(self._kept):
             return None
         try:

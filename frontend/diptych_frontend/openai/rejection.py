@@ -1,4 +1,4 @@
-"""Frees a prefill engine's blocks at once when the request they wait for will not come.
+"""Frees a prefill engine's blocks at once if the request that they wait for is refused.
 
 A router that prefilled somewhere sends us the decode part with `kv_transfer_params`. If we refuse
 it before an engine admits it (bad field, unknown model, no capacity, ...), nobody else would tell
@@ -27,11 +27,11 @@ NOTIFY_TIMEOUT_S = 10.0
 
 
 class RejectionCleanup:
-    """The outermost layer, so that it covers every route and every reason not to go on.
+    """The outermost layer, so that it covers every route and every cause of a refusal.
 
-    It acts after the answer has gone out, so it neither delays nor changes it. Requests refused
-    before any of their body was read (wrong API key, a body much too large) are left to the lease's
-    expiry.
+    It acts after the answer was sent, so it neither delays nor changes it. Requests refused before
+    any of their body was read (wrong API key, a body much too large) are left until the lease
+    expires.
     """
 
     def __init__(self, app: ASGIApp, engine: EngineClient) -> None:
@@ -64,17 +64,17 @@ class RejectionCleanup:
 
 
 class LostRequest(msgspec.Struct):
-    """Body of POST /v1/kv_transfer/reject. Whatever else it holds is ignored, so that it may be
-    the very body that the decode engine did not get."""
+    """Body of POST /v1/kv_transfer/reject. Other fields are ignored, so that the body of the lost
+    request may be sent unchanged."""
 
     kv_transfer_params: dict[str, Any]
-    """As the prefill engine answered and signed them: who has them may give its blocks back."""
+    """As the prefill engine sent and signed them. Their holder may give its blocks back."""
     request_id: str | None = None
 
 
 class RejectRoute:
-    """The ASGI endpoint by which a router tells a prefill engine itself, as when it cannot reach
-    the decode engine. Decode engines take it too, and pass it on."""
+    """The ASGI endpoint for a router that tells a prefill engine itself, for example because it
+    cannot reach the decode engine. Decode engines accept it too, and pass it on."""
 
     def __init__(self, engine: EngineClient, workers: RequestWorkers) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""Reading what the routes have in common: a JSON body, and prompts in its four forms."""
+"""Reads what the routes have in common: a JSON body, and prompts in their four forms."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from diptych_protocol import UNREADABLE, InvalidRequestError
 T = TypeVar("T")
 
 MAX_VALUES: Final = 1 << 17
-"""Decoding as many values takes some 20 ms, in which no other thread runs Python."""
+"""Decoding this many values takes about 20 ms, in which no other thread runs Python."""
 
 
 def most_values(max_model_len: int) -> int:
-    """How many values the body of a request may have for a model with a context of this length."""
+    """Return how many values the body of a request may have for a model with this
+    context length."""
     return max(MAX_VALUES, 2 * max_model_len)
 
 
 def decode_body(
     scope: Scope, body: bytes, decoder: msgspec.json.Decoder[T], max_values: int = MAX_VALUES
 ) -> T:
-    """Raises `InvalidRequestError` for another content type, and for what does not decode."""
+    """Decode a body. Raises `InvalidRequestError` for another content type, and for an invalid
+    body."""
     content_type = header(scope, b"content-type") or ""
     if content_type.partition(";")[0].strip().lower() != "application/json":
         raise InvalidRequestError(
@@ -38,9 +40,9 @@ def decode_body(
 
 
 def decode_json(body: bytes, decoder: msgspec.json.Decoder[T], max_values: int = MAX_VALUES) -> T:
-    """Decode a body that was not decoded before it is known to have few enough values.
+    """Decode a body after checking that it has few enough values.
 
-    Raises `InvalidRequestError`, naming the field, unless it is what the decoder wants.
+    Raises `InvalidRequestError`, naming the field, for a body that the decoder rejects.
     """
     large = len(body) > max_values
     if large:
@@ -70,7 +72,7 @@ def _count_values(body: bytes, max_values: int) -> None:
 
 
 def split_prompts(prompt: str | list[str | int | list[int]], field: str) -> list[str | list[int]]:
-    """One text, one list of token ids, or a list of either, as a list of prompts.
+    """Return one text, one list of token ids, or a list of either, as a list of prompts.
 
     Raises `InvalidRequestError`, naming the field, for an empty or mixed list.
     """

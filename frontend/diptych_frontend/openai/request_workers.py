@@ -1,39 +1,91 @@
-"""Threads for what would hold up the event loop: large bodies, grammars, and waiting for processes.
+"""Threads for work that would block the event loop: large bodies, grammars, and waiting for
+processes.
 
-A thread helps only if what it runs lets go of the GIL. Tokenising and compiling grammars do, Python
-code does every `SWITCH_INTERVAL_S` (`server.py`), and for decoding JSON, which does not, there is a
-bound on how many values a body may have (`request_body.py`).
+A thread helps only if its work releases the GIL. Tokenising and compiling grammars do, and Python
+code does every `SWITCH_INTERVAL_S` (`server.py`). Decoding JSON does not, so the number of values
+in a body is limited (`request_body.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Container
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from starlette.types import Scope
 
 from diptych_frontend.confined.cancellation import Cancellation, cancelled_by
 from diptych_frontend.confined.haste import NotAtOnceError, hurried
 from diptych_frontend.openai.asgi import client_of
-from diptych_frontend.openai.turns import Turns
 from diptych_protocol import EngineOverloadedError
 
 T = TypeVar("T")
 
+SMALL_BYTES = 16 << 10
+"""An item up to this size is accepted however much other clients have waiting."""
+
+
+class Turns(Generic[T]):
+    """The waiting items, by client. Each client with waiting items has one turn per round, so that
+    one with a thousand requests delays another's by one of them, not by all."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """This many bytes of items may wait, half of them of one client. Other clients' items never
+        keep small ones out."""
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._bytes_of = Counter[str]()
+        self._queues: OrderedDict[str, deque[tuple[T, int]]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def put(self, client: str, item: T, size: int) -> None:
+        """Add an item. Raises `EngineOverloadedError` if too much waits already."""
+        if self._bytes_of[client] + size > self._max_bytes // 2:
+            raise EngineOverloadedError(
+                "too many large requests of this client wait already; retry later"
+            )
+        if size > SMALL_BYTES and self._bytes + size > self._max_bytes:
+            raise EngineOverloadedError("too many large requests wait already; retry later")
+        self._queues.setdefault(client, deque()).append((item, size))
+        self._bytes += size
+        self._bytes_of[client] += size
+
+    def take(self, without: Container[str] = ()) -> tuple[str, T] | None:
+        """Remove and return the next item and its client, who then comes last. without: clients to
+        skip. None if nobody else waits."""
+        client = next((client for client in self._queues if client not in without), None)
+        if client is None:
+            return None
+        queue = self._queues[client]
+        item, size = queue.popleft()
+        self._bytes -= size
+        self._bytes_of[client] -= size
+        if queue:
+            self._queues.move_to_end(client)
+        else:
+            del self._queues[client], self._bytes_of[client]
+        return client, item
+
+
+T = TypeVar("T")
+
 INLINE_BYTES: Final = 2 << 10
-"""Bodies up to this size are dealt with on the event loop, which takes at most a few milliseconds:
-quicker than a hop to a thread and back."""
+"""Bodies up to this size are decoded on the event loop. That takes at most a few milliseconds, less
+than a change to a thread and back."""
 THREADS: Final = 2
-"""Each lane has so many. One client has one of them at a time: it holds up no others, and takes one
+"""The threads of each lane. A client has one of them at a time, so it delays no others and uses one
 processor."""
 MAX_WAITING_BYTES: Final = 64 << 20
-"""Half of it may be one client's."""
+"""One client may use half of it."""
 TURN_TIMEOUT_S: Final = 30.0
-"""A request that waited and worked so long is refused: its client has others to ask."""
+"""A request that waited and worked this long is refused, so that its client can try
+another server."""
 
 
 @dataclass(slots=True)
@@ -49,9 +101,9 @@ class _Task:
 
 
 class RequestWorkers:
-    """Runs work for clients by turns: texts in one lane and images in another, so that no text
-    waits behind an image. The threads start with the first work, and end when nobody has this
-    object any longer."""
+    """Runs work for clients in turns: texts in one lane and images in another, so that no text
+    waits behind an image. The threads start with the first work, and end when this object is
+    garbage-collected."""
 
     def __init__(self) -> None:
         self._texts, self._images = _Lane("requests"), _Lane("images")
@@ -59,17 +111,17 @@ class RequestWorkers:
     async def run(
         self, scope: Scope, size: int, work: Callable[[], T], *, has_images: bool = False
     ) -> T:
-        """What `work` returns or raises, once it is the turn of the request's client.
+        """Run `work` when it is the turn of the request's client, and return its result.
 
-        `size` is what the work keeps in memory while it waits, in bytes. Raises
-        `EngineOverloadedError` if too much waits already, or it takes too long. Whoever is
-        cancelled here, or waits for too long, ends the work as well (`confined.cancellation`).
+        `size` is the memory that the waiting work uses, in bytes. Raises what `work` raises, and
+        `EngineOverloadedError` if too much waits already, or it takes too long. Cancelling the
+        caller, or a time-out, ends the work too (`confined.cancellation`).
         """
         return await (self._images if has_images else self._texts).run(scope, size, work)
 
     async def small(self, scope: Scope, size: int, work: Callable[[], T]) -> T:
-        """What `work` returns or raises: here, if it takes no longer than the event loop can wait;
-        else it is done again from its beginning, as by `run`."""
+        """Run `work` here if that is quick enough for the event loop; otherwise repeat it from its
+        beginning, as by `run`."""
         try:
             with hurried():
                 return work()
@@ -79,9 +131,10 @@ class RequestWorkers:
     async def read(
         self, scope: Scope, body: bytes, work: Callable[[], T], image_word: bytes | None = None
     ) -> T:
-        """What `work` makes of a body: at once if the body is small, else by `run`.
+        """Decode a body by `work`: at once if the body is small, otherwise by `run`.
 
-        image_word: bodies with images have this word, and images make much work of a small body.
+        image_word: bodies with images contain this word, and images make even a small body much
+        work.
         """
         # An escaped letter might hide the word.
         may_see = image_word is not None and (image_word in body or b"\\u" in body)

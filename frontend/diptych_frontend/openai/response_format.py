@@ -1,4 +1,4 @@
-"""`response_format`: the form of an answer as the OpenAI API asks for it."""
+"""`response_format`: the requested form of an answer, as in the OpenAI API."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from diptych_protocol import StructuredOutputsParams
 
 
 class TextFormat(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
-    """No form at all."""
+    """No particular form."""
 
 
 class JsonObjectFormat(
@@ -25,7 +25,8 @@ class NamedSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     description: str | None = None
     schema: dict[str, Any] = {}
     strict: bool | None = None
-    """The schema must say of each object that it has all of its properties, and no others."""
+    """The schema must declare, for each object, all of its properties as required and no others as
+    allowed."""
 
 
 class JsonSchemaFormat(
@@ -38,7 +39,7 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
 def check_format(response_format: ResponseFormat | None, field: str) -> None:
-    """Raise `InvalidRequestError`, naming the field, for a schema that is not what it says."""
+    """Raise `InvalidRequestError`, naming the field, for a schema that breaks its own `strict`."""
     if isinstance(response_format, JsonSchemaFormat) and response_format.json_schema.strict:
         named = response_format.json_schema
         check_strict(named.schema, f"response_format {named.name[:64]!r}", field)

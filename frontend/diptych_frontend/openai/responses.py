@@ -1,7 +1,7 @@
-"""The bodies and stream chunks that clients receive, and what both routes need to make them.
+"""The bodies and stream chunks for clients, and what both routes need to make them.
 
-Fields of type `... | UnsetType` are left out of the JSON unless they are set; the others are
-always there, as null if need be, because clients of the OpenAI API expect them.
+Fields of type `... | UnsetType` are left out of the JSON unless they are set. The others are always
+there, as null if necessary, because clients of the OpenAI API expect them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from msgspec import UNSET, UnsetType
 
 from diptych_frontend.openai.api_types import StreamOptions
 from diptych_frontend.openai.errors import Dialect
-from diptych_protocol import Logprob, RequestOutput
+from diptych_protocol import UNSAID, Logprob, RequestOutput, SamplingDefaults
 
 encode = msgspec.json.Encoder().encode
 
 SSE_DONE = b"data: [DONE]\n\n"
 LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
+"""Stands for minus infinity, which JSON cannot express."""
 
 KVParams = dict[str, Any] | UnsetType
 
@@ -44,7 +44,7 @@ class Usage(msgspec.Struct, gc=False):
 
 
 ChunkUsage = Usage | UnsetType | None
-"""Unset if the client wants no usage; None if it comes with the last chunk only."""
+"""Unset if the client wants no usage; None if only the last chunk contains it."""
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -61,8 +61,9 @@ class PromptLogprob(msgspec.Struct):
 
 
 PromptLogprobs = list[msgspec.Raw] | UnsetType
-"""Per token of the prompt: `PromptLogprob`s by token id, its own, then the likeliest; null for the
-first. Each is encoded by itself, because an encoder lets no other thread run meanwhile."""
+"""For each token of the prompt: `PromptLogprob`s by token id, first its own, then the likeliest;
+null for the first token. Each is encoded by itself, because an encoder lets no other thread run
+meanwhile."""
 
 
 class CompletionChoice(msgspec.Struct):
@@ -75,7 +76,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class Completion(msgspec.Struct):
-    """Also the shape of a chunk: see `ChunkUsage`."""
+    """An answer; a chunk has the same shape, see `ChunkUsage`."""
 
     id: str
     object: str
@@ -117,7 +118,7 @@ class ToolCall(msgspec.Struct):
 class AnswerMessage(msgspec.Struct):
     role: str
     content: str | None
-    """None if the answer is nothing but calls."""
+    """None if the answer consists of calls only."""
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
@@ -169,13 +170,13 @@ class ChatChunk(msgspec.Struct):
 
 @dataclass(slots=True)
 class Tally:
-    """Counts the tokens of one answer while its outputs pass by."""
+    """Counts the tokens of one answer, output by output."""
 
     prompt_tokens: int
     completion_tokens: int = 0
     cached_by_prompt: dict[int, int] = field(default_factory=dict)
     reasoning_tokens: int | None = None
-    """None if nobody looks for reasoning."""
+    """None if reasoning is not separated."""
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
         for choice in output.outputs:
@@ -196,7 +197,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What every chunk of an answer repeats, and how the answer is wanted."""
+    """The fields that all chunks of an answer share, and the client's options."""
 
     response_id: str
     created: int
@@ -207,26 +208,26 @@ class Envelope:
 
 
 class AnswerWriter(ABC):
-    """Turns engine outputs into the bytes of one answer. Stateful: one per request."""
+    """Turns engine outputs into the bytes of one answer. There is one per request."""
 
     dialect: Dialect | None = None
-    """How a failure of a stream is told; None: as the others of its path."""
+    """The form of errors in a stream; None: as for other answers of its path."""
 
     @abstractmethod
     def events(self, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:
-        """The server-sent events for one delta output."""
+        """Return the server-sent events for one delta output."""
 
     @abstractmethod
     def ending(self, tally: Tally) -> bytes:
-        """The last events of a stream that went well."""
+        """Return the last events of a successful stream."""
 
     @abstractmethod
     def answer(self, outputs: Sequence[Sequence[RequestOutput]], tally: Tally) -> bytes:
-        """The body of a whole answer; `outputs` holds each prompt's outputs, in order."""
+        """Return the body of a whole answer; `outputs` holds each prompt's outputs, in order."""
 
 
 class ResponseWriter(AnswerWriter):
-    """What the writers of the two OpenAI routes share."""
+    """The common part of the writers of the two OpenAI routes."""
 
     def __init__(self, envelope: Envelope) -> None:
         self._envelope = envelope
@@ -236,7 +237,7 @@ class ResponseWriter(AnswerWriter):
 
     @abstractmethod
     def usage_event(self, usage: Usage) -> bytes:
-        """The event without choices that closes a stream whose client wants its usage."""
+        """Return the event without choices that ends a stream whose client wants its usage."""
 
     def ending(self, tally: Tally) -> bytes:
         """See `AnswerWriter.ending`."""
@@ -253,14 +254,14 @@ def sse(message: msgspec.Struct) -> bytes:
 
 
 class PlainEvents:
-    """Events that differ in one text and in nothing else, as nearly all of a stream do: to encode
-    only the text takes a third of the time."""
+    """Writes events that differ only in one text, as nearly all of a stream do. Encoding only the
+    text takes a third of the time."""
 
     __slots__ = ("_after", "_before")
 
     def __init__(self, event: bytes, field: bytes) -> None:
-        """event: one of them, whose text is empty. field: the text's name. An event's other texts
-        have their quotation marks escaped, so this cannot be found in them."""
+        """event: an example, whose text is empty. field: the name of the text. Quotation marks in
+        an event's other texts are escaped, so this field cannot be found in them."""
         self._before, _, self._after = event.partition(b'"%b":""' % field)
         self._before += b'"%b":' % field
 
@@ -269,7 +270,7 @@ class PlainEvents:
 
 
 def is_plain(output: RequestOutput) -> bool:
-    """The output has some more text of one answer, and nothing else to tell."""
+    """Whether the output contains some more text of one answer, and nothing else."""
     if len(output.outputs) != 1 or output.kv_transfer_params is not None:
         return False
     choice = output.outputs[0]
@@ -301,12 +302,12 @@ def logprob_value(entry: Logprob) -> float:
 
 
 def token_text(token_id: int, entry: Logprob) -> str:
-    """The token as text, or its id where the engine sent no text."""
+    """Return the token as text, or its id where the engine sent no text."""
     return f"token_id:{token_id}" if entry.decoded_token is None else entry.decoded_token
 
 
 def by_likelihood(candidates: dict[int, Logprob]) -> list[tuple[int, Logprob]]:
-    """The candidates for one position, the most likely first."""
+    """Return the candidates for one position, the most likely first."""
     return sorted(candidates.items(), key=lambda item: -item[1].logprob)
 
 
@@ -318,6 +319,9 @@ class ModelCard(msgspec.Struct):
     """For an adapter: the name of the model that it adapts; None for the model itself."""
     object: str = "model"
     owned_by: str = "diptych"
+    sampling: SamplingDefaults = UNSAID
+    """What requests get that leave these fields out; a field that is not there is as in OpenAI's
+    API."""
 
 
 class ModelList(msgspec.Struct):

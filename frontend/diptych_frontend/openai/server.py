@@ -1,4 +1,4 @@
-"""The HTTP server around the app: listen, drain on SIGTERM, leave nothing behind."""
+"""The HTTP server around the app: it listens, drains on SIGTERM, and cleans up."""
 
 from __future__ import annotations
 
@@ -23,32 +23,33 @@ from diptych_frontend.openai.asgi import WRITE_TIMEOUT_S
 from diptych_frontend.openai.connection_limits import Connections, LimitedProtocol
 
 BACKLOG = 256
-"""Connections that come together are taken together, and each takes the event loop some 0.1 ms."""
+"""Connections that arrive together are accepted together, and each takes the event loop about 0.1
+ms."""
 KEEP_ALIVE_S = 75
-"""Longer than load balancers and pooled clients keep idle connections, so that it is they who
-close, and no request races with a close of ours."""
+"""Longer than load balancers and pooled clients keep idle connections, so that they close first,
+and no request meets a connection that we are closing."""
 CANCEL_TIMEOUT_S = 5.0
 """How long requests may take to end after the drain timeout cancelled them."""
 DRAIN_TIMEOUT_S = 30.0
 LAST_WORDS_S = 0.2
-"""Answers have at least this long once connections are refused, however long the drain took."""
+"""The least time for answers after connections are refused, however long the drain took."""
 SWITCH_INTERVAL_S = 0.0005
-"""How long Python code of another thread may hold up the event loop at a time."""
+"""How long Python code of another thread may block the event loop at a time."""
 TICKS_A_SWEEP = 10
-"""A tenth of the connections is looked at in each: closing all of a flood at once takes long."""
+"""Each tick checks a tenth of the connections, because closing many at once takes long."""
 
 OnReady = Callable[[str, int], None]
 """Called with the bound host and port once connections are accepted."""
 OnLag = Callable[[float], object]
-"""Called ten times a second with how late the event loop is, in seconds."""
+"""Called ten times a second with the lag of the event loop, in seconds."""
 Drain = Callable[[], Awaitable[None]]
 """Called at the first signal; returns when nothing is left to do."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one.
+    """Return a listening socket; port 0 takes a free one.
 
-    Exits with a one-line message and code 1 if the address cannot be had, so call it before
+    Exits with a one-line message and code 1 if the address is not available, so call it before
     anything slow is started.
     """
     with _or_exit(host, port):
@@ -93,7 +94,7 @@ class Site:
     app: ASGIApp
     listener: socket.socket
     tls: ssl.SSLContext | None = None
-    """Without one the site speaks plain HTTP."""
+    """None: the site uses plain HTTP."""
 
 
 async def serve_http(
@@ -116,12 +117,12 @@ async def serve_sites(
     on_ready: OnReady | None = None,
     on_lag: OnLag = lambda lag: None,
 ) -> None:
-    """Serve until SIGTERM, SIGINT or cancellation, then leave. Without sites there is only `drain`.
+    """Serve until SIGTERM, SIGINT or cancellation, then end. Without sites there is only `drain`.
 
-    Leaving: all sites are served as before until `drain` returns; then there are no new
-    connections, and answers under way may finish. `drain_timeout_s` is for both together; what is
-    left is then cancelled, which tells each client that the server shuts down. A second signal
-    skips the wait. Signals are only handled in the main thread; cancellation skips `drain`.
+    At the end, all sites are served as before until `drain` returns. Then no new connections are
+    accepted, and running answers may finish. `drain_timeout_s` is the limit for both together.
+    After it, the rest is cancelled, and each client is told that the server shuts down. A second
+    signal skips the wait. Signals are handled in the main thread only; cancellation skips `drain`.
 
     Args:
         drain: empties the server. It is cancelled when time is over; what it raises ends the
@@ -142,7 +143,7 @@ async def serve_sites(
 
 
 async def serve_aside(site: Site) -> None:
-    """Serve until cancellation, in a program whose loop and signals are its own."""
+    """Serve until cancellation, in a program that has its own loop and handles its own signals."""
     server = _Server(site, Connections.of_this_process(), LAST_WORDS_S, None)
     await _serve([server], asyncio.Queue(), None, LAST_WORDS_S)
 

@@ -16,10 +16,10 @@ CERTIFICATE_FILE, KEY_FILE = "tls.crt", "tls.key"
 
 
 class Certificate:
-    """A server's certificate and key; new connections use those that were read last."""
+    """A server's certificate and key. New connections use the pair that was read last."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises `InvalidRequestError` if there is no pair of certificate and key that fits."""
+        """Raises `InvalidRequestError` without a matching pair of certificate and key."""
         self._directory = directory
         self._mark: Mark | None = None
         self._complaint = ""
@@ -36,7 +36,7 @@ class Certificate:
     def refresh(self) -> bool:
         """Read the pair if it has changed; True if there is a new one.
 
-        One that does not fit changes nothing, and is complained about once.
+        A pair that does not match changes nothing, and is logged once.
         """
         try:
             if self._look() == self._mark:

@@ -1,4 +1,4 @@
-"""Routes that say how many tokens a request's prompt has, for APIs that become chats."""
+"""Routes that count the tokens of a request's prompt, for APIs that are translated into chats."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ class TokenCountRoute(Generic[Body]):
         served_names: frozenset[str],
         workers: RequestWorkers,
     ) -> None:
-        """kind: of a request. prompt_of: raises `InvalidRequestError`. answer: of a number of
-        tokens. image_word: is in every body that has images."""
+        """kind: the type of requests. prompt_of: returns the prompt, or raises
+        `InvalidRequestError`. answer: makes the answer from the number of tokens. image_word: a
+        word that every body with images contains."""
         self._decoder = msgspec.json.Decoder(kind)
         self._prompt_of, self._answer, self._image_word = prompt_of, answer, image_word
         self._engine = engine

@@ -1,1 +1,2 @@
-"""Splits what a model writes into its reasoning and its answer. Pure: knows no tokenizer."""
+"""Splits a model's output into its reasoning and its answer. It uses no tokenizer and performs no
+I/O."""

@@ -12,7 +12,8 @@ from diptych_frontend.reasoning import harmony, think
 from diptych_frontend.reasoning.splitter import Splitter
 
 PROMPT_TAIL: Final = 32
-"""How many tokens at the end of a prompt are looked at for a marker that the template wrote."""
+"""The number of tokens at the end of a prompt that are searched for a marker which the template
+wrote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +21,11 @@ class ReasoningFormat:
     """How models of one kind mark their reasoning."""
 
     opener: str
-    """What an output begins with if it begins with reasoning."""
+    """The beginning of an output that begins with reasoning."""
     markers: tuple[str, ...]
-    """What the splitter must find in the text, although it may be special tokens."""
+    """The texts that the splitter must find, although they may be special tokens."""
     splitter: Callable[[bool | None], Splitter]
-    """A splitter for one output; takes whether reasoning has ended before it, None if the output
+    """Makes a splitter for one output from whether reasoning has ended before it; None: the output
     will show that."""
     ended_in_prompt: Callable[[str], bool | None]
     """Whether the last text of a prompt says that reasoning has ended; None if it does not say.
@@ -32,7 +33,7 @@ class ReasoningFormat:
     Only the very end counts: elsewhere a user may have written what looks like a marker.
     """
     call_splitter: Callable[[bool | None], Splitter] | None = None
-    """A splitter that leaves calls of tools in the answer, if `splitter` does not."""
+    """Makes a splitter that leaves calls of tools in the answer, if `splitter` does not."""
 
 
 FORMATS: Final[Mapping[str, ReasoningFormat]] = MappingProxyType(
@@ -54,10 +55,10 @@ FORMATS: Final[Mapping[str, ReasoningFormat]] = MappingProxyType(
 def begins_ended(
     style: ReasoningFormat, said: bool | None, prompt_tail: Callable[[], str]
 ) -> bool | None:
-    """Whether reasoning has ended before an output: what its request says, or else its prompt."""
+    """Return whether reasoning has ended before an output, by its request or else by its prompt."""
     return style.ended_in_prompt(prompt_tail()) if said is None else said
 
 
 def format_of(reasoning_parser: str) -> ReasoningFormat | None:
-    """The format that the setting names; None for `none`."""
+    """Return the format that the setting names; None for `none`."""
     return FORMATS.get(reasoning_parser)

@@ -2,7 +2,7 @@
 
 `<|channel|>analysis<|message|>reasoning<|end|><|start|>assistant<|channel|>final<|message|>answer`
 
-A message to `functions.NAME` calls a tool. Its recipient stands in either half of its header:
+A message to `functions.NAME` calls a tool. Its recipient is in either half of its header:
 `<|start|>assistant to=functions.NAME<|channel|>commentary json<|message|>{...}<|call|>` or
 `<|start|>assistant<|channel|>commentary to=functions.NAME json<|message|>{...}<|call|>`
 """
@@ -22,13 +22,13 @@ RETURN: Final = "<|return|>"
 CALL: Final = "<|call|>"
 MARKERS: Final = (START, CHANNEL, MESSAGE, END, RETURN, CALL)
 CONSTRAIN: Final = "<|constrain|>"
-"""Only parts the words of a header: without it, two of them may become one."""
+"""Only separates the words of a header; without it, two of them may become one."""
 FINAL: Final = "final"
 MAX_HEADER: Final = 256
-"""What is longer than this is no message's header, but text."""
+"""A longer text is no message's header."""
 
 CALL_BEGIN: Final = "<|channel|>commentary to=functions."
-"""How the answer shows a call to whoever reads calls: with this, the function's name, `MESSAGE`,
+"""The form of a call in the answer, for the readers of calls: this, the function's name, `MESSAGE`,
 its arguments and `CALL`, whatever the model wrote around them."""
 RECIPIENT: Final = " to="
 
@@ -38,13 +38,13 @@ _FUNCTION = re.compile(r"\bto=functions\.([a-zA-Z0-9_.-]{1,64})")
 
 
 class HarmonySplitter:
-    """See `Splitter`. Messages in other channels than `final` are reasoning; text that stands in no
-    channel is the answer."""
+    """See `Splitter`. Messages in other channels than `final` are reasoning. Text outside of
+    channels is the answer."""
 
     def __init__(self, ended: bool | None, *, shows_calls: bool = False) -> None:
         """ended: whether the prompt has opened the answer (True), or another channel (False).
 
-        shows_calls: calls of tools are a part of the answer (see `CALL_BEGIN`), and not of the
+        shows_calls: calls of tools belong to the answer (see `CALL_BEGIN`) instead of the
         reasoning.
         """
         self.ended = ended
@@ -128,7 +128,7 @@ class HarmonySplitter:
 
 
 def ended_in_prompt(prompt: str) -> bool | None:
-    """Whether the end of a prompt opens the answer (True) or another channel (False)."""
+    """Return whether the end of a prompt opens the answer (True) or another channel (False)."""
     header, marker, text = prompt.rpartition(MESSAGE)
     if not marker or text.strip() or CHANNEL not in header:
         return None

@@ -1,4 +1,4 @@
-"""Reads the reasoning out of the answers to one request, and counts its tokens."""
+"""Separates the reasoning from the answers to one request, and counts its tokens."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class ReasoningParser:
     """The reasoning format of an engine, with its tokenizer."""
 
     def __init__(self, style: ReasoningFormat, decode: Callable[[list[int]], str]) -> None:
-        """decode: token ids -> their text, with special tokens."""
+        """decode: a function from token ids to their text, with special tokens."""
         self._style = style
         self._decode = decode
         self._texts: dict[int, str] = {}
 
     @classmethod
     def of(cls, engine: EngineClient) -> ReasoningParser | None:
-        """None if the engine's setting is `none`."""
+        """Return the parser of an engine; None if its setting is `none`."""
         style = format_of(engine.reasoning_parser)
         if style is None:
             return None
@@ -40,10 +40,12 @@ class ReasoningParser:
     def readers(
         self, prompt: Sequence[int], kwargs: dict[str, Any], *, shown: bool, calls: bool = False
     ) -> AnswerReaders:
-        """For the answers to a prompt.
+        """Return readers for the answers to a prompt.
 
         kwargs: the request's `reasoning_parser_kwargs`.
-        shown: without it the reasoning is counted and left out.
+
+        shown: if False, the reasoning is counted and left out.
+
         calls: calls of tools belong to the answer.
         """
         ended = begins_ended(
@@ -63,7 +65,7 @@ class ReasoningParser:
 
 
 class AnswerReaders:
-    """Read the answers to one request."""
+    """Reads the answers to one request."""
 
     def __init__(self, make: Callable[[], AnswerReader], shown: bool) -> None:
         self._readers = defaultdict[int, AnswerReader](make)
@@ -71,11 +73,11 @@ class AnswerReaders:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of reasoning in all answers so far, with the markers."""
+        """Tokens of reasoning in all answers so far, including the markers."""
         return sum(reader.num_tokens for reader in self._readers.values())
 
     def read(self, output: CompletionOutput) -> tuple[str, str]:
-        """The reasoning and the answer that an output adds."""
+        """Return the reasoning and the answer that an output adds."""
         reasoning, answer = self._readers[output.index].read(output)
         return (reasoning if self._shown else ""), answer
 
@@ -98,7 +100,7 @@ class AnswerReader:
         """Tokens of reasoning so far, with its markers."""
 
     def read(self, output: CompletionOutput) -> tuple[str, str]:
-        """The reasoning and the answer that the output adds."""
+        """Return the reasoning and the answer that the output adds."""
         for token_id in output.token_ids:
             self._count(self._token_text(token_id))
         return self._text.push(output.text, last=output.finished)

@@ -1,4 +1,4 @@
-"""What a request says of its reasoning: `reasoning_ended` and `reasoning_parser_kwargs`."""
+"""A request's options about reasoning: `reasoning_ended` and `reasoning_parser_kwargs`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from diptych_protocol import InvalidRequestError
 
 KWARGS: Final = "reasoning_parser_kwargs"
 SWITCHES: Final = ("enable_thinking", "thinking")
-"""What templates call the variable that turns reasoning off."""
+"""Names, in templates, of the variable that turns reasoning off."""
 
 
 class ReasoningParserKwargs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chat_template_kwargs: Annotated[dict[str, Any], msgspec.Meta(max_length=64)] = {}
-    """What the prompt's template was given."""
+    """The variables that the prompt's template was given."""
 
 
 def parser_kwargs(kwargs: object) -> ReasoningParserKwargs:
-    """The arguments, checked. Raises `InvalidRequestError` for any other argument."""
+    """Return the arguments, checked. Raises `InvalidRequestError` for any other argument."""
     try:
         return msgspec.convert(kwargs, ReasoningParserKwargs)
     except (msgspec.ValidationError, UnicodeEncodeError) as exc:
@@ -28,10 +28,11 @@ def parser_kwargs(kwargs: object) -> ReasoningParserKwargs:
 
 
 def said_ended(reasoning_ended: bool | None, kwargs: object) -> bool | None:
-    """Whether a request says that reasoning has ended before its output; None if it does not say.
+    """Return whether a request says that reasoning has ended before its output; None if it does not
+    say.
 
-    A template that was told not to let the model reason says so, too. Raises `InvalidRequestError`
-    for arguments that are none.
+    Template variables that turn reasoning off say so too. Raises `InvalidRequestError` for invalid
+    arguments.
     """
     given = ReasoningParserKwargs() if kwargs is None else parser_kwargs(kwargs)
     if reasoning_ended is not None:
@@ -41,7 +42,7 @@ def said_ended(reasoning_ended: bool | None, kwargs: object) -> bool | None:
 
 
 def check_options(reasoning_parser: str, reasoning_ended: bool | None, kwargs: object) -> None:
-    """Raise `InvalidRequestError` for options that the engine's setting gives no meaning."""
+    """Raise `InvalidRequestError` for options that mean nothing with the engine's setting."""
     if reasoning_ended is not False and kwargs is None:
         return  # nothing that needs a meaning
     said_ended(reasoning_ended, kwargs)

@@ -1,4 +1,4 @@
-"""What the splitters of all formats share."""
+"""The common part of the splitters of all formats."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Protocol
 
 
 class Splitter(Protocol):
-    """Splits one output, whatever pieces its text comes in.
+    """Splits one output, which may arrive in any pieces.
 
-    Text is held back only while it may be a part of a marker. Markers are no part of either half.
+    Text is held back only while it may be a part of a marker. Markers belong to neither half.
     """
 
     ended: bool | None
-    """Whether what comes next belongs to the answer; None while that is not known yet."""
+    """Whether the next text belongs to the answer; None while that is not known yet."""
 
     def push(self, piece: str, *, last: bool = False) -> tuple[str, str]:
-        """Add text; returns the reasoning and the answer that are certain now.
+        """Add text, and return the reasoning and the answer that are certain now.
 
-        last: there is no more to come.
+        last: this is the end.
         """
 
 
 def certain_length(text: str, markers: Sequence[str]) -> int:
-    """How many characters at the beginning of a text cannot be the first part of a marker that the
-    text does not show as a whole. All markers begin with the same character."""
+    """Return how many characters at the beginning of a text are certainly not the beginning of an
+    incomplete marker. All markers begin with the same character."""
     longest = max(map(len, markers)) - 1
     first = markers[0][0]
     begin = text.find(first, max(0, len(text) - longest))

@@ -1,4 +1,4 @@
-"""The format `<think>reasoning</think>answer`, which Qwen and DeepSeek models write."""
+"""The format `<think>reasoning</think>answer` of Qwen and DeepSeek models."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ MAX_BLANKS: Final = 16
 
 
 class ThinkSplitter:
-    """See `Splitter`. Only the beginning of an output can be reasoning: later markers are text.
+    """See `Splitter`. Only the beginning of an output can be reasoning; later markers are text.
 
-    Blanks after a marker only part it from the text, and are left out.
+    Blanks after a marker only separate it from the text, and are left out.
     """
 
     def __init__(self, ended: bool | None) -> None:
-        """ended: False if the prompt has opened the reasoning, True if there is none to come."""
+        """ended: False if the prompt has opened the reasoning, True if there will be none."""
         self.ended = ended
         self._held = ""
         self._after_marker = ended is False
@@ -63,7 +63,7 @@ class ThinkSplitter:
 
 
 def ended_in_prompt(prompt: str) -> bool | None:
-    """Whether the end of a prompt says that reasoning has ended (True) or begun (False)."""
+    """Return whether the end of a prompt says that reasoning has ended (True) or begun (False)."""
     prompt = prompt.rstrip()
     if prompt.endswith(OPEN):
         return False

@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: a translation of chats, and a store of answers for those who ask."""
+"""OpenAI's Responses API: translates to and from chats, and stores answers on request."""

@@ -19,7 +19,7 @@ from diptych_frontend.responses_api.api_types import (
     TextConfig,
 )
 from diptych_frontend.responses_api.output import OUTPUT_EVENTS, Event, Output, OutputItem
-from diptych_protocol import EngineGenerateError, RequestOutput
+from diptych_protocol import EngineGenerateError, RequestOutput, SamplingParams
 
 
 class InputDetails(msgspec.Struct):
@@ -59,7 +59,7 @@ class ResponseError(msgspec.Struct):
 
 
 class Response(msgspec.Struct, kw_only=True):
-    """A response, with what was asked of it."""
+    """A response, with the fields of its request."""
 
     id: str
     object: Literal["response"] = "response"
@@ -85,8 +85,8 @@ class Response(msgspec.Struct, kw_only=True):
     usage: Usage | None = None
 
 
-def new_response(request: ResponsesRequest, created: int) -> Response:
-    """A response that has said nothing yet."""
+def new_response(request: ResponsesRequest, params: SamplingParams, created: int) -> Response:
+    """Return a response without content, which reports how it is sampled."""
     return Response(
         # Who knows it may read a stored response, where nobody has a key: it cannot be guessed.
         id=f"resp_{secrets.token_hex(16)}",
@@ -99,11 +99,11 @@ def new_response(request: ResponsesRequest, created: int) -> Response:
         previous_response_id=request.previous_response_id,
         reasoning=request.reasoning or Reasoning(),
         store=bool(request.store),
-        temperature=1.0 if request.temperature is None else request.temperature,
+        temperature=params.temperature,
         text=request.text or TextConfig(),
         tool_choice=request.tool_choice or "auto",
         tools=request.tools or [],
-        top_p=1.0 if request.top_p is None else request.top_p,
+        top_p=params.top_p,
     )
 
 

@@ -91,7 +91,7 @@ class ReasoningItem(_Item, tag="reasoning"):
     summary: list[SummaryText] = []
     content: list[ReasoningText] | None = None
     encrypted_content: str | None = None
-    """Left out of the prompt: only its maker can read it."""
+    """Left out of the prompt, because only its maker can read it."""
 
 
 Item = Message | FunctionCall | FunctionCallOutput | ReasoningItem
@@ -114,7 +114,8 @@ class FunctionTool(
     parameters: dict[str, Any] | None = None
     description: str | None = None
     strict: bool | None = None
-    """The schema must say of each object that it has all of its properties, and no others."""
+    """The schema must declare, for each object, all of its properties as required and no others as
+    allowed."""
 
     defer_loading: Any = None
     allowed_callers: Any = None
@@ -134,7 +135,8 @@ class JsonSchemaFormat(
     schema: dict[str, Any]
     description: str | None = None
     strict: bool | None = None
-    """The schema must say of each object that it has all of its properties, and no others."""
+    """The schema must declare, for each object, all of its properties as required and no others as
+    allowed."""
 
 
 class TextConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -157,7 +159,7 @@ class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     effort: Any = None
     """`none` turns reasoning off."""
     summary: Literal["auto", "concise", "detailed"] | None = None
-    """Ignored: the reasoning comes as it is."""
+    """Ignored: the reasoning is returned as it is."""
     generate_summary: Any = None
     """Ignored."""
     context: Any = None
@@ -212,7 +214,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     """See `GenerationRequest`."""
 
     user: str | None = None
-    """Ignored, as the next ones."""
+    """Ignored, as are the next ones."""
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
@@ -232,7 +234,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     truncation: Any = None
 
     def items(self) -> list[Item]:
-        """What the input says. Raises `InvalidRequestError` naming the part."""
+        """Return the items of the input. Raises `InvalidRequestError` naming the part."""
         if isinstance(self.input, str):
             return [Message(role="user", content=self.input)]
         if not 0 < len(self.input) <= MAX_MESSAGES:
@@ -245,7 +247,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
 
 def as_items(values: list[Any]) -> list[Item]:
-    """Items of plain values. Raises `InvalidRequestError` naming the part."""
+    """Return items from plain values. Raises `InvalidRequestError` naming the part."""
     try:
         return msgspec.convert({"input": values}, _Items).input
     except (msgspec.ValidationError, UnicodeEncodeError) as exc:

@@ -1,4 +1,4 @@
-"""A request of the Responses API becomes a chat of /v1/chat/completions."""
+"""Translates a request of the Responses API into a chat of /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ Parts = Iterable[InputText | InputImage | OutputText]
 
 
 class ResponseChat(ChatCompletionRequest, kw_only=True):
-    """A chat whose form was asked for in the field `text`."""
+    """A chat whose format was requested in the field `text`."""
 
     FORMAT_FIELD: ClassVar[str] = "text"
     TOOL_FIELD: ClassVar[str] = "tools[{}].parameters"
 
     items: list[Item] = msgspec.field(default_factory=list)
-    """The whole conversation, in the terms of the Responses API."""
+    """The whole conversation, as items of the Responses API."""
     tenant: str = ""
-    """Whose response it is, if it is to be stored."""
+    """The client to whom the response belongs, if it is to be stored."""
     size: int = 0
     """The conversation's size in bytes, if it is to be stored."""
 
 
 def as_chat(request: ResponsesRequest, before: Sequence[Item], *, reasons: bool) -> ResponseChat:
-    """The chat that a request goes on with.
+    """Return the chat that a request continues.
 
-    before: what was said before it. reasons: somebody tells the model's reasoning from its answers.
-    Raises `InvalidRequestError` for what a chat cannot be.
+    before: the conversation so far. reasons: whether the model's reasoning is separated from its
+    answers. Raises `InvalidRequestError` for what a chat cannot express.
     """
     check_neutral(request, request.NEUTRAL)
     items = [*before, *request.items()]
@@ -136,7 +136,7 @@ def _format(request: ResponsesRequest) -> response_format.ResponseFormat | None:
 
 
 def messages_of(items: Iterable[Item]) -> list[ChatMessage]:
-    """What was said, as messages. All that the model said in one go is one message."""
+    """Return the conversation as messages. Consecutive output of the model is one message."""
     messages: list[ChatMessage] = []
     for of_model, group in groupby(items, key=_is_of_model):
         if of_model:

@@ -1,4 +1,4 @@
-"""What a stored response was asked, page by page: `GET /v1/responses/ID/input_items`."""
+"""Lists the input of a stored response, page by page: `GET /v1/responses/ID/input_items`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PREFIXES: Final = {
 
 
 class InputItems(msgspec.Struct, kw_only=True):
-    """A page of them."""
+    """A page of input items."""
 
     object: Literal["list"] = "list"
     data: list[dict[str, Any]]
@@ -31,8 +31,8 @@ class InputItems(msgspec.Struct, kw_only=True):
 
 
 def page_of(response_id: str, items: Sequence[Item], query: Mapping[str, str]) -> InputItems:
-    """The items that a client asks for by `limit`, `order` and `after`, the newest first unless it
-    wants them otherwise. Raises `InvalidRequestError` naming the parameter."""
+    """Return the items that a client asks for by `limit`, `order` and `after`, by default the
+    newest first. Raises `InvalidRequestError` naming the parameter."""
     told = [_told(response_id, number, item) for number, item in enumerate(items)]
     if _one_of(query, "order", ("desc", "asc")) == "desc":
         told.reverse()

@@ -1,4 +1,4 @@
-"""What a response says, item by item, and the events that tell of it."""
+"""Builds the output items of a response, and the events that report them."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ OUTPUT_EVENTS: Final = (
 
 
 class Output:
-    """The items of a response as they grow. One is open at a time."""
+    """The growing items of a response, of which one is open at a time."""
 
     def __init__(self) -> None:
         self.done: list[OutputItem] = []
@@ -130,14 +130,14 @@ class Output:
         self._sequence_number = 0
 
     def event(self, event: Event) -> bytes:
-        """The event under its number."""
+        """Return the event with the next sequence number."""
         event.sequence_number = self._sequence_number
         self._sequence_number += 1
         tag = str(event.__struct_config__.tag).encode()
         return b"event: " + tag + b"\ndata: " + encode(event) + b"\n\n"
 
     def add_reasoning(self, text: str) -> bytes:
-        """More of the model's reasoning."""
+        """Add more of the model's reasoning."""
         begin = b""
         if not isinstance(self._open, OutputReasoning):
             begin = self._begin(OutputReasoning(_new_id("rs"), [], "in_progress"))
@@ -145,7 +145,7 @@ class Output:
         return begin + self.event(ReasoningDelta(delta=text, **self._place()))
 
     def add_text(self, text: str) -> bytes:
-        """More of the answer's text."""
+        """Add more of the answer's text."""
         begin = b""
         if not isinstance(self._open, OutputMessage):
             text = self._blanks + text
@@ -157,7 +157,7 @@ class Output:
         return begin + self.event(TextDelta(delta=text, **self._place()))
 
     def add_call(self, call: ParsedCall) -> bytes:
-        """A whole call."""
+        """Add a whole call."""
         before = self.close("completed")
         index = len(self.done)
         item = OutputCall(_new_id("fc"), _new_id("call"), call.name, "", "in_progress")

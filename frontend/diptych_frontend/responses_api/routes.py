@@ -1,4 +1,4 @@
-"""/v1/responses, and /v1/responses/ID for those that were stored."""
+"""/v1/responses, and /v1/responses/ID for stored responses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from diptych_protocol import (
 
 
 class ResponsesApi:
-    """The `Api` of /v1/responses: that of chats, in other words."""
+    """The `Api` of /v1/responses, which translates to and from chats."""
 
     body_type = ResponsesRequest
     image_word = b"input_image"
@@ -68,7 +68,7 @@ class ResponsesApi:
     def counted_prompt(
         self, renderer: Renderer, body: ResponsesRequest, scope: Scope
     ) -> TokensPrompt:
-        """The prompt whose tokens are counted. Raises `InvalidRequestError`."""
+        """Return the prompt whose tokens are counted. Raises `InvalidRequestError`."""
         [prompt] = self.render(self.request(body, scope), renderer)
         return prompt
 
@@ -83,7 +83,7 @@ class ResponsesApi:
     ) -> AnswerWriter:
         [prompt] = sound.prompts
         parts = self._chat.parts(sound.request, prompt)
-        response = new_response(sound.body, created)
+        response = new_response(sound.body, sound.params, created)
         return ResponsesWriter(response, parts, self._keep(sound))
 
     def _keep(self, sound: Sound[ResponsesRequest, ResponseChat]) -> Keep | None:
@@ -101,13 +101,13 @@ class ResponsesApi:
 
 
 class StoredResponses:
-    """The endpoint of responses that were stored: to read and to delete them."""
+    """The endpoint that returns and deletes stored responses."""
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
 
     async def one(self, request: Request) -> Response:
-        """GET or DELETE. Raises `InvalidRequestError` for one that is not there."""
+        """GET or DELETE. Raises `InvalidRequestError` for a response that does not exist."""
         response_id = request.path_params["response_id"]
         tenant = exchange_of(request.scope).tenant
         if request.query_params.get("stream") == "true":
@@ -121,7 +121,7 @@ class StoredResponses:
         return Response(kept.body, media_type="application/json")
 
     async def input_items(self, request: Request) -> Response:
-        """GET what a response was asked, with the conversation before it. Raises
+        """GET the input of a response, with the conversation before it. Raises
         `InvalidRequestError`."""
         response_id = request.path_params["response_id"]
         tenant = exchange_of(request.scope).tenant

@@ -1,4 +1,4 @@
-"""Answers that clients asked to keep, in the memory of this process."""
+"""Stores answers that clients asked to keep, in the memory of this process."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ MAX_STORED_BYTES: Final = 64 << 20
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
     body: bytes
-    """As the client got it."""
+    """The body that the client got."""
     items: Sequence[Item]
-    """The whole conversation up to its end."""
+    """The whole conversation including the answer."""
     num_input: int
-    """How many of them went before the answer."""
+    """The number of items before the answer."""
     size: int
-    """In bytes, with all of the conversation."""
+    """Size in bytes, with the whole conversation."""
 
 
 class ResponseStore:
-    """By tenant and id. When it is full, the tenant that has the most in it loses its oldest.
+    """Responses by tenant and id. When the store is full, the tenant that uses most of it loses its
+    oldest.
 
-    Safe to use from several threads.
+    Several threads may use it.
     """
 
     def __init__(self, max_bytes: int = MAX_STORED_BYTES) -> None:
@@ -38,7 +39,7 @@ class ResponseStore:
         self._lock = threading.Lock()
 
     def put(self, tenant: str, response_id: str, response: StoredResponse) -> None:
-        """Keep a response, also in the place of one with the same id."""
+        """Store a response, replacing one with the same id."""
         with self._lock:
             self._drop(tenant, response_id)
             self._of.setdefault(tenant, OrderedDict())[response_id] = response
@@ -48,13 +49,13 @@ class ResponseStore:
                 self._drop(largest, next(iter(self._of[largest])))
 
     def get(self, tenant: str, response_id: str) -> StoredResponse | None:
-        """None for a response that is not there, or is somebody else's."""
+        """Return a response; None if it does not exist or belongs to another tenant."""
         with self._lock:
             kept = self._of.get(tenant)
             return None if kept is None else kept.get(response_id)
 
     def delete(self, tenant: str, response_id: str) -> bool:
-        """Whether it was there."""
+        """Delete a response; True if it existed."""
         with self._lock:
             return self._drop(tenant, response_id)
 

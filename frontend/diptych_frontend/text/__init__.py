@@ -1,1 +1,1 @@
-"""Between what people write and what models compute: templates, tokens, options, answers."""
+"""Converts between text and tokens: templates, tokenizers, options, answers."""

@@ -1,6 +1,7 @@
-"""Bounds what a JSON schema leaves open by oversight, and what models are known to run on in.
+"""Adds limits to a JSON schema where it has none by oversight, and where models tend to write
+without end.
 
-What is made here fits the schema that it is made of; docs/answers.md says what is bounded.
+The results fit the original schema; docs/answers.md says what is limited.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from diptych_frontend.text.schema_parts import (
 FORMAT_LENGTHS: Final = {
     "date-time": 35, "time": 24, "duration": 40, "email": 254, "hostname": 253, "uri": 2048,
 }  # fmt: skip
-"""The most letters of a string in a format whose digits or names may go on for ever. With 35, the
-seconds of a date and its offset have nine decimals."""
+"""The greatest length of a string in a format whose digits or names may go on for ever. With 35,
+the seconds of a date and its offset have nine decimals."""
 _SAYS_WHICH: Final = ("additionalProperties", "patternProperties", "unevaluatedProperties")
 _KEPT_FOR_REFERENCES: Final = ("$defs", "definitions")
 _COMBINES: Final = ("$ref", "allOf", "anyOf", "oneOf")
@@ -30,8 +31,8 @@ closing the object would make what they ask for impossible."""
 
 
 def bounded(schema: Schema) -> Schema:
-    """A schema without further properties where it names some and says nothing of others, and with
-    a greatest length for strings in formats that have none. Raises `RecursionError`."""
+    """Return a schema that forbids further properties where it names some and says nothing of
+    others, and limits strings in formats without a length. Raises `RecursionError`."""
     met = _met_by_others(schema)
     return _bounded(schema, met)
 

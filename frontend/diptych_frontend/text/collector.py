@@ -14,9 +14,9 @@ Output = TypeVar("Output", RequestOutput, PoolingRequestOutput)
 class Collector(Generic[Output]):
     """Holds at most one output, or the error that ended the request.
 
-    A consumer that lags finds deltas merged and cumulative outputs replaced, so the memory of a
-    slow client is bounded by the text itself. One producer and one consumer, on one event loop;
-    `take` needs no loop.
+    For a slow consumer, deltas are merged and cumulative outputs replaced, so that the text itself
+    limits the memory. One producer and one consumer use it, on one event loop; `take` needs no
+    loop.
     """
 
     __slots__ = ("_error", "_pending", "_waiter", "finished", "request_ids")
@@ -32,7 +32,7 @@ class Collector(Generic[Output]):
         """What the consumer waits for, if it does. An `asyncio.Event` costs more, at each token."""
 
     def put(self, output: Output, *, delta: bool = False) -> None:
-        """Hand over an output, which then belongs to the collector. Ignored after `fail`."""
+        """Add an output, which belongs to the collector from then on. Ignored after `fail`."""
         if self._error is not None:
             return
         if isinstance(self._pending, RequestOutput) and isinstance(output, RequestOutput):
@@ -42,13 +42,13 @@ class Collector(Generic[Output]):
         self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """Let every later `get` and `take` raise; the first error stays."""
+        """Make every later `get` and `take` raise this error; the first error stays."""
         if self._error is None:
             self._pending, self._error = None, error
         self._wake()
 
     def take(self) -> Output | None:
-        """What is there now. Raises the error of `fail`."""
+        """Return what is there now. Raises the error of `fail`."""
         if self._error is not None:
             # Many consumers may share one error: none of them should see the others' frames.
             raise self._error.with_traceback(None)
@@ -59,7 +59,7 @@ class Collector(Generic[Output]):
 
     @property
     def is_ready(self) -> bool:
-        """`take` has something to return, or to raise."""
+        """Whether `take` has something to return or to raise."""
         return self._pending is not None or self._error is not None
 
     async def ready(self) -> None:
@@ -68,7 +68,7 @@ class Collector(Generic[Output]):
             await self._news()
 
     async def get(self) -> Output:
-        """The next output, as soon as there is one. Raises the error of `fail`."""
+        """Wait for the next output and return it. Raises the error of `fail`."""
         while (output := self.take()) is None:
             await self._news()
         return output

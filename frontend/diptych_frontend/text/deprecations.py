@@ -1,4 +1,4 @@
-"""What callers who use a client in an old way are told, once in each process."""
+"""Warnings for callers who use a client in an outdated way, once in each process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _warn_once(message: str) -> None:
 
 
 def warn_of_truncation() -> None:
-    """Say once that `encode` does not do what a caller asked it for."""
+    """Warn once that `encode` does not truncate as the caller asked."""
     _warn_once(
         "truncate_prompt_tokens of encode() is deprecated and ignored; use tokenization_kwargs "
         "with truncation and max_length."
@@ -24,9 +24,9 @@ def warn_of_truncation() -> None:
 
 
 def warn_of_made_requests(client: object, request_id: str, request: EngineCoreRequest) -> None:
-    """Say once what callers who make their own `EngineCoreRequest` should know.
+    """Warn once callers who make their own `EngineCoreRequest`.
 
-    The words are vLLM's, which users look for, but for the names of the renderer's methods.
+    The text is vLLM's, which users search for, except for the names of the renderer's methods.
     """
     name = type(client).__name__
     _warn_once(

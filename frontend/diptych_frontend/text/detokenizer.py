@@ -1,4 +1,4 @@
-"""Tokens to text as they arrive, and the search for stop strings in it."""
+"""Decodes tokens to text as they arrive, and searches it for stop strings."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_protocol import SamplingParams
 
 PRIMING_TOKENS: Final = 6
-"""Tokens of the prompt that the decoder sees first, so that it knows what precedes the output."""
+"""The last tokens of the prompt, which the decoder reads first because they may change the text
+after them."""
 REPLACEMENT: Final = "\ufffd"
-"""What bytes decode to that are not UTF-8, or not yet."""
+"""The character that stands for bytes that are not UTF-8, or not yet."""
 MAX_UNDECODED: Final = 16
-"""More tokens than this without text are not an unfinished character but bytes that never form
-one; they are given up as replacement characters, or the output would stand still."""
+"""More tokens than this without text are not an unfinished character but invalid bytes. They are
+output as replacement characters, or the output would stop."""
 
 
 class TextStream:
@@ -32,8 +33,8 @@ class TextStream:
         skip_special_tokens: bool,
         kept_token_ids: Collection[int] = (),
     ) -> None:
-        """`context` are the tokens before the first one that will be pushed; `kept_token_ids` are
-        special tokens that are not skipped."""
+        """`context`: the tokens before the first one that will be pushed. `kept_token_ids`: special
+        tokens that are not skipped."""
         self._backend = tokenizer.backend
         self._kept = kept_token_ids if skip_special_tokens else ()
         self._skip_special = skip_special_tokens
@@ -44,7 +45,7 @@ class TextStream:
         self._stream = DecodeStream(tail if primed else [], skip_special_tokens)
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes; often empty inside a character."""
+        """Return the text that this token completes; it is often empty inside a character."""
         if token_id in self._kept:
             return self._restart() + self._backend.decode([token_id], skip_special_tokens=False)
         undecoded = self._undecoded
@@ -63,7 +64,7 @@ class TextStream:
         return self._restart() if len(undecoded) > MAX_UNDECODED else ""
 
     def flush(self) -> str:
-        """What is left at the end of the sequence, without the unfinished character."""
+        """Return the rest at the end of the sequence, without the unfinished character."""
         if not self._undecoded:
             return ""
         text = self._decode(self._undecoded).rstrip(REPLACEMENT)
@@ -81,7 +82,7 @@ class TextStream:
 
 
 class StopMatcher:
-    """Finds the stop string that is complete first, whatever pieces the text comes in.
+    """Finds the first complete stop string in a text that arrives in any pieces.
 
     Text is held back while a stop string might still begin in it.
     """
@@ -95,7 +96,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, piece: str, *, may_stop: bool) -> tuple[str, str | None]:
-        """Add text; returns the text that is now certain, and the stop string that ended it.
+        """Add text, and return the text that is certain now, and the stop string that ended it.
 
         Without `may_stop`, a stop string that ends within this piece does not count.
         """
@@ -112,7 +113,7 @@ class StopMatcher:
         return text[:certain], None
 
     def flush(self) -> str:
-        """The text that was held back, when no more follows."""
+        """Return the text that was held back, at the end."""
         text, self._held = self._held, ""
         return text
 
@@ -139,7 +140,7 @@ class Detokenizer:
         context: Sequence[int],
         kept_token_ids: Collection[int] = (),
     ) -> None:
-        """`context` are the tokens before the answer: the prompt. `kept_token_ids`: see
+        """`context`: the tokens before the answer, that is, the prompt. `kept_token_ids`: see
         `TextStream`."""
         self._stream = TextStream(
             tokenizer,
@@ -194,7 +195,7 @@ class Detokenizer:
         return "".join(pieces), len(token_ids), None
 
     def flush(self) -> str:
-        """Text held back for a stop string that will not come."""
+        """Return the text that was held back for a stop string that will not come."""
         return "" if self._matcher is None else self._matcher.flush()
 
     def _match(self, piece: str) -> tuple[str, str | None]:

@@ -1,4 +1,4 @@
-"""From what a caller asks for to the `EngineCoreRequest` that an engine core gets."""
+"""Turns a caller's request into the `EngineCoreRequest` for an engine core."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from diptych_protocol.sampling import MAX_BAD_SEQUENCES
 
 
 class InputProcessor:
-    """Validates, tokenises and completes requests. Everything an engine core may rely on is
-    checked here, so a request that leaves cannot fail for its form."""
+    """Validates, tokenises and completes requests. It checks everything that an engine core may
+    rely on, so no request fails there because of its form."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class InputProcessor:
 
     @classmethod
     def of(cls, config: EngineConfig) -> Self:
-        """For the model of one engine.
+        """Return the processor for the model of one engine.
 
         Raises `InvalidRequestError` for a configuration or a model that cannot work.
         """
@@ -83,7 +83,8 @@ class InputProcessor:
         params: SamplingParams | PoolingParams,
         **options: Any,
     ) -> EngineCoreRequest:
-        """Build the request for the core, with an internal id. Otherwise as `process_inputs`."""
+        """Build the request for the core, with an internal id. Otherwise the same as
+        `process_inputs`."""
         request = self.process_inputs(request_id, prompt, params, **options)
         self.assign_request_id(request)
         return request
@@ -105,15 +106,15 @@ class InputProcessor:
         reasoning_parser_kwargs: dict[str, Any] | None = None,
         tenant: str = "",
     ) -> EngineCoreRequest:
-        """Build the request for the core; the caller's objects stay as they are.
+        """Build the request for the core. The caller's objects stay as they are.
 
-        The prompt may be an `EngineCoreRequest` made elsewhere: its prompt, salt, parameters and
-        routing then count, its id is taken for the caller's. `params` are for one without any.
+        The prompt may be an `EngineCoreRequest` made elsewhere. Then its prompt, salt, parameters
+        and routing are used, and its id counts as the caller's. `params` are for one without any.
 
-        supported_tasks: refuse a pooling task that is not among them; the core refuses it, too.
+        supported_tasks: refuse a pooling task that is not among them, as the core would.
 
         Raises `InvalidRequestError`, naming the field, for a prompt or a parameter that can never
-        succeed; for an id that is no string that is a `TypeError`, too.
+        succeed; for an id that is not a string, the error is also a `TypeError`.
         """
         wanted = tokenization(tokenization_kwargs)
         if isinstance(prompt, EngineCoreRequest):
@@ -144,7 +145,7 @@ class InputProcessor:
 
     @staticmethod
     def assign_request_id(request: EngineCoreRequest) -> None:
-        """Keep the caller's id as `external_req_id`, and give the request one of its own.
+        """Keep the caller's id as `external_req_id`, and give the request an internal id.
 
         Raises `InvalidRequestError` for a request that has both already.
         """
@@ -320,13 +321,13 @@ class InputProcessor:
 
 
 def name_alike(prompt: EngineCoreRequest, request: EngineCoreRequest) -> None:
-    """Give a request made elsewhere the ids of what was made of it, by which its maker can abort
-    it."""
+    """Give a request made elsewhere the ids of the request made from it, so that its maker can
+    abort it."""
     prompt.request_id, prompt.external_req_id = request.request_id, request.external_req_id
 
 
 def params_of(request: EngineCoreRequest, params: Any) -> Any:
-    """The parameters that count: a request made elsewhere has its own, or else takes these."""
+    """Return the parameters of a request: those that it was made with elsewhere, or else these."""
     return request.sampling_params or request.pooling_params or params
 
 

@@ -1,8 +1,8 @@
-"""Finds parts of a Lark grammar that no text fits, so that an answer could not go on, or not end.
+"""Finds parts of a Lark grammar that match no text, so that an answer could not continue or end.
 
-llguidance compiles such grammars. Whether a grammar has any text is asked of llguidance itself, of
-grammars that are made of the parts: each literal has a text exactly if all of them joined have one,
-and rules have texts exactly if they have one when each literal in them is the empty text.
+llguidance compiles such grammars. So this module makes grammars from the parts and lets llguidance
+find whether they match any text. Each literal matches a text exactly if all of them joined do.
+Rules match texts exactly if they do with the empty text for each literal in them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Grammar:
     terminals: list[str] = field(default_factory=list)
     """Statements that terminals need."""
     literals: dict[str, str] = field(default_factory=dict)
-    """By the names that stand for them in `rules`."""
+    """The literals, by the names that stand for them in `rules`."""
     schemas: list[Any] = field(default_factory=list)
 
     def names_in(self, rule: str) -> list[str]:
@@ -60,14 +60,14 @@ class _Grammar:
 
 
 def embedded_schemas(lark: str) -> list[Any]:
-    """The JSON schemas that a grammar embeds."""
+    """Return the JSON schemas that a grammar embeds."""
     return _read(lark).schemas
 
 
 def part_without_text(lark: str, has_text: Callable[[str], bool]) -> str | None:
-    """A rule or a terminal that is used and that no text fits; None if there is none.
+    """Return a rule or a terminal that is used and that matches no text; None if there is none.
 
-    has_text: whether there is any text that fits a grammar in Lark's notation.
+    has_text: whether a grammar in Lark's notation matches any text.
     """
     grammar = _read(lark)
     used = grammar.used_rules()

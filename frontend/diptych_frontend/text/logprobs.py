@@ -1,4 +1,4 @@
-"""From the log-probabilities that engine cores send to those that consumers read."""
+"""Converts the log-probabilities of engine cores to those for consumers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import overload
 from diptych_protocol import Logprob, LogprobsLists, LogprobsTensors
 
 TokenText = Callable[[int], str | None]
-"""The text of a token, if there is a tokenizer."""
+"""A function to the text of a token; None without a tokenizer."""
 
 
 def of_output(lists: LogprobsLists, count: int, text_of: TokenText) -> list[dict[int, Logprob]]:
-    """One row for each of the first `count` tokens, which end of an output may be cut off."""
+    """Return one row for each of the first `count` tokens, which the end of an output
+    may cut off."""
     rows = zip(
         lists.logprob_token_ids[:count],
         lists.logprobs,
@@ -29,8 +30,8 @@ Row = dict[int, Logprob] | None
 class PromptLogprobs(Sequence[Row]):
     """One row for each token of a prompt; None for the first, which nothing precedes.
 
-    A row is made each time that it is read. All of a long prompt take a second, which an event loop
-    does not have, so it is for whoever reads them to choose where.
+    A row is made each time that it is read. All rows of a long prompt take a second, too long for
+    an event loop, so the reader has to choose where to read them.
     """
 
     def __init__(self, tensors: LogprobsTensors, text_of: TokenText) -> None:

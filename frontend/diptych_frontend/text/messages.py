@@ -9,15 +9,16 @@ from diptych_protocol import InvalidRequestError
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 IMAGE_PART: Final = {"type": "image"}
-"""What stands for an image in the content that a template gets."""
+"""Stands for an image in the content for a template."""
 
 
 def plain_message(message: Any, index: int, images: list[GivenImage] | None) -> dict[str, Any]:
-    """A message with its content as one string; for a model that sees, as a list of parts.
+    """Return a message with its content as one string or, for a model that takes images, as a list
+    of parts.
 
-    images: takes the images of the message, in their order; None: the model takes text only.
+    images: collects the images of the message, in their order; None: the model takes text only.
 
-    Raises `InvalidRequestError`, naming the part, for what is no message.
+    Raises `InvalidRequestError`, naming the part, for an invalid message.
     """
     where = f"messages[{index}]"
     if not isinstance(message, dict):
@@ -83,7 +84,7 @@ def _kind(part: Any) -> Any:
 
 
 def text_field(value: Any, where: str) -> str:
-    """A string. Raises `InvalidRequestError`, naming the field, for anything else."""
+    """Return a string. Raises `InvalidRequestError`, naming the field, for anything else."""
     if not isinstance(value, str):
         raise InvalidRequestError(f"{where} must be a string", param=where)
     return value

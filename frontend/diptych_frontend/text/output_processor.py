@@ -1,4 +1,4 @@
-"""From the tokens that engine cores send to the outputs that consumers read."""
+"""Turns the tokens from engine cores into the outputs for consumers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class OutputProcessor:
-    """The open requests of one client. Belongs to one thread."""
+    """The open requests of one client. One thread uses it."""
 
     def __init__(
         self,
@@ -64,7 +64,8 @@ class OutputProcessor:
 
     @property
     def num_unfinished(self) -> int:
-        """Sequences that an engine still works on; a request with n answers counts n times."""
+        """The number of sequences that an engine still works on; a request with n answers counts n
+        times."""
         return len(self._answers)
 
     @property
@@ -73,13 +74,14 @@ class OutputProcessor:
         return self._by_external_id.keys()
 
     def collector_of(self, request_id: str) -> Collector[Any] | None:
-        """Where the outputs of an open request (a user's id) go; of several, those of one."""
+        """Return the collector of an open request by its user's id. If several requests have the
+        id, it is that of one of them."""
         open_here = self._by_external_id.get(request_id, ())
         return next((self._answers[internal_id].collector for internal_id in open_here), None)
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Prompt tokens of the sequences that had no output yet."""
+        """Prompt tokens of the sequences without any output yet."""
         return sum(self._waiting.values())
 
     def add(
@@ -90,9 +92,8 @@ class OutputProcessor:
         parent: ParentRequest | None = None,
         index: int = 0,
     ) -> None:
-        """Expect outputs for a request, which go to the collector: `RequestOutput`s, or the one
-        `PoolingRequestOutput`. Raises `ValueError` if its internal id is in use.
-        """
+        """Expect outputs for a request and pass them to the collector: `RequestOutput`s, or the one
+        `PoolingRequestOutput`. Raises `ValueError` if its internal id is in use."""
         request_id = request.request_id
         if request_id in self._answers:
             raise ValueError(f"request {request_id} is running already")
@@ -134,9 +135,10 @@ class OutputProcessor:
         return made
 
     def process(self, outputs: list[EngineCoreOutput]) -> list[str]:
-        """Hand the outputs of a step to their consumers; unknown ids are dropped.
+        """Pass the outputs of a step to their consumers; drop those with unknown ids.
 
-        Returns the requests that have ended here but still run in the core: abort them there.
+        Returns the requests that have ended here but still run in the core, where the caller has to
+        abort them.
         """
         still_running: list[str] = []
         for output in outputs:
@@ -163,9 +165,9 @@ class OutputProcessor:
         return still_running
 
     def abort(self, request_ids: Iterable[str], internal: bool = False) -> list[str]:
-        """End requests: their consumers get what is left and the finish reason "abort".
+        """End requests: their consumers get the rest and the finish reason "abort".
 
-        The ids are the users', or with `internal` our own, of which a parent's stands for its
+        The ids are the users' or, with `internal`, our own, of which a parent's stands for its
         children. Unknown ids are ignored. Returns the internal ids to abort in the core.
         """
         aborted: list[str] = []
@@ -180,7 +182,7 @@ class OutputProcessor:
     def fail(self, request_id: str, error: BaseException) -> None:
         """End one request (internal id) with an error; an unknown id is ignored.
 
-        Other answers to the same prompt run on until their consumer, which gets the error, aborts
+        Other answers to the same prompt continue until their consumer, which gets the error, aborts
         the parent.
         """
         answer = self._answers.get(request_id)
@@ -394,7 +396,7 @@ class _Answer:
 
 
 def failure_of(output: EngineCoreOutput) -> DiptychError:
-    """The error that a caller gets for an engine core's last output with an error."""
+    """Return a caller's error for an engine core's last output with an error."""
     reason = output.error or "the engine gave no reason"
     if output.error_kind is ErrorKind.OVERLOADED:
         return EngineOverloadedError(reason)

@@ -1,4 +1,4 @@
-"""A request for several answers to one prompt, as the requests for each that a core gets."""
+"""A request for several answers to one prompt, and the core's requests for each of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from diptych_protocol import CompletionOutput, EngineCoreRequest
 
 
 class ParentRequest:
-    """A request for n > 1 answers: makes its children, and knows when all of them are done."""
+    """A request for n > 1 answers. It makes its children, and knows when all of them have ended."""
 
     def __init__(self, request: EngineCoreRequest) -> None:
         self.request = request
@@ -23,7 +23,7 @@ class ParentRequest:
         self._answers: list[CompletionOutput] = []
 
     def child(self, index: int) -> EngineCoreRequest:
-        """The request for one answer; with a seed, answer i is that of seed + i."""
+        """Return the request for one answer; with a seed, answer i has that seed plus i."""
         params = self.request.sampling
         seed = None if params.seed is None else _wrap_int64(params.seed + index)
         return msgspec.structs.replace(
@@ -44,13 +44,13 @@ class ParentRequest:
         return self._unfinished == 0
 
     def gather(self, answer: CompletionOutput) -> list[CompletionOutput]:
-        """Keep a final answer; returns all that are known, in the order of their indices."""
+        """Add a final answer, and return all of them so far, in the order of their indices."""
         self._answers.append(answer)
         return sorted(self._answers, key=lambda known: known.index)
 
 
 def fan_out(request: EngineCoreRequest) -> tuple[ParentRequest | None, list[EngineCoreRequest]]:
-    """What the core gets for a request: itself, or a parent's n children."""
+    """Return the core's requests: the request itself, or a parent's n children."""
     if request.sampling_params is None or request.sampling_params.n == 1:
         return None, [request]
     parent = ParentRequest(request)

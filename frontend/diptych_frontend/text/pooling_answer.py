@@ -1,4 +1,4 @@
-"""A pooling request between the core and its consumer."""
+"""Carries a pooling request's answer from the core to its consumer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PoolingAnswer:
     """Waits for the vectors of one prompt."""
 
     parent: Final = None
-    """A prompt is pooled once, so there is nothing to share it with."""
+    """Always None: a prompt is pooled once, so it has no siblings."""
 
     def __init__(
         self, request: EngineCoreRequest, collector: Collector[PoolingRequestOutput]
@@ -29,8 +29,8 @@ class PoolingAnswer:
         self._prompt_token_ids = request.prompt_token_ids or []
 
     def advance(self, output: EngineCoreOutput) -> bool:
-        """Take a step's output; True if it was the last one. A request that was aborted has no
-        vectors to give, so its consumer gets an error."""
+        """Take a step's output; True if it was the last one. An aborted request has no vectors, so
+        its consumer gets an error."""
         if not output.finished:
             return False
         if output.pooling_output is None:

@@ -1,4 +1,4 @@
-"""Prompts that are embeddings instead of tokens: what the engine accepts of them."""
+"""Checks prompts that are embeddings instead of tokens."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ EXPONENTS: Final[dict[str, tuple[type[np.unsignedinteger[Any]], int]]] = {
     "bfloat16": (np.uint16, 0x7F80),
     "float16": (np.uint16, 0x7C00),
 }
-"""Where the exponent stands in a number; all ones mean infinity or NaN. NumPy has no bfloat16."""
+"""The position of the exponent in a number. If all its bits are ones, the number is infinite or
+NaN. NumPy has no bfloat16."""
 
 
 def check_embeds(embeds: Any, hidden_size: int) -> Array:
-    """Return the embeddings as an Array if they are [tokens, hidden_size] finite numbers: an Array,
-    a tensor of torch's, or an array of NumPy's.
+    """Return embeddings as an Array if they are [tokens, hidden_size] finite numbers: an Array, a
+    tensor of torch, or an array of NumPy.
 
     Raises `InvalidRequestError` for anything else, and for more than one message can carry.
     """

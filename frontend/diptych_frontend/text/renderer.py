@@ -29,7 +29,8 @@ PROMPT_FIELDS: Final = frozenset(
         "mm_features",
     }
 )  # fmt: skip
-"""Others, as for sounds, would change the answer: who sends them must know that they do not."""
+"""The supported fields. Others, such as those for sounds, would change the answer, so they are
+refused rather than ignored."""
 NO_IMAGES: Final = "this model takes no images; leave multi_modal_data out"
 
 
@@ -41,8 +42,10 @@ class TextRenderer:
     """
 
     def __init__(self, source: ModelSource, *, skip_tokenizer_init: bool = False) -> None:
-        """Without its tokenizer a model takes token ids and answers with them."""
+        """A model without a tokenizer takes token ids and answers with them."""
         self.model_config = source.config
+        self.sampling = source.sampling
+        """How to sample where a request does not say."""
         self.tokenizer: Tokenizer | None = None if skip_tokenizer_init else load_tokenizer(source)
         self.vocab_size = source.config.vocab_size
         self.hidden_size = source.config.hidden_size
@@ -115,11 +118,11 @@ class TextRenderer:
         return self._with_images(rendered, images, "messages")
 
     def stat_mm_cache(self) -> MultiModalCacheStats | None:
-        """What became of the images of prompts; None for a model that takes none."""
+        """Return the counts of the cache of images; None for a model that takes none."""
         return None if self._images is None else self._images.stat()
 
     def clear_mm_cache(self) -> None:
-        """Forget images that were prepared."""
+        """Forget prepared images."""
         if self._images is not None:
             self._images.clear()
 
@@ -133,13 +136,13 @@ class TextRenderer:
         return self._require_tokenizer("prompt").token_names(token_ids)
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of a sequence of tokens; the empty text if the model has no tokenizer."""
+        """Return the text of a sequence of tokens; empty if the model has no tokenizer."""
         if self.tokenizer is None:
             return ""
         return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def get_tokenizer(self) -> Tokenizer:
-        """Raises `InvalidRequestError` if none is loaded."""
+        """Return the tokenizer. Raises `InvalidRequestError` if none is loaded."""
         return self._require_tokenizer("model")
 
     def _render_dict(self, prompt: dict[str, Any], tokenization: Tokenization) -> TokensPrompt:
@@ -241,7 +244,7 @@ class TextRenderer:
 
 
 def text_of(prompt: object) -> str | None:
-    """The text of a prompt that was given as text."""
+    """Return the text of a prompt that was given as text."""
     if isinstance(prompt, dict):
         prompt = prompt.get("prompt")
     return prompt if isinstance(prompt, str) else None

@@ -1,4 +1,4 @@
-"""The experts of a whole answer, from what came with each of its tokens."""
+"""Joins the experts of a whole answer from those of each token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from diptych_protocol import Array
 
 
 def joined(parts: Sequence[Array]) -> NDArray[np.int16] | None:
-    """[tokens, layers, experts a token] of all parts, one after the other; None if there are none.
+    """Return [tokens, layers, experts per token] of all parts, one after the other; None without
+    parts.
 
     Raises `ValueError` for parts that do not fit each other.
     """

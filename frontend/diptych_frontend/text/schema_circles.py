@@ -1,7 +1,7 @@
-"""Finds parts of a JSON schema that no finite value fits, because they always contain themselves.
+"""Finds parts of a JSON schema that match no finite value, because they always contain themselves.
 
-llguidance refuses what contradicts itself, but compiles circles of `$ref` that have no way out: an
-answer could not begin, or would never end.
+llguidance refuses contradictions, but compiles circles of `$ref` without an exit: an answer could
+not begin, or would never end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ALL_TYPES: Final = frozenset(("null", "boolean", "number", "integer", "string", 
 CONTAINERS: Final = frozenset(("array", "object"))
 
 Part = tuple[int, frozenset[str]]
-"""A subschema by its identity, and the types that what stands around it allows."""
+"""A subschema by its identity, and the types that the surrounding schema allows."""
 Ways = list[list[Part]]
 """A value exists if one of these ways works: all parts of the way have values."""
 
@@ -33,9 +33,10 @@ class SchemaPlace:
 
 
 def endless_part(schema: object) -> str | None:
-    """Where the schema has a part that no finite value fits, as a JSON pointer; None if nowhere.
+    """Return a JSON pointer to a part of the schema that matches no finite value; None if there is
+    none.
 
-    Only circles count. Takes time in proportion to the schema's size.
+    Only circles count. The time is proportional to the schema's size.
     """
     if not isinstance(schema, dict):
         return None

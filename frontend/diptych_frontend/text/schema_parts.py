@@ -1,4 +1,4 @@
-"""The parts of a JSON schema, and what its references point to."""
+"""Lists the parts of a JSON schema, and resolves its references."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ALONE: Final = (
 
 
 def parts_of(schema: Schema) -> Iterator[tuple[tuple[str | int, ...], Schema]]:
-    """The subschemas directly inside one, each with its keys; what is `true` or `false` is none."""
+    """Return the direct subschemas of a schema, each with its keys, without `true` and `false`."""
     for key in _IN_DICTS:
         for name, part in dict_at(schema, key).items():
             if isinstance(part, dict):
@@ -32,7 +32,7 @@ def parts_of(schema: Schema) -> Iterator[tuple[tuple[str | int, ...], Schema]]:
 
 
 def all_parts(schema: Schema) -> Iterator[tuple[tuple[str | int, ...], Schema]]:
-    """A schema and all subschemas in it, the outer ones first, each with the keys to it."""
+    """Yield a schema and all subschemas in it, the outer ones first, each with the keys to it."""
     queue: list[tuple[tuple[str | int, ...], Schema]] = [((), schema)]
     for path, part in queue:
         yield path, part
@@ -40,7 +40,7 @@ def all_parts(schema: Schema) -> Iterator[tuple[tuple[str | int, ...], Schema]]:
 
 
 class References:
-    """What the references in a document point to."""
+    """Resolves the references in a document."""
 
     def __init__(self, root: Schema) -> None:
         self._root = root
@@ -51,7 +51,8 @@ class References:
                     self._named[form.format(part[key])] = part
 
     def target(self, schema: Schema) -> object:
-        """What the `$ref` of a part points to; None if it has none, or that is not here."""
+        """Return the target of a part's `$ref`; None if it has none, or the target is not in the
+        document."""
         ref = schema.get("$ref")
         if not isinstance(ref, str):
             return None

@@ -1,8 +1,8 @@
-"""A prompt that its user hands over in pieces, while the answers to the earlier ones come back.
+"""A prompt that its user sends in pieces, while the answers to the earlier pieces come back.
 
 The core drops the last token that it sampled for a piece, the only one without KV, keeps the others
-as a part of the prompt, and appends the next piece. `StreamedPrompt` does the same on this side, so
-that every piece is checked against the room that is left, and each answer knows its prompt.
+as a part of the prompt, and appends the next piece. `StreamedPrompt` does the same on this side. So
+every piece is checked against the remaining room, and each answer knows its prompt.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CANCEL_TIMEOUT_S = 5.0
 
 
 class StreamedPrompt:
-    """The tokens of a session so far, and the requests that carry them to the core."""
+    """The tokens of a session so far, and the requests that send them to the core."""
 
     def __init__(
         self,
@@ -52,10 +52,10 @@ class StreamedPrompt:
         reasoning_parser_kwargs: dict[str, Any] | None = None,
         tenant: str = "",
     ) -> None:
-        """`params` are those of pieces without their own; the rest is for all of them. Special
-        tokens begin the first piece only.
+        """`params` are those of pieces without their own; the other arguments are for all pieces.
+        Special tokens begin the first piece only.
 
-        Raises `InvalidRequestError` for parameters with which a prompt cannot come in pieces.
+        Raises `InvalidRequestError` for parameters that do not allow a prompt in pieces.
         """
         self._params = _checked(params)
         self.text = prompt_text
@@ -85,7 +85,7 @@ class StreamedPrompt:
         self._num_new = 0
 
     def extend(self, piece: StreamingInput) -> EngineCoreRequest:
-        """The request with the whole prompt, of which `newest` is new to the core.
+        """Return the request with the whole prompt, of which `newest` is new to the core.
 
         Raises `InvalidRequestError` for a piece that cannot be appended.
         """
@@ -122,17 +122,17 @@ class StreamedPrompt:
         )
 
     def newest(self, whole: EngineCoreRequest) -> EngineCoreRequest:
-        """What the core is sent of a later piece: its own tokens only."""
+        """Return the core's request for a later piece, with its own tokens only."""
         return msgspec.structs.replace(whole, prompt_token_ids=self._token_ids[-self._num_new :])
 
     def closing(self, request_id: str) -> EngineCoreRequest:
-        """Word to the core that there are no more pieces."""
+        """Return the request that tells the core that there are no more pieces."""
         return msgspec.structs.replace(
             self._template, request_id=request_id, arrival_time=steady_time()
         )
 
     def saw(self, output: RequestOutput) -> bool:
-        """Take note of the tokens of an answer; True if it ends what is known for this piece."""
+        """Record the tokens of an answer; True if they complete the answer to this piece."""
         (completion,) = output.outputs
         if self._kind is RequestOutputKind.DELTA:
             self._generated += completion.token_ids
@@ -144,7 +144,7 @@ class StreamedPrompt:
 async def next_piece(
     pieces: AsyncGenerator[StreamingInput, None], timeout_s: float, collector: Collector[Any] | None
 ) -> StreamingInput | None:
-    """The next piece of a prompt; None if there are no more, or if the request ended meanwhile.
+    """Return the next piece of a prompt; None if there are no more, or if the request has ended.
 
     Raises `InvalidRequestError` if none comes in time, and what the generator raises.
     """

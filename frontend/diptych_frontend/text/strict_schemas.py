@@ -1,4 +1,4 @@
-"""What OpenAI's `strict: true` demands of a schema."""
+"""Checks a schema for what OpenAI's `strict: true` requires."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from diptych_protocol import InvalidRequestError
 
 
 def check_strict(schema: Schema, of: str, field: str) -> None:
-    """Raise `InvalidRequestError` unless a schema says of each object that it has all of its
-    properties and no others, and is itself one of an object.
+    """Raise `InvalidRequestError` unless a schema is one of an object, and each of its objects
+    requires all of its properties and allows no others.
 
-    of: whose schema it is, in the words of OpenAI's errors. field: the field that has it.
+    of: the owner of the schema, in the words of OpenAI's errors. field: the field that contains it.
     """
     flaw = _flaw(schema)
     if flaw is not None:

@@ -1,7 +1,7 @@
-"""Structured outputs: from the form that a caller wants to a grammar for llguidance.
+"""Structured outputs: turns a requested form into a grammar for llguidance.
 
 Both ends of the wire use this: the front-end to refuse what can never work, the engine core to
-compile it. What is made here depends on nothing but the form, so both make the same.
+compile it. The result depends on nothing but the form, so both get the same.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import json
 import re
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
@@ -17,10 +18,69 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper,
 from diptych_frontend.text.bounded_schemas import bounded
 from diptych_frontend.text.deep_stack import MAX_FORM_BYTES, deep_executor
 from diptych_frontend.text.lark_parts import embedded_schemas, part_without_text
-from diptych_frontend.text.lenient_schemas import left_out, loosened
 from diptych_frontend.text.schema_circles import endless_part
-from diptych_frontend.text.schema_parts import Schema
+from diptych_frontend.text.schema_parts import References, Schema, all_parts
 from diptych_protocol import InvalidRequestError, StructuredOutputsParams
+
+_SUSPECT: Final = ("(?=", "(?!", "(?<", "\\1", "\\2", "\\3", "\\p", "\\c", "\\u")
+"""Only patterns with one of these are tried: the others are read by everybody."""
+_TIMES: Final = re.compile(r" \(\d+ times\)$")
+_KEYS: Final = "Unimplemented keys: "
+_FORMAT: Final = "Unknown format: "
+_ONE_OF: Final = "oneOf"
+_COUNTS: Final = "min/maxProperties"
+
+
+def loosened(schema: Schema) -> tuple[Schema, list[str]]:
+    """Return a schema without what llguidance refuses even when lenient, and the removed keywords.
+
+    Raises `RecursionError`.
+    """
+    # llguidance can ignore keywords that it does not support, and warns of each. It still refuses
+    # references to other documents, and patterns that it cannot read.
+    references = References(schema)
+    flaws: dict[int, str] = {}
+    for _, part in all_parts(schema):
+        if "$ref" in part and references.target(part) is None:
+            flaws[id(part)] = "$ref"
+        elif isinstance(part.get("pattern"), str) and not _is_readable(part["pattern"]):
+            flaws[id(part)] = "pattern"
+    return (_without(schema, flaws), sorted(set(flaws.values()))) if flaws else (schema, [])
+
+
+def left_out(warnings: Sequence[str]) -> list[str]:
+    """Return the keywords that llguidance warns of."""
+    names: list[str] = []
+    for warning in warnings:
+        told = _TIMES.sub("", warning.partition("\n")[0])
+        if told.startswith(_KEYS):
+            names += json.loads(told.removeprefix(_KEYS))
+        elif told.startswith(_FORMAT):
+            names.append(f"format {told.removeprefix(_FORMAT)}")
+        elif told.startswith(_ONE_OF):
+            names.append("oneOf")
+        elif told.startswith(_COUNTS):
+            names += ["minProperties", "maxProperties"]
+        else:
+            names.append(told)
+    return names
+
+
+def _is_readable(pattern: str) -> bool:
+    if not any(sign in pattern for sign in _SUSPECT):
+        return True
+    schema = json.dumps({"type": "string", "pattern": pattern})
+    return not LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema))
+
+
+def _without(value: Any, flaws: dict[int, str]) -> Any:
+    if isinstance(value, list):
+        return [_without(item, flaws) for item in value]
+    if not isinstance(value, dict):
+        return value
+    gone = flaws.get(id(value))
+    return {key: _without(inner, flaws) for key, inner in value.items() if key != gone}
+
 
 MAX_LEXER_STATES: Final = 50_000
 """Limit on the lexer states of one grammar. Each takes 1 to 2 kB, so this bounds the memory that
@@ -30,34 +90,35 @@ LENIENT_HELPS: Final = 'json_schemas: "lenient" leaves out what cannot be enforc
 REMEMBERED_VERDICTS: Final = 128
 WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{0,32}"
 """Pattern of the white space between the tokens of JSON. Every document can be written within this
-bound; without one, a small model may emit blanks until its tokens are used up."""
+limit. Without one, a small model may emit blanks until its tokens are used up."""
 ANY_OBJECT: Final = {"type": "object"}
 FIELD: Final = "structured_outputs"
 BEGINS_LATER: Final = "[lazy]"
-"""What a grammar has whose answer is free until a certain text comes."""
+"""What a grammar contains if its answer is free until a certain text comes."""
 _RULE_THAT_BEGINS_LATER: Final = re.compile(rf"^\w+{re.escape(BEGINS_LATER)}:", re.MULTILINE)
 """A schema in a grammar is one line, and its texts may say anything."""
 NO_TEXT: Final = "NoExtension"
-"""How llguidance says that nothing may follow, and that the end may not come either."""
+"""llguidance's error if neither text nor the end may follow."""
 BACKTRACE: Final = "\n<backtrace>"
-"""What follows in an error of llguidance tells of this machine, not of the grammar."""
+"""The rest of an error of llguidance from here on describes this machine, not the grammar."""
 NOTHING_FITS: Final = "no answer fits it"
 
 Verdict = tuple[str, tuple[str, ...]]
-"""Why no answer can have a form, empty if one can; and what of it is not enforced."""
+"""Why no answer can have a form (empty if one can), and what of the form is not enforced."""
 
 
 def parser_limits() -> LLParserLimits:
-    """What compiling and matching one grammar may cost; the library's defaults, but for memory."""
+    """Return the limits on compiling and matching one grammar: the library's defaults, except for
+    memory."""
     return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
 
 
 def check_structured_outputs(form: StructuredOutputsParams, field: str = FIELD) -> tuple[str, ...]:
     """Raise `InvalidRequestError`, naming the field, unless the form can be compiled, and an answer
-    of any model that has the form can begin, go on and end. Returns the keywords of a schema that
-    are not enforced, which are none unless the form is lenient.
+    of any model that has the form can begin, continue and end. Returns the keywords of a schema
+    that are not enforced; there are none unless the form is lenient.
 
-    Takes up to some 100 ms for a large schema that was not seen lately; releases the GIL.
+    It takes up to about 100 ms for a large schema that was not used recently, and releases the GIL.
     """
     form.check()
     if field == FIELD:
@@ -74,8 +135,8 @@ def check_structured_outputs(form: StructuredOutputsParams, field: str = FIELD) 
 
 
 def encode_form(form: StructuredOutputsParams, field: str = "structured_outputs") -> bytes:
-    """The form as bytes, used as a key to recognise equal forms. Raises `InvalidRequestError` if
-    the form is too large or too deeply nested."""
+    """Return the form as bytes, which identify equal forms. Raises `InvalidRequestError` if the
+    form is too large or too deeply nested."""
     try:
         encoded = msgspec.msgpack.encode(form)
     except RecursionError:
@@ -91,7 +152,7 @@ def encode_form(form: StructuredOutputsParams, field: str = "structured_outputs"
 
 
 def grammar_of(form: StructuredOutputsParams) -> str:
-    """The form in llguidance's own notation. Raises `ValueError` if it is malformed."""
+    """Return the form in llguidance's own notation. Raises `ValueError` if it is malformed."""
     if form.choice is not None:
         return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(_as_literal, form.choice))}")
     if form.regex is not None:
@@ -109,15 +170,15 @@ def _as_literal(text: str) -> str:
 
 
 def is_json(form: StructuredOutputsParams) -> bool:
-    """An answer is JSON, or has JSON in it as the arguments of a forced call are. One that begins
-    with free text is none: quotes and digits mean nothing there."""
+    """Whether an answer is JSON, or contains JSON as the arguments of a forced call. An answer that
+    begins with free text is not: there, quotes and digits mean nothing."""
     grammar = form.grammar or ""
     embedded = "%json" in grammar and not _RULE_THAT_BEGINS_LATER.search(grammar)
     return form.json is not None or form.json_object or embedded
 
 
 def schema_for_llguidance(schema: Schema, *, lenient: bool) -> Schema:
-    """A schema as it is compiled: bounded, and with llguidance's options."""
+    """Return a schema as it is compiled: with limits, and with llguidance's options."""
     if lenient:
         schema, _ = loosened(schema)
     options = {"whitespace_pattern": WHITESPACE, "lenient": lenient}
@@ -125,7 +186,7 @@ def schema_for_llguidance(schema: Schema, *, lenient: bool) -> Schema:
 
 
 def decoded(schema: str | Schema) -> Schema:
-    """A schema as an object. Raises `ValueError` if it is none."""
+    """Return a schema as an object. Raises `ValueError` if it is none."""
     value = msgspec.json.decode(schema) if isinstance(schema, str) else schema
     if not isinstance(value, dict):
         raise ValueError("a schema must be a JSON object")
@@ -161,7 +222,7 @@ def _begun(grammar: str) -> LLMatcher:
 
 
 def reason_of(matcher: LLMatcher) -> str:
-    """Why a grammar cannot be used, after its first mask; empty if it can."""
+    """Return why a grammar cannot be used, after its first mask; empty if it can."""
     reason = matcher.get_error().partition(BACKTRACE)[0]
     return NOTHING_FITS if reason.startswith(NO_TEXT) else reason
 

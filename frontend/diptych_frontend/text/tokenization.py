@@ -1,4 +1,4 @@
-"""What a caller may ask of the tokenizer: the `tokenization_kwargs` of one prompt."""
+"""The options of tokenising one prompt: its `tokenization_kwargs`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ PARAM = "tokenization_kwargs"
 
 
 class Tokenization(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The names are those of Hugging Face's tokenizers. It concerns texts: a prompt of token ids
-    is not tokenised."""
+    """The options, named as those of Hugging Face's tokenizers. They affect texts only: a prompt of
+    token ids is not tokenised."""
 
     add_special_tokens: bool = True
-    """Put what the model wants at the beginning of a text there."""
+    """Whether to add the tokens that the model expects at the beginning of a text."""
     truncation: bool = False
-    """Keep only the first `max_length` tokens."""
+    """Whether to keep only the first `max_length` tokens."""
     max_length: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """None: as many as the model can hold."""
 
@@ -28,7 +28,7 @@ WITHOUT_SPECIAL_TOKENS = Tokenization(add_special_tokens=False)
 
 
 def tokenization(kwargs: object) -> Tokenization:
-    """What `tokenization_kwargs` say. Raises `InvalidRequestError` for any other argument."""
+    """Parse `tokenization_kwargs`. Raises `InvalidRequestError` for any other argument."""
     if kwargs is None:
         return AS_USUAL
     if not isinstance(kwargs, dict):
@@ -44,5 +44,5 @@ def tokenization(kwargs: object) -> Tokenization:
 
 
 def cut(token_ids: list[Any], wanted: Tokenization, most: int) -> list[Any]:
-    """The tokens that are kept; `most` is what the model can hold."""
+    """Return the tokens that are kept; `most` is what the model can hold."""
     return token_ids[: wanted.max_length or most] if wanted.truncation else token_ids

@@ -11,17 +11,17 @@ from diptych_frontend.text.templates.confined_templates import ConfinedTemplate
 from diptych_protocol import InvalidRequestError
 
 PLAUSIBLE_TOKEN_BYTES: Final = 8
-"""Texts have fewer bytes a token than this, unless they are written to have more."""
+"""Texts have fewer bytes per token than this, unless they are written on purpose to have more."""
 PIECE_CHARS: Final = 16 << 10
 """A text that may be too long is counted in pieces of this size."""
 MANY_TOKENS: Final = 4096
-"""More tokens than a step yields: to decode them takes milliseconds."""
+"""More tokens than a step yields; decoding them takes milliseconds."""
 SEAM_TOKENS: Final = 16
-"""Tokens that cutting a text in two may add, generously."""
+"""The most tokens that cutting a text in two may add, by a generous estimate."""
 
 
 class Tokenizer:
-    """Text to token ids and back. Safe to use from several threads."""
+    """Converts text to token ids and back. Several threads may use it."""
 
     def __init__(
         self,
@@ -52,15 +52,15 @@ class Tokenizer:
         self._longest_token = max(map(len, backend.get_vocab()), default=1)
 
     def special_ids_of(self, texts: Collection[str]) -> frozenset[int]:
-        """The special tokens that are one of these texts."""
+        """Return the special tokens that are one of these texts."""
         wanted = {self.backend.token_to_id(text) for text in texts}
         return self.all_special_ids & wanted
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; `add_special_tokens` puts the model's BOS in front if it has one.
+        """Return the token ids of a text; `add_special_tokens` adds the model's BOS, if it has one.
 
-        The library keeps the GIL for one text, and gives it up for a batch: in a worker thread this
-        holds nobody up.
+        The library holds the GIL for one text, and releases it for a batch. So in a worker thread
+        this blocks nobody.
         """
         batch = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return batch[0].ids
@@ -68,7 +68,7 @@ class Tokenizer:
     def exceeds(self, text: str, max_tokens: int) -> bool:
         """Whether a text surely has more tokens than that; costs no more than as many do.
 
-        False says nothing: the text is then worth tokenising.
+        False means nothing: the text is then worth tokenising.
         """
         if len(text) <= max_tokens * PLAUSIBLE_TOKEN_BYTES:
             return False
@@ -83,9 +83,9 @@ class Tokenizer:
         return False
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids; bytes that are not UTF-8 become U+FFFD.
+        """Return the text of token ids; bytes that are not UTF-8 become U+FFFD.
 
-        For many tokens the GIL is given up, as in `encode`.
+        For many tokens the GIL is released, as in `encode`.
         """
         if len(token_ids) > MANY_TOKENS:
             batch = self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
@@ -93,11 +93,11 @@ class Tokenizer:
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_names(self, token_ids: Sequence[int]) -> list[str]:
-        """Each token as the vocabulary writes it; empty for an id that it does not have."""
+        """Return each token as the vocabulary writes it; empty for an id that it does not have."""
         return [self.backend.id_to_token(token_id) or "" for token_id in token_ids]
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token as it stands inside a sentence: with its leading space."""
+        """Return the text of one token inside a sentence, with its leading space."""
         text = self._token_texts.get(token_id)
         if text is None:
             once = self.backend.decode([token_id], skip_special_tokens=False)
@@ -115,7 +115,7 @@ class Tokenizer:
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
     ) -> str:
-        """The prompt of a conversation; otherwise as `ConfinedTemplate.render`."""
+        """Return the prompt of a conversation; otherwise as `ConfinedTemplate.render`."""
         if self._template is None:
             raise InvalidRequestError(
                 "this model has no chat template; use /v1/completions", param="messages"

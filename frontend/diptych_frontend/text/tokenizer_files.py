@@ -1,4 +1,4 @@
-"""A tokenizer from the files of a model: tokenizer.json, or the metadata of a GGUF file."""
+"""Loads a tokenizer from the files of a model: tokenizer.json, or the metadata of a GGUF file."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ WORD_SPLIT: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Words as Llama 3 and Qwen 2 cut them; they differ in how many digits stay together."""
+"""The patterns by which Llama 3 and Qwen 2 split words; they differ in how many digits stay
+together."""
 DIGITS_TOGETHER: Final = {"qwen2": 1, "llama-bpe": 3}
 
 
 def load_tokenizer(source: ModelSource) -> Tokenizer | None:
-    """The model's own tokenizer; None if it brings none. Takes about 0.1 s."""
+    """Load the model's own tokenizer; None if it has none. It takes about 0.1 s."""
     if source.path is None:
         return None
     with readable(source.path):
@@ -45,7 +46,8 @@ def load_tokenizer(source: ModelSource) -> Tokenizer | None:
 
 
 def tokenizer_from_hf(folder: Path, eos_token_ids: tuple[int, ...]) -> Tokenizer | None:
-    """From tokenizer.json and tokenizer_config.json; None if there is no tokenizer.json."""
+    """Load a tokenizer from tokenizer.json and tokenizer_config.json; None without
+    tokenizer.json."""
     if not (folder / "tokenizer.json").is_file():
         return None
     try:
@@ -83,7 +85,7 @@ class SpecialToken(msgspec.Struct):
 
 
 class HFTokenizerConfig(msgspec.Struct):
-    """The part of tokenizer_config.json that matters here."""
+    """The part of tokenizer_config.json that is used."""
 
     chat_template: str | list[NamedTemplate] | None = None
     bos_token: str | SpecialToken | None = None
@@ -131,9 +133,9 @@ class GGUFTokenizer(msgspec.Struct, rename=lambda field: "tokenizer." + field.re
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer | None:
-    """From GGUF metadata; None if the file brings no vocabulary.
+    """Load a tokenizer from GGUF metadata; None if the file has no vocabulary.
 
-    Raises `InvalidRequestError` for a kind of tokenizer that is not byte-level BPE.
+    Raises `InvalidRequestError` for a tokenizer other than byte-level BPE.
     """
     if "tokenizer.ggml.tokens" not in metadata:
         return None

@@ -1,1 +1,1 @@
-"""A request's way through the pools, as bars over time: for terminals and for pages."""
+"""A request's path through the pools, drawn as bars over time, for terminals and for pages."""

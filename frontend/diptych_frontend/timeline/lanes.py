@@ -1,4 +1,4 @@
-"""From what a router remembers of a request to lanes with bars and marks. Pure.
+"""Turns a router's record of a request into lanes with bars and marks, without I/O.
 
 There is a lane for the router and one for each engine. Times are in seconds after the request's
 arrival, on the router's clock.
@@ -28,7 +28,7 @@ SHORTEST_WAIT_S: Final = 0.0005
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Something that took time."""
+    """A span of time."""
 
     kind: Kind
     began_s: float
@@ -38,7 +38,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Something that happened at one moment."""
+    """One moment."""
 
     at_s: float
     label: str
@@ -47,13 +47,13 @@ class Mark:
 
 @dataclass(slots=True)
 class Lane:
-    """The router or an engine."""
+    """The lane of the router or of an engine."""
 
     name: str
     bars: list[Bar] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     ticks_s: list[float] = field(default_factory=list)
-    """When tokens came of it."""
+    """The times at which it sent tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +63,14 @@ class Timeline:
     request_id: str
     title: str
     seconds: float
-    """From the arrival to the end, or to the last thing that is known."""
+    """From the arrival to the end, or to the last known time."""
     lanes: list[Lane]
-    """The router first, and engines in the order in which they had the request."""
+    """The router's first, then the engines' in the order in which they had the request."""
 
 
 def timeline(request: RequestReport) -> Timeline:
-    """The lanes of a request. What an engine does not tell is part of the bar before it."""
+    """Return the lanes of a request. What an engine does not report is part of the
+    bar before it."""
     seconds = _seconds(request)
     router = Lane(ROUTER)
     lanes = {ROUTER: router}

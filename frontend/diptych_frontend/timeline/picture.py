@@ -1,4 +1,5 @@
-"""A timeline as an SVG: one file that needs nothing else, for light and dark pages. Pure."""
+"""Draws a timeline as an SVG without other resources, for light and dark pages. It
+performs no I/O."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from diptych_frontend.timeline.lanes import MEANINGS, Bar, Kind, Lane, Mark, Tim
 
 WIDTH: Final = 960
 NAMES: Final = 170
-"""Room for the names of lanes, left of the bars."""
+"""The width of the names of lanes, left of the bars."""
 RIGHT: Final = 20
 TOP: Final = 34
 LANE: Final = 46
 BAR: Final = 18
 LETTER: Final = 6.2
-"""Width of a letter of a bar's label, about."""
+"""The approximate width of a letter in a bar's label."""
 MOST_LETTERS: Final = 110
 """Longer texts of a mark are cut."""
 COLORS: Final[dict[Kind, str]] = {
@@ -41,7 +42,7 @@ text { font: 11px system-ui, sans-serif; fill: var(--ink); }
 
 
 def svg(timeline: Timeline) -> str:
-    """The picture. Its height grows with the lanes."""
+    """Return the SVG. Its height grows with the lanes."""
     scale = _Scale(timeline.seconds)
     bottom = TOP + LANE * len(timeline.lanes)
     height = bottom + 52
@@ -62,7 +63,7 @@ def svg(timeline: Timeline) -> str:
 
 
 def described(timeline: Timeline) -> str:
-    """The same in a sentence for each bar and mark, for those who do not see it."""
+    """Describe each bar and mark in a sentence, for readers who cannot see it."""
     said = []
     for lane in timeline.lanes:
         said += [
@@ -75,7 +76,7 @@ def described(timeline: Timeline) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """As people read it."""
+    """Format milliseconds for people."""
     if seconds >= 10:
         return f"{seconds:.1f} s"
     return f"{1e3 * seconds:.1f} ms" if seconds < 0.1 else f"{1e3 * seconds:.0f} ms"

@@ -1,1 +1,1 @@
-"""Calls of tools, as models write them: read from answers, and made ready for prompts."""
+"""Calls of tools in the formats of models: read from answers, and prepared for prompts."""

@@ -1,4 +1,4 @@
-"""A call of a tool, and what the formats share to read one."""
+"""A call of a tool, and what the formats share in order to read one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 from diptych_protocol import UNREADABLE
 
 MAX_CALL: Final = 256 << 10
-"""A call with more characters than this is no call, but text."""
+"""A text with more characters than this is no call."""
 FUNCTION_NAME: Final = r"[a-zA-Z0-9_.-]{1,64}"
 
 Tools = Mapping[str, Mapping[str, Any]]
@@ -27,7 +27,7 @@ class ParsedCall:
 
 
 class WrittenCall(msgspec.Struct):
-    """A call as models write it; some say `parameters`."""
+    """A call as models write it; some write `parameters` for `arguments`."""
 
     name: str
     arguments: dict[str, Any] | None = None
@@ -35,27 +35,27 @@ class WrittenCall(msgspec.Struct):
 
 
 class Ended(NamedTuple):
-    """How something that began like a call has ended."""
+    """How a possible call has ended."""
 
     length: int
-    """How many characters it has."""
+    """The number of its characters."""
     calls: list[ParsedCall] | None
-    """None: it is no call, and stays text."""
+    """None: it is no call, and remains text."""
 
 
 class OpenCall(Protocol):
-    """What began like a call."""
+    """The beginning of a possible call."""
 
     def end(self, text: str) -> Ended | None:
-        """Where it ends; None if that is still to come.
+        """Return where it ends; None while that is not known.
 
-        text: all from its first character on. It only grows from one question to the next, and the
-        pieces in which it grows make no difference.
+        text: everything from its first character on. It only grows from one call of this method to
+        the next, in any pieces.
         """
 
 
 class Marker:
-    """A marker that stands around calls and says nothing of its own."""
+    """A marker around calls that has no meaning of its own."""
 
     def __init__(self, marker: str) -> None:
         self._length = len(marker)
@@ -69,7 +69,7 @@ class BetweenMarkers:
     """A call between a marker at its beginning and one at its end."""
 
     def __init__(self, begin: str, end: str, read: Callable[[str], ParsedCall | None]) -> None:
-        """read: what stands between the markers -> the call, if it is one."""
+        """read: parses the text between the markers as a call, if it is one."""
         self._begin, self._end, self._read = len(begin), end, read
         self._searched = self._begin
 
@@ -86,7 +86,7 @@ class BetweenMarkers:
 
 
 def call_of_json(written: str) -> ParsedCall | None:
-    """A call that is one JSON object; None for anything else."""
+    """Parse a call that is one JSON object; None for anything else."""
     try:
         return called(msgspec.json.decode(written, type=WrittenCall))
     except UNREADABLE:
@@ -94,7 +94,7 @@ def call_of_json(written: str) -> ParsedCall | None:
 
 
 def calls_of_json(written: str) -> list[ParsedCall] | None:
-    """Calls in a JSON list; None for anything else."""
+    """Parse calls in a JSON list; None for anything else."""
     try:
         calls = msgspec.json.decode(written, type=list[WrittenCall])
     except UNREADABLE:
@@ -103,7 +103,7 @@ def calls_of_json(written: str) -> list[ParsedCall] | None:
 
 
 def call_of(name: str, arguments: str) -> ParsedCall | None:
-    """The call of a function with arguments in JSON; None if either is not what it should be."""
+    """Return the call of a function with arguments in JSON; None if either is invalid."""
     if not re.fullmatch(FUNCTION_NAME, name):
         return None
     try:

@@ -1,4 +1,4 @@
-"""The format of DeepSeek's models. Each call stands between markers, and all of them between two
+"""The format of DeepSeek's models. Each call is between markers, and all of them are between two
 more:
 
     V3 and R1: `<｜tool▁call▁begin｜>function<｜tool▁sep｜>name`, a newline, the arguments in a
@@ -30,7 +30,7 @@ FENCE: Final = "```"
 
 
 def open_call(marker: str, tools: Tools) -> OpenCall:
-    """The call that begins with the marker, or the marker by itself."""
+    """Return the call that begins with the marker, or the marker by itself."""
     return BetweenMarkers(BEGIN, END, _read) if marker == BEGIN else Marker(marker)
 
 

@@ -1,4 +1,4 @@
-"""Earlier calls and their results, in the shapes that chat templates take."""
+"""Rewrites earlier calls and their results into the shapes that chat templates expect."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _THOUGHTS: Final = ("reasoning_content", "thinking")
 
 
 def short_ids(messages: list[Message]) -> list[Message]:
-    """Every id of a call with nine letters and digits, as Mistral's templates demand. Equal ids
-    stay equal."""
+    """Replace every id of a call by one of nine letters and digits, as Mistral's templates require.
+    Equal ids stay equal."""
     return [_with_short_ids(message) for message in messages]
 
 
@@ -38,8 +38,8 @@ def _short_id(call_id: str) -> str:
 
 
 def one_call_each(messages: list[Message]) -> list[Message]:
-    """No message with several calls, which the templates of Llama refuse: each call in a message of
-    its own, and after it what came of it."""
+    """Split a message with several calls, which the templates of Llama refuse, into one message per
+    call, each followed by its result."""
     made: list[Message] = []
     at = 0
     while at < len(messages):
@@ -71,8 +71,8 @@ def _parted(message: Message, calls: list[Any], results: list[Message]) -> list[
 
 
 def one_thought_each(messages: list[Message]) -> list[Message]:
-    """As `one_call_each`. What a message with a call says beside its reasoning joins the reasoning,
-    because the template of gpt-oss has one place for both."""
+    """Do the same as `one_call_each`, and append the text of a message with a call to its
+    reasoning, because the template of gpt-oss has one place for both."""
     return [_with_one_thought(message) for message in one_call_each(messages)]
 
 

@@ -28,18 +28,19 @@ class ToolCallFormat:
     """How models of one kind call tools."""
 
     markers: tuple[str, ...]
-    """What calls begin with, all with the same character."""
+    """The beginnings of calls, all with the same first character."""
     open: Callable[[str, Tools], OpenCall]
-    """What begins with a marker."""
+    """Makes the possible call that begins with a marker."""
     bare: str = ""
-    """A call may also begin without a marker, by this character at the beginning of a line; `open`
-    gets an empty marker for it."""
+    """A call may also begin without a marker, with this character at the beginning of a line;
+    `open` gets an empty marker for it."""
     separators: str = ""
-    """Characters that part one call from the next, beside blanks."""
+    """Characters between one call and the next, beside blanks."""
     has_special_markers: bool = False
-    """The markers are special tokens, which the text of an answer usually lacks."""
+    """Whether the markers are special tokens, which are usually absent from the text
+    of an answer."""
     prepare: Callable[[Messages], Messages] = list
-    """The messages of a conversation as the templates of these models take them."""
+    """Converts the messages of a conversation for the templates of these models."""
 
 
 HERMES: Final = ToolCallFormat(hermes.MARKERS, hermes.open_call)
@@ -77,14 +78,14 @@ SIGNS: Final = (
     ("<|start_header_id|>ipython", "llama"),
     ("<|python_tag|>", "llama"),
 )
-"""What only the chat templates of one kind have, the surest first."""
+"""Texts that only the chat templates of one kind contain, the surest first."""
 
 
 def format_of(tool_call_parser: str, reasoning_parser: str, template: str | None) -> str:
-    """The name of the format that the setting means.
+    """Return the name of the format for the setting.
 
-    A model that reasons in channels calls tools in channels. Of other models, with `auto`, the
-    chat template says what they were trained to write; one that shows nothing means `hermes`.
+    A model that reasons in channels also calls tools in channels. For other models, `auto` finds
+    the format in the chat template; a template without any sign means `hermes`.
     """
     if tool_call_parser != "auto":
         return tool_call_parser
@@ -94,6 +95,6 @@ def format_of(tool_call_parser: str, reasoning_parser: str, template: str | None
 
 
 def format_for(engine: EngineClient) -> ToolCallFormat:
-    """The format of an engine's model."""
+    """Return the format of an engine's model."""
     template = engine.renderer.chat_template
     return FORMATS[format_of(engine.tool_call_parser, engine.reasoning_parser, template)]

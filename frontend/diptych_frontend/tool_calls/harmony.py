@@ -12,7 +12,7 @@ MARKERS: Final = (CALL_BEGIN,)
 
 
 def open_call(marker: str, tools: Tools) -> BetweenMarkers:
-    """The call that begins with the marker."""
+    """Return the call that begins with the marker."""
     return BetweenMarkers(CALL_BEGIN, CALL, _read)
 
 

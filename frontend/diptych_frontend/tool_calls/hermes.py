@@ -12,5 +12,5 @@ MARKERS: Final = (BEGIN,)
 
 
 def open_call(marker: str, tools: Tools) -> BetweenMarkers:
-    """The call that begins with the marker."""
+    """Return the call that begins with the marker."""
     return BetweenMarkers(BEGIN, END, call_of_json)

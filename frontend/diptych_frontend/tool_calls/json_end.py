@@ -1,4 +1,4 @@
-"""Finds where a JSON object or list, or a list of Python, ends in a text that is still growing."""
+"""Finds the end of a JSON object or list, or a list of Python, in a text that is still growing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar, Final, NamedTuple
 from diptych_frontend.tool_calls.calls import MAX_CALL
 
 MAX_DEPTH: Final = 100
-"""More brackets inside each other than this are no arguments."""
+"""Arguments with deeper nesting than this are refused."""
 
 _IN_STRING = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
 """What matters inside of a string, by its quotation mark."""
@@ -16,26 +16,26 @@ _IN_STRING = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
 
 class JsonPart(NamedTuple):
     end: int
-    """The place behind it."""
+    """The position after it."""
     is_whole: bool
-    """Its brackets are closed; otherwise it is too deep or too long."""
+    """Whether its brackets are closed; otherwise it is too deep or too long."""
 
 
 class JsonEnd:
-    """Counts brackets outside of strings; whether the JSON is valid, its reader finds out."""
+    """Counts brackets outside of strings. It does not check that the JSON is valid."""
 
     OUTSIDE: ClassVar = re.compile(r'[\[\]{}"]')
     """Brackets and quotation marks."""
 
     def __init__(self, begin: int) -> None:
-        """begin: the place of its first bracket."""
+        """begin: the position of its first bracket."""
         self._begin = self._at = begin
         self._depth = 0
         self._quote = ""
         """The quotation mark of the string that is open; empty: none is."""
 
     def find(self, text: str) -> JsonPart | None:
-        """The end; None if that is still to come. text: as for `OpenCall.end`."""
+        """Return the end; None while that is not known. text: as for `OpenCall.end`."""
         while (found := self._sign().search(text, self._at)) is not None:
             if found.end() - self._begin > MAX_CALL:
                 return JsonPart(self._begin + MAX_CALL, False)
@@ -65,6 +65,6 @@ class JsonEnd:
 
 
 class PythonEnd(JsonEnd):
-    """The same for a list of Python, whose strings have two kinds of quotation marks."""
+    """Does the same for a list of Python, whose strings have two kinds of quotation marks."""
 
     OUTSIDE: ClassVar = re.compile(r"[\[\](){}\"']")

@@ -1,5 +1,5 @@
-"""`{"name": ..., "parameters": {...}}`, as Llama 3 writes it: with or without `<|python_tag|>`
-before it, several parted by `;`."""
+"""The format `{"name": ..., "parameters": {...}}` of Llama 3, with or without `<|python_tag|>`
+before it; several calls are separated by `;`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_BLANKS: Final = 64
 
 
 class LlamaCall:
-    """See `OpenCall`. Only an object that names one of the tools is a call: without a marker, any
+    """See `OpenCall`. Without a marker, only an object that names one of the tools is a call; any
     other is part of the answer."""
 
     def __init__(self, marker: str, tools: Tools) -> None:
@@ -43,5 +43,6 @@ class LlamaCall:
 
 
 def open_call(marker: str, tools: Tools) -> LlamaCall:
-    """The call that begins with the marker; an empty one stands for a call without it."""
+    """Return the call that begins with the marker; an empty marker stands for a call
+    without one."""
     return LlamaCall(marker, tools)

@@ -1,5 +1,5 @@
-"""`[TOOL_CALLS]` and a JSON list of calls, or since tokenizer version 11
-`[TOOL_CALLS]name[ARGS]{...}` for each call, as Mistral's models write them."""
+"""The format of Mistral's models: `[TOOL_CALLS]` and a JSON list of calls, or since tokenizer
+version 11 `[TOOL_CALLS]name[ARGS]{...}` for each call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from diptych_frontend.tool_calls.json_end import JsonEnd
 CALLS: Final = "[TOOL_CALLS]"
 MARKERS: Final = (CALLS,)
 MAX_HEADER: Final = 256
-"""What is longer than this, up to the first bracket, is no beginning of a call."""
+"""A longer text up to the first bracket is not the beginning of a call."""
 
 _HEADER: Final = re.compile(
     rf"\s*(?:\[|(?P<name>{FUNCTION_NAME})\s*(?:\[CALL_ID\]\w*)?\s*(?:\[ARGS\])?\s*{{)"
@@ -57,5 +57,5 @@ class MistralCalls:
 
 
 def open_call(marker: str, tools: Tools) -> MistralCalls:
-    """The calls that begin with the marker."""
+    """Return the calls that begin with the marker."""
     return MistralCalls()

@@ -1,4 +1,4 @@
-"""Finds the calls of tools in an answer, whatever pieces it comes in."""
+"""Finds the calls of tools in an answer that arrives in any pieces."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from diptych_frontend.tool_calls.formats import ToolCallFormat
 
 
 class ToolCallParser:
-    """Parts an answer into its text and its calls.
+    """Separates an answer's text from its calls.
 
-    A call is told as a whole, once it is complete. What begins like one and is none stays text.
+    A call is reported as a whole, once it is complete. A text that only begins like a call remains
+    text.
     """
 
     def __init__(self, style: ToolCallFormat, tools: Tools, *, parallel: bool) -> None:
-        """Without `parallel`, only the first call counts."""
+        """Without `parallel`, only the first call is reported."""
         self.num_calls = 0
         self._style, self._tools, self._parallel = style, tools, parallel
         self._marker = re.compile("|".join(map(re.escape, style.markers)))
@@ -31,9 +32,9 @@ class ToolCallParser:
         """There is nothing but blanks before the held text in its line."""
 
     def push(self, piece: str, *, last: bool = False) -> tuple[str, list[ParsedCall]]:
-        """Add text; returns the text that is certain now, and the calls that are complete.
+        """Add text, and return the text that is certain now, and the calls that are complete.
 
-        last: there is no more to come.
+        last: this is the end.
         """
         self._held += piece
         text: list[str] = []

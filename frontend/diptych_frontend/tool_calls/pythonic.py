@@ -1,7 +1,7 @@
-"""`[name(key=value, ...), ...]`, a list of calls in Python, as Llama 4 and Llama 3.2 write it:
+"""The format of Llama 4 and Llama 3.2: `[name(key=value, ...), ...]`, a list of calls in Python,
 with or without `<|python_start|>` and `<|python_end|>` around it.
 
-It is parsed as Python and never run: values are literals.
+It is parsed as Python but never run: values are literals.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ END: Final = "<|python_end|>"
 MARKERS: Final = (START, END)
 MAX_BLANKS: Final = 64
 MAX_LIST: Final = 64 << 10
-"""A list with more characters is text: to parse it would take too long."""
+"""A longer list remains text, because parsing it would take too long."""
 _JSON_NAMES: Final = {"true": True, "false": False, "null": None}
 """Models mix these up with Python's."""
 
@@ -39,7 +39,7 @@ class _NotLiteralError(Exception):
 
 
 class PythonicCalls:
-    """See `OpenCall`. Only a list of calls of the request's tools is one: without a marker, any
+    """See `OpenCall`. Without a marker, only a list of calls of the request's tools is one; any
     other is part of the answer."""
 
     def __init__(self, marker: str, tools: Tools) -> None:
@@ -67,7 +67,7 @@ class PythonicCalls:
 
 
 def calls_in(written: str) -> list[ParsedCall] | None:
-    """The calls of a list; None if it is anything else."""
+    """Return the calls of a list; None if it is anything else."""
     if len(written) > MAX_LIST:
         return None
     try:
@@ -120,5 +120,6 @@ def _key(node: ast.expr | None) -> str:
 
 
 def open_call(marker: str, tools: Tools) -> OpenCall:
-    """What begins with the marker; an empty one stands for a list without it."""
+    """Return the calls that begin with the marker; an empty marker stands for a list
+    without one."""
     return Marker(END) if marker == END else PythonicCalls(marker, tools)

@@ -29,7 +29,7 @@ _WORDS: Final = {"True": "true", "False": "false", "None": "null"}
 
 
 def open_call(marker: str, tools: Tools) -> BetweenMarkers:
-    """The call that begins with the marker."""
+    """Return the call that begins with the marker."""
     return BetweenMarkers(BEGIN, END, lambda written: _read(written, tools))
 
 

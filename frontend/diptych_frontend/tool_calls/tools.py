@@ -1,7 +1,8 @@
-"""Tools that a chat may call: what clients send, and the grammar of an answer that calls them.
+"""The tools that a chat may call: the clients' declarations, and the grammar of an answer that
+calls them.
 
-A forced call has one form, whatever the format of the model's own calls is:
-`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+A forced call has one form, whatever the model's own format is: `<tool_call>{"name": ...,
+"arguments": {...}}</tool_call>`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from diptych_protocol import InvalidRequestError, StructuredOutputsParams
 
 MAX_TOOLS: Final = 128
 MAX_FORCED_CALLS: Final = 16
-"""Limit on the forced calls of one answer; without it, a small model that must call something might
+"""Limit on the forced calls of one answer. Without it, a small model that must call something might
 never end."""
 
 ANY_ARGUMENTS: Final = schema_for_llguidance(ANY_OBJECT, lenient=False)
@@ -33,11 +34,12 @@ class FunctionTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omi
     parameters: dict[str, Any] | None = None
     """A JSON schema of an object; None for a function without parameters."""
     strict: bool | None = None
-    """The schema must say of each object that it has all of its properties, and no others, and the
-    arguments of calls fit it."""
+    """The schema must declare, for each object, all of its properties as required and no others as
+    allowed. Then the arguments of calls fit it."""
 
     def check(self, field: str) -> None:
-        """Raise `InvalidRequestError`, naming the field, for a schema that is not what it says."""
+        """Raise `InvalidRequestError`, naming the field, for a schema that breaks its
+        own `strict`."""
         if self.strict:
             schema = self.parameters or {"type": "object", "additionalProperties": False}
             check_strict(schema, f"function {self.name!r}", field)
@@ -63,10 +65,10 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 def forced_call(
     tools: list[Tool], choice: ToolChoice | None, *, parallel: bool, lenient: bool
 ) -> StructuredOutputsParams | None:
-    """The form of an answer that must call one of the tools; None if it need not.
+    """Return the form of an answer that must call one of the tools; None if it need not.
 
-    parallel: it may call several. lenient: see `StructuredOutputsParams`.
-    Raises `InvalidRequestError` for a choice that is not there.
+    parallel: it may call several. lenient: see `StructuredOutputsParams`. Raises
+    `InvalidRequestError` for a tool that does not exist.
     """
     called = called_tools(tools, choice)
     if not called:
@@ -82,8 +84,8 @@ def forced_call(
 def free_calls(
     tools: list[Tool], *, parallel: bool, lenient: bool
 ) -> StructuredOutputsParams | None:
-    """The form of an answer that may have calls anywhere: after the beginning of one, a tool is
-    called, and the arguments of a strict one fit its schema. None if no tool is strict.
+    """Return the form of an answer that may have calls anywhere. After the beginning of a call, a
+    tool is called, and the arguments of a strict tool fit its schema. None if no tool is strict.
 
     parallel, lenient: as in `forced_call`.
     """
@@ -101,14 +103,15 @@ def free_calls(
 
 
 def strict_tools(tools: list[Tool]) -> list[tuple[int, FunctionTool]]:
-    """The functions whose arguments must fit their schemas, with their places."""
+    """Return the functions whose arguments must fit their schemas, with their positions."""
     return [(index, tool.function) for index, tool in enumerate(tools) if tool.function.strict]
 
 
 def called_tools(tools: list[Tool], choice: ToolChoice | None) -> list[tuple[int, FunctionTool]]:
-    """The functions that an answer must choose from, with their places; none if it need not call.
+    """Return the functions that an answer must choose from, with their positions; none if it need
+    not call.
 
-    Raises `InvalidRequestError` for a choice that is not there.
+    Raises `InvalidRequestError` for a tool that does not exist.
     """
     if choice is None or choice in ("none", "auto"):
         return []
@@ -126,7 +129,7 @@ def called_tools(tools: list[Tool], choice: ToolChoice | None) -> list[tuple[int
 
 
 def arguments_of(function: FunctionTool) -> dict[str, Any]:
-    """The schema of the arguments of a call. Raises `InvalidRequestError`."""
+    """Return the schema of the arguments of a call. Raises `InvalidRequestError`."""
     schema = {"type": "object", **(function.parameters or {"additionalProperties": False})}
     if schema["type"] != "object":
         raise InvalidRequestError(

@@ -11,8 +11,10 @@ import contextlib
 import logging
 import weakref
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
+import msgspec
+import zmq
 import zmq.asyncio
 
 from diptych_frontend.core_client.async_llm import AsyncLLM
@@ -22,46 +24,59 @@ from diptych_frontend.model_files.model_config import ModelConfig
 from diptych_frontend.text.input_processor import InputProcessor
 from diptych_frontend.text.output_processor import Collector
 from diptych_frontend.text.tokenizer import Tokenizer
-from diptych_frontend.v0.engine_process import EngineProcess
-from diptych_frontend.v0.errors import ENGINE_DEAD_ERROR, MQClientClosedError, MQEngineDeadError
-from diptych_frontend.v0.one_way_calls import OneWayCalls
-from diptych_frontend.v0.output_queues import OutputQueues
 from diptych_frontend.v0.params import (
     DecodingConfig,
+    Device,
     PromptAdapterRequest,
     no_prompt_adapter,
     params_of_today,
 )
-from diptych_frontend.v0.rpc import (
-    IPC_DATA_EXT,
-    IPC_HEALTH_EXT,
-    VLLM_RPC_TIMEOUT,
-    RPCHeartbeatRequest,
-    frames_of,
-)
-from diptych_frontend.v0.rpc_calls import CLOSED
 from diptych_frontend.v0.sockets import (
-    QuestionSocket,
+    HOW_ARE_YOU,
+    MQEngineDeadError,
     RequestSocket,
-    close_all,
+    check_heartbeat,
     open_question_socket,
 )
 from diptych_frontend.v0.tokenizer_group import AdapterInputs, AdapterOutputs, TokenizerGroup
 from diptych_protocol import (
+    ClientClosedError,
+    ControlCall,
     EngineConfig,
     EngineDeadError,
+    InvalidRequestError,
     LoRARequest,
-    PoolingParams,
-    PoolingRequestOutput,
     RequestOutput,
     SamplingParams,
 )
 from diptych_protocol.as_sent import check_id
+from diptych_protocol.control_calls import (
+    ResetMmCache,
+    ResetPrefixCache,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    WakeUp,
+)
+
+VLLM_RPC_TIMEOUT: Final = 10_000
+"""Milliseconds that an engine may take to answer a greeting, and between two heartbeats."""
+MQClientClosedError = ClientClosedError
+"""The error of every call after `close`, under V0's name."""
 
 logger = logging.getLogger(__name__)
 
 
-class MQLLMEngineClient(OneWayCalls, AsyncLLM):
+def ENGINE_DEAD_ERROR(error: BaseException | None = None) -> MQEngineDeadError:
+    """What those who wait for a dead engine get; `error` is the first thing that went wrong."""
+    if error is None:
+        return MQEngineDeadError("the engine is not running any more")
+    dead = MQEngineDeadError(f"the engine is not running any more; the first error: {error!r}")
+    dead.__cause__ = error
+    return dead
+
+
+class MQLLMEngineClient(AsyncLLM):
     """Connects to the core at `ipc_path`, a ZMQ endpoint; `close` leaves it running.
 
     An id may be used by one running request at a time. The first thing that went wrong with the
@@ -85,30 +100,26 @@ class MQLLMEngineClient(OneWayCalls, AsyncLLM):
 
         Raises `InvalidRequestError` for a configuration or a model that cannot work.
         """
-        self._errored_with: BaseException | None = None
-        self._engine_process = EngineProcess(engine_pid)
-        core = AdoptedCore(ipc_path, engine_pid)
-        super().__init__(engine_config, start_engine_loop=False, core=core)
+        self._first_error: BaseException | None = None
+        self._core = AdoptedCore(ipc_path, engine_pid)
+        super().__init__(engine_config, start_engine_loop=False, core=self._core)
         self.decoding_config = DecodingConfig.of(engine_config)
         self._tokenizers = TokenizerGroup(self.renderer)
         self.input_processor = AdapterInputs(self.input_processor, self._tokenizers)
         self.input_preprocessor = self.input_processor
         self.output_processor = AdapterOutputs(self._tokenizers, engine_config)
-        self.output_queues = OutputQueues(self.output_processor)
         self._rpc_timeout_ms = rpc_timeout_ms
         self._heartbeat_ms = heartbeat_ms
         self._arriving: set[str] = set()
         """Ids of requests that are being prepared."""
         self._ended = asyncio.Event()
         """Something went wrong for good."""
+        self.data_ipc_path = ipc_path
         self.context = zmq.asyncio.Context()
         self.input_socket = self.output_socket = RequestSocket(self._cores)
-        self.heartbeat_socket = open_question_socket(self.context, heartbeat_ms)
-        self.heartbeat_socket.connect(f"{ipc_path}{IPC_HEALTH_EXT}")
-        self._own_sockets = {self.heartbeat_socket}
-        # A context waits for its sockets, so those of a client that nobody closed go first.
-        self._sockets_finalizer = weakref.finalize(self, close_all, self._own_sockets)
-        self.data_ipc_path = f"{ipc_path}{IPC_DATA_EXT}"
+        self.heartbeat_socket = open_question_socket(self.context, ipc_path)
+        # A context waits for its sockets, so that of a client that nobody closed goes first.
+        self._socket_finalizer = weakref.finalize(self, self.heartbeat_socket.close, linger=0)
         self.output_loop: asyncio.Task[None] | None = None
         self.health_loop: asyncio.Task[None] | None = None
         self.tracing_flag = False
@@ -121,18 +132,22 @@ class MQLLMEngineClient(OneWayCalls, AsyncLLM):
 
     # --- setup --------------------------------------------------------------------------------
 
+    @property
+    def output_queues(self) -> Mapping[str, Collector[Any]]:
+        """The open requests of this moment by the caller's id, each with what was not read yet."""
+        outputs = self.output_processor
+        found = ((name, outputs.collector_of(name)) for name in outputs.open_ids)
+        return {name: collector for name, collector in found if collector is not None}
+
     @contextlib.contextmanager
-    def get_data_socket(self) -> Iterator[QuestionSocket]:
+    def get_data_socket(self) -> Iterator[zmq.asyncio.Socket]:
         """Another connection to the core, for one conversation; closed with the block."""
         if self._closed:
-            raise MQClientClosedError(CLOSED)
-        socket = open_question_socket(self.context, self._rpc_timeout_ms)
-        self._own_sockets.add(socket)
+            raise MQClientClosedError("this engine client was closed")
+        socket = open_question_socket(self.context, self.data_ipc_path)
         try:
-            socket.connect(self.data_ipc_path)
             yield socket
         finally:
-            self._own_sockets.discard(socket)
             socket.close(linger=0)
 
     async def setup(self) -> None:
@@ -150,8 +165,6 @@ class MQLLMEngineClient(OneWayCalls, AsyncLLM):
                 self.run_output_handler_loop(), name="engine outputs"
             )
         try:
-            with self.get_data_socket() as socket:
-                response = await self._wait_for_server_rpc(socket)
             await self.ready(self._rpc_timeout_ms / 1000)
         except TimeoutError as exc:
             self._check_usable()  # it may be silent because it has ended
@@ -162,7 +175,7 @@ class MQLLMEngineClient(OneWayCalls, AsyncLLM):
             raise
         except MalformedAnswerError as exc:
             raise ValueError("Unable to start RPC Server") from exc
-        self.tracing_flag = response.tracing_enabled
+        self.tracing_flag = self.description.tracing_enabled
         if self.health_loop is None and not self._closed:
             beating = self.run_heartbeat_loop(timeout=self._heartbeat_ms)
             self.health_loop = asyncio.create_task(beating, name="engine health")
@@ -183,14 +196,11 @@ class MQLLMEngineClient(OneWayCalls, AsyncLLM):
             nothing: a step may take long. A process that stands still loses its connections.
         """
         try:
-            while not self._engine_process.died:
-                await self.heartbeat_socket.send_multipart(
-                    frames_of(RPCHeartbeatRequest.HOW_ARE_YOU)
-                )
+            while (end := self._core.ended()) is None:
+                await self.heartbeat_socket.send_multipart(HOW_ARE_YOU)
                 while await self.heartbeat_socket.poll(timeout=timeout):
-                    await self._check_success("Heartbeat failed.", self.heartbeat_socket)
-            pid = self._engine_process.pid
-            self._set_errored(MQEngineDeadError(f"Engine process (pid {pid}) died."))
+                    check_heartbeat(await self.heartbeat_socket.recv_multipart())
+            self._die(end)
         except asyncio.CancelledError:
             logger.debug("the health of the engine is not watched any more")
         except Exception as exc:
@@ -198,7 +208,7 @@ class MQLLMEngineClient(OneWayCalls, AsyncLLM):
 
     # --- requests -----------------------------------------------------------------------------
 
-    def generate(
+    async def generate(
         self,
         prompt: Any,
         sampling_params: SamplingParams,
@@ -210,48 +220,11 @@ class MQLLMEngineClient(OneWayCalls, AsyncLLM):
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """As any client, in V0's order; `options` are what other clients take besides."""
-        return self._process_request(
-            prompt, sampling_params, request_id, lora_request, trace_headers,
-            prompt_adapter_request, priority, **options,
-        )  # fmt: skip
-
-    def encode(  # type: ignore[override]
-        self,
-        prompt: Any,
-        pooling_params: PoolingParams,
-        request_id: str,
-        lora_request: LoRARequest | None = None,
-        trace_headers: Mapping[str, str] | None = None,
-        priority: int = 0,
-        **options: Any,
-    ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """As any client."""
-        return self._process_request(
-            prompt, pooling_params, request_id, lora_request, trace_headers,
-            priority=priority, **options,
-        )  # fmt: skip
-
-    async def _process_request(
-        self,
-        prompt: Any,
-        params: SamplingParams | PoolingParams,
-        request_id: str,
-        lora_request: LoRARequest | None = None,
-        trace_headers: Mapping[str, str] | None = None,
-        prompt_adapter_request: PromptAdapterRequest | None = None,
-        priority: int = 0,
-        **options: Any,
-    ) -> AsyncGenerator[Any, None]:
-        """Send a request, and yield its outputs; whoever leaves early aborts it."""
         no_prompt_adapter(prompt_adapter_request)
-        options |= {
-            "lora_request": lora_request, "trace_headers": trace_headers, "priority": priority,
-        }  # fmt: skip
-        outputs: AsyncGenerator[Any, None]
-        if isinstance(params, PoolingParams):
-            outputs = super().encode(prompt, params, request_id, **options)
-        else:
-            outputs = super().generate(prompt, params, request_id, **options)
+        outputs = super().generate(
+            prompt, sampling_params, request_id, lora_request=lora_request,
+            trace_headers=trace_headers, priority=priority, **options,
+        )  # fmt: skip
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 yield output
@@ -288,11 +261,58 @@ class MQLLMEngineClient(OneWayCalls, AsyncLLM):
         with contextlib.suppress(MQClientClosedError):
             await super().abort(request_id, internal)
 
-    def _add_output(self, request_output: RequestOutput | PoolingRequestOutput) -> None:
-        """Hand an output to its request; one for an unknown id is dropped."""
-        queue = self.output_queues.get(request_output.request_id)
-        if queue is not None:
-            queue.put_nowait(request_output)
+    # --- calls that do not wait for the engine -------------------------------------------------
+
+    async def start_profile(self) -> None:  # type: ignore[override]  # the files' names are given
+        await self._one_way(StartProfile())
+
+    async def stop_profile(self) -> None:
+        await self._one_way(StopProfile())
+
+    async def reset_mm_cache(self) -> None:
+        await self._one_way(ResetMmCache())
+
+    async def reset_prefix_cache(  # type: ignore[override]  # other arguments, and no answer
+        self, device: Device | None = None
+    ) -> None:
+        """Forget cached prefixes, unless blocks are in use. No blocks are ever swapped out, so
+        there are none on `Device.CPU`."""
+        if not isinstance(device, Device | None):
+            raise InvalidRequestError(
+                f"device must be a Device or None, not {device!r}", param="device"
+            )
+        if device is not Device.CPU:
+            await self._one_way(ResetPrefixCache())
+
+    async def sleep(self, level: int = 1) -> None:  # type: ignore[override]
+        """Abort what runs, and sleep; see `EngineClient.sleep`."""
+        await self._one_way(Sleep(level))  # type: ignore[arg-type]  # it is checked there
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        await self._one_way(
+            WakeUp(None if tags is None else list(tags))  # type: ignore[arg-type]
+        )
+
+    async def _one_way(self, call: ControlCall) -> None:
+        """Send a call, in the order of the calls. What fails in the engine is in its log; whoever
+        wants the answer, or an option that V0 had not, has `control`.
+
+        Raises `MQClientClosedError` after `close`, `EngineDeadError` when the engine is gone, and
+        `InvalidRequestError` for values that mean nothing.
+        """
+        self._check_usable()
+        await self._connect()
+        # Nobody waits for the answer, so a refusal of the core would not be heard.
+        for field in msgspec.structs.fields(type(call)):
+            try:
+                msgspec.convert(getattr(call, field.name), field.type)
+            except msgspec.ValidationError as exc:
+                raise InvalidRequestError(f"{field.name}: {exc}", param=field.name) from None
+        for member in self._cores.members:
+            member.client.tell(call.METHOD, *call.arguments)
+        if call.forgets_images:
+            self.renderer.clear_mm_cache()
+        self._cores.excuse_silence()  # it may be busy with that for a while
 
     # --- health -------------------------------------------------------------------------------
 
@@ -300,32 +320,32 @@ class MQLLMEngineClient(OneWayCalls, AsyncLLM):
     def errored(self) -> bool:
         """Something went wrong for good; `close` alone is no error."""
         _ = super().errored  # looks whether the engine has ended unseen
-        return self._errored_with is not None
+        return self._first_error is not None
 
     @property
     def dead_error(self) -> BaseException:
-        return self._dead or ENGINE_DEAD_ERROR(self._errored_with)
+        return self._dead or ENGINE_DEAD_ERROR(self._first_error)
 
     async def check_health(self) -> None:
         """Raise the first thing that went wrong, as it was; or say that the core is stalled."""
-        if self._errored_with is not None:
-            raise self._errored_with
+        if self._first_error is not None:
+            raise self._first_error
         if not self._closed:
             await self.check_live()
 
     def _set_errored(self, e: BaseException) -> None:
         """Keep the first thing that went wrong, and end every open request. Each is in the log."""
         logger.error("%r", e, exc_info=e)
-        if self._errored_with is not None:
+        if self._first_error is not None:
             return
-        self._errored_with = e
+        self._first_error = e
         super()._die(ENGINE_DEAD_ERROR(e))
         self._ended.set()
-        close_all(self._own_sockets)  # a core that ends waits until its clients have left
+        self._socket_finalizer()  # a core that ends waits until its clients have left
 
     def _check_usable(self) -> None:
         super()._check_usable()
-        if self._errored_with is not None:
+        if self._first_error is not None:
             raise self.dead_error
 
     def _die(self, cause: EngineDeadError) -> None:
@@ -347,7 +367,7 @@ class MQLLMEngineClient(OneWayCalls, AsyncLLM):
             if loop is not None and not loop.get_loop().is_closed():
                 loop.cancel()
         super().shutdown(timeout)
-        self._sockets_finalizer()
+        self._socket_finalizer()
         self.context.destroy(linger=0)
 
     # --- what it was made of ------------------------------------------------------------------

@@ -6,39 +6,64 @@ because a core answers where it was asked; V0's two names for it stand for a `Re
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import cast
+from collections.abc import Sequence
+from typing import Final
 
 import zmq
 import zmq.asyncio
 
 from diptych_frontend.core_client.client import set_dealer_options
 from diptych_frontend.core_client.group import CoreGroup
-from diptych_frontend.v0.rpc import VLLM_RPC_TIMEOUT
+from diptych_protocol import (
+    UNREADABLE,
+    EngineCoreRequestType,
+    EngineDeadError,
+    UtilityCall,
+    UtilityError,
+    wire,
+)
 from diptych_protocol.arrays import Frame
+from diptych_protocol.as_sent import encode_call
+
+HOW_ARE_YOU: Final = (
+    EngineCoreRequestType.UTILITY.value,
+    *encode_call(UtilityCall(0, 0, "stats", [])),
+)
+"""The question for a heartbeat. V0's engine sent them unasked."""
 
 
-class QuestionSocket(zmq.asyncio.Socket):
-    """A socket for questions to a core. What is sent before somebody listens waits for that."""
-
-    timeout_ms = VLLM_RPC_TIMEOUT
-    """How long an answer may take."""
+class MQEngineDeadError(EngineDeadError, RuntimeError):
+    """The engine is not running any more. In V0 this is a `RuntimeError`."""
 
 
-def open_question_socket(context: zmq.asyncio.Context, timeout_ms: int) -> QuestionSocket:
-    """A new one, still to be connected."""
-    # The type that pyzmq declares is the context's own, whatever class was asked for.
-    socket = cast("QuestionSocket", context.socket(zmq.DEALER, socket_class=QuestionSocket))
+def open_question_socket(context: zmq.asyncio.Context, endpoint: str) -> zmq.asyncio.Socket:
+    """Connect to a core. What is sent before somebody listens there waits for that."""
+    socket = context.socket(zmq.DEALER)
     set_dealer_options(socket, None)
     socket.setsockopt(zmq.IMMEDIATE, 0)
-    socket.timeout_ms = timeout_ms
+    socket.connect(endpoint)
     return socket
 
 
-def close_all(sockets: Iterable[QuestionSocket]) -> None:
-    """Close them without sending what they hold; harmless if that was done."""
-    for socket in list(sockets):
-        socket.close(linger=0)
+def check_heartbeat(frames: Sequence[Frame]) -> None:
+    """Judge what came on the socket of heartbeats: whatever says nothing else is well.
+
+    Raises:
+        UtilityError: the core refused the question.
+        MQEngineDeadError: the core ends.
+        ValueError: the message is none of an engine's.
+    """
+    if bytes(frames[0]) == wire.ENGINE_CORE_DEAD:
+        raise MQEngineDeadError("the engine core has ended")
+    try:
+        outputs = wire.outputs_decoder.decode(frames)
+    except UNREADABLE as exc:
+        raise ValueError("Heartbeat failed.") from exc
+    if outputs.last_words is not None:
+        raise MQEngineDeadError(f"the engine core has ended: {outputs.last_words}")
+    answer = outputs.utility_output
+    if answer is not None and answer.failure_message is not None:
+        raise UtilityError(answer.failure_message, param=answer.failure_param)
 
 
 class RequestSocket:

@@ -1,1 +1,1 @@
-"""Routes that vLLM has beside those of the OpenAI API, in vLLM's shapes."""
+"""Routes of vLLM beyond those of the OpenAI API, in vLLM's shapes."""

@@ -1,4 +1,4 @@
-"""/score and /rerank: how near texts are to each other, by the cosine of their embeddings."""
+"""/score and /rerank: compares texts by the cosine of their embeddings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger("diptych.openai")
 
 SCORE_PATHS: Final = ("/score", "/v1/score")
 RERANK_PATHS: Final = ("/rerank", "/v1/rerank", "/v2/rerank")
-"""Jina's and Cohere's clients have a version in the path."""
+"""The paths with a version are those of Jina's and Cohere's clients."""
 Vector = npt.NDArray[np.float32]
 Texts = str | list[str]
 FIRST: Final = ("queries", "text_1", "data_1")
@@ -114,7 +114,7 @@ class ScoreRequest(_Scoring, kw_only=True):
     items: Texts | None = None
 
     def texts(self) -> tuple[list[str], list[str]]:
-        """As many first texts as second ones, or a single first one.
+        """Return pairs: as many first texts as second ones, or a single first one.
 
         Raises `InvalidRequestError` naming the field.
         """
@@ -135,7 +135,7 @@ class ScoreRequest(_Scoring, kw_only=True):
         return _listed(getattr(self, given[0]), given[0])
 
     def answer(self, request_id: str, scores: list[float], tokens: int) -> bytes:
-        """The body of the answer."""
+        """Return the body of the answer."""
         data = [Score(index, score) for index, score in enumerate(scores)]
         usage = EmbeddingUsage(tokens, tokens)
         return encode(ScoreList(f"score-{request_id}", int(time.time()), self.model, data, usage))
@@ -147,17 +147,17 @@ class RerankRequest(_Scoring, kw_only=True):
     query: str
     documents: Texts
     top_n: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """At most so many results; 0 means all."""
+    """The most results; 0 means all."""
     return_documents: bool | None = None
-    """False leaves the texts out of the results."""
+    """False omits the texts from the results."""
 
     def texts(self) -> tuple[list[str], list[str]]:
-        """The query and the documents. Raises `InvalidRequestError` naming the field."""
+        """Return the query and the documents. Raises `InvalidRequestError` naming the field."""
         check_neutral(self, self.NEUTRAL)
         return [self.query], _listed(self.documents, "documents")
 
     def answer(self, request_id: str, scores: list[float], tokens: int) -> bytes:
-        """The body of the answer."""
+        """Return the body of the answer."""
         documents = _listed(self.documents, "documents")
         nearest = sorted(range(len(scores)), key=lambda index: -scores[index])
         results = [
@@ -183,8 +183,8 @@ def _listed(texts: Texts, field: str) -> list[str]:
 
 
 def cosines(first: Sequence[Vector], second: Sequence[Vector]) -> list[float]:
-    """For each second vector the cosine with its first one, or with the only first one; the vectors
-    have length 1."""
+    """Return the cosine of each second vector with its first one, or with the only first one. The
+    vectors have length 1."""
     products = np.stack(first) * np.stack(second)
     scores: list[float] = products.sum(axis=1, dtype=np.float64).tolist()
     return scores

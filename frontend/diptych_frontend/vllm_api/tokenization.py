@@ -1,6 +1,6 @@
-"""/tokenize and /detokenize: what texts and chats are in tokens, and tokens in text.
+"""/tokenize and /detokenize: converts texts and chats to tokens, and tokens to text.
 
-No engine is asked: the server's own tokenizer answers, the one that prompts go through.
+No engine is asked. The server's own tokenizer answers, which prompts use too.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from diptych_frontend.tool_calls.tools import MAX_TOOLS, Tool
 from diptych_protocol import EngineClient, InvalidRequestError
 
 PIECE: Final = 8192
-"""So many values of a long list are encoded at a time, because an encoder lets no other thread run
-meanwhile."""
+"""The number of values of a long list that are encoded at a time, because an encoder lets no other
+thread run meanwhile."""
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of POST /tokenize: `prompt`, or `messages` and what belongs to them."""
+    """Body of POST /tokenize: `prompt`, or `messages` and its options."""
 
     OF_CHATS: ClassVar = (
         "add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs",
@@ -52,8 +52,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)] | None
     ) = None
     add_special_tokens: bool | None = None
-    """Put what the model wants at the beginning of a prompt there. The default is true for a
-    `prompt`; a chat's template writes it itself."""
+    """Whether to add the tokens that the model expects at the beginning of a prompt. The default is
+    true for a `prompt`; a chat's template adds them itself."""
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -108,7 +108,7 @@ class Text(msgspec.Struct):
 
 
 class TokenizeRoute:
-    """The ASGI endpoint: a prompt or a chat as tokens."""
+    """The ASGI endpoint that returns the tokens of a prompt or a chat."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class TokenizeRoute:
 
 
 class DetokenizeRoute:
-    """The ASGI endpoint: tokens as a text, special tokens included."""
+    """The ASGI endpoint that returns the text of tokens, including special tokens."""
 
     def __init__(
         self, engine: EngineClient, served_names: frozenset[str], workers: RequestWorkers
@@ -192,6 +192,6 @@ def _as_chat(request: TokenizeRequest) -> ChatCompletionRequest:
 
 
 def in_pieces(values: Sequence[int] | Sequence[str]) -> msgspec.Raw:
-    """A list as JSON, encoded piece by piece."""
+    """Return a list as JSON, encoded piece by piece."""
     pieces = [encode(values[begin : begin + PIECE]) for begin in range(0, len(values), PIECE)]
     return msgspec.Raw(b"[" + b",".join(piece[1:-1] for piece in pieces) + b"]")

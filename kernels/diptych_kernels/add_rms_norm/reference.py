@@ -1,4 +1,4 @@
-"""residual += x; y = rms_norm(residual), in one pass over memory where a kernel does it."""
+"""residual += x; y = rms_norm(residual). A kernel does both in one pass over memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whole KV blocks, all layers of each, to and from a contiguous buffer that a hand-off sends."""
+"""Copies whole KV blocks, with all their layers, to and from a contiguous buffer for
+the hand-off."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def gather_blocks(kv_cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
 
 
 def scatter_blocks(staging: Tensor, kv_cache: Tensor, block_ids: Tensor) -> None:
-    """kv_cache[block_ids[i]] = staging[i], shapes as in `gather_blocks`; no id comes twice."""
+    """kv_cache[block_ids[i]] = staging[i], shapes as in `gather_blocks`; no id occurs twice."""
     if kv_cache.is_cuda:
         from diptych_kernels.block_copy import triton
 

@@ -1,4 +1,4 @@
-"""The way of KV blocks from a device to the host and back, for the hand-off."""
+"""Copies KV blocks from a device to the host and back, for the hand-off."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from diptych_kernels.block_copy import gather_blocks, scatter_blocks
 from diptych_kernels.host_arrays import to_device
 
 WINDOW_BYTES = 32 << 20
-"""How much device memory blocks on their way take: enough to fill the bus, little for a GPU."""
+"""Device memory for blocks that are being copied: enough to fill the bus, little for a GPU."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-"""Dtypes of bits that are moved whatever numbers they are, by the size of a number in bytes."""
+"""Integer dtypes by size in bytes, as which numbers of any dtype are moved."""
 
 
 class Bus:
-    """The way between one device and the host. One thread at a time copies.
+    """The bus between one device and the host. One thread at a time copies.
 
-    The copies of a GPU are on a stream of their own.
+    A GPU's copies are on a stream of their own.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,13 +36,13 @@ class Bus:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def launched(self) -> None:
-        """From now on, copies wait for all that the calling thread has launched so far, on the
-        stream that it uses now. Any thread may call it."""
+        """Make later copies wait for all that the calling thread has launched so far on its current
+        stream. Any thread may call it."""
         self._launched = self._complete = self._event()
 
     def mark(self) -> Callable[[], None]:
-        """Marks what the calling thread has launched so far. From the call of the result on, what
-        is copied to the host is known to be complete by this mark, and waits for no more."""
+        """Return a function for what the calling thread has launched so far. After its call, copies
+        to the host wait only for that, because what they copy is complete by then."""
         event = self._event()
 
         def complete() -> None:
@@ -59,10 +59,10 @@ class Bus:
 
     @contextmanager
     def in_turn(self, *, to_host: bool) -> Iterator[None]:
-        """What is launched within waits for what was launched before, and has been done at the end.
+        """Run the block's launches after those before it, and wait for them at the end.
 
-        That is what `launched` says or, of copies to the host, `mark`; if nobody has said anything,
-        all that is on the device's default stream now.
+        Those before it are given by `launched` or, for copies to the host, by `mark`. Without
+        either they are all that is on the device's default stream now.
         """
         with torch.inference_mode():
             if self._stream is None:
@@ -78,14 +78,15 @@ class Bus:
             self._stream.synchronize()
 
     def window(self, rows: int, like: Tensor) -> Tensor:
-        """Memory of the device for so many rows of a tensor [any, row]."""
+        """Return device memory for this many rows of a tensor [any, row]."""
         size = rows * like.shape[1] * like.itemsize
         if size > len(self._window):  # a single row may be larger
             self._window = torch.empty(size, dtype=torch.uint8, device=self.device)
         return self._window[:size].view(like.dtype).view(rows, like.shape[1])
 
     def host_room(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Memory of the host; for a GPU it is pinned, and torch keeps what is garbage for reuse."""
+        """Return host memory. For a GPU it is pinned, and torch reuses it after
+        garbage collection."""
         if self._stream is None:
             return torch.empty(num_bytes, dtype=torch.uint8).numpy()
         with torch.cuda.stream(self._stream):  # on its device: a thread's own is the first one
@@ -95,16 +96,16 @@ class Bus:
 class BlockCopies:
     """KV memory that is copied block by block.
 
-    Scattered blocks are brought together on the device, and cross the bus as one run. A copy waits
-    for what has been launched before, as its bus says: the step that wrote the blocks that are
-    lent, and one for nobody that still writes into those that were reserved.
+    Scattered blocks are gathered on the device and cross the bus as one run. As its bus arranges, a
+    copy waits for earlier launches: for the step that wrote the lent blocks, or for a step that may
+    still write into the reserved ones.
     """
 
     def __init__(self, blocks: Tensor, bus: Bus) -> None:
-        """blocks: [num_blocks, ...], on the device of the bus. Blocks follow each other in memory,
-        and each fills its memory, in whatever order of its axes. Compiles what a copy needs.
+        """blocks: [num_blocks, ...], on the device of the bus. Blocks follow each other in memory
+        without gaps, with their axes in any order. Compiles what a copy needs.
 
-        Raises `ValueError` for blocks that lie otherwise.
+        Raises `ValueError` for another layout.
         """
         if not lie_one_after_the_other(blocks):
             raise ValueError(f"blocks of shape {tuple(blocks.shape)} have gaps, or are interleaved")
@@ -119,7 +120,7 @@ class BlockCopies:
         self.scatter(room, [0])
 
     def host_room(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Memory of the host that copies reach quickly."""
+        """Return host memory that copies reach quickly."""
         return self._bus.host_room(num_bytes)
 
     def gather(
@@ -135,7 +136,7 @@ class BlockCopies:
     def scatter(
         self, room: NDArray[np.uint8], block_ids: Sequence[int], index: int = 0, count: int = 1
     ) -> None:
-        """Copy place i of the room to part `index` of `count` of block block_ids[i]; no id comes
+        """Copy place i of the room to part `index` of `count` of block block_ids[i]; no id occurs
         twice."""
         with self._bus.in_turn(to_host=False):
             rows, chunks = self._chunks(block_ids, room, index, count)
@@ -169,8 +170,8 @@ class BlockCopies:
 
 
 def lie_one_after_the_other(blocks: Tensor) -> bool:
-    """Whether blocks [num_blocks, ...] follow each other in memory without gaps, and each fills its
-    memory. The axes of a block may be in any order."""
+    """Whether blocks [num_blocks, ...] follow each other in memory without gaps, each of them
+    contiguous. The axes of a block may be in any order."""
     inner = zip(blocks.stride()[1:], blocks.shape[1:], strict=True)
     expected = 1
     for stride, size in sorted(axis for axis in inner if axis[1] != 1):

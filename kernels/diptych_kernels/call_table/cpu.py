@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Final
+
 import numpy as np
 from numpy.typing import NDArray
 
-from diptych_kernels.call_table.calls import WIDTH, run_calls
-from diptych_kernels.call_table.known_case import CASE
+from diptych_kernels.cpu_level import remembered
 from diptych_kernels.native.arguments import Table
-from diptych_kernels.trust import is_trusted
+from diptych_kernels.native.kernel import Call, Kernel, kernel_of
+from diptych_kernels.silu_mul import cpu as silu_mul
+from diptych_kernels.trust import KnownCase, Results, is_trusted, random_values, unwritten
+
+MAX_NUMBERS: Final = 20
+WIDTH: Final = 1 + MAX_NUMBERS
+"""Length of a row: the kernel's address and then its numbers."""
+
+
+def rows_of(calls: Sequence[Call]) -> NDArray[np.int64]:
+    """Return the rows of a table, [calls, WIDTH]."""
+    rows = np.zeros((len(calls), WIDTH), np.int64)
+    for row, (kernel, arguments) in zip(rows, calls, strict=True):
+        row[0] = kernel.address
+        numbers = np.frombuffer(memoryview(arguments), np.int64)
+        row[1 : 1 + numbers.size] = numbers
+    return rows
+
+
+@remembered
+def run_calls() -> Kernel:
+    """Return the kernel that runs a table of calls; it is loaded at first use."""
+    return kernel_of("run_calls", WIDTH)
 
 
 def is_available() -> bool:
@@ -17,9 +41,23 @@ def is_available() -> bool:
 
 
 def run_all(table: NDArray[np.int64], threads: int) -> None:
-    """Have so many threads run the calls of a table [..., WIDTH] together, one after the other.
+    """Let this many threads run the calls of a table [..., WIDTH] together, one after the other.
 
     What its numbers point to must stay until this returns.
     """
     rows = np.ascontiguousarray(table)
     run_calls().run(Table(rows.ctypes.data, rows.size // WIDTH), threads)
+
+
+def _results(kernel: Kernel) -> Results:
+    """A table of two calls. A fault of the called kernel would be in both results."""
+    x, actual, expected = random_values(2, 3, 150), unwritten(2, 3, 75), unwritten(2, 3, 75)
+    table = rows_of([silu_mul.call(x[i], actual[i]) for i in range(2)])
+    kernel.run(Table(table.ctypes.data, len(table)), 1)
+    for i in range(2):
+        called, arguments = silu_mul.call(x[i], expected[i])
+        called.run(arguments, 1)
+    return actual, expected
+
+
+CASE = KnownCase("run_calls", _results, tolerance=0.0)

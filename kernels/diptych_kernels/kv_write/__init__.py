@@ -1,4 +1,4 @@
-"""Scatter of new keys and values into the paged KV cache."""
+"""Writes new keys and values into the paged KV cache."""
 
 from __future__ import annotations
 

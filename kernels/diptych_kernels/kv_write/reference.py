@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+import torch
 from torch import Tensor
 
-from diptych_kernels.kv_write.float8 import FLOAT8, FLOAT8_MAX
+FLOAT8: Final = torch.float8_e4m3fn
+FLOAT8_MAX: Final = 448.0
+"""Larger numbers are stored as this one; the format has no infinity."""
 
 
 def kv_write(

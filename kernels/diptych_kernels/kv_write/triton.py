@@ -6,12 +6,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diptych_kernels.kv_write.float8 import FLOAT8, FLOAT8_MAX
+from diptych_kernels.kv_write.reference import FLOAT8, FLOAT8_MAX
 
 
 @triton.jit
 def stored(x, kv_scale, LIMIT: tl.constexpr, dtype: tl.constexpr):
-    """Float32 values as the cache keeps them; LIMIT is 0 where it keeps them as they are."""
+    """Convert float32 values to the cache's dtype. LIMIT is 0 for a dtype that needs no limit."""
     if LIMIT > 0:
         x = tl.clamp(x / kv_scale, -LIMIT, LIMIT)
     return x.to(dtype)
@@ -54,5 +54,5 @@ def kv_write(
 
 
 def limit_of(kv_layer: Tensor) -> float:
-    """The largest number that the cache can hold, 0 if that never matters."""
+    """Return the largest number that the cache can hold, or 0 if that never matters."""
     return FLOAT8_MAX if kv_layer.dtype is FLOAT8 else 0.0

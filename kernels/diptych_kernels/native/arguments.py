@@ -1,4 +1,4 @@
-"""The arguments of each kernel for CPUs: said once, for who calls it and for what is compiled.
+"""The arguments of each kernel for CPUs, declared once for its callers and for the compiled code.
 
 All are int64. An address is a number, strides and sizes of memory are in bytes, other lengths in
 elements, and a float32 is its bits (`kernel.bits_of`). A kernel takes the address of one record.
@@ -14,14 +14,14 @@ import numpy as np
 
 @dataclass_transform(eq_default=False)
 class Arguments(ctypes.Structure):
-    """Base of all. The fields of each are its annotations, as `record` sees to."""
+    """The base of all. `record` turns the annotations of each class into fields."""
 
 
 Kind = TypeVar("Kind", bound=type[Arguments])
 
 
 def record(kind: Kind) -> Kind:
-    """Lay the annotations of a class out in memory, one int64 after the other."""
+    """Lay out the annotations of a class in memory, one int64 after the other."""
     kind._fields_ = [(name, ctypes.c_int64) for name in kind.__annotations__]
     return kind
 
@@ -53,7 +53,7 @@ class RopeKvWrite(Arguments):
     blocks: int
     offsets: int
     bias: int
-    """0: the model has none; so for both norms."""
+    """0 if the model has none; likewise for both norms."""
     query_norm: int
     key_norm: int
     eps: int
@@ -64,7 +64,7 @@ class RopeKvWrite(Arguments):
     block_size: int
     block_stride: int
     item: int
-    """Size, in bytes, of a number of the cache."""
+    """Size, in bytes, of a number in the cache."""
 
 
 @record
@@ -87,7 +87,7 @@ class DecodeAttention(Arguments):
     partials: int
     scratch: int
     scratch_bytes: int
-    """Each thread has so many."""
+    """The size for each thread."""
     head_dim: int
 
 
@@ -108,12 +108,12 @@ class ChunkAttention(Arguments):
     """Tokens of the context, the new ones included."""
     window: int
     begin: int
-    """The first key that is looked at, rounded down to a partition."""
+    """The first key that is read, rounded down to a partition."""
     keys: int
     num_keys: int
     scratch: int
     scratch_bytes: int
-    """Each thread has so many."""
+    """The size for each thread."""
 
 
 @record
@@ -127,7 +127,7 @@ class PackedProduct(Arguments):
     out: int
     out_stride: int
     add: int
-    """1: to what `out` holds."""
+    """1: add to what `out` holds."""
     inputs: int
     factors: int
 
@@ -155,11 +155,11 @@ class Table(Arguments):
 
 
 def record_of(kind: type[Arguments]) -> np.dtype[np.void]:
-    """The layout of arguments in memory, as Numba reads it."""
+    """Return the layout of arguments in memory, as Numba reads it."""
     return np.dtype([(name, np.int64) for name in kind.__annotations__])
 
 
 def places_of(kind: type[Arguments], *names: str) -> tuple[int, ...]:
-    """Where arguments stand among the others; for tables, in which they change."""
+    """Return the positions of arguments, for tables in which they change."""
     fields = list(kind.__annotations__)
     return tuple(fields.index(name) for name in names)

@@ -1,4 +1,4 @@
-"""Where the threads of a kernel wait for each other, some hundred times a step.
+"""The barrier at which the threads of a kernel wait for each other, some hundred times per step.
 
 GOMP's own barrier spins for milliseconds. Where other work keeps a processor busy, Linux may put
 two of a kernel's threads on the same one: then each waits at every barrier until the other's time
@@ -14,8 +14,8 @@ from functools import cache
 import llvmlite.binding as llvm
 
 SPINS = 1000
-"""How often a thread spins, for some ten nanoseconds each, before it yields the processor: as long
-as threads that really run wait for each other."""
+"""How often a thread spins, for about ten nanoseconds each, before it yields the processor. Threads
+that really run wait for each other about as long."""
 TEXT = """
 declare i32 @omp_get_num_threads()
 declare i32 @sched_yield()
@@ -66,7 +66,7 @@ end:
 
 @cache
 def barrier() -> llvm.ExecutionEngine:
-    """Holds the function `await_others`. The linker must know `omp_get_num_threads`.
+    """Return a module with the function `await_others`. The linker must know `omp_get_num_threads`.
 
     There is one barrier, so kernels must run one after the other.
     """

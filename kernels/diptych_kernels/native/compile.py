@@ -1,8 +1,8 @@
-"""`python -m diptych_kernels.native.compile FOLDER NAME-NUMBER ...`: kernels as object files there.
+"""`python -m diptych_kernels.native.compile FOLDER NAME-NUMBER ...`: compiles kernels to object
+files in a folder.
 
-It prints the name of each kernel that is done. A process of its own, so that no engine needs to
-import Numba: that and what Numba does before it loads anything it compiled earlier take half a
-second.
+It prints the name of each finished kernel. It is a process of its own, so that engines need not
+import Numba, which takes half a second.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from diptych_kernels.native.compiled.primitives import await_others, num_threads
 
 
 def compile_kernel(name: str, number: int) -> bytes:
-    """`entry(number)` of a module in `compiled/`, as an object file for the target that Numba has
-    from its environment, `NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES`.
+    """Compile `entry(number)` of a module in `compiled/` to an object file, for the target that
+    Numba reads from `NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES`.
 
     The function in it is called `kernel`.
     """

@@ -1,4 +1,4 @@
-"""How a step's decodes are cut into pieces of work for the threads of a CPU."""
+"""Divides a step's decodes into pieces of work for the threads of a CPU."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 PARTITION = 64
-"""Keys that are attended to at a time. What a sequence yields depends on how its keys are cut, so
-this is a constant: neither the batch nor the number of threads may change a result."""
+"""Keys that are computed together. A sequence's result depends on how its keys are divided, so this
+is a constant: neither the batch nor the number of threads may change a result."""
 
 
 class DecodeBatch:
@@ -33,7 +33,8 @@ class DecodeBatch:
         self._threads = 0
 
     def arguments(self, heads: int, kv_heads: int, head_dim: int, threads: int) -> tuple[int, ...]:
-        """Those of `DecodeAttention` that are the same for all layers: from the seventh on."""
+        """Return the arguments of `DecodeAttention` that are the same for all layers: from the
+        seventh on."""
         if threads != self._threads:  # each has memory of its own
             self._threads = threads
             # Of each partition and head: the weighted sum of values, the maximum, the sum.

@@ -1,8 +1,8 @@
-"""Loads kernels and runs them on the threads that torch computes with.
+"""Loads kernels and runs them on torch's threads.
 
 Numba's own thread pools would compete with torch's: the threads of each spin for a while after
-every piece of work. So a kernel is a C function that is handed to the OpenMP library that torch
-brings along and uses itself.
+every piece of work. So a kernel is a C function that runs in the OpenMP library that torch brings
+and uses itself.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ NEVER_CALLED = (
     "NRT_Free", "NRT_MemInfo_call_dtor", "numba_do_raise", "numba_gil_ensure", "numba_gil_release",
     "numba_runtime_build_excinfo_struct", "numba_unpickle",
 )  # fmt: skip
-"""Numba's compiler adds paths for exceptions and for memory that a function owns; a kernel raises
-nothing and owns none. If it did, the process would be aborted."""
+"""Functions that compiled code refers to but never calls: Numba adds paths for exceptions and for
+memory that a function owns, and kernels have neither. A call would abort the process."""
 RUNNING = threading.Lock()
-"""Held by the kernel that runs: all of them wait at the same barrier."""
+"""The running kernel holds this lock, because all kernels use the same barrier."""
 LOADING = threading.Lock()
-"""Held by who loads kernels: nobody compiles what another compiles already."""
+"""Held while kernels are loaded, so that no two threads compile the same one."""
 
 
 @cache
 def openmp() -> ctypes.CDLL | None:
-    """The OpenMP library that torch computes with; None if it is not GNU's."""
+    """Return the OpenMP library that torch computes with; None if it is not GNU's."""
     found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     if not found:
         return None
@@ -54,10 +54,9 @@ class Kernel:
     """A compiled function of one argument, the address of a record of `native/arguments.py`."""
 
     def __init__(self, name: str, number: int, level: CpuLevel) -> None:
-        """`entry(number)` of a module in `compiled/`, compiled for a level, which is loaded when
-        it is first needed.
+        """Load `entry(number)` of a module in `compiled/`, compiled for a level, at its first use.
 
-        Raises `RuntimeError` if torch brings no OpenMP library of GNU's.
+        Raises `RuntimeError` if torch brings no GNU OpenMP library.
         """
         library = openmp()
         if library is None:
@@ -71,19 +70,19 @@ class Kernel:
 
     @cached_property
     def address(self) -> int:
-        """Where the function is. Raises as `load`, which is called if it was not."""
+        """The function's address. Loads the kernel if necessary, and raises as `load`."""
         load([self])
         address: int = self.linker.get_function_address("kernel")
         return address
 
     def run(self, arguments: Arguments, threads: int) -> None:
-        """Have so many threads call the function together; returns when all have."""
+        """Let this many threads call the function together, and return when all have."""
         with RUNNING:
             self._run(self.address, ctypes.byref(arguments), threads, 0)
 
 
 def load(kernels: Sequence[Kernel]) -> None:
-    """Have kernels of one level ready; those that no earlier process left are compiled together.
+    """Load kernels of one level. Those that no earlier process left are compiled together.
 
     Raises `RuntimeError` if the compiler fails.
     """
@@ -96,7 +95,7 @@ def load(kernels: Sequence[Kernel]) -> None:
 
 
 def kernel_of(name: str, number: int) -> Kernel:
-    """The only one of its name and number at the level in use; not loaded yet."""
+    """Return the kernel of this name and number for the level in use. It is not loaded yet."""
     return _kernel(name, number, cpu_level())
 
 
@@ -112,7 +111,7 @@ Call = tuple[Kernel, Arguments]
 
 @cache
 def bits_of(value: float) -> int:
-    """A float32 as a number of a call, of which the kernel's `float_of` makes it again."""
+    """Return a float32 as an integer argument, which the kernel's `float_of` converts back."""
     bits: int
     [bits] = struct.unpack("i", struct.pack("f", value))
     return bits

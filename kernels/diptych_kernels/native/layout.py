@@ -1,4 +1,4 @@
-"""What kernels for CPUs expect of the KV cache."""
+"""The layout of the KV cache that kernels for CPUs expect."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def is_known(kv_layer: Tensor) -> bool:
-    """Whether kernels can work on a layer [num_blocks, 2, block_size, kv_heads, head_dim].
+    """Whether kernels support a layer [num_blocks, 2, block_size, kv_heads, head_dim].
 
-    It must be of float32 or bfloat16 numbers, each block's share of it contiguous.
+    It must have float32 or bfloat16 numbers, and each block's part of it must be contiguous.
     """
     block_size, kv_heads, head_dim = kv_layer.shape[2:]
     token = kv_heads * head_dim

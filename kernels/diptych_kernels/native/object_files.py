@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept, and how those that are missing come there."""
+"""Stores compiled kernels as object files, and compiles missing ones."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from diptych_kernels.native.targets import Target, target_of
 log = logging.getLogger(__name__)
 
 COMPILE_TIMEOUT_S = 600.0
-"""Time limit, in seconds, for all kernels that one process compiles; they take some half a minute
-on the machines that we know. Nobody waits longer for another process that compiles."""
+"""Time limit, in seconds, for all kernels that one process compiles, which takes about half a
+minute. Nobody waits longer for another process that compiles."""
 LOCK_POLL_S = 0.1
 DIGEST_BYTES = hashlib.sha256().digest_size
 """The size of the digest before an object file's content."""
 
 
 def object_files(names: Sequence[str], level: CpuLevel) -> list[bytes]:
-    """The kernels "MODULE-NUMBER" for a level, as an earlier process left them beside the
-    sources or in the user's cache directory; what is missing is compiled, and left there. Of the
-    processes of a machine that miss a kernel at once, one compiles it, and the others wait.
+    """Return the kernels "MODULE-NUMBER" for a level, as an earlier process left them beside the
+    sources or in the user's cache directory. Missing ones are compiled and stored there. If several
+    processes of a machine miss a kernel at once, one compiles it and the others wait.
 
     Raises `RuntimeError` if the compiler fails.
     """

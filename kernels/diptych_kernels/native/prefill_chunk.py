@@ -1,4 +1,4 @@
-"""The numbers of a prompt's chunk, as the kernel for CPUs takes them."""
+"""The arguments of a chunk of a prompt for the kernel for CPUs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 PARTITION = 64
-"""Keys whose weights are computed together. A constant that begins at multiples of itself: how a
-prompt is cut into chunks changes no bit of what its tokens yield."""
+"""Keys whose weights are computed together. Partitions begin at multiples of this constant, so that
+the way a prompt is divided into chunks changes no bit of its results."""
 ROWS_TOGETHER = 16
-"""Rows that a thread takes together, so that they share what they read."""
+"""Rows that a thread computes together, so that they share what it reads."""
 EVERYTHING = 1 << 40
 """A window that is wider than any context."""
 
@@ -25,8 +25,8 @@ class ChunkNumbers:
         block_size: int,
         window: int | None,
     ) -> None:
-        """rows: the new tokens in the batch. length: of the context, the new ones included.
-        blocks: [>= blocks of the context]."""
+        """rows: the new tokens in the batch. length: of the context, with the new tokens. blocks:
+        [>= blocks of the context]."""
         self.rows = rows
         self._length, self._block_size = length, block_size
         self._num_tokens = rows.stop - rows.start
@@ -38,7 +38,8 @@ class ChunkNumbers:
         self._threads = 0
 
     def arguments(self, heads: int, kv_heads: int, head_dim: int, threads: int) -> tuple[int, ...]:
-        """Those of `ChunkAttention` that are the same for all layers: from the seventh on."""
+        """Return the arguments of `ChunkAttention` that are the same for all layers: from the
+        seventh on."""
         if threads != self._threads:  # each has memory of its own
             self._threads = threads
             num_keys = -(-(self._length - self._begin) // PARTITION) * PARTITION

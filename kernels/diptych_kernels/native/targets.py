@@ -1,4 +1,4 @@
-"""What kernels are compiled for: a level of instructions, whichever machine compiles them."""
+"""The target of a compiled kernel: a level of instructions, whichever machine compiles it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from diptych_kernels.cpu_level import CpuLevel
 
 @dataclass(frozen=True)
 class Target:
-    """In LLVM's words."""
+    """A target in LLVM's terms."""
 
     cpu: str
     features: str
 
 
 WIDE: Final = "-prefer-256-bit"
-"""LLVM tunes x86-64-v4 for its first processors, which slow down for vectors of 512 bits."""
+"""Permits vectors of 512 bits: LLVM avoids them for x86-64-v4, whose first processors slow down for
+them."""
 VNNI: Final = f"{WIDE},+avx512vnni"
 DOTS: Final = "+avx512bf16"
 OF_LEVEL: Final = {
@@ -26,22 +27,22 @@ OF_LEVEL: Final = {
     CpuLevel.AMX: Target("x86-64-v4", f"{VNNI},{DOTS},+amx-tile,+amx-bf16"),
 }
 LOWEST_LEVEL: Final = {"bf16_": CpuLevel.VNNI, "amx_": CpuLevel.AMX}
-"""By the beginnings of names; other kernels are there from AVX2 on."""
+"""The lowest level of kernels, by the beginnings of their names. Others exist from AVX2 on."""
 
 
 def needs_bfloat16_dots(name: str) -> bool:
-    """Whether a kernel multiplies pairs of bfloat16, which not all of VNNI's processors do."""
+    """Whether a kernel multiplies pairs of bfloat16, which not all processors of level VNNI can."""
     return name.startswith("bf16_")
 
 
 def lowest_level(name: str) -> CpuLevel:
-    """From which on there is such a kernel."""
+    """Return the lowest level with such a kernel."""
     found = (level for beginning, level in LOWEST_LEVEL.items() if name.startswith(beginning))
     return next(found, CpuLevel.AVX2)
 
 
 def target_of(name: str, level: CpuLevel) -> Target:
-    """What a kernel is compiled for, to be used at a level that has it."""
+    """Return the target of a kernel, for use at a level that has it."""
     target = OF_LEVEL[level]
     if level is not CpuLevel.VNNI or not needs_bfloat16_dots(name):
         return target

@@ -1,9 +1,9 @@
-"""How a packed matrix lies in memory: in the order in which the kernels read it.
+"""The layout of a packed matrix in memory, in the order in which the kernels read it.
 
 A tile is 16 rows of the matrix; of each group of 32 columns it holds the levels, then 16 scales and
-16 offsets in float16. Levels stand in quads, four columns of a row after each other, so that the
-same quad of 16 rows fills a vector of 512 bits. Two quads of 4-bit levels share their bytes: the
-first four of a group are the low halves.
+16 offsets in float16. Levels are stored in quads, four columns of a row after each other, so that
+the same quad of 16 rows fills a vector of 512 bits. Two quads of 4-bit levels share their bytes:
+the first four of a group are the low halves.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Products with matrices that stay as small in memory as in their file, on a CPU.
+"""Products with packed matrices, which stay as small in memory as in their file, on a CPU.
 
 For generated tokens the other factor is rounded to 16 bits, with one scale for 32 values, and the
-products are summed up exactly, in integers. Prompts are computed alike, or, where the processor has
-a matrix unit, with both factors rounded to bfloat16. What a row yields depends only on which of the
-two it is: neither on the rows beside it nor on the number of threads.
+products are summed up exactly, in integers. Prompts are computed in the same way or, where the
+processor has a matrix unit, with both factors rounded to bfloat16. A row's result depends only on
+which of the two it is, neither on the rows beside it nor on the number of threads.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from diptych_kernels.native.tile_layout import TILE_ROWS
 from diptych_kernels.packed_product import cpu
-from diptych_kernels.packed_product.tiles import to_tiles, values_of
+from diptych_kernels.packed_product.reference import to_tiles, values_of
 
 __all__ = ["TILE_ROWS", "is_available", "packed_product", "to_tiles", "values_of"]
 
 
 def is_available() -> bool:
-    """Whether the kernel is there for this processor, and threads that it can run on."""
+    """Whether there is a kernel for this processor, and threads to run it."""
     return cpu.is_available()
 
 

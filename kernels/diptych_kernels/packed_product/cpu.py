@@ -1,7 +1,7 @@
-"""The packed product: rounding its input, then 16 or 32 columns at a time of all rows.
+"""The packed product: rounds its input, then computes 16 or 32 columns at a time for all rows.
 
-Decodes are summed up in integers. Chunks of prompts, which are bound by arithmetic, go through the
-processor's matrix unit in bfloat16 if it has one: it does four times as much at a time.
+Decodes are summed up in integers. Chunks of prompts, which are bound by arithmetic, are computed in
+bfloat16 by the processor's matrix unit, if it has one: it is four times as fast.
 """
 
 from __future__ import annotations
@@ -10,10 +10,89 @@ import torch
 from torch import Tensor
 
 from diptych_kernels.cpu_level import remembered
-from diptych_kernels.native.tile_layout import LEVEL_BITS
-from diptych_kernels.packed_product.calls import chunk_call, decode_call, workspace_bytes
-from diptych_kernels.packed_product.known_cases import AMX_PRODUCT, PACKED_PRODUCT
-from diptych_kernels.trust import is_trusted
+from diptych_kernels.native.arguments import AmxProduct, PackedProduct, places_of
+from diptych_kernels.native.kernel import Call, Kernel, kernel_of
+from diptych_kernels.native.tile_layout import GROUP, LEVEL_BITS, TILE_ROWS, group_bytes
+from diptych_kernels.packed_product import reference
+from diptych_kernels.packed_product.reference import to_tiles
+from diptych_kernels.trust import KnownCase, Results, is_trusted, random_values, unwritten
+
+FLOAT, BFLOAT, WORD = 4, 2, 2
+"""Sizes in bytes."""
+ROWS, DECODE_TILES = places_of(PackedProduct, "rows", "tiles")
+FIRST, END, CHUNK_TILES = places_of(AmxProduct, "first", "end", "tiles")
+"""The positions of the arguments of a decode call, and of a chunk call, in a table's row."""
+CONFIGURATION_BYTES = 64
+"""Size, in bytes, of the matrix unit's configuration."""
+BITS_OF = {group_bytes(bits): bits for bits in LEVEL_BITS}
+
+
+def workspace_bytes(rows: int, columns: int) -> int:
+    """Return the size, in bytes, of a workspace for either call."""
+    integers = rows * columns * WORD + rows * (columns // GROUP) * 2 * FLOAT
+    unpacked = torch.get_num_threads() * (CONFIGURATION_BYTES + 4 * TILE_ROWS * columns * BFLOAT)
+    return max(integers, _rounded_bytes(rows, columns) + unpacked)
+
+
+def decode_call(x: Tensor, tiles: Tensor, out: Tensor, workspace: Tensor, *, add: bool) -> Call:
+    """Return the call that computes all rows in integers; workspace: [>= workspace_bytes] int8."""
+    rows, columns = x.shape
+    num_tiles, groups, num_bytes = tiles.shape
+    arguments = PackedProduct(
+        x=x.data_ptr(),
+        x_stride=x.stride(0) * FLOAT,
+        rows=rows,
+        groups=groups,
+        tiles=tiles.data_ptr(),
+        num_tiles=num_tiles,
+        out=out.data_ptr(),
+        out_stride=out.stride(0) * FLOAT,
+        add=int(add),
+        inputs=workspace.data_ptr(),
+        factors=workspace.data_ptr() + rows * columns * WORD,
+    )
+    return decode_kernel(BITS_OF[num_bytes]), arguments
+
+
+def chunk_call(
+    x: Tensor, first: int, tiles: Tensor, out: Tensor, workspace: Tensor, *, add: bool
+) -> Call:
+    """Return the call that computes the rows from `first` on with the matrix unit; workspace: as
+    for `decode_call`."""
+    rows, columns = x.shape
+    num_tiles, groups, num_bytes = tiles.shape
+    arguments = AmxProduct(
+        x=x.data_ptr(),
+        x_stride=x.stride(0) * FLOAT,
+        first=first,
+        end=rows,
+        groups=groups,
+        tiles=tiles.data_ptr(),
+        num_tiles=num_tiles,
+        out=out.data_ptr(),
+        out_stride=out.stride(0) * FLOAT,
+        add=int(add),
+        inputs=workspace.data_ptr(),
+        memory=workspace.data_ptr() + _rounded_bytes(rows, columns),
+    )
+    return chunk_kernel(BITS_OF[num_bytes]), arguments
+
+
+def _rounded_bytes(rows: int, columns: int) -> int:
+    """Size, in bytes, of inputs rounded to bfloat16, in blocks of 16 rows."""
+    return -(-rows // TILE_ROWS) * TILE_ROWS * columns * BFLOAT
+
+
+@remembered
+def decode_kernel(bits: int) -> Kernel:
+    """Return the kernel of decode calls for levels of this many bits; it is loaded at first use."""
+    return kernel_of("packed_product", bits)
+
+
+@remembered
+def chunk_kernel(bits: int) -> Kernel:
+    """Return the kernel of chunk calls; otherwise as `decode_kernel`."""
+    return kernel_of("amx_product", bits)
 
 
 @remembered
@@ -24,12 +103,13 @@ def is_available() -> bool:
 
 @remembered
 def has_matrix_unit() -> bool:
-    """Whether chunks of prompts go through the matrix unit."""
+    """Whether chunks of prompts are computed by the matrix unit."""
     return all(is_trusted(AMX_PRODUCT, bits) for bits in LEVEL_BITS)
 
 
 def integer_rows(num_decodes: int, rows: int) -> int:
-    """How many of `rows` rows, of which `num_decodes` are decodes, are summed up in integers."""
+    """Return how many of `rows` rows, of which `num_decodes` are decodes, are summed up in
+    integers."""
     return num_decodes if has_matrix_unit() else rows
 
 
@@ -46,3 +126,39 @@ def packed_product(
     if in_integers < rows:
         own, numbers = chunk_call(x, in_integers, tiles, out, workspace, add=add)
         own.run(numbers, torch.get_num_threads())
+
+
+def _factors(bits: int) -> tuple[Tensor, Tensor]:
+    """Rows, for blocks of every size, and the tiles that they are multiplied with."""
+    groups, columns = 3, 48
+    generator = torch.Generator().manual_seed(bits)
+    size = GROUP * bits // 8
+    levels = torch.randint(0, 256, (columns, groups, size), generator=generator)
+    scale, offset = random_values(2, columns, groups)
+    tiles = to_tiles(levels.to(torch.uint8), scale, offset)
+    assert tiles is not None
+    return random_values(19, groups * GROUP), tiles
+
+
+def _product(kernel: Kernel) -> Results:
+    x, tiles = _factors(kernel.number)
+    workspace = torch.empty(workspace_bytes(*x.shape), dtype=torch.int8)
+    actual, expected = unwritten(2, len(x), 48)
+    _, arguments = decode_call(x, tiles, actual, workspace, add=False)
+    kernel.run(arguments, 1)
+    reference.packed_product(x, tiles, expected, num_decodes=len(x))
+    return actual, expected
+
+
+def _product_in_tiles(kernel: Kernel) -> Results:
+    x, tiles = _factors(kernel.number)
+    workspace = torch.empty(workspace_bytes(*x.shape), dtype=torch.int8)
+    actual, expected = unwritten(2, len(x), 48)
+    _, arguments = chunk_call(x, 0, tiles, actual, workspace, add=False)
+    kernel.run(arguments, 1)
+    reference.packed_product(x, tiles, expected, num_decodes=0)
+    return actual, expected
+
+
+PACKED_PRODUCT = KnownCase("packed_product", _product, tolerance=1e-4)
+AMX_PRODUCT = KnownCase("amx_product", _product_in_tiles, tolerance=1e-4)

@@ -8,13 +8,54 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from diptych_kernels.native.tile_layout import GROUP
-from diptych_kernels.packed_product.tiles import values_of
+from diptych_kernels.native.tile_layout import FACTOR_BYTES, GROUP, QUAD, QUADS, TILE_ROWS
+
+MAX_HALF: Final = torch.finfo(torch.float16).max
+
+
+def to_tiles(levels: Tensor, scale: Tensor, offset: Tensor) -> Tensor | None:
+    """A matrix of the values `level * scale + offset` as [tiles, groups, bytes] uint8.
+
+    levels: [rows, columns / 32, bytes] uint8, of 4 or 8 bits each. A group of 8-bit levels is 32
+    bytes; one of 4-bit levels is 16 bytes, whose low halves are its first 16 columns.
+    scale, offset: [rows, columns / 32] float32, rounded to float16.
+    None if the rows fill no tiles, or float16 cannot hold a factor.
+    """
+    rows, groups, size = levels.shape
+    largest = torch.maximum(scale.abs().amax(), offset.abs().amax())
+    if rows % TILE_ROWS or not float(largest) <= MAX_HALF:
+        return None
+    num_tiles, quads = rows // TILE_ROWS, size // QUAD
+    tiles = levels.new_empty(num_tiles, groups, TILE_ROWS * size + FACTOR_BYTES)
+    # Both the group and the tile hold a quad of 4-bit levels beside the one 16 columns further on.
+    rows_of_quads = levels.contiguous().view(torch.int32).view(num_tiles, TILE_ROWS, groups, quads)
+    places = tiles.view(torch.int32)[:, :, : TILE_ROWS * quads]
+    places.view(num_tiles, groups, quads, TILE_ROWS).copy_(rows_of_quads.permute(0, 2, 3, 1))
+    halves = tiles.view(torch.float16)[:, :, -2 * TILE_ROWS :].view(num_tiles, groups, 2, TILE_ROWS)
+    for index, factor in enumerate((scale, offset)):
+        halves[:, :, index].copy_(factor.view(num_tiles, TILE_ROWS, groups).transpose(1, 2))
+    return tiles
+
+
+def values_of(tiles: Tensor) -> Tensor:
+    """Return the matrix again: [rows, columns] float32, bit for bit if float16 holds
+    its factors."""
+    num_tiles, groups, num_bytes = tiles.shape
+    bits = (num_bytes - FACTOR_BYTES) * 8 // (TILE_ROWS * GROUP)
+    levels = tiles[:, :, :-FACTOR_BYTES]
+    if bits == 4:
+        levels = torch.cat([levels & 15, levels >> 4], 2)
+    levels = levels.reshape(num_tiles, groups, QUADS, TILE_ROWS, QUAD)
+    levels = levels.permute(0, 3, 1, 2, 4).reshape(num_tiles, TILE_ROWS, groups, GROUP)
+    factors = tiles[:, :, -FACTOR_BYTES:].contiguous().view(torch.float16).float()
+    scale, offset = factors.transpose(1, 2).view(num_tiles, 2, TILE_ROWS, groups, 1).unbind(1)
+    return (levels * scale + offset).reshape(num_tiles * TILE_ROWS, groups * GROUP)
+
 
 LEVELS: Final = 32767
-"""On either side of zero."""
+"""Levels on either side of zero."""
 LARGER: Final = 1 + math.log(2) / 256
-"""Makes up for what is cut off, as `native.unpacked_tile` does."""
+"""Compensates for truncation, as `native.unpacked_tile` does."""
 SMALLEST: Final = torch.finfo(torch.float32).tiny
 
 
@@ -30,12 +71,12 @@ def packed_product(
 
 
 def cut_off(matrix: Tensor) -> Tensor:
-    """float32 -> the same in bfloat16: what is cut off is added before, on average."""
+    """Truncate float32 to bfloat16, after adding what truncation takes on average."""
     return ((matrix * LARGER).view(torch.int32) & -0x10000).view(torch.float32)
 
 
 def rounded(x: Tensor) -> Tensor:
-    """[rows, columns] -> the same with 16 bits for each value, and a scale for 32 of them."""
+    """Round [rows, columns] to 16 bits per value, with one scale for 32 of them."""
     groups = x.reshape(len(x), x.shape[1] // GROUP, GROUP)
     scale = groups.abs().amax(2, keepdim=True) / LEVELS
     levels = (groups / scale.clamp(min=SMALLEST)).round()

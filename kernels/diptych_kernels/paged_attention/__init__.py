@@ -18,7 +18,7 @@ def paged_attention(
     *,
     may_round: bool = False,
 ) -> Tensor:
-    """Attend from the step's new tokens, whose own keys and values stand in the cache already.
+    """Attend from the step's new tokens, whose own keys and values are in the cache already.
 
     queries: [tokens, heads, head_dim]; any strides with a contiguous last dimension.
     kv_layer: [num_blocks, 2, block_size, kv_heads, head_dim], a strided view; of the queries'

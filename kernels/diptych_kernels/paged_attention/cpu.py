@@ -1,44 +1,88 @@
-"""Attention that reads keys and values where they stand.
+"""Attention that reads keys and values in place.
 
 Decodes: the keys of a sequence are cut into partitions of a fixed size, and the partitions of all
-sequences are dealt out to the threads. A thread takes all heads of a token together, because they
-lie side by side in the cache, and the heads that share keys read them while they are at hand. Each
-partition yields a maximum, a sum and a weighted sum of values for each head; when all threads are
-done these are merged (the split of flash-decoding).
+sequences are divided among the threads. A thread computes all heads of a token together, because
+they are adjacent in the cache, and heads that share keys reuse what was read. Each partition yields
+a maximum, a sum and a weighted sum of values for each head; when all threads are done these are
+merged (the split of flash-decoding).
 
 Chunks of prompts, which are bound by arithmetic: keys are transposed first, once for all queries.
-Then each thread takes 16 queries that share keys through their contexts, partition by partition,
+Then each thread computes 16 queries that share keys over their contexts, partition by partition,
 with a running maximum (flash attention). The processor's matrix unit, if it has one, does this in
 bfloat16 for models that round their activations anyway.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from diptych_kernels.cpu_level import remembered
+from diptych_kernels.native.arguments import ChunkAttention, DecodeAttention, places_of
 from diptych_kernels.native.kernel import Call, Kernel, kernel_of
 from diptych_kernels.native.layout import is_known
+from diptych_kernels.native.prefill_chunk import ChunkNumbers
 from diptych_kernels.paged_attention import reference
-from diptych_kernels.paged_attention.calls import (
-    chunk_arguments,
-    decode_arguments,
-    fills_vectors,
-    number_of,
-)
-from diptych_kernels.paged_attention.known_cases import (
-    AMX_CHUNK,
-    BF16_DECODES,
-    CHUNK,
-    DECODES,
-)
 from diptych_kernels.paged_attention.metadata import AttentionMetadata
-from diptych_kernels.trust import is_trusted
+from diptych_kernels.trust import KnownCase, Results, is_trusted, random_values, unwritten
+
+FLOAT = 4
+"""Size in bytes."""
+WIDTH = 32
+"""The kernel for chunks supports heads whose size is a multiple of this."""
+[CACHE] = places_of(DecodeAttention, "cache")
+"""The position of the address of the layer's keys and values in a table's row, also for chunks."""
+COMMON_DIMS = frozenset({64, 128})
+"""Sizes of heads with a kernel of their own, which is a quarter faster."""
+
+
+def fills_vectors(head_dim: int) -> bool:
+    """Whether heads have a size that all kernels but the first support."""
+    return head_dim % WIDTH == 0
+
+
+def number_of(head_dim: int) -> int:
+    """Return the number of the kernel for decodes with heads of this size; 0 supports any."""
+    return head_dim if head_dim in COMMON_DIMS else 0
+
+
+def decode_arguments(
+    queries: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, attended: Tensor
+) -> DecodeAttention:
+    """Return the arguments of either kernel for all decodes of a step."""
+    _, heads, head_dim = queries.shape
+    threads = torch.get_num_threads()
+    return DecodeAttention(
+        queries.data_ptr(),
+        queries.stride(0) * FLOAT,
+        kv_layer.data_ptr(),
+        kv_layer.stride(0) * kv_layer.itemsize,
+        attended.data_ptr(),
+        kv_layer.itemsize,
+        *metadata.decode_batch.arguments(heads, kv_layer.shape[3], head_dim, threads),
+    )
+
+
+def chunk_arguments(
+    queries: Tensor, kv_layer: Tensor, own: ChunkNumbers, attended: Tensor
+) -> ChunkAttention:
+    """Return the arguments of either kernel for a chunk."""
+    _, heads, head_dim = queries.shape
+    threads, first = torch.get_num_threads(), own.rows.start
+    return ChunkAttention(
+        queries.data_ptr() + first * queries.stride(0) * FLOAT,
+        queries.stride(0) * FLOAT,
+        kv_layer.data_ptr(),
+        kv_layer.stride(0) * kv_layer.itemsize,
+        attended.data_ptr() + first * attended.stride(0) * FLOAT,
+        kv_layer.itemsize,
+        *own.arguments(heads, kv_layer.shape[3], head_dim, threads),
+    )
 
 
 def fits(queries: Tensor, kv_layer: Tensor) -> bool:
-    """Whether there is a kernel, which knows these types and this layout."""
+    """Whether there is a kernel for these types and this layout."""
     return (
         queries.dtype is torch.float32
         and queries.stride()[1:] == (queries.shape[2], 1)
@@ -67,13 +111,13 @@ def paged_attention(
 
 @remembered
 def has_decodes(head_dim: int) -> bool:
-    """Whether decodes have a kernel, without which none is used."""
+    """Whether there is a kernel for decodes, without which none is used."""
     return is_trusted(DECODES, number_of(head_dim))
 
 
 @remembered
 def has_kernels(head_dim: int) -> bool:
-    """Whether chunks of prompts have a kernel too."""
+    """Whether there is a kernel for chunks of prompts too."""
     return fills_vectors(head_dim) and is_trusted(CHUNK, head_dim)
 
 
@@ -85,10 +129,10 @@ def calls(
     *,
     may_round: bool,
 ) -> list[Call]:
-    """What computes the attention of a step, for what `fits` and sizes that have kernels.
+    """Return the calls that compute the attention of a step, for what `fits` and sizes that have
+    kernels.
 
-    They can also be used for another layer: its address then takes the place of argument
-    `calls.CACHE`.
+    For another layer, replace argument `calls.CACHE` by that layer's address.
     """
     found = [_decode_call(queries, kv_layer, metadata, attended)] if metadata.num_decodes else []
     if metadata.num_decodes < len(metadata.context_lens):
@@ -109,7 +153,7 @@ def _decode_call(
 
 @remembered
 def decode_kernel(head_dim: int, kv_dtype: torch.dtype) -> Kernel:
-    """Loaded when it is first needed."""
+    """Return the kernel for decodes; it is loaded at first use."""
     number = number_of(head_dim)
     may_pair = kv_dtype is torch.bfloat16 and fills_vectors(head_dim)
     in_pairs = may_pair and is_trusted(BF16_DECODES, number)
@@ -118,11 +162,72 @@ def decode_kernel(head_dim: int, kv_dtype: torch.dtype) -> Kernel:
 
 @remembered
 def prefill_kernel(head_dim: int) -> Kernel:
-    """For heads whose size is a multiple of `calls.WIDTH`."""
+    """Return the kernel for chunks, for heads whose size is a multiple of `WIDTH`."""
     return kernel_of("prefill_attention", head_dim)
 
 
 @remembered
 def chunk_kernel(head_dim: int) -> Kernel:
-    """The same by the matrix unit."""
+    """Return the kernel for chunks that uses the matrix unit."""
     return kernel_of("amx_attention", head_dim)
+
+
+HEADS, KV_HEADS, BLOCK_SIZE = 4, 2, 16
+
+
+def _attention(
+    contexts: list[tuple[int, int]], head_dim: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, AttentionMetadata]:
+    """Queries, a layer of a cache, and what says of which sequences, each (context, new tokens)."""
+    lengths, counts = np.array(contexts).T
+    num_blocks = -(-lengths // BLOCK_SIZE)
+    tables = np.zeros((len(contexts), num_blocks.max()), np.int64)
+    ids = np.arange(num_blocks.sum())[::-1]
+    for row, end in enumerate(num_blocks.cumsum()):
+        own = ids[end - num_blocks[row] : end]
+        tables[row, : len(own)] = own
+    metadata = AttentionMetadata(
+        query_starts=np.concatenate(([0], counts.cumsum())),
+        context_lens=lengths,
+        block_tables=tables,
+        num_decodes=int((counts == 1).sum()),
+        block_size=BLOCK_SIZE,
+        window=None,
+        device=torch.device("cpu"),
+    )
+    cache = random_values(len(ids), 2, BLOCK_SIZE, KV_HEADS, head_dim).to(dtype)
+    return random_values(int(counts.sum()), HEADS, head_dim), cache, metadata
+
+
+def _decodes(kernel: Kernel, dtype: torch.dtype) -> Results:
+    """One of them has more than one partition of keys."""
+    head_dim = kernel.number or WIDTH
+    queries, cache, metadata = _attention([(70, 1), (3, 1)], head_dim, dtype)
+    out = unwritten(*queries.shape)
+    kernel.run(decode_arguments(queries, cache, metadata, out), 1)
+    return out, reference.paged_attention(queries, cache, metadata)
+
+
+def _all_decodes(kernel: Kernel) -> Results:
+    both = [_decodes(kernel, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    actual, expected = (torch.stack(results) for results in zip(*both, strict=True))
+    return actual, expected
+
+
+def _rounded_decodes(kernel: Kernel) -> Results:
+    return _decodes(kernel, torch.bfloat16)
+
+
+def _chunk(kernel: Kernel) -> Results:
+    queries, cache, metadata = _attention([(70, 19)], kernel.number, torch.bfloat16)
+    out = unwritten(*queries.shape)
+    [own] = metadata.chunk_numbers
+    kernel.run(chunk_arguments(queries, cache, own, out), 1)
+    return out, reference.paged_attention(queries, cache, metadata)
+
+
+DECODES = KnownCase("decode_attention", _all_decodes, tolerance=1e-5)
+BF16_DECODES = KnownCase("bf16_decode_attention", _rounded_decodes, tolerance=1e-2)
+"""Cases of kernels that round queries and weights too."""
+CHUNK = KnownCase("prefill_attention", _chunk, tolerance=1e-5)
+AMX_CHUNK = KnownCase("amx_attention", _chunk, tolerance=1e-2)

@@ -1,9 +1,10 @@
-"""How the attention of a step is cut into programs of the GPU kernel. Pure.
+"""Divides the attention of a step into programs of the GPU kernel.
 
-A program works on one tile (some consecutive new tokens of one sequence, with all query heads that
-share a key head, so that they share its loads) and on one key head. Decodes, whose tiles hold a
-single token, are cut along the keys as well ("split-KV", as Flash-Decoding: Dao, Haziza, Massa and
-Sizov, 2023), or a few long contexts would leave most of the GPU idle.
+A program computes one tile (some consecutive new tokens of one sequence, with all query heads that
+share a key head, so that they share its loads) and one key head. Decodes, whose tiles hold a single
+token, are divided along the keys as well ("split-KV", as Flash-Decoding: Dao, Haziza, Massa and
+Sizov, 2023). Otherwise a few long contexts would leave most of the GPU idle. This module performs
+no I/O.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 TILE_ROWS: Final = 128
-"""Rows (tokens times query heads of a key head) of a prefill's tile."""
+"""Rows of a prefill's tile: tokens times query heads of a key head."""
 MIN_ROWS: Final = 16
-"""The least rows of a matrix product on tensor cores."""
+"""The fewest rows of a matrix product on tensor cores."""
 MIN_SPLIT: Final = 256
-"""Keys of a split, at least: to write and read its partial result costs 1/32 of reading them (bf16,
-four query heads a key head)."""
+"""The fewest keys of a split: writing and reading its partial result costs 1/32 of reading them
+(bf16, four query heads per key head)."""
 HEADER: Final = 2
-"""Numbers before the others: keys of a split, and the width of a block table."""
+"""The number of values before the others: keys of a split, and the width of a block table."""
 PROGRAMS_PER_PROCESSOR: Final = 4
-"""Splits are as large as they can be while this many programs run on each multiprocessor."""
+"""Splits are as large as possible while this many programs run on each multiprocessor."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -43,7 +44,7 @@ class Geometry:
 
     @property
     def tile_tokens(self) -> int:
-        """Tokens of a prefill's tile."""
+        """The tokens of a prefill's tile."""
         return max(1, TILE_ROWS // self.sharing)
 
 
@@ -59,10 +60,10 @@ class Schedule:
     tiles_at: int
     tables_at: int
     num_decodes: int
-    """The first tiles are those of decodes."""
+    """The number of decodes, whose tiles come first."""
     num_chunk_tiles: int
     num_splits: int
-    """That programs are started for; at least those of the longest decode."""
+    """The number of splits for which programs are started; at least those of the longest decode."""
 
 
 def schedule(
@@ -74,9 +75,9 @@ def schedule(
     geometry: Geometry,
     num_splits: int | None = None,
 ) -> Schedule:
-    """Cut a step; its arguments are those of `AttentionMetadata`.
+    """Divide a step; the arguments are those of `AttentionMetadata`.
 
-    num_splits: as many as there must be; None: what fills the device.
+    num_splits: the number of splits; None: as many as fill the device.
     """
     tiles = cut_tiles(query_starts, num_decodes, geometry.tile_tokens)
     visible = context_lens[:num_decodes]
@@ -105,8 +106,9 @@ def schedule(
 def cut_tiles(
     query_starts: NDArray[np.int64], num_decodes: int, tile_tokens: int
 ) -> NDArray[np.int64]:
-    """[tiles, 2]: of each tile its sequence and its first token, counted from the sequence's first
-    new one. Decodes come first; a sequence's last tile, which sees the most keys, starts first."""
+    """Return [tiles, 2]: for each tile its sequence and its first token, counted from the
+    sequence's first new one. Decodes come first. A sequence's last tile, which reads the most keys,
+    starts first."""
     tiles = [(sequence, 0) for sequence in range(num_decodes)]
     counts = np.diff(query_starts).tolist()
     for sequence in range(num_decodes, len(counts)):
@@ -116,9 +118,9 @@ def cut_tiles(
 
 
 def keys_per_split(visible: NDArray[np.int64], geometry: Geometry) -> int:
-    """A power of two: the most keys that a program of a decode reads.
+    """Return the most keys that a program of a decode reads, a power of two.
 
-    visible: [decodes], the keys that each sees.
+    visible: [decodes], the keys that each decode sees.
     """
     programs = geometry.processors * PROGRAMS_PER_PROCESSOR
     share = int(visible.sum()) * geometry.kv_heads // programs
@@ -126,7 +128,8 @@ def keys_per_split(visible: NDArray[np.int64], geometry: Geometry) -> int:
 
 
 def most_splits(num_decodes: int, longest: int, geometry: Geometry) -> int:
-    """As many as fill the device with so many decodes, whatever their lengths up to `longest`."""
+    """Return as many splits as fill the device with this many decodes, whatever their lengths up to
+    `longest`."""
     programs = geometry.processors * PROGRAMS_PER_PROCESSOR
     wanted = programs // (num_decodes * geometry.kv_heads)
     return max(1, min(wanted, -(-longest // MIN_SPLIT)))

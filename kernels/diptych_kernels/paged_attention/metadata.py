@@ -1,4 +1,4 @@
-"""What paged attention needs to know of a batch, besides the tensors it computes on."""
+"""What paged attention needs to know about a batch, besides the tensors."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 from diptych_kernels.host_arrays import to_device
 from diptych_kernels.native.decode_batch import DecodeBatch
 from diptych_kernels.native.prefill_chunk import ChunkNumbers
-from diptych_kernels.paged_attention.gpu_schedule import Geometry, Schedule, schedule
+from diptych_kernels.paged_attention.gpu_schedule import Geometry, Schedule, most_splits, schedule
 
 CPU = torch.device("cpu")
 MAX_PADDING_RATIO = 2
-"""Decodes are gathered together while padding at most doubles the keys that are read."""
+"""Decodes are computed together as long as padding at most doubles the keys that are read,"""
 MAX_GROUP_TOKENS = 8192
-"""...and while what is gathered still fits a processor's cache (one sequence may exceed it)."""
+"""and as long as the gathered keys fit a processor's cache (one sequence may exceed it)."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,10 @@ class AttentionMetadata:
     """
 
     query_starts: NDArray[np.int64]
-    """[sequences + 1]: where each sequence's new tokens begin in the batch; the last is the end."""
+    """[sequences + 1]: where each sequence's new tokens begin in the batch, and the end of the
+    last."""
     context_lens: NDArray[np.int64]
-    """[sequences]: tokens each sequence has in the cache, the new ones included."""
+    """[sequences]: tokens of each sequence in the cache, including the new ones."""
     block_tables: NDArray[np.int64]
     """[sequences, >= blocks of the longest]; entries past a sequence's end are valid block ids."""
     num_decodes: int
@@ -74,7 +75,7 @@ class AttentionMetadata:
 
     @cached_property
     def decode_batch(self) -> DecodeBatch:
-        """The decodes, as a CPU's threads share them."""
+        """The decodes, divided for a CPU's threads."""
         return DecodeBatch(
             self.context_lens[: self.num_decodes],
             self.block_tables[: self.num_decodes],
@@ -84,7 +85,7 @@ class AttentionMetadata:
 
     @cached_property
     def chunk_numbers(self) -> list[ChunkNumbers]:
-        """The sequences with several new tokens, as a CPU's threads share each of them."""
+        """The sequences with several new tokens, each divided for a CPU's threads."""
         return [
             ChunkNumbers(
                 slice(int(self.query_starts[index]), int(self.query_starts[index + 1])),
@@ -97,7 +98,7 @@ class AttentionMetadata:
         ]
 
     def on_device(self, geometry: Geometry) -> tuple[Schedule, Tensor]:
-        """How a GPU cuts the step, and the schedule's numbers on the device."""
+        """Return the GPU's schedule for the step, and its numbers on the device."""
         known = self._schedules.get(geometry)
         if known is None:
             plan = schedule(
@@ -163,7 +164,7 @@ class DecodeGroup:
     """Decodes whose keys are gathered into one padded tensor."""
 
     rows: slice | Tensor
-    """Their tokens in the batch."""
+    """Positions of their tokens in the batch."""
     size: int
     blocks: Tensor
     """[size * blocks of the longest] int64."""
@@ -181,6 +182,48 @@ class PrefillChunk:
     blocks: Tensor
     """[blocks] int64."""
     length: int
-    """Tokens of its context, the new ones included."""
+    """Tokens of its context, including the new ones."""
     mask: Tensor | None
     """[new tokens, length], True where a key is seen; None for a plain causal mask."""
+
+
+@dataclass(frozen=True)
+class FixedDecodes(AttentionMetadata):
+    """The numbers of a first step, which `change` replaces by those of another one with as many
+    sequences."""
+
+    longest: int = 0
+    """The longest context of any step."""
+
+    def on_device(self, geometry: Geometry) -> tuple[Schedule, Tensor]:
+        known = self._schedules.get(geometry)
+        if known is None:
+            visible = self.longest if self.window is None else min(self.longest, self.window)
+            num_splits = most_splits(self.num_decodes, visible, geometry)
+            plan = self._cut(self.context_lens, self.block_tables, geometry, num_splits)
+            widest = self.num_decodes * -(-self.longest // self.block_size)
+            numbers = torch.zeros(plan.tables_at + widest, dtype=torch.int32, device=self.device)
+            self._write(plan, numbers)
+            known = self._schedules[geometry] = plan, numbers
+        return known
+
+    def change(self, context_lens: NDArray[np.int64], block_tables: NDArray[np.int64]) -> None:
+        """Replace the numbers that recorded launches read; the arguments are named as the
+        attributes."""
+        for geometry, (plan, numbers) in self._schedules.items():
+            self._write(self._cut(context_lens, block_tables, geometry, plan.num_splits), numbers)
+
+    def _cut(
+        self,
+        context_lens: NDArray[np.int64],
+        block_tables: NDArray[np.int64],
+        geometry: Geometry,
+        num_splits: int,
+    ) -> Schedule:
+        starts, count = self.query_starts, self.num_decodes
+        return schedule(
+            starts, context_lens, block_tables, count, self.window, geometry, num_splits
+        )
+
+    def _write(self, plan: Schedule, numbers: Tensor) -> None:
+        numbers[: len(plan.numbers)].copy_(to_device(plan.numbers, self.device), non_blocking=True)

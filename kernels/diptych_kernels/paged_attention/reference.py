@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diptych_kernels.kv_write.float8 import FLOAT8
+from diptych_kernels.kv_write.reference import FLOAT8
 from diptych_kernels.paged_attention.metadata import AttentionMetadata, PrefillChunk
 
 

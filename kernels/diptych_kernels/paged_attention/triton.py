@@ -33,8 +33,8 @@ VARIES = (
     "window",
     "num_splits",
 )
-"""Numbers that change from step to step: a kernel compiled for each of their alignments would stop
-the service again and again."""
+"""Numbers that change from step to step. Triton must not compile a kernel for each of their
+alignments, which would stop the service again and again."""
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def attend(
     HEAD_DIM: tl.constexpr, SLOTS: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax along keys from start_key to stop_key; q is [M, D], position [M].
+    """Compute the running softmax along keys from start_key to stop_key; q is [M, D], position [M].
 
     Without MASKED every row sees all of them. Returns out [M, D], and the largest score and the sum
     of exponentials [M].
@@ -206,7 +206,7 @@ def merge_kernel(
 def paged_attention(
     queries: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, kv_scale: float = 1.0
 ) -> Tensor:
-    """As the reference."""
+    """Compute the same as the reference."""
     device = queries.device
     geometry = Geometry(queries.shape[1], kv_layer.shape[3], num_processors(device))
     schedule, numbers = metadata.on_device(geometry)
@@ -221,7 +221,7 @@ def paged_attention(
 
 @cache
 def num_processors(device: torch.device) -> int:
-    """Multiprocessors of a device; 1 for the interpreter's."""
+    """Return the number of multiprocessors of a device; 1 for the interpreter's."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -298,11 +298,12 @@ class _Launch:
 
 
 def loop_shape(block_m: int, block_d: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Keys of a step of the loop, warps, and stages of its pipeline: the quickest on an H200.
+    """Return the keys of a step of the loop, the warps, and the stages of its pipeline: the
+    quickest on an H200.
 
-    A prefill keeps the keys and values of three steps of 32 KiB under way; two of its five stages
-    are for the block table, which their addresses wait for. A decode has one program less for each
-    step more that is under way, and is faster with steps of 64 KiB and more programs.
+    A prefill loads the keys and values of three steps of 32 KiB in advance. Two of its five stages
+    are for the block table, which their addresses depend on. A decode has one program less for each
+    step that is loaded in advance, and is faster with steps of 64 KiB and more programs.
     """
     row_bytes = block_d * dtype.itemsize
     if block_m > 64:

@@ -1,4 +1,4 @@
-"""RMS norm: a program holds some whole rows in registers, so that each is read once."""
+"""RMS norm: a program holds some whole rows in registers, so that each row is read once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ MAX_TILE = 4096
 
 @triton.jit
 def normalized(x, weight, n, eps):
-    """Rows x [R, N] float32, zero from column n on, times weight [N] float32."""
+    """Normalise rows x [R, N] float32, zero from column n on, and multiply them by weight [N]
+    float32."""
     scale = tl.rsqrt(tl.sum(x * x, 1) / n + eps)
     return x * scale[:, None] * weight[None, :]
 
@@ -34,7 +35,7 @@ def rms_norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As the reference; `x` has two or three dimensions, the last contiguous."""
+    """Compute the same as the reference; `x` has two or three dimensions, the last contiguous."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     n = x.shape[-1]
     num_rows = x.numel() // n
@@ -49,7 +50,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def row_tile(n: int) -> tuple[int, int, int]:
-    """Rows, columns and warps of a program, for rows of `n` elements."""
+    """Return rows, columns and warps of a program, for rows of `n` elements."""
     block_n = triton.next_power_of_2(n)
     # Short rows (the heads of a query norm) share a program; long ones have one each, lest a
     # decode's few rows leave processors idle.

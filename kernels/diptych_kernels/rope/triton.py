@@ -1,4 +1,4 @@
-"""Rotation in place: a program turns all heads of one token, whose angles it loads once."""
+"""Rotation in place: a program rotates all heads of one token, whose angles it loads once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @triton.jit
 def rotated(x, cos, sin, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Each pair (2i, 2i + 1) of x [H, D] times cos_i + i sin_i; cos and sin are [D / 2]."""
+    """Multiply each pair (2i, 2i + 1) of x [H, D] by cos_i + i sin_i; cos and sin are [D / 2]."""
     even, odd = tl.split(tl.reshape(x, (BLOCK_H, BLOCK_D // 2, 2)))
     turned = tl.join(even * cos - odd * sin, even * sin + odd * cos)
     return tl.reshape(turned, (BLOCK_H, BLOCK_D))
@@ -17,7 +17,7 @@ def rotated(x, cos, sin, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def load_rotation(rotations_ptr, token, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The cosines and sines of one token, [1, D / 2] each."""
+    """Load the cosines and sines of one token, [1, D / 2] each."""
     pairs = tl.arange(0, BLOCK_D // 2)
     there = pairs < HEAD_DIM // 2
     base = rotations_ptr + token * HEAD_DIM + 2 * pairs
@@ -43,7 +43,7 @@ def rotate_kernel(
 
 
 def rotate_(heads: Tensor, rotations: Tensor) -> None:
-    """As the reference; `rotations` is contiguous."""
+    """Compute the same as the reference; `rotations` is contiguous."""
     num_tokens, num_heads, head_dim = heads.shape
     block_h, block_d = head_tile(num_heads, head_dim)
     rotate_kernel[(num_tokens, triton.cdiv(num_heads, block_h))](
@@ -53,6 +53,6 @@ def rotate_(heads: Tensor, rotations: Tensor) -> None:
 
 
 def head_tile(num_heads: int, head_dim: int) -> tuple[int, int]:
-    """Heads and dimensions that a program of four warps holds."""
+    """Return the heads and dimensions that a program of four warps holds."""
     block_d = triton.next_power_of_2(head_dim)
     return min(triton.next_power_of_2(num_heads), max(1, 2048 // block_d)), block_d

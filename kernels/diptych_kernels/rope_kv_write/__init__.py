@@ -1,5 +1,5 @@
-"""Rotary position embedding, with what some models do before it, and the cache write of the keys
-that it rotated."""
+"""Rotary position embedding, with bias and norms for models that have them, and the cache write of
+the rotated keys."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def add_and_normalise_(
     key_norm: Tensor | None,
     eps: float,
 ) -> None:
-    """What comes before the rotation."""
+    """Add the bias and normalise the heads, before the rotation."""
     if bias is not None:
         heads.flatten(1).add_(bias)
     if query_norm is not None:

@@ -1,4 +1,4 @@
-"""Rotation and cache write in one pass: rotated keys go straight to the cache, never back."""
+"""Rotation and cache write in one pass: rotated keys are written to the cache only."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def rope_kv_write(
     key_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """As the reference."""
+    """Compute the same as the reference."""
     num_tokens, num_heads, head_dim = heads.shape
     kv_heads = kv_layer.shape[3]
     add_and_normalise_(heads, kv_heads, bias, query_norm, key_norm, eps)

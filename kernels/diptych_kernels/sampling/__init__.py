@@ -1,4 +1,4 @@
-"""Drawing tokens from filtered distributions."""
+"""Draws tokens from filtered distributions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["Filters", "sample"]
 
 
 def sample(logits: Tensor, temperature: Tensor, where: Tensor, filters: Filters | None) -> Tensor:
-    """Draw a token for each row: from the softmax of its logits over its temperature, filtered, at
-    a given point of the cumulative distribution.
+    """Draw a token for each row from the filtered softmax of its logits over its temperature, at a
+    given point of the cumulative distribution.
 
-    Every row is treated by itself: what it yields does not depend on its neighbours, nor on its
-    place in the batch.
+    Every row is computed by itself: its token depends neither on its neighbours nor on its place in
+    the batch.
 
     logits: [rows, vocabulary] float32, -inf where a token is excluded; some finite in each row.
     temperature: [rows] float32, above 0.

@@ -1,5 +1,7 @@
-"""Filters by the few hundred largest logits where these suffice, or else by all logits in order;
-then inverts the cumulative distribution."""
+"""Draws tokens in torch: applies the filters, then inverts the cumulative distribution.
+
+The filters use the few hundred largest logits where these suffice, or else all logits in order.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,13 @@ import torch
 from torch import Tensor
 
 NARROW: Final = 256
-"""Candidates looked at before a row's whole vocabulary is sorted, which costs 40 times as much."""
+"""The number of largest logits that are tried before a row's whole vocabulary is sorted, which
+costs 40 times as much."""
 
 
 class Filters(NamedTuple):
     """The filters of each row. Min-p applies first, then top-k, then top-p, each to the tokens that
-    the ones before it leave."""
+    remain."""
 
     top_k: Tensor
     """[rows] int64: how many tokens, 0 for all."""
@@ -45,13 +48,12 @@ def draw(scaled: Tensor, where: Tensor) -> Tensor:
 
 
 def keep_floor(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The smallest logit of each row that survives min-p, then top-k, then top-p.
+    """Return the smallest logit of each row that min-p, then top-k, then top-p keep.
 
-    Top-p takes its share of what min-p and top-k leave. Ties with the floor survive.
+    Top-p takes its share of what min-p and top-k leave. Tokens with equal logits are kept too.
 
-    scaled: [rows, vocabulary] float32 logits over temperature.
-    top_k: [rows] int64, 0 for all; top_p: [rows] float64; min_p: [rows] float32.
-    Returns [rows, 1] float32.
+    scaled: [rows, vocabulary] float32 logits over temperature. top_k: [rows] int64, 0 for all;
+    top_p: [rows] float64; min_p: [rows] float32. Returns [rows, 1] float32.
     """
     floor = scaled.amax(-1, keepdim=True) + min_p.log().unsqueeze(1)
     scaled = scaled.masked_fill(scaled < floor, -torch.inf)

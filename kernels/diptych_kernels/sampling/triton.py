@@ -20,12 +20,13 @@ from diptych_kernels.sampling.reference import Filters
 
 BLOCK = 8192
 NUM_WARPS = 32
-"""A row is one program, and all threads of a multiprocessor hide each other's waits for L2."""
+"""A program computes one row. This many warps keep all threads of a multiprocessor busy, so that
+they hide each other's waits for L2."""
 
 
 @triton.jit
 def load_scaled(logits_ptr, start, vocabulary, temperature, BLOCK: tl.constexpr):
-    """Logits over temperature, from token `start` on; past the vocabulary -inf."""
+    """Load logits over temperature, from token `start` on; -inf past the vocabulary."""
     tokens = start + tl.arange(0, BLOCK)
     logits = tl.load(logits_ptr + tokens, mask=tokens < vocabulary, other=-float("inf"))
     return logits / temperature
@@ -33,14 +34,14 @@ def load_scaled(logits_ptr, start, vocabulary, temperature, BLOCK: tl.constexpr)
 
 @triton.jit
 def order(x):
-    """int32 keys in the order of the float32 numbers."""
+    """Return int32 keys in the order of the float32 numbers."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def fixed(scaled, largest):
-    """Unnormalised probabilities, in units of 2^-40 of the likeliest."""
+    """Return unnormalised probabilities, in units of 2^-40 of the likeliest."""
     return (tl.exp(scaled - largest) * 1099511627776.0).to(tl.int64)
 
 
@@ -49,8 +50,8 @@ def lowest_kept(
     logits_ptr, vocabulary, temperature, largest, low, limit,
     MASS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The smallest key, `low` or more, such that tokens of larger keys are fewer than `limit`, or
-    with MASS have a probability below it. That of the largest logit always is one."""
+    """Return the smallest key, `low` or more, such that tokens of larger keys are fewer than
+    `limit`, or with MASS have a probability below it. The largest logit's key always qualifies."""
     high = order(largest)
     while low < high:
         # Rounds down, also below zero: `low` <= middle < `high`. Their distance needs 33 bits.
@@ -78,7 +79,7 @@ def lowest_kept(
 
 @triton.jit
 def kept(logits_ptr, vocabulary, temperature, largest, floor, BLOCK: tl.constexpr):
-    """How many tokens have keys from `floor` on, and their probability."""
+    """Return how many tokens have keys from `floor` on, and their probability."""
     count = tl.zeros([BLOCK], tl.int32)
     mass = tl.zeros([BLOCK], tl.int64)
     for start in range(0, vocabulary, BLOCK):

@@ -1,20 +1,38 @@
-"""The gate in one call: one pass over what torch's operators read and write twice."""
+"""The gate in one call and one pass over memory that torch's operators read and write twice."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from diptych_kernels.silu_mul.calls import call
-from diptych_kernels.silu_mul.known_case import CASE
-from diptych_kernels.trust import is_trusted
+from diptych_kernels.cpu_level import remembered
+from diptych_kernels.native.arguments import SiluMul, places_of
+from diptych_kernels.native.kernel import Call, Kernel, kernel_of
+from diptych_kernels.silu_mul import reference
+from diptych_kernels.trust import KnownCase, Results, is_trusted, random_values, unwritten
+
+[ROWS] = places_of(SiluMul, "rows")
+"""The position of the number of rows in a table's row."""
+
+
+def call(gate_up: Tensor, out: Tensor) -> Call:
+    """Return the call that computes `out`, [rows, n] contiguous."""
+    rows, size = out.shape
+    return kernel(), SiluMul(gate_up.data_ptr(), out.data_ptr(), rows, size)
+
+
+@remembered
+def kernel() -> Kernel:
+    """Return the kernel; it is loaded at first use."""
+    return kernel_of("silu_mul", 0)
+
 
 MIN_ROWS_TO_SHARE = 8
-"""Fewer are done before a second thread has begun."""
+"""With fewer rows, one thread is done before a second one has begun."""
 
 
 def fits(gate_up: Tensor) -> bool:
-    """Whether there is a kernel, which knows this type and layout."""
+    """Whether there is a kernel for this type and layout."""
     return gate_up.dtype is torch.float32 and gate_up.is_contiguous() and is_trusted(CASE, 0)
 
 
@@ -25,3 +43,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     own, arguments = call(gate_up, out)
     own.run(arguments, torch.get_num_threads() if rows >= MIN_ROWS_TO_SHARE else 1)
     return out
+
+
+def _results(kernel: Kernel) -> Results:
+    x, out = random_values(3, 150), unwritten(3, 75)
+    _, arguments = call(x, out)
+    kernel.run(arguments, 1)
+    return out, reference.silu_mul(x)
+
+
+CASE = KnownCase("silu_mul", _results, tolerance=1e-5)

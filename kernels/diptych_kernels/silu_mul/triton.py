@@ -1,4 +1,4 @@
-"""silu(gate) * up without the intermediate that torch writes between the two."""
+"""silu(gate) * up, without the intermediate result that torch writes between the two."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def silu_mul_kernel(gate_up_ptr, y_ptr, n, BLOCK: tl.constexpr):
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """As the reference; `gate_up` is contiguous."""
+    """Compute the same as the reference; `gate_up` is contiguous."""
     num_rows, n = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty((num_rows, n), dtype=gate_up.dtype, device=gate_up.device)
     silu_mul_kernel[(num_rows, triton.cdiv(n, BLOCK))](gate_up, y, n, BLOCK=BLOCK, num_warps=4)

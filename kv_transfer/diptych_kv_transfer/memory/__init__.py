@@ -1,1 +1,1 @@
-"""Where blocks lie: regions of memory, shards of blocks, their layout, staging and repacking."""
+"""The memory of KV blocks: regions, shards, their layout, staging and repacking."""

@@ -1,4 +1,4 @@
-"""How an engine's KV lies in its memory: in blocks of tokens, shared out among ranks by heads.
+"""The layout of an engine's KV memory: blocks of tokens, whose heads are divided among ranks.
 
 A rank's block is [num_layers, 2 (key, value), block_size, heads, head_dim], contiguous. The model
 sets all of that but `block_size` and the number of ranks, which may differ between two engines.
@@ -35,7 +35,8 @@ class Layout:
 
     @classmethod
     def of(cls, compat: Mapping[str, str | int], geometry: Mapping[str, int]) -> Layout | None:
-        """From what an engine says of itself; None if that is not enough to know, or impossible."""
+        """Read a layout from an engine's description of itself; None if that is incomplete or
+        impossible."""
         layers, heads, head_dim = (
             _positive(compat, name) for name in ("num_layers", "kv_heads", "head_dim")
         )
@@ -51,7 +52,7 @@ class Layout:
 
     @property
     def local_heads(self) -> int:
-        """How many heads each rank has."""
+        """The number of heads of each rank."""
         return max(1, self.kv_heads // self.num_ranks)
 
     @property
@@ -60,7 +61,7 @@ class Layout:
         return self.num_layers * 2 * self.block_size * self.local_heads * self.row_bytes
 
     def heads_of(self, rank: int) -> range:
-        """The heads that a rank has; if there are more ranks than heads, several ranks have the
+        """Return the heads of a rank. If there are more ranks than heads, several ranks have the
         same head."""
         first = rank * self.kv_heads // self.num_ranks
         return range(first, first + self.local_heads)

@@ -1,4 +1,4 @@
-"""Bytes of memory, wherever they are: what transports read and write."""
+"""Ranges of bytes in memory of any kind, which transports read and write."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 class MemoryKind(Enum):
-    """Who can address it."""
+    """Who can address the memory."""
 
     HOST = "host"
     """The processor."""
@@ -20,32 +20,33 @@ class MemoryKind(Enum):
 
 
 class MemoryRegion(msgspec.Struct, frozen=True):
-    """Bytes in a row. They are there for as long as the region is."""
+    """Contiguous bytes. They exist as long as the region does."""
 
     address: int
     length: int
     """Number of bytes."""
     kind: MemoryKind = MemoryKind.HOST
     device: str = "cpu"
-    """A name such as torch has for it, for example `cuda:0`."""
+    """The device as torch names it, such as `cuda:0`."""
     owner: object = None
-    """What has to stay alive."""
+    """The object that owns the memory and has to stay alive."""
 
     @classmethod
     def of(cls, array: NDArray[np.uint8]) -> MemoryRegion:
-        """The memory of a contiguous array. Raises `ValueError` for another one."""
+        """Return the memory of a contiguous array. Raises `ValueError` for another array."""
         if not array.flags.c_contiguous:
             raise ValueError("an array that is not contiguous is not one region")
         return cls(array.ctypes.data, array.nbytes, owner=array)
 
     def part(self, start: int, length: int) -> MemoryRegion:
-        """`length` bytes from `start`. Raises `ValueError` for bytes outside."""
+        """Return `length` bytes from `start`. Raises `ValueError` for bytes outside."""
         if not 0 <= start <= start + length <= self.length:
             raise ValueError(f"bytes {start} to {start + length} of {self.length} are outside")
         return MemoryRegion(self.address + start, length, self.kind, self.device, self.owner)
 
     def array(self) -> NDArray[np.uint8]:
-        """The same bytes, [length]. Raises `ValueError` unless they are the host's."""
+        """Return the same bytes as an array [length]. Raises `ValueError` unless they are in the
+        host's memory."""
         if self.kind is not MemoryKind.HOST:
             raise ValueError(f"the host cannot address memory of {self.device}")
         return np.asarray(_Interface(self))

@@ -1,7 +1,6 @@
-"""From one engine's blocks into another's: what the hinge does where their geometry differs.
+"""Copies KV from one engine's blocks into another's where their geometry differs.
 
-Pure: it changes the target's blocks, and nothing else. Only bytes are moved, so it serves every
-dtype.
+It only changes the target's blocks. It moves bytes, so it works for every dtype.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Shards = Sequence[Shard]
 
 
 class Piece(NamedTuple):
-    """Tokens in a row that are together in one block on either side."""
+    """Contiguous tokens that lie in one block on either side."""
 
     source_block: int
     source_offset: int
@@ -64,8 +63,8 @@ def repack(
         source: blocks in order; the first is the one that holds token `start`.
         target_blocks: ids of the target's blocks, in order; `start` is the first one's first token.
 
-    The layouts are of one model. Nothing else of the target is touched, so tokens that the target
-    had before `start` stay what they are.
+    The layouts are of one model. The rest of the target stays unchanged, such as its tokens before
+    `start`.
     """
     cuts = list(pieces(start, end, source_layout.block_size, target_layout.block_size))
     filled = (end - start) % target_layout.block_size

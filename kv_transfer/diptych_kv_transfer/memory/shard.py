@@ -1,4 +1,4 @@
-"""One rank's KV memory, and how its blocks are reached where this process cannot address them."""
+"""One rank's KV memory, and how its blocks are copied where this process cannot address them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from diptych_kv_transfer.memory.region import MemoryRegion
 
 
 class DeviceCopies(Protocol):
-    """How one rank's blocks reach the host, and come back.
+    """Copies one rank's blocks to the host and back.
 
-    The hinge's thread calls it. Each copy waits for what the engine has had the device do before,
-    and has been made when the call returns.
+    The hinge's thread calls it. Each copy waits for the work that the engine gave the device
+    before, and is complete when the call returns.
     """
 
     def host_room(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Memory of the host that copies reach quickly, and the transport too. Nobody else uses it
-        for as long as the array is kept."""
+        """Return host memory that both the copies and the transport reach quickly. Nobody else uses
+        it while the array exists."""
 
     def gather(
         self, block_ids: Sequence[int], room: NDArray[np.uint8], index: int = 0, count: int = 1
@@ -33,7 +33,8 @@ class DeviceCopies(Protocol):
     def scatter(
         self, room: NDArray[np.uint8], block_ids: Sequence[int], index: int = 0, count: int = 1
     ) -> None:
-        """Copy place i of the room to block block_ids[i], or to a part of it; no id comes twice."""
+        """Copy place i of the room to block block_ids[i], or to a part of it. No id
+        occurs twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,24 +55,27 @@ class Shard(msgspec.Struct, frozen=True):
     region: MemoryRegion
     block_bytes: int
     copies: DeviceCopies | None = None
-    """How blocks reach the host and come back; None: a transport takes them where they are."""
+    """Copies blocks to the host and back. None: a transport can access them in place."""
 
     @classmethod
     def of(cls, blocks: NDArray[np.uint8]) -> Shard:
-        """Blocks of the host, [num_blocks, block_bytes], contiguous."""
+        """Make a shard of blocks in host memory, [num_blocks, block_bytes], contiguous."""
         return cls(MemoryRegion.of(blocks), blocks.shape[1])
 
     def run(self, blocks: range) -> MemoryRegion:
-        """Blocks that follow each other. Raises `ValueError` for blocks that do not exist."""
+        """Return the memory of consecutive blocks. Raises `ValueError` for blocks that do not
+        exist."""
         return self.region.part(blocks.start * self.block_bytes, len(blocks) * self.block_bytes)
 
     def cut(self, block: int, part: Part) -> MemoryRegion:
-        """A part of one block. Raises `ValueError` for one that does not exist."""
+        """Return the memory of a part of one block. Raises `ValueError` for one that does not
+        exist."""
         size, rest = divmod(self.block_bytes, part.count)
         if rest or not 0 <= part.index < part.count:
             raise ValueError(f"blocks of {self.block_bytes} bytes have no {part}")
         return self.run(range(block, block + 1)).part(part.index * size, size)
 
     def array(self) -> NDArray[np.uint8]:
-        """The blocks, [num_blocks, block_bytes]. Raises `ValueError` unless they are the host's."""
+        """Return the blocks as [num_blocks, block_bytes]. Raises `ValueError` unless they are in
+        host memory."""
         return self.region.array().reshape(-1, self.block_bytes)

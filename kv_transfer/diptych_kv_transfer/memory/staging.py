@@ -1,8 +1,8 @@
-"""Blocks that cannot come straight into ours land in a staging area, and are unpacked when they are
-valid. Pure.
+"""Plans how blocks that cannot be received directly arrive in a staging area and are unpacked once
+they are valid.
 
-That is so where the peer's blocks have another geometry (`Staging`), and where ours are on a device
-(`StagedCopies`, if the geometry is equal).
+That happens where the peer's blocks have another geometry (`Staging`), and where our blocks are on
+a device and the geometry is equal (`StagedCopies`). This module performs no I/O.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Staging:
     end: int
     """The wanted tokens are those from `start` up to, but not including, `end`."""
     local_block_ids: list[int]
-    """Where they go; the first one begins with token `start`."""
+    """Our blocks that it goes to. The first one begins with token `start`."""
 
     def shortened(self, end: int, num_local: int) -> Staging:
-        """The same up to token `end` only, which lies in the last of the first `num_local` of our
-        blocks."""
+        """Return the same plan up to token `end` only, which is in the last of the first
+        `num_local` of our blocks."""
         num_blocks = self.layout.blocks_for(end) - self.first
         local = self.local_block_ids[:num_local]
         return replace(self, num_blocks=num_blocks, end=end, local_block_ids=local)
@@ -41,25 +41,26 @@ class Staging:
 
     @property
     def places(self) -> dict[int, int]:
-        """Block of the lease -> block of the staging area."""
+        """Return a map from blocks of the lease to blocks of the staging area."""
         return {self.first + place: place for place in range(self.num_blocks)}
 
 
 @dataclass(frozen=True, slots=True)
 class StagedCopies:
-    """What one load receives in our own geometry. Nobody needs to know what is inside a block."""
+    """What one load receives in our own geometry. Blocks are copied as a whole."""
 
     blocks: list[int]
-    """The blocks of the lease, in the order in which they land."""
+    """The blocks of the lease, in the order in which they arrive."""
     local_block_ids: list[int]
-    """Where each of them goes."""
+    """The block of ours that each of them goes to."""
     block_bytes: int
     """Size of one of our blocks, in bytes, over all ranks."""
     part: Part = WHOLE
     """The part of each of our blocks that is filled."""
 
     def shortened(self, end: int, num_local: int) -> StagedCopies:
-        """The same for the first `num_local` blocks only, which end with token `end`."""
+        """Return the same plan for the first `num_local` blocks only, which end with
+        token `end`."""
         return replace(
             self, blocks=self.blocks[:num_local], local_block_ids=self.local_block_ids[:num_local]
         )
@@ -74,7 +75,7 @@ class StagedCopies:
 
     @property
     def places(self) -> dict[int, int]:
-        """Block of the lease -> block of the staging area."""
+        """Return a map from blocks of the lease to blocks of the staging area."""
         return {block: place for place, block in enumerate(self.blocks)}
 
 
@@ -82,7 +83,7 @@ AnyStaging = Staging | StagedCopies
 
 
 def plan_staging(theirs: Layout, ours: Layout, wanted: dict[int, int], num_tokens: int) -> Staging:
-    """How to fetch the last tokens of a lease of `num_tokens` from blocks of any geometry.
+    """Plan how to fetch the last tokens of a lease of `num_tokens` from blocks of any geometry.
 
     wanted: our blocks that are missing, as index -> block id; they reach up to the last block. All
     of the peer's blocks that cover any of these tokens are fetched.

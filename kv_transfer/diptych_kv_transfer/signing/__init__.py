@@ -1,1 +1,2 @@
-"""Who may: the service's keys, signed references, the handshake of a connection."""
+"""Authentication between engines: the service's keys, signed references, the handshake of a
+connection."""

@@ -1,15 +1,16 @@
-"""How two hinges prove to each other that they are of one service, before anything else is said.
+"""The handshake by which two hinges prove to each other that they belong to one service.
 
-    who connects                       who is connected to
+    client                             server
     nonce          ───────────────▶
                    ◀───────────────    nonce, mac of both     I have the key
     mac of both    ───────────────▶                           so have I
     Hello, …       ◀──────────────▶    Hello, …               each with a mac
 
-Who connects tells a stranger nothing but a nonce. Who is connected to answers one with a mac that
-only holders of the key can tell from noise. From then on each record has a mac of its direction,
-its number, its kind and its content, under a key of this connection: one that was edited, repeated,
-left out, overtaken or recorded elsewhere is found out. Pure: the nonce is passed in.
+The client reveals only a nonce to an unknown server. The server answers with a mac that looks like
+noise to anybody without the key. After that each record has a mac of its direction, its number, its
+kind and its content, under a key of this connection. So a record that was edited, repeated, left
+out, reordered or recorded elsewhere is detected. This module performs no I/O, and its caller passes
+the nonce.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ RECORD = b"diptych record 1"
 
 
 class AuthenticationError(Exception):
-    """The other side does not have the key, or somebody has changed what it says."""
+    """The other side does not have the key, or somebody has changed its data."""
 
 
 class Session:
-    """The records of a connection whose sides have proven themselves."""
+    """Seals and opens the records of a connection after the handshake."""
 
     def __init__(self, sends: HingeKey, receives: HingeKey) -> None:
         """`sends` and `receives` are the keys of the two directions."""
@@ -36,12 +37,12 @@ class Session:
         self._sent = self._received = 0
 
     def seal(self, kind: int, data: bytes) -> bytes:
-        """The next record that we send: its content and its mac."""
+        """Return the next record to send: the content and its mac."""
         self._sent += 1
         return data + _mac(self._sends, self._sent, kind, data)
 
     def open(self, kind: int, record: bytes) -> bytes:
-        """The content of the next record that came. Raises `AuthenticationError`."""
+        """Return the content of the next received record. Raises `AuthenticationError`."""
         self._received += 1
         data = record[:-MAC_BYTES]
         if not equal(record[-MAC_BYTES:], _mac(self._receives, self._received, kind, data)):
@@ -50,10 +51,10 @@ class Session:
 
 
 class Handshake:
-    """One side of it."""
+    """One side of a handshake."""
 
     def __init__(self, key: HingeKey, nonce: bytes, *, connects: bool) -> None:
-        """`nonce` is `NONCE_BYTES` that nobody can guess, and that are used once."""
+        """`nonce` is `NONCE_BYTES` unpredictable bytes that are used only once."""
         self._key, self._nonce, self._connects = key, nonce, connects
         self._nonces = b""
         """Both: of who connects, then of who is connected to."""
@@ -63,7 +64,7 @@ class Handshake:
         """Once the other side has proven itself."""
 
     def receive(self, data: bytes) -> bytes:
-        """What to answer, if anything. Raises `AuthenticationError`."""
+        """Return the answer, if any, to a received record. Raises `AuthenticationError`."""
         if self.session is not None:
             raise AuthenticationError("it has proven itself already")
         if self._connects:

@@ -1,7 +1,7 @@
 """The hinge's key, which all engines of a service have, and nobody else.
 
-It is derived from the service's CURVE secret, so it is available wherever that is, and changes when
-that does. Each use has a label of its own, so that a signature for one use proves nothing in
+It is derived from the service's CURVE secret. So it is available wherever that secret is, and
+changes with it. Each use has a label of its own, so that a signature for one use is invalid for
 another.
 """
 
@@ -21,19 +21,19 @@ class HingeKey:
     __slots__ = ("_secret",)
 
     def __init__(self, secret: bytes) -> None:
-        """`secret` is 32 bytes that cannot be guessed."""
+        """`secret` is 32 unpredictable bytes."""
         self._secret = secret
 
     @classmethod
     def of(cls, keys: CurveKeys) -> HingeKey:
-        """The key of the service that has these keys."""
+        """Derive the key from a service's keys."""
         return HingeKey(
             hashlib.blake2b(keys.secret.encode(), person=b"diptych hinge 1").digest()[:32]
         )
 
     def mac(self, label: bytes, content: bytes) -> bytes:
-        """The MAC of some content, `MAC_BYTES` long, which only holders of the key can compute. A
-        label has at most 16 bytes."""
+        """Return the MAC of some content, `MAC_BYTES` long, which only holders of the key can
+        compute. A label has at most 16 bytes."""
         return hashlib.blake2b(
             content, key=self._secret, person=label, digest_size=MAC_BYTES
         ).digest()
@@ -46,7 +46,7 @@ class HingeKey:
 
 
 PUBLIC_KEY = HingeKey(b"diptych: this key is no secret. ")
-"""The key of engines that have no keys of their own; they listen on loopback only."""
+"""The key of engines without keys of their own, which listen on loopback only."""
 
 equal = hmac.compare_digest
-"""Compares macs in constant time."""
+"""Compare macs in constant time."""

@@ -1,9 +1,10 @@
-"""How P signs a reference to what it lends, and what D checks before it trusts a reference.
+"""How a prefill engine signs a reference to a lease, and what a decode engine checks before it
+trusts one.
 
 A signature has two parts. One covers the fields that identify the lease, which is enough to give it
-back; the other covers every field, which is needed to read it. An announcement comes before there
-is a lease: P signs only its own name and address, and nothing comes of it but an early load, which
-no request gets without a complete reference. Pure, except for the clock.
+back. The other covers every field, which is needed to read it. An announcement comes before there
+is a lease: the prefill engine signs only its own name and address, which permits an early load. No
+request gets the result of an early load without a complete reference.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ ALL_FIELDS = tuple(name for name in KVTransferParams.__struct_fields__ if name !
 ENGINE, LEASE, REFERENCE = b"diptych engine", b"diptych lease", b"diptych refer"
 
 MAX_SKEW_S = 60.0
-"""How far, in seconds, D's clock may be ahead of P's. Whether a lease is alive is decided by P's
-clock."""
+"""How far, in seconds, the decode engine's clock may be ahead of the prefill engine's, whose clock
+decides whether a lease is alive."""
 MAX_TAKEN = 1 << 16
-"""Limit on the proofs that are remembered. Beyond it the oldest is forgotten, which does no harm: P
-refuses a lease that has ended."""
+"""Limit on the proofs that are remembered. Beyond it the oldest is forgotten. That does no harm,
+because the prefill engine refuses a lease that has ended."""
 
 
 class UnprovenReferenceError(InvalidRequestError):
-    """A reference is not what P signed, or not for this request, or not any more."""
+    """A reference was changed after signing, belongs to another request, or is no longer valid."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"{PARAM}: {why}", param=PARAM)
@@ -42,8 +43,7 @@ class UnprovenReferenceError(InvalidRequestError):
 
 @dataclass(slots=True)
 class References:
-    """Signs the references of one engine, and checks and remembers those that it takes from
-    others."""
+    """Signs the references of one engine, and checks and remembers those of others."""
 
     key: HingeKey
     clock: Callable[[], float] = time.time
@@ -55,11 +55,11 @@ class References:
     # --- P ------------------------------------------------------------------------------------
 
     def proof_of_engine(self, params: KVTransferParams) -> str:
-        """The proof for announcements of an engine."""
+        """Return the proof for announcements of an engine."""
         return self._mac(ENGINE, params, ENGINE_FIELDS)
 
     def sign(self, params: KVTransferParams, seconds: float) -> KVTransferParams:
-        """The same parameters, valid for `seconds` from now, with a proof of all of them."""
+        """Return the same parameters, valid for `seconds` from now, with a proof of all of them."""
         params = msgspec.structs.replace(params, expires_at=math.ceil(self.clock() + seconds))
         proof = self._mac(LEASE, params, LEASE_FIELDS) + self._mac(REFERENCE, params, ALL_FIELDS)
         return msgspec.structs.replace(params, proof=proof)
@@ -67,25 +67,26 @@ class References:
     # --- D ------------------------------------------------------------------------------------
 
     def check_engine(self, params: KVTransferParams) -> None:
-        """Raises `UnprovenReferenceError` unless an engine of this service signed this
+        """Raise `UnprovenReferenceError` unless an engine of this service signed this
         announcement."""
         self._check(params.proof or "", self._mac(ENGINE, params, ENGINE_FIELDS))
 
     def check_lease(self, params: KVTransferParams) -> None:
-        """Raises `UnprovenReferenceError` unless an engine of this service made such a lease."""
+        """Raise `UnprovenReferenceError` unless an engine of this service made such a lease."""
         named = (params.proof or "")[: 2 * MAC_BYTES]
         self._check(named, self._mac(LEASE, params, LEASE_FIELDS))
 
     def check(self, params: KVTransferParams) -> None:
-        """Raises `UnprovenReferenceError` if any field is not as it was signed."""
+        """Raise `UnprovenReferenceError` if any field differs from what was signed."""
         self.check_lease(params)
         self._check((params.proof or "")[2 * MAC_BYTES :], self._mac(REFERENCE, params, ALL_FIELDS))
 
     def check_use(self, params: KVTransferParams, digest: str) -> None:
-        """Raises as `check` does, and if the reference is for tokens of another digest, has expired
-        or was taken before.
+        """Raise as `check` does, and also if the reference is for tokens of another digest, has
+        expired or was taken before.
 
-        Before this check nothing in a reference is trusted; not even its address is connected to.
+        Before this check nothing in a reference is trusted. In particular, nobody connects to its
+        address.
         """
         self.check(params)
         if not equal((params.tokens_digest or "").encode(), digest.encode()):
@@ -98,8 +99,8 @@ class References:
             raise UnprovenReferenceError("the reference was used here before; prefill again")
 
     def take(self, params: KVTransferParams) -> None:
-        """Record that a request has come with this reference, so that no other request may use
-        it."""
+        """Record that a request has come with this reference, so that no other
+        request may use it."""
         now = self.clock()
         self._taken[params.proof or ""] = (params.expires_at or 0) + MAX_SKEW_S
         while len(self._taken) > MAX_TAKEN or next(iter(self._taken.values())) < now:

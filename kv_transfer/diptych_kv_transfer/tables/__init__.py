@@ -1,1 +1,2 @@
-"""Pure state machines of a hand-off: leases, loads, and the messages between engines."""
+"""The state machines of a hand-off: leases, loads, and the messages between engines. They perform
+no I/O."""

@@ -9,7 +9,7 @@ from diptych_kv_transfer.memory.staging import AnyStaging
 from diptych_kv_transfer.tables.messages import AnyMessage
 
 Peer = int
-"""A connection, named by the transport; never used again for another one."""
+"""A connection, named by the transport. The name is never reused."""
 Address = tuple[str, int]
 
 
@@ -21,7 +21,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class SendKey:
-    """Names a `SendBlocks` among all transfers that are under way."""
+    """The name of a `SendBlocks` among all running transfers."""
 
     tag: int
     lease_id: str
@@ -29,7 +29,7 @@ class SendKey:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveKey:
-    """Names a `ReceiveBlocks` among all transfers that are under way."""
+    """The name of a `ReceiveBlocks` among all running transfers."""
 
     tag: int
     request_id: str
@@ -60,7 +60,7 @@ class ReceiveBlocks:
     tag: int
     runs: list[range]
     staged: bool = False
-    """The runs are in the request's staging area."""
+    """Whether the runs are in the request's staging area."""
     part: Part = WHOLE
     """The part of each block that is written."""
 
@@ -72,7 +72,7 @@ class ReceiveBlocks:
 @dataclass(frozen=True, slots=True)
 class Stage:
     """Make room for the blocks of a request, until its LoadEnded. A second one for the same request
-    says that fewer blocks will come."""
+    announces fewer blocks."""
 
     request_id: str
     staging: AnyStaging
@@ -80,7 +80,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Unpack:
-    """Copy the staged blocks of a request, which are valid, into our blocks."""
+    """Copy the staged blocks of a request into our blocks, because they are valid now."""
 
     request_id: str
 
@@ -120,7 +120,7 @@ class LoadEnded:
     num_blocks: int = 0
     seconds: float = 0.0
     num_tokens: int = 0
-    """If a prefix was fetched: how many tokens, from the first one on, have KV now."""
+    """For a prefix: the number of its tokens, from the first one on, that have KV now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,19 +131,19 @@ class PrefixAsked:
     names: list[bytes]
     """The names of the prefix's blocks."""
     num_known: int
-    """The other engine has so many of the blocks, and needs at least one more."""
+    """The number of blocks that the other engine has already; it needs at least one more."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixLate:
-    """A prefix does not come in time, and is to be computed in other blocks. `LoadEnded` follows
-    when nothing can be written to those that were to be filled."""
+    """A prefix does not arrive in time, and the engine should compute it in other blocks.
+    `LoadEnded` follows when nothing can be written to the original blocks."""
 
     request_id: str
 
 
 Report = LeaseEnded | LoadEnded | PrefixAsked | PrefixLate
-"""What the engine is told."""
+"""What the hinge reports to the engine."""
 Action = (
     Send | SendBlocks | ReceiveBlocks | Stage | Unpack | Connect | Fence | LeaseEnded | LoadEnded
     | PrefixAsked | PrefixLate

@@ -10,19 +10,19 @@ from diptych_kv_transfer.tables.messages import Open, Run
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Runs that travel together: the first under the tag `first`, each further one under the next
+    """Runs that travel together. The first has the tag `first`, and each further one the next
     higher tag."""
 
     first: int
     runs: list[Run]
     """The runs, in blocks of the lease."""
     blocks: list[range]
-    """The same runs, in blocks of P's memory."""
+    """The same runs, in blocks of the prefill engine's memory."""
 
 
 @dataclass(slots=True)
 class Claim:
-    """A reader's hold on a lease."""
+    """A reader's claim on a lease."""
 
     peer: Peer
     asked: Open
@@ -39,14 +39,14 @@ class Claim:
         return self.asked.tag
 
     def repeats(self, peer: Peer, message: Open) -> bool:
-        """Whether the message is a repetition of the one that made this claim."""
+        """Whether the message repeats the one that made this claim."""
         mine = self.asked
         return (peer, message.tag, message.digest, message.runs) == (
             self.peer, mine.tag, mine.digest, mine.runs
         )  # fmt: skip
 
     def keep_first(self, num_blocks: int) -> None:
-        """The lease has only so many blocks: what was asked for beyond them is not sent."""
+        """Limit the claim to the blocks that the lease has; blocks beyond them are not sent."""
         self.pending = [
             (first, min(count, num_blocks - first))
             for first, count in self.pending
@@ -54,8 +54,9 @@ class Claim:
         ]
 
     def take_ready(self, block_ids: list[int]) -> Batch | None:
-        """Take out of `pending` the runs, or parts of runs, whose blocks are ready, as a batch to
-        send; None: there are none. `block_ids`: the first blocks of the lease, which are ready."""
+        """Remove from `pending` the runs, or parts of runs, whose blocks are ready, and return them
+        as a batch to send; None if there are none. `block_ids`: the first blocks of the lease,
+        which are ready."""
         ready = len(block_ids)
         due = [(first, min(count, ready - first)) for first, count in self.pending if first < ready]
         if not due:

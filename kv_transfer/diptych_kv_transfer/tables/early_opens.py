@@ -1,6 +1,6 @@
-"""Early Opens: claims that arrive before P has promised the lease.
+"""Early Opens: claims that arrive before the prefill engine has promised the lease.
 
-R tells D and P about a request at the same time, so D may be faster than P.
+The router tells both engines about a request at the same time, so the decode engine may be faster.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from diptych_kv_transfer.tables.shares import lease_of
 
 MAX_EARLY, MAX_EARLY_RUNS = 256, 1024
 """Limits on the number of early Opens and on the runs in each. They bound the memory that peers can
-make us use. Beyond the limit the oldest is forgotten; its reader asks again when its request
+make us use. Beyond the limit the oldest is forgotten. Its reader asks again when its request
 arrives."""
 
 
@@ -29,7 +29,7 @@ class EarlyOpen:
 
 @dataclass(slots=True)
 class EarlyOpens:
-    """The last Open of each lease that is not known yet. Pure: time is passed in."""
+    """Keeps the last Open of each lease that is not known yet. The caller passes the time."""
 
     keep_seconds: float
     """An Open that is not renewed for this time is forgotten, because it may be a late copy."""
@@ -46,11 +46,11 @@ class EarlyOpens:
             self._opens.popitem(last=False)
 
     def pop(self, lease_id: str) -> EarlyOpen | None:
-        """Take the Open that waits for this lease, because the lease exists now."""
+        """Remove and return the Open that waits for this lease, because the lease exists now."""
         return self._opens.pop(lease_id, None)
 
     def pop_all(self, lease_id: str) -> list[EarlyOpen]:
-        """Take the Opens that wait for this lease or for shares of it."""
+        """Remove and return the Opens that wait for this lease or for shares of it."""
         names = [name for name in self._opens if lease_of(name) == lease_id]
         return [self._opens.pop(name) for name in names]
 
@@ -61,7 +61,7 @@ class EarlyOpens:
             early.forget_at = now + self.keep_seconds
 
     def close(self, peer: Peer, lease_id: str, tag: int) -> None:
-        """Forget the Open of a reader that does not want the lease any more."""
+        """Forget the Open of a reader that no longer wants the lease."""
         early = self._opens.get(lease_id)
         if early is not None and (early.peer, early.message.tag) == (peer, tag):
             del self._opens[lease_id]

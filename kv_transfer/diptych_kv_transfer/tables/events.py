@@ -32,7 +32,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class TransferEnded:
-    """A `send_blocks` or `receive_blocks` has ended, and touches its regions no more."""
+    """A `send_blocks` or `receive_blocks` has ended, and no longer touches its regions."""
 
     key: Hashable
     """The key that began the transfer. A transport does not interpret it."""
@@ -41,7 +41,7 @@ class TransferEnded:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """A connection ended; every transfer on it has ended before."""
+    """A connection has ended, after every transfer on it."""
 
     peer: Peer
 

@@ -1,6 +1,6 @@
 """The decisions of the hinge: both tables of one engine, and the peers that have said Hello.
 
-Pure: events and the time go in, actions come out. `hinge_thread.py` runs it over UCX.
+Events and the time go in, actions come out. `hinge_thread.py` performs the I/O.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One lease of P: its blocks, its state, and who reads it."""
+"""One lease of a prefill engine: its blocks, its state, and its reader."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ TRANSITIONS: dict[LeaseState, frozenset[LeaseState]] = {
 
 @dataclass(slots=True)
 class Lease:
-    """The right to read some blocks, for an engine that knows its id and its tokens."""
+    """The right of an engine that knows the lease's id and tokens to read some blocks."""
 
     lease_id: str
     request_id: str
     digest: str
     num_blocks: int
-    """How many blocks the lease will have in all."""
+    """The final number of the lease's blocks."""
     block_ids: list[int] = field(default_factory=list)
     """The blocks whose KV is computed already: the first blocks of the lease."""
     expires_at: float = NEVER
@@ -58,17 +58,17 @@ class Lease:
     """When to cut off readers that keep the blocks of an ended lease busy; `AT_ONCE`: the next
     `tick` sets it."""
     is_prefix: bool = False
-    """Its blocks are cached ones, which a reader has asked for by name."""
+    """Whether its blocks are cached ones, which a reader has asked for by name."""
     part: Part = WHOLE
     """The part of each block that may be read; not the whole block if this is a share."""
 
     def become(self, state: LeaseState) -> None:
-        """Change state. An illegal transition raises and changes nothing."""
+        """Change the state. An illegal transition raises and changes nothing."""
         if state not in TRANSITIONS[self.state]:
             raise RuntimeError(f"lease of {self.request_id}: {self.state} -> {state}")
         self.state = state
 
     @property
     def deadline(self) -> float:
-        """When something has to be done about this lease; infinity: never."""
+        """When the lease next needs an action; infinity means never."""
         return self.expires_at if self.state in LIVE else self.fence_at

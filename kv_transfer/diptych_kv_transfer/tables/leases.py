@@ -1,4 +1,4 @@
-"""P's side of the hinge: who may read the blocks of prefills, and until when.
+"""The prefill engine's side of a hand-off: who may read the blocks of prefills, and until when.
 
     PROMISED ──grant──▶ GRANTED ◀──▶ READING ──Close(ok)──▶ RELEASED
        │                   │  Open / let go │
@@ -6,20 +6,21 @@
        ▼                   │                │
     WITHDRAWN              └────────────────┴─▶ EXPIRED    time
 
-A lease is promised while its prompt is still computed, and may be opened then: finished blocks
-travel while others are computed. It begins to age when it is granted, which is when all its blocks
-are finished.
+A lease is promised while its prompt is still being computed. It may be opened then, so that
+finished blocks travel while others are computed. Its time begins when it is granted, which is when
+all its blocks are finished.
 
-The lease of a *prefix* begins READING: another engine has asked for it, by the names of its blocks,
-and the engine has said which of them it remembers. It is not renewed, so that nobody can pin a
-cached prefix for longer than the length of one lease.
+The lease of a *prefix* begins in READING: another engine has asked for it, by the names of its
+blocks, and this engine has answered which of them it remembers. It is not renewed, so that nobody
+can pin a cached prefix for longer than the length of one lease.
 
 A lease ends exactly once, and its blocks are given back (`LeaseEnded`) exactly once: when it has
 ended *and* no send of them is in flight. Ending revokes the reader's claim at once: the reader is
 told, and its Close is answered `held=False` even while sends are still draining.
 
 A lease may be divided into shares (`shares.py`). Each share is a lease of its own, with the states
-above. The lease has ended when all its shares have. Pure: time is passed in.
+above. The lease has ended when all its shares have. The table performs no I/O; its caller passes
+the time.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class LeaseTable:
     """Leases that another engine ended with Reject."""
     prefixes_lent: int = 0
     prefixes_refused: int = 0
-    """Prefixes that other engines asked for in vain."""
+    """Prefixes that other engines asked for without success."""
     _early: EarlyOpens = field(init=False)
     _asks: PrefixAsks = field(default_factory=PrefixAsks)
     _divided: DividedLeases = field(default_factory=DividedLeases)
@@ -93,7 +94,7 @@ class LeaseTable:
         return [action for x in opens for action in self.receive(x.peer, x.message, now)]
 
     def lend(self, lease_id: str, block_ids: list[int]) -> list[Action]:
-        """Record which first blocks of a promised lease are computed. The list only ever grows."""
+        """Record the first blocks of a promised lease that are computed. The list only grows."""
         actions: list[Action] = []
         for lease in self._of(lease_id):
             if lease.state is LeaseState.PROMISED:  # else it was withdrawn meanwhile
@@ -102,7 +103,7 @@ class LeaseTable:
         return actions
 
     def grant(self, lease_id: str, block_ids: list[int], now: float) -> list[Action]:
-        """Grant a promised lease, all of whose blocks are computed. From now on it ages."""
+        """Grant a promised lease, all of whose blocks are computed. Its time begins."""
         actions: list[Action] = []
         for lease in self._of(lease_id):
             if lease.state is not LeaseState.PROMISED:
@@ -119,7 +120,8 @@ class LeaseTable:
     def lend_prefix(
         self, lease_id: str, block_ids: list[int], last_name: bytes, now: float
     ) -> list[Action]:
-        """Answer a reader that asked for a prefix. `block_ids`: what is lent of it; none: nothing.
+        """Answer a reader that asked for a prefix. `block_ids`: the blocks lent to it; empty if
+        none.
 
         `last_name` names the last of these blocks, and so all of them. If nobody wants them any
         more, the lease ends at once.

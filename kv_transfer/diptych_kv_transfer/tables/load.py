@@ -1,4 +1,5 @@
-"""One request's load on D: its lease, its state, and the blocks that are still missing."""
+"""One request's load on the decode engine: its lease, its state, and the blocks that are still
+missing."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ class Prefix:
     """The first of our blocks that lacks KV."""
 
     def misfit(self, theirs: Hello) -> str:
-        """Why these names are not those of the answering engine's blocks; empty if they are."""
+        """Return why these names are not those of the answering engine's blocks;
+        empty if they are."""
         size = theirs.geometry.get("block_size", self.name_tokens)
         return "" if size == self.name_tokens else f"its blocks have {size} tokens"
 
@@ -106,7 +108,7 @@ class Load:
     digest: str = ""
     tag: int = 0
     wanted: dict[int, int] = field(default_factory=dict)
-    """Block of the lease -> our block, for blocks that P has not announced yet."""
+    """Block of the lease -> our block, for blocks that the prefill engine has not announced yet."""
     num_blocks: int = 0
     """How many of our blocks were wanted at first."""
     num_tokens: int = 0
@@ -119,19 +121,19 @@ class Load:
     asked: bool = False
     """Open was sent."""
     prefix: Prefix | None = None
-    """Set if P may have less than what is wanted, or nothing."""
+    """Set if the prefill engine may have less than what is wanted, or nothing."""
     patience_s: float = NEVER
-    """How long it may take, of which `deadline` is the end."""
+    """How long the load may take. `deadline` is when this time is over."""
     granted: bool = False
-    """P has said how much of the prefix it lends."""
+    """The prefill engine has said how much of the prefix it lends."""
     batches: set[int] = field(default_factory=set)
     """The first tag of every announced batch."""
     receiving: set[int] = field(default_factory=set)
     """The batches whose receives are posted and have not ended."""
     over: bool = False
-    """P will send nothing more."""
+    """The prefill engine will send nothing more."""
     last_chance: bool = False
-    """The load was overdue or given up before. If it is overdue again, the connection is cut."""
+    """The load was given up or was overdue once. If it is overdue again, the connection is cut."""
     problem: str = ""
     """Why the load cannot succeed any more; empty if it can."""
 
@@ -160,7 +162,7 @@ class Load:
 
     @property
     def may_shorten(self) -> bool:
-        """Whether blocks have come before P has said how many it lends."""
+        """Whether blocks have arrived before the prefill engine has said how many it lends."""
         early = self.prefix is not None and not self.granted
         return early and self.state is LoadState.RECEIVING
 
@@ -170,8 +172,8 @@ class Load:
         return self.staged and not self.asked and self.state is LoadState.OPENING
 
     def ask(self) -> Open:
-        """Return the Open that asks P for the blocks. A load that waited for room gets its deadline
-        now."""
+        """Return the Open that asks the prefill engine for the blocks. A load that waited for room
+        gets its deadline now."""
         self.asked = True
         if self.deadline == NEVER:
             self.deadline = AT_ONCE
@@ -183,9 +185,9 @@ class Load:
         return Open(self.lease.lease_id, self.digest, self.tag, runs, self.early, names)
 
     def shorten(self, prefix: Prefix, opened: Opened) -> None:
-        """P lends only so many blocks of a prefix: the others are not waited for.
+        """Wait only for the blocks of a prefix that the prefill engine lends.
 
-        Raises `ValueError`, and changes nothing, if P lends nothing that was asked for.
+        Raises `ValueError`, and changes nothing, if it lends nothing that was asked for.
         """
         count, num_tokens = opened.num_blocks, opened.num_blocks * prefix.name_tokens
         if count > len(prefix.names) or num_tokens <= prefix.first * prefix.block_tokens:
@@ -272,7 +274,7 @@ def coalesce(wanted: dict[int, int]) -> list[Run]:
 
 
 def mismatch(lease: LeaseRef, theirs: Hello, mine: Hello) -> str:
-    """Return why the answering engine is not the lease's, or is incompatible; empty if neither."""
+    """Return why the answering engine is not the lease's or is incompatible; empty if it fits."""
     if theirs.version != mine.version:
         return f"the prefill engine speaks version {theirs.version}, we speak {mine.version}"
     if (theirs.engine_id, theirs.epoch) != (lease.engine_id, lease.epoch):

@@ -1,4 +1,4 @@
-"""D's side of the hinge: fetching the blocks of a lease into blocks of our own.
+"""The decode engine's side of a hand-off: it fetches the blocks of a lease into blocks of its own.
 
     HOLDING ──start──▶ OPENING ──Opened──▶ RECEIVING ──all here──▶ CLOSING ──Closed(held)──▶ done
        │                  │ Refused         │   ▲ Sending   │        │ Closed(not held)       or
@@ -6,16 +6,17 @@
        │                  ├──cancel, time──▶ STOPPING ──Closed and all receives ended──┐
        └──────────────────┴──────────────────────────────────────────┴────────────────▶ failed
 
-While a request queues, its load is HOLDING: D connects to P and renews the lease. An *early* load
-is started for a request that is only announced. At that time the lease may be only promised, or not
-even that. A complete early load is KEPT until its request adopts it or its time is over. Whatever
-its outcome, an early load does not end the lease, because another load may still need it.
+While a request queues, its load is HOLDING: the decode engine (D) connects to the prefill engine
+(P) and renews the lease. An *early* load is started for a request that is only announced. At that
+time the lease may be only promised, or not even that. A complete early load is KEPT until its
+request adopts it or its time is over. Whatever its outcome, an early load does not end the lease,
+because another load may still need it.
 
 `LoadEnded` is reported exactly once for every started load (and once more for a KEPT load that no
 request adopted), and only when nothing can write to its blocks any more. It says `ok` only after P
 confirmed that the lease was held throughout. If D gives up a load, it asks P to stop. The load ends
 when P has confirmed this and the receives are over. If P does not answer, D cuts the connection,
-which fails all loads on it. Pure: time is passed in.
+which fails all loads on it. The table performs no I/O; its caller passes the time.
 """
 
 from __future__ import annotations
@@ -62,10 +63,11 @@ from diptych_kv_transfer.tables.messages import (
 from diptych_kv_transfer.tables.waits import Waits
 
 STOP_SECONDS = 5.0
-"""How long P may take to stop a load that was given up, before the connection is cut."""
+"""How long the prefill engine may take to stop a load that was given up, before the connection is
+cut."""
 ANSWER_SECONDS, READ_SECONDS = 1.0, 5.0
-"""How long a prefix may take until P says what it lends of it, and from then on. Its request could
-compute it meanwhile."""
+"""How long the owner of a prefix may take to say what it lends, and then to send it. Meanwhile the
+request could compute the prefix itself."""
 
 
 @dataclass(slots=True)
@@ -77,14 +79,15 @@ class LoadTable:
     staging_bytes: int = 256 << 20
     """Room for the staged blocks of all loads together. A single load may take more."""
     copied_block_bytes: int = 0
-    """Size of one of our blocks, over all ranks, if they are on a device, which no transfer
-    reaches: then all loads are staged. 0: they are on the host."""
+    """Size of one of our blocks, over all ranks, if they are on a device, which no transport
+    reaches; then all loads are staged. 0: they are on the host."""
     loads: dict[str, Load] = field(default_factory=dict)
     remotes: dict[Address, Remote] = field(default_factory=dict)
     rejects: list[LeaseRef] = field(default_factory=list)
     """Leases to reject as soon as their engine has said Hello."""
     started: int = 0
-    """Loads of hand-offs; those of prefixes, which may fail without harm, are counted apart."""
+    """The number of loads of hand-offs. Loads of prefixes, which may fail without harm, are counted
+    separately."""
     completed: int = 0
     failed: int = 0
     prefixes_started: int = 0
@@ -151,7 +154,7 @@ class LoadTable:
         return self._open(load, now) if load.state is LoadState.OPENING else []
 
     def cancel(self, request_id: str, now: float) -> list[Action]:
-        """Give up a load, and tell P as soon as possible."""
+        """Give up a load, and tell the prefill engine as soon as possible."""
         load = self.loads.get(request_id)
         if load is None:
             return []
@@ -164,7 +167,7 @@ class LoadTable:
         return [*self._end(load, now), *self._let_go(load)]
 
     def reject(self, lease: LeaseRef) -> list[Action]:
-        """Tell P that a lease is not needed."""
+        """Tell the prefill engine that a lease is not needed."""
         self.rejects.append(lease)
         return [*self.reach(lease.address), *self._send_rejects(lease.address)]
 
@@ -280,14 +283,15 @@ class LoadTable:
 
     @property
     def in_flight(self) -> int:
-        """The number of hand-offs whose loads have started and not ended. Safe to call from another
+        """The number of hand-offs whose loads have started and not ended. Safe to read from another
         thread."""
         loads = list(self.loads.values())
         return sum(load.state in UNDER_WAY and load.prefix is None for load in loads)
 
     @property
     def prefixes_in_flight(self) -> int:
-        """The same of prefixes."""
+        """The number of prefixes whose loads have started and not ended. Safe to read from another
+        thread."""
         return sum(load.prefix is not None for load in list(self.loads.values()))
 
     # --- inside -------------------------------------------------------------------------------

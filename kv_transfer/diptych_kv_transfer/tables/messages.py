@@ -16,12 +16,12 @@ Any engine may ask any other for a prefix in the same way: its Open has a new id
 the prefix's blocks. The owner makes a lease of those of them that it remembers, and says in Opened
 how many these are.
 
-If several ranks of D read the blocks of one rank of P, each opens its share of the lease, by the
-share's own name (`shares.py`).
+If several ranks of a decode engine read the blocks of one rank of a prefill engine, each opens its
+share of the lease, by the share's own name (`shares.py`).
 
 A claim is identified by its lease and its tag, so that late messages about an earlier claim are
-recognised. Every message may be repeated without harm. When a claim is lost, P sends Closed without
-being asked. Fields are only ever added at the end, with a default.
+recognised. Every message may be repeated without harm. When a claim is lost, the prefill engine
+sends Closed unasked. Fields are only ever added at the end, with a default.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ Tag = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Run = tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=1)]]
 """(first block of the lease, number of blocks)"""
 BlockName = Annotated[bytes, msgspec.Meta(max_length=64)]
-"""The chained hash of a block, which names all tokens up to its end and all else that their KV
-depends on: see `diptych_protocol.block_hashes`."""
+"""The chained hash of a block. It names all tokens up to the block's end and everything else that
+their KV depends on: see `diptych_protocol.block_hashes`."""
 
 
 class RemoteProtocolError(Exception):
@@ -51,7 +51,7 @@ class RemoteProtocolError(Exception):
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of all messages."""
+    """The base of all messages."""
 
 
 class Hello(Message, frozen=True):
@@ -74,11 +74,11 @@ class Open(Message, frozen=True):
     """The blocks that the reader lacks. Each run is contiguous in the reader's memory, and no block
     is in two runs."""
     early: bool = False
-    """P does not refuse an unknown lease, but answers when it knows the lease."""
+    """The prefill engine does not refuse an unknown lease, but answers when it knows the lease."""
     names: Annotated[list[BlockName], msgspec.Meta(max_length=MAX_PREFIX_BLOCKS)] = []
-    """Not empty: there is no such lease yet; make one of as many of these blocks, from the first
-    one on, as are remembered. The runs are among them. An engine that does not know this field
-    refuses the lease, because it is unknown."""
+    """Not empty: no such lease exists yet. Make one of these blocks, from the first one on, as far
+    as they are remembered. The runs are among them. An engine that does not know this field refuses
+    the lease as unknown."""
 
 
 class Close(Message, frozen=True):
@@ -101,7 +101,7 @@ class Opened(Message, frozen=True):
     lease_id: LeaseId
     tag: Tag = 0
     num_blocks: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """How many blocks the lease of a prefix has; the reader gets no others of its runs."""
+    """The number of blocks in the lease of a prefix; the reader gets no others of its runs."""
 
 
 class Refused(Message, frozen=True):
@@ -136,7 +136,7 @@ _decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 
 def encode(message: AnyMessage) -> bytes:
-    """The bytes of a message."""
+    """Return the bytes of a message."""
     return _encoder.encode(message)
 
 

@@ -1,4 +1,4 @@
-"""Opens of prefixes: what other engines asked for by name, until the engine says what it has."""
+"""Opens of prefixes, which wait until the engine says which of the blocks it has."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from diptych_kv_transfer.tables.actions import Peer, PrefixAsked
 from diptych_kv_transfer.tables.messages import Open
 
 MAX_ASKS = 64
-"""Limit on the questions that the engine has not answered, which it does between two steps. Those
-that were taken back count, too: the engine is told of them all the same."""
+"""Limit on the questions that the engine has not answered yet; it answers between two steps.
+Questions that were taken back count too, because the engine gets them all the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """An Open that waits for the lease that it asks for."""
+    """An Open that waits until a lease for it is made."""
 
     peer: Peer
     message: Open
 
     def to_engine(self) -> PrefixAsked:
-        """The question to the engine."""
+        """The question for the engine."""
         message = self.message
         return PrefixAsked(message.lease_id, message.names, min(first for first, _ in message.runs))
 
 
 @dataclass(slots=True)
 class PrefixAsks:
-    """The questions that the engine has not answered, by the ids of their leases. Pure."""
+    """The questions that the engine has not answered, by the ids of their leases."""
 
     _asks: dict[str, Ask] = field(default_factory=dict)
     _num_unanswered: int = 0
@@ -39,7 +39,7 @@ class PrefixAsks:
         return lease_id in self._asks
 
     def why_not(self, message: Open) -> str:
-        """Why a question is refused unasked; empty if it is not."""
+        """Return why a question is refused without asking the engine; empty if it is not."""
         if message.lease_id in self._asks:
             return "another reader asks for this lease"
         if not message.runs:
@@ -51,23 +51,25 @@ class PrefixAsks:
         return "" if self._num_unanswered < MAX_ASKS else "too many prefixes are asked for"
 
     def repeats(self, peer: Peer, message: Open) -> bool:
-        """Whether the message is a repetition of one that waits."""
+        """Whether the message repeats one that waits."""
         ask = self._asks.get(message.lease_id)
         return ask is not None and (ask.peer, ask.message) == (peer, message)
 
     def put(self, peer: Peer, message: Open) -> PrefixAsked:
-        """Remember a question. Returns what the engine is to be asked."""
+        """Store a question. Returns the question for the engine."""
         self._num_unanswered += 1
         ask = self._asks[message.lease_id] = Ask(peer, message)
         return ask.to_engine()
 
     def pop(self, lease_id: str) -> Ask | None:
-        """The engine has answered; None: nobody wants to know any more."""
+        """Remove and return a question that the engine has answered; None if its reader has given
+        up."""
         self._num_unanswered -= 1
         return self._asks.pop(lease_id, None)
 
     def give_up(self, peer: Peer, lease_id: str) -> bool:
-        """Its reader does not want the lease any more; False: it did not ask for one."""
+        """Forget the question of a reader that has given up; False if it did not ask for this
+        lease."""
         ask = self._asks.get(lease_id)
         if ask is None or ask.peer != peer:
             return False

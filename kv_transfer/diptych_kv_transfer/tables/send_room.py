@@ -1,5 +1,5 @@
-"""Decides which sends may copy their blocks from a device to the host, where the copies stay until
-they are sent. Pure."""
+"""Decides which sends may copy their blocks from a device to the host, where copies stay until they
+are sent."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from diptych_kv_transfer.tables.actions import Peer, SendBlocks
 
 @dataclass(slots=True)
 class SendRoom:
-    """Limits the room for copies. Sends wait in order while those before them fill the room.
+    """Limits the room for copies. Sends wait in order until those before them leave room.
 
-    A waiting send keeps its lease's blocks pinned, like any send in flight, so they can be copied
+    A waiting send keeps its lease's blocks pinned, like any running send, so they can be copied
     later.
     """
 

@@ -1,10 +1,11 @@
-"""Shares of a lease: several ranks of another engine read the same blocks. Pure.
+"""Shares of a lease: several ranks of another engine read the same blocks.
 
 Each rank of an engine with several hinges lends its blocks under one lease. If the other engine has
-more ranks, several of them read this lease: each its slice of every block, or each the whole block
-if they all need the same heads. Each reader then has a *share*. A share is a lease of its own: it
-is opened, renewed, closed and rejected by its own name. The engine gets its blocks back when all
-shares have ended. The first message that names a share divides the lease.
+more ranks, several of them read this lease: each reads its slice of every block, or all read the
+whole block if they need the same heads. Each reader then has a *share*. A share is a lease of its
+own: it is opened, renewed, closed and rejected by its own name. The engine gets its blocks back
+when all shares have ended. The first message that names a share divides the lease. This module
+performs no I/O.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ RELEASED = "released"
 
 
 class Share(NamedTuple):
-    """What one of several readers gets of a lease."""
+    """The part of a lease that one of several readers gets."""
 
     lease_id: str
-    """The lease of which it is a share."""
+    """The lease that it is a share of."""
     reader: int
     readers: int
     slices: int
-    """Into how many slices the readers divide each block. Readers in a row get the same slice if
-    there are more readers than slices."""
+    """The number of slices into which the readers divide each block. If there are more readers than
+    slices, adjacent readers get the same slice."""
 
     @property
     def name(self) -> str:
@@ -38,17 +39,17 @@ class Share(NamedTuple):
 
     @property
     def part(self) -> Part:
-        """Which part of each block the reader gets."""
+        """The part of each block that the reader gets."""
         return Part(self.reader * self.slices // self.readers, self.slices)
 
     @property
     def all(self) -> list[Share]:
-        """The shares of all readers."""
+        """Return the shares of all readers."""
         return [self._replace(reader=reader) for reader in range(self.readers)]
 
 
 def share_named(name: str) -> Share | None:
-    """Return the share that a name stands for; None: it is the name of a whole lease."""
+    """Return the share of this name; None if it is the name of a whole lease."""
     found = _NAME.fullmatch(name)
     if found is None:
         return None
@@ -61,7 +62,7 @@ def share_named(name: str) -> Share | None:
 
 
 def lease_of(name: str) -> str:
-    """The lease that a name stands for, or of which it names a share."""
+    """Return the lease of this name, or the one that the named share belongs to."""
     share = share_named(name)
     return name if share is None else share.lease_id
 
@@ -91,19 +92,20 @@ class DividedLeases:
     _leases: dict[str, _Divided] = field(default_factory=dict)
 
     def divide(self, share: Share) -> None:
-        """Divide the lease of a share. It must not be divided yet."""
+        """Divide the lease that a share belongs to. It must not be divided yet."""
         self._leases[share.lease_id] = _Divided([other.name for other in share.all])
 
     def names(self, lease_id: str) -> list[str]:
-        """The names of a lease's shares that have not ended; the lease itself if it is whole."""
+        """Return the names of a lease's shares that have not ended; the lease itself if it is
+        whole."""
         divided = self._leases.get(lease_id)
         return [lease_id] if divided is None else list(divided.left)
 
     def ended(self, name: str, outcome: str, block_ids: list[int]) -> Ended | None:
-        """A lease or a share has ended, and nobody reads its blocks any more.
+        """Record that a lease or a share has ended, and nobody reads its blocks any more.
 
-        Returns the lease that has ended with it; it was `released` only if every share was. None:
-        other shares have not ended.
+        Returns the lease if it has ended too; its outcome is `released` only if that of every share
+        is. None: other shares have not ended.
         """
         lease_id = lease_of(name)
         divided = self._leases.get(lease_id)

@@ -1,4 +1,4 @@
-"""How long requests waited for the KV that came, and from whom it came. Pure."""
+"""Records how long requests waited for KV, and which engine sent it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Waits:
     hand_off_seconds: float = 0.0
     prefix_seconds: float = 0.0
     moves: deque[Move] = field(default_factory=lambda: deque(maxlen=MAX_MOVES_TOLD))
-    """The newest ones of both kinds."""
+    """The newest loads of both kinds."""
     num_moves: int = 0
 
     def saw(self, load: Load, seconds: float) -> None:
-        """All that a load was to bring is here, after its request has waited so long."""
+        """Record a completed load, and how long its request had waited."""
         if load.prefix is not None:
             self.prefix_seconds += seconds
         else:

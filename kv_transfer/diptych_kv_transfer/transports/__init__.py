@@ -1,8 +1,8 @@
-"""How bytes get from one engine to another.
+"""The interface of a transport, which moves bytes from one engine to another.
 
-Each transport is a module or a folder of this one, under the name that `KVTransferConfig.transport`
-gives, with its class as `TRANSPORT`. One thread owns a transport and calls everything but `wake`.
-Nothing waits, except `poll`.
+Each transport is a module or a folder of this package, under the name that
+`KVTransferConfig.transport` gives, with its class as `TRANSPORT`. One thread owns a transport and
+calls everything but `wake`. Only `poll` blocks.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ class Transport(Protocol):
     """Connections that carry control messages and blocks."""
 
     reaches: ClassVar[Set[MemoryKind]]
-    """The kinds of memory that it reads and writes where they are."""
+    """The kinds of memory that it reads and writes in place."""
 
     def __init__(self, host: str, port: int, key: HingeKey) -> None:
         """Listen at an IP address; port 0 takes a free one.
 
-        key: what the other side of each connection must have, too.
+        key: the key that the other side of each connection must have, too.
 
-        Raises `OSError` when the port cannot be had.
+        Raises `OSError` when the port is not available.
         """
 
     @property
     def port(self) -> int:
-        """Where we listen."""
+        """The port at which the transport listens."""
 
     @property
     def name(self) -> str:
-        """How the last blocks went: `cma` (read on one host), `tcp`, …; empty before."""
+        """The way of the last blocks: `cma` (read on one host), `tcp`, …; empty before."""
 
     def connect(self, address: Address) -> None:
         """Begin to connect; ends in Connected or ConnectFailed."""
 
     def send(self, peer: Peer, data: bytes) -> None:
-        """Send a control message; one to a lost peer is dropped."""
+        """Send a control message. A message to a lost peer is dropped."""
 
     def send_blocks(
         self, peer: Peer, key: Hashable, tag: int, regions: Sequence[MemoryRegion]
     ) -> None:
         """Send regions under a tag; ends in TransferEnded(key).
 
-        They are read until then, though the receiver may have them sooner.
+        The transport may read them until then, even if the receiver has them sooner.
         """
 
     def receive_blocks(
@@ -60,17 +60,18 @@ class Transport(Protocol):
     ) -> None:
         """Receive what the peer sends under a tag, region for region; ends in TransferEnded(key).
 
-        It fails if their sizes differ.
+        It fails if the sizes differ.
         """
 
     def fence(self, peer: Peer) -> None:
-        """Cut a connection; ends in PeerLost, after which none of its transfers touches memory."""
+        """Cut a connection. It ends in PeerLost, after which none of its transfers
+        touches memory."""
 
     def poll(self, timeout_s: float | None) -> list[Event]:
-        """What happened; waits for something at most this long. `wake` ends the wait."""
+        """Return events, and wait at most this long if there are none. `wake` ends the wait."""
 
     def wake(self) -> None:
-        """End a `poll` that waits. The one method for other threads."""
+        """End a `poll` that waits. This is the only method for other threads."""
 
     def close(self) -> None:
         """Cut every connection and stop listening. Safe to call twice."""
@@ -81,7 +82,7 @@ TRANSPORTS = tuple(found.name for found in iter_modules(__path__))
 
 
 def transport_named(name: str) -> type[Transport]:
-    """Load a transport. Raises `InvalidRequestError` for a name that none has."""
+    """Load a transport. Raises `InvalidRequestError` for an unknown name."""
     if name not in TRANSPORTS:
         known = ", ".join(TRANSPORTS)
         raise InvalidRequestError(

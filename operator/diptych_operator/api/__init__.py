@@ -1,1 +1,1 @@
-"""The types of the custom resources, what they are checked for, and the CRDs made of them."""
+"""The types of the custom resources, their validation, and the CRDs generated from them."""

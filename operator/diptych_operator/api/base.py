@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Annotated, Any, get_type_hints
 
@@ -17,21 +18,41 @@ ClaimName = Annotated[
 
 
 class SpecPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
-    """Common to all parts a user writes: camelCase outside, and no unknown fields."""
+    """The base of all parts that a user writes: camelCase outside, unknown fields rejected."""
+
+
+def camel_case(name: str) -> str:
+    """A name as Python writes it -> as the custom resource does."""
+    first, *others = name.split("_")
+    return first + "".join(other.capitalize() for other in others)
+
+
+def snake_case(name: str) -> str:
+    """A name as the custom resource writes it, or as Python does -> as Python does."""
+    return re.sub("(?<!^)([A-Z])", r"_\1", name).lower()
 
 
 def spec_part(
-    name: str, settings: type[msgspec.Struct], **own: tuple[Any, Any]
+    name: str,
+    settings: type[msgspec.Struct],
+    names: Collection[str] = (),
+    **own: tuple[Any, Any],
 ) -> type[msgspec.Struct]:
-    """A part of the spec with the fields of a configuration, in camelCase, and some of its own.
+    """Make a part of the spec from the fields of a configuration, in camelCase, and fields of its
+    own.
 
-    own: a field's type and default, by its name.
+    names: fields whose values are names of ours, in camelCase too.
+    own: the type and default of each further field, by name.
     """
     hints = get_type_hints(settings, include_extras=True)
     shared = [
         (field.name, hints[field.name], msgspec.field(default_factory=field.default_factory))
         if field.default_factory is not msgspec.NODEFAULT
-        else (field.name, hints[field.name], field.default)
+        else (
+            field.name,
+            hints[field.name],
+            camel_case(field.default) if field.name in names else field.default,
+        )
         for field in msgspec.structs.fields(settings)
     ]
     fields = [(key, *about) for key, about in own.items()]
@@ -42,28 +63,30 @@ def spec_part(
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What several fields must satisfy together, for API servers and for where there is none."""
+    """A condition over several fields, in CEL for API servers and in Python for where there is
+    none."""
 
     cel: str
     """True for a good object; `self` is the object at which the rule stands, with its defaults."""
     kept: Callable[[Any], bool]
-    """The same in Python."""
+    """The same condition in Python."""
     message: str
-    """What is wanted instead, said of the field; API servers say it, and so does `parse`."""
+    """What is wanted instead, phrased about the field. API servers and `parse` report it."""
     at: str = ""
-    """The field to name, seen from that object, such as `.router.holdSeconds`; empty: itself."""
+    """The path of the field to name, relative to that object, such as `.router.holdSeconds`. Empty
+    means the object itself."""
 
     @property
     def told_at_its_object(self) -> str:
-        """The message for where the object is named, and not the field."""
+        """The message for an error that names the object and not the field."""
         return f"{self.at} {self.message}".lstrip(". ")
 
 
 def ruled(*rules: Rule, schema: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The arguments of a `Meta` whose field keeps the rules. API servers enforce them by its
-    schema, `api/rules.py` by their Python.
+    """Return the arguments of a `Meta` whose field keeps the rules. API servers enforce them
+    through its schema, `api/rules.py` through their Python.
 
-    schema: what the field's schema has besides.
+    schema: further keywords of the field's schema.
     """
     validations = [
         # A rule can name the field itself (`fieldPath`) only since Kubernetes 1.28.

@@ -1,4 +1,4 @@
-"""What is wrong with an InferenceService, said in one line."""
+"""The error about an InferenceService that is wrong, in one line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from diptych_protocol import DiptychError
 
 
 class SpecError(DiptychError, ValueError):
-    """An InferenceService that can never work as written; `str()` is `field: problem`."""
+    """An InferenceService that can never work as written. `str()` is `field: problem`."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")

@@ -1,7 +1,7 @@
-"""Which images a service runs on: those that it names, or else the operator's; and as which user.
+"""Chooses the images of a service, its own or else the operator's, and the user that they run as.
 
-Everything behind `parse` sees a service whose images are named, so that what is rendered, what a
-revision stands for and what the status says cannot disagree.
+`parse` returns services whose images are named. So rendered objects, revisions and the status agree
+on them.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ both."""
 
 
 def published(component: str) -> str:
-    """The image that was released with this code."""
+    """Return the name of the image that was released with this code."""
     return f"{REGISTRY}/diptych-{component}:{version('diptych')}"
 
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """What services run on that name no image themselves."""
+    """The images of services that name none themselves."""
 
     engine: str = published("engine")
     router: str = published("router")
     vllm_connector: str = published("vllm-connector")
     cluster_chooses_user: bool = False
-    """Pods name no user and no group, because the cluster gives each namespace its own: a security
-    context constraint of OpenShift."""
+    """Pods name no user and no group, because the cluster assigns them to each namespace (a
+    security context constraint of OpenShift)."""
 
 
 USER_FIELDS = tuple(
     f"spec.securityContext.{name}" for name in ("runAsUser", "runAsGroup", "fsGroup")
 )
-"""What pods do not say where the cluster chooses."""
+"""Fields that pods omit where the cluster chooses the user."""
 
 
 def with_images(service: InferenceService, defaults: Images) -> InferenceService:
-    """The service with the image of everything that runs for it named."""
+    """Return the service with the image of each of its programs named."""
     spec, replace = service.spec, msgspec.structs.replace
     engine = replace(spec.engine, image=spec.engine.image or defaults.engine)
     router = replace(spec.router, image=spec.router.image or defaults.router)

@@ -1,8 +1,8 @@
-"""What the administrator lets services ask for, where whoever writes a service may not do all.
+"""Limits that the administrator sets on services, for clusters whose users may not do everything.
 
-One table, `LIMITS`: the chart's ValidatingAdmissionPolicy is its CEL (`validations`), and the
-operator holds each service against its Python (`check_limits`), for clusters without such policies
-and for services that are older than the policy. Pure.
+The one table is `LIMITS`. The chart's ValidatingAdmissionPolicy is generated from its CEL
+(`validations`). The operator checks each service by its Python (`check_limits`), for clusters
+without such policies and for services that are older than the policy. This module performs no I/O.
 """
 
 from __future__ import annotations
@@ -18,47 +18,48 @@ from diptych_operator.api.errors import SpecError
 
 
 class Allowed(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """The chart's `limits.allow`; `*` in a list stands for anything."""
+    """The chart's `limits.allow`. `*` in a list stands for anything."""
 
     host_paths: list[str] = []
-    """Folders of nodes, and what is below them, for volumes of podTemplates."""
+    """Folders of nodes that volumes of podTemplates may mount, with everything below them."""
     cache_host_paths: list[str] = []
-    """For `spec.model.cache.hostPath`."""
+    """Folders that `spec.model.cache.hostPath` may name."""
     images: list[str] = []
-    """Registries, folders of them, or images: without a slash at the end."""
+    """Registries, folders of registries, or images, without a slash at the end."""
     service_accounts: list[str] = []
     secrets: list[str] = []
     """Secrets that podTemplates may name."""
     capabilities: list[str] = []
     credential_hosts: list[str] = []
-    """Where `spec.model.credentials` of an https:// model may be sent."""
+    """Hosts to which `spec.model.credentials` of an https:// model may be sent."""
     fields: list[str] = []
-    """Paths as `Limit.path` has them, of fields that podTemplates may set to anything."""
+    """Paths, written as in `Limit.path`, of fields that podTemplates may set to anything."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """One field of a spec, and what it may hold without being listed."""
+    """One field of a spec, and the values that it may have without being listed."""
 
     path: str
-    """Seen from the spec, or within a podTemplate from where `LIMITS` has it hold. `[]` stands for
+    """The path in the spec, or in a podTemplate where `LIMITS` applies it to one. `[]` stands for
     each entry."""
     listed_in: str = "fields"
-    """The list of `Allowed` that may have the value; of `fields`, the path itself."""
+    """The list of `Allowed` that can permit the value. `fields` permits the path itself."""
     always: tuple[Any, ...] = ()
     """Values that need no listing."""
     never: tuple[Any, ...] = ()
-    """If there are any, all others need no listing."""
+    """If this names values, all other values need no listing."""
     after: tuple[str, ...] = ()
-    """What may follow a listed value, such as the slash behind a folder; none: nothing."""
+    """What may follow a listed value, such as the slash behind a folder. Empty: nothing."""
     scheme: str = ""
-    """Only values that begin so are looked at, without it."""
+    """Only values that begin with this are checked, with it removed."""
     beside: str = ""
-    """Only where this field is given, too; seen from the spec."""
+    """The limit applies only where this field is given too. A path in the spec."""
     of_keys: bool = False
-    """The field is an object, whose fields' names are looked at."""
+    """The field is an object, and the names of its fields are checked."""
     needed_with: str = ""
-    """Whoever gives this field has to give the limited one, too; seen from where it holds."""
+    """Whoever gives this field must give the limited one too. A path, relative to where the limit
+    applies."""
 
 
 _SAFE_VOLUMES: Final = (
@@ -147,7 +148,7 @@ LIMITS: Final = (
     *((limit, _PODS) for limit in POD_LIMITS),
     *((limit, _CONTAINERS) for limit in CONTAINER_LIMITS),
 )
-"""Each limit, and what stands before its path wherever it holds."""
+"""Each limit, and the prefixes of its path wherever it applies."""
 
 
 def _remedy(limit: Limit) -> str:
@@ -162,7 +163,7 @@ def _remedy(limit: Limit) -> str:
 
 
 def check_limits(spec: Mapping[str, Any], allowed: Allowed) -> None:
-    """Raise `SpecError` for the first field of a spec that is beyond its limit."""
+    """Raise `SpecError` for the first field of a spec that exceeds its limit."""
     lists: dict[str, list[str]] = msgspec.to_builtins(allowed)
     for limit, places in LIMITS:
         if limit.beside and not list(_values(spec, limit.beside)):
@@ -216,7 +217,7 @@ def _within(limit: Limit, value: Any, listed: list[str]) -> bool:
 
 
 def validations() -> list[dict[str, str]]:
-    """The `validations` of a ValidatingAdmissionPolicy, in which each list of `Allowed` is a
+    """Return the `validations` of a ValidatingAdmissionPolicy, in which each list of `Allowed` is a
     variable of that name."""
     found = []
     for limit, places in LIMITS:

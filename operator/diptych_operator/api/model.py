@@ -1,14 +1,15 @@
-"""`spec.model`: which weights, where they come from and where they are kept."""
+"""`spec.model`: the weights, their source, and where pods keep them."""
 
 from __future__ import annotations
 
 import re
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
-from diptych_operator.api.base import OBJECT_NAME, ClaimName, Rule, SpecPart, ruled
+from diptych_operator.api.base import OBJECT_NAME, ClaimName, Rule, SpecPart, ruled, spec_part
+from diptych_protocol import SamplingDefaults
 from diptych_protocol.model_uri import FORMS, Scheme
 
 
@@ -123,6 +124,15 @@ CREDENTIALS_OF_FETCHED = Rule(
 MODEL_RULES = (REVISION_OF_HF, CHECKSUM_OF_FILE, CREDENTIALS_OF_FETCHED)
 
 
+if TYPE_CHECKING:
+
+    class Sampling(SamplingDefaults, SpecPart, frozen=True):
+        """The `SamplingDefaults` of a router as a part of the spec."""
+
+else:
+    Sampling = spec_part("Sampling", SamplingDefaults)
+
+
 class Model(SpecPart, frozen=True):
     uri: Annotated[
         str,
@@ -168,6 +178,13 @@ class Model(SpecPart, frozen=True):
             **ruled(ONE_CACHE),
         ),
     ] = ModelCache()
+    sampling: Annotated[
+        Sampling,
+        Meta(
+            description="What requests get that leave these fields out. A field that is not said "
+            "here is as the model's files say (generation_config.json, GGUF metadata)."
+        ),
+    ] = Sampling()
     served_name: Annotated[
         str,
         Meta(

@@ -1,4 +1,4 @@
-"""Names, labels, ports and paths: what the rendered objects and the programs in them agree on."""
+"""Names, labels, ports and paths on which the rendered objects and the programs in them agree."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ SERVICE_LABEL = "diptych.dev/service"
 ROLE_LABEL = "diptych.dev/role"
 REVISION_LABEL = "diptych.dev/revision"
 KEYS_LABEL = "diptych.dev/keys"
-"""On Deployments: which Secret of the service their pods hold."""
+"""On Deployments: the Secret of the service that their pods hold."""
 ZONE_LABEL = "topology.kubernetes.io/zone"
 """Kubernetes copies it from a node to the pods that it binds to the node, by default from version
 1.35 on (`PodTopologyLabelsAdmission`)."""
 ROTATE_ANNOTATION = "diptych.dev/rotate-secrets"
-"""On an InferenceService; any new value asks for new keys."""
+"""On an InferenceService: any new value requests new keys."""
 COMPONENT_LABEL = "app.kubernetes.io/component"
 DELETION_COST_ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
-"""Kubernetes' own: of two ready pods the one with the lower cost goes first."""
+"""An annotation of Kubernetes: of two ready pods, the one with the lower cost is removed first."""
 CURRENT_KEYS_ANNOTATION = "diptych.dev/current-keys"
 PREVIOUS_KEYS_ANNOTATION = "diptych.dev/previous-keys"
 """On the router's Deployment: the key sets that its pods hold."""
 CONFIG_HASH_ANNOTATION = "diptych.dev/config-hash"
-"""On pod templates, so that a change of configuration rolls the pods."""
+"""On pod templates, so that a change of configuration replaces the pods."""
 
 HTTP_PORT, API_PORT, ADMIN_PORT, CORE_PORT, KV_PORT = 8000, 8001, 8081, 5557, 5558
 ENGINE_PORTS = {"http": HTTP_PORT, "admin": ADMIN_PORT, "core": CORE_PORT, "kv": KV_PORT}
@@ -49,7 +49,7 @@ HANDOFF_PORTS: dict[Connector, dict[str, int]] = {
 ROUTER_PORTS = {"http": HTTP_PORT, "admin": ADMIN_PORT}
 
 BATCHES_VOLUME = "batches"
-"""The volume of router pods that has the files and batches of clients."""
+"""The volume of router pods that keeps the files and batches of clients."""
 PORT_VARIABLES = {
     "http": "DIPTYCH_HTTP_PORT",
     "api": "DIPTYCH_API_PORT",
@@ -63,13 +63,13 @@ PORT_VARIABLES = {
 """The environment variable that carries a named container port to the program."""
 BIND_HOST_VARIABLE = "DIPTYCH_BIND_HOST"
 LINGER_VARIABLE = "DIPTYCH_LINGER_SECONDS"
-"""How long a router that is told to end still takes new requests."""
+"""The variable that says how long a router that is told to end still accepts new requests."""
 
 OPERATOR_LABELS = {"app.kubernetes.io/name": "diptych-operator"}
-"""Pods that may call admin ports, in the operator's namespace."""
+"""Labels of pods in the operator's namespace that may call admin ports."""
 
 MODEL_CONTAINER = "model"
-"""The init container that brings the model into the pod's cache."""
+"""The init container that downloads the model into the pod's cache."""
 CONNECTOR_CONTAINER = "connector"
 """The init container that brings our connector into pods of vLLM, and the volume that it fills."""
 CONNECTOR_DIR = "/opt/diptych/vllm"
@@ -89,7 +89,7 @@ SECRET_KEY_FILE = "curve-secret"
 
 
 def engine_ports(service: InferenceService) -> dict[str, int]:
-    """Port numbers of an engine pod by their names."""
+    """Return the port numbers of an engine pod by their names."""
     if service.spec.engine.runtime == "vllm":
         ranks = 1
         if service.connector == "diptych":
@@ -103,20 +103,20 @@ def engine_ports(service: InferenceService) -> dict[str, int]:
 
 
 def object_name(service: InferenceService, part: str, revision: str = "") -> str:
-    """Name of a rendered object: at most 40 + 8 + 9 characters."""
+    """Return the name of a rendered object: at most 40 + 8 + 9 characters."""
     name = f"{service.metadata.name}-{part}"
     return f"{name}-{revision}" if revision else name
 
 
 def selector(service: InferenceService, role: Role) -> dict[str, str]:
-    """The labels that pick exactly the pods of one role; they never change."""
+    """Return the labels that select exactly the pods of one role. They never change."""
     return {SERVICE_LABEL: service.metadata.name, ROLE_LABEL: role}
 
 
 def metadata(
     service: InferenceService, part: str, component: str, revision: str = ""
 ) -> dict[str, Any]:
-    """Name, namespace and labels of a rendered object."""
+    """Return the name, namespace and labels of a rendered object."""
     marks = labels(service, component)
     if component in ROLES:
         marks[ROLE_LABEL] = component
@@ -130,7 +130,7 @@ def metadata(
 
 
 def labels(service: InferenceService, component: str) -> dict[str, str]:
-    """The recommended Kubernetes labels and our own service label."""
+    """Return the recommended Kubernetes labels and our own service label."""
     return {
         "app.kubernetes.io/name": "diptych",
         "app.kubernetes.io/instance": service.metadata.name,
@@ -141,8 +141,8 @@ def labels(service: InferenceService, component: str) -> dict[str, str]:
 
 
 def dns_target(service: InferenceService, role: Role) -> str:
-    """`host:port` whose A records are the ready engines of one pool, where routers reach them;
-    empty for a pool that there is not."""
+    """Return the `host:port` whose A records are the ready engines of one pool; empty if the
+    service has no such pool."""
     if role not in service.pools:
         return ""
     host = f"{object_name(service, role)}.{service.metadata.namespace}.svc"
@@ -150,5 +150,5 @@ def dns_target(service: InferenceService, role: Role) -> str:
 
 
 def roles(service: InferenceService) -> tuple[Role, ...]:
-    """The kinds of pods that a service has."""
+    """Return the kinds of pods that a service has."""
     return (*service.pools, "router")

@@ -1,11 +1,12 @@
-"""YAML, or an object of an API server, to an InferenceService; or a `SpecError`, in one line.
+"""Parses YAML, or an object of an API server, into an InferenceService, or raises a one-line
+`SpecError`.
 
-The error names the field and the remedy. The remedy is read off the same schema that the CRD
-carries, so the two cannot disagree.
+The error names the field and the remedy. The remedy comes from the schema that the CRD carries, so
+the two cannot disagree.
 
-What a user writes is read strictly: a field that is not known is a mistake. What an API server
-sends is read leniently: its CRD may be newer than this program, as while an operator is replaced by
-its successor, and a field that only the successor knows must not stop the service of today.
+What a user writes is read strictly: an unknown field is a mistake. What an API server sends is read
+leniently: its CRD may be newer than this program, for example while the operator is being upgraded,
+and a field that only the newer one knows must not stop the service.
 """
 
 from __future__ import annotations
@@ -74,9 +75,9 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse(text: str) -> InferenceService:
-    """One InferenceService from YAML (or JSON) text. Raises `SpecError`, in one line.
+    """Parse one InferenceService from YAML (or JSON) text. Raises `SpecError`, in one line.
 
-    A field that does not exist is an error. Images that it does not name are the published ones.
+    An unknown field is an error. Images that the text does not name are the published ones.
     """
     raw = _load(text)
     if not isinstance(raw, dict):
@@ -85,12 +86,13 @@ def parse(text: str) -> InferenceService:
 
 
 def parse_object(raw: Mapping[str, Any], images: Images) -> InferenceService:
-    """One InferenceService as an API server sends it, with `images` where it names none.
+    """Parse one InferenceService that an API server sent; `images` fill in those that it does not
+    name.
 
     Raises `SpecError`.
 
-    Fields that are not known here are left out, as an API server with this program's CRD would have
-    done. The status is what some operator once wrote: where it cannot be read, it counts as empty.
+    Unknown fields are dropped, as an API server with this program's CRD would have done. A status
+    that cannot be read, perhaps written by another version, counts as empty.
     """
     return _read({**_pruned(dict(raw), _schema()), "status": raw.get("status")}, images)
 

@@ -1,4 +1,4 @@
-"""`spec.prefill`, `spec.decode` and `spec.router`: how many pods, and how they differ."""
+"""`spec.prefill` and `spec.decode`: the number of pods, and how the pools differ."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from diptych_operator.api.base import OBJECT_NAME, Rule, SpecPart, ruled
-from diptych_operator.api.batches import Batches
+from diptych_operator.api.base import Rule, SpecPart, ruled
 from diptych_operator.api.prefill_engine import PrefillEngine
-from diptych_protocol.config import Disaggregate, HostNames, Origins
 
 Quantity = Annotated[
     Annotated[int, Meta(ge=0)]
@@ -270,105 +268,3 @@ class DecodePool(SpecPart, frozen=True):
 
 Pool = PrefillPool | DecodePool
 PoolName = Literal["prefill", "decode"]
-
-
-class ApiKeys(SpecPart, frozen=True):
-    secret_name: Annotated[
-        str,
-        Meta(
-            pattern=OBJECT_NAME,
-            max_length=253,
-            title="the name of a Secret",
-            description="A Secret in this namespace. Each entry is a key: its name is the "
-            "client's, for metrics and logs, its value what the client sends as a bearer token. "
-            "Routers follow its changes without a restart.",
-        ),
-    ]
-    cache_per_key: Annotated[
-        bool,
-        Meta(
-            description="What a key's requests leave in engines' caches serves that key only: "
-            "nobody learns from times what others have asked."
-        ),
-    ] = False
-
-
-class Tls(SpecPart, frozen=True):
-    secret_name: Annotated[
-        str,
-        Meta(
-            pattern=OBJECT_NAME,
-            max_length=253,
-            title="the name of a Secret",
-            description="A Secret of type kubernetes.io/tls in this namespace, as cert-manager "
-            "makes them. Routers follow its changes without a restart.",
-        ),
-    ]
-
-
-class Router(SpecPart, frozen=True):
-    image: Annotated[
-        str,
-        Meta(
-            pattern=r"^\S*$",
-            max_length=512,
-            title="an image reference",
-            description="Container image of the router pods; left out, the one that the operator "
-            "was installed with.",
-        ),
-    ] = ""
-    replicas: Annotated[int, Meta(ge=1, le=100, description="Router pods.")] = 1
-    policy: Annotated[
-        Literal["prefixAware", "leastLoaded", "roundRobin"],
-        Meta(
-            description="What decides which engines get a request. prefixAware: the seconds that "
-            "it would cost there, by what each engine remembers of its prompt, has to do, and is "
-            "able to. leastLoaded: the tokens that the router has open there. roundRobin: whose "
-            "turn it is."
-        ),
-    ] = "prefixAware"
-    disaggregate: Annotated[
-        Disaggregate,
-        Meta(
-            description="Whether a prefill pod computes the prompt. always: if there is one. "
-            "never: the decode pod does. auto: the decode pod does where that costs less, as for "
-            "a prompt of which it remembers most; the policies leastLoaded and roundRobin cannot "
-            "tell, and take it for always."
-        ),
-    ] = "always"
-    hold_seconds: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=3600,
-            description="How long a request waits for an engine when there is none, as after "
-            "scaling to zero, before it is refused.",
-        ),
-    ] = 30
-    api_keys: Annotated[
-        ApiKeys | None,
-        Meta(description="Who may use the API; left out, whoever reaches it."),
-    ] = None
-    tls: Annotated[Tls | None, Meta(description="Serve HTTPS; left out, plain HTTP.")] = None
-    allowed_hosts: HostNames = []
-    allowed_origins: Origins = []
-    ui: Annotated[
-        bool,
-        Meta(
-            description="Serve a page at / of the API's address: a chat, and both pools beside it. "
-            "What it shows needs a key if the API does."
-        ),
-    ] = False
-    batches: Annotated[
-        Batches | None,
-        Meta(
-            description="Serve /v1/files and /v1/batches: requests in files, answered when there "
-            "is room; left out, these routes are off.",
-            examples=["{pvc: {claimName: batches}}"],
-        ),
-    ] = None
-    resources: Annotated[Resources, Meta(description="Compute resources of each router pod.")] = (
-        Resources()
-    )
-    pod_template: PodTemplate = {}
-    pod_template_remove: PodTemplateRemove = []

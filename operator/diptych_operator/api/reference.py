@@ -1,4 +1,4 @@
-"""The CRDs as a page to read: `docs/reference.md`, made from the definitions and nothing else."""
+"""Generates `docs/reference.md` from the CRDs and nothing else."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _PIPE = "\\|"
 
 
 def reference(definition: dict[str, Any], *others: dict[str, Any]) -> str:
-    """Markdown for CustomResourceDefinitions with one version each, the main one first."""
+    """Return Markdown for CustomResourceDefinitions with one version each, the main one first."""
     name = _version(definition)["schema"]["openAPIV3Schema"]["properties"]["metadata"][
         "properties"
     ]["name"]

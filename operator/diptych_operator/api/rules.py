@@ -1,7 +1,7 @@
-"""Holds a service against the rules over several fields, where no API server has: on a laptop, and
+"""Checks a service against the rules over several fields where no API server has: on a laptop, and
 in clusters older than CEL.
 
-Each rule stands at the field whose type it belongs to (`base.ruled`).
+Each rule is declared at the field whose type it belongs to (`base.ruled`).
 """
 
 from __future__ import annotations

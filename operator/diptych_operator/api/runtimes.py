@@ -1,6 +1,6 @@
-"""What the choice of `spec.engine.runtime` asks of the other parts of a spec, as rules.
+"""Rules about other parts of a spec that follow from `spec.engine.runtime`.
 
-What it asks of `spec.engine` itself stands beside that, in `engine.py`.
+Rules about `spec.engine` itself are in `engine.py`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any, Final
 from diptych_operator.api.base import Rule
 from diptych_operator.api.pools import PoolName
 from diptych_operator.api.vllm_arguments import OFFLOADING
-from diptych_protocol.config import RANKS_OF_CONNECTOR
+from diptych_protocol.config import LEAST_LEASE_OF_NIXL_S, RANKS_OF_CONNECTOR
 
 GPUS: Final = ("nvidia.com/gpu", "amd.com/gpu")
-"""The resources of which each rank of an engine takes one, where a pod has any."""
+"""The GPU resources; each rank of an engine takes one of the kind that its pod has."""
 
 PREFILL_NEEDED = Rule(
     "self.engine.runtime != 'diptych' || has(self.prefill)",
@@ -76,10 +76,13 @@ TRANSPORT_OF_VLLM = Rule(
     ".transfer.transport",
 )
 LEASE_OF_NIXL = Rule(
-    "self.transfer.connector != 'nixl' || double(self.transfer.leaseSeconds) >= 6.0",
-    lambda spec: spec.transfer.connector != "nixl" or spec.transfer.lease_seconds >= 6,
-    "must be at least 6 where transfer.connector is nixl: vLLM renews a lease each sixth of it, in "
-    "whole seconds",
+    "self.transfer.connector != 'nixl' || "
+    f"double(self.transfer.leaseSeconds) >= {LEAST_LEASE_OF_NIXL_S}",
+    lambda spec: (
+        spec.transfer.connector != "nixl" or spec.transfer.lease_seconds >= LEAST_LEASE_OF_NIXL_S
+    ),
+    f"must be at least {LEAST_LEASE_OF_NIXL_S:g} where transfer.connector is nixl: vLLM "
+    "renews a lease each sixth of it, in whole seconds",
     ".transfer.leaseSeconds",
 )
 ONE_API_OF_VLLM = Rule(

@@ -1,7 +1,7 @@
-"""The PoolScaler: the door through which somebody else sizes one pool of a service.
+"""The PoolScaler, through which an external autoscaler sets the size of one pool.
 
-A kind can have one `/scale`, and a service has two pools; so each pool that is sized from outside
-gets an object of its own. Like the InferenceService it is typed once here.
+A kind can have only one `/scale`, but a service has two pools. So each pool that is scaled from
+outside gets an object of its own. Its types, CRD and defaults derive from this module.
 """
 
 from __future__ import annotations

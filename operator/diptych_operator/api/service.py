@@ -1,8 +1,8 @@
-"""The InferenceService: typed once here; the CRD, its defaults and its help derive from it.
+"""The InferenceService, declared once: the CRD, its defaults and its help derive from it.
 
-What must be equal in both pools stands in `spec.model`, `spec.engine` and `spec.transfer`; a pool
-carries only what may differ. A service without a prefill pool has one pool, decode, whose engines
-compute prompts too.
+Settings that must be equal in both pools are in `spec.model`, `spec.engine` and `spec.transfer`. A
+pool has only those that may differ. In a service without a prefill pool, the engines of the decode
+pool compute prompts too.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import msgspec
 from msgspec import Meta
 
 from diptych_operator.api.base import Rule, SpecPart, ruled, spec_part
-from diptych_operator.api.batches import ONE_ROUTER_WITHOUT_VOLUME
 from diptych_operator.api.engine import ENGINE_RULES, Engine
 from diptych_operator.api.model import MODEL_RULES, Model
-from diptych_operator.api.pools import ONE_SCALE, DecodePool, Pool, PoolName, PrefillPool, Router
+from diptych_operator.api.pools import ONE_SCALE, DecodePool, Pool, PoolName, PrefillPool
+from diptych_operator.api.router import ONE_ROUTER_WITHOUT_VOLUME, Router
 from diptych_operator.api.runtimes import RUNTIME_RULES
 from diptych_operator.api.status import Status
 from diptych_protocol.config import LEASE_MEANING, Connector
@@ -176,7 +176,7 @@ SLEEP_TOGETHER = Rule(
     "autoscaling.minReplicas must be 0 in both pools or in none: one pool alone cannot serve",
 )
 SLEEPERS_WAKE = Rule(
-    f"!{_DECODE_SLEEPS} || self.router.holdSeconds > 0",
+    f"!{_DECODE_SLEEPS} || self.router.holdSeconds > 0.0",
     lambda spec: not _sleeps(spec.decode) or spec.router.hold_seconds > 0,
     "must be above 0 where autoscaling.minReplicas is 0: requests that are held wake the pools",
     ".router.holdSeconds",
@@ -213,7 +213,7 @@ SPEC_RULES = (
     DECODE_PROMISED,
     *RUNTIME_RULES,
 )
-"""Rules over more than one part."""
+"""Rules over more than one part of the spec."""
 
 
 class Spec(SpecPart, frozen=True, kw_only=True):
@@ -283,7 +283,7 @@ class Spec(SpecPart, frozen=True, kw_only=True):
 
 
 class ObjectMeta(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """The part of Kubernetes' metadata that matters here; the rest is Kubernetes' own business."""
+    """The metadata fields that this project reads. Kubernetes has more."""
 
     name: Annotated[
         str,
@@ -328,12 +328,12 @@ class InferenceService(SpecPart, frozen=True):
 
     @property
     def served_name(self) -> str:
-        """The model's name as clients send it."""
+        """The model's name in clients' requests."""
         return self.spec.model.served_name or self.metadata.name
 
     @property
     def pools(self) -> dict[PoolName, Pool]:
-        """The pools that there are."""
+        """The pools that the service has."""
         spec = self.spec
         if spec.prefill is None:
             return {"decode": spec.decode}
@@ -341,24 +341,24 @@ class InferenceService(SpecPart, frozen=True):
 
     @property
     def connector(self) -> Connector:
-        """How the engines hand KV over."""
+        """Which connector transfers KV between engines."""
         if self.spec.prefill is None:
             return "none"
         return self.spec.transfer.connector
 
     @property
     def has_connector_of_ours(self) -> bool:
-        """The engines are vLLM, with our connector in it."""
+        """Whether the engines are vLLM with our connector in it."""
         return self.spec.engine.runtime == "vllm" and self.connector == "diptych"
 
     @property
     def lease_seconds(self) -> float:
-        """How long prefill engines keep blocks. NIXL knows whole seconds only."""
+        """How long prefill engines keep blocks. NIXL takes whole seconds only."""
         lease = self.spec.transfer.lease_seconds
         return float(int(lease)) if self.connector == "nixl" else lease
 
     def engine_of(self, pool: PoolName) -> Engine:
-        """What the engines of a pool run, with what is the prefill pool's own."""
+        """Return the engine settings of a pool, with those that only the prefill pool has."""
         engine, prefill = self.spec.engine, self.spec.prefill
         own = prefill.engine if pool == "prefill" and prefill is not None else None
         if own is None:
@@ -372,11 +372,12 @@ class InferenceService(SpecPart, frozen=True):
 
     @property
     def verification(self) -> Literal["Required", "Warn", "Off"]:
-        """What canaries are for, as `transfer.verify`; where no KV is handed over none is sent."""
+        """What canaries are sent for, as in `transfer.verify`. Without a hand-off of KV none are
+        sent."""
         return "Off" if self.spec.prefill is None else self.spec.transfer.verify
 
     @property
     def sleeps_when_idle(self) -> bool:
-        """All pools may be scaled to zero."""
+        """Whether all pools may be scaled to zero."""
         scaling = self.spec.decode.autoscaling
         return scaling is not None and scaling.min_replicas == 0

@@ -1,7 +1,7 @@
-"""The status of an InferenceService: what the operator says back.
+"""The status of an InferenceService, which the operator writes.
 
-Lenient when read (`msgspec.convert` skips what it does not know), because an older operator may
-meet the status of a newer one.
+It is read leniently (`msgspec.convert` skips unknown fields), because an older operator may meet
+the status of a newer one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ ConditionStatus = Literal["True", "False", "Unknown"]
 
 
 MAX_MESSAGE = 1024
-"""Characters of what a condition, a rollout or an event says: Kubernetes refuses longer events."""
+"""Characters in the message of a condition, a rollout or an event. Kubernetes rejects longer
+events."""
 
 
 class _Status(msgspec.Struct, frozen=True, rename="camel", kw_only=True, omit_defaults=True):
@@ -27,7 +28,7 @@ class _Status(msgspec.Struct, frozen=True, rename="camel", kw_only=True, omit_de
 
 
 class Condition(_Status, frozen=True):
-    """One statement about the service, in the form that all of Kubernetes uses."""
+    """One statement about the service, in the form of all Kubernetes conditions."""
 
     type: Annotated[
         str,
@@ -67,7 +68,7 @@ class PoolStatus(_Status, frozen=True):
 
 
 class TransferStatus(_Status, frozen=True):
-    """The newest canary that crossed the hinge of the current revision."""
+    """The newest canary of the current revision that received its KV from prefill."""
 
     verified_revision: Annotated[
         str, Meta(description="The revision whose engines the canary went through.")
@@ -96,7 +97,7 @@ class RolloutStatus(_Status, frozen=True):
 
 
 class ImagesStatus(_Status, frozen=True):
-    """What the spec stands for: the images that it names, or else the operator's."""
+    """The images in use: those that the spec names, or else the operator's."""
 
     engine: Annotated[str, Meta(description="Image of the engines of updateRevision.")] = ""
     router: Annotated[str, Meta(description="Image of the routers.")] = ""

@@ -1,12 +1,12 @@
-"""Keeps the children of services as rendered: applies what changed, repairs what drifted.
+"""Keeps the children of services as rendered: applies changes and repairs drift.
 
 An object is applied when its rendering changed, or when it is no longer the object that the last
-apply left: its `generation` moved (kinds that have one), or else its resourceVersion; or it lacks
-labels, annotations or the owner that we gave it, which no generation counts. So a cluster at rest
-costs no request, and the fields of other managers are never compared with ours.
+apply left: its `generation` moved (for kinds that have one) or else its resourceVersion, or it
+lacks labels, annotations or the owner that we gave it, which no generation counts. So a cluster at
+rest costs no request, and the fields of other managers are never compared with ours.
 
-What was refused is not sent again for a while: a pass is cheap, and there may be many of them while
-somebody thinks about the remedy.
+A refused object is not sent again for a while, because passes may be frequent while somebody works
+on the remedy.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ ChildId = tuple[str, str, str]
 """Namespace, kind, name."""
 
 REFUSAL_S = 15.0
-"""How long a refusal is believed: what caused it may have gone without our seeing it."""
+"""How long a refusal is remembered. Its cause may have gone without our seeing it."""
 
 
 class NotOursError(Exception):
-    """An object of the name we need exists and belongs to somebody else."""
+    """Somebody else owns an object with the name that we need."""
 
     def __init__(self, kind: str, name: str) -> None:
         super().__init__(
@@ -56,11 +56,11 @@ class _Refused:
     rendering: str
     error: ApiError | NotOursError
     until: float
-    """By the monotonic clock."""
+    """Until when the refusal is remembered, by the monotonic clock."""
 
 
 class Children:
-    """Applies and deletes; remembers what it left behind."""
+    """Applies and deletes objects, and remembers the state after its last apply."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
@@ -68,7 +68,7 @@ class Children:
         self._refused: dict[ChildId, _Refused] = {}
 
     async def adopt(self, service: InferenceService, live: Iterable[Raw]) -> None:
-        """Make the service the owner of its orphans, of whatever revision. Raises `ApiError`."""
+        """Make the service the owner of its orphans, of any revision. Raises `ApiError`."""
         for raw in live:
             # There is no right to change a PoolScaler; see `scalers`.
             if raw["kind"] != SCALER_KIND and is_orphan_of(raw, service):
@@ -80,7 +80,7 @@ class Children:
         objects: Iterable[dict[str, Any]],
         live: Mapping[ChildId, Raw],
     ) -> None:
-        """Have the API server check, in a dry run, objects that were never applied in this form.
+        """Ask the API server to check, in a dry run, objects that were never applied in this form.
 
         Raises `ApiError` for the first that is refused, `NotOursError`.
         """
@@ -99,8 +99,8 @@ class Children:
     ) -> bool:
         """Apply those objects that are not in the cluster as they were rendered.
 
-        True if `live` does not show yet what became of a Deployment. Raises `ApiError` for the
-        first that is refused, `NotOursError`.
+        Returns true if `live` does not yet show the new state of a Deployment. Raises `ApiError`
+        for the first that is refused, `NotOursError`.
         """
         lags = False
         for obj in objects:
@@ -172,7 +172,7 @@ class Children:
         del self._refused[child_id(owned)]
 
     async def delete(self, service: InferenceService, victims: Iterable[Raw]) -> None:
-        """Delete those that belong to the service; others are left alone."""
+        """Delete those objects that belong to the service; leave others alone."""
         for obj in victims:
             if belongs_to(obj, service):
                 meta = obj["metadata"]
@@ -182,7 +182,7 @@ class Children:
                 )
 
     async def scale(self, deployment: Raw, replicas: int) -> None:
-        """Change nothing of a Deployment but its number of pods."""
+        """Change only the number of pods of a Deployment."""
         meta = deployment["metadata"]
         try:
             await self._kube.merge(
@@ -194,7 +194,7 @@ class Children:
                 raise
 
     def forget(self, namespace: str, service_name: str) -> None:
-        """The service is gone; its children follow it by their owner references."""
+        """Forget a deleted service. Kubernetes deletes its children by their owner references."""
         prefix = f"{service_name}-"
         for memory in (self._applied, self._refused):
             for name in [c for c in memory if c[0] == namespace and c[2].startswith(prefix)]:
@@ -202,12 +202,13 @@ class Children:
 
 
 def with_owner(obj: dict[str, Any], service: InferenceService) -> dict[str, Any]:
-    """The object with the service as its controller: it goes when the service goes."""
+    """Return the object with the service as its controller, so that it is deleted
+    with the service."""
     return obj | {"metadata": obj["metadata"] | {"ownerReferences": [owner_of(service)]}}
 
 
 def owner_of(service: InferenceService) -> dict[str, Any]:
-    """The reference by which a child names the service as its controller."""
+    """Return the reference by which a child names the service as its controller."""
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,
@@ -219,16 +220,16 @@ def owner_of(service: InferenceService) -> dict[str, Any]:
 
 
 def belongs_to(obj: Raw, service: InferenceService) -> bool:
-    """Whether the service, and not a namesake of it, controls the object."""
+    """Whether this service, and not an earlier one of the same name, controls the object."""
     owners = obj["metadata"].get("ownerReferences") or []
     return any(o.get("controller") and o.get("uid") == service.metadata.uid for o in owners)
 
 
 def is_orphan_of(obj: Raw, service: InferenceService) -> bool:
-    """Whether nobody owns the object, and it has the labels that this service's children get.
+    """Whether nobody owns the object, and it has the labels of this service's children.
 
-    Such objects are left by `kubectl delete --cascade=orphan`, or come out of a backup. An object
-    that names any owner is no orphan: if that owner is gone, Kubernetes deletes the object.
+    `kubectl delete --cascade=orphan` and backups leave such objects. An object that names any owner
+    is no orphan: if that owner is gone, Kubernetes deletes the object.
     """
     meta = obj["metadata"]
     found = meta.get("labels") or {}
@@ -238,8 +239,8 @@ def is_orphan_of(obj: Raw, service: InferenceService) -> bool:
 
 
 async def adopt_orphan(kube: Kube, orphan: Raw, service: InferenceService) -> None:
-    """Make the service its owner; do nothing if somebody has changed it since it was read, because
-    that may have been another owner. Raises `ApiError`."""
+    """Make the service the owner, unless somebody has changed the object since it was read, perhaps
+    by giving it another owner. Raises `ApiError`."""
     meta = orphan["metadata"]
     seen = {"uid": meta["uid"], "resourceVersion": meta["resourceVersion"]}
     name = (orphan["apiVersion"], orphan["kind"], meta["namespace"], meta["name"])

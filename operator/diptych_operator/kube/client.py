@@ -1,4 +1,5 @@
-"""The Kubernetes API as this operator uses it: a handful of verbs on plain objects.
+"""A small client of the Kubernetes API, with the few verbs that this operator needs on plain
+objects.
 
 The typed classes of the `kubernetes` package are not used: what is rendered is plain data already,
 and server-side apply wants exactly that data. The package brings configuration, authentication,
@@ -67,19 +68,20 @@ class ApiError(DiptychError):
 
     @property
     def will_last(self) -> bool:
-        """Worth telling the user: not a passing conflict, limit or outage of the API server."""
+        """Whether to report it to the user: not a passing conflict, limit or outage of the API
+        server."""
         return self.is_refusal or self.status >= 500
 
     @property
     def is_refusal(self) -> bool:
-        """The request itself is at fault: it would be refused again."""
+        """Whether the request itself is at fault, so that it would be refused again."""
         # Kubernetes before 1.21 calls an unknown field an internal error.
         unknown_field = "failed to create typed patch object" in str(self)
         return unknown_field or (400 <= self.status < 500 and self.status not in _NOT_ITS_FAULT)
 
 
 class Kube:
-    """An authenticated session. Use as an async context manager."""
+    """An authenticated session. Use it as an async context manager."""
 
     def __init__(self, api: client.ApiClient) -> None:
         self._api = api
@@ -118,7 +120,8 @@ class Kube:
     # --- objects ------------------------------------------------------------------------------
 
     async def apply(self, obj: Raw, *, dry_run: bool = False) -> Raw:
-        """Server-side apply: the fields of `obj` become ours, all others are left alone."""
+        """Apply on the server's side: the fields of `obj` become ours, all others
+        stay as they are."""
         meta = obj["metadata"]
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
         query |= {"dryRun": "All"} if dry_run else {}
@@ -126,7 +129,7 @@ class Kube:
         return await self.request("PATCH", path, query, obj, "application/apply-patch+yaml")
 
     async def apply_status(self, obj: Raw) -> None:
-        """Apply the status; do nothing if the object is no longer there."""
+        """Apply the status; do nothing if the object no longer exists."""
         meta = obj["metadata"]
         path = object_path(obj["apiVersion"], obj["kind"], meta["namespace"], meta["name"])
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
@@ -144,14 +147,14 @@ class Kube:
         return await self.request("POST", path, {"fieldManager": FIELD_MANAGER}, obj)
 
     async def replace(self, obj: Raw) -> Raw:
-        """Replace an object if nobody has changed it since its resourceVersion; otherwise the API
+        """Replace an object if nobody has changed it since its resourceVersion. Otherwise the API
         server answers with status 409."""
         meta = obj["metadata"]
         path = object_path(obj["apiVersion"], obj["kind"], meta["namespace"], meta["name"])
         return await self.request("PUT", path, {"fieldManager": FIELD_MANAGER}, obj)
 
     async def get(self, api_version: str, kind: str, namespace: str, name: str) -> Raw | None:
-        """None if there is no such object."""
+        """Return the object, or None if it does not exist."""
         try:
             return await self.request("GET", object_path(api_version, kind, namespace, name))
         except ApiError as exc:
@@ -160,7 +163,7 @@ class Kube:
             raise
 
     async def exists(self, api_version: str, kind: str, namespace: str, name: str) -> bool:
-        """Whether there is such an object; what is in it is not sent."""
+        """Whether the object exists. Its content is not transferred."""
         path = object_path(api_version, kind, namespace, name)
         try:
             await self.request("GET", path, accept=_METADATA_ONLY)
@@ -180,7 +183,8 @@ class Kube:
         *,
         dry_run: bool = False,
     ) -> Raw:
-        """Change what the patch names; lists are replaced whole, whosever their entries are."""
+        """Change the fields that the patch names. Lists are replaced as a whole, including entries
+        of others."""
         path = object_path(api_version, kind, namespace, name)
         query = {"fieldManager": FIELD_MANAGER} | ({"dryRun": "All"} if dry_run else {})
         return await self.request("PATCH", path, query, patch, "application/merge-patch+json")
@@ -188,7 +192,7 @@ class Kube:
     async def delete(
         self, api_version: str, kind: str, namespace: str, name: str, uid: str
     ) -> None:
-        """Delete exactly this object: one of the same name but another uid is left alone."""
+        """Delete exactly this object; an object of the same name but another uid is left alone."""
         options = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
         try:
             path = object_path(api_version, kind, namespace, name)
@@ -198,9 +202,9 @@ class Kube:
                 raise
 
     async def can_list(self, api_version: str, kind: str, namespaces: Sequence[str]) -> bool:
-        """Whether the kind is there and may be listed, in each namespace or, for none, in all.
+        """Whether the kind exists and may be listed in each namespace or, if none is given, in all.
 
-        Raises `ApiError` if the API server does not say.
+        Raises `ApiError` if the API server gives no answer.
         """
         for namespace in namespaces or ("",):
             try:
@@ -212,7 +216,7 @@ class Kube:
         return True
 
     async def group_versions(self) -> list[str]:
-        """All `group/version` that the cluster serves."""
+        """Return all `group/version` that the cluster serves."""
         answer = await self.request("GET", "/apis")
         return [v["groupVersion"] for group in answer["groups"] for v in group["versions"]]
 
@@ -231,7 +235,7 @@ class Kube:
         content_type: str = "application/json",
         accept: str = "application/json",
     ) -> Raw:
-        """One request with a deadline. Raises `ApiError`."""
+        """Send one request with a deadline. Raises `ApiError`."""
         self.requests += 1
         headers: dict[str, str] = {"Accept": accept, "Content-Type": content_type}
         url = self._api.configuration.host + path + (f"?{urlencode(query)}" if query else "")
@@ -258,7 +262,7 @@ class Kube:
 
 
 def object_path(api_version: str, kind: str, namespace: str, name: str = "") -> str:
-    """The REST path of an object, or of its collection in one namespace, or, without, in all."""
+    """Return the REST path of an object, or of its collection in one namespace or in all."""
     prefix = f"/apis/{api_version}" if "/" in api_version else f"/api/{api_version}"
     place = ("namespaces", namespace) if namespace else ()
     parts: Iterable[str] = (prefix, *place, PLURALS[kind], name)

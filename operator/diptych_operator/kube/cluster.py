@@ -1,4 +1,5 @@
-"""What a cluster can do, read from its discovery; the operator uses the newest that it knows."""
+"""Reads from its discovery API what a cluster supports, so that the operator can use the newest
+feature."""
 
 from __future__ import annotations
 
@@ -11,21 +12,22 @@ POLICY_API: Final = "policy/v1"
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Pure facts; the defaults are those of every Kubernetes since 1.31."""
+    """Facts about a cluster. The defaults hold for every Kubernetes since 1.31."""
 
     version: tuple[int, int] = (1, 31)
     policy_api: str = POLICY_API
     """The API version of PodDisruptionBudgets."""
     operator_namespace: str = "diptych-system"
-    """From where admin ports may be called."""
+    """The namespace from which admin ports may be called."""
     has_pool_scalers: bool = True
-    """PoolScalers can be watched: their CRD is there, and so is the right."""
+    """Whether PoolScalers can be watched: their CRD exists, and the operator has the right."""
 
     @property
     def has_image_volumes(self) -> bool:
-        """Whether `oci://` models can be mounted, if only behind a gate, which 1.35 has on.
+        """Whether `oci://` models can be mounted, at least behind a feature gate (on by default in
+        1.35).
 
-        Whether the gate is on shows when the API server is asked to accept such a pod.
+        Only asking the API server to accept such a pod shows whether the gate is on.
         """
         return self.version >= (1, 31)
 
@@ -38,7 +40,8 @@ def read_cluster(
     *,
     has_pool_scalers: bool = True,
 ) -> Cluster:
-    """From `/version` (whose minor may end in a plus) and the group versions of `/apis`.
+    """Read the cluster from `/version` (whose minor may end in a plus) and the group versions of
+    `/apis`.
 
     Raises `ValueError` for a cluster that serves no PodDisruptionBudget.
     """

@@ -1,4 +1,5 @@
-"""Kubernetes Events on services: what `kubectl describe` shows. Posted on transitions only."""
+"""Kubernetes Events on services, which `kubectl describe` shows. They are posted on transitions
+only."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ COMPONENT = "diptych-operator"
 
 
 SERVED_BY_ANOTHER = "ServedByAnother"
-"""Reason of the event that an operator posts where it stands back; see `status.reasons`."""
+"""Reason of the event that an operator posts where another one serves; see `status.reasons`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """A warning that no status tells."""
+    """A warning that is not in any status."""
 
     reason: str
     message: str
@@ -41,7 +42,7 @@ class Note(Protocol):
 
 
 class EventLog:
-    """Posts events; one that cannot be posted is logged and costs nothing else."""
+    """Posts events. If one cannot be posted, that is logged and has no other effect."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
@@ -53,7 +54,7 @@ class EventLog:
         await self.post_about({"apiVersion": API_VERSION, "kind": KIND, "metadata": named}, note)
 
     async def post_about(self, about: Raw, note: Note) -> None:
-        """The same for an object of whatever kind."""
+        """Post the same event about an object of any kind."""
         meta = about["metadata"]
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         event = {

@@ -1,14 +1,15 @@
-"""One operator serves a namespace, by Leases; the others wait.
+"""Leader election by Leases: one operator serves a namespace, and the others wait.
 
 There is one Lease for each namespace that an operator is told to serve, in that namespace, or one
 for the cluster. Its name is the same for every installation, so two of them never serve the same
-namespace. Who does not get all its Leases touches nothing and keeps none, so that others may serve
-what is free; for a namespace that is served both by itself and with the cluster, see `rivals`.
+namespace. An operator that does not get all its Leases keeps none and changes nothing, so that
+others may serve what is free. `rivals` handles a namespace that has its own operator beside one for
+the cluster.
 
-As client-go does it: who renews the Lease leads; a Lease that nobody renewed for its duration, by
-the clock of the one who watches it, is free. Clocks of two machines are never compared. A leader
-that cannot renew gives up before others may take over, and one that leaves in order frees the
-Lease, so that its successor need not wait.
+The rules are those of client-go. The holder leads as long as it renews the Lease. A Lease that was
+not renewed for its duration, by the clock of the process that watches it, is free. Clocks of two
+machines are never compared. A leader that cannot renew gives up before others may take over. One
+that ends in order frees the Lease, so that its successor need not wait.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 LEASE_S, RENEW_DEADLINE_S, RETRY_S = 20.0, 10.0, 4.0
-"""A dead leader is replaced within LEASE_S + RETRY_S; one that left, within RETRY_S.
+"""A dead leader is replaced within LEASE_S + RETRY_S; one that ends in order, within RETRY_S.
 
-One that cannot renew ends RENEW_DEADLINE_S + 2 * RETRY_S after its last success at the latest.
+One that cannot renew ends at most RENEW_DEADLINE_S + 2 * RETRY_S after its last success.
 """
 ABANDONED_S = 3 * LEASE_S
-"""A Lease that nobody has renewed for so long is nobody's, for who serves the whole cluster. The
-replicas of its own installation, which wait for LEASE_S, come before."""
+"""An operator of the whole cluster may take a Lease that was not renewed for this long. Replicas of
+its own installation, which wait for LEASE_S only, come before it."""
 _API = ("coordination.k8s.io/v1", "Lease")
 
 
@@ -53,32 +54,32 @@ RELEASE_ANNOTATION = "diptych.dev/operator"
 
 
 def leases_of(namespaces: Sequence[str]) -> tuple[LeaseName, ...]:
-    """The Leases of an operator of these namespaces, or of all if there are none; in the order in
-    which every operator takes them, so that no two wait for each other."""
+    """Return the Leases of an operator of these namespaces, or of all if none are given. All
+    operators take them in the same order, so that no two wait for each other."""
     return tuple((name, LEASE_NAME) for name in sorted(set(namespaces))) or (CLUSTER_LEASE,)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Who stands for election, and for what."""
+    """Who stands for election, and for which installation."""
 
     identity: str
-    """Unique: the pod's name."""
+    """The pod's name, which is unique."""
     release: str
-    """The installation that it belongs to, such as `diptych-system/diptych-operator`."""
+    """The installation that the candidate belongs to, such as `diptych-system/diptych-operator`."""
     leases: tuple[LeaseName, ...]
 
 
 @dataclass(slots=True)
 class Sighting:
-    """What a candidate has seen of a Lease, and since when it has not changed."""
+    """What a candidate has observed of a Lease, and since when it has not changed."""
 
     version: str = ""
     since: float = 0.0
     _changed: bool = False
 
     def is_free(self, lease: Raw, identity: str, now: float) -> bool:
-        """Whether the Lease may be taken: nobody's, one's own, or not renewed for too long."""
+        """Whether the Lease may be taken: nobody holds it, the candidate does, or it expired."""
         unchanged = self.unchanged_s(lease, now)
         spec = lease.get("spec") or {}
         holder = spec.get("holderIdentity") or ""
@@ -86,7 +87,7 @@ class Sighting:
         return holder in ("", identity) or unchanged > duration
 
     def unchanged_s(self, lease: Raw, now: float) -> float:
-        """For how long nobody has written the Lease, as far as was seen."""
+        """For how long nobody has written the Lease, as far as the candidate has observed."""
         version = lease["metadata"]["resourceVersion"]
         if version != self.version:
             self._changed = bool(self.version)
@@ -94,8 +95,8 @@ class Sighting:
         return now - self.since
 
     def is_announced(self, now: float) -> bool:
-        """Whether who serves the cluster leaves the namespace alone already: the Lease was written
-        lately, in our sight."""
+        """Whether the operator of the cluster already leaves the namespace alone, because it saw
+        the Lease being written recently."""
         return self._changed and now - self.since < ABANDONED_S / 2
 
 
@@ -108,9 +109,9 @@ async def lead(
 ) -> None:
     """Wait for leadership, then run `work` to its end, or until leadership is lost.
 
-    `hindered` is told why it cannot even stand by, and of an empty text once it can. Returns at
-    once if `stop` is set while waiting; `work` minds it itself. Raises `LeadershipLostError`, and
-    whatever `work` raises.
+    `hindered` is called with the reason why it cannot even stand by, and with an empty text once it
+    can. Returns at once if `stop` is set while waiting; `work` observes `stop` itself. Raises
+    `LeadershipLostError`, and whatever `work` raises.
     """
     try:
         leases = await _unless(stop, _acquire(kube, candidate, hindered))
@@ -179,7 +180,7 @@ async def _acquire(
 
 
 Found = dict[LeaseName, Raw | None]
-"""Leases that may be taken; None for one that is still to be made."""
+"""Leases that may be taken; None for one that does not exist yet."""
 
 
 async def _look(
@@ -226,7 +227,7 @@ def _not_taken(name: LeaseName, exc: Exception) -> str:
 
 
 def release_of(lease: Raw) -> str:
-    """The installation whose operator holds a Lease, as far as it says so."""
+    """Return the installation whose operator holds a Lease, if the Lease names it."""
     said = (lease["metadata"].get("annotations") or {}).get(RELEASE_ANNOTATION)
     holder = (lease.get("spec") or {}).get("holderIdentity")
     return str(said or holder or "another operator")

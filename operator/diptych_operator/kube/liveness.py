@@ -1,8 +1,9 @@
-"""Whether an operator that leads really serves: each watch is heard, and the queue moves. Pure.
+"""Checks that a leading operator really serves: each watch gets answers, and the queue moves.
 
-A leader that hears nothing looks like one to whom nothing happens. So each watch has to answer
-anew within a time; the shell (`__main__`) ends the process when one does not, and another takes
-over. What no restart would mend, such as a CRD that is not there, makes it unready only.
+A leader whose watches are broken looks like one with nothing to do. So each watch has to be
+answered again within a time. If one is not, the shell (`__main__`) ends the process, and another
+takes over. A problem that no restart would solve, such as a missing CRD, only makes the operator
+unready. This module performs no I/O.
 """
 
 from __future__ import annotations
@@ -12,35 +13,35 @@ from dataclasses import dataclass, field
 from typing import Final
 
 WATCH_TURN_S: Final = 60
-"""The API server is asked to end a watch after so long; then it is begun anew."""
+"""The API server is asked to end each watch after this time; then the watch is renewed."""
 SILENCE_S: Final = 180.0
-"""A watch that was not begun anew in this time is deaf."""
+"""A watch that was not renewed within this time is broken."""
 START_S: Final = 60.0
-"""So is one that was not begun at all in this time: what is not there when kopf looks for it, it
-never looks for again."""
+"""A watch that was not started within this time is broken too: kopf looks for a
+resource only once."""
 STANDSTILL_S: Final = 600.0
-"""A queue in which services wait for so long, and no pass ends, stands still."""
+"""The queue stands still if services have waited this long and no pass has ended."""
 
 
 @dataclass(slots=True)
 class WatchLiveness:
-    """What was heard, and when. All times are of one clock that never goes back."""
+    """What the API server answered, and when. All times are of one clock that never goes back."""
 
     hindrance: str = "it has not looked at its Lease yet"
-    """Why this operator serves nothing though it is well; empty if there is no reason."""
+    """Why this operator serves nothing although it is well; empty if there is no reason."""
     _heard: dict[str, float] = field(default_factory=dict)
     """When each watch was last begun, by the path of what it watches."""
     _begun: set[str] = field(default_factory=set)
     _refused: dict[str, int] = field(default_factory=dict)
 
     def expect(self, watches: Iterable[str], now: float) -> None:
-        """These watches are to be heard from now on."""
+        """Expect answers of these watches from now on."""
         self._heard = dict.fromkeys(watches, now)
         self._begun.clear()
         self._refused.clear()
 
     def answered(self, watch: str, status: int, now: float) -> None:
-        """The API server has answered a list or a watch with this HTTP status."""
+        """Record that the API server answered a list or a watch with this HTTP status."""
         if watch in self._heard:
             if status == 200:
                 self._heard[watch] = now
@@ -50,7 +51,7 @@ class WatchLiveness:
                 self._refused[watch] = status
 
     def faults(self, now: float, standstill_s: float) -> list[str]:
-        """What another life of the process may mend.
+        """Return the faults that a restart of the process may repair.
 
         `standstill_s`: for how long services have waited in the queue while no pass ended.
         """
@@ -67,5 +68,5 @@ class WatchLiveness:
         return sorted(found)
 
     def unready(self, now: float, standstill_s: float) -> list[str]:
-        """All that keeps it from serving, or from standing by."""
+        """Return everything that keeps the operator from serving, or from standing by."""
         return [*filter(None, [self.hindrance]), *self.faults(now, standstill_s)]

@@ -1,8 +1,9 @@
-"""Namespaces that an operator of their own serves: one that serves the cluster leaves them alone.
+"""Finds namespaces that have an operator of their own, which the operator of the cluster leaves
+alone.
 
-The operator of the cluster looks at a namespace's Lease before each pass and during it; a pass that
-another operator meets is stopped. The other begins RETRY_S after it has taken a Lease that it has
-not watched before, and by then has been seen.
+The operator of the cluster checks a namespace's Lease before and during each pass, and stops a pass
+if another operator has taken the Lease. The other operator begins RETRY_S after taking a Lease that
+it has not watched before, and by then this one has noticed it.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from diptych_operator.kube.leader import (
 
 T = TypeVar("T")
 LOOK_S: Final = RETRY_S / 2
-"""How long a look is believed before another is begun. That has as long again to be answered."""
+"""How long a check is valid before another begins. The new one has as long again to be answered."""
 LONG_AGO_S: Final = 600.0
-"""A Lease that was last renewed so long ago is nobody's at first sight. The times are the API
-server's; those of two servers of one cluster may differ by less."""
+"""A Lease that was last renewed this long ago is free at first sight. The times are the API
+server's; the clocks of a cluster's API servers may differ by less than this."""
 
 
 class ServedByRivalError(Exception):
@@ -43,13 +44,13 @@ class ServedByRivalError(Exception):
 @dataclass(slots=True)
 class _Looked:
     at: float = float("-inf")
-    """When it was last asked, by the monotonic clock."""
+    """When the API server was last asked, by the monotonic clock."""
     rival: str = ""
     seen: Sighting = field(default_factory=Sighting)
 
 
 class Rivals:
-    """Who serves which namespace by itself, as far as somebody has asked."""
+    """Knows which namespaces have an operator of their own, as far as somebody has asked."""
 
     def __init__(self, kube: Kube, *, serves_cluster: bool) -> None:
         self._kube = kube
@@ -57,7 +58,8 @@ class Rivals:
         self._looked: dict[str, _Looked] = {}
 
     async def unless_served(self, namespace: str, work: Callable[[], Awaitable[T]]) -> T:
-        """What comes of the work, which is cancelled once the namespace may be another's.
+        """Run the work and return its result; cancel it as soon as the namespace may belong to
+        another operator.
 
         Raises `ServedByRivalError`, `ApiError`, and whatever the work raises.
         """

@@ -1,8 +1,8 @@
-"""What kopf is used for: it watches, keeps an index of what it saw, and says what has changed.
+"""Uses kopf to watch resources, to index what it saw, and to report which service has changed.
 
-Handlers that react to creations and updates are not used, because they are told of edges; nor are
-daemons, because they put a finalizer on each service, which then cannot go while the operator is
-away. Children go by their owner references instead.
+kopf's handlers for creation and update are not used, because they report edges. Its daemons are not
+used, because they put a finalizer on each service, which then cannot be deleted while the operator
+is away. Children are deleted by their owner references instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _POD_KIND = ("", "v1", "pods")
 
 
 class Indexed:
-    """The indices, as the reconciler reads them; empty until kopf has filled them."""
+    """The indices that the reconciler reads. They are empty until kopf has filled them."""
 
     def __init__(self) -> None:
         self._indices: dict[str, Index] = {}
@@ -72,7 +72,7 @@ def _child_indices() -> tuple[str, ...]:
 
 
 def watched_paths(cluster: Cluster, namespaces: Sequence[str]) -> list[str]:
-    """The REST paths of all collections that are watched; no namespaces stand for all."""
+    """Return the REST paths of all collections that are watched. No namespaces means all."""
     kinds = [(GROUP, VERSION, "inferenceservices"), *_child_kinds(cluster).values(), _POD_KIND]
     return [
         "/".join(
@@ -124,10 +124,11 @@ def registry(
     changed: Callable[[ServiceKey], None],
     answered: Callable[[str, int], None],
 ) -> kopf.OperatorRegistry:
-    """Handlers for one run of `kopf.operator`: each calls `changed` with the service's key.
+    """Return the handlers for one run of `kopf.operator`. Each calls `changed` with the service's
+    key.
 
-    They run only after all indices hold what the cluster held at the start. `answered` is told of
-    the path and the status of each answer of the API server.
+    They run only after all indices hold what the cluster held at the start. `answered` is called
+    with the path and the status of each answer of the API server.
     """
     handlers = kopf.OperatorRegistry()
     kopf.on.login(id="login", registry=handlers)(_listening_login(answered))
@@ -161,7 +162,7 @@ def registry(
 
 
 def settings(cluster: Cluster) -> kopf.OperatorSettings:
-    """Watch only what is ours, on the server's side, and leave no traces on objects."""
+    """Watch only our objects, filtered by the server, and write nothing onto them."""
     chosen = kopf.OperatorSettings()
     chosen.posting.enabled = False
     chosen.scanning.disabled = True

@@ -1,6 +1,7 @@
-"""Which services want attention: each key once, one worker a key at a time, failures with back-off.
+"""The queue of services that need a pass: each key once, one worker per key, failures with
+back-off.
 
-The same contract as client-go's work queue, on asyncio.
+It keeps the contract of client-go's work queue, on asyncio.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ log = logging.getLogger(__name__)
 Key = TypeVar("Key")
 
 PASS_S = 300.0
-"""After so long a pass is given up and tried again."""
+"""A pass that takes longer than this is cancelled and tried again."""
 BACKOFF_S = (1.0, 2.0, 5.0, 15.0, 60.0)
 
 
 class WorkQueue(Generic[Key]):
-    """Runs `work(key)` for keys that were added, with at most `concurrency` at once.
+    """Runs `work(key)` for keys that were added, at most `concurrency` at once.
 
-    `work` returns after how many seconds it wants to see the key again (None: when something
-    happens). A key that is added while it is being worked on is worked on once more.
+    `work` returns the seconds until it wants to see the key again, or None to wait for a change. A
+    key that is added while it is being worked on is worked on once more.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class WorkQueue(Generic[Key]):
         """When a pass last ended."""
 
     def backlog(self) -> int:
-        """Keys that are due and wait for a worker."""
+        """The number of keys that are due and wait for a worker."""
         now = self._now()
         return sum(due <= now for due in self._due_of.values())
 
@@ -58,7 +59,7 @@ class WorkQueue(Generic[Key]):
         return max(0.0, now - max(self._ended_at, min(self._due_of.values(), default=now)))
 
     def add(self, key: Key, after_s: float | None = None) -> None:
-        """Have the key worked on, at the latest after so many seconds."""
+        """Have the key worked on within this many seconds."""
         if key in self._running:
             if after_s is None:
                 self._again.add(key)

@@ -1,7 +1,8 @@
-"""How a service gets from the pods it has to those it should have: one pure step at a time.
+"""Plans how a service gets from the pods it has to those it should have, one step at a time.
 
-`plan` is called again and again with what is observed. It remembers nothing: where a rollout stands
-is read off the pods, so a crash, a second change or a new size in its middle need no special care.
+`plan` is called again and again with what is observed. It keeps no state: the pods show how far a
+rollout is. So a crash, a second change or a new size in the middle needs no special care. It
+performs no I/O.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ def plan(
     routers_serving: Sequence[tuple[str, ...] | None],
     suspend: bool,
 ) -> Step:
-    """The step towards `desired` pods of `target` and none of any other revision.
+    """Return the next step towards `desired` pods of `target` and none of any other revision.
 
-    `revisions`: all that exist, the target among them or not. `verify`: no old revision gives way
-    to a target that no canary has crossed. `failed`: the target missed its progress deadline.
-    `routers_serving`: one entry per router pod, its reported serving list; None for a router that
-    did not answer, which is taken not to have switched.
+    `revisions`: all that exist, with or without the target. `verify`: old revisions keep their pods
+    until a canary has received its KV from prefill in the target. `failed`: the target missed its
+    progress deadline. `routers_serving`: one entry per router pod, the serving list that it
+    reported; None for a router that did not answer, which counts as not switched.
 
-    A revision whose pods compute prompts and answers alike has one pool, decode: `desired` has no
-    prefill pods then, and of another revision its state says so (`whole`).
+    If the engines of the target compute both prompts and answers, its only pool is decode, and
+    `desired` has no prefill pods. Another revision says so in its state (`whole`).
 
     Raises ValueError if only prefill is to have pods.
     """

@@ -1,4 +1,4 @@
-"""The sentences of a plan."""
+"""The messages for users in a plan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from diptych_operator.plan.state import RolloutView, at_least, less, most
 
 
 def pods(counts: Counts) -> str:
-    """Such as `1 prefill and 2 decode pods`."""
+    """Return a phrase such as `1 prefill and 2 decode pods`."""
     if counts.prefill and counts.decode:
         return f"{counts.prefill} prefill and {counts.decode} decode pods"
     role, number = ("prefill", counts.prefill) if counts.prefill else ("decode", counts.decode)
@@ -55,7 +55,7 @@ def _on_their_way_out(view: RolloutView, replicas: Mapping[str, Counts]) -> list
 
 
 def stuck(view: RolloutView, replicas: Mapping[str, Counts]) -> str:
-    """The target failed and nothing is there to fall back on."""
+    """Return the message for a failed target without another revision to fall back on."""
     return (
         f"no further in {view.rollout.progress_deadline_seconds} s, and no old revision is there "
         f"to fall back on: {progress(view, replicas)}"

@@ -1,4 +1,4 @@
-"""The arithmetic of two pools that move in step: one revision grows while others give way.
+"""The arithmetic of a rollout of two pools in step: one revision grows while others shrink.
 
 For each pool, with `size` pods wanted in the end:
 
@@ -8,8 +8,9 @@ For each pool, with `size` pods wanted in the end:
 
 Surge counts pods that are wanted. A pod that drains is no longer wanted, and counts for nothing.
 
-*Credit* are the growing revision's ready pods, in the proportion in which they are wanted: of 4
-prefill and 1 decode pod ready out of 4 and 4, one of each. Nothing, unless it is trusted.
+*Credit* is the number of the growing revision's ready pods, in the proportion in which they are
+wanted: with 4 prefill pods and 1 decode pod ready out of 4 and 4, the credit is one of each. A
+revision that is not trusted has no credit.
 
 *The line.* With L pods of the larger pool, whose final number is N, a revision should have L * M/N
 of the smaller, whose final number is M, and never none. Revisions that give way round up. The
@@ -53,14 +54,14 @@ from diptych_operator.plan.state import (
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What holds for the sums over all revisions that take part."""
+    """The limits on the sums over all revisions that take part."""
 
     size: Counts
-    """The growing revision's pods in the end; at least 1 in each pool."""
+    """The growing revision's pods at the end; at least 1 in each pool."""
     floor: Counts
     """Ready pods that must stay."""
     ceiling: Counts
-    """Pods that may be wanted."""
+    """The most pods that may be wanted."""
 
     @property
     def larger(self) -> str:
@@ -71,7 +72,8 @@ class Bounds:
         return "decode" if self.larger == "prefill" else "prefill"
 
     def rounded_up(self, larger: int) -> int:
-        """Pods of the smaller pool that go with so many of the larger: at least 1."""
+        """Return the pods of the smaller pool that belong to this many of the larger:
+        at least 1."""
         small, large = self.size.of(self.smaller), self.size.of(self.larger)
         return max(1, -(-larger * small // large))
 
@@ -88,11 +90,11 @@ def roll(
     trusted: Collection[str],
     leave: Counts = NOTHING,
 ) -> dict[str, Counts]:
-    """The pods wanted now of each revision, as `growing` takes the place of those in `giving`.
+    """Return the wanted pods of each revision, as `growing` takes the place of those in `giving`.
 
-    `giving` gives way in its order; the last of them stays longest. `leave` are pods that each of
-    them keeps to the end, if it has them. `trusted`: revisions whose ready pods count as credit
-    when they grow.
+    The revisions of `giving` shrink in order; the last of them stays longest. `leave`: pods that
+    each of them keeps to the end, if it has them. `trusted`: revisions whose ready pods count as
+    credit when they grow.
     """
     grown = both_or_none(least(growing.wanted, bounds.size))
     credit = _credit(growing.usable, grown) if growing.revision in trusted else NOTHING

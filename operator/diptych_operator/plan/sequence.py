@@ -1,4 +1,4 @@
-"""A whole rollout: one step after the other, each pod ready as soon as it is wanted."""
+"""Computes a whole rollout step by step, where each pod is ready as soon as it is wanted."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def sequence(
     *,
     limit: int = 10_000,
 ) -> Iterator[Step]:
-    """The steps of a rollout until it is done, in a cluster where everything works at once.
+    """Return the steps of a rollout until it is done, in a cluster where everything works at once.
 
-    Raises RuntimeError after `limit` steps: a plan that never ends is a fault of the planner.
+    Raises RuntimeError after `limit` steps: a plan that never ends is a bug of the planner.
     """
     states = {state.revision: state for state in revisions}
     serving: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ def sequence(
 
 
 def running(revision: str, counts: Counts) -> RevisionState:
-    """A revision all of whose wanted pods are ready, and that works."""
+    """Return a working revision whose wanted pods are all ready."""
     return replace(
         RevisionState(revision), wanted=counts, ready=counts, present=counts,
         verified=counts != NOTHING, whole=bool(counts) and not counts.prefill,

@@ -1,4 +1,4 @@
-"""What a plan is made from, and what it says."""
+"""The input and the output of a plan."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from diptych_operator.counts import NOTHING, Counts
 
 class Phase(StrEnum):
     Idle = "Idle"
-    """The target serves alone and whole, or everything sleeps."""
+    """Only the target serves, at full size, or everything is scaled to zero."""
     Progressing = "Progressing"
     Verifying = "Verifying"
-    """The target's pods are ready; a canary has yet to cross its hinge."""
+    """The target's pods are ready, but no canary has received KV from its prefill pool yet."""
     Switching = "Switching"
-    """BlueGreen: routers are to leave the old revision for the target."""
+    """BlueGreen: routers are asked to change from the old revision to the target."""
     Failed = "Failed"
     Suspended = "Suspended"
 
@@ -28,22 +28,22 @@ class RevisionState:
 
     revision: str
     wanted: Counts = NOTHING
-    """spec.replicas of its Deployments. It may lag behind what was planned last."""
+    """spec.replicas of its Deployments. It may lag behind the last plan."""
     ready: Counts = NOTHING
-    """By the kubelet; may exceed `wanted` while a smaller number settles."""
+    """Ready pods by the kubelet. There may be more than `wanted` while the pool shrinks."""
     present: Counts = NOTHING
-    """Pods that exist, whether ready, starting or on their way out."""
+    """Pods that exist, whether ready, starting or terminating."""
     verified: bool = False
-    """A canary crossed this revision's hinge."""
+    """Whether a canary has received KV from this revision's prefill pool."""
     whole: bool = False
-    """Its pods are of one pool, decode, and compute prompts too."""
+    """Whether its only pool is decode, whose engines compute prompts too."""
     trusted: Counts | None = None
-    """Engines that every reporting router sends requests to; None if that does not matter, or if
-    no router reports."""
+    """Engines that every reporting router sends requests to; None if that does not matter, or if no
+    router reports."""
 
     @property
     def usable(self) -> Counts:
-        """Ready pods that routers use: a ready engine is of no use before its own canary."""
+        """Ready pods that routers use. Routers do not use an engine before its canary succeeds."""
         return self.ready if self.trusted is None else least(self.ready, self.trusted)
 
     @property
@@ -53,50 +53,50 @@ class RevisionState:
 
     @property
     def alive(self) -> bool:
-        """It is worth protecting: it decodes, or it has worked and may be back in a moment.
+        """Whether it is worth protecting: it decodes, or it has worked and may soon work again.
 
-        A revision that never worked has nothing to lose and gives up all its pods at once. Not
-        being verified alone proves nothing: the routers may merely be out of reach.
+        A revision that never worked can give up all its pods at once. That it is not verified
+        proves nothing: the routers may be out of reach.
         """
         return both(self.wanted) and (self.verified or self.ready.decode > 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What is to be true now. Applying a step twice does nothing more than applying it once."""
+    """The state to establish now. Applying a step twice has the same effect as applying it once."""
 
     replicas: Mapping[str, Counts]
-    """Pods wanted of the target and of each other revision that still has some."""
+    """The wanted pods of the target and of each other revision that still has some."""
     serving: tuple[str, ...]
-    """Revisions that routers may use; empty: every one."""
+    """Revisions that routers may use. Empty means all."""
     phase: Phase
     message: str
-    """For people: what happens and what it waits for."""
+    """A message for people: what happens and what it waits for."""
     removable: tuple[str, ...] = ()
-    """Revisions of which nothing is wanted and nothing left: their objects may be deleted."""
+    """Revisions without wanted or remaining pods: their objects may be deleted."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutView:
-    """Everything that a strategy looks at."""
+    """The input of every strategy."""
 
     target: RevisionState
     olds: tuple[RevisionState, ...]
-    """The other revisions of which anything is wanted or left."""
+    """The other revisions with wanted or remaining pods."""
     desired: Counts
     rollout: Rollout
     verify: bool
     failed: bool
     whole: frozenset[str]
-    """Revisions of one pool; their pods are counted in both (`in_both`)."""
+    """Revisions of one pool. Their pods are counted in both pools (`in_both`)."""
     routers: Sequence[tuple[str, ...] | None]
-    """The serving list that each router reports; None: it did not answer."""
+    """The serving list that each router reports; None if it did not answer."""
 
     @property
     def living(self) -> list[RevisionState]:
         """Old revisions that carry requests, the one that carries least first.
 
-        If none does, the largest that is alive: with luck it will be back in a moment.
+        If none does, the largest that is alive: it may recover in a moment.
         """
         alive = sorted(
             (old for old in self.olds if old.alive),
@@ -110,24 +110,23 @@ class RolloutView:
 
     @property
     def target_whole(self) -> bool:
-        """The target could carry the service alone."""
+        """Whether the target could serve the whole load alone."""
         return self.target_ready and self.proven(self.target)
 
     def as_it_is(self, revision: str, counts: Counts) -> Counts:
-        """Pods of a revision as the cluster is to have them."""
+        """Return the pods that a revision has now, counted as the cluster is to have them."""
         return in_one(counts) if revision in self.whole else counts
 
     def proven(self, revision: RevisionState) -> bool:
         return revision.verified or not self.verify
 
     def admitted(self, revision: str) -> bool:
-        """No router that answered is told to leave this revision out."""
+        """Whether no router that answered leaves this revision out."""
         return all(revision in serving for serving in self.routers if serving)
 
 
 def in_both(state: RevisionState) -> RevisionState:
-    """A revision of one pool, for the arithmetic of two: a pod that does the work of both pools
-    counts in each of them."""
+    """Count each pod of a revision of one pool in both pools, because it does the work of both."""
     wanted, ready, present = (
         each(counts.decode) for counts in (state.wanted, state.ready, state.present)
     )
@@ -136,7 +135,7 @@ def in_both(state: RevisionState) -> RevisionState:
 
 
 def in_one(counts: Counts) -> Counts:
-    """Back again. As long as either pool needs a pod, it stays."""
+    """Undo `in_both`: a pod stays as long as either pool needs it."""
     return Counts(0, max(counts.prefill, counts.decode))
 
 
@@ -145,7 +144,8 @@ def both(counts: Counts) -> bool:
 
 
 def both_or_none(counts: Counts) -> Counts:
-    """One pool without the other serves nobody."""
+    """Return no pods at all if one of the pools would be empty, because one pool alone cannot
+    serve."""
     return counts if both(counts) else NOTHING
 
 
@@ -158,7 +158,7 @@ def most(a: Counts, b: Counts) -> Counts:
 
 
 def less(a: Counts, b: Counts) -> Counts:
-    """a - b, never below 0."""
+    """Return a - b, but at least 0."""
     return Counts(max(0, a.prefill - b.prefill), max(0, a.decode - b.decode))
 
 

@@ -1,7 +1,7 @@
-"""One function for each way of replacing a revision; all of them look at a RolloutView.
+"""The strategies that replace a revision: one function each, which takes a RolloutView.
 
-Here the target wants pods, nothing is suspended, and at least one old revision is alive, except
-where a function says otherwise.
+Except where a function says otherwise, the target wants pods, nothing is suspended, and at least
+one old revision is alive.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ ONE_OF_EACH = Counts(1, 1)
 
 
 def alone(view: RolloutView) -> Step:
-    """No old revision is alive: all of the target at once, beside what may still leave."""
+    """No old revision is alive: start all of the target at once, beside pods that are
+    terminating."""
     target = view.target.revision
     serving = (target,) if view.rollout.type == "BlueGreen" else ()
     replicas = {target: view.desired}
@@ -50,7 +51,7 @@ def alone(view: RolloutView) -> Step:
 
 
 def paired_rolling(view: RolloutView) -> Step:
-    """The target grows and old revisions give way, both pools in step."""
+    """The target grows and old revisions shrink, both pools in step."""
     if view.failed:
         return _rolling_back(view)
     bounds = Bounds(
@@ -107,9 +108,9 @@ def _phase(view: RolloutView, replicas: dict[str, Counts]) -> Phase:
 
 
 def recreate(view: RolloutView) -> Step:
-    """Old revisions go first; once nothing of them is left, the target comes.
+    """Old revisions are removed first; the target starts when nothing of them is left.
 
-    Also asked while old revisions are merely leaving.
+    It also applies while old revisions are terminating.
     """
     target = view.target
     if not any(old.wanted or old.present for old in view.olds):
@@ -120,11 +121,10 @@ def recreate(view: RolloutView) -> Step:
 
 
 def blue_green(view: RolloutView) -> Step:
-    """The target comes up whole beside the old, then routers switch, then the old goes.
+    """The target starts at full size beside the old revision; then routers switch; then the old one
+    is removed.
 
-    Old revisions that no router uses any more, as a target that was overtaken by another, go at
-    once. Routers must have been told to stay with the old before the first pod of the target
-    starts, or some would use it early.
+    Old revisions that no router uses any more, such as a superseded target, are removed at once.
     """
     target, name = view.target, view.target.revision
     carrying = [old for old in view.living if _in_use(view, old.revision)] or view.living
@@ -149,6 +149,7 @@ def blue_green(view: RolloutView) -> Step:
     if begun or whole:
         return Step(replicas, (name,), Phase.Switching, switching(view, kept))
     if not target.wanted and not fenced:
+        # Before its first pod starts, or some routers would use it early.
         return Step(kept | {name: NOTHING}, stay, Phase.Progressing, fencing(view, stay))
     return Step(replicas, stay, _phase(view, replicas), progress(view, replicas))
 

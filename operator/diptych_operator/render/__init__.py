@@ -1,4 +1,4 @@
-"""One InferenceService to the Kubernetes objects that are it. Pure: no client, no clock, no chance.
+"""Renders one InferenceService into its Kubernetes objects, without I/O, clock or chance.
 
 `diptych up` runs exactly these objects as local processes.
 """
@@ -32,15 +32,15 @@ class Serving:
     """What routers are told while they run."""
 
     revisions: Sequence[str] = ()
-    """Those that may serve; none named means all."""
+    """Revisions that may serve. Empty means all."""
     asleep: bool = False
-    """The pools are at zero on purpose: hold requests rather than report unready."""
+    """The pools are scaled to zero on purpose: hold requests instead of reporting unready."""
 
 
 def render(service: InferenceService, secrets: ServiceSecrets) -> list[Object]:
-    """A service at rest: all its objects, each before those that refer to it.
+    """Return all objects of a service at rest, each before those that refer to it.
 
-    Raises `SpecError` for a podTemplate that does not fit the pod it is laid over.
+    Raises `SpecError` for a podTemplate that does not fit the pod it is merged over.
     """
     keys = KeySets(key_set(service))
     return [
@@ -51,7 +51,8 @@ def render(service: InferenceService, secrets: ServiceSecrets) -> list[Object]:
 
 
 def fixed_counts(service: InferenceService) -> Counts:
-    """Pods that the spec asks for; an autoscaled pool starts at its minimum, at least at one."""
+    """Return the pods that the spec asks for. An autoscaled pool starts at its minimum, but at
+    least at one."""
     if service.spec.suspend:
         return Counts(0, 0)
     counts = {
@@ -64,7 +65,7 @@ def fixed_counts(service: InferenceService) -> Counts:
 def render_shared(
     service: InferenceService, cluster: Cluster, keys: KeySets, serving: Serving
 ) -> list[Object]:
-    """All that a service has once, whatever its revision; the Secret is made elsewhere."""
+    """Return the objects that a service has once, for all revisions, except the Secret."""
     model = model_mount(service, "router", cluster_has_image_volumes=cluster.has_image_volumes)
     config = router_config_map(service, model.uri)
     routers = 0 if service.spec.suspend else service.spec.router.replicas
@@ -86,7 +87,7 @@ def render_shared(
 def render_revision(
     service: InferenceService, cluster: Cluster, name: str, keys: KeySets, counts: Counts
 ) -> list[Object]:
-    """The pools of the revision that the spec describes. Raises `SpecError`, as `render`."""
+    """Return the pools of the revision that the spec describes. Raises `SpecError`, as `render`."""
     render_pool = vllm_objects if service.spec.engine.runtime == "vllm" else engine_objects
     objects: list[Object] = []
     for role in service.pools:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from decimal import Decimal
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from diptych_operator.api.base import SpecPart, snake_case
 from diptych_operator.api.names import (
     ENGINE_FILE,
     ROUTER_FILE,
@@ -25,10 +26,13 @@ from diptych_protocol import (
     EngineSettings,
     KVTransferConfig,
     RouterConfig,
+    RouterSettings,
+    SamplingDefaults,
     Slo,
 )
-from diptych_protocol.config import RoutingPolicy
 from diptych_protocol.threads import model_threads
+
+S = TypeVar("S", Slo, SamplingDefaults)
 
 _UNITS = {
     "Ki": Decimal(1 << 10), "Mi": Decimal(1 << 20), "Gi": Decimal(1 << 30), "Ti": Decimal(1 << 40),
@@ -40,15 +44,10 @@ _VERIFY: dict[str, Literal["required", "warn", "off"]] = {
     "Warn": "warn",
     "Off": "off",
 }
-_POLICIES: dict[str, RoutingPolicy] = {
-    "prefixAware": "prefix_aware",
-    "leastLoaded": "least_loaded",
-    "roundRobin": "round_robin",
-}
 
 
 def engine_config(service: InferenceService, pool: Pool, revision: str, model: str) -> EngineConfig:
-    """What one engine pod reads; `model` is where it finds it.
+    """Return the configuration of one engine pod. `model` is where the pod finds it.
 
     The pools differ in `num_threads` only.
     """
@@ -69,23 +68,21 @@ def engine_config(service: InferenceService, pool: Pool, revision: str, model: s
 
 
 def cpu_threads(pool: Pool, ranks: int) -> int | None:
-    """What the pod's limit allows each rank; None without a limit: the engine looks for itself."""
+    """Return the threads for each rank by the pod's CPU limit; None without a limit, where the
+    engine decides."""
     limit = pool.resources.limits.get("cpu")
     return None if limit is None else model_threads(float(_amount(limit)), ranks)
 
 
 def router_config(service: InferenceService, model: str) -> RouterConfig:
-    """What a router pod reads; `model` is where it finds it."""
+    """Return the configuration of a router pod. `model` is where the pod finds it."""
+    router = service.spec.router
+    settings = {name: getattr(router, name) for name in RouterSettings.__struct_fields__}
+    settings |= {"policy": snake_case(router.policy), "allowed_hosts": _host_names(service)}
     config = RouterConfig(
         model=model,
         served_name=service.served_name,
         verify=_VERIFY[service.verification],
-        policy=_POLICIES[service.spec.router.policy],
-        disaggregate=service.spec.router.disaggregate,
-        hold_seconds=service.spec.router.hold_seconds,
-        ui=service.spec.router.ui,
-        allowed_hosts=_host_names(service),
-        allowed_origins=service.spec.router.allowed_origins,
         cache_per_key=_cache_per_key(service),
         batches=_batches(service),
         drain_seconds=service.spec.availability.drain_seconds,
@@ -95,7 +92,9 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
         json_schemas=service.spec.engine.json_schemas,
         otlp_traces_endpoint=service.spec.engine.otlp_traces_endpoint,
         runtime=service.spec.engine.runtime,
-        slo=Slo(**{name: getattr(service.spec.slo, name) for name in Slo.__struct_fields__}),
+        slo=_fields_of(service.spec.slo, Slo),
+        sampling=_fields_of(service.spec.model.sampling, SamplingDefaults),
+        **settings,
     )
     if config.runtime == "vllm" and service.connector != "none":
         # Our own engines tell routers by themselves.
@@ -103,6 +102,11 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
             config, connector=service.connector, lease_seconds=service.lease_seconds
         )
     return config
+
+
+def _fields_of(part: SpecPart, kind: type[S]) -> S:
+    """The configuration that a part of the spec is made of."""
+    return kind(**{name: getattr(part, name) for name in kind.__struct_fields__})
 
 
 def _cache_per_key(service: InferenceService) -> bool:
@@ -126,20 +130,21 @@ def _batches(service: InferenceService) -> Batches:
 def engine_config_map(
     service: InferenceService, role: PoolName, revision: str, model: str
 ) -> dict[str, Any]:
-    """The ConfigMap of one pool of one revision."""
+    """Return the ConfigMap of one pool of one revision."""
     config = engine_config(service, service.pools[role], revision, model)
     return _config_map(service, role, {ENGINE_FILE: _json(config)}, revision)
 
 
 def router_config_map(service: InferenceService, model: str) -> dict[str, Any]:
-    """The ConfigMap of the routers."""
+    """Return the ConfigMap of the routers."""
     return _config_map(service, "router", {ROUTER_FILE: _json(router_config(service, model))})
 
 
 def serving_config_map(
     service: InferenceService, revisions: Sequence[str], asleep: bool
 ) -> dict[str, Any]:
-    """What routers read again and again while they run: which revisions may serve."""
+    """Return the ConfigMap that routers read repeatedly while they run: which
+    revisions may serve."""
     text = msgspec.json.encode({"revisions": list(revisions), "asleep": asleep}).decode()
     return {
         "apiVersion": "v1",
@@ -161,7 +166,7 @@ def _config_map(
 
 
 def config_hash(config: dict[str, Any]) -> str:
-    """Changes exactly when the files of a ConfigMap change."""
+    """Return a hash that changes exactly when the files of a ConfigMap change."""
     data = msgspec.json.encode(config["data"], order="sorted")
     return hashlib.sha256(data).hexdigest()[:16]
 

@@ -1,4 +1,4 @@
-"""What the Deployments of all roles have in common, whatever program their pods run."""
+"""What the Deployments of all roles have in common, whichever program their pods run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from diptych_operator.api.names import (
     object_name,
     selector,
 )
-from diptych_operator.api.pools import Pool, Resources, Router
+from diptych_operator.api.pools import Pool, Resources
+from diptych_operator.api.router import Router
 from diptych_operator.api.service import InferenceService
 from diptych_operator.render.invariants import check_invariants
 from diptych_operator.render.merge import merge, removed
@@ -31,39 +32,39 @@ from diptych_operator.render.model import CONFINED, ModelMount
 
 USER_ID = 10001
 LINGER_SECONDS = 3
-"""Kubernetes takes a moment to send clients elsewhere once a router is on its way out."""
+"""How long Kubernetes may take to send clients elsewhere once a router terminates."""
 EXIT_SECONDS = 15
-"""What a drained program may still need to end, before SIGKILL."""
+"""How long a drained program may still need to end, before SIGKILL."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pods:
-    """One Deployment's worth of pods, before the user's podTemplate is laid over them."""
+    """The pods of one Deployment, before the user's podTemplate is merged over them."""
 
     role: Role
     part: Pool | Router
     replicas: int
     container: dict[str, Any]
     volumes: list[dict[str, Any]]
-    """What they hold are ConfigMaps and Secrets; the name of each says where it is mounted."""
+    """Volumes of ConfigMaps and Secrets. Each is mounted at the place that its name stands for."""
     config_hash: str
     """Empty for a program that reads no ConfigMap."""
     model: ModelMount
     revision: str = ""
     linger_seconds: int = LINGER_SECONDS
-    """How long a pod that is to go may still get new work."""
+    """How long a pod that is to end may still get new work."""
     annotations: Mapping[str, str] = field(default_factory=dict)
     scratch: Mapping[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
-    """Volumes that the container may write to, beside /tmp: by name where they are mounted, and
-    what they are."""
+    """Volumes that the container may write to, beside /tmp: by name, the mount path
+    and the source."""
     init_containers: Sequence[dict[str, Any]] = ()
-    """Beside those that bring the model."""
+    """Init containers beside those that fetch the model."""
     read_only: Mapping[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
-    """Volumes that these fill, as `scratch`."""
+    """Volumes that the init containers fill, in the form of `scratch`."""
 
 
 def deployment(service: InferenceService, pods: Pods) -> dict[str, Any]:
-    """Raises `SpecError` for a podTemplate that does not fit."""
+    """Render a Deployment. Raises `SpecError` for a podTemplate that does not fit."""
     role = pods.role
     ours, field = _pod_template(service, pods), f"spec.{role}.podTemplate"
     kept = removed(ours, pods.part.pod_template_remove, f"{field}Remove")
@@ -186,7 +187,8 @@ def _check_template(
 
 
 def environment(ports: dict[str, int], folders: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Who and where the pod is, as its program is told, and by what variables its `folders`."""
+    """Return the variables that give a program its pod's name and address, and those of its
+    `folders`."""
     return [
         field_of_pod("POD_NAME", "metadata.name"),
         field_of_pod("POD_IP", "status.podIP"),
@@ -205,7 +207,7 @@ def variable(name: str, value: str) -> dict[str, Any]:
 
 
 def field_of_pod(name: str, path: str) -> dict[str, Any]:
-    """A variable with a field of the pod."""
+    """Return a variable with the value of a field of the pod."""
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
@@ -217,7 +219,7 @@ def container_ports(ports: dict[str, int]) -> list[dict[str, Any]]:
 
 
 def resources_of(resources: Resources) -> dict[str, Any]:
-    """Quantities as strings: older API servers take no bare numbers in server-side apply."""
+    """Return quantities as strings: older API servers take no bare numbers in server-side apply."""
     given = {
         kind: {name: str(amount) for name, amount in amounts.items()}
         for kind, amounts in (("limits", resources.limits), ("requests", resources.requests))

@@ -1,4 +1,5 @@
-"""What protects a service's pods: accounts without rights, budgets for evictions, closed ports."""
+"""Objects that protect a service's pods: accounts without rights, budgets for evictions, closed
+ports."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _NAMESPACE_NAME_LABEL = "kubernetes.io/metadata.name"
 
 
 def service_account(service: InferenceService, role: Role) -> dict[str, Any]:
-    """Pods talk to each other, never to the Kubernetes API: no rights, and no token to steal."""
+    """An account without rights or token: pods call each other, but never the Kubernetes API."""
     return {
         "apiVersion": "v1",
         "kind": "ServiceAccount",
@@ -30,7 +31,7 @@ def service_account(service: InferenceService, role: Role) -> dict[str, Any]:
 
 
 def disruption_budget(service: InferenceService, role: Role, cluster: Cluster) -> dict[str, Any]:
-    """Node drains and the like take one pod of a pool at a time.
+    """Node drains and the like evict one pod of a pool at a time.
 
     Not `minAvailable`, with which a pool of one pod would block a node's drain for ever.
     """
@@ -46,11 +47,14 @@ def disruption_budget(service: InferenceService, role: Role, cluster: Cluster) -
 
 
 def network_policy(service: InferenceService, role: Role, cluster: Cluster) -> dict[str, Any]:
-    """Pods of the service reach each other on every port, because UCX listens on ports of its own
-    choice; only the operator reaches the admin port. Anybody reaches a router's API, and what
-    engines have on the same port: answers for probes and scrapers. The API that an engine may have
-    is at another port, so it is the service's own. vLLM has its API at that same port, and no admin
-    port: what runs it is reached by the service's own pods only."""
+    """Return the NetworkPolicy of a pool or of the routers.
+
+    Pods of the service reach each other on every port, because UCX listens on ports that it
+    chooses. Only the operator reaches the admin port. Anybody reaches a router's API, and the port
+    of engines that answers probes and scrapers. The API of our own engines has another port, which
+    only the service reaches. vLLM has its API on the port for probes and no admin port, so only the
+    service's own pods reach it.
+    """
     own_pods = {"podSelector": {"matchLabels": {SERVICE_LABEL: service.metadata.name}}}
     operator = {
         "namespaceSelector": {"matchLabels": {_NAMESPACE_NAME_LABEL: cluster.operator_namespace}},

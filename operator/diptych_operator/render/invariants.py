@@ -1,6 +1,5 @@
-"""What a podTemplate may not take from a pod, whoever wrote it: what the drain and the service's
-promises rest on. Pure.
-"""
+"""Checks that a podTemplate keeps what draining and the service's promises depend on,
+without I/O."""
 
 from __future__ import annotations
 
@@ -13,15 +12,15 @@ from diptych_operator.api.errors import SpecError
 
 @dataclass(frozen=True, slots=True)
 class Invariant:
-    """One field of a pod, and what it must be after a podTemplate was laid over it."""
+    """One field of a pod, and what must hold for it after a podTemplate was merged over the pod."""
 
     holder: Literal["pod", "container"]
-    """Whether the field is the pod's, or that of the container in which our program runs."""
+    """Whether the field is the pod's or that of the container in which our program runs."""
     field: str
     kept: Callable[[Any, Any], bool]
-    """Whether it holds, by the field's value and by the value that we render; None if absent."""
+    """Whether it holds, given the field's value and the value that we render; None if absent."""
     message: str
-    """What is wanted, said of the field. `{ours}` stands for what we render."""
+    """What is wanted, phrased about the field. `{ours}` stands for the value that we render."""
 
 
 def _at_least(value: Any, ours: Any) -> bool:
@@ -82,8 +81,10 @@ def check_invariants(
 ) -> None:
     """Raise `SpecError` for the first invariant that a pod template does not keep.
 
-    template: after the user's podTemplate was laid over it; it has the container.
-    ours: as we render it.
+    template: the template after the user's podTemplate was merged over it. It has the container.
+
+    ours: the template as we render it.
+
     field: path of the podTemplate in the service.
     """
     for invariant in INVARIANTS:

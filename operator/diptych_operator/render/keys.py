@@ -1,7 +1,7 @@
-"""The Secret of a service: the CURVE pair between its pods and the token of its admin ports.
+"""The Secret of a service: the CURVE key pair of its pods and the token of its admin ports.
 
-A rotation makes a Secret of another name. Engines get the new one with their new revision; routers
-hold both while engines of both are there, so that nobody is ever without the right key.
+A rotation makes a Secret of another name. Engines get the new one with their new revision. Routers
+hold both while engines of both exist, so that every engine can be reached.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FILES = (PUBLIC_KEY_FILE, SECRET_KEY_FILE, ADMIN_TOKEN_FILE)
 
 
 class ServiceSecrets(msgspec.Struct, frozen=True):
-    """What a service must not share with others; made once and kept."""
+    """The secrets of one service, made once and kept."""
 
     curve: CurveKeys
     admin_token: str
@@ -66,14 +66,15 @@ def secret(service: InferenceService, keys: str, secrets: ServiceSecrets) -> dic
 
 
 def hinge_keys_volume(service: InferenceService, keys: str) -> dict[str, Any]:
-    """For a program that knows the hinge only: without the token of the admin ports."""
+    """Return a volume for a program that only transfers KV: without the token of the
+    admin ports."""
     items = [{"key": file, "path": file} for file in (PUBLIC_KEY_FILE, SECRET_KEY_FILE)]
     source = {"secretName": secret_name(service, keys), "defaultMode": 0o440, "items": items}
     return {"name": "keys", "secret": source}
 
 
 def keys_volume(service: InferenceService, keys: KeySets) -> dict[str, Any]:
-    """Readable for the group of the pod (fsGroup) and for nobody else."""
+    """Return a volume that the group of the pod (fsGroup) and nobody else can read."""
     current = secret_name(service, keys.current)
     if not keys.previous:
         return {"name": "keys", "secret": {"secretName": current, "defaultMode": 0o440}}

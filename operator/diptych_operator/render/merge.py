@@ -1,12 +1,12 @@
-"""Merging a user's `podTemplate` over the rendered pod template.
+"""Merges a user's `podTemplate` over the rendered pod template.
 
-A small part of Kubernetes' strategic merge, with rules that fit in one breath: objects merge field
-by field; containers and init containers merge by name, new ones are appended; `env`, `volumes`,
-`volumeMounts`, `ports` and `imagePullSecrets` replace the entry with the same name (for mounts the
-same path, for ports the same number) and append the others; every other list is replaced.
+It implements a small part of Kubernetes' strategic merge. Objects merge field by field. Containers
+and init containers merge by name, and new ones are appended. `env`, `volumes`, `volumeMounts`,
+`ports` and `imagePullSecrets` replace the entry with the same name (mounts: the same path; ports:
+the same number) and append the others. Every other list is replaced.
 
-What is to go is named by its path (`removed`). Null removes nothing: `kubectl apply` drops nulls
-before it sends, so a service would mean one thing by this way and another by others.
+What is to be removed is named by its path (`removed`). Null removes nothing: `kubectl apply` drops
+nulls before it sends, so the meaning would depend on how a service is applied.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _STEP = re.compile(r"\.?([^.\[\]]+)|\[([^\[\]]+)\]")
 
 
 def removed(base: dict[str, Any], paths: Iterable[str], field: str) -> dict[str, Any]:
-    """`base` without what the paths name; it is not changed itself.
+    """Return a copy of `base` without what the paths name.
 
     A path is written as in errors: `spec.securityContext.runAsUser`, `spec.containers[engine].env`,
-    `metadata.annotations[example.org/team]`. Raises `SpecError` for one that names nothing.
+    `metadata.annotations[example.org/team]`. Raises `SpecError` for a path that names nothing.
     field: path of the list of paths in the object.
     """
     result = copy.deepcopy(base)
@@ -61,7 +61,7 @@ def _place(holder: Any, step: str) -> str | int | None:
 
 
 def merge(base: dict[str, Any], overlay: dict[str, Any], field: str) -> dict[str, Any]:
-    """`base` with `overlay` laid over it; neither is changed.
+    """Return a copy of `base` with `overlay` merged over it.
 
     `field` is the overlay's path in the object. Raises `SpecError` where the shapes do not match.
     """

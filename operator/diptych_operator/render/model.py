@@ -1,6 +1,7 @@
-"""How a model gets into a pod: read in place, mounted, or fetched by an init container.
+"""How a pod gets its model: read in place, mounted, or fetched by an init container.
 
-Credentials are mounted into that container alone; what serves requests never sees them.
+Credentials are mounted into that init container alone; a container that serves requests never gets
+them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from diptych_protocol.model_uri import ModelUri, Reader, cached_path, parse_mode
 
 MODEL_CACHE_DIR = "/var/cache/diptych/models"
 MODEL_DIR = "/var/lib/diptych/model"
-"""Where a model that is mounted rather than fetched appears."""
+"""Where a mounted model appears; one that is fetched appears elsewhere."""
 CREDENTIALS_DIR = "/etc/diptych/credentials"
 
 CONFINED: Final[dict[str, Any]] = {
@@ -30,7 +31,7 @@ CONFINED: Final[dict[str, Any]] = {
     # A program that fails says why in its last line; status shows it.
     "terminationMessagePolicy": "FallbackToLogsOnError",
 }
-"""What each container of a pod may do."""
+"""The security context of each container."""
 
 _DIVISIBLE = ("cpu", "memory", "ephemeral-storage")
 """The resources that a container which only copies files can have; devices are not among them."""
@@ -41,7 +42,7 @@ class ModelMount:
     """What one role's pods need in order to read the model."""
 
     uri: str
-    """For EngineConfig or RouterConfig: the model as the program in the pod finds it."""
+    """The model's address in the pod, for EngineConfig or RouterConfig."""
     init_containers: list[dict[str, Any]] = field(default_factory=list)
     volumes: list[dict[str, Any]] = field(default_factory=list)
     volume_mounts: list[dict[str, Any]] = field(default_factory=list)
@@ -51,7 +52,7 @@ class ModelMount:
 def model_mount(
     service: InferenceService, role: Role, *, cluster_has_image_volumes: bool
 ) -> ModelMount:
-    """Pure; for a service that keeps `rules.check`.
+    """Return the mounts for a service that keeps `rules.check`.
 
     Raises `SpecError` for a model that this cluster cannot mount, naming a remedy.
     """
@@ -99,7 +100,7 @@ def _fetched(service: InferenceService, role: Role, uri: ModelUri) -> ModelMount
 
 
 def fetcher_image(service: InferenceService, role: Role) -> str:
-    """What the fetcher runs in: the pod's own image, unless that is another project's."""
+    """Return the fetcher's image: the pod's own, unless that is another project's."""
     spec = service.spec
     ours = role != "router" and spec.engine.runtime == "diptych"
     return spec.engine.image if ours else spec.router.image
@@ -162,8 +163,8 @@ def _read_only(cache: ModelCache) -> bool:
 
 
 def without_devices(resources: Resources) -> dict[str, Any]:
-    """For a container that copies files: the resources of the pod's main container, so that quotas
-    and the QoS class stay as they are, but without devices."""
+    """Return the resources of the pod's main container without devices, for a container that copies
+    files. So quotas and the QoS class stay the same."""
     given = {
         kind: {name: str(amount) for name, amount in amounts.items() if name in _DIVISIBLE}
         for kind, amounts in (("limits", resources.limits), ("requests", resources.requests))

@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from diptych_operator.api.batches import Batches
 from diptych_operator.api.names import (
     API_KEYS_DIR,
     BATCHES_DIR,
@@ -29,6 +28,7 @@ from diptych_operator.api.names import (
     object_name,
 )
 from diptych_operator.api.pools import PoolName
+from diptych_operator.api.router import Batches
 from diptych_operator.api.service import InferenceService
 from diptych_operator.render.config import config_hash, engine_config_map
 from diptych_operator.render.deployment import (
@@ -52,7 +52,7 @@ UCX_TLS = {
 }
 
 FOLDERS = {"DIPTYCH_CONFIG_DIR": CONFIG_DIR, "DIPTYCH_KEYS_DIR": KEYS_DIR}
-"""Where our own programs find what is mounted for them, by variable."""
+"""The folders of our own programs' mounts, by variable."""
 
 _ENGINE_COMMAND = ["python", "-m", "diptych_engine"]
 _ENGINE_ARGUMENTS = [
@@ -85,7 +85,8 @@ _TARGETS: dict[PoolName, str] = {
 }
 """The variable that tells routers where the engines of a pool are."""
 SCHEME_ANNOTATION = {"prometheus.io/scheme": "https"}
-"""How scrapers are told; the chart's PodMonitor and most configurations of Prometheus know it."""
+"""The annotation that tells scrapers the scheme. The chart's PodMonitor and most configurations of
+Prometheus read it."""
 
 _HEALTH = {"path": "/health", "port": "http"}
 _LIVE = {"path": "/live", "port": "http"}
@@ -127,7 +128,7 @@ def engine_objects(
     keys: KeySets,
     model: ModelMount,
 ) -> list[dict[str, Any]]:
-    """One pool of one revision: its configuration and its pods.
+    """Return the objects of one pool of one revision: its configuration and its pods.
 
     Raises `SpecError` for a podTemplate that does not fit.
     """
@@ -168,7 +169,7 @@ def router_deployment(
     config: dict[str, Any],
     model: ModelMount,
 ) -> dict[str, Any]:
-    """The router pods; `config` is their ConfigMap.
+    """Return the Deployment of the routers; `config` is their ConfigMap.
 
     Raises `SpecError` for a podTemplate that does not fit.
     """

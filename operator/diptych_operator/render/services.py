@@ -15,13 +15,14 @@ from diptych_operator.api.service import InferenceService
 
 
 def pool_service(service: InferenceService, role: Role) -> dict[str, Any]:
-    """Its DNS name resolves to the ready engine pods of one pool: how routers find them."""
+    """A headless Service whose DNS name resolves to the ready engine pods of one
+    pool, for routers."""
     headless = {"clusterIP": "None", "publishNotReadyAddresses": False}
     return _service(service, role, engine_ports(service), headless)
 
 
 def router_service(service: InferenceService) -> dict[str, Any]:
-    """The service's front door: the OpenAI API."""
+    """The Service that clients call: the OpenAI API."""
     found = _service(service, "router", {"http": HTTP_PORT}, {"type": "ClusterIP"})
     if service.spec.router.tls is not None:
         found["spec"]["ports"][0] |= {"name": "https", "appProtocol": "https"}

@@ -1,1 +1,1 @@
-"""What was observed, and what the status says of it."""
+"""What the cluster reports, and the status that is computed from it."""

@@ -1,6 +1,7 @@
-"""What the routers' canaries say of the hinge between the pools. Pure.
+"""Summarises the canaries of routers: whether KV gets from the prefill pool to the decode pool.
 
-A canary is one real request that a router sent through a pair before it trusted an engine.
+A canary is one real request that a router sends through a pair before it trusts an engine. This
+module performs no I/O.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from diptych_operator.status.reasons import Reason
 from diptych_protocol.admin import CanaryReport
 
 MAX_ERROR = 300
-"""Characters of a canary's own words that a message repeats."""
+"""Characters of a canary's own error that a message repeats."""
 
 
 def newest(observed: Observed, revision: str) -> CanaryReport | None:
-    """The last canary that crossed this revision's hinge."""
+    """Return the last canary that received its KV in this revision."""
     crossed = [
         canary
         for router in observed.routers
@@ -30,10 +31,10 @@ def newest(observed: Observed, revision: str) -> CanaryReport | None:
 
 
 def failures(observed: Observed, revisions: Collection[str]) -> list[str]:
-    """The canaries that keep an engine from being trusted, in words.
+    """Describe the canaries that keep an engine from being trusted.
 
-    An engine that failed with one partner and then crossed with another is trusted: a failure that
-    is past says nothing.
+    An engine that failed with one partner and then succeeded with another is trusted: the failure
+    is past.
     """
     found = set()
     for router in observed.routers:
@@ -52,7 +53,8 @@ def _failure(canary: CanaryReport) -> str:
 
 
 def figures(canary: CanaryReport) -> str:
-    """Such as `16 blocks, 1.2 MB in 4 ms over tcp from P to D; decode computed 0 of ...`."""
+    """Return a text such as `16 blocks, 1.2 MB in 4 ms over tcp from prefill-0 to decode-0; decode
+    computed 0 of ...`."""
     over = f" over {shorten(canary.transport, 32)}" if canary.transport else ""
     pair = f"from {shorten(canary.prefill, 64)} to {shorten(canary.decode, 64)}"
     moved = f"{canary.blocks} blocks, {size(canary.bytes)} in {duration(canary.milliseconds)}"
@@ -61,7 +63,7 @@ def figures(canary: CanaryReport) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in powers of 1000, as people read them."""
+    """Format bytes in powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.95:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -78,9 +80,9 @@ def duration(milliseconds: float) -> str:
 def transfer_status(
     observed: Observed, previous: TransferStatus, current: str, target: str
 ) -> TransferStatus:
-    """Figures of the revision that serves, or else of the one that is to.
+    """Return the figures of the revision that serves, or else of the one that is to.
 
-    What was known stays while routers that have just started tell of no canary.
+    Known figures stay while routers have just started and report no canary.
     """
     for revision in (current, target):
         if canary := newest(observed, revision):

@@ -1,4 +1,4 @@
-"""What each condition of a service says: one pure function for each, from one situation."""
+"""Computes the conditions of a service: one function for each, from one situation, without I/O."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from diptych_operator.status.reasons import ConditionType, Reason
 from diptych_operator.status.situation import Situation, Verdict
 
 MAX_PART = 600
-"""Characters of one of the things that a message lists."""
+"""Characters of each item that a message lists."""
 
 
 def verified(observed: Observed, revision: str, known: TransferStatus) -> bool:
-    """A canary crossed this revision's hinge; `known` is believed while no router reports."""
+    """Whether a canary received KV in this revision. `known` is believed while no
+    router reports."""
     if observed.routers:
         return observed.verified(revision)
     return bool(revision) and known.verified_revision == revision
 
 
 def judge(seen: Situation) -> dict[ConditionType, Verdict]:
-    """All conditions, in their order."""
+    """Return all conditions, in their order."""
     if seen.blind:
         problem = seen.observed.problems[0]
         unknown = Verdict("Unknown", Reason.named(problem.reason), "Not known; see Degraded.")
@@ -107,8 +108,10 @@ def _sleeps(seen: Situation) -> bool:
 def _asleep(seen: Situation) -> Verdict:
     hold = seen.service.spec.router.hold_seconds
     if seen.desired:
-        return Verdict("True", Reason.WAKING, f"Pods start; routers hold requests up to {hold} s.")
-    message = f"Scaled to zero; the next request wakes pods and is held up to {hold} s."
+        return Verdict(
+            "True", Reason.WAKING, f"Pods start; routers hold requests up to {hold:g} s."
+        )
+    message = f"Scaled to zero; the next request wakes pods and is held up to {hold:g} s."
     return Verdict("True", Reason.ASLEEP, message)
 
 
@@ -269,6 +272,8 @@ def _issues(seen: Situation) -> Iterable[tuple[Reason, str]]:
     if seen.service.verification != "Off":
         for failure in failures(seen.observed, {*seen.serving, seen.target}):
             yield Reason.TRANSFER_FAILED, failure
+    for text in seen.refused_settings:
+        yield Reason.ROUTER_SETTING_REFUSED, text
     if (count := unreachable_routers(seen)) and not seen.observed.routers:
         reason = Reason.ROUTER_UNREACHABLE
         text = f"{count} ready router pods give no report. {reason.remedy}"
@@ -276,12 +281,12 @@ def _issues(seen: Situation) -> Iterable[tuple[Reason, str]]:
 
 
 def unreachable_routers(seen: Situation) -> int:
-    """Ready routers that gave no report; a starting one that answers nothing yet is none."""
+    """Return ready routers that gave no report. Starting ones need not answer yet."""
     return min(seen.observed.unreachable_routers, seen.ready("router"))
 
 
 def join(parts: Sequence[str]) -> str:
-    """As many whole parts as fit into a message, and how many more there are."""
+    """Join as many whole parts as fit into a message, and say how many more there are."""
     text = ""
     for index, part in enumerate(parts):
         more = f" {len(parts) - index} more; see the pods." if index else ""

@@ -1,7 +1,7 @@
-"""What keeps pods from being ready, in words that say what to do. Pure.
+"""Finds what keeps pods from being ready, and says what to do about it. It performs no I/O.
 
-Messages hold nothing that changes while nothing changes: no restart counts, no back-off times, no
-container ids. A status made of them is equal from one pass to the next.
+Messages contain nothing that changes while nothing happens: no restart counts, back-off times or
+container ids. So a status made of them is equal from one pass to the next.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from diptych_operator.status.reasons import Reason
 from diptych_operator.status.references import Reference
 
 MAX_QUOTE = 300
-"""Characters of the cluster's own words that one finding repeats."""
+"""Characters of the cluster's own message that one finding repeats."""
 
 
 class Severity(IntEnum):
     WAITING = 1
-    """May pass by itself, when something else in the cluster changes."""
+    """It may pass by itself, when something else in the cluster changes."""
     FAILING = 2
-    """Is tried again and again, and will most likely fail again."""
+    """It is tried again and again, and will most likely fail again."""
     BLOCKED = 3
-    """Cannot get any further until somebody changes something."""
+    """It cannot continue until somebody changes something."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that wants attention."""
+    """One problem that needs attention."""
 
     reason: Reason
     what: str
-    """Which pods, and what happens to them."""
+    """The pods, and what happens to them."""
     says: str
-    """The cluster's own words for it; may be empty."""
+    """The cluster's own message about it; may be empty."""
     remedy: str
     severity: Severity
 
@@ -47,16 +47,17 @@ class Finding:
         return f"{self.what}{f' ({self.says})' if self.says else ''}. {self.remedy}".rstrip()
 
     def said_in(self, text: str) -> str | None:
-        """What an earlier message of the same finding quoted; None if `text` holds none."""
+        """Return what an earlier message of the same finding quoted; None if `text` is of another
+        finding."""
         _, found, rest = text.partition(f"{self.what} (")
         says, ended, _ = rest.partition(f"). {self.remedy}")
         return says if found and ended and len(says) <= MAX_QUOTE else None
 
 
 def diagnose(observed: Observed, role: str) -> list[Finding]:
-    """Everything that is wrong with the pods of one role, of every revision, the worst first.
+    """Return all problems of the pods of one role, of every revision, the worst first.
 
-    Pods that only take their time are no finding: `progress_text` speaks of them.
+    Pods that are only slow are no finding; `progress_text` describes them.
     """
     refused = [
         _refused(view) for view in observed.deployments if view.role == role and view.failure
@@ -85,7 +86,7 @@ def diagnose(observed: Observed, role: str) -> list[Finding]:
 def progress_text(
     observed: Observed, role: str, wanted: int, revisions: Iterable[str] | None = None
 ) -> str:
-    """How far the pods of a role have come, such as `1 of 2 pods ready; 1 loading the model`."""
+    """Describe the progress of a role's pods, such as `1 of 2 pods ready; 1 loading the model`."""
     chosen = None if revisions is None else set(revisions)
     pods = [p for p in _alive(observed, role) if chosen is None or p.revision in chosen]
     steps = Counter(_step(pod) for pod in pods if not pod.ready)
@@ -97,7 +98,7 @@ def progress_text(
 
 
 def shorten(text: str, limit: int) -> str:
-    """One line of at most `limit` characters; what is left out is shown by an ellipsis."""
+    """Return one line of at most `limit` characters, with an ellipsis for what is left out."""
     line = " ".join(text.split())
     return line if len(line) <= limit else f"{line[: limit - 1].rstrip()}…"
 
@@ -109,10 +110,10 @@ _CORE_ENDED = "the engine core (pid"
 
 
 def telling_line(log: str) -> str:
-    """The line of a container's last words that says most about why it ended.
+    """Return the line of a container's last output that best explains why it ended.
 
-    That is our programs' own error line, else an uncaught exception, else whatever came last. The
-    front-end's remark that its core has ended counts only if the core itself left no words.
+    That is our programs' own error line, else an uncaught exception, else the last line. The
+    front-end's message that its core has ended counts only if the core itself printed none.
     """
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [found["problem"] for line in lines if (found := _ERROR_LINE.match(line))]

@@ -1,6 +1,6 @@
-"""What the cluster says of one service: raw Kubernetes objects turned into plain values.
+"""The state of one service in the cluster: raw Kubernetes objects turned into plain values.
 
-Everything that decides (`plan`, `status`, `autoscale`) works on these and never sees a raw object.
+The modules that decide (`plan`, `status`, `autoscale`) use these values and never see a raw object.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DeploymentView:
     updated: int
     """Pods made from the newest template."""
     settled: bool
-    """The controller has seen the newest template, and all wanted pods are made from it."""
+    """Whether the controller has seen the newest template, and all wanted pods are made from it."""
     failure: str = ""
     """Message of a ReplicaFailure condition: pods that cannot even be created."""
 
@@ -50,29 +50,30 @@ class PodView:
     unschedulable: str = ""
     """The scheduler's message while no node fits."""
     waiting_reason: str = ""
-    """Why a container waits, in Kubernetes' word, such as ImagePullBackOff or CrashLoopBackOff."""
+    """Why a container waits, in Kubernetes' term, such as ImagePullBackOff or CrashLoopBackOff."""
     waiting_message: str = ""
     waiting_container: str = ""
     image: str = ""
     """The image of the container that waits or, if none does, of the first container."""
     ended_container: str = ""
-    """The container that ended badly, now or last."""
+    """The container that failed, now or last."""
     last_exit: str = ""
-    """The last words of a container that ended: its termination message."""
+    """The last output of a container that ended: its termination message."""
     last_exit_reason: str = ""
-    """Why `ended_container` ended, in Kubernetes' word, such as Error or OOMKilled."""
+    """Why `ended_container` ended, in Kubernetes' term, such as Error or OOMKilled."""
 
     refers: frozenset[Reference] = frozenset()
-    """The Secrets and ConfigMaps that it cannot do without; empty once it is ready."""
+    """The Secrets and ConfigMaps that it needs; empty once it is ready."""
 
     @property
     def gone(self) -> bool:
-        """Only its record is left, as of an evicted pod; its address may be another's by now."""
+        """Whether only its record is left, as for an evicted pod. Another pod may have its address
+        by now."""
         return self.phase in ("Failed", "Succeeded")
 
     @property
     def stays(self) -> bool:
-        """It is there, ready or not, and is not on its way out."""
+        """Whether it exists, ready or not, and is not terminating."""
         return not self.terminating and not self.gone
 
 
@@ -88,9 +89,9 @@ class Observed:
     """Router pods whose admin port did not answer."""
     problems: tuple[Problem, ...] = field(default=())
     missing: Mapping[Reference, str] = field(default_factory=dict)
-    """What pods refer to and is not there, with what to do about each."""
+    """Objects to which pods refer and that do not exist, with the remedy for each."""
     lags: bool = False
-    """The operator has just changed a Deployment, and this is from before."""
+    """The operator has just changed a Deployment, and this state is from before."""
 
     def revisions(self) -> tuple[str, ...]:
         """Every revision that has a Deployment or a pod, sorted."""
@@ -104,19 +105,20 @@ class Observed:
         return None
 
     def pools(self, revision: str) -> tuple[Role, ...]:
-        """The pools of a revision; only decode if its engines compute prompts too."""
+        """Return the pools of a revision; only decode if its engines compute prompts too."""
         alone = self.deployment("decode", revision) and not self.deployment("prefill", revision)
         return ("decode",) if alone else POOLS
 
     def wanted(self, revision: str) -> Counts:
-        """spec.replicas of a revision's two Deployments; 0 for one that does not exist."""
+        """Return spec.replicas of a revision's two Deployments; 0 for one that does not exist."""
         return self._counts(revision, lambda d: d.wanted)
 
     def ready(self, revision: str) -> Counts:
         return self._counts(revision, lambda d: d.ready)
 
     def present(self, revision: str) -> Counts:
-        """Pods that exist, whether ready, starting or on their way out; dead ones may linger."""
+        """Return the pods that exist, whether ready, starting or terminating; ended ones may
+        remain."""
         here = [p.role for p in self.pods if p.revision == revision and not p.gone]
         return Counts(here.count("prefill"), here.count("decode"))
 
@@ -125,7 +127,8 @@ class Observed:
         return Counts(read(prefill) if prefill else 0, read(decode) if decode else 0)
 
     def trusted(self, revision: str) -> Counts | None:
-        """Engines of a revision that every reporting router has verified; None without reports."""
+        """Return the engines of a revision that every reporting router has verified; None without
+        reports."""
         if not self.routers:
             return None
         return Counts(*(self._verified_by_all(revision, role) for role in POOLS))
@@ -139,7 +142,7 @@ class Observed:
         return len(set.intersection(*by_router))
 
     def verified(self, revision: str) -> bool:
-        """A router remembers a canary that crossed this revision's hinge, at whatever time."""
+        """Whether a router remembers a canary that received KV in this revision, at any time."""
         return any(
             canary.ok and canary.revision == revision
             for router in self.routers
@@ -149,10 +152,10 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that the operator itself ran into: a refused apply, a foreign object."""
+    """A problem of the operator itself, such as a refused apply or an object of somebody else."""
 
     reason: str
-    """CamelCase, stable."""
+    """A CamelCase word that never changes."""
     message: str
     """What is wrong and what to do."""
 

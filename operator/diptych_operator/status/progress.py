@@ -1,4 +1,5 @@
-"""How far a rollout has come, kept in the status itself, and whether it has halted. Pure."""
+"""Measures the progress of a rollout, which is kept in the status itself, and whether it has
+stalled."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from diptych_operator.plan import Phase, Step
 from diptych_operator.revision import revision
 
 AT_REST: frozenset[str] = frozenset({"", Phase.Idle, Phase.Suspended})
-"""Phases in which nothing has to get any further."""
+"""Phases without anything left to do."""
 
 _TEXT = re.compile(
     r"^(?P<revision>\S*) prefill=(?P<prefill>\d{1,6}) decode=(?P<decode>\d{1,6}) "
@@ -26,20 +27,20 @@ _TEXT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What is counted while a revision replaces others."""
+    """The counts of a rollout."""
 
     revision: str
     ready: Counts
     """Ready pods of the revision."""
     verified: bool
     old: int
-    """Pods of other revisions that are to stay or to go."""
+    """Pods of other revisions, staying or terminating."""
     draining: int
-    """Those that are on their way out."""
+    """Those of them that are terminating."""
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """From `RolloutStatus.progress`; None for anything that `text()` did not write."""
+        """Parse `RolloutStatus.progress`; None for a text that `text()` did not write."""
         found = _TEXT.match(text)
         if found is None:
             return None
@@ -63,7 +64,8 @@ class Progress:
         )
 
     def best_of(self, best: Progress) -> Progress:
-        """High-water marks, so that a pod that comes and goes again is progress only once."""
+        """Return the best values so far, so that a pod that starts, dies and starts again counts
+        once."""
         ready = Counts(
             max(self.ready.prefill, best.ready.prefill), max(self.ready.decode, best.ready.decode)
         )
@@ -78,7 +80,8 @@ class Progress:
 def rollout_status(
     step: Step, counted: Progress, previous: RolloutStatus, now: str
 ) -> RolloutStatus:
-    """The rollout's part of the status; `last_progress_at` moves when the revision comes closer."""
+    """Return the rollout's part of the status. `last_progress_at` moves when the
+    rollout advances."""
     message = step.message[:MAX_MESSAGE]
     best = Progress.parse(previous.progress)
     if step.phase in AT_REST:
@@ -92,11 +95,11 @@ def rollout_status(
 def deadline_missed(
     rollout: RolloutStatus, service: InferenceService, counted: Progress, now: str
 ) -> bool:
-    """Whether the rollout of the service's revision has come no closer for as long as it may.
+    """Whether the rollout of the service's revision has not advanced within its deadline.
 
-    False for a status that speaks of another revision: this one has only just been asked for. While
-    old pods drain, the time that they may take comes on top. `counted` is what is seen now: it may
-    have come closer while no operator looked. `now` is an RFC 3339 time.
+    False for a status of another revision: this one has only just been requested. While old pods
+    drain, their time to drain is added. `counted` is the present count: the rollout may have
+    advanced while no operator watched. `now` is an RFC 3339 time.
     """
     best = Progress.parse(rollout.progress)
     if rollout.phase in AT_REST or best is None or best.revision != revision(service):

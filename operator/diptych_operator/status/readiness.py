@@ -1,8 +1,8 @@
-"""The conditions that tools wait for: Ready, Reconciling and Stalled, as kstatus reads them. Pure.
+"""The conditions that tools wait for: Ready, Reconciling and Stalled, as kstatus reads them.
 
 kstatus (`kubectl wait`, `helm --wait`, Flux, Argo CD) calls an object failed while Stalled is True,
-in progress while Reconciling is True or Ready is not, and current otherwise. Reconciling and
-Stalled are therefore never True together, and Ready is True when neither is.
+in progress while Reconciling is True or Ready is not, and current otherwise. So Reconciling and
+Stalled are never True together, and Ready is True when neither is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ lack may come with the next object that is applied, and the rollout has a deadli
 
 
 def readiness(seen: Situation, judged: Verdicts) -> dict[ConditionType, Verdict]:
-    """The three conditions, by what all others say."""
+    """Compute the three conditions from all others."""
     stall = _stall(seen, judged)
     work = None if stall else _work(seen, judged)
     well = judged[ConditionType.AVAILABLE]
@@ -48,6 +48,8 @@ def _stall(seen: Situation, judged: Verdicts) -> Verdict | None:
     progress = judged[ConditionType.PROGRESSING]
     if progress.reason is Reason.ROLLOUT_FAILED:
         return Verdict("True", progress.reason, progress.message)
+    if refused := seen.refused_settings:
+        return Verdict("True", Reason.ROUTER_SETTING_REFUSED, refused[0])
     return None
 
 

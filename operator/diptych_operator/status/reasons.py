@@ -72,7 +72,7 @@ class ConditionType(StrEnum):
 
 
 class Group(StrEnum):
-    """How the reference sorts reasons."""
+    """The groups of reasons in the reference."""
 
     WELL = "As it should be"
     UNDER_WAY = "Under way"
@@ -83,7 +83,8 @@ class Group(StrEnum):
 
 
 class Reason(StrEnum):
-    """Members carry `group`, `meaning` and `remedy` (empty where there is nothing to do)."""
+    """The reasons. Members carry `group`, `meaning` and `remedy` (empty where there is nothing to
+    do)."""
 
     group: Group
     meaning: str
@@ -97,7 +98,7 @@ class Reason(StrEnum):
 
     @classmethod
     def named(cls, text: str) -> Reason:
-        """The reason of that name; `OperatorProblem` for one that is not written down here."""
+        """Return the reason of that name; `OperatorProblem` for a name that is not listed here."""
         return next((reason for reason in cls if reason == text), cls.OPERATOR_PROBLEM)
 
     SERVING = "Serving", Group.WELL, "The service answers requests."
@@ -207,6 +208,12 @@ class Reason(StrEnum):
         "before keeps serving.",
         "Correct the spec, or set it back; raise the deadline if loading just takes longer.",
     )  # fmt: skip
+    ROUTER_SETTING_REFUSED = (
+        "RouterSettingRefused", Group.SERVICE,
+        "A field of spec.router asks for what a router does not have, such as a policy. It never "
+        "gets ready; routers that were there before serve on.",
+        "Correct that field, or set spec.router.image to a router that has it.",
+    )  # fmt: skip
     ROUTER_UNREACHABLE = (
         "RouterUnreachable", Group.SERVICE,
         "A router is ready, but the operator gets no report from its admin port.",
@@ -259,7 +266,7 @@ class Reason(StrEnum):
 
 
 def reference() -> str:
-    """All conditions and reasons as Markdown tables."""
+    """Return all conditions and reasons as Markdown tables."""
     lines = ["## Conditions", "", "| condition | true when |", "|---|---|"]
     lines += [f"| `{condition}` | {condition.meaning} |" for condition in ConditionType]
     lines += ["", "## Reasons"]

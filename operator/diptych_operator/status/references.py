@@ -1,6 +1,7 @@
-"""The Secrets and ConfigMaps that a pod refers to, and what to do if one is not there. Pure.
+"""Finds the Secrets and ConfigMaps that a pod refers to, and the remedy for a missing one.
 
-A node waits for a volume without a word in the pod's status, so the operator looks for itself.
+A node waits for a volume without any message in the pod's status, so the operator checks for
+itself.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Reference(NamedTuple):
 
 
 def references(spec: Raw) -> frozenset[Reference]:
-    """What a pod of this spec cannot do without, whoever put it there."""
+    """Return what a pod with this spec needs, whoever added it."""
     found = {Reference("Secret", s.get("name", "")) for s in spec.get("imagePullSecrets") or ()}
     for container in (*(spec.get("initContainers") or ()), *(spec.get("containers") or ())):
         for entry in container.get("env") or ():
@@ -44,7 +45,7 @@ def _named(source: Raw, secret: str, config_map: str) -> Iterator[Reference]:
 
 
 def remedy(service: InferenceService, reference: Reference) -> str:
-    """What to do about one that is not there."""
+    """Return the remedy for a missing object."""
     fields = list(_fields(service, reference)) or ["the podTemplate"]
     namespace = service.metadata.namespace
     return (

@@ -1,22 +1,26 @@
-"""What the conditions of a service are judged by, and what a judgement is. Pure."""
+"""The input and the output of the functions that judge conditions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from diptych_operator.api.base import camel_case
 from diptych_operator.api.service import InferenceService
 from diptych_operator.api.status import ConditionStatus, Status, TransferStatus
 from diptych_operator.counts import Counts
 from diptych_operator.plan import Step
-from diptych_operator.status.diagnose import Finding
+from diptych_operator.status.diagnose import Finding, shorten
 from diptych_operator.status.observed import Observed
 from diptych_operator.status.reasons import Reason
+
+MAX_WORDS = 400
+"""Characters of a router's own words that a message repeats."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a condition is to say; when it began to is added by `build_status`."""
+    """The content of a condition; `build_status` adds when it began."""
 
     status: ConditionStatus
     reason: Reason
@@ -25,7 +29,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """All that conditions are judged by."""
+    """The input of all conditions."""
 
     service: InferenceService
     observed: Observed
@@ -41,19 +45,30 @@ class Situation:
 
     @property
     def serving(self) -> tuple[str, ...]:
-        """Revisions that may serve, the newest one first."""
+        """Revisions that may serve, the newest first."""
         serving = self.step.serving or self.observed.revisions()
         return tuple(sorted(serving, key=lambda name: (name != self.target, name)))
 
     @property
     def blind(self) -> bool:
-        """The operator ran into something before it could look at the pods."""
+        """Whether the operator met a problem before it could look at the pods."""
         found = self.observed.pods or self.observed.deployments
         return bool(self.observed.problems) and not found
 
     @property
     def must_verify(self) -> bool:
         return self.service.verification == "Required"
+
+    @property
+    def refused_settings(self) -> list[str]:
+        """The settings that routers do not have, in the routers' words, with the remedy."""
+        refused = {
+            f"spec.router.{camel_case(each.setting)}: {each.why}."
+            for router in self.observed.routers
+            for each in router.refused_settings
+        }
+        remedy = Reason.ROUTER_SETTING_REFUSED.remedy
+        return [f"{shorten(text, MAX_WORDS)} {remedy}" for text in sorted(refused)]
 
     def wanted(self, role: str) -> int:
         if self.service.spec.suspend:
@@ -68,7 +83,7 @@ class Situation:
 
 
 def ready_pods(observed: Observed, role: str, revisions: Iterable[str] | None = None) -> int:
-    """Ready pods that are to stay, of the given revisions or of any."""
+    """Return the ready pods that are to stay, of the given revisions or of any."""
     chosen = None if revisions is None else set(revisions)
     return sum(
         pod.ready and not pod.terminating and (chosen is None or pod.revision in chosen)

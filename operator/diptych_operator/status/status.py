@@ -1,7 +1,7 @@
-"""The status of a service, from what is wanted, what is planned and what is seen. Pure.
+"""Builds the status of a service from what is wanted, planned and observed. It performs no I/O.
 
-At rest one pass gives the very status that the pass before gave, whatever the time, so that
-nothing is written. Times move only with what they stamp.
+At rest a pass builds exactly the status that the pass before built, whatever the time, so that
+nothing is written. A time changes only with the field that it belongs to.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def build_status(
     desired: Counts,
     now: str,
 ) -> Status:
-    """The whole status.
+    """Build the whole status.
 
     `target` is the revision that the spec asks for, `desired` the engine pods that are wanted now,
-    and `now` an RFC 3339 time. Feeding the result back as `previous` gives an equal status.
+    and `now` an RFC 3339 time. Passing the result back as `previous` gives an equal status.
     """
     current = _current_revision(service, observed, step, previous, target, desired)
     seen = Situation(
@@ -89,7 +89,7 @@ def _url(service: InferenceService) -> str:
 
 
 def access(service: InferenceService) -> str:
-    """Who may use the API, in words."""
+    """Describe who may use the API."""
     keys, tls = service.spec.router.api_keys, service.spec.router.tls
     who = "open to whoever reaches it" if keys is None else f"API keys of Secret {keys.secret_name}"
     router = f"{who}, {'no TLS' if tls is None else f'TLS of Secret {tls.secret_name}'}"
@@ -144,7 +144,7 @@ def _pool(seen: Situation, role: str) -> PoolStatus:
 
 
 def count(observed: Observed, target: str, transfer: TransferStatus) -> Progress:
-    """How far the rollout of `target` has come, by what is seen now."""
+    """Measure how far the rollout of `target` is now."""
     others = [pod for pod in observed.pods if pod.role != "router" and pod.revision != target]
     return Progress(
         revision=target,
@@ -182,7 +182,7 @@ def _condition(
 
 @dataclass(frozen=True, slots=True)
 class EventNote:
-    """A Kubernetes Event to post once the status that tells the same is written."""
+    """A Kubernetes Event to post after the status with the same content is written."""
 
     type: Literal["Normal", "Warning"]
     reason: Reason
@@ -190,7 +190,7 @@ class EventNote:
 
 
 def events_between(old: Status, new: Status) -> list[EventNote]:
-    """What has changed from one status to the next, as events; none if nothing has."""
+    """Return the changes from one status to the next as events; none if nothing has changed."""
     before = {condition.type: condition for condition in old.conditions}
     after = {condition.type: condition for condition in new.conditions}
     notes: list[EventNote] = []

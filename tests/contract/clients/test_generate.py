@@ -14,7 +14,6 @@ import jsonschema
 import openai
 import pytest
 import pytest_asyncio
-from openai.types.shared_params import ResponseFormatJSONSchema
 
 from diptych_frontend.app import build_app
 from diptych_frontend.core_client.async_llm import AsyncLLM
@@ -278,7 +277,7 @@ async def test_contract_B06_a_client_gets_them_for_every_token_but_the_first(
 async def test_contract_C05_response_format_gives_what_fits_the_schema(
     client: openai.AsyncOpenAI,
 ) -> None:
-    schema: ResponseFormatJSONSchema = {
+    schema: openai.types.shared_params.ResponseFormatJSONSchema = {
         "type": "json_schema",
         "json_schema": {"name": "w", "schema": WEATHER},
     }
@@ -330,7 +329,7 @@ async def test_contract_C05_structured_outputs_come_over_http(client: openai.Asy
 async def test_contract_C05_a_bad_schema_is_the_callers_error(
     engine: AsyncLLM, client: openai.AsyncOpenAI
 ) -> None:
-    schema: ResponseFormatJSONSchema = {
+    schema: openai.types.shared_params.ResponseFormatJSONSchema = {
         "type": "json_schema",
         "json_schema": {"name": "w", "schema": {"type": "odd"}},
     }

@@ -10,28 +10,22 @@ from typing import Any
 
 import psutil
 import pytest
-import zmq
 from engine_kit.mq import LONG, Eventually, answer, read, reading, real_with, running, set_up
 from model_kit.questions import FACT
+from waits import PATIENCE_S
 
 from diptych_engine import MQLLMEngineClient
 from diptych_engine.as_vllm import SamplingParams
 from diptych_frontend.core_client.launcher import CoreProcess
-from diptych_frontend.v0.errors import MQClientClosedError
+from diptych_frontend.v0.mq_client import MQClientClosedError
 from diptych_frontend.v0.params import DecodingConfig, Device
-from diptych_frontend.v0.rpc import RPCHeartbeatRequest, RPCStartupResponse, answer_in, frames_of
 from diptych_protocol import (
-    EngineCoreRequestType,
     InvalidRequestError,
     LoRARequest,
     PoolingParams,
     RequestOutputKind,
     UtilityError,
-    UtilityOutput,
-    wire,
 )
-from diptych_protocol.as_sent import encode_call
-from diptych_protocol.wire import UtilityCall
 
 CACHED = "The capital of France is Paris, and the capital of Italy is Rome, and so on and so forth"
 
@@ -71,8 +65,6 @@ async def test_contract_Q12_every_call_after_the_end_says_so(client: MQLLMEngine
         lambda: client.add_lora(LoRARequest("name", 1, "/nowhere")),
         client.drain_report,
         client.check_live,
-        lambda: client._await_ack("no", client.heartbeat_socket),
-        lambda: client._wait_for_server_rpc(client.heartbeat_socket),
     ]
     for call in calls:
         with pytest.raises(MQClientClosedError):
@@ -132,31 +124,17 @@ async def test_contract_Q19_the_lower_priority_is_served_first_where_they_count(
 # --- calls ------------------------------------------------------------------------------------
 
 
-async def test_contract_Q13_an_acknowledgement_is_waited_for(
-    client: MQLLMEngineClient,
-) -> None:
-    with client.get_data_socket() as socket:
-        call = UtilityCall(0, 1, "no_such_call", [])
-        await socket.send_multipart((EngineCoreRequestType.UTILITY.value, *encode_call(call)))
-        with pytest.raises(UtilityError, match="no_such_call"):
-            await client._await_ack("no", socket)
-        await socket.send_multipart(frames_of(RPCHeartbeatRequest.HOW_ARE_YOU))
-        await client._await_ack("no", socket)
-        socket.timeout_ms = 20
-        with pytest.raises(TimeoutError, match="MQLLMEngine didn't reply within 20ms"):
-            await client._await_ack("no", socket)  # nothing was asked
-
-
-async def test_contract_Q13_a_socket_of_the_callers_own_is_as_good(
-    client: MQLLMEngineClient,
-) -> None:
-    """It has no time limit of its own."""
-    socket = client.context.socket(zmq.DEALER)
-    socket.connect(client.data_ipc_path)
-    assert isinstance(await client._wait_for_server_rpc(socket), RPCStartupResponse)
-    await client._send_one_way_rpc_request(RPCHeartbeatRequest.HOW_ARE_YOU, socket)
-    await client._await_ack("no", socket)
-    socket.close(linger=0)
+async def test_contract_Q13_an_acknowledgement_is_waited_for(client: MQLLMEngineClient) -> None:
+    with pytest.raises(UtilityError, match="no_such_call"):
+        await client.call_core("no_such_call", timeout_s=PATIENCE_S)
+    core = psutil.Process(client.description.pid)
+    core.suspend()
+    try:
+        with pytest.raises(TimeoutError, match=r"is_sleeping: no answer within 0\.02 s"):
+            await client.call_core("is_sleeping", timeout_s=0.02)
+    finally:
+        core.resume()
+    assert await client.is_sleeping() is False
 
 
 async def test_contract_Q15_questions_are_answered_while_others_generate(
@@ -247,11 +225,6 @@ async def test_contract_Q17_getters_tell_what_the_client_was_made_of(
     assert tokenizer.decode(tokenizer.encode(FACT.words)) == FACT.words
     await client.do_log_stats(object(), [])
     await client.do_log_stats()
-
-
-def test_the_heartbeat_is_a_question_with_an_answer() -> None:
-    outputs = wire.EngineCoreOutputs(utility_output=UtilityOutput(1, result={}))
-    assert answer_in(wire.encoder.encode(outputs)) == UtilityOutput(1, result={})
 
 
 async def test_contract_Q16_a_healthy_session_says_nothing_in_the_log(

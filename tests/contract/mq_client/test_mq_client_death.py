@@ -27,7 +27,7 @@ from engine_kit.mq import (
 
 from diptych_engine import MQLLMEngineClient
 from diptych_frontend.core_client.launcher import CoreProcess
-from diptych_frontend.v0.errors import MQEngineDeadError
+from diptych_frontend.v0.sockets import MQEngineDeadError
 from diptych_protocol import (
     EngineDeadError,
     EngineGenerateError,
@@ -114,7 +114,7 @@ async def test_contract_Q05_an_engine_that_dies_while_it_starts_is_no_time_out(
     client = client_of(doomed)  # as patient as any test
     doomed.process.send_signal(signal.SIGSTOP)  # it cannot have started
     greeting = asyncio.create_task(client.setup())
-    await eventually(lambda: len(client._own_sockets) == 2)  # the question is on its way
+    await eventually(lambda: client._cores.members[0].link.is_open)  # the greeting is on its way
     doomed.process.kill()
     with pytest.raises(EngineDeadError, match="died"):
         await greeting
@@ -199,7 +199,7 @@ async def test_contract_Q08_Q14_of_two_fatal_errors_the_first_is_kept(
         for end in await ends_of([*tasks, poisoned]):
             assert isinstance(end, MQEngineDeadError)
             assert "the model swallowed poison" in str(end)
-        first = client._errored_with
+        first = client._first_error
         assert first is not None
         await asyncio.to_thread(core.process.wait)
         client._set_errored(RuntimeError("later"))
@@ -219,20 +219,9 @@ async def test_contract_Q14_every_error_is_logged_with_its_traceback_and_the_fir
         client._set_errored(error)
     told = [r.exc_info for r in caplog.records if r.name == "diptych_frontend.v0.mq_client"]
     assert [info[1] for info in told if info] == errors
-    assert client._errored_with is errors[0]
-    client.close()
-
-
-async def test_contract_Q14_an_error_that_the_owner_sets_counts(served: CoreProcess) -> None:
-    client = client_of(served)
-    assert not client.errored
-    client._errored_with = error = RuntimeError("set by the owner")
-    assert (client.errored, client.is_running, client.is_stopped) == (True, False, True)
     with pytest.raises(RuntimeError) as caught:
         await client.check_health()
-    assert caught.value is error
-    with pytest.raises(MQEngineDeadError, match="set by the owner"):
-        await read(client, "late")
+    assert caught.value is errors[0]
     client.close()
 
 

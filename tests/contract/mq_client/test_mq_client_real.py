@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import signal
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -34,22 +32,18 @@ from diptych_engine import MQLLMEngineClient
 from diptych_engine.as_vllm import SamplingParams
 from diptych_frontend.core_client.launcher import CoreProcess
 from diptych_frontend.v0.params import PromptAdapterRequest
-from diptych_frontend.v0.rpc import (
-    RPCAbortRequest,
-    RPCHeartbeatRequest,
-    RPCStartupResponse,
-    frames_of,
-)
+from diptych_frontend.v0.sockets import HOW_ARE_YOU
 from diptych_protocol import (
     EngineConfig,
     EngineCoreRequestType,
-    EngineGenerateError,
     InvalidRequestError,
     RequestOutputKind,
     UnsupportedFeatureError,
+    UtilityCall,
     UtilityError,
     wire,
 )
+from diptych_protocol.as_sent import encode_call
 
 
 async def greet(core: CoreProcess) -> None:
@@ -65,10 +59,6 @@ async def greet_until_refused(core: CoreProcess) -> None:
         await greet(core)
 
 
-async def collect(outputs: AsyncIterator[Any]) -> list[Any]:
-    return [output async for output in outputs]
-
-
 async def num_running(client: MQLLMEngineClient) -> int:
     return (await client.refresh_stats()).num_running
 
@@ -79,9 +69,15 @@ async def num_running(client: MQLLMEngineClient) -> int:
 async def test_contract_Q01_raw_sockets_speak_every_role(client: MQLLMEngineClient) -> None:
     """A question, a heartbeat, and a request with its outputs, each on a connection of its own."""
     with client.get_data_socket() as data, client.get_data_socket() as heart:
-        assert isinstance(await client._wait_for_server_rpc(data), RPCStartupResponse)
-        await heart.send_multipart(frames_of(RPCHeartbeatRequest.HOW_ARE_YOU))
-        await client._await_ack("no heartbeat", heart)
+        await heart.send_multipart(HOW_ARE_YOU)
+        question = UtilityCall(0, 7, "describe", [])
+        await data.send_multipart((EngineCoreRequestType.UTILITY.value, *encode_call(question)))
+        greeted, beat = [
+            wire.outputs_decoder.decode(await socket.recv_multipart()) for socket in (data, heart)
+        ]
+        assert greeted.utility_output is not None
+        assert (greeted.utility_output.call_id, greeted.utility_output.failure_message) == (7, None)
+        assert beat.utility_output is not None
     with client.get_data_socket() as requests:
         request = client.input_processor.process("raw", FACT.words, SamplingParams(max_tokens=3))
         frames = (EngineCoreRequestType.ADD.value, *wire.encoder.encode(request))
@@ -104,7 +100,9 @@ async def test_contract_Q01_requests_and_outputs_have_one_connection(
     while not client.output_queues:
         await asyncio.sleep(0)
     [internal_id] = client._cores.members[0].open
-    await client._send_one_way_rpc_request(RPCAbortRequest(internal_id), client.input_socket)
+    await client.input_socket.send_multipart(
+        (EngineCoreRequestType.ABORT.value, *wire.encoder.encode([internal_id]))
+    )
     assert len(await task) < LONG
     assert client.input_socket is client.output_socket
 
@@ -312,21 +310,4 @@ async def test_contract_Q10_late_outputs_of_an_aborted_request_are_dropped(
     assert await num_running(client) == 1
     assert not client.errored
     assert not client.output_queues
-    await client._send_one_way_rpc_request(RPCAbortRequest(late), client.input_socket)
-
-
-async def test_contract_Q10_what_is_handed_in_goes_to_its_request_or_to_nobody(
-    client: MQLLMEngineClient,
-) -> None:
-    params = SamplingParams(max_tokens=LONG, ignore_eos=True)
-    outputs = client.generate(FACT.words, params, "r")
-    output = await anext(outputs)
-    client._add_output(dataclasses.replace(output, request_id="never heard of"))
-    client._add_output(dataclasses.replace(output, prompt="handed in", finished=True))
-    assert [o.prompt async for o in outputs][-1] == "handed in"
-    outputs = client.generate(FACT.words, params, "s")
-    await anext(outputs)
-    client.output_queues["s"].put_nowait(ZeroDivisionError("put there"))
-    with pytest.raises(EngineGenerateError, match="put there"):
-        await collect(outputs)
-    assert not client.errored
+    client._cores.abort([late])

@@ -10,7 +10,6 @@ import pytest
 from engine_kit.fake_core import SILENCE, FakeCore, failed, said
 from engine_kit.mq import Eventually, endpoint, fake_client, reading
 
-from diptych_frontend.v0.rpc import RPCHeartbeatRequest, frames_of
 from diptych_protocol import EngineCoreOutput, EngineDeadError, EngineGenerateError, UtilityError
 
 
@@ -76,22 +75,31 @@ async def test_contract_Q10_outputs_of_unknown_requests_are_dropped(
     client.close()
 
 
-async def test_contract_Q06_Q13_an_acknowledgement_that_is_none_says_whose_it_is(
-    tmp_path: Path, fake: FakeCore, eventually: Eventually
+@pytest.mark.parametrize(
+    ("frame", "answer", "error", "words"),
+    [
+        (b"\xc1 is no message", None, ValueError, "^Heartbeat failed"),
+        (None, RuntimeError("unwell"), UtilityError, "unwell"),
+    ],
+)
+async def test_contract_Q13_a_heartbeat_that_is_none_is_the_engines_error(
+    tmp_path: Path,
+    fake: FakeCore,
+    eventually: Eventually,
+    frame: bytes | None,
+    answer: Any,
+    error: type[Exception],
+    words: str,
 ) -> None:
     client = fake_client(tmp_path)
-    with client.get_data_socket() as socket:
-        await socket.send_multipart(frames_of(RPCHeartbeatRequest.HOW_ARE_YOU))
-        await client._await_ack("no heartbeat", socket)
-        await fake.send(b"\xc1 is no message")
-        with pytest.raises(ValueError, match=r"^no heartbeat$"):
-            await client._await_ack("no heartbeat", socket)
+    if answer is not None:
+        fake.answers["stats"] = answer
     await client.setup()
-    await eventually(lambda: fake.calls("stats") == 2)
-    heart, _, _ = fake.heard[-1]
-    await fake._socket.send_multipart([heart, b"\xc1 is no message"])
+    await eventually(lambda: fake.calls("stats"))
+    if frame is not None:
+        await fake._socket.send_multipart([fake.heard[-1][0], frame])
     assert client.health_loop is not None
     await client.health_loop
-    with pytest.raises(ValueError, match="Heartbeat failed"):
+    with pytest.raises(error, match=words):
         await client.check_health()
     client.close()

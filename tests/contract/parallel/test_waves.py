@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from diptych_engine.serving.waves import WaveMember
-from diptych_frontend.core_client.wave_coordinator import WaveCoordinator
+from diptych_frontend.core_client.group import WaveCoordinator
 
 BETWEEN_SUMS = 2
 ADD, START, PAUSE, RESUME = "add", "start", "pause", "resume"

@@ -10,8 +10,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import transformers  # its classes are imported when they are used
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from diptych_engine.models import CausalLM, build_model, load_weights
 from diptych_frontend.model_files.model_source import ModelSource, resolve_model
@@ -45,7 +45,7 @@ def loaded(source: ModelSource, **options: Any) -> dict[str, torch.Tensor]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(path)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).save_pretrained(path)
     return path
 
 

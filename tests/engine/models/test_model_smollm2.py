@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers  # its classes are imported when they are used
 from engine_kit.core import core_request, make_core, run
 from gguf.quants import dequantize
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from diptych_engine.execution.runner import ModelRunner
 from diptych_engine.models.loader import published_name
@@ -40,7 +40,7 @@ def source(smollm2: str) -> ModelSource:
 def reference(source: ModelSource) -> Any:
     """The Hugging Face model with the file's weights, de-quantised and renamed here."""
     config = source.config
-    hf_config = LlamaConfig(
+    hf_config = transformers.LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -53,7 +53,7 @@ def reference(source: ModelSource) -> Any:
         tie_word_embeddings=True,
     )
     with torch.device("meta"):
-        model = LlamaForCausalLM(hf_config)
+        model = transformers.LlamaForCausalLM(hf_config)
     model.load_state_dict(state_dict(source), assign=True)
     model.tie_weights()
     # Buffers are not part of the state: build RoPE's again, off the meta device.

@@ -166,7 +166,7 @@ def test_every_request_ends_with_what_its_images_say(
             scheduler.finish(requests[0], FinishReason.ABORT)
         if turn == forgets:
             runner.features.clear()
-            scheduler.forget_images()
+            scheduler.encoder.forget_all()
         if not scheduler.has_work:
             break
         plan = scheduler.schedule()
@@ -207,7 +207,7 @@ def test_a_prompt_whose_prefix_is_remembered_needs_no_encoder() -> None:
     scheduler, runner = make_scheduler(10), SeeingRunner(10)
     parts = [("", 3), ("a", 9), ("", 8)]
     for name in ("first", "second"):
-        scheduler.forget_images()
+        scheduler.encoder.forget_all()
         runner.features.clear()
         scheduler.add(make_request(name, parts))
         run(scheduler, runner)

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from diptych_engine.scheduling.block_pool import BlockPool
 from diptych_engine.scheduling.request import Request, StepResult
-from diptych_engine.scheduling.scheduler import Scheduler
-from diptych_engine.scheduling.scheduler_state import CREDIT_STEPS
+from diptych_engine.scheduling.scheduler import CREDIT_STEPS, Scheduler
 from diptych_frontend.fair_share import OUTPUT_WEIGHT
 from diptych_protocol import FinishReason
 

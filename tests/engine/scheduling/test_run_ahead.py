@@ -12,7 +12,6 @@ from engine_kit.toy_engine import BLOCK, ToyRunner, make_request, make_scheduler
 
 from diptych_engine.control.core import EngineCore
 from diptych_engine.scheduling.request import Pending, StepPlan, StepResult
-from diptych_engine.scheduling.run_ahead import plan_ahead
 from diptych_engine.scheduling.scheduler import Scheduler
 from diptych_protocol import EngineConfig, InvalidRequestError, KVTransferParams
 
@@ -32,7 +31,7 @@ def decoding(num_blocks: int = 16, *, steps: int = 1, **options: int) -> Schedul
 
 def ahead_of(scheduler: Scheduler) -> list[tuple[str, int, int]] | None:
     """Shares of the step after the next."""
-    plan = plan_ahead(scheduler, scheduler.schedule())
+    plan = scheduler.plan_ahead(scheduler.schedule())
     if plan is None:
         return None
     assert plan.ahead
@@ -95,7 +94,7 @@ def test_it_is_planned_only_when_nothing_else_could_be(
     scheduler = decoding(**options)
     plan = scheduler.schedule()
     happens(scheduler)
-    assert (plan_ahead(scheduler, plan) is not None) == runs_ahead
+    assert (scheduler.plan_ahead(plan) is not None) == runs_ahead
 
 
 def test_it_is_not_planned_while_a_prompt_has_tokens_left() -> None:
@@ -103,14 +102,14 @@ def test_it_is_not_planned_while_a_prompt_has_tokens_left() -> None:
     scheduler.add(make_request("long", list(range(20)), 9))
     plan = scheduler.schedule()
     assert len(plan.scheduled) == 3
-    assert plan_ahead(scheduler, plan) is None
+    assert scheduler.plan_ahead(plan) is None
 
 
 def test_it_takes_no_blocks_from_others() -> None:
     scheduler = decoding(num_blocks=5, steps=4)
     plan = scheduler.schedule()  # the eighth tokens; the ninth need a block each, and one is free
     assert scheduler.pool.num_free == 1
-    assert plan_ahead(scheduler, plan) is None
+    assert scheduler.plan_ahead(plan) is None
     assert scheduler.stats.num_preemptions == 0
     scheduler.pool.check_integrity()
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from diptych_engine.scheduling.block_pool import BlockPool
 from diptych_engine.scheduling.request import Request, RequestStatus, StepPlan, StepResult
 from diptych_engine.scheduling.scheduler import Scheduler
-from diptych_engine.scheduling.stop_condition import stop_condition
+from diptych_engine.scheduling.step_results import stop_condition
 from diptych_protocol import FinishReason, KVTransferParams, SamplingParams
 from diptych_protocol.wire import MAX_TENANTS_TOLD
 

@@ -12,8 +12,8 @@ from engine_kit.core import core_request, make_core, run
 from engine_kit.wire import ADD, UTILITY, Client, request, start
 from waits import PATIENCE_S
 
-from diptych_engine.serving import prefix_news
-from diptych_engine.serving.prefix_news import PrefixNews
+from diptych_frontend.core_client import prefix_news
+from diptych_frontend.core_client.prefix_news import PrefixNews
 from diptych_protocol import UtilityCall
 from diptych_protocol.block_hashes import FIRST_DIGEST, next_digest
 from diptych_protocol.wire import FOLLOW_PREFIXES, PREFIX_KEY_BYTES, PrefixChanges
@@ -48,7 +48,7 @@ class Follower:
 def test_followers_know_what_the_pool_remembers() -> None:
     """Whatever is computed, forgotten and computed again between two messages."""
     core, choices = make_core(num_blocks=16), random.Random(5)
-    news = PrefixNews(core.scheduler, core.adapters.digests)
+    news = PrefixNews(core.scheduler.pool, core.adapters.digests)
     early, late = Follower(), Follower()
     first = news.follow(b"early")
     assert first is not None
@@ -72,25 +72,25 @@ def test_followers_know_what_the_pool_remembers() -> None:
     if (changes := news.take(99.0, at_once=True)) is not None:
         early.take(changes)
         late.take(changes)
-    remembered = {key[:PREFIX_KEY_BYTES] for key in core.scheduler.remembered_prefixes()}
+    remembered = {key[:PREFIX_KEY_BYTES] for key in core.scheduler.pool.remembered_hashes()}
     assert remembered
     assert early.held == late.held == remembered
 
 
 def test_nothing_is_noted_for_nobody() -> None:
     core = make_core()
-    news = PrefixNews(core.scheduler, core.adapters.digests)
+    news = PrefixNews(core.scheduler.pool, core.adapters.digests)
     news.follow(b"a")
     news.forget(b"a")
     news.forget(b"a")
     run(core, core_request("r", [1] * 40, max_tokens=1))
-    assert core.scheduler.take_prefix_changes() == {}
+    assert core.scheduler.pool.take_changes() == {}
     assert news.take(0.0, at_once=True) is None
 
 
 def test_changes_wait_for_each_other_while_there_is_work() -> None:
     core = make_core()
-    news = PrefixNews(core.scheduler, core.adapters.digests)
+    news = PrefixNews(core.scheduler.pool, core.adapters.digests)
     news.follow(b"a")
     run(core, core_request("s", [2] * 40, max_tokens=1))
     assert news.take(1.0, at_once=False) is not None
@@ -101,7 +101,7 @@ def test_changes_wait_for_each_other_while_there_is_work() -> None:
 
 def test_the_number_of_followers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_news, "MAX_FOLLOWERS", 2)
-    news = PrefixNews(make_core().scheduler, dict)
+    news = PrefixNews(make_core().scheduler.pool, dict)
     assert [news.follow(name) is not None for name in (b"a", b"b", b"c", b"a")] == [
         True, True, False, True,
     ]  # fmt: skip

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
+
+if TYPE_CHECKING:
+    import anthropic  # takes two seconds, which each worker of pytest would spend
 
 TURNS: Any = [{"role": "user", "content": "Say something about the sea."}]
 TOO_COLD = {"temperature": -1}
@@ -21,6 +23,8 @@ TOOLS: Any = [
 
 @pytest.fixture
 def client(base_url: str) -> Iterator[anthropic.Anthropic]:
+    import anthropic
+
     with anthropic.Anthropic(base_url=base_url, api_key="none", max_retries=0) as client:
         yield client
 
@@ -121,6 +125,8 @@ def test_a_conversation_is_counted_as_it_is_answered(
 def test_what_is_wrong_is_told_as_the_client_knows_it(
     client: anthropic.Anthropic, model: str
 ) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.BadRequestError, match="temperature") as refused:
         client.messages.create(model=model, messages=TURNS, max_tokens=8, extra_body=TOO_COLD)
     assert refused.value.type == "invalid_request_error"
@@ -131,6 +137,8 @@ def test_what_is_wrong_is_told_as_the_client_knows_it(
 
 
 async def test_the_asynchronous_client_streams(base_url: str, model: str) -> None:
+    import anthropic
+
     async with (
         anthropic.AsyncAnthropic(base_url=base_url, api_key="none", max_retries=0) as client,
         client.messages.stream(model=model, messages=TURNS, max_tokens=8) as stream,

@@ -12,7 +12,6 @@ from typing import Any
 import openai
 import pytest
 from engine_kit.echo_engine import EchoEngine
-from openai.types import Batch
 from waits import PATIENCE_S
 
 from diptych_frontend.batches_api import batch_run, states
@@ -66,14 +65,14 @@ async def ann(server: Any) -> AsyncIterator[openai.AsyncOpenAI]:
 
 async def begun(
     client: openai.AsyncOpenAI, content: bytes, endpoint: Any = "/v1/completions", **fields: Any
-) -> Batch:
+) -> openai.types.Batch:
     file = await client.files.create(file=("in.jsonl", content), purpose="batch")
     return await client.batches.create(
         input_file_id=file.id, endpoint=endpoint, completion_window="24h", **fields
     )
 
 
-async def ended(client: openai.AsyncOpenAI, batch: Batch) -> Batch:
+async def ended(client: openai.AsyncOpenAI, batch: openai.types.Batch) -> openai.types.Batch:
     async with asyncio.timeout(PATIENCE_S):
         while batch.status not in ENDED:
             await asyncio.sleep(0.02)

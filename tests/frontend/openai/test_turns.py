@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych_frontend.openai.request_workers import MAX_WAITING_BYTES
-from diptych_frontend.openai.turns import SMALL_BYTES, Turns
+from diptych_frontend.openai.request_workers import MAX_WAITING_BYTES, SMALL_BYTES, Turns
 from diptych_protocol import EngineOverloadedError
 
 

@@ -181,6 +181,25 @@ def test_config_files_decode_to_the_configs_of_the_programs() -> None:
 
 
 @pytest.mark.parametrize(
+    ("said", "policy"),
+    [
+        ({}, "prefix_aware"),
+        ({"policy": "leastLoaded"}, "least_loaded"),
+        ({"policy": "least_loaded"}, "least_loaded"),
+        ({"policy": "fullestFirst"}, "fullest_first"),
+    ],
+)
+def test_routers_get_the_name_of_a_policy_as_its_file_is_called(
+    said: dict[str, Any], policy: str
+) -> None:
+    """Whether there is one of that name is for the routers to say."""
+    named = service({"router": said})
+    text = by_kind(render(named, SECRETS), "ConfigMap")["svc-router"]["data"]["router.json"]
+    assert msgspec.json.decode(text, type=RouterConfig).policy == policy
+    assert ("policy" in msgspec.json.decode(text)) == bool(said)
+
+
+@pytest.mark.parametrize(
     ("said", "slo"),
     [
         ({}, Slo()),

@@ -44,7 +44,16 @@ from diptych_operator.status.progress import Progress, deadline_missed
 from diptych_operator.status.reasons import MARK, PAGE, ConditionType, Reason, reference
 from diptych_operator.status.reasons import main as write_reference
 from diptych_operator.status.status import EventNote, access, events_between
+from diptych_protocol.admin import RefusedSetting
 
+REFUSING = router(
+    reason="policy",
+    refused=[
+        RefusedSetting(
+            setting="policy", why="this router has no policy fulest_first, only least_loaded"
+        )
+    ],
+)
 CLAUSES: dict[str, tuple[Case, ConditionType, str, Reason, str]] = {
     "available": (
         Case(), ConditionType.AVAILABLE, "True", Reason.SERVING,
@@ -110,6 +119,19 @@ CLAUSES: dict[str, tuple[Case, ConditionType, str, Reason, str]] = {
         Case(observed=given_pods(*PODS, routers=(router(canary(), reason="no decode engine"),))),
         ConditionType.AVAILABLE, "False", Reason.ROUTER_NOT_READY,
         "The router says: no decode engine.",
+    ),
+    "routers that have no such policy": (
+        Case(observed=given_pods(*PODS, routers=(*ROUTERS, REFUSING))),
+        ConditionType.DEGRADED, "True", Reason.ROUTER_SETTING_REFUSED,
+        "spec.router.policy: this router has no policy fulest_first, only least_loaded. Correct",
+    ),
+    "the same keeps a service from its spec": (
+        Case(observed=given_pods(*PODS, routers=(*ROUTERS, REFUSING))),
+        ConditionType.STALLED, "True", Reason.ROUTER_SETTING_REFUSED, "spec.router.policy: ",
+    ),
+    "the same while former routers serve": (
+        Case(observed=given_pods(*PODS, routers=(*ROUTERS, REFUSING))),
+        ConditionType.AVAILABLE, "True", Reason.SERVING, "A router and both pools",
     ),
     "suspended": (
         Case(service=service(suspend=True), step=phase(Phase.Suspended)),

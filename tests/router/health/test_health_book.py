@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych_router.health.breaker import State
-from diptych_router.health.health_book import Failure, HealthBook
-from diptych_router.health.patience import LEAST_S, patience_s
+from diptych_router.engines.health.breaker import State
+from diptych_router.engines.health.health_book import Failure, HealthBook
+from diptych_router.requests.placing.attempts import LEAST_PATIENCE_S, patience_s
 
 
 def book_of(failures: dict[str, int]) -> HealthBook:
@@ -86,9 +86,9 @@ def test_at_least_half_of_any_pool_and_all_that_are_well_can_be_used(
 
 
 def test_the_deadline_of_a_first_token_follows_what_is_expected() -> None:
-    assert patience_s({}, 0) == LEAST_S
-    assert patience_s({"compute_s": 2.0, "steps_s": 1e6}, 10**9) == LEAST_S + 16.0
+    assert patience_s({}, 0) == LEAST_PATIENCE_S
+    assert patience_s({"compute_s": 2.0, "steps_s": 1e6}, 10**9) == LEAST_PATIENCE_S + 16.0
     queued = {"compute_s": 2.0, "wait_s": 10.0, "transfer_s": 1.0, "room_s": 3.0}
-    assert patience_s(queued, 0) == LEAST_S + 128.0
-    assert patience_s({"open_tokens": 1000.0}, 500) == LEAST_S + 30.0
+    assert patience_s(queued, 0) == LEAST_PATIENCE_S + 128.0
+    assert patience_s({"open_tokens": 1000.0}, 500) == LEAST_PATIENCE_S + 30.0
     assert patience_s({}, 0, 1.0) == 1.0

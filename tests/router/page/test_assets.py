@@ -10,7 +10,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-from diptych_router.page.assets import FOLDER, TYPES, Assets, content_policy
+from diptych_router.telling.page.assets import FOLDER, TYPES, Assets, content_policy
 
 
 def client(assets: Assets) -> httpx.AsyncClient:

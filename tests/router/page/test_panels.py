@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from diptych_router.page.panels import (
+from diptych_router.telling.page.panels import (
     MOST_ENGINES,
     Change,
     EngineFigures,

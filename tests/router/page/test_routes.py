@@ -16,9 +16,9 @@ from diptych_frontend.openai.api_keys import OPEN_PATHS, ApiKeys, KeyGate
 from diptych_frontend.openai.asgi import Boundary
 from diptych_protocol import InvalidRequestError
 from diptych_protocol.admin import Explanation, RequestReport
-from diptych_router.page.control import CONTROL_VARIABLE, Control, read_control
-from diptych_router.page.panels import panels_of
-from diptych_router.page.routes import Page
+from diptych_router.telling.page.control import CONTROL_VARIABLE, Control, read_control
+from diptych_router.telling.page.panels import panels_of
+from diptych_router.telling.page.routes import Page
 
 ALICE, BOB = ({"authorization": f"Bearer {key}"} for key in ("sk-a", "sk-b"))
 CONTROL = Control("http://127.0.0.1:9", "a-token-of-sixteen")
@@ -49,7 +49,7 @@ def page() -> Page:
         lambda: panels_of([], 0, 0),
         explained,
         model="m",
-        images=False,
+        images=lambda: False,
         leaving=lambda: True,
         control=CONTROL,
     )

@@ -12,9 +12,9 @@ import pytest
 from waits import PATIENCE_S
 
 from diptych_protocol import EngineOverloadedError
-from diptych_router.page import watchers
-from diptych_router.page.panels import EngineFigures, Panels, panels_of
-from diptych_router.page.watchers import MOST_OF_ONE, MOST_WATCHERS, PULSE, Watchers
+from diptych_router.telling.page import watchers
+from diptych_router.telling.page.panels import EngineFigures, Panels, panels_of
+from diptych_router.telling.page.watchers import MOST_OF_ONE, MOST_WATCHERS, PULSE, Watchers
 
 
 class View:

@@ -9,29 +9,34 @@ from typing import Any, cast
 import pytest
 from chaos_kit.bad_news import BadNews, Mischief
 
-from diptych_engine.serving.prefix_news import REPEAT_S, PrefixNews
+from diptych_frontend.core_client.prefix_news import REPEAT_S, PrefixNews
 from diptych_protocol.block_hashes import FIRST_DIGEST, next_digest
 from diptych_protocol.wire import PREFIX_KEY_BYTES, PrefixChanges
-from diptych_router.prefixes.known_prefixes import MAX_IN_VAIN, MAX_REPEATS, KnownPrefixes, keys_of
+from diptych_router.engines.prefixes.known_prefixes import (
+    MAX_IN_VAIN,
+    MAX_REPEATS,
+    KnownPrefixes,
+    keys_of,
+)
 
 BLOCKS = [bytes([number]) * PREFIX_KEY_BYTES for number in range(1, 25)]
 SOME = Mischief(lose=0.2, double=0.2, delay=0.2, forge=0.3)
 
 
 @dataclass
-class ToyScheduler:
+class ToyPool:
     """Remembers some blocks, and what changed of them since somebody asked."""
 
     held: set[bytes] = field(default_factory=set)
     changes: dict[bytes, bool] = field(default_factory=dict)
 
-    def record_prefixes(self, wanted: bool) -> None:
+    def record_changes(self, wanted: bool) -> None:
         self.changes = {}
 
-    def remembered_prefixes(self) -> list[bytes]:
+    def remembered_hashes(self) -> list[bytes]:
         return sorted(self.held)
 
-    def take_prefix_changes(self) -> dict[bytes, bool]:
+    def take_changes(self) -> dict[bytes, bool]:
         changes, self.changes = self.changes, {}
         return changes
 
@@ -52,8 +57,8 @@ class World:
 
     def __init__(self) -> None:
         self.known = KnownPrefixes()
-        self.schedulers = {name: ToyScheduler() for name in ("p0", "d0")}
-        self.cores = {name: PrefixNews(cast(Any, x), dict) for name, x in self.schedulers.items()}
+        self.pools = {name: ToyPool() for name in ("p0", "d0")}
+        self.cores = {name: PrefixNews(cast(Any, x), dict) for name, x in self.pools.items()}
         self.asked: list[str] = list(self.cores)
         self.line = BadNews()
         self.line.attach(cast(Any, self))
@@ -88,7 +93,7 @@ def test_a_router_learns_the_truth_from_cores_that_have_nothing_new_to_tell(seed
     world.line.begin(SOME, choices)
     for _ in range(60):
         world.now += choices.choice([0.01, REPEAT_S])
-        world.schedulers[choices.choice(["p0", "d0"])].turn(choices.choice(BLOCKS))
+        world.pools[choices.choice(["p0", "d0"])].turn(choices.choice(BLOCKS))
         world.tell()
     world.line.end()
     gaps = []
@@ -96,9 +101,9 @@ def test_a_router_learns_the_truth_from_cores_that_have_nothing_new_to_tell(seed
         world.now += REPEAT_S
         world.tell()
         gaps.append(world.known.num_gaps)
-    for name, scheduler in world.schedulers.items():
-        assert world.known_of(name) == sorted(scheduler.held)
-    assert world.known.num_blocks == len(set.union(*(x.held for x in world.schedulers.values())))
+    for name, pool in world.pools.items():
+        assert world.known_of(name) == sorted(pool.held)
+    assert world.known.num_blocks == len(set.union(*(x.held for x in world.pools.values())))
     assert not world.asked
     assert gaps[-1] == gaps[MAX_REPEATS], "and asks no more"
 
@@ -107,9 +112,9 @@ def test_a_calm_line_needs_no_second_question() -> None:
     world = World()
     for number in range(40):
         world.now += 0.3
-        world.schedulers["p0"].turn(BLOCKS[number % 7])
+        world.pools["p0"].turn(BLOCKS[number % 7])
         world.tell()
-    assert world.known_of("p0") == sorted(world.schedulers["p0"].held)
+    assert world.known_of("p0") == sorted(world.pools["p0"].held)
     assert world.known.num_gaps == 0
 
 

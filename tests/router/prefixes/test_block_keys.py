@@ -13,14 +13,14 @@ from model_kit.pictures import encoded, picture
 from model_kit.seeing import Published
 
 from diptych_engine.control.core import EngineCore
-from diptych_engine.serving.prefix_news import PrefixNews
+from diptych_frontend.core_client.prefix_news import PrefixNews
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.text.renderer import TextRenderer
 from diptych_protocol import EngineCoreRequest, LoRARequest
-from diptych_router.prefixes.block_keys import BlockNaming
-from diptych_router.prefixes.known_prefixes import KnownPrefixes
-from diptych_router.record.records import record_of
-from diptych_router.routed_request import RoutedRequest
+from diptych_router.engines.prefixes.block_keys import BlockNaming
+from diptych_router.engines.prefixes.known_prefixes import KnownPrefixes
+from diptych_router.requests.record.records import record_of
+from diptych_router.requests.routed_request import RoutedRequest
 
 PROMPT = list(range(1, 50))
 
@@ -30,7 +30,7 @@ class Engine:
 
     def __init__(self, core: EngineCore) -> None:
         self.core, self.known = core, KnownPrefixes()
-        self._news = PrefixNews(core.scheduler, core.adapters.digests)
+        self._news = PrefixNews(core.scheduler.pool, core.adapters.digests)
         snapshot = self._news.follow(b"router")
         assert snapshot is not None
         self.known.take("engine", snapshot)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from diptych_router.prefixes.hash_table import SMALLEST, HashTable
-from diptych_router.prefixes.prefix_index import BlockHolders, PrefixIndex, lengths
+from diptych_router.engines.prefixes.hash_table import SMALLEST, HashTable
+from diptych_router.engines.prefixes.prefix_index import BlockHolders, PrefixIndex, lengths
 
 NUM_ENGINES = 5
 BLOCKS = [0, *range(2, 20), 2**64 - 1]

@@ -15,11 +15,11 @@ from diptych_protocol import (
     FinishReason,
 )
 from diptych_protocol.wire import ErrorKind
-from diptych_router.health.patience import LEAST_S
-from diptych_router.placing import tenant_places
-from diptych_router.record.records import MOST_PLACEMENTS
-from diptych_router.record.request_record import RequestRecord
-from diptych_router.request_spans import spans_of
+from diptych_router.requests.placing import tenant_places
+from diptych_router.requests.placing.attempts import LEAST_PATIENCE_S
+from diptych_router.requests.record.records import MOST_PLACEMENTS
+from diptych_router.requests.record.request_record import RequestRecord
+from diptych_router.telling.request_spans import spans_of
 
 HISTORIES = pytest.mark.parametrize("histories", [80, pytest.param(1000, marks=pytest.mark.slow)])
 
@@ -121,7 +121,7 @@ def happen(world: World, random: Random, step: int, tenant: str) -> None:
         case 10:
             link.silent = False
         case 11 if random.random() < 0.3:
-            world.look_for_late_ones(world.now + 2 * LEAST_S)
+            world.look_for_late_ones(world.now + 2 * LEAST_PATIENCE_S)
         case _:
             progress(world, random, f"L{step}", faults=True)
 

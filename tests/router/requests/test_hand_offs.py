@@ -14,7 +14,7 @@ from diptych_protocol import (
     KVTransferParams,
 )
 from diptych_protocol.wire import ErrorKind
-from diptych_router.actions import (
+from diptych_router.requests.actions import (
     Abort,
     Add,
     Announce,

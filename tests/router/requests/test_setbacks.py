@@ -12,13 +12,13 @@ from diptych_protocol import (
     InvalidRequestError,
 )
 from diptych_protocol.wire import ErrorKind
-from diptych_router.actions import (
+from diptych_router.requests.actions import (
     Abort,
     AskHandOff,
     Fail,
 )
-from diptych_router.health.patience import LEAST_S
-from diptych_router.routed_request import MAX_LATE
+from diptych_router.requests.placing.attempts import LEAST_PATIENCE_S
+from diptych_router.requests.routed_request import MAX_LATE
 
 
 def test_a_request_waits_for_an_engine_and_no_longer_than_it_may() -> None:
@@ -221,16 +221,16 @@ def test_the_loss_of_an_engine_is_one_failure_however_much_was_there() -> None:
 def test_who_is_late_with_a_first_token_loses_the_request() -> None:
     world = World("p1", "p2", "d")
     world.submit("r")
-    world.look_for_late_ones(LEAST_S - 1.0)
+    world.look_for_late_ones(LEAST_PATIENCE_S - 1.0)
     assert world.placements() == [("p1", "r/1")]
-    world.look_for_late_ones(LEAST_S + 1.0)
+    world.look_for_late_ones(LEAST_PATIENCE_S + 1.0)
     assert world.fleet.badly == [("p1", "late")]
     [(engine, core_id)] = world.placements()
     assert engine == "p2"
     prefilled(world)
     [(engine, core_id)] = world.placements()
     world.say("d", world.answer(core_id))
-    world.look_for_late_ones(100 * LEAST_S)
+    world.look_for_late_ones(100 * LEAST_PATIENCE_S)
     assert world.placements() == [("d", core_id)], "only the first token has a deadline"
     world.leave("r")
     world.check_end()
@@ -239,8 +239,8 @@ def test_who_is_late_with_a_first_token_loses_the_request() -> None:
 def test_a_request_stays_with_a_late_engine_that_is_the_only_one() -> None:
     world = World("p", "d")
     world.submit("r")
-    world.look_for_late_ones(2 * LEAST_S)
-    world.look_for_late_ones(9 * LEAST_S)
+    world.look_for_late_ones(2 * LEAST_PATIENCE_S)
+    world.look_for_late_ones(9 * LEAST_PATIENCE_S)
     assert world.fleet.badly == [("p", "late")]
     assert world.placements() == [("p", "r/1")]
     world.leave("r")
@@ -251,7 +251,7 @@ def test_where_all_are_late_a_request_moves_only_a_few_times_and_does_not_fail()
     world = World("p1", "p2", "p3", "p4", "d")
     world.submit("r")
     for turn in range(20):
-        world.look_for_late_ones(turn * 2 * LEAST_S)
+        world.look_for_late_ones(turn * 2 * LEAST_PATIENCE_S)
     assert len(world.fleet.badly) == MAX_LATE
     assert not world.ended
     world.leave("r")

@@ -16,13 +16,13 @@ from diptych_protocol import (
     KVTransferParams,
     Slo,
 )
-from diptych_router.actions import (
+from diptych_router.choosing.first_token import FirstToken
+from diptych_router.choosing.policy import Decision, RequestView
+from diptych_router.requests.actions import (
     Add,
     Fail,
 )
-from diptych_router.placing import tenant_places
-from diptych_router.policy import Decision, RequestView
-from diptych_router.record.first_token import FirstToken
+from diptych_router.requests.placing import tenant_places
 
 
 def test_another_answer_to_a_prompt_begins_when_the_first_decodes_and_takes_its_way() -> None:

@@ -27,9 +27,9 @@ from diptych_protocol import (
 )
 from diptych_protocol.config import Connector
 from diptych_protocol.wire import FOLLOW_HEARTBEAT, ErrorKind
-from diptych_router.vllm.client import VllmClient
-from diptych_router.vllm.description import UnfitServerError
-from diptych_router.vllm.service import VllmService
+from diptych_router.engines.vllm.client import VllmClient
+from diptych_router.engines.vllm.description import UnfitServerError
+from diptych_router.engines.vllm.service import VllmService
 
 
 @dataclass

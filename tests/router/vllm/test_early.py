@@ -12,7 +12,7 @@ from free_ports import free_port
 from vllm_kit.fake_server import Exchange, data, lent, serving
 from vllm_kit.pair import PROMPT, Pair, answer, routed, token_at
 
-from diptych_router.pool_client import PoolClient
+from diptych_router.requests.pool_client import PoolClient
 
 ENGINE = {
     "remote_engine_id": "p1", "remote_host": "10.0.0.1", "remote_port": 5558, "epoch": "e",

@@ -10,7 +10,7 @@ from vllm_kit.sent import request
 
 from diptych_protocol import FinishReason, StructuredOutputsParams
 from diptych_protocol.config import Connector
-from diptych_router.vllm.hand_off import (
+from diptych_router.engines.vllm.hand_off import (
     announcing_of,
     lending_leg,
     passes_token_on,

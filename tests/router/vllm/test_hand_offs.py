@@ -15,8 +15,8 @@ from vllm_kit.pair import PROMPT, Pair, answer, routed
 
 from diptych_protocol import EngineOverloadedError
 from diptych_protocol.config import Connector
-from diptych_router.canaries import canary
-from diptych_router.pool_client import PoolClient
+from diptych_router.requests.pool_client import PoolClient
+from diptych_router.requests.pools import canary
 
 
 @pytest.fixture(params=["diptych", "nixl"])

@@ -17,9 +17,9 @@ from waits import PATIENCE_S
 
 from diptych_protocol import EngineCoreRequest
 from diptych_protocol.wire import PREFIX_KEY_BYTES, PrefixChanges
-from diptych_router.prefixes.block_keys import BlockNaming, block_keys
-from diptych_router.vllm.event_socket import EventSource, follow, source_of
-from diptych_router.vllm.kv_events import EventsError, RememberedBlocks
+from diptych_router.engines.prefixes.block_keys import BlockNaming, block_keys
+from diptych_router.engines.vllm.event_socket import EventSource, follow, source_of
+from diptych_router.engines.vllm.kv_events import EventsError, RememberedBlocks
 
 SIZE = 4
 TOKENS = list(range(12))

@@ -14,13 +14,13 @@ from vllm_kit.sent import request
 from diptych_protocol import EngineCoreRequest, FinishReason
 from diptych_protocol.sampling import StructuredOutputsParams
 from diptych_protocol.wire import ErrorKind
-from diptych_router.vllm.answer_stream import (
+from diptych_router.engines.vllm.answer_stream import (
     MAX_EVENT_BYTES,
     AnswerStream,
     MalformedStreamError,
     refusal,
 )
-from diptych_router.vllm.messages import cannot_go_on, generate_body
+from diptych_router.engines.vllm.messages import cannot_go_on, generate_body
 
 CONTEXT = 64
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych_router.vllm.references import References, UnusableReferenceError
+from diptych_router.engines.vllm.references import References, UnusableReferenceError
 
 LEASE_S = 30.0
 PARAMS = {"remote_block_ids": [[1, 2]], "remote_engine_id": "p's own name"}

@@ -7,14 +7,14 @@ import pytest
 from vllm_kit.fake_server import METRICS
 
 from diptych_protocol import SchedulerStats
-from diptych_router.vllm.busy_time import BusyTime
-from diptych_router.vllm.description import (
+from diptych_router.engines.vllm.busy_time import BusyTime
+from diptych_router.engines.vllm.description import (
     ServedModel,
     UnfitServerError,
     check_generate,
     description_of,
 )
-from diptych_router.vllm.metrics import NoMetricsError, read_metrics
+from diptych_router.engines.vllm.metrics import NoMetricsError, read_metrics
 
 SERVED = ServedModel("tiny", 64)
 

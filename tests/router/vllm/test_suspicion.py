@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from diptych_protocol import SchedulerStats
-from diptych_router.vllm.metrics import ServerFigures
-from diptych_router.vllm.suspicion import Suspicion
+from diptych_router.engines.vllm.metrics import ServerFigures
+from diptych_router.engines.vllm.suspicion import Suspicion
 
 
 def late(number: int) -> ServerFigures:

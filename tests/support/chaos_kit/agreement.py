@@ -14,8 +14,8 @@ from chaos_kit.service import Engine, Service
 
 from diptych_protocol import EngineDeadError
 from diptych_protocol.wire import PrefixChanges
-from diptych_router.pool_client import PoolClient
-from diptych_router.prefixes.hash_table import Keys
+from diptych_router.engines.prefixes.hash_table import Keys
+from diptych_router.requests.pool_client import PoolClient
 
 AGREE_S = 30.0
 """Until an engine has repeated its last number, was asked anew, and that again if this is lost."""

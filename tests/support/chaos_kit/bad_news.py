@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
 from diptych_protocol.wire import PREFIX_KEY_BYTES, PrefixChanges
-from diptych_router.engine_link import EngineLink
-from diptych_router.pools import Pools
+from diptych_router.engines.engine_link import EngineLink
+from diptych_router.requests.pools.pools import Pools
 
 FORGERIES = (
     "random keys", "another engine's keys", "false removals", "an absurd number of blocks",

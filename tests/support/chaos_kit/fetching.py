@@ -10,10 +10,10 @@ from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import replace
 
-from diptych_router.fleet_table import ANY_REQUEST
-from diptych_router.policy import Decision, RequestView
-from diptych_router.pools import Pools
-from diptych_router.prefixes.block_keys import BlockNaming
+from diptych_router.choosing.fleet_table import ANY_REQUEST
+from diptych_router.choosing.policy import Decision, RequestView
+from diptych_router.engines.prefixes.block_keys import BlockNaming
+from diptych_router.requests.pools.pools import Pools
 
 MAX_REMEMBERED = 1000
 RASH = 0.1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 MIB = 1 << 20
@@ -18,9 +19,16 @@ TEXT = "It was the best of times, it was the worst of times. "
 @dataclass(frozen=True)
 class LargeRequest:
     path: str
-    body: bytes
+    asked: dict[str, Any] | bytes
     status: int
     """What it is to be answered with."""
+
+    @cached_property
+    def body(self) -> bytes:
+        """Written at the first use: writing all of them takes a second."""
+        if isinstance(self.asked, bytes):
+            return self.asked
+        return json.dumps(self.asked, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def english(size: int) -> str:
@@ -94,5 +102,4 @@ def _schema(count: int) -> dict[str, Any]:
 
 
 def _request(path: str, model: str, asked: dict[str, Any], status: int) -> LargeRequest:
-    body = json.dumps({"model": model} | asked, ensure_ascii=False, separators=(",", ":"))
-    return LargeRequest(path, body.encode(), status)
+    return LargeRequest(path, {"model": model} | asked, status)

@@ -23,7 +23,7 @@ from diptych_protocol import (
     RequestOutputKind,
     SamplingParams,
 )
-from diptych_router.pool_client import PoolClient
+from diptych_router.requests.pool_client import PoolClient
 
 EXPECTED_ERRORS = (
     ClientClosedError, EngineDeadError, EngineGenerateError, EngineOverloadedError,

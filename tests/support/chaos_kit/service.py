@@ -35,7 +35,7 @@ from diptych_protocol import (
     UtilityError,
 )
 from diptych_protocol.wire import FOLLOW_PREFIXES, PrefixChanges
-from diptych_router.pool_client import PoolClient
+from diptych_router.requests.pool_client import PoolClient
 
 LEASE_S = 2.0
 LOAD_TIMEOUT_S = 3.0

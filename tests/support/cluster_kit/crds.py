@@ -19,7 +19,6 @@ from celpy.celtypes import DoubleType, MapType, StringType
 from cluster_kit.old_clusters import without_rules
 
 from diptych_operator.api.base import Rule
-from diptych_operator.api.batches import ONE_ROUTER_WITHOUT_VOLUME
 from diptych_operator.api.crd import custom_resource_definition
 from diptych_operator.api.engine import (
     ARGS_FOR_VLLM,
@@ -35,6 +34,7 @@ from diptych_operator.api.model import (
     URI_RULES,
 )
 from diptych_operator.api.pools import EXTERNAL_AWAKE, MIN_BELOW_MAX, ONE_IMAGE, ONE_SCALE
+from diptych_operator.api.router import ONE_ROUTER_WITHOUT_VOLUME
 from diptych_operator.api.runtimes import (
     CONNECTOR_IMAGE,
     CONNECTOR_OF_DIPTYCH,

@@ -17,7 +17,7 @@ from diptych_operator.plan import Phase, Step
 from diptych_operator.revision import revision as revision_of
 from diptych_operator.status.observed import Observed, PodView
 from diptych_operator.status.status import build_status
-from diptych_protocol.admin import CanaryReport, EngineReport, RouterReport
+from diptych_protocol.admin import CanaryReport, EngineReport, RefusedSetting, RouterReport
 
 T0, T1, T2 = "2026-11-21T07:00:00Z", "2026-11-21T07:05:00Z", "2026-11-21T07:30:00Z"
 
@@ -84,11 +84,15 @@ BROKEN: dict[str, Any] = {
 
 
 def router(
-    *canaries: CanaryReport, engines: Sequence[EngineReport] = (), reason: str = ""
+    *canaries: CanaryReport,
+    engines: Sequence[EngineReport] = (),
+    reason: str = "",
+    refused: Sequence[RefusedSetting] = (),
 ) -> RouterReport:
     return RouterReport(
         ready=not reason, reason=reason, open_requests=0, held_requests=0, serving_revisions=[],
         engines=list(engines or (engine("p0"), engine("d0"))), canaries=list(canaries),
+        refused_settings=list(refused),
     )  # fmt: skip
 
 

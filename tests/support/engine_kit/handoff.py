@@ -42,7 +42,10 @@ from diptych_protocol import (
     fingerprint,
 )
 from diptych_protocol.config import Staging
-from diptych_router.actions import (
+from diptych_router.choosing.policy import Decision, RequestView
+from diptych_router.engines.descriptions import common_to_leases
+from diptych_router.engines.engine_table import ROLES, Role
+from diptych_router.requests.actions import (
     Abort,
     Action,
     Add,
@@ -52,10 +55,8 @@ from diptych_router.actions import (
     Fail,
     Release,
 )
-from diptych_router.fleet import common_to_leases
-from diptych_router.policy import ROLES, Decision, RequestView, Role
-from diptych_router.request_table import RequestTable
-from diptych_router.slo.promises import Promises
+from diptych_router.requests.promises.promises import Promises
+from diptych_router.requests.request_table import RequestTable
 
 BLOCK = 4
 MAX_MODEL_LEN = 96

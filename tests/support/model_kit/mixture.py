@@ -10,9 +10,9 @@ from typing import Any, Final
 
 import gguf
 import torch
+import transformers  # its classes are imported when they are used
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 SIZES: Final[dict[str, Any]] = {
     "vocab_size": 64,
@@ -37,7 +37,7 @@ def published_mixture(folder: Path, *, stacked: bool = False, **changes: Any) ->
     """A `Qwen3MoeForCausalLM`, saved under `folder` as it is published, or with the experts of a
     layer stacked in one tensor."""
     torch.manual_seed(0)
-    model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES | changes))
+    model: Any = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES | changes))
     model.eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

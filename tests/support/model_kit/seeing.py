@@ -11,14 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers  # its classes are imported when they are used
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import (
-    AutoModelForImageTextToText,
-    Idefics3Config,
-    PretrainedConfig,
-    SmolVLMConfig,
-)
 
 from diptych_protocol import Array, TokensPrompt
 
@@ -67,12 +62,12 @@ VISION: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 WHOLE: dict[str, Any] = {"scale_factor": 2, "image_token_id": IMAGE_TOKEN, "pad_token_id": 0}
-KINDS: dict[str, Any] = {"idefics3": Idefics3Config, "smolvlm": SmolVLMConfig}
+KINDS = {"idefics3": "Idefics3Config", "smolvlm": "SmolVLMConfig"}
 
 
-def seeing_config(kind: str, *, tied: bool = False, **vision: Any) -> PretrainedConfig:
+def seeing_config(kind: str, *, tied: bool = False, **vision: Any) -> transformers.PretrainedConfig:
     """The configuration of a model of one family; `vision` replaces parts of `VISION`."""
-    config: PretrainedConfig = KINDS[kind](
+    config: transformers.PretrainedConfig = getattr(transformers, KINDS[kind])(
         text_config=dict(TEXT),
         vision_config=VISION | vision,
         tie_word_embeddings=tied,
@@ -81,11 +76,11 @@ def seeing_config(kind: str, *, tied: bool = False, **vision: Any) -> Pretrained
     return config
 
 
-def save_seeing_model(folder: Path, config: PretrainedConfig, seed: int = 0) -> Any:
+def save_seeing_model(folder: Path, config: transformers.PretrainedConfig, seed: int = 0) -> Any:
     """A random model whose norms and biases matter, saved under `folder`; returns transformers'
     object."""
     torch.manual_seed(seed)
-    make: Any = AutoModelForImageTextToText.from_config
+    make: Any = transformers.AutoModelForImageTextToText.from_config
     model = make(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -65,9 +65,10 @@ from diptych_protocol import (
 from diptych_protocol.control_calls import CONTROL_CALLS
 from diptych_protocol.model_uri import parse_model_uri
 from diptych_protocol.salvage import call_id_of, request_id_of
-from diptych_router.serving import ServingFile
-from diptych_router.vllm import answer_stream, description, event_socket, hand_off, metrics
-from diptych_router.vllm.kv_events import RememberedBlocks
+from diptych_router.engines.serving import ServingFile
+from diptych_router.engines.vllm import answer_stream, description, event_socket, hand_off, metrics
+from diptych_router.engines.vllm.kv_events import RememberedBlocks
+from diptych_vllm.serve import kv_events
 
 Feed = Callable[[bytes], object]
 
@@ -275,7 +276,8 @@ CHUNK = b'{"choices": [{"delta": {"content": "x"}}], "usage": {"completion_token
 def parsers() -> Iterator[Parser]:
     """Those that read bytes in memory."""
     front, proto = "frontend/diptych_frontend", "protocol/diptych_protocol"
-    hinge, vllm = "kv_transfer/diptych_kv_transfer", "router/diptych_router/vllm"
+    hinge = "kv_transfer/diptych_kv_transfer"
+    vllm = "router/diptych_router/engines/vllm"
     yield Parser(
         "multipart forms", (f"{front}/batches_api/form.py",), multipart,
         (b'multipart/form-data; boundary=b\n--b\r\ncontent-disposition: form-data; name="purpose"'
@@ -443,6 +445,11 @@ def vllm_parsers(vllm: str) -> Iterator[Parser]:
         "vLLM's events", (f"{vllm}/kv_events.py",), lambda data: RememberedBlocks(4, 2).take(data),
         (EVENTS, EVENTS.replace(b"GPU", b"\xff\xff\xff")),
     )  # fmt: skip
+    yield Parser(
+        "the events of vLLM's own core", ("vllm_connector/diptych_vllm/serve/kv_events.py",),
+        lambda data: kv_events.RememberedBlocks(4, 2).take(data),
+        (EVENTS, EVENTS.replace(b"GPU", b"\xff\xff\xff")),
+    )  # fmt: skip
 
 
 def file_parsers(folder: Path) -> Iterator[Parser]:
@@ -525,6 +532,6 @@ def file_parsers(folder: Path) -> Iterator[Parser]:
     serving = folder / "serving.json"
     feed, _ = placed(serving, lambda: ServingFile(serving).refresh())
     yield Parser(
-        "which revisions serve", ("router/diptych_router/serving.py",), feed,
+        "which revisions serve", ("router/diptych_router/engines/serving.py",), feed,
         (b'{"revisions": ["a"], "asleep": false}',), raises=(),
     )  # fmt: skip

@@ -17,7 +17,10 @@ from diptych_protocol import (
     SamplingParams,
     Slo,
 )
-from diptych_router.actions import (
+from diptych_router.choosing.first_token import FirstToken
+from diptych_router.choosing.policy import Decision, RequestView
+from diptych_router.engines.health.health_book import Failure
+from diptych_router.requests.actions import (
     Abort,
     Action,
     Add,
@@ -28,11 +31,8 @@ from diptych_router.actions import (
     Release,
     WakeAt,
 )
-from diptych_router.health.health_book import Failure
-from diptych_router.policy import Decision, RequestView
-from diptych_router.record.first_token import FirstToken
-from diptych_router.request_table import RequestTable
-from diptych_router.slo.promises import Promises
+from diptych_router.requests.promises.promises import Promises
+from diptych_router.requests.request_table import RequestTable
 
 PROMPT = 10
 """Tokens of a prompt."""

@@ -11,7 +11,7 @@ from service_kit import make_router
 from vllm_kit.fake_server import DONE, METRICS, Exchange, FakeVllm, event, lent
 
 from diptych_protocol import SamplingParams
-from diptych_router.pool_client import PoolClient
+from diptych_router.requests.pool_client import PoolClient
 
 PROMPT = [11, 12, 13, 14]
 NIXL_METRICS = """\

@@ -17,7 +17,7 @@ from vllm_kit.environment import ENVIRONMENT, OPTIONS, SERVE, START_S
 from waits import PATIENCE_S, wait_until
 
 from diptych_protocol import SchedulerStats
-from diptych_router.vllm.metrics import read_metrics
+from diptych_router.engines.vllm.metrics import read_metrics
 
 
 @dataclass

@@ -30,8 +30,10 @@ class StepReport(Protocol):
     num_waiting_reqs: int
     num_skipped_waiting_reqs: int
     kv_cache_usage: float
-    prefix_cache_stats: CacheReport
     kv_connector_stats: dict[str, Any] | None
+
+    @property
+    def prefix_cache_stats(self) -> CacheReport: ...
 
 
 class PromptReport(Protocol):
@@ -46,16 +48,19 @@ class WorkReport(Protocol):
 
     num_generation_tokens: int
     num_preempted_reqs: int
-    prompt_token_stats: PromptReport
+
+    @property
+    def prompt_token_stats(self) -> PromptReport: ...
 
 
 class VllmLoad:
     """Running totals of one engine, and its gauges."""
 
-    def __init__(self, blocks_total: int, transport: str) -> None:
-        """transport: the KV connector's name; empty: it has none."""
+    def __init__(self, blocks_total: int, connector: str) -> None:
+        """connector: vLLM's name of the KV connector; empty: it has none."""
         self.stats = SchedulerStats(blocks_total=blocks_total, blocks_free=blocks_total)
-        if transport:
+        if connector:
+            transport = connector.removesuffix("Connector").lower()
             self.stats.kv_transfer = KVTransferStats(transport=transport)
         self.num_late_reads = 0
         """Times that an engine said that it had read blocks of this one which were free again."""
@@ -80,6 +85,11 @@ class VllmLoad:
             stats.prompt_tokens_computed += work.prompt_token_stats.computed
             stats.remote_kv_tokens += work.prompt_token_stats.external_kv_transfer
 
+    def blocks_came(self, number: int) -> None:
+        """So many blocks were filled from elsewhere."""
+        if self.stats.kv_transfer is not None:
+            self.stats.kv_transfer.blocks_received += number
+
     def _count_time(self, now: float) -> None:
         """Between two reports it was at work if requests ran at the first one."""
         if self.stats.num_running:
@@ -101,4 +111,7 @@ class VllmLoad:
             totals.loads_completed += len(sizes)
             totals.bytes_received += int(sum(sizes))
             totals.seconds_receiving += sum(grown.get("transfer_duration", ()))
+        totals.loads_started = totals.loads_completed + totals.loads_failed
+        ended = totals.leases_released + totals.leases_revoked + totals.leases_expired
+        totals.leases_held = max(0, totals.leases_granted - ended)
         self.num_late_reads += len(grown.get("num_notifications_after_expiry", ()))

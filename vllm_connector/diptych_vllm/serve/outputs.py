@@ -37,21 +37,27 @@ Candidates = Mapping[int, RankedLogprob]
 class GeneratedTokens(Protocol):
     """vLLM's `CompletionOutput`."""
 
-    token_ids: Sequence[int]
-    logprobs: Sequence[Candidates] | None
     finish_reason: str | None
     stop_reason: int | str | None
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def logprobs(self) -> Sequence[Candidates] | None: ...
 
 
 class VllmOutput(Protocol):
     """vLLM's `RequestOutput`, with what is new since the one before."""
 
-    outputs: Sequence[GeneratedTokens]
-    finished: bool
-    prompt_logprobs: Sequence[Candidates | None] | None
-    prompt_token_ids: Sequence[int] | None
     num_cached_tokens: int | None
     kv_transfer_params: dict[str, Any] | None
+
+    @property
+    def outputs(self) -> Sequence[GeneratedTokens]: ...
+    @property
+    def prompt_logprobs(self) -> Sequence[Candidates | None] | None: ...
+    @property
+    def prompt_token_ids(self) -> Sequence[int] | None: ...
 
 
 def output_of(

@@ -32,7 +32,11 @@ class WirePort:
         """Raises `zmq.ZMQError` when the address is taken."""
         self._take = take
         self._context = zmq.Context()
-        self._socket, self._gate = bind_core_socket(self._context, endpoint, keys)
+        try:
+            self._socket, self._gate = bind_core_socket(self._context, endpoint, keys)
+        except zmq.ZMQError:
+            self._context.term()
+            raise
         self._loop = asyncio.get_running_loop()
         self._closed = False
         self._loop.add_reader(self._socket.fileno(), self._drain)
@@ -54,7 +58,7 @@ class WirePort:
                 self._loop.call_soon(self._drain)
         return True
 
-    def close(self, clients: Iterable[bytes], last_words: list[list[Frame]]) -> None:
+    async def close(self, clients: Iterable[bytes], last_words: list[list[Frame]]) -> None:
         """Say the last words to these clients, wait until they have left, and listen no more.
         Calling it again is harmless."""
         if self._closed:
@@ -66,7 +70,10 @@ class WirePort:
                 for frames in last_words:
                     send_frames(self._socket, [client, *frames])
                 farewell.num_told += 1
-        self._closed = True
+        self._closed = True  # from here on, only the farewell has the socket
+        await self._loop.run_in_executor(None, self._leave, farewell)
+
+    def _leave(self, farewell: Farewell) -> None:
         farewell.wait(LAST_WORDS_S)
         self._socket.close(linger=int(LAST_WORDS_S * 1000))
         if self._gate is not None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, Final
 
 from diptych_protocol import EngineCoreRequest, InvalidRequestError, SamplingParams
-from diptych_protocol.kv_transfer_params import PARAM
+from diptych_protocol.wire import Abilities
 
-LENDS: Final = "do_remote_decode"
-FETCHES: Final = "do_remote_prefill"
+OURS: Final = "DiptychConnector"
+"""vLLM's name of our connector."""
 
 
 def token_ids_of(request: EngineCoreRequest) -> list[int]:
@@ -47,16 +47,14 @@ def sampling_of(request: EngineCoreRequest, max_model_len: int) -> dict[str, Any
         "stop_token_ids": params.stop_token_ids,
         "ignore_eos": params.ignore_eos,
         "logprobs": params.logprobs,
-        "prompt_logprobs": params.prompt_logprobs,
+        # Who has generated tokens has told them; KV from elsewhere has none.
+        "prompt_logprobs": None if num_done else params.prompt_logprobs,
         "logit_bias": params.logit_bias,
         "bad_words": params.bad_words,
         "detokenize": False,
     }
-    extra = dict(params.extra_args or {})
-    asked = transfer_of(request)
-    if asked is not None:
-        extra[PARAM] = asked
-    fields["extra_args"] = extra or None
+    if params.extra_args is not None:
+        fields["extra_args"] = params.extra_args
     return fields
 
 
@@ -70,45 +68,19 @@ def form_of(params: SamplingParams) -> dict[str, Any] | None:
     return {wanted: getattr(form, wanted)}
 
 
-def transfer_of(request: EngineCoreRequest) -> dict[str, Any] | None:
-    """The `kv_transfer_params` for vLLM's connector, which knows nothing of null."""
-    params = request.sampling_params
-    asked = None if params is None else (params.extra_args or {}).get(PARAM)
-    if not isinstance(asked, dict):
-        return None
-    if asked.get(LENDS):
-        lent: dict[str, Any] = {LENDS: True, FETCHES: False}
-        if isinstance(asked.get("lease_id"), str):
-            lent["lease_id"] = asked["lease_id"]
-        return lent
-    return {
-        name: value for name, value in asked.items() if value is not None and value is not False
-    }
-
-
-def passes_token_on(params: SamplingParams, connector: str) -> bool:
-    """Whether a decode engine goes on after the token of the prefill engine.
-
-    It gets that token as a part of its prompt. Our connector can do that. With another one it must
-    be sent just what the prefill engine has computed, and generates the token itself. So it does
-    where an answer depends on which tokens are generated and which are of the prompt.
-    """
-    return connector == "DiptychConnector" and not (
-        params.structured_outputs is not None
-        or params.presence_penalty
-        or params.frequency_penalty
-        or params.bad_words
-    )
-
-
-def check_request(request: EngineCoreRequest) -> None:
-    """Raise `InvalidRequestError`, which names the field, for what vLLM cannot be asked over the
-    wire."""
+def check_request(request: EngineCoreRequest, abilities: Abilities) -> None:
+    """Raise `InvalidRequestError`, which names the field, for what this vLLM cannot be asked."""
     params = request.sampling_params
     if request.mm_features:
-        refuse("image_url", "vLLM prepares images itself; send text only")
+        refuse("image_url", "it prepares images itself; send text only")
     if request.resumable:
         refuse("resumable", "send the whole prompt")
+    if request.prompt_embeds is not None and not (
+        abilities.prompt_embeds and not request.generated_token_ids
+    ):
+        refuse("prompt_embeds", "send the prompt as text or token ids")
+    if request.lora_request is not None and not abilities.adapters:
+        refuse("model", "name the base model, or start vLLM with --enable-lora")
     if params is None:
         return
     if params.logits_processors:
@@ -121,6 +93,4 @@ def check_request(request: EngineCoreRequest) -> None:
 
 def refuse(field: str, remedy: str) -> None:
     """Raise the error that names the field."""
-    raise InvalidRequestError(
-        f"{field}: this engine, which is vLLM, does not take it here; {remedy}", param=field
-    )
+    raise InvalidRequestError(f"{field}: this engine is vLLM and takes none; {remedy}", param=field)

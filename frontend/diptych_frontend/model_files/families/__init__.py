@@ -1,8 +1,8 @@
-"""The families of models that can be run, one file each.
+"""The families of supported models, one file each.
 
-A file here that defines `FAMILY` is a family: nothing else lists them. Whoever adds one writes that
-file, a row of `CONFIGS` in `tests/engine/models/test_model_families.py`, and, if its layers compute
-what no other's do, a model class in `engine/diptych_engine/models/`.
+A file here that defines `FAMILY` is a family; no other list names it. To add one, write that file,
+a row of `CONFIGS` in `tests/engine/models/test_model_families.py`, and, if its layers compute what
+no other's do, a model class in `engine/diptych_engine/models/`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _families() -> dict[str, FamilySpec]:
 
 
 FAMILIES: Final = _families()
-"""By architecture: `model_type` of config.json."""
+"""The families by architecture: `model_type` of config.json."""
 GGUF_ARCHITECTURES: Final = {
     spec.gguf_architecture or name: name for name, spec in FAMILIES.items()
 }

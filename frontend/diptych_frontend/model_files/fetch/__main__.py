@@ -20,7 +20,7 @@ TERMINATED = 128 + signal.SIGTERM
 
 
 def main() -> None:
-    """Exits with 0 when the files are there, 2 for bad input and 1 for any other failure."""
+    """Exit with 0 when the files exist, 2 for bad input and 1 for any other failure."""
     args = _parse_arguments()
     setup_logging(NAME)
     for client in ("httpx2", "httpcore2", "huggingface_hub"):

@@ -5,11 +5,11 @@
     .partial/NAME-CONTENT    being fetched; survives its process, and the next one continues it
     .locks/NAME              held (flock) by whoever writes any of the above
 
-What stands in the record beside a model tells of damage only: whoever can write to the folder can
-write the record, too. `holds` compares with what somebody else vouches for, as far as that goes.
+The record beside a model only shows damage: whoever can write to the folder can write the record
+too. `holds` compares files with checksums from another source.
 
-A model appears by one rename, so a reader sees all of it or nothing. The kernel, or the server of
-a network file system, releases the lock of a process that died.
+A model appears by one rename, so a reader sees all of it or nothing. The kernel, or the server of a
+network file system, releases the lock of a dead process.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ logger = logging.getLogger(__name__)
 RECORD: Final = ".diptych.json"
 LOCK_POLL_S: Final = 0.5
 OWNER_SILENCE_S: Final = 180.0
-"""A holder of the lock that does not beat for so long is on a machine that is gone."""
+"""A holder of the lock that does not call `beat` for this long counts as dead with its machine."""
 WAITING_REPORT_S: Final = 10.0
 _NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class Record(msgspec.Struct, frozen=True):
-    """What stands beside a model's files, to tell later whether they are all there."""
+    """The record beside a model's files, by which missing or damaged ones are found later."""
 
     uri: str
     content: str
-    """`selection.content_id` of what the source offered."""
+    """`selection.content_id` of the source's files."""
     files: dict[str, int]
-    """Name -> bytes."""
+    """File name -> bytes."""
     digests: dict[str, str] = {}
-    """Name -> SHA-256 of what was fetched. Copies of earlier versions have none."""
+    """File name -> SHA-256 of what was fetched. Copies of earlier versions have none."""
 
 
 class CacheEntry:
-    """One model's place in the cache. Methods raise `FetchError` for what a disk can do wrong."""
+    """One model's place in the cache. Methods raise `FetchError` for errors of the disk."""
 
     def __init__(self, root: Path, name: str, *, recorded: bool = False) -> None:
-        """recorded: a copy counts as damaged also if it has not the digests of its record, so it
-        is read whole."""
+        """recorded: also treat a copy as damaged if it differs from the digests of its record, so
+        it is read completely."""
         self._root = root
         self._name = name
         self._recorded = recorded
@@ -69,7 +69,7 @@ class CacheEntry:
 
     @property
     def path(self) -> Path:
-        """Where readers find the model."""
+        """The path at which readers find the model."""
         return self._root / self._name
 
     def published(self) -> Record | None:
@@ -77,7 +77,7 @@ class CacheEntry:
         return self._intact(self.path)
 
     def holds(self, content: str, files: Sequence[RemoteFile]) -> bool:
-        """Whether readers find these files and no others, plain ones with their checksums.
+        """Whether readers find exactly these files, as plain files with these checksums.
 
         It reads all of them.
         """
@@ -90,7 +90,7 @@ class CacheEntry:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Be the only one, on all nodes that share the cache, to write this entry."""
+        """Hold the exclusive right to write this entry, on all nodes that share the cache."""
         with self._disk_errors():
             folder = self._root / ".locks"
             folder.mkdir(parents=True, exist_ok=True)
@@ -104,13 +104,14 @@ class CacheEntry:
                 os.close(lock)
 
     def beat(self) -> None:
-        """Show those who wait for the lock that its holder lives."""
+        """Show those who wait for the lock that its holder is alive."""
         lock = self._lock
         if lock is not None:
             os.utime(lock)
 
     def partial(self, content: str) -> Path:
-        """The folder to fetch `content` into. What was begun of other versions is removed."""
+        """Return the folder to fetch `content` into. Unfinished files of other versions are
+        removed."""
         folder = self._root / ".partial"
         own = folder / f"{self._name}-{content}"
         if own.is_symlink():
@@ -126,7 +127,7 @@ class CacheEntry:
         return own
 
     def check_space(self, needed: int) -> None:
-        """Raise `FetchError` if so many bytes do not fit."""
+        """Raise `FetchError` if this many bytes do not fit."""
         free = shutil.disk_usage(self._root).free
         if needed > free:
             raise FetchError(
@@ -135,7 +136,7 @@ class CacheEntry:
             )
 
     def publish(self, partial: Path, uri: str, content: str, digests: dict[str, str]) -> None:
-        """Let readers find the files in `partial`, all at once and for good."""
+        """Make the files in `partial` visible to readers, all at once."""
         files = {
             path.name: path.stat().st_size for path in partial.iterdir() if path.name != RECORD
         }
@@ -152,9 +153,9 @@ class CacheEntry:
         self._point_at(final)
 
     def restore(self, content: str, files: Sequence[RemoteFile] | None) -> bool:
-        """Publish a version that is still there from earlier; False if there is none.
+        """Publish an earlier version that is still stored; False if there is none.
 
-        files: what it must hold, as in `holds`; None believes the record.
+        files: what it must contain, as in `holds`; None trusts the record.
         """
         final = self._final(content)
         if self._intact(final) is None or not (files is None or _holds(final, files)):
@@ -216,7 +217,7 @@ class CacheEntry:
 
 
 def gib(nbytes: float) -> str:
-    """A number of bytes for people."""
+    """Format a number of bytes for people."""
     return f"{nbytes / (1 << 30):.1f} GiB" if nbytes >= 1 << 29 else f"{nbytes / (1 << 20):.1f} MiB"
 
 

@@ -1,7 +1,7 @@
-"""What it takes to fetch a model that is not public: files of a mounted Secret, one for each key.
+"""Credentials for models that are not public: files of a mounted Secret, one for each key.
 
-They are read by the fetching process alone. Where none are given the clients' own ways apply
-(environment, workload identity, instance metadata).
+Only the fetching process reads them. Without any, the clients' own ways apply (environment,
+workload identity, instance metadata).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_KEY_BYTES: Final = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """An empty text is a key that was not given. Nothing of this appears in `repr`."""
+    """The keys; an empty text stands for one that was not given. `repr` shows none of them."""
 
     token: str = field(default="", repr=False)
     """For hf:// and https://."""
@@ -40,7 +40,8 @@ class Credentials:
 
 
 def read_credentials(folder: Path) -> Credentials:
-    """The keys in a mounted Secret. Raises `BadSourceError` for none at all, or an unusable one."""
+    """Read the keys of a mounted Secret. Raises `BadSourceError` if there is none, or an unusable
+    one."""
     found = {}
     for key in (item.name for item in fields(Credentials)):
         path = folder / key.replace("_", "-")

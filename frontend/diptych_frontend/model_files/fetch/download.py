@@ -1,7 +1,7 @@
-"""Downloads one file to the disk, in parts, several at a time; continues an earlier attempt.
+"""Downloads one file to the disk, in parts, several at a time, and continues an earlier attempt.
 
-Parts are written in their order, so the length of an unfinished file says all about it, and a
-process may be killed at any moment.
+Parts are written in order, so the length of an unfinished file says what is complete, and a process
+may be killed at any moment.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 PART_BYTES: Final = 16 << 20
 PARTS_AT_A_TIME: Final = 6
-"""At most this many parts are in memory; one connection is seldom as fast as the network."""
+"""The most parts in memory at a time. One connection is seldom as fast as the network."""
 ATTEMPTS: Final = 6
 FIRST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 30.0
@@ -41,13 +41,13 @@ HASH_CHUNK_BYTES: Final = 4 << 20
 
 Advance = Callable[[int], None]
 """Called with the number of bytes by which the file on the disk has grown; negative if it was
-thrown away."""
+deleted."""
 
 
 def download(source: Source, file: RemoteFile, path: Path, advance: Advance) -> str:
-    """Fetch `file` to `path`, continuing what is there, and verify it; its SHA-256.
+    """Fetch `file` to `path`, continuing what is there, verify it, and return its SHA-256.
 
-    Raises `FetchError` if it differs from its checksum twice, or if the source fails for good.
+    Raises `FetchError` if it differs from its checksum twice, or if the source fails permanently.
     """
     for _ in range(2):
         _fetch_missing(source, file, path, file.size, advance)
@@ -65,9 +65,9 @@ def download(source: Source, file: RemoteFile, path: Path, advance: Advance) -> 
 
 
 def is_as_listed(path: Path, file: RemoteFile) -> bool:
-    """Whether there is a plain file with the size, and the checksum if there is one, of `file`.
+    """Whether there is a plain file with the size of `file`, and with its checksum if there is one.
 
-    What somebody could still change under another name, through a link, is not plain.
+    A file that could be changed under another name, through a link, is not plain.
     """
     try:
         found = path.lstat()
@@ -82,9 +82,9 @@ def is_as_listed(path: Path, file: RemoteFile) -> bool:
 
 
 def download_header(source: Source, file: RemoteFile, path: Path, advance: Advance) -> str:
-    """Fetch as much of a GGUF file as its header takes: metadata and vocabulary, no weights.
+    """Fetch only the header of a GGUF file: metadata and vocabulary, no weights.
 
-    Its checksum cannot be verified without the rest; returns the SHA-256 of what was fetched.
+    Its checksum cannot be verified without the rest. Returns the SHA-256 of what was fetched.
     """
     end = 0
     while end < min(file.size, MAX_HEADER_BYTES):
@@ -107,7 +107,7 @@ def with_attempts(
 ) -> T:
     """Call until there is an answer, with growing pauses between attempts.
 
-    Once `given_up` is set nobody wants the answer any more: no attempt is made after that.
+    After `given_up` is set there are no more attempts.
     """
     given_up = given_up or threading.Event()
     pause_s = FIRST_PAUSE_S
@@ -162,7 +162,7 @@ def _parts(source: Source, file: RemoteFile, start: int, end: int) -> Iterator[b
 
 
 def sha256_of(path: Path) -> str:
-    """Hexadecimal, of the whole file. Raises `OSError`."""
+    """Return the hexadecimal digest of the whole file. Raises `OSError`."""
     return _hashed(path, hashlib.sha256())
 
 

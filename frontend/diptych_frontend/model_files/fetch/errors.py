@@ -1,9 +1,9 @@
-"""Why a model could not be fetched, and whose fault that is.
+"""The errors of fetching a model, by who can solve the problem.
 
-FetchError            the source or the cache failed; another attempt may work (exit code 1)
-├── UnreachableError  the source did not answer, or broke off; a cached copy may serve instead
-├── ChangedError      the source holds another version than it did a moment ago
-└── BadSourceError    what the service asks for cannot be had as written (exit code 2)
+FetchError            the source or the cache failed; another attempt may work (exit code 1) ├──
+UnreachableError  the source did not answer, or broke off; a cached copy may be used ├──
+ChangedError      the source holds another version than it did a moment ago └── BadSourceError
+the service asks for what does not exist as written (exit code 2)
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from diptych_protocol import DiptychError
 
 
 class FetchError(DiptychError):
-    """One line: what went wrong, and what to do."""
+    """One line that says what went wrong, and what to do."""
 
 
 class UnreachableError(FetchError):
-    """Worth another attempt."""
+    """The source did not answer, or broke off. Another attempt may succeed."""
 
     def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
@@ -25,7 +25,7 @@ class UnreachableError(FetchError):
 
 
 class ChangedError(FetchError):
-    """What has been fetched so far and what would come now do not belong together."""
+    """The parts fetched so far and the next ones belong to different versions."""
 
 
 class BadSourceError(FetchError):

@@ -1,10 +1,15 @@
-"""From a URI to files in a cache: once, whoever else may be at it."""
+"""Fetches a model from a URI into a cache, once, even if several processes try."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+from collections.abc import Iterable, Sequence
 from contextlib import closing
-from pathlib import Path
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Final
 
 from diptych_frontend.model_files.fetch.cache import CacheEntry, Record
 from diptych_frontend.model_files.fetch.credentials import Credentials
@@ -19,11 +24,10 @@ from diptych_frontend.model_files.fetch.errors import (
     SHA256,
     URI,
     BadSourceError,
+    FetchError,
     UnreachableError,
 )
-from diptych_frontend.model_files.fetch.open_source import open_source
 from diptych_frontend.model_files.fetch.progress import Meter, Report, log_progress
-from diptych_frontend.model_files.fetch.selection import content_id, select_files
 from diptych_frontend.model_files.fetch.source import Checksum, RemoteFile, Source
 from diptych_protocol.model_uri import (
     ModelUri,
@@ -33,6 +37,100 @@ from diptych_protocol.model_uri import (
     is_pinned,
     parse_model_uri,
 )
+
+
+def open_source(uri: ModelUri, revision: str, credentials: Credentials) -> Source:
+    """Return the client of a scheme. Each imports libraries that nothing else needs."""
+    try:
+        match uri.scheme:
+            case "hf":
+                from diptych_frontend.model_files.fetch.hub import HubSource
+
+                return HubSource(uri, revision, credentials)
+            case "s3":
+                from diptych_frontend.model_files.fetch.s3 import S3Source
+
+                return S3Source(uri, credentials)
+            case "https":
+                from diptych_frontend.model_files.fetch.web import WebSource
+
+                return WebSource(uri, credentials)
+            case _:
+                raise BadSourceError(URI, f"{uri.text} needs no fetching; it is read in place")
+    except ModuleNotFoundError as exc:
+        raise FetchError(
+            f"{uri.scheme}:// needs the package {exc.name!r}; install diptych[fetch] in this image"
+        ) from exc
+
+
+SMALL_FILES: Final = (
+    "config.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+"""The files of a folder, besides weights, that are ever read."""
+WEIGHTS: Final = ".safetensors"
+OTHER_LAYOUT: Final = "consolidated"
+"""The same weights in a second layout, under their publisher's own names."""
+
+
+def select_files(
+    uri: ModelUri, files: Sequence[RemoteFile], reader: Reader, sha256: str
+) -> list[RemoteFile]:
+    """Return the files to fetch, with their names in the model's folder.
+
+    Raises `BadSourceError` if there is no model among them, or not the one with this checksum.
+    """
+    if uri.is_file:
+        return [_single_file(uri, files, sha256)]
+    if sha256:
+        raise BadSourceError(SHA256, "a folder has no checksum; remove it, or name one file")
+    weights = [file for file in files if _is_weights(file.name)]
+    if not weights:
+        raise BadSourceError(URI, f"{uri.text} holds no *{WEIGHTS}{_gguf_hint(uri, files)}")
+    small = [file for file in files if file.name in SMALL_FILES]
+    if not any(file.name == "config.json" for file in small):
+        raise BadSourceError(URI, f"{uri.text} holds no config.json; it is no model's folder")
+    chosen = small if reader == "router" else small + weights
+    return sorted(chosen, key=lambda file: file.name)
+
+
+def content_id(files: Iterable[RemoteFile]) -> str:
+    """Return sixteen hexadecimal digits that change when any file of the selection does."""
+    identity = json.dumps([[file.name, file.size, file.version] for file in files])
+    return hashlib.sha256(identity.encode()).hexdigest()[:16]
+
+
+def _single_file(uri: ModelUri, files: Sequence[RemoteFile], sha256: str) -> RemoteFile:
+    found = next((file for file in files if file.name == uri.path), None)
+    if found is None:
+        raise BadSourceError(URI, f"{uri.text} does not exist{_gguf_hint(uri, files)}")
+    named = replace(found, name=PurePosixPath(found.name).name)
+    if not sha256:
+        return named
+    known = found.checksum
+    if known is not None and known.algorithm == "sha256" and known.digest != sha256:
+        raise BadSourceError(
+            SHA256, f"{uri.text} has the checksum {known.digest}; correct it, or the revision"
+        )
+    return replace(named, checksum=Checksum("sha256", sha256))
+
+
+def _is_weights(name: str) -> bool:
+    return name.endswith(WEIGHTS) and "/" not in name and not name.startswith(OTHER_LAYOUT)
+
+
+def _gguf_hint(uri: ModelUri, files: Sequence[RemoteFile]) -> str:
+    names = sorted(file.name for file in files if file.name.endswith(".gguf"))
+    if not names:
+        return "; name a model in Hugging Face's layout, or a GGUF file"
+    shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    root = f"{uri.scheme}://{uri.host}/" + ("" if uri.is_file else uri.path)
+    return f"; it has GGUF files, so name one as {root.rstrip('/')}/FILE: {shown}"
+
 
 logger = logging.getLogger(__name__)
 
@@ -49,15 +147,16 @@ def fetch_model(
     credentials: Credentials | None = None,
     report: Report = log_progress,
 ) -> Path:
-    """Have the model in `cache`, and return what `resolve_model` opens: its folder or GGUF file.
+    """Fetch the model into `cache`, and return what `resolve_model` opens: its folder or GGUF file.
 
-    A model that cannot change and is there already is not asked for again. One that can is fetched
-    anew when its source says that it has; while the source cannot be reached, the copy serves.
+    If a model that cannot change is there already, the source is not asked. A model that can change
+    is fetched again when its source reports another version; if the source is unreachable, the copy
+    is used.
 
-    With `sha256` the copy is read, and fetched anew if it is another file. In a `shared` cache,
-    which others write to, a copy serves only as the source's listing describes it now: without an
-    answer of the source there is no model. Where the source lists no checksums, those of what was
-    fetched are taken. With `recorded` these are compared also where nobody else vouches for a copy.
+    With `sha256` the copy is read, and fetched again if it differs. In a `shared` cache, which
+    others write to, a copy is used only if it matches the source's listing: without an answer of
+    the source there is no model. Where the source lists no checksums, those of what was fetched are
+    used. With `recorded` they are also compared where nobody else vouches for a copy.
 
     Raises:
         InvalidRequestError: the URI is malformed.
@@ -96,7 +195,7 @@ def _with_checksum(name: str, found: Record, sha256: str) -> RemoteFile:
 
 
 def is_cached(uri: str, cache: Path, *, revision: str = "", sha256: str = "") -> bool:
-    """Whether `cache` has all of an engine's files of a model; its source is not asked."""
+    """Whether `cache` has all files of a model that an engine needs. The source is not asked."""
     name = cache_name(parse_model_uri(uri), revision, sha256, "engine")
     return CacheEntry(cache, name).published() is not None
 

@@ -1,4 +1,4 @@
-"""Parts of files over HTTP, with deadlines, and with errors that name no secret."""
+"""Reads parts of files over HTTP, with deadlines and with errors that contain no secret."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from diptych_frontend.model_files.fetch.errors import (
 
 CONNECT_TIMEOUT_S: Final = 10.0
 READ_TIMEOUT_S: Final = 30.0
-"""Without a single byte."""
+"""The longest time without a byte."""
 PART_TIMEOUT_S: Final = 300.0
-"""For all of a part: a source that trickles is taken for dead."""
+"""The time limit of a part. A slower source counts as dead."""
 MAX_RETRY_AFTER_S: Final = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a server says of a file before it sends it."""
+    """A file's description in HTTP headers."""
 
     size: int
     version: str
@@ -38,7 +38,8 @@ class Head:
 
 
 class HttpRanges:
-    """A client of one origin. The token goes to that origin, and to no server it redirects to."""
+    """A client of one origin. Only that origin gets the token, not servers to which
+    it redirects."""
 
     def __init__(self, token: str = "") -> None:
         self._own = {"authorization": f"Bearer {token}"} if token else {}
@@ -52,11 +53,11 @@ class HttpRanges:
         self._links: dict[str, str] = {}
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         self._client.close()
 
     def head(self, url: str) -> Head:
-        """Size and version of a file. Raises as `Source.files` does."""
+        """Return size and version of a file. Raises as `Source.files`."""
         with _mapped_errors(url):
             response = self._client.head(url, headers=self._own)
         _check(response, url)
@@ -66,7 +67,7 @@ class HttpRanges:
         return Head(int(length), _version(response))
 
     def read(self, url: str, start: int, end: int, version: str = "") -> bytes:
-        """The bytes from `start` up to `end`; of `version`, if one is given."""
+        """Return the bytes from `start` up to `end`; of `version`, if one is given."""
         link = self._links.get(url)
         if link is not None:
             try:
@@ -111,7 +112,7 @@ def _check(response: httpx2.Response, url: str) -> None:
 
 
 def refusal(response: httpx2.Response, where: str) -> FetchError:
-    """What it means that a server does not give what it was asked for; `where` names the server."""
+    """Explain why a server refuses; `where` names the server."""
     status = response.status_code
     if status in (401, 403):
         return BadSourceError(

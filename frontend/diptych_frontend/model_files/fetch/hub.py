@@ -1,4 +1,4 @@
-"""hf://ORG/REPO: a model of the Hugging Face hub, or of a mirror that speaks its API."""
+"""hf://ORG/REPO: a model on the Hugging Face hub, or on a mirror with its API."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ LISTING_TIMEOUT_S: Final = 30.0
 
 
 class HubSource:
-    """The hub's client lists and resolves; the bytes come as ranges, which can be resumed."""
+    """Uses the hub's client to list and resolve files, and HTTP ranges, which can be resumed, to
+    read them."""
 
     def __init__(self, uri: ModelUri, revision: str, credentials: Credentials) -> None:
         self._repo = uri.host
@@ -50,7 +51,7 @@ class HubSource:
         self._ranges = HttpRanges(self._token)
 
     def files(self) -> Sequence[RemoteFile]:
-        """See `Source`. The commit is fixed here: later parts cannot come from another one."""
+        """See `Source`. This fixes the commit: later parts cannot come from another one."""
         info = self._model_info()
         if not info.sha:
             raise FetchError(f"{self._api.endpoint} does not say which commit it speaks of")
@@ -61,7 +62,8 @@ class HubSource:
         return self._ranges.read(file.locator, start, end)
 
     def close(self) -> None:
-        """See `Source`. The hub's client has one session for the process, made anew on demand."""
+        """See `Source`. The hub's client has one session for the process, created
+        again on demand."""
         self._ranges.close()
         close_session()
 

@@ -1,4 +1,4 @@
-"""How far a download is: a line every few seconds, for logs rather than for terminals."""
+"""Reports the progress of a download: a line every few seconds, for logs rather than terminals."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ PERIOD_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A moment of a download."""
+    """The state of a download at one moment."""
 
     uri: str
     done_bytes: int
-    """On the disk, what an earlier process fetched included."""
+    """Bytes on the disk, including those that an earlier process fetched."""
     total_bytes: int
     bytes_per_s: float
-    """Since this process began."""
+    """Average since this process began."""
 
     def __str__(self) -> str:
         percent = min(100, 100 * self.done_bytes // max(1, self.total_bytes))
@@ -38,12 +38,12 @@ Report = Callable[[Progress], None]
 
 
 def log_progress(progress: Progress) -> None:
-    """The report of a program without a terminal."""
+    """Log the progress, in a program without a terminal."""
     logger.info("%s", progress)
 
 
 class Meter:
-    """Counts bytes, and reports from a thread of its own: hashing, too, takes long."""
+    """Counts bytes, and reports from a thread of its own, because hashing takes long too."""
 
     def __init__(self, uri: str, total: int, done: int, report: Report) -> None:
         self._uri = uri
@@ -53,11 +53,11 @@ class Meter:
         self._report = report
 
     def advance(self, nbytes: int) -> None:
-        """`nbytes` more are on the disk; fewer, if negative."""
+        """Count `nbytes` more on the disk; fewer, if negative."""
         self._done += nbytes
 
     def report(self) -> None:
-        """Tell how far it is."""
+        """Report the progress."""
         elapsed_s = max(time.monotonic() - self._began, 1e-3)
         speed = max(0, self._done - self._before) / elapsed_s
         self._report(Progress(self._uri, self._done, self._total, speed))

@@ -1,4 +1,4 @@
-"""s3://BUCKET/KEY: objects in S3, or in a store that speaks its API."""
+"""s3://BUCKET/KEY: objects in S3, or in a store with its API."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ AMBIENT: Final = (
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
 )
-"""Any of these says that the process was given an identity."""
+"""Any of these variables shows that the process was given an identity."""
 MAX_CAUSE: Final = 120
-"""Characters of a store's own words that are passed on."""
+"""The most characters of a store's own message that are passed on."""
 
 
 class S3Source:
-    """One object, or the objects right below a prefix."""
+    """One object, or the objects directly below a prefix."""
 
     def __init__(self, uri: ModelUri, credentials: Credentials) -> None:
         self._uri = uri
@@ -84,7 +84,7 @@ class S3Source:
         return part
 
     def close(self) -> None:
-        """See `Source`. The store's connections end with the object."""
+        """See `Source`. The store's connections are closed with the object."""
 
     @contextmanager
     def _mapped_errors(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""What the fetcher asks of a place that models come from."""
+"""The interface of a place that models come from."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ class Checksum:
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
     name: str
-    """In the model's folder."""
+    """The name in the model's folder."""
     size: int
     version: str
-    """Another content has another version: a blob's id or an entity tag."""
+    """A blob's id or an entity tag, which changes with the content."""
     locator: str
-    """Where the source finds it: an object's key or a URL."""
+    """The source's own name for it: an object's key or a URL."""
     checksum: Checksum | None = None
 
 
 class Source(Protocol):
-    """One model at one place. Its methods are called from several threads."""
+    """One model at one place. Several threads call its methods."""
 
     def files(self) -> Sequence[RemoteFile]:
-        """All files of the model that the source knows of, as they are now.
+        """Return all files of the model that the source has now.
 
-        Raises `UnreachableError` without an answer and `BadSourceError` for an answer that says no.
+        Raises `UnreachableError` without an answer and `BadSourceError` if the source refuses.
         """
 
     def read(self, file: RemoteFile, start: int, end: int) -> bytes:
-        """Exactly the bytes from `start` up to `end`, within a deadline of its own.
+        """Return exactly the bytes from `start` up to `end`, within a deadline of its own.
 
-        Raises the same errors, and `ChangedError` if the file is no longer of this version.
+        Raises the same errors, and `ChangedError` if the file has another version now.
         """
 
     def close(self) -> None:
-        """Give its connections back."""
+        """Close its connections."""

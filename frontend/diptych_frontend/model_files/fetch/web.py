@@ -11,14 +11,14 @@ from diptych_protocol.model_uri import ModelUri
 
 
 class WebSource:
-    """A web server promises little: only a checksum in the service says what the file should be."""
+    """A file of a web server, which gives no checksum; only the service can specify one."""
 
     def __init__(self, uri: ModelUri, credentials: Credentials) -> None:
         self._uri = uri
         self._ranges = HttpRanges(credentials.token)
 
     def files(self) -> Sequence[RemoteFile]:
-        """See `Source`: one file, of the version that the server's entity tag names."""
+        """See `Source`. Returns one file, whose version is the server's entity tag."""
         url = self._uri.text
         head = self._ranges.head(url)
         version = head.version or f"of {head.size} bytes"

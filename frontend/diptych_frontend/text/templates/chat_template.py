@@ -1,6 +1,7 @@
 """A model's chat template: Jinja from the model's files, rendered in a sandbox.
 
-The sandbox bounds what a template reaches, and not what it takes: see `confined_templates`.
+The sandbox limits what a template can access, but not its time and memory: see
+`confined_templates`.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ KWARGS: Final = "chat_template_kwargs"
 MAX_KWARGS_BYTES: Final = 16 << 10
 """Limit on `chat_template_kwargs`, encoded."""
 END_MARK: Final = "\ufdd0\ufdd1 "
-"""Stands at the end of a message that goes on, while a template writes it. The first characters are
-in no text: Unicode keeps them for uses within a program. The blank shows whether the template trims
-messages."""
+"""Marks the end of a message to be continued, while a template renders it. The first characters
+occur in no text: Unicode reserves them for use within programs. The blank shows whether the
+template strips messages."""
 _VARIABLE = re.compile(r"[a-zA-Z][a-zA-Z0-9_]{0,63}")
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}…{% endgeneration %}` marks answers for training; here it is just text."""
+    """`{% generation %}…{% endgeneration %}` marks answers for training; here it is only text."""
 
     tags = {"generation"}  # noqa: RUF012 - the base class types it as an instance's
 
@@ -41,11 +42,11 @@ class GenerationBlock(Extension):
 
 
 class Arguments(dict[str, Any]):
-    """The arguments of a call: an object to the templates that want one, and its JSON to those that
-    put it between texts."""
+    """The arguments of a call: an object for templates that use one, and JSON for those that insert
+    it into text."""
 
     def __init__(self, arguments: dict[str, Any], written: str) -> None:
-        """written: their JSON, as the client sent it."""
+        """written: the JSON that the client sent."""
         super().__init__(arguments)
         self._written = written
 
@@ -60,7 +61,7 @@ class Arguments(dict[str, Any]):
 
 
 class ChatTemplate:
-    """Renders conversations with the names and filters that published templates rely on."""
+    """Renders conversations with the names and filters that published templates use."""
 
     def __init__(self, source: str, bos_token: str, eos_token: str) -> None:
         """Raises `InvalidRequestError` if the source is not a template, and `MemoryError`."""
@@ -92,10 +93,10 @@ class ChatTemplate:
         template_kwargs: dict[str, Any] | None = None,
     ) -> str:
         """Render a conversation; `template_kwargs` are further variables of the template. With
-        `continue_final_message` the text ends where the last message's does.
+        `continue_final_message` the text ends where the last message ends.
 
-        Raises `InvalidRequestError` for a variable that is not the caller's to set, and if the
-        template refuses the conversation, or does not show the message that is to go on.
+        Raises `InvalidRequestError` for a variable that callers may not set, and if the template
+        refuses the conversation, or does not output the message that is to be continued.
         """
         if continue_final_message:
             messages = [*messages[:-1], _marked(messages[-1])]
@@ -157,7 +158,7 @@ def _begun(text: str) -> str:
 
 
 def check_template_kwargs(kwargs: object, reserved: Collection[str] = ()) -> None:
-    """Raise `InvalidRequestError` unless these are a few plain values under names of their own."""
+    """Raise `InvalidRequestError` unless these are a few plain values with allowed names."""
     if not isinstance(kwargs, dict):
         raise _refused("must be an object")
     for name in kwargs:

@@ -1,8 +1,8 @@
 """Renders conversations by a model's chat template, in a process of its own: `python -m` of this
 module.
 
-A template is a program of the model's author. It may loop for ever, or make a text of a gigabyte in
-one step, and be so when its constants are folded, before it is rendered.
+A template is a program by the model's author. It may loop for ever, or make a gigabyte of text in
+one step, even while its constants are folded, before it is rendered.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from diptych_protocol import InvalidRequestError
 BOUNDS: Final = WorkBounds(
     memory_bytes=512 << 20, seconds=5, message_bytes=64 << 20, idle_seconds=3600
 )
-"""8,192 messages of a body of 4 MiB take 42 ms. The first chat after an hour waits for a process to
-start; an idle one has 24 MB."""
+"""8,192 messages of a body of 4 MiB take 42 ms. An idle process has 24 MB; after an hour without
+chats it ends, and the next chat waits for a new one."""
 
 
 class TemplateRefusal(msgspec.Struct, array_like=True):
@@ -41,7 +41,7 @@ def get_ready() -> None:
 
 
 class ConfinedTemplate:
-    """A chat template whose source is run by another process only."""
+    """A chat template whose source is run in another process only."""
 
     def __init__(self, source: str, bos_token: str, eos_token: str) -> None:
         self._known_by = json.dumps((source, bos_token, eos_token)).encode()

@@ -1,1 +1,2 @@
-"""What Numba compiles: each kernel has a module with its `entry`; the others are their parts."""
+"""The sources that Numba compiles: a kernel's module has an `entry`; the others are parts of
+kernels."""

@@ -1,8 +1,8 @@
 """The matrix unit of x86-64 processors (AMX), in LLVM's terms: products of bfloat16 tiles.
 
 A tile is a register of 16 rows of 64 bytes. `sums[16, 16] += a[16, 32] b[32, 16]` is one
-instruction: `b` stands in pairs, row r having elements 2 r and 2 r + 1 of every column. Sums are
-float32. (Intel's Architectures Software Developer's Manual, volume 1, chapter 18.)
+instruction: `b` is stored in pairs, so that row r has elements 2 r and 2 r + 1 of every column.
+Sums are float32. (Intel's Architectures Software Developer's Manual, volume 1, chapter 18.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ SUMS, FACTORS_A, FACTORS_B = 0, 4, 6
 
 @njit
 def configure(memory, first_rows, second_rows):
-    """Give tiles of sums and of `a` so many rows: those of the first 16, those of the next.
+    """Set how many rows the tiles of sums and of `a` have: those of the first 16 rows, and those of
+    the next.
 
     memory: 64 bytes for it.
     """
@@ -56,7 +57,7 @@ def _load_configuration(context, memory):
 
 @intrinsic
 def release(context):
-    """Threads that are switched away need not save tiles from here on."""
+    """Release the tiles: the system need not save them at later thread switches."""
 
     def generate(context, builder, signature, arguments):
         kind = ir.FunctionType(ir.VoidType(), [])
@@ -67,7 +68,7 @@ def release(context):
 
 
 def block_product(num_a, num_b):
-    """A function that computes up to 16 `num_a` rows of 16 `num_b` columns.
+    """Return a function that computes up to 16 `num_a` rows of 16 `num_b` columns.
 
     a: for each 16 rows [steps] tiles, `a_bytes` from one to the next. b: alike, for each 16
     columns. out: float32, `stride` bytes from row to row; added to if `add`.
@@ -85,8 +86,8 @@ def block_product(num_a, num_b):
 
 
 def multiply_block(builder, num_a, num_b, arguments, beside=None):
-    """What a `block_product` does. `beside(step)` is done in each step: the matrix unit and those
-    for vectors work at the same time."""
+    """Do the work of a `block_product`. `beside(step)` is called in each step, because the matrix
+    unit and the vector units work at the same time."""
     a, a_bytes, b, b_bytes, steps, out, stride, add = arguments
     blocks = [(i, j, SUMS + 2 * i + j) for i in range(num_a) for j in range(num_b)]
     factors = [

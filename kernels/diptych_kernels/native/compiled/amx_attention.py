@@ -1,6 +1,6 @@
-"""Attention of a prompt's chunk, as Numba compiles it for processors with a matrix unit.
+"""Attention of a chunk of a prompt, as Numba compiles it for processors with a matrix unit.
 
-As `prefill_attention`, but that queries, keys, weights and values are rounded to bfloat16.
+It works like `prefill_attention`, but rounds queries, keys, weights and values to bfloat16.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from diptych_kernels.native.prefill_chunk import PARTITION, ROWS_TOGETHER
 
 PAIR = 2
 STEP = 2 * TILE_ROWS
-"""Dimensions, or keys, that a tile sums over."""
+"""Dimensions, or keys, over which a tile sums."""
 ROW = PAIR * TILE_ROWS
 """Numbers in a row of a tile."""
 BFLOAT = 2
-"""Bytes."""
+"""Size in bytes."""
 
 _product = block_product(1, 2)
 
 
 def entry(head_dim):
-    """The kernel for one size of heads."""
+    """Return the kernel for one size of heads."""
     return attention(head_dim, _prepare, _begin, _score, _add_values, _begin_thread, _end_thread)
 
 

@@ -20,11 +20,11 @@ from diptych_kernels.native.compiled.vectors import (
 )
 
 ROWS = 8
-"""Queries that are taken together."""
+"""Queries that are computed together."""
 WIDTH = 2 * LANES
-"""Dimensions of values that are taken together."""
+"""Dimensions of values that are computed together."""
 FLOAT = 4
-"""Bytes."""
+"""Size in bytes."""
 
 
 @intrinsic

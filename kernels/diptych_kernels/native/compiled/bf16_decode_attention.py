@@ -1,6 +1,6 @@
 """Attention of decodes in bfloat16, for processors that multiply pairs of such numbers.
 
-As `decode_attention`, but that queries and weights are rounded too.
+It works like `decode_attention`, but rounds queries and weights too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KEYS_TOGETHER = PAIR * PAIRS_TOGETHER
 
 
 def entry(head_dim):
-    """The kernel for heads whose size is a multiple of 32; 0: for any of these."""
+    """Return the kernel for heads of one size, a multiple of 32; 0: for any of these sizes."""
     return attention(head_dim, _score, _add_values)
 
 

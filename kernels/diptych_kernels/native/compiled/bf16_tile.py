@@ -28,7 +28,7 @@ PAIR = 2
 STEP = PAIR * LANES
 """Numbers that are multiplied by one instruction."""
 BFLOAT, FLOAT, ADDRESS = 2, 4, 8
-"""Bytes."""
+"""Sizes in bytes."""
 PAIRS_TOGETHER = 4
 """Pairs of keys whose sums do not wait for each other."""
 HALVES = ir.VectorType(INT16, STEP)
@@ -70,7 +70,7 @@ def score_16(context, query, places, offset, steps, scores):
 
 @intrinsic
 def pair_32(context, first, second, target):
-    """32 dimensions of two values, as pairs: in `_order`."""
+    """Interleave 32 dimensions of two values as pairs, in the order of `_order`."""
 
     def generate(context, builder, signature, arguments):
         first, second, target = arguments

@@ -1,5 +1,4 @@
-"""Keys and values on their way out of the cache and into it, as numbers of 4 or 2 bytes each:
-float32 or bfloat16."""
+"""Reads keys and values from the cache and writes them into it, as float32 or bfloat16 numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from diptych_kernels.native.compiled.vectors import LANES, copy_16, widen_16
 
 @njit
 def read_floats(source, target, count, item):
-    """Numbers from the cache as float32 ones."""
+    """Read numbers from the cache as float32."""
     whole = count // LANES * LANES
     for i in range(0, whole, LANES):
         if item == FLOAT:
@@ -26,7 +25,7 @@ def read_floats(source, target, count, item):
 
 @njit
 def read_halves(source, target, count, item):
-    """Numbers from the cache as bfloat16 ones."""
+    """Read numbers from the cache as bfloat16."""
     if item == FLOAT:
         _narrow(source, target, count)
     else:
@@ -37,7 +36,7 @@ def read_halves(source, target, count, item):
 
 @njit
 def write(source, target, count, item):
-    """Float32 numbers into the cache."""
+    """Write float32 numbers into the cache."""
     if item == FLOAT:
         x, y = floats(source, count), floats(target, count)
         for i in range(count):

@@ -1,6 +1,6 @@
 """The attention kernel for CPUs, as Numba compiles it.
 
-`paged_attention.cpu` says what it does, and calls it.
+`paged_attention.cpu` describes it and calls it.
 
 Every length is in elements, every stride in bytes.
 """
@@ -28,22 +28,23 @@ from diptych_kernels.native.compiled.vectors import largest_of_64
 from diptych_kernels.native.decode_batch import PARTITION
 
 FLOAT, INT = 4, 8
-"""Bytes."""
+"""Sizes in bytes."""
 STEP = 4
-"""Keys that are taken together."""
+"""Keys that are computed together."""
 ARGUMENTS = record_of(DecodeAttention)
 LOG2_E = math.log2(math.e)
 ZERO, LOWEST = np.float32(0.0), np.float32(-1e30)
-"""The second is less than any score, and finite: a difference of two of them is 0."""
+"""LOWEST is less than any score, and finite: a difference of two of them is 0."""
 
 
 def entry(head_dim):
-    """The kernel for one size of heads, so that loops over it are unrolled; 0: for any."""
+    """Return the kernel for one size of heads, whose loops over it are unrolled; 0:
+    for any size."""
     return attention(head_dim, _score, _add_values)
 
 
 def attention(head_dim, score, add_values):
-    """The kernel, by functions that know how to read keys and values."""
+    """Return the kernel, made of functions that read keys and values."""
 
     @njit(error_model="numpy")
     def decode(given, dim):

@@ -21,11 +21,12 @@ from diptych_kernels.native.tile_layout import GROUP, group_bytes
 
 ARGUMENTS = record_of(PackedProduct)
 LARGEST_BLOCK = 8
-"""Rows that are computed together, a power of two; the last ones in smaller and smaller blocks."""
+"""Rows that are computed together, a power of two. The last rows are computed in ever smaller
+blocks."""
 
 
 def entry(bits):
-    """The kernel for a matrix whose levels have 4 or 8 bits."""
+    """Return the kernel for a matrix whose levels have 4 or 8 bits."""
     eight, four, two, one = (tile_product(num_rows, bits) for num_rows in (8, 4, 2, 1))
     of_group = group_bytes(bits)
 

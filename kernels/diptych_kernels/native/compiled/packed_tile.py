@@ -29,7 +29,7 @@ from diptych_kernels.native.compiled.vectors import (
 from diptych_kernels.native.tile_layout import GROUP, HALF, QUAD, QUADS, group_bytes
 
 FLOAT, WORD = 4, 2
-"""Their sizes, in bytes."""
+"""Sizes in bytes."""
 GROUP_BYTES, FACTOR_BYTES = GROUP * WORD, 2 * FLOAT
 """The sizes of a group of one row's inputs, and of its scale and its scaled sum."""
 ORDER = (0, 2, 1, 3)
@@ -39,21 +39,21 @@ quad, or 2 and 3, so a lane's two words, masked or shifted alike, hold values 0 
 
 
 HAS_WORD_DOTS = target_has("avx512vnni")
-"""Whether one instruction adds products of pairs of words to sums."""
+"""Whether one instruction adds products of pairs of 16-bit words to sums."""
 WIDTH = LANES if HAS_WORD_DOTS else LANES // 2
-"""Columns of a vector: a register of 512 bits, or of AVX2's 256."""
+"""Columns of a vector: a register has 512 bits, or 256 with AVX2."""
 FEW_ROWS = 2
 INTS, FLOATS = ir.VectorType(INT32, WIDTH), ir.VectorType(FLOAT32, WIDTH)
 WORDS, HALVES = ir.VectorType(INT16, 2 * WIDTH), ir.VectorType(ir.HalfType(), WIDTH)
 
 
 def tile_product(num_rows, bits):
-    """A function that computes the rows from `row` to `row + num_rows` of a tile.
+    """Return a function that computes the rows from `row` to `row + num_rows` of a tile.
 
-    tile: levels of `bits` bits and their factors, group after group. inputs: of these rows, behind
-    those of the rows before, [groups, num_rows, 32] int16: all are near one address. factors:
-    alike [groups, num_rows, 2] float32: a group's scale, its scaled sum.
-    out: [rows, 16] float32, `stride` bytes from row to row; added to if `add`.
+    tile: levels of `bits` bits and their factors, group after group. inputs: [groups, num_rows, 32]
+    int16, those of these rows after those of the rows before, so that all are close in memory.
+    factors: likewise [groups, num_rows, 2] float32: a group's scale, its scaled sum. out: [rows,
+    16] float32, `stride` bytes from row to row; added to if `add`.
     """
 
     @intrinsic

@@ -1,6 +1,6 @@
-"""Attention of a prompt's chunk for CPUs, as Numba compiles it.
+"""Attention of a chunk of a prompt for CPUs, as Numba compiles it.
 
-`paged_attention.cpu` says what it does, and calls it. Every stride is in bytes.
+`paged_attention.cpu` describes it and calls it. Every stride is in bytes.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from diptych_kernels.native.compiled.vectors import largest_of_64
 from diptych_kernels.native.prefill_chunk import PARTITION, ROWS_TOGETHER
 
 KEYS_TOGETHER = 16
-"""Keys that are transposed together, which is the lanes of a vector, or whose values are added."""
+"""Keys that are transposed together (the lanes of a vector), or whose values are added together."""
 ARGUMENTS = record_of(ChunkAttention)
 LOG2_E = math.log2(math.e)
 ZERO, LOWEST = np.float32(0.0), np.float32(-1e30)
-"""The second is less than any score, and finite: a difference of two of them is 0."""
+"""LOWEST is less than any score, and finite: a difference of two of them is 0."""
 
 
 def entry(head_dim):
-    """The kernel for one size of heads."""
+    """Return the kernel for one size of heads."""
     return attention(head_dim, _prepare, _begin, _score, _add_values, _nothing, _nothing_more)
 
 
 def attention(dim, prepare, begin_row, score, add_values, begin_thread, end_thread):
-    """The kernel, by functions that know how keys, queries and weights lie in memory.
+    """Return the kernel, made of functions that know how keys, queries and weights lie in memory.
 
-    A row is a query; those of one key-value head are numbered token after token.
+    A row is a query. The rows of one key-value head are numbered token after token.
     """
 
     @njit(error_model="numpy")
@@ -124,7 +124,8 @@ def _nothing_more():
 
 @njit
 def place_of(geometry, head, key, dim):
-    """Where in the cache a key of a head is; its values are `block_size` tokens behind it."""
+    """Return where in the cache a key of a head is; its values are `block_size`
+    tokens behind it."""
     cache, block_stride, block_size, kv_heads, table, item = geometry
     token = (key % block_size * kv_heads + head) * dim * item
     return cache + table[key // block_size] * block_stride + token

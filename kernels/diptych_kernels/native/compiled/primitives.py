@@ -1,4 +1,4 @@
-"""What kernels for CPUs are written with: memory at an address, and the threads that run them."""
+"""The basis of kernels for CPUs: access to memory at an address, and the threads that run them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 FAST = {"reassoc", "contract", "arcp", "nsz"}
-"""Sums may be reordered, or no loop would use vectors; NaN and infinity keep their meaning."""
+"""Sums may be reordered, because otherwise no loop would use vectors. NaN and infinity keep their
+meaning."""
 FLOAT, CACHE_LINE = 4, 64
-"""Bytes."""
+"""Sizes in bytes."""
 E1, E2, E3, E4, E5, E6 = (np.float32(math.log(2) ** k / math.factorial(k)) for k in range(1, 7))
-"""2^x = 1 + E1 x + E2 x^2 + ..., as good as float32 can be for |x| <= 1/2."""
+"""2^x = 1 + E1 x + E2 x^2 + ..., as exact as float32 can be for |x| <= 1/2."""
 INFINITY, ANY_NAN = np.int32(0x7F800000), np.int32(0x7FC0)
 """Bits of a float32, and of a bfloat16."""
 ONE, HALF, LOWEST = np.float32(1.0), np.float32(0.5), np.float32(-126.0)
@@ -25,7 +26,7 @@ _INT32 = ir.IntType(32)
 thread_index = types.ExternalFunction("omp_get_thread_num", types.int32())
 num_threads = types.ExternalFunction("omp_get_num_threads", types.int32())
 await_others = types.ExternalFunction("await_others", types.void())
-"""Returns when every thread that runs the kernel has come here."""
+"""Return when every thread that runs the kernel has called this."""
 
 
 @intrinsic
@@ -51,31 +52,31 @@ def _prefetch_line(typing_context, address):
 
 @njit
 def floats(address, count):
-    """`count` float32 numbers from an address on, as an array."""
+    """Return `count` float32 numbers at an address as an array."""
     return carray(_pointer(address), count, np.float32)
 
 
 @njit
 def ints(address, count):
-    """`count` int64 numbers from an address on, as an array."""
+    """Return `count` int64 numbers at an address as an array."""
     return carray(_pointer(address), count, np.int64)
 
 
 @njit
 def small_ints(address, count):
-    """`count` int8 numbers from an address on, as an array."""
+    """Return `count` int8 numbers at an address as an array."""
     return carray(_pointer(address), count, np.int8)
 
 
 @njit
 def halves_of(address, count):
-    """`count` int16 numbers from an address on, as an array."""
+    """Return `count` int16 numbers at an address as an array."""
     return carray(_pointer(address), count, np.int16)
 
 
 @njit
 def words_of(address, count):
-    """`count` int32 numbers from an address on, as an array."""
+    """Return `count` int32 numbers at an address as an array."""
     return carray(_pointer(address), count, np.int32)
 
 
@@ -88,7 +89,7 @@ def prefetch(address, num_bytes):
 
 @njit(fastmath=FAST)
 def exp2(x):
-    """2^x for x <= 0; a NaN stays one."""
+    """2^x for x <= 0; NaN stays NaN."""
     x = LOWEST if x < LOWEST else x
     whole = np.int32(x - HALF)
     rest = x - np.float32(whole)
@@ -98,7 +99,7 @@ def exp2(x):
 
 @njit
 def bfloat(x):
-    """The bits of the bfloat16 nearest to a float32, of the even one between two; NaN stays one."""
+    """Return the bits of the bfloat16 nearest to a float32, ties to even; NaN stays NaN."""
     bits = np.float32(x).view(np.int32)
     nearest = (bits + np.int32(0x7FFF) + ((bits >> 16) & np.int32(1))) >> 16
     is_nan = (bits & np.int32(0x7FFFFFFF)) > INFINITY
@@ -107,5 +108,5 @@ def bfloat(x):
 
 @njit
 def float_of(bits):
-    """A float32 that came as the number of its bits."""
+    """Return the float32 whose bits a number has."""
     return np.int32(bits).view(np.float32)

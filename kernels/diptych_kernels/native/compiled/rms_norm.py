@@ -15,12 +15,12 @@ from diptych_kernels.native.compiled.primitives import (
 )
 
 FLOAT = 4
-"""Bytes."""
+"""Size in bytes."""
 ARGUMENTS = record_of(RmsNorm)
 
 
 def entry(number):
-    """One kernel for all sizes: `number` is 0."""
+    """Return the one kernel for all sizes: `number` is 0."""
 
     def rms_norm(address):
         _rms_norm(carray(address, 1, ARGUMENTS)[0])
@@ -40,7 +40,7 @@ def _rms_norm(given):
 
 @njit(fastmath=FAST, error_model="numpy")
 def norm(source, weight, target, size, eps):
-    """One row; `target` may be where it stands."""
+    """Normalise one row; `target` may be the row itself."""
     x, factors, y = floats(source, size), floats(weight, size), floats(target, size)
     total = np.float32(0.0)
     for i in range(size):

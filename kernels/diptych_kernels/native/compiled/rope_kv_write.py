@@ -1,5 +1,5 @@
-"""Rotation and cache write for CPUs, and before them bias and norms, for models that have these,
-as Numba compiles them; `rope_kv_write.cpu` calls it.
+"""Rotation and cache write for CPUs, after bias and norms for models that have them, as Numba
+compiles them; `rope_kv_write.cpu` calls it.
 
 Every length is in elements, every stride in bytes.
 """
@@ -20,12 +20,12 @@ from diptych_kernels.native.compiled.primitives import (
 from diptych_kernels.native.compiled.rms_norm import norm
 
 FLOAT = 4
-"""Bytes."""
+"""Size in bytes."""
 ARGUMENTS = record_of(RopeKvWrite)
 
 
 def entry(number):
-    """One kernel for all sizes: `number` is 0."""
+    """Return the one kernel for all sizes: `number` is 0."""
 
     def rope_kv_write(address):
         _rope_kv_write(carray(address, 1, ARGUMENTS)[0])

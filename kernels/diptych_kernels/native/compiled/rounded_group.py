@@ -1,4 +1,5 @@
-"""Inputs of the packed product, rounded to 16 bits with a scale for 32 of them, in LLVM's terms."""
+"""Rounds inputs of the packed product to 16 bits, with one scale for 32 of them, in
+LLVM's terms."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ LEVELS = 32767.0
 
 @intrinsic
 def round_group(context, source, target, factors):
-    """32 float32 numbers as int16 levels, each quad in the order that products take them in; then
-    their scale and their scaled sum, which are NaN if a number is NaN or infinite."""
+    """Round 32 float32 numbers to int16 levels, each quad in the order in which products read it.
+    Their scale and their scaled sum follow, which are NaN if a number is NaN or infinite."""
 
     def generate(context, builder, signature, arguments):
         source, target, factors = arguments

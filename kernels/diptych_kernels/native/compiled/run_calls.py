@@ -11,11 +11,11 @@ from diptych_kernels.native.compiled.primitives import await_others, ints
 
 ARGUMENTS = record_of(Table)
 INT = 8
-"""Bytes."""
+"""Size in bytes."""
 
 
 def entry(width):
-    """The kernel for a table whose rows have so many numbers."""
+    """Return the kernel for a table whose rows have this many numbers."""
 
     @njit
     def run(given):

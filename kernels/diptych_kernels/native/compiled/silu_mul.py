@@ -11,13 +11,13 @@ from diptych_kernels.native.arguments import SiluMul, record_of
 from diptych_kernels.native.compiled.primitives import FAST, exp2, floats, num_threads, thread_index
 
 FLOAT = 4
-"""Bytes."""
+"""Size in bytes."""
 ARGUMENTS = record_of(SiluMul)
 ZERO, ONE, LOG2_E = np.float32(0.0), np.float32(1.0), np.float32(math.log2(math.e))
 
 
 def entry(number):
-    """One kernel for all sizes: `number` is 0."""
+    """Return the one kernel for all sizes: `number` is 0."""
 
     def silu_mul(address):
         _silu_mul(carray(address, 1, ARGUMENTS)[0])

@@ -1,4 +1,4 @@
-"""A packed tile's values in bfloat16, as the matrix unit takes them, in LLVM's terms."""
+"""Unpacks a packed tile's values to bfloat16, in the form for the matrix unit, in LLVM's terms."""
 
 from __future__ import annotations
 
@@ -29,21 +29,23 @@ GROUP_BYTES = 2 * QUADS * VECTOR
 """Size, in bytes, of an unpacked group: 32 values in each of 16 columns, in bfloat16."""
 QUAD_BYTES = GROUP_BYTES // QUADS
 PLACE, BYTE = 15, 8
-"""Bits: where in a lane a byte of levels is worked on, and how many it has. As high as a mantissa
-allows: the lower it is, the larger is the power that is added to a level and taken away again, and
-the more of the value is rounded off by that."""
+"""Bits: the position in a lane at which a byte of levels is processed, and its size. The position
+is as high as a mantissa allows: the lower it is, the larger is the power that is added to a level
+and subtracted again, and the more of the value that rounds off."""
 MANTISSA = 23
-"""Bits of a float32. A level in it, below the ones of a power of two, is added to the power."""
+"""Bits of a float32's mantissa. A level in the mantissa of a power of two, below its leading bit,
+is added to the power."""
 LARGER = 1 + math.log(2) / 256
-"""What factors are multiplied by, so that cutting off the lower halves of numbers leaves them as
-large as rounding does, on average: it takes 1 / 256 of a power of two, ln 2 / 256 of a number."""
+"""Factors are multiplied by this, so that truncating numbers to their upper halves keeps their
+mean, as rounding does: truncation takes 1 / 256 of a power of two, ln 2 / 256 of a number, on
+average."""
 
 
 def unpack_tile(bits):
-    """A function that writes [16 groups, 16] pairs of bfloat16: row r of a group of 32 has its
-    values 2 r and 2 r + 1 of each of 16 columns.
+    """Return a function that writes [16 groups, 16] pairs of bfloat16: row r of a group of 32 has
+    its values 2 r and 2 r + 1 of each of 16 columns.
 
-    tile: as `packed_tile.tile_product` takes it.
+    tile: as in `packed_tile.tile_product`.
     """
 
     @intrinsic

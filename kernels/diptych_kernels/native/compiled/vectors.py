@@ -1,6 +1,6 @@
-"""Vectors of 16 lanes, in LLVM's terms: for loops whose sums must stay in registers.
+"""Vectors of 16 lanes, in LLVM's terms, for loops whose sums must stay in registers.
 
-Numba has no such vectors, and decides by itself what to keep where.
+Numba has no such vectors, and decides by itself what to keep in registers.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ INTS, FLOATS = ir.VectorType(INT32, LANES), ir.VectorType(FLOAT32, LANES)
 
 
 def target_has(feature):
-    """Whether the processor that is compiled for has it; by LLVM's name."""
+    """Whether the target processor has a feature, by LLVM's name."""
     return f"+{feature}" in config.CPU_FEATURES.split(",")
 
 
 def repeat(builder, count, values, body):
-    """What `values` are after `count` rounds, at least one, of `values = body(index, values)`."""
+    """Return `values` after `count` rounds, at least one, of `values = body(index, values)`."""
     before, loop = builder.block, builder.append_basic_block("loop")
     end = builder.append_basic_block("end")
     builder.branch(loop)
@@ -45,7 +45,7 @@ def zeros(kind):
 
 
 def constant(number):
-    """An int32 in every lane."""
+    """Return an int32 in every lane."""
     return ir.Constant(INTS, [INT32(number)] * LANES)
 
 
@@ -57,14 +57,15 @@ def multiply_add(builder, x, y, z):
 
 
 def everywhere(builder, value, lanes=LANES):
-    """A number in every lane."""
+    """Return a number in every lane."""
     kind = ir.VectorType(value.type, lanes)
     first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, INT32(0))
     return builder.shuffle_vector(first, first, zeros(ir.VectorType(INT32, lanes)))
 
 
 def at(builder, address, index, num_bytes):
-    """The address of something in an array of things of so many bytes, an int or a value."""
+    """Return the address of an element of an array whose elements have this many bytes. The index
+    is an int or a value."""
     size = INT64(num_bytes) if isinstance(num_bytes, int) else num_bytes
     return builder.add(address, builder.mul(index, size))
 
@@ -80,13 +81,13 @@ def store(builder, value, address, offset=0):
 
 
 def function(builder, name, kind):
-    """One of LLVM's own functions."""
+    """Return one of LLVM's own functions."""
     known = builder.module.globals
     return known[name] if name in known else ir.Function(builder.module, kind, name)
 
 
 def sums_across(builder, vectors):
-    """The sum over the lanes of each of 16 vectors, in the lane of that vector's number: two
+    """Return the sum over the lanes of each of 16 vectors, in the lane of that vector's number. Two
     vectors become one of half sums, two of these one of quarter sums, and so on."""
     while len(vectors) > 1:
         pairs = zip(vectors[: len(vectors) // 2], vectors[len(vectors) // 2 :], strict=True)
@@ -112,7 +113,7 @@ def _lanes(numbers):
 
 @intrinsic
 def largest_of_64(context, address):
-    """The largest of 64 float32 numbers; a NaN among them may be ignored."""
+    """Return the largest of 64 float32 numbers; a NaN among them may be ignored."""
 
     def generate(context, builder, signature, arguments):
         kind = ir.FunctionType(FLOATS, [FLOATS] * 2)
@@ -155,8 +156,8 @@ def widen_16(context, source, target):
 
 @intrinsic
 def round_32(context, source, target):
-    """Round 32 float32 numbers to the nearest bfloat16 ones, ties to even; NaN stays NaN. For
-    processors with AVX512-BF16, whose instruction takes numbers below 2^-126 for zero."""
+    """Round 32 float32 numbers to the nearest bfloat16 ones, ties to even; NaN stays NaN. This is
+    for processors with AVX512-BF16, whose instruction treats numbers below 2^-126 as zero."""
 
     def generate(context, builder, signature, arguments):
         source, target = arguments

@@ -1,4 +1,4 @@
-"""The transport over UCX: connections, blocks through them, and blocks read on one host."""
+"""The transport over UCX: connections, blocks sent through them, and blocks read on one host."""
 
 from diptych_kv_transfer.transports.ucx.ucx_transport import UcxTransport as TRANSPORT
 

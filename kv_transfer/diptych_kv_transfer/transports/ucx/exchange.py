@@ -1,8 +1,8 @@
-"""The transfers of one connection: which way the blocks go, and when that is over.
+"""The transfers of one connection: how blocks get to the receiver, and when a transfer is over.
 
-The receiver decides. It reads the sender's memory if that is a process of its host, and else has
-the blocks sent through the connection. Either way two messages are enough, however many runs there
-are; `frames.py` shows them.
+The receiver decides. It reads the sender's memory directly if that is a process of its host, and
+else has the blocks sent through the connection. In both cases two messages are enough, whatever the
+number of runs; `frames.py` shows them.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from diptych_kv_transfer.transports.ucx.worker import Endpoint, Worker
 log = logging.getLogger(__name__)
 
 MAX_UNCLAIMED_OFFERS, MAX_UNCLAIMED_RUNS = 4096, 1 << 20
-"""Limits on the offers that nobody has asked for yet, and on their runs; only a malicious peer
-makes more."""
+"""Limits on the offers that nobody has asked for yet, and on their runs. Only a malicious peer
+exceeds them."""
 TRANSFER_BITS = 38
-"""Number of bits of a UCX tag that say which transfer; they are random, so that no other peer can
-send to it."""
+"""The number of bits of a UCX tag that identify the transfer. They are random, so that no other
+peer can send to it."""
 
 
 class ExchangeError(Exception):
-    """The connection is of no more use: the peer broke the protocol, or UCX refuses."""
+    """The connection is useless: the peer broke the protocol, or UCX refused."""
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ class Exchange:
         self._say(Offer(tag, [(region.address, region.length) for region in regions]))
 
     def receive(self, key: Hashable, tag: int, regions: Sequence[MemoryRegion]) -> None:
-        """Have what is or will be offered under a tag moved into regions.
+        """Receive into regions what the other side offers, or will offer, under a tag.
 
         Raises `ExchangeError`.
         """
@@ -113,11 +113,11 @@ class Exchange:
 
     @property
     def busy(self) -> bool:
-        """`advance` can go on at once, whatever the network does."""
+        """Whether `advance` has work that does not wait for the network."""
         return any(incoming.reading is not None for incoming in self._incoming.values())
 
     def advance(self) -> list[TransferEnded]:
-        """Go on with what is under way. Returns what has ended since the last call.
+        """Continue the running transfers. Returns those that have ended since the last call.
 
         Raises `ExchangeError`.
         """
@@ -132,12 +132,12 @@ class Exchange:
         return self.take_ended()
 
     def take_ended(self) -> list[TransferEnded]:
-        """What has ended since the last call."""
+        """Return the transfers that have ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
     def abandon(self) -> list[UcxTransfer]:
-        """The connection is gone: every transfer has ended, as `take_ended` will say.
+        """End every transfer because the connection is gone; `take_ended` reports them.
 
         Returns the transfers that UCX may still work on. Our memory is safe when all have `ended`.
         """

@@ -1,4 +1,4 @@
-"""What two transports say to each other about blocks, beside the messages that they carry.
+"""The frames that two transports exchange about blocks, beside the messages that they carry.
 
     sender                     receiver
     Introduction ────────────▶          how processes of my host may read my memory (once)
@@ -8,8 +8,8 @@
                  ◀─────────── Send      elsewhere: send them, under these tags; I wait for them
                                         (or Moved, not ok: they are not what I asked for)
 
-After Send nobody says Moved, because the arrival of the bytes tells as much. Only the side that was
-connected to introduces itself, because it is the side that prefills. Its introduction counts on its
+After Send there is no Moved, because the arrival of the bytes is enough. Only the side that was
+connected to introduces itself, because it is the prefill engine. Its introduction is valid on its
 own host only.
 """
 
@@ -20,31 +20,32 @@ from typing import Annotated
 import msgspec
 
 MAX_FRAME_BYTES = 8 << 20
-"""Limit, in bytes, of a frame: the runs of a million tokens in scattered blocks of 16 fit in."""
+"""Limit, in bytes, of a frame: enough for the runs of a million tokens in scattered
+blocks of 16."""
 
 Tag = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Address = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
 Length = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 Span = tuple[Address, Length]
-"""Bytes of one process's memory."""
+"""A range of bytes in one process's memory."""
 Packed = Annotated[bytes, msgspec.Meta(min_length=1, max_length=4096)]
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of all frames."""
+    """The base of all frames."""
 
 
 class Introduction(Frame, frozen=True):
     host: str
-    """Boot and PID namespace; a process elsewhere cannot know it."""
+    """Boot id and PID namespace, which a process on another host cannot know."""
     address: Packed
     """Address of the UCX worker through which others read our memory."""
     key: Packed
     """UCX's remote key of our memory."""
     probe_address: Address
     probe: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-    """The bytes at `probe_address`, from which a reader knows that it can read, and that it reads
-    the right process."""
+    """The bytes at `probe_address`. By them a reader checks that it can read, and that it reads the
+    right process."""
 
 
 class Offer(Frame, frozen=True):
@@ -55,7 +56,7 @@ class Offer(Frame, frozen=True):
 class Send(Frame, frozen=True):
     tag: Tag
     first: Tag
-    """UCX tag of the first piece; the following ones count up."""
+    """UCX tag of the first piece; the following pieces count up from it."""
 
 
 class Moved(Frame, frozen=True):

@@ -1,8 +1,8 @@
 """libucp's C interface, in ctypes: the structures, constants and functions that the hinge uses.
 
-The structures are whole and in the order of `ucp.h`, which comes with the library; a test compiles
-that header and compares every size, offset and constant. Everything else that speaks to UCX does so
-through the classes and functions of `worker.py`, `requests.py` and `readable_memory.py`.
+The structures are complete and in the order of `ucp.h`, which comes with the library. A test
+compiles that header and compares every size, offset and constant. Other modules use UCX only
+through the classes and functions of `worker.py`, `requests.py` and `same_host.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, Final
 import libucx
 
 API_VERSION: Final = (1, 21)
-"""Major and minor number of the header that this module repeats."""
+"""Major and minor version of the header that this module repeats."""
 
 # --- ucs_status_t -----------------------------------------------------------------------------
 
@@ -35,7 +35,7 @@ OK: Final = 0
 IN_PROGRESS: Final = 1
 ERR_BUSY: Final = -15
 ERR_LAST: Final = -100
-"""A request pointer from here up to zero is a status."""
+"""Values from here up to zero are a status, not a request pointer."""
 
 # --- field masks, flags and modes -------------------------------------------------------------
 
@@ -309,9 +309,9 @@ def _load() -> tuple[Any, Any]:
 
 
 lib, lib_without_lock = _load()
-"""`lib` keeps the interpreter's lock: nearly every call takes microseconds, and giving the lock up
-for each of a few hundred would let the engine's thread in as often, for up to five milliseconds.
-`lib_without_lock` is for what may copy megabytes."""
+"""`lib` keeps the interpreter's lock, for calls of some microseconds. Releasing it for each of them
+would let the engine's thread in as often, for up to five milliseconds. `lib_without_lock` is for
+calls that may copy megabytes."""
 
 
 class UcpError(Exception):
@@ -325,7 +325,7 @@ def check(status: int, what: str) -> None:
 
 
 def status_in(pointer: int | None) -> int | None:
-    """The status that a function returned in place of a request; None: it is a request."""
+    """Return the status that a function returned in place of a request; None if it is a request."""
     if pointer is None:
         return OK
     status = ctypes.c_int64(pointer).value

@@ -1,6 +1,6 @@
-"""UCX's requests: what is sent, received or read without waiting, by tag, stream or remote address.
+"""UCX's requests: sends, receives and reads that do not block, by tag, stream or remote address.
 
-A request is the address of UCX's own record, as an int. It is freed by whoever began it, once
+A request is the address of UCX's own record, as an int. The caller that began it frees it once
 `status_of` says that it is no longer in progress.
 """
 
@@ -29,12 +29,12 @@ _nothing = c_char()
 
 
 def tag_send(endpoint: int, address: int, length: int, tag: int) -> int:
-    """Begin to send bytes of ours as one message; returns the request. Raises `UcpError`."""
+    """Begin to send our bytes as one message and return the request. Raises `UcpError`."""
     return _request(lib.ucp_tag_send_nbx(endpoint, address, length, tag, _PARAM))
 
 
 def tag_receive(worker: int, address: int, length: int, tag: int) -> int:
-    """Begin to receive the message with this tag into our memory; returns the request.
+    """Begin to receive the message with this tag into our memory and return the request.
 
     Raises `UcpError`.
     """
@@ -42,7 +42,7 @@ def tag_receive(worker: int, address: int, length: int, tag: int) -> int:
 
 
 def get(endpoint: int, address: int, length: int, remote_address: int, key: int) -> int:
-    """Begin to read memory of a peer into ours; returns the request. Raises `UcpError`."""
+    """Begin to read a peer's memory into ours and return the request. Raises `UcpError`."""
     return _request(lib.ucp_get_nbx(endpoint, address, length, remote_address, key, _PARAM))
 
 
@@ -55,11 +55,11 @@ def _request(pointer: int | None) -> int:
 
 
 def drop_unexpected(worker: int) -> int:
-    """Drop tag messages that have arrived although no receive waits for them; returns how many.
+    """Drop tag messages that have arrived although no receive waits for them; return their number.
 
     UCX keeps all of them, even beyond the end of their connection, for a receive that may still be
-    posted. Here receives are posted before a sender learns of their tag, so a message that no
-    receive waits for is late, or malicious.
+    posted. Here receives are posted before a sender learns of their tag, so a message without a
+    receive is late or malicious.
     """
     info, dropped = libucp.TagInfo(), 0
     while (message := lib.ucp_tag_probe_nb(worker, 0, 0, 1, byref(info))) is not None:
@@ -71,20 +71,20 @@ def drop_unexpected(worker: int) -> int:
 
 
 def status_of(request: int) -> int:
-    """OK, IN_PROGRESS or an error's negative number."""
+    """Return OK, IN_PROGRESS or an error's negative number."""
     status: int = lib.ucp_request_check_status(request)
     return status
 
 
 def received_bytes(request: int) -> int:
-    """The length, in bytes, of the message that a request has received."""
+    """Return the length, in bytes, of the message that a request has received."""
     info = libucp.TagInfo()
     lib.ucp_tag_recv_request_test(request, byref(info))
     return int(info.length)
 
 
 def cancel(worker: int, request: int) -> None:
-    """Cancel a request: it ends soon, whether its message comes or not."""
+    """Cancel a request. It ends soon, whether its message comes or not."""
     lib.ucp_request_cancel(worker, request)
 
 
@@ -107,7 +107,7 @@ class StreamSend:
 
     @property
     def ended(self) -> bool:
-        """UCX reads the bytes no more. What has gone wrong with them shows at the endpoint."""
+        """Whether UCX no longer reads the bytes. Errors show at the endpoint."""
         if self._request is not None and status_of(self._request) != IN_PROGRESS:
             free(self._request)
             self._request = None
@@ -115,7 +115,7 @@ class StreamSend:
 
 
 class StreamReceive:
-    """The next bytes of an endpoint's stream, on their way to us."""
+    """Receives the next bytes of an endpoint's stream."""
 
     def __init__(self, endpoint: int, num_bytes: int) -> None:
         self._bytes, self._length = (c_char * num_bytes)(), c_size_t()
@@ -128,7 +128,7 @@ class StreamReceive:
 
     @property
     def ended(self) -> bool:
-        """UCX writes to the buffer no more."""
+        """Whether UCX no longer writes to the buffer."""
         if self._request is not None:
             self._status = status_of(self._request)
             if self._status != IN_PROGRESS:
@@ -137,5 +137,5 @@ class StreamReceive:
         return self._request is None
 
     def result(self) -> bytes | None:
-        """The bytes that were received, once this has ended; None: the stream is over."""
+        """Return the received bytes, once this has ended; None if the stream is over."""
         return ctypes.string_at(self._bytes, len(self._bytes)) if self._status == OK else None

@@ -1,17 +1,19 @@
-"""Reading the memory of another process of this host: one-sided gets of UCX over its cma.
+"""Reads the memory of another process of this host: one-sided gets of UCX over its transport cma.
 
-They have a UCX context to themselves, without anything that reaches beyond the host: where UCX does
-one-sided operations in software it lets a peer read and write all memory. The process that is read
-takes no part, nor notices; the kernel decides who may.
+They have a UCX context of their own, without transports that reach beyond the host, because where
+UCX does one-sided operations in software it lets a peer read and write all memory. The process that
+is read takes no part in it; the kernel decides who may read.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import secrets
 import time
 from collections.abc import Sequence
+from ctypes import byref, c_size_t, c_void_p
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +21,45 @@ import numpy as np
 from diptych_kv_transfer.memory.region import MemoryRegion
 from diptych_kv_transfer.transports.ucx import libucp, requests
 from diptych_kv_transfer.transports.ucx.frames import Introduction, Span
-from diptych_kv_transfer.transports.ucx.libucp import UcpError
-from diptych_kv_transfer.transports.ucx.readable_memory import (
-    ReadableMemory,
-    destroy_key,
-    unpack_key,
-)
+from diptych_kv_transfer.transports.ucx.libucp import UcpError, check, lib
 from diptych_kv_transfer.transports.ucx.worker import Context, Worker
+
+
+class ReadableMemory:
+    """A region that peers may read, with its `key`, as long as this object is open."""
+
+    def __init__(self, context: Context, region: MemoryRegion) -> None:
+        """Raises `UcpError`."""
+        self._context, self._region, self._handle = context, region, c_void_p()
+        params = libucp.MemMapParams(
+            field_mask=libucp.MEM_MAP_PARAM_FIELD_ADDRESS | libucp.MEM_MAP_PARAM_FIELD_LENGTH,
+            address=region.address,
+            length=region.length,
+        )
+        status = lib.ucp_mem_map(context.handle, byref(params), byref(self._handle))
+        check(status, "registering memory")
+        packed, length = c_void_p(), c_size_t()
+        status = lib.ucp_rkey_pack(context.handle, self._handle, byref(packed), byref(length))
+        check(status, "packing a memory key")
+        self.key = ctypes.string_at(packed, length.value)
+        """Packed, for `unpack_key` of a peer."""
+        lib.ucp_rkey_buffer_release(packed)
+
+    def close(self) -> None:
+        """Close it. Call this once."""
+        lib.ucp_mem_unmap(self._context.handle, self._handle)
+
+
+def unpack_key(endpoint: int, packed: bytes) -> int:
+    """Return a peer's key for use on its endpoint, until `destroy_key`. Raises `UcpError`."""
+    key = c_void_p()
+    check(lib.ucp_ep_rkey_unpack(endpoint, packed, byref(key)), "unpacking a memory key")
+    return int(key.value or 0)
+
+
+def destroy_key(key: int) -> None:
+    lib.ucp_rkey_destroy(key)
+
 
 log = logging.getLogger(__name__)
 
@@ -40,18 +74,18 @@ OPTIONS = {
     "CMA_TX_QUOTA": str(RUNS_AT_ONCE),  # system calls per call of ours
 }
 BYTES_AT_ONCE = 16 << 20
-"""A few milliseconds; whoever reads may have others to attend to between two calls."""
+"""So many take a few milliseconds, after which the reader can do other work."""
 TIMEOUT_S = 5.0
-"""A system call that copies so much takes milliseconds."""
+"""A system call that copies BYTES_AT_ONCE takes milliseconds, so this is far beyond normal."""
 SHARED_MEMORY = frozenset({"sm", "shm", "mm", "posix", "sysv", "xpmem", "knem", "cma"})
-"""Names in UCX_TLS of what does not leave the host."""
+"""Names in UCX_TLS of transports that stay on the host."""
 
 
 class SameHost:
-    """Our memory, as processes of this host may read it, and theirs, as we may."""
+    """Lets processes of this host read our memory, and reads theirs."""
 
     def __init__(self) -> None:
-        """Raises `UcpError` when UCX has no way of doing this here."""
+        """Raises `UcpError` when UCX cannot do this here."""
         self._context = Context(OPTIONS, libucp.FEATURE_RMA)
         probe = secrets.token_bytes(16)
         region = MemoryRegion.of(np.frombuffer(bytearray(probe), np.uint8))
@@ -71,7 +105,8 @@ class SameHost:
         )
 
     def meet(self, other: Introduction) -> OtherProcess | None:
-        """A process that is here and lets us read its memory; None: it is not or does not."""
+        """Return a process of this host that lets us read its memory; None if it is elsewhere or
+        does not."""
         if other.host != self.introduction.host:
             return None
         found = np.zeros(len(other.probe), np.uint8)
@@ -88,7 +123,7 @@ class SameHost:
         return process
 
     def close(self) -> None:
-        """To be called once, after every `OtherProcess` is closed."""
+        """Close it. Call this once, after every `OtherProcess` is closed."""
         self._readable.close()
         self._worker.close()
         self._context.close()
@@ -110,7 +145,7 @@ class OtherProcess:
             raise
 
     def close(self) -> None:
-        """To be called once."""
+        """Close it. Call this once."""
         destroy_key(self.key)
         try:
             self._endpoint.close()
@@ -120,7 +155,7 @@ class OtherProcess:
 
 
 class Reading:
-    """Runs of another process's memory on their way into ours."""
+    """Reads runs of another process's memory into ours."""
 
     def __init__(
         self, process: OtherProcess, sources: Sequence[Span], targets: Sequence[int]
@@ -139,7 +174,7 @@ class Reading:
         return self._next == len(self._pieces)
 
     def advance(self) -> None:
-        """Read the next few runs; none is under way afterwards.
+        """Read the next few runs, and return when they have been read.
 
         Raises `UcpError` when they cannot be read.
         """
@@ -172,20 +207,21 @@ class Reading:
 
 
 def host_name() -> str:
-    """What processes have in common that may know each other by pid."""
+    """Return a name that is equal in processes that know each other by pid."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def may_read() -> bool:
-    """Whether UCX_TLS, which says how blocks may travel, leaves this way open."""
+    """Whether UCX_TLS, which limits UCX's transports, allows this one."""
     names, negated = _ucx_tls()
     listed = not names.isdisjoint({"all", "cma", "sm", "shm"})
     return listed != negated
 
 
 def network_transports() -> str:
-    """UCX_TLS for connections: what the environment says, without what does not leave the host.
+    """Return UCX_TLS for connections: the environment's value, without transports that stay on the
+    host.
 
     Raises `OSError` when nothing is left.
     """

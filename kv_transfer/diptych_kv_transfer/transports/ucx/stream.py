@@ -1,7 +1,6 @@
-"""Messages over the UCX stream of one endpoint: each after its length and kind, in four bytes.
+"""Messages over the UCX stream of one endpoint. Before each are its length and kind, in four bytes.
 
-First come the records of the handshake, and nothing else; then messages and frames, each with its
-mac, and nothing else.
+First come the records of the handshake only; then come messages and frames only, each with its mac.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from diptych_kv_transfer.transports.ucx.requests import StreamReceive, StreamSen
 from diptych_kv_transfer.transports.ucx.worker import Endpoint
 
 HEADER_BYTES = 4
-"""Three bytes of length, one of kind."""
+"""Three bytes of length and one of kind."""
 MESSAGE, FRAME, HANDSHAKE = 0, 1, 2
 MAX_BYTES = {
     MESSAGE: MAX_MESSAGE_BYTES + MAC_BYTES,
@@ -24,14 +23,14 @@ MAX_BYTES = {
 
 
 class StreamError(Exception):
-    """The stream has ended, or something arrives that is no message of ours."""
+    """The stream has ended, or its data are no valid message."""
 
 
 class Stream:
     """The stream of one endpoint."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        """A receive is posted on the endpoint from now on."""
+        """Post a receive on the endpoint."""
         self._endpoint = endpoint
         self._sends: list[StreamSend] = []
         """The sends in flight."""
@@ -59,25 +58,25 @@ class Stream:
 
     @property
     def pending(self) -> bool:
-        """There is something to flush."""
+        """Whether there is something to flush."""
         return bool(self._pending)
 
     def flush(self) -> None:
-        """Send everything that is pending in one send, because each send wakes the other side,
-        which then takes our core. Raises `StreamError`."""
+        """Send everything that is pending in one send. Raises `StreamError`."""
         self._sends = [send for send in self._sends if not send.ended]
         if not self._pending:
             return
         try:
+            # One send for all, because each wakes the other side, which then takes our core.
             self._sends.append(StreamSend(self._endpoint.handle, self._pending))
         except UcpError as exc:
             raise StreamError(str(exc)) from exc
         self._pending = b""
 
     def next_message(self) -> tuple[int, bytes] | None:
-        """The kind and content of a message that has arrived; None: there is none.
+        """Return the kind and content of a message that has arrived; None if there is none.
 
-        Raises `StreamError`, and `AuthenticationError` for what the other side did not send.
+        Raises `StreamError`, and `AuthenticationError` for data that the other side did not send.
         """
         while self._receiving.ended:
             data = self._receiving.result()
@@ -97,8 +96,8 @@ class Stream:
 
     @property
     def ended(self) -> bool:
-        """Whether UCX no longer touches any of our buffers; this is so soon after the endpoint
-        was closed."""
+        """Whether UCX no longer touches any of our buffers, which is soon after the endpoint was
+        closed."""
         self._sends = [send for send in self._sends if not send.ended]
         return self._receiving.ended and not self._sends
 

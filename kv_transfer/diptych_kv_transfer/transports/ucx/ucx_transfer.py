@@ -1,9 +1,9 @@
-"""Blocks through a connection, as tag messages of UCX.
+"""Sends blocks through a connection, as tag messages of UCX.
 
-Runs are cut into pieces that UCX sends whole, without asking the receiver first: for many small
-runs, a round trip each would take most of the time. A whole piece either is in its place or will
-never be, so that a receive can be cancelled at any moment. That is also why nothing larger is sent:
-UCX cannot let go of a message that has arrived in part.
+Runs are cut into pieces that UCX sends at once, without asking the receiver first. With many small
+runs, round trips would otherwise take most of the time. A piece is received whole or not at all, so
+a receive can be cancelled at any moment; UCX cannot cancel a larger message that has arrived in
+part.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class UcxTransfer:
         return True
 
     def cancel(self, worker: int) -> None:
-        """Call off what has not ended."""
+        """Cancel the pieces that have not ended."""
         for request, _ in self._requests:
             requests.cancel(worker, request)
 
@@ -75,7 +75,7 @@ def send(endpoint: int, regions: Sequence[MemoryRegion], first_tag: int) -> UcxT
 
 
 def receive(worker: int, regions: Sequence[MemoryRegion], first_tag: int) -> UcxTransfer:
-    """Receive into regions, from whoever knows the tags."""
+    """Receive into regions, from any sender that knows the tags."""
     begun = (
         (requests.tag_receive(worker, address, length, tag), length)
         for tag, (address, length) in enumerate(pieces(regions), first_tag)
@@ -84,7 +84,7 @@ def receive(worker: int, regions: Sequence[MemoryRegion], first_tag: int) -> Ucx
 
 
 def pieces(regions: Iterable[MemoryRegion]) -> Iterator[Span]:
-    """Where regions are, cut where they are longer than a piece."""
+    """Cut regions that are longer than a piece."""
     for region in regions:
         for at in range(0, region.length, PIECE_BYTES):
             yield region.address + at, min(PIECE_BYTES, region.length - at)

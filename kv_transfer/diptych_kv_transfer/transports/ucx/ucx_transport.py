@@ -3,8 +3,8 @@
 Control messages and the frames of transfers travel on a connection's UCX stream; blocks move from
 the KV memory and into it without a copy of ours, see `exchange.py`. The owner's thread drives UCX:
 while there is anything to progress it does so, and otherwise it sleeps in epoll on the worker's
-event descriptor, so that an idle connection costs nothing. A connection is nobody's business before
-both sides have proven that they are of one service: see `handshake.py`.
+event descriptor, so that an idle connection costs nothing. A connection is not reported before both
+sides have proven that they belong to one service: see `handshake.py`.
 
 Endpoints are created with error handling: a peer that dies is noticed (at once while bytes are in
 flight, by keep-alive otherwise), and an endpoint can be cut with transfers in flight, which is what
@@ -49,7 +49,7 @@ from diptych_protocol import UNREADABLE
 log = logging.getLogger(__name__)
 
 SEGMENT_BYTES = PIECE_BYTES + (64 << 10)
-"""With room for UCX's headers."""
+"""The size of a segment, with room for UCX's headers."""
 OPTIONS = {
     "KEEPALIVE_INTERVAL": "1s",
     "RNDV_THRESH": str(PIECE_BYTES + 1),  # no piece waits until its receiver has answered,
@@ -57,20 +57,21 @@ OPTIONS = {
     "TCP_RX_SEG_SIZE": str(SEGMENT_BYTES),
     "TCP_CM_REUSEADDR": "y",  # an engine that was restarted listens where it did before
 }
-"""A UCX_* variable of the environment wins over these."""
+"""UCX's options. A UCX_* variable of the environment has precedence."""
 LOOPBACK_ONLY = {"NET_DEVICES": "lo"}
-"""UCX opens a port for blocks on each network device that it may use."""
+"""Without this, UCX opens a port for blocks on each network device that it may use."""
 FEATURES = libucp.FEATURE_TAG | libucp.FEATURE_STREAM | libucp.FEATURE_WAKEUP
 
 DRAIN_TIMEOUT_S = 2.0
 HANDSHAKE_TIMEOUT_S = 20.0
-"""Who has not proven itself by then is cut off."""
+"""A peer that has not proven itself within this time is disconnected."""
 MEETING_TIMEOUT_S = 2.0
 MAX_PROGRESS = 256
-"""Steps of UCX before what they brought is looked at: who sends without a pause is noticed."""
+"""The number of UCX's steps between two looks at what arrived, so that a peer that sends without a
+pause is noticed."""
 MAX_STRANGERS = 64
-"""That have connected to us and not proven themselves; beyond, the oldest is cut off. An engine of
-the service is one for a round trip."""
+"""Limit on peers that have connected and not proven themselves. Beyond it the oldest is
+disconnected. An engine of the service needs one round trip to prove itself."""
 
 
 @dataclass(slots=True)
@@ -80,12 +81,12 @@ class _Connection:
     handshake: Handshake
     prove_by: float
     address: Address | None
-    """What we connected to; None: they connected to us."""
+    """The address that we connected to; None if the peer connected to us."""
     exchange: Exchange | None = None
-    """Once the other side has proven itself."""
+    """Set once the peer has proven itself."""
     lost: bool = False
     reason: str = ""
-    """Why it was cut, if not by its owner."""
+    """Why it was cut, unless its owner cut it."""
 
     @property
     def is_stranger(self) -> bool:
@@ -101,14 +102,14 @@ class UcxTransport:
     """See `diptych_kv_transfer.transports.Transport`."""
 
     reaches: ClassVar = frozenset({MemoryKind.HOST})
-    """UCX can be built for a device's memory, too; that was never tried here."""
+    """UCX can be built for a device's memory too, but that was never tried here."""
 
     def __init__(self, host: str, port: int, key: HingeKey) -> None:
-        """Listen at an IP address; at one of loopback, for processes of this host alone.
+        """Listen at an IP address. A loopback address serves processes of this host only.
 
-        key: what the other side of each connection must have, too.
+        key: the key that the other side of each connection must have, too.
 
-        Raises `OSError` when the port cannot be had, or UCX_TLS names nothing that can listen.
+        Raises `OSError` when the port is not available, or UCX_TLS names nothing that can listen.
         """
         wanted = OPTIONS | (LOOPBACK_ONLY if ipaddress.ip_address(host).is_loopback else {})
         options = {k: v for k, v in wanted.items() if f"UCX_{k}" not in os.environ}
@@ -385,7 +386,8 @@ class UcxTransport:
 
 
 def open_same_host() -> SameHost | None:
-    """How processes of this host read each other; None: UCX_TLS forbids it, or UCX cannot."""
+    """Return how processes of this host read each other; None if UCX_TLS forbids it,
+    or UCX cannot."""
     if not may_read():
         return None
     try:

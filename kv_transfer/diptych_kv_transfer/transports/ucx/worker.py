@@ -28,11 +28,11 @@ _FORCE = libucp.RequestParam(
 
 
 class Context:
-    """UCX with one set of options and features."""
+    """A UCX context: UCX with one set of options and features."""
 
     def __init__(self, options: Mapping[str, str], features: int) -> None:
-        """Options are named as UCX's variables of the environment, without `UCX_`, and win over
-        these. `features` are libucp's FEATURE_ flags. Raises `UcpError`."""
+        """Options are named as UCX's environment variables, without `UCX_`; those variables have
+        precedence. `features` are libucp's FEATURE_ flags. Raises `UcpError`."""
         config, handle = c_void_p(), c_void_p()
         check(lib.ucp_config_read(None, None, byref(config)), "reading UCX's configuration")
         try:
@@ -47,12 +47,12 @@ class Context:
         self.handle = handle.value or 0
 
     def close(self) -> None:
-        """To be called once, after its workers are closed."""
+        """Close it. Call this once, after its workers are closed."""
         lib.ucp_cleanup(self.handle)
 
 
 class Worker:
-    """What makes progress: connections and requests belong to one worker."""
+    """A UCX worker, to which connections and requests belong."""
 
     def __init__(self, context: Context) -> None:
         """Raises `UcpError`."""
@@ -69,7 +69,8 @@ class Worker:
 
     @property
     def descriptor(self) -> int:
-        """Readable when there may be something to progress, once the worker is armed.
+        """A file descriptor that is readable when there may be something to progress, once the
+        worker is armed.
 
         The context needs FEATURE_WAKEUP, or this raises `UcpError`.
         """
@@ -79,7 +80,7 @@ class Worker:
 
     @property
     def address(self) -> bytes:
-        """What `reach` of another worker takes."""
+        """The address that `reach` of another worker takes."""
         address, length = c_void_p(), c_size_t()
         status = lib.ucp_worker_get_address(self.handle, byref(address), byref(length))
         check(status, "a worker's address")
@@ -89,11 +90,11 @@ class Worker:
             lib.ucp_worker_release_address(self.handle, address)
 
     def progress(self) -> bool:
-        """Go one step on with what is under way; False: there was nothing to do."""
+        """Do one step of the running operations; False if there was nothing to do."""
         return bool(lib_without_lock.ucp_worker_progress(self.handle))
 
     def arm(self) -> bool:
-        """Have the descriptor report the next event. False: there is one already."""
+        """Make the descriptor report the next event. False: there is one already."""
         status = lib.ucp_worker_arm(self.handle)
         if status != libucp.ERR_BUSY:
             check(status, "arming a worker")
@@ -109,7 +110,7 @@ class Worker:
         )
 
     def accept(self, request: int) -> Endpoint:
-        """The endpoint for a listener's connection request. Raises `UcpError`."""
+        """Return the endpoint for a listener's connection request. Raises `UcpError`."""
         return self._create(
             libucp.EP_PARAM_FIELD_CONN_REQUEST,
             libucp.EP_PARAMS_FLAGS_NO_LOOPBACK,
@@ -117,7 +118,7 @@ class Worker:
         )
 
     def reach(self, address: bytes) -> Endpoint:
-        """An endpoint for another worker's `address`. Raises `UcpError`."""
+        """Return an endpoint for another worker's `address`. Raises `UcpError`."""
         return self._create(libucp.EP_PARAM_FIELD_REMOTE_ADDRESS, 0, address=address)
 
     def _create(self, field: int, flags: int, **destination: object) -> Endpoint:
@@ -149,11 +150,11 @@ class Worker:
             endpoint.status = status
 
     def forget(self, number: int) -> None:
-        """An endpoint has been closed."""
+        """Forget an endpoint that has been closed."""
         self._endpoints.pop(number, None)
 
     def close(self) -> None:
-        """To be called once, after its endpoints and listeners are closed."""
+        """Close it. Call this once, after its endpoints and listeners are closed."""
         lib.ucp_worker_destroy(self.handle)
 
 
@@ -161,7 +162,7 @@ class Endpoint:
     """One side of a connection."""
 
     def __init__(self, worker: Worker, number: int) -> None:
-        """For `Worker` alone, which makes the handle."""
+        """Only `Worker`, which makes the handle, calls this."""
         self.handle = 0
         self.status = libucp.OK
         """Something else once UCX has found the connection broken."""
@@ -169,9 +170,9 @@ class Endpoint:
         self._number = number
 
     def close(self) -> None:
-        """Cut the connection. To be called once.
+        """Cut the connection. Call this once.
 
-        All its requests end soon, and UCX touches their memory until then; each has to be freed.
+        All its requests end soon, and UCX touches their memory until then. Each has to be freed.
         Raises `UcpError` if UCX does not close it in time.
         """
         request = lib.ucp_ep_close_nbx(self.handle, byref(_FORCE))
@@ -187,7 +188,8 @@ class Endpoint:
 
     @property
     def transports(self) -> str:
-        """Names of the UCX transports that it uses, with commas; empty if UCX does not know."""
+        """Return the names of the UCX transports that it uses, with commas; empty if UCX does not
+        know."""
         entries = (libucp.TransportEntry * MAX_TRANSPORTS)()
         attributes = libucp.EndpointAttributes(
             field_mask=libucp.EP_ATTR_FIELD_TRANSPORTS,
@@ -203,7 +205,7 @@ class Endpoint:
 
 
 class Listener:
-    """Takes connections at one address."""
+    """Accepts connections at one address."""
 
     def __init__(self, worker: Worker, host: str, port: int) -> None:
         """Listen at an IP address; port 0 takes a free one. Raises `UcpError` and `OSError`."""
@@ -228,25 +230,23 @@ class Listener:
         self._requests.append(request)
 
     def take_requests(self) -> list[int]:
-        """The connection requests that came since the last call, for `Worker.accept`."""
+        """Return the connection requests since the last call, for `Worker.accept`."""
         requests, self._requests = self._requests, []
         return requests
 
     def close(self) -> None:
-        """Stop listening. To be called once, when all requests are accepted: with one that is not,
-        and also with one that was rejected, UCX can crash."""
+        """Stop listening. Call this once, when all requests are accepted."""
+        # With a request that is not accepted, or was rejected, UCX can crash here.
         lib.ucp_listener_destroy(self._handle)
 
 
 def sockaddr(host: str, port: int) -> bytes:
-    """A `struct sockaddr_in`. Raises `OSError` unless `host` is an IPv4 address.
-
-    libucp 1.21 corrupts the memory of whoever accepts a connection over IPv6.
-    """
+    """Return a `struct sockaddr_in`. Raises `OSError` unless `host` is an IPv4 address."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:  # a look-up would hold up every connection
         raise OSError(f"{host!r} is not an IP address") from None
+    # libucp 1.21 corrupts the memory of the side that accepts a connection over IPv6.
     if address.version != 4:
         raise OSError(f"{host} is an IPv6 address: UCX moves KV over IPv4 only")
     if not 0 <= port <= MAX_PORT:

@@ -1,0 +1,156 @@
+"""`spec.router`: the settings that a router has anywhere, and what only its pods have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+from msgspec import Meta
+
+from diptych_operator.api.base import OBJECT_NAME, ClaimName, Rule, SpecPart, spec_part
+from diptych_operator.api.pools import PodTemplate, PodTemplateRemove, Resources
+from diptych_protocol.router_settings import BatchSettings, CachePerKey, RouterSettings
+
+
+class ApiKeys(SpecPart, frozen=True):
+    secret_name: Annotated[
+        str,
+        Meta(
+            pattern=OBJECT_NAME,
+            max_length=253,
+            title="the name of a Secret",
+            description="A Secret in this namespace. Each entry is a key: its name is the "
+            "client's, for metrics and logs, its value what the client sends as a bearer token. "
+            "Routers follow its changes without a restart.",
+        ),
+    ]
+    cache_per_key: CachePerKey = False
+
+
+class Tls(SpecPart, frozen=True):
+    secret_name: Annotated[
+        str,
+        Meta(
+            pattern=OBJECT_NAME,
+            max_length=253,
+            title="the name of a Secret",
+            description="A Secret of type kubernetes.io/tls in this namespace, as cert-manager "
+            "makes them. Routers follow its changes without a restart.",
+        ),
+    ]
+
+
+class BatchVolume(SpecPart, frozen=True):
+    claim_name: Annotated[
+        ClaimName,
+        Meta(
+            description="A PersistentVolumeClaim in this namespace, which routers write to. For "
+            "several router pods it must be ReadWriteMany, and locks (flock) must hold across "
+            "nodes, as on NFS 4 and CephFS.",
+        ),
+    ]
+
+
+if TYPE_CHECKING:
+
+    class Batches(BatchSettings, SpecPart, frozen=True):
+        """`BatchSettings` as a part of the spec, with where files and batches are kept."""
+
+        pvc: BatchVolume | None = None
+        size: str = "10Gi"
+
+    class Router(RouterSettings, SpecPart, frozen=True):
+        """`RouterSettings` as a part of the spec, with what only pods have."""
+
+        image: str = ""
+        replicas: int = 1
+        api_keys: ApiKeys | None = None
+        tls: Tls | None = None
+        batches: Batches | None = None
+        resources: Resources = Resources()
+        pod_template: dict[str, Any] = {}
+        pod_template_remove: list[str] = []
+
+else:
+    Batches = spec_part(
+        "Batches",
+        BatchSettings,
+        pvc=(
+            Annotated[
+                BatchVolume | None,
+                Meta(
+                    description="A volume for files and batches; left out, they are on the disk of "
+                    "the router pod's node, and go with the pod."
+                ),
+            ],
+            None,
+        ),
+        size=(
+            Annotated[
+                str,
+                Meta(
+                    pattern=r"^[1-9][0-9]{0,8}(Mi|Gi|Ti)$",
+                    title="a size such as 10Gi",
+                    description="The most that all files and batches may take; one API key may "
+                    "have half of it. It is to be less than the volume has: while a batch ends, "
+                    "its answers are there twice.",
+                    examples=["10Gi"],
+                ),
+            ],
+            "10Gi",
+        ),
+    )
+    Router = spec_part(
+        "Router",
+        RouterSettings,
+        names={"policy"},
+        image=(
+            Annotated[
+                str,
+                Meta(
+                    pattern=r"^\S*$",
+                    max_length=512,
+                    title="an image reference",
+                    description="Container image of the router pods; left out, the one that the "
+                    "operator was installed with.",
+                ),
+            ],
+            "",
+        ),
+        replicas=(Annotated[int, Meta(ge=1, le=100, description="Router pods.")], 1),
+        api_keys=(
+            Annotated[
+                ApiKeys | None,
+                Meta(description="Who may use the API; left out, whoever reaches it."),
+            ],
+            None,
+        ),
+        tls=(
+            Annotated[Tls | None, Meta(description="Serve HTTPS; left out, plain HTTP.")],
+            None,
+        ),
+        batches=(
+            Annotated[
+                Batches | None,
+                Meta(
+                    description="Serve /v1/files and /v1/batches: requests in files, answered when "
+                    "there is room; left out, these routes are off.",
+                    examples=["{pvc: {claimName: batches}}"],
+                ),
+            ],
+            None,
+        ),
+        resources=(
+            Annotated[Resources, Meta(description="Compute resources of each router pod.")],
+            Resources(),
+        ),
+        pod_template=(PodTemplate, {}),
+        pod_template_remove=(PodTemplateRemove, []),
+    )
+
+
+ONE_ROUTER_WITHOUT_VOLUME = Rule(
+    "!has(self.batches) || has(self.batches.pvc) || self.replicas <= 1",
+    lambda router: router.batches is None or bool(router.batches.pvc) or router.replicas <= 1,
+    "needs a pvc if there are several routers: another one would not find a client's files",
+    ".batches",
+)

@@ -1,0 +1,127 @@
+"""How a router does its work: each setting once, with its type, its range and its meaning.
+
+The router's configuration (`config.py`), its checks and its command line, the custom resource with
+its CRD, and the reference page follow from the fields of `RouterSettings`. A new one is a field
+here, and the code that obeys it. Names in backticks are fields or policies; where the custom
+resource shows a description they are written as there.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Disaggregate = Literal["auto", "always", "never"]
+CachePerKey = Annotated[
+    bool,
+    Meta(
+        description="What a key's requests leave in engines' caches serves that key only: nobody "
+        "learns from times what others have asked."
+    ),
+]
+"""In the custom resource it stands among the settings of API keys."""
+
+
+HostNames = Annotated[
+    list[
+        Annotated[
+            str,
+            Meta(
+                pattern=r"^[a-z0-9]([-._a-z0-9]*[a-z0-9])?$",
+                max_length=253,
+                title="a DNS name in lower case, without a port",
+                description="A DNS name in lower case, without a port.",
+            ),
+        ]
+    ],
+    Meta(
+        max_length=64,
+        title="DNS names",
+        description="Names under which clients reach the router, as that of an Ingress. "
+        "Without API keys it answers only under these, addresses, names without a dot, and "
+        "names that end in .localhost, .svc or .svc.cluster.local, so that no web site can "
+        "lead a browser to it. With API keys it answers under every name.",
+        examples=[["llm.example.com"]],
+    ),
+]
+Origins = Annotated[
+    list[
+        Annotated[
+            str,
+            Meta(
+                pattern=r"^[a-z][-+.a-z0-9]*://[-._:\[\]a-z0-9]+$",
+                max_length=512,
+                title="an origin, such as https://app.example.com",
+                description="An origin: scheme, host and port of a site.",
+            ),
+        ]
+    ],
+    Meta(
+        max_length=64,
+        title="origins of web sites",
+        description="Web sites, by the origins of their pages, whose pages may use the API "
+        "from browsers (CORS). Left out, only the router's own page may.",
+        examples=[["https://app.example.com"]],
+    ),
+]
+
+
+class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """All routers of a service have the same."""
+
+    policy: Annotated[
+        str,
+        Meta(
+            # Which names there are is the router's business: each is a file there.
+            pattern=r"^[a-z][A-Za-z0-9_]*$",
+            max_length=63,
+            title="the name of a policy",
+            description="What decides which engines get a request, by its name. `prefix_aware`: "
+            "the seconds that it would cost there, by what each engine remembers of its prompt, "
+            "has to do, and is able to. `least_loaded`: the tokens that the router has open there. "
+            "`round_robin`: whose turn it is. A name that the router does not know keeps it from "
+            "getting ready.",
+        ),
+    ] = "prefix_aware"
+    disaggregate: Annotated[
+        Disaggregate,
+        Meta(
+            description="Whether a prefill engine computes the prompt. always: if there is one. "
+            "never: the decode engine does. auto: the decode engine does where that costs less, as "
+            "for a prompt of which it remembers most; the policies `least_loaded` and "
+            "`round_robin` cannot tell, and take it for always."
+        ),
+    ] = "always"
+    hold_seconds: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=86400,
+            description="How long a request waits for an engine when there is none, as after "
+            "scaling to zero, before it is refused.",
+        ),
+    ] = 30.0
+    allowed_hosts: HostNames = []
+    allowed_origins: Origins = []
+    ui: Annotated[
+        bool,
+        Meta(
+            description="Serve a page at / of the API's address: a chat, and both pools beside it. "
+            "What it shows needs a key if the API does."
+        ),
+    ] = False
+
+
+class BatchSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a router works on the batches of clients."""
+
+    concurrency: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=4096,
+            description="The most requests of batches that each process of a router has under way.",
+        ),
+    ] = 16

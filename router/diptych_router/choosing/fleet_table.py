@@ -1,0 +1,317 @@
+"""All that a router knows of both pools, and the decisions that follow from it.
+
+`Pools` keeps it up to date from its connections to the engines, and the simulator from its pods. It
+performs no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+from itertools import count
+from operator import or_
+from typing import NamedTuple
+
+import numpy as np
+
+from diptych_protocol.router_settings import Disaggregate
+from diptych_protocol.wire import PrefixChanges
+from diptych_router.choosing.first_token import FirstToken, expected
+from diptych_router.choosing.policy import (
+    TOO_MUCH,
+    Decision,
+    Draw,
+    Engines,
+    Policy,
+    RequestView,
+    choose,
+    successor,
+)
+from diptych_router.engines.engine_table import EngineRow, EngineTable, FleetRates, Floats, Role
+from diptych_router.engines.pair_rates import NOWHERE, PairRates, Place, nearness
+from diptych_router.engines.prefixes.block_keys import BlockNaming
+from diptych_router.engines.prefixes.known_prefixes import KnownPrefixes
+from diptych_router.engines.prefixes.prefix_index import Leading, lengths, members
+
+ANY_REQUEST = RequestView()
+Tokens = dict[Role, Floats]
+"""Role -> [engines] tokens of a prompt."""
+
+
+class _Remembered(NamedTuple):
+    """What engines have of a prompt."""
+
+    cached: Tokens
+    """With what was sent there a moment ago."""
+    held: Sequence[Leading] = ()
+    """Without; in tokens."""
+    tie: int | None = None
+    """The key of the first block that nobody has. Until an engine has told of it, requests that
+    begin alike have the same one, at whatever router."""
+
+
+class FleetTable:
+    """Two tables of engines, and the prefixes that they have cached."""
+
+    def __init__(self, policy: Policy, draw: Draw, disaggregate: Disaggregate = "auto") -> None:
+        """draw: decides between engines of the same cost."""
+        rates = self._rates = FleetRates()
+        self.pairs = PairRates()
+        self.tables: dict[Role, EngineTable] = {
+            "prefill": EngineTable(rates),
+            "decode": EngineTable(rates, self.pairs),
+        }
+        self.known = KnownPrefixes()
+        self._policy, self._draw, self._disaggregate = policy, draw, disaggregate
+        self._rows: dict[str, tuple[Role, EngineRow]] = {}
+        self._keys: dict[int, str] = {}
+        """By the engines' places."""
+        self._fingerprints: dict[str, float] = {}
+        self._numbers = count()
+
+    # --- who is there -------------------------------------------------------------------------
+
+    def add(self, role: Role, key: str) -> EngineRow:
+        """Add an engine, which is not usable yet."""
+        place = self.known.place(key)
+        row = self.tables[role].add(key, place)
+        self.pairs.add(sends=role == "prefill")
+        self._rows[key] = role, row
+        self._keys[place] = key
+        return row
+
+    def remove(self, key: str) -> None:
+        role, row = self._rows.pop(key)
+        self.pairs.remove(row.at, sends=role == "prefill")
+        self.tables[role].remove(row)
+        self.known.forget(key)
+
+    def is_up(
+        self, row: EngineRow, fingerprint: str, name: str = "", place: Place = NOWHERE
+    ) -> None:
+        """Record that another process answers, which fits together with those of the same
+        fingerprint.
+
+        name: its `engine_id`.
+        """
+        row["fingerprint"] = self._number_of(fingerprint)
+        self.known.restarted(row.key)
+        role, _ = self._rows[row.key]
+        trips = self.tables["decode"].trips
+        self.pairs.is_at(row.at, name, place, trips, sends=role == "prefill")
+
+    def _number_of(self, fingerprint: str) -> float:
+        """Before a new one gets a number, those that no engine has any more are forgotten."""
+        if fingerprint not in self._fingerprints:
+            used = {no for table in self.tables.values() for no in table.stands.fingerprints}
+            kept = {name: no for name, no in self._fingerprints.items() if no in used}
+            self._fingerprints = kept | {fingerprint: float(next(self._numbers))}
+        return self._fingerprints[fingerprint]
+
+    def take_prefixes(self, key: str, changes: PrefixChanges, most_blocks: int) -> bool:
+        """Apply an engine's report of its blocks; see `KnownPrefixes.take`."""
+        return self.known.take(key, changes, most_blocks)
+
+    # --- decisions ----------------------------------------------------------------------------
+
+    def choose(
+        self,
+        request: RequestView,
+        now: float,
+        full: Collection[str] = (),
+        disaggregate: Disaggregate | None = None,
+    ) -> Decision | None:
+        """Return the engines for a new attempt; None if there are none now. Engines that may hang
+        come last.
+
+        full: keys of engines without room. If all prefill engines are full, decode engines do not
+        compute the prompt instead, because that would slow all streams. disaggregate: overrides
+        this router's setting.
+        """
+        how = disaggregate or self._disaggregate
+        full_at = [self._rows[key] for key in full if key in self._rows]
+        if how == "auto" and any(role == "prefill" for role, _ in full_at):
+            how = "always"
+        cached, held, tie = self._remembered(request)
+        elsewhere = self._elsewhere(cached, held)
+        adapter = request.adapter
+        loading: dict[Role, Floats] = {}
+        if adapter:
+            loading = {role: _adapter_s(t, adapter, now) for role, t in self.tables.items()}
+        for lively in (True, False):
+            prefill, decode = (
+                Engines(
+                    table,
+                    _barred(table, lively, role, full_at),
+                    cached[role],
+                    elsewhere[role],
+                    now,
+                    loading[role] if adapter else None,
+                    tie,
+                )
+                for role, table in self.tables.items()
+            )
+            decision = choose(self._policy, request, prefill, decode, self._draw, how, self.pairs)
+            if decision is not None:
+                break
+        if decision is None:
+            return None
+        full_prefill = any(role == "prefill" for role, _ in full_at)
+        if decision.prefill is None and how != "never" and full_prefill:
+            return None
+        if decision.fetch_tokens:
+            return replace(decision, fetch=self._holder(decision, held))
+        return decision
+
+    def _holder(self, decision: Decision, held: Sequence[Leading]) -> str | None:
+        """Who has the tokens that are to be fetched: one of the nearest, if several do."""
+        taker = decision.prefill or decision.decode
+        fingerprint = self._rows[taker][1]["fingerprint"]
+        lenders = self._lenders().get(fingerprint, 0)
+        having = [engines for tokens, engines in held if tokens == decision.fetch_tokens]
+        bits = reduce(or_, having, 0) & lenders
+        places = members(bits, self.known.num_places).nonzero()[0].tolist()
+        holders = [self._keys[place] for place in places]
+        if len(holders) > 1:
+            holders = self.nearest(taker, holders)
+        return holders[self._draw(len(holders))] if holders else None
+
+    def nearest(self, key: str, others: Sequence[str]) -> list[str]:
+        """Return those of some engines that are nearest to one, as far as is known."""
+        place = self._place(key)
+        near = [nearness(place, self._place(other)) for other in others]
+        return [other for other, how in zip(others, near, strict=True) if how == min(near)]
+
+    def _place(self, key: str) -> Place:
+        role, row = self._rows[key]
+        return self.pairs.place(row.at, sends=role == "prefill")
+
+    def successor(self, fingerprint: str, usable: Collection[str], now: float) -> str | None:
+        """Return the decode engine, of some usable ones, that should take over KV of this
+        fingerprint."""
+        table = self.tables["decode"]
+        barred = np.full(len(table), TOO_MUCH)
+        for key in usable:
+            barred[self._rows[key][1].at] = 0.0
+        number = self._fingerprints.get(fingerprint, -1.0)
+        nothing = np.zeros(len(table))
+        engines = Engines(table, barred, nothing, nothing, now)
+        return successor(self._policy, engines, number, self._draw)
+
+    def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
+        """Return when the first token is expected after this choice; None if too
+        little is known."""
+        known = self._rows.get(decision.prefill or decision.decode)
+        if known is None or not (known[1]["told_steps"] or self._rates.steps.told):
+            return None
+        queued, of_tenants = known[1].queue()
+        return expected(decision.terms, queued, of_tenants, request.tenant, decision.to_compute)
+
+    def placed(self, request: RequestView, decision: Decision, now: float) -> None:
+        """Record that a request goes to these engines, which will have the KV of its prompt."""
+        computes = decision.prefill or decision.decode
+        naming_of: dict[BlockNaming, list[str]] = {}
+        for key in {computes, decision.decode}:
+            known = self._rows.get(key)
+            if known is None:
+                continue
+            _, row = known
+            row["given"] += 1
+            if request.adapter:
+                row.adapters.expect(request.adapter, now)
+            if key == computes:
+                row.place(decision.to_compute, now, request.tenant)
+            naming = self._naming(request, row)
+            if naming is not None:
+                naming_of.setdefault(naming, []).append(key)
+        if request.keys is not None:
+            for naming, engines in naming_of.items():
+                self.known.expect(engines, request.keys(naming))
+
+    # --- what engines have of a prompt --------------------------------------------------------
+
+    def _remembered(self, request: RequestView) -> _Remembered:
+        if request.keys is None or not self.known.num_known:
+            return _Remembered({role: np.zeros(len(t)) for role, t in self.tables.items()})
+        if request.adapter:
+            tables = self.tables.items()
+            return _Remembered({role: self._cached_by_adapter(t, request) for role, t in tables})
+        tokens: dict[float, Floats] = {}
+        held: list[Leading] = []
+        tie = None
+        for size in {size for t in self.tables.values() for size in t.stands.block_sizes}:
+            keys = request.keys(BlockNaming(int(size)))
+            match = self.known.match(keys)
+            tokens[size] = lengths(match.soon, self.known.num_places) * np.float64(size)
+            held += [(blocks * int(size), engines) for blocks, engines in match.now]
+            if match.longest < len(keys):
+                tie = int(keys[match.longest])
+        cached = {role: _tokens(table, tokens) for role, table in self.tables.items()}
+        return _Remembered(cached, held, tie)
+
+    def _cached_by_adapter(self, table: EngineTable, request: RequestView) -> Floats:
+        """Engines may have other files under the same name, and most do not have it loaded."""
+        cached: Floats = np.zeros(len(table))
+        for at, row in enumerate(table.rows):
+            naming = self._naming(request, row)
+            if naming is not None and request.keys is not None:
+                found = self.known.num_cached([row.key], request.keys(naming))
+                cached[at] = found[row.key] * naming.block_size
+        return cached
+
+    def _elsewhere(self, cached: Tokens, held: Sequence[Leading]) -> Tokens:
+        """How many tokens of the prompt each engine has, or could fetch from another one."""
+        found = dict(cached)
+        kinds = self._lenders() if held else {}
+        for kind, lenders in kinds.items():
+            most = max((tokens for tokens, engines in held if engines & lenders), default=0)
+            if not most:
+                continue
+            for role, table in self.tables.items():
+                more = np.maximum(found[role], most)
+                if len(kinds) > 1:
+                    more = np.where(table.column("fingerprint") == kind, more, found[role])
+                found[role] = more
+        return found
+
+    def _lenders(self) -> dict[float, int]:
+        """See `Standing.lends`, of both tables."""
+        first, second = (table.stands.lends for table in self.tables.values())
+        return {kind: first.get(kind, 0) | second.get(kind, 0) for kind in first | second}
+
+    def _naming(self, request: RequestView, row: EngineRow) -> BlockNaming | None:
+        """How an engine names the blocks of a prompt; None: that is not known."""
+        digest = self.known.adapters(row.key).get(request.adapter) if request.adapter else ""
+        return None if digest is None else BlockNaming(int(row["block_size"]), digest)
+
+
+def _adapter_s(table: EngineTable, name: str, now: float) -> Floats:
+    """[engines] Seconds to load the adapter of this name; 0 where it is loaded."""
+    lacking = np.array([not row.adapters.has(name, now) for row in table.rows], np.float64)
+    seconds: Floats = lacking * table.column("adapter_s")
+    return seconds
+
+
+def _barred(
+    table: EngineTable, lively: bool, role: Role, full: Sequence[tuple[Role, EngineRow]]
+) -> Floats:
+    """[engines] 0 for those that may get requests, infinity for the others, the full ones among
+    them. lively: those that may hang are, too."""
+    barred = table.stands.barred_or_silent if lively else table.stands.barred
+    if full:
+        barred = barred.copy()
+        barred[[row.at for where, row in full if where == role]] = TOO_MUCH
+    return barred
+
+
+def _tokens(table: EngineTable, tokens: Mapping[float, Floats]) -> Floats:
+    """[engines] What each has; tokens: by block size, [places]."""
+    sizes = table.stands.block_sizes
+    if len(sizes) == 1:
+        return tokens[sizes[0]].take(table.places)
+    found = np.zeros(len(table))
+    for size in sizes:
+        among = table.column("block_size") == size
+        found[among] = tokens[size][table.places[among]]
+    return found

@@ -1,0 +1,31 @@
+"""Chooses the engines with the least open work."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from diptych_router.choosing.policy import Duty, Engines, RequestView, Terms
+from diptych_router.engines.engine_table import Floats
+
+
+class LeastLoaded:
+    """An engine's cost is the tokens that this router has open there, and those that it could
+    compute while it loads an adapter."""
+
+    reason = "least loaded"
+    compares_duties = False
+    reads_prefixes = False
+
+    def equal_within(self, duty: Duty) -> float:
+        """See `Policy.equal_within`."""
+        return 0.0
+
+    def costs(self, request: RequestView, duty: Duty, engines: Engines) -> Terms:
+        """See `Policy.costs`."""
+        terms: dict[str, Floats] = {"open_tokens": engines.column("open_tokens").copy()}
+        if engines.adapter_s is not None:
+            terms["adapter_tokens"] = engines.adapter_s / engines.column("prompt_token_s")
+        return terms
+
+
+POLICY: Final = LeastLoaded()

@@ -1,0 +1,111 @@
+"""Chooses the engines that cost all users the fewest seconds, by their cached prefixes and their
+work.
+
+docs/routing.md explains every term.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from diptych_router.choosing.policy import FETCH, Duty, Engines, RequestView, Terms
+from diptych_router.engines.engine_table import Floats
+
+EQUAL_PROMPT: Final = 0.1
+EQUAL_ANSWER: Final = 0.01
+
+
+class PrefixAware:
+    """An engine's cost is in seconds: those of this request, and those that others wait because of
+    it."""
+
+    reason = "cheapest"
+    compares_duties = True
+    reads_prefixes = True
+
+    def equal_within(self, duty: Duty) -> float:
+        """See `Policy.equal_within`. Reports are no more exact than that, and routers that all
+        chose one engine would overload it. Most of an answer's cost is the same everywhere, so less
+        is left to chance there."""
+        return EQUAL_ANSWER if duty == "decode" else EQUAL_PROMPT
+
+    def costs(self, request: RequestView, duty: Duty, engines: Engines) -> Terms:
+        """See `Policy.costs`."""
+        terms = self._without_adapter(request, duty, engines)
+        if engines.adapter_s is not None:
+            terms["adapter_s"] = engines.adapter_s
+        return terms
+
+    def _without_adapter(
+        self, request: RequestView, duty: Duty, engines: Engines
+    ) -> dict[str, Floats]:
+        if duty == "prefill":
+            return _prompt(request, engines)
+        answer = engines.once("answer", lambda: _answer(request, engines))
+        if duty == "decode":
+            trip = _lacking(request, engines) * engines.column("trip_token_s")
+            return {"transfer_s": trip + engines.column("trip_s")} | answer
+        terms = _prompt(request, engines)
+        return terms | {"stall_s": _rows(engines) * terms["compute_s"]} | answer
+
+
+def _lacking(request: RequestView, engines: Engines) -> Floats:
+    """[engines] Tokens of the prompt that each would have to compute or to fetch."""
+    return engines.once("lacking", lambda: request.prompt_tokens - engines.cached)
+
+
+def _rows(engines: Engines) -> Floats:
+    """[engines] Requests that decode there, with those that will in a moment."""
+    return engines.once("rows", lambda: engines.column("rows") + engines.column("coming"))
+
+
+def _prompt(request: RequestView, engines: Engines) -> dict[str, Floats]:
+    """Seconds until the first token, and those that others wait longer: in a queue that is busy a
+    part L of the time, a second of work makes those that come after it wait L/(1-L) seconds."""
+    token_s = engines.column("prompt_token_s")
+    load = engines.table.prompt_load(engines.now)
+    others = load / (1.0 - load)
+    to_compute = _lacking(request, engines)
+    fetch = None
+    if engines.elsewhere is not engines.cached:
+        missing = engines.elsewhere - engines.cached
+        trip = engines.column("trip_s") + missing * engines.column("trip_token_s")
+        pays = trip < missing * token_s * (1.0 + others)
+        if pays.any():
+            fetch = trip * pays
+            to_compute = to_compute - missing * pays
+    compute = np.maximum(to_compute, 1.0) * token_s
+    terms = {
+        "wait_s": np.maximum(engines.column("free_at") - engines.now, 0.0),
+        "compute_s": engines.column("step_s") + compute,
+        "delay_s": compute * others,
+    }
+    if fetch is not None:
+        terms[FETCH] = fetch
+    return terms
+
+
+def _answer(request: RequestView, engines: Engines) -> dict[str, Floats]:
+    """Seconds from the first token to the last, here and for the streams beside it."""
+    beside = _rows(engines) * engines.column("row_s")
+    beside *= request.output_tokens
+    own = request.output_tokens * engines.column("step_s")
+    own += beside
+    terms = {"steps_s": own, "streams_s": beside}
+    wanted = _lacking(request, engines) + request.output_tokens
+    short = (engines.column("coming") + 1.0) * wanted
+    short -= engines.column("free_tokens")
+    if short.max(initial=0.0) > 0:
+        # Its streams give back all that they use within about as long as one of them takes, and
+        # nothing before the first of them ends.
+        part = short / engines.column("used_tokens")
+        np.maximum(part, 1.0 / np.maximum(engines.column("rows"), 1.0), out=part)
+        part *= own
+        part[short <= 0] = 0.0
+        terms["room_s"] = part
+    return terms
+
+
+POLICY: Final = PrefixAware()

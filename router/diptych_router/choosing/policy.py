@@ -1,0 +1,429 @@
+"""Chooses the engines for a request: filter, cost, pick. It performs no I/O.
+
+A `Policy` says what each engine would cost a request. `choose` leaves out the engines that cannot
+take it, and picks the cheapest pair that fits together, or one decode engine that does everything.
+Among engines of the same cost, different prompts prefer different ones, and all routers agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import add, itemgetter
+from typing import Any, Final, Literal, Protocol, TypeVar
+
+import numpy as np
+
+from diptych_protocol.router_settings import Disaggregate
+from diptych_router.engines.engine_table import EngineTable, Flags, Floats
+from diptych_router.engines.pair_rates import WORDS, Nearnesses, Pairing, PairRates, Ways
+from diptych_router.engines.prefixes.block_keys import BlockNaming
+from diptych_router.engines.prefixes.hash_table import Keys
+
+Duty = Literal["prefill", "decode", "both"]
+"""The task of an engine: to compute a prompt for another, to continue after that, or to do both."""
+Terms = Mapping[str, Floats]
+"""The cost of each engine, by the name of the reason; the total is the sum of all terms."""
+Draw = Callable[[int], int]
+"""Draws a number from 0 to below another one."""
+Made = TypeVar("Made")
+TOO_MUCH: Final = np.inf
+ARRAYS: Final = 4
+ARRAY_BYTES: Final = 128
+"""The number of arrays of `Priced` beside its terms, and the overhead of one array in bytes."""
+FETCH: Final = "fetch_s"
+"""A term of policies that know when an engine should fetch the missing part of a prefix from the
+engine that has most of it; above 0 where it should."""
+TRANSFER: Final = "transfer_s"
+"""A term of policies that know how long a hand-off takes with an average sender. For a pair it
+becomes the time of this pair."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """What a policy may know of a request."""
+
+    prompt_tokens: int = 0
+    output_tokens: float = 0.0
+    """How many tokens it is expected to generate."""
+    prefill_only: bool = False
+    """Whether it ends with its prefill."""
+    keys: Callable[[BlockNaming], Keys] | None = None
+    """The keys of its prompt's full blocks; None if they cannot be known."""
+    adapter: str = ""
+    """The name of its adapter."""
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """One pool as a policy sees it for one request. All arrays are [engines]."""
+
+    table: EngineTable
+    barred: Floats
+    """0 for engines that can take it, infinity for the others."""
+    cached: Floats
+    """Tokens of its prompt, from the first one on, whose KV each has."""
+    elsewhere: Floats
+    """The same of the engine that has most of it, among those that each could fetch it from."""
+    now: float = 0.0
+    adapter_s: Floats | None = None
+    """Seconds that each needs to load the request's adapter; None if it has none."""
+    tie: int | None = None
+    """Decides between engines of the same cost: see `EngineTable.preferred`. None: draw one."""
+    _made: dict[str, Any] = field(default_factory=dict)
+
+    def column(self, name: str) -> Floats:
+        """See `engine_table.FIELDS`."""
+        return self.table.column(name)
+
+    def key(self, at: int) -> str:
+        return self.table.rows[at].key
+
+    def once(self, name: str, make: Callable[[], Made]) -> Made:
+        """Compute a value that a policy needs for several duties only once."""
+        if name not in self._made:
+            self._made[name] = make()
+        made: Made = self._made[name]
+        return made
+
+    @property
+    def any_able(self) -> bool:
+        """Whether any engine can take it."""
+        return bool((self.barred == 0).any())
+
+
+class Policy(Protocol):
+    """Computes what engines cost a request."""
+
+    @property
+    def reason(self) -> str:
+        """What distinguishes the chosen engines, in words, for logs."""
+
+    @property
+    def compares_duties(self) -> bool:
+        """Whether the cost of one engine that does everything can be compared with
+        that of a pair."""
+
+    @property
+    def reads_prefixes(self) -> bool:
+        """It looks at `Engines.cached`, so engines are asked to report what they remember."""
+
+    def equal_within(self, duty: Duty) -> float:
+        """Engines that cost at most this share more than the cheapest one count as equal."""
+
+    def costs(self, request: RequestView, duty: Duty, engines: Engines) -> Terms:
+        """Return the cost of each engine of a pool for this duty. A pair costs the sum of its two.
+        Engines that cannot be chosen are included. The arrays are kept, so none may be a column of
+        the table, which changes."""
+
+
+class Priced:
+    """One pool with the cost of each engine for one duty."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        request: RequestView,
+        duty: Duty,
+        engines: Engines,
+        draw: Draw,
+    ) -> None:
+        self.engines, self.duty = engines, duty
+        self.rows = engines.table.rows
+        """[engines] Also later, when other engines are in the table."""
+        self._draw = draw
+        self._equal_within = policy.equal_within(duty)
+        self._prompt_tokens = request.prompt_tokens
+        self._terms = policy.costs(request, duty, engines)
+        self._total = reduce(add, self._terms.values(), engines.barred)
+        self._near: Nearnesses | None = None
+
+    def best(self, among: Flags | None = None, pairing: Pairing | None = None) -> int | None:
+        """Return the cheapest engine of all or of some; one of them if several are.
+
+        pairing: with an engine of the other pool. Among equal ones, the nearest to it count.
+        """
+        total = self._total if pairing is None else self._total + pairing.extra
+        if among is not None:
+            total = np.where(among, total, TOO_MUCH)
+        if not len(total):
+            return None
+        at = int(total.argmin())
+        cost = total[at]
+        if cost == TOO_MUCH:
+            return None
+        # With a sender that is faster than usual it may be negative.
+        alike = total <= cost + abs(cost) * self._equal_within
+        fetch = self._terms.get(FETCH)
+        if fetch is not None and not fetch[at]:
+            alike &= fetch == 0  # nothing is fetched for the sake of a draw
+        equal = alike.nonzero()[0]
+        if pairing is not None and len(equal) > 1:
+            near = pairing.near[equal]
+            equal = equal[near == near.min()]
+        if len(equal) == 1:
+            return int(equal[0])
+        if self.engines.tie is None:
+            return int(equal[self._draw(len(equal))])
+        return self.engines.table.preferred(equal, self.engines.tie)
+
+    @property
+    def lacking(self) -> Floats | None:
+        """[engines] Tokens whose KV a hand-off brings; None if the policy does not
+        count that time."""
+        if TRANSFER not in self._terms:
+            return None
+        lacking: Floats = self._prompt_tokens - self.engines.cached
+        return lacking
+
+    def settle(self, pairing: Pairing) -> None:
+        """Fix the other engine of the pair: from now on costs include it."""
+        self._terms = {**self._terms, TRANSFER: self._terms[TRANSFER] + pairing.extra}
+        self._total = self._total + pairing.extra
+        self._near = pairing.near.copy()
+
+    def near(self, at: int) -> str:
+        """Return how near an engine is to the other one of the pair, in words; empty if unknown."""
+        return "" if self._near is None else WORDS[self._near[at]]
+
+    @property
+    def num_able(self) -> int:
+        """The number of engines that could have been chosen."""
+        return int((self._total != TOO_MUCH).sum())
+
+    @property
+    def num_bytes(self) -> int:
+        """The approximate memory that it takes."""
+        near = 0 if self._near is None else self._near.nbytes + ARRAY_BYTES
+        return (len(self._terms) + ARRAYS) * (self._total.nbytes + ARRAY_BYTES) + near
+
+    def cost(self, at: int) -> float:
+        return float(self._total[at])
+
+    def cheapest(self, most: int) -> list[int]:
+        """Return the engines that can take the request, the cheapest first."""
+        order = self._total.argsort()[:most].tolist()
+        return [at for at in order if self._total[at] != TOO_MUCH]
+
+    def terms(self, at: int) -> dict[str, float]:
+        return {name: float(values[at]) for name, values in self._terms.items()}
+
+    def fetches(self, at: int) -> int:
+        """Return how many tokens this engine should fetch from another one, from the prompt's first
+        token on; 0 if none."""
+        wanted = self._terms.get(FETCH)
+        return int(self.engines.elsewhere[at]) if wanted is not None and wanted[at] > 0 else 0
+
+    def to_compute(self, at: int) -> float:
+        """Return how many tokens of the prompt it would neither have nor fetch; always at least the
+        last one."""
+        has = max(float(self.engines.cached[at]), self.fetches(at))
+        return max(1.0, self._prompt_tokens - has)
+
+
+_Picked = tuple[Priced, int]
+"""An engine of some, by its place."""
+ALONE: Final = "prompt computed by the decode engine"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Prefill at `prefill` and decode at `decode`; None: the decode engine does both.
+
+    A request that ends with its prefill has the same engine twice.
+    """
+
+    prefill: str | None
+    decode: str
+    reason: str
+    fetch: str | None = None
+    """The engine from which the one that computes the prompt should fetch the missing part of the
+    prefix, if that is faster than computing it; None if it is not."""
+    fetch_tokens: int = 0
+    """How many tokens, from the first one on, that engine probably has."""
+    terms: Mapping[str, float] = field(default_factory=dict)
+    """The costs of the choice, by the name of the reason."""
+    to_compute: float = 0.0
+    """Tokens of the prompt that the engine that computes it neither has nor fetches."""
+    weighed: Sequence[Priced] = field(default=(), repr=False, compare=False)
+    """All candidates with their costs."""
+
+
+def choose(
+    policy: Policy,
+    request: RequestView,
+    prefill: Engines,
+    decode: Engines,
+    draw: Draw,
+    disaggregate: Disaggregate = "auto",
+    pairs: PairRates | None = None,
+) -> Decision | None:
+    """Return the engines for a new attempt; None if there are none now.
+
+    disaggregate: whether a pair is chosen if there is one. auto: if it costs less than the decode
+    engine alone, as far as the policy can tell; always; never.
+    """
+    if request.prefill_only:
+        return _pick_one(policy, request, prefill, decode, draw)
+    pair = None
+    if disaggregate != "never":
+        pair = _pick_pair(policy, request, prefill, decode, draw, pairs)
+        if pair is not None and (disaggregate == "always" or not policy.compares_duties):
+            return _pair(policy, pair)
+    alone = Priced(policy, request, "both", decode, draw)
+    at = alone.best()
+    if pair is None:
+        why = _why_alone(prefill, disaggregate)
+        return None if at is None else _one(alone, at, f"{why}: {ALONE}", (alone,))
+    (first, p), (second, d) = pair
+    weighed = (first, second, alone)
+    if at is None or first.cost(p) + second.cost(d) <= alone.cost(at):
+        return _pair(policy, pair, weighed)
+    return _one(alone, at, f"cheaper than a hand-off: {ALONE}", weighed)
+
+
+def successor(policy: Policy, decode: Engines, fingerprint: float, draw: Draw) -> str | None:
+    """Return the decode engine that should take over KV of this fingerprint; None if no usable one
+    fits."""
+    priced = Priced(policy, RequestView(), "decode", decode, draw)
+    chosen = priced.best(decode.column("fingerprint") == fingerprint)
+    return None if chosen is None else decode.key(chosen)
+
+
+def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    """The terms of a pair."""
+    both = {**one, **other}
+    for name in one:
+        if name in other:
+            both[name] = one[name] + other[name]
+    return both
+
+
+def _pick_pair(
+    policy: Policy,
+    request: RequestView,
+    prefill: Engines,
+    decode: Engines,
+    draw: Draw,
+    pairs: PairRates | None,
+) -> tuple[_Picked, _Picked] | None:
+    """The cheapest pair among the engines that fit together."""
+    if not len(prefill.table):
+        return None
+    first = Priced(policy, request, "prefill", prefill, draw)
+    second = Priced(policy, request, "decode", decode, draw)
+    lacking = second.lacking
+    ways = None
+    if pairs is not None and lacking is not None:
+        ways = pairs.ways(lacking, decode.column("trip_token_s"))
+    best = _best_pair(first, second, ways)
+    if best is None:
+        return None
+    p, d, _ = best
+    if ways is not None:
+        second.settle(ways.from_sender(p))
+    return (first, p), (second, d)
+
+
+def _pair(
+    policy: Policy, pair: tuple[_Picked, _Picked], weighed: Sequence[Priced] = ()
+) -> Decision:
+    (first, p), (second, d) = pair
+    return Decision(
+        first.engines.key(p),
+        second.engines.key(d),
+        f"{policy.reason} pair",
+        fetch_tokens=first.fetches(p),
+        terms=_added(first.terms(p), second.terms(d)),
+        to_compute=first.to_compute(p),
+        weighed=weighed or (first, second),
+    )
+
+
+def _best_pair(first: Priced, second: Priced, ways: Ways | None) -> tuple[int, int, float] | None:
+    """The cheapest pair, and what it costs.
+
+    Fingerprints (the revisions of a rollout) compete by their best pairs, so each gets requests in
+    proportion to what it can carry; one without a partner gets none of them while any pair exists.
+    """
+    ours = first.engines.column("fingerprint")
+    theirs = second.engines.column("fingerprint")
+    kinds = second.engines.table.stands.fingerprints
+    if len(kinds) == 1 and first.engines.table.stands.fingerprints == kinds:
+        return _best_among(first, second, ways)
+    found = [_best_among(first, second, ways, ours == kind, theirs == kind) for kind in kinds]
+    return min([pair for pair in found if pair is not None], key=itemgetter(2), default=None)
+
+
+def _best_among(
+    first: Priced,
+    second: Priced,
+    ways: Ways | None,
+    ours: Flags | None = None,
+    theirs: Flags | None = None,
+) -> tuple[int, int, float] | None:
+    """The cheapest pair of these engines, as far as can be seen from both sides: the best partner
+    of the cheapest engine that computes, or that of the cheapest one that decodes. To look at all
+    pairs would take too long."""
+    p = first.best(ours)
+    if ways is None or p is None:
+        d = None if p is None else second.best(theirs)
+        return None if p is None or d is None else (p, d, first.cost(p) + second.cost(d))
+    onward = ways.from_sender(p)
+    d = second.best(theirs, onward)
+    if d is None:
+        return None
+    found = p, d, first.cost(p) + second.cost(d) + float(onward.extra[d])
+    if not ways.differ:
+        return found
+    d = second.best(theirs)
+    back = None if d is None else ways.to_receiver(d)
+    p = first.best(ours, back)
+    if d is None or p is None or back is None:
+        return found
+    other = p, d, first.cost(p) + second.cost(d) + float(back.extra[p])
+    return min(found, other, key=itemgetter(2))
+
+
+def _why_alone(prefill: Engines, disaggregate: Disaggregate) -> str:
+    if disaggregate == "never":
+        return "never disaggregated"
+    return "no prefill engine fits" if prefill.any_able else "no usable prefill engine"
+
+
+def _pick_one(
+    policy: Policy,
+    request: RequestView,
+    prefill: Engines,
+    decode: Engines,
+    draw: Draw,
+) -> Decision | None:
+    """The engine for a request that is nothing but a prefill: one of the prefill pool, or else of
+    the decode pool."""
+    first = Priced(policy, request, "prefill", prefill, draw)
+    at = first.best()
+    if at is not None:
+        reason = f"{policy.reason} prefill engine"
+        return _one(first, at, reason, (first,), of_prefill=True)
+    second = Priced(policy, request, "prefill", decode, draw)
+    at = second.best()
+    reason = "no usable prefill engine: prompt computed by a decode engine"
+    return None if at is None else _one(second, at, reason, (second,))
+
+
+def _one(
+    priced: Priced, at: int, reason: str, weighed: Sequence[Priced], *, of_prefill: bool = False
+) -> Decision:
+    """One engine does all that is to be done."""
+    key = priced.engines.key(at)
+    return Decision(
+        key if of_prefill else None,
+        key,
+        reason,
+        fetch_tokens=priced.fetches(at),
+        terms=priced.terms(at),
+        to_compute=priced.to_compute(at),
+        weighed=weighed,
+    )

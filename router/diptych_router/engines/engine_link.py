@@ -1,0 +1,405 @@
+"""The router's line to one engine, kept up for as long as discovery names its address.
+
+What differs between runtimes is in the client: a core answers over ZMQ, a vLLM server over HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from diptych_frontend.core_client.client import CoreClient, HandshakeFailedError, NotConnectedError
+from diptych_protocol import (
+    ClientClosedError,
+    CurveKeys,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineDeadError,
+    EngineDescription,
+    InvalidRequestError,
+    KVTransferParams,
+    SchedulerStats,
+    UtilityError,
+    fingerprint,
+)
+from diptych_protocol.config import MAX_PLACE_CHARACTERS
+from diptych_protocol.wire import FOLLOW_HEARTBEAT, FOLLOW_PREFIXES, Heartbeat
+from diptych_router.engines.descriptions import common_to_leases
+from diptych_router.engines.engine_table import EngineRow, Role
+from diptych_router.engines.health.liveness import Liveness
+from diptych_router.engines.own_requests import OwnRequests
+from diptych_router.engines.pair_rates import NOWHERE, Place
+from diptych_router.engines.vllm.client import VllmClient
+from diptych_router.engines.vllm.service import VllmService
+
+log = logging.getLogger(__name__)
+
+DESCRIBE_TIMEOUT_S = 30.0
+STATS_TIMEOUT_S = 5.0
+STATS_INTERVAL_S = 1.0
+"""An engine sends its statistics with its heartbeats. One that does not know what heartbeats are is
+asked at this interval."""
+RETRY_S = 0.2
+PATIENCE_S = 4.0
+"""An engine whose node has vanished says no goodbye; its streams wait this long for a new one."""
+
+CALL_ERRORS = (EngineDeadError, UtilityError, TimeoutError)
+"""The errors of a failed utility call."""
+
+ReadKeys = Callable[[], list[CurveKeys]]
+"""Returns the keys that an engine may have, the likeliest first; called for every connection."""
+
+
+def key_of(role: Role, endpoint: str) -> str:
+    """Return the key under which the router keeps an engine. An address has only one role."""
+    return f"{role} {endpoint}"
+
+
+class EngineLink:
+    """One engine of a pool. `description` is None while nobody answers at its address."""
+
+    def __init__(
+        self,
+        role: Role,
+        endpoint: str,
+        read_keys: ReadKeys | None,
+        row: EngineRow,
+        *,
+        vllm: VllmService | None = None,
+        on_news: Callable[[], None],
+        on_outputs: Callable[[EngineLink, EngineCoreOutputs], None],
+        on_lost: Callable[[EngineLink, EngineDeadError], None],
+        on_hang: Callable[[EngineLink], None],
+    ) -> None:
+        """Connect in the background.
+
+        `vllm`: what the router's lines to vLLM servers share; None: the engine is a core.
+        `on_news`: the engine is up, began to drain, or was paused or resumed. `on_outputs`: what it
+        computed for others than `complete`. `on_lost`: every request on it is gone. `on_hang`: it
+        hangs; called again and again until it speaks.
+        """
+        self.role: Role = role
+        self.endpoint = endpoint
+        self.key = key_of(role, endpoint)
+        self.description: EngineDescription | None = None
+        self.known_as = ""
+        """The name of the engine that answers here, or of the one that answered last; empty: none
+        has."""
+        self.fingerprint = ""
+        self.epoch = ""
+        """The epoch of the engine that answers at this endpoint, or of the one that answered
+        last. It changes, too, when an engine has to be verified again."""
+        self.times_up = 0
+        """How often an engine has answered here, now and after losses."""
+        self.times_doubted = 0
+        """How often it had to be verified again."""
+        self.stats = SchedulerStats()
+        self.listed = True
+        """Discovery still names it; an engine that is not listed gets no new requests."""
+        self.row = row
+        """Its numbers in the table of its pool."""
+        self.kept_out = False
+        """Its breaker is open; see `keep_out`."""
+        self._on_news = on_news
+        self._on_outputs = on_outputs
+        self._on_lost = on_lost
+        self._on_hang = on_hang
+        self._read_keys = read_keys
+        self._vllm = vllm
+        self._key: CurveKeys | None = None
+        """The key pair that was tried last."""
+        self._refusals = 0
+        """Connections that failed for their key, one after the other."""
+        self._own = OwnRequests()
+        self._liveness = Liveness()
+        self._gone = asyncio.Event()
+        self.client = self._connect()
+        self._task = asyncio.create_task(self._keep_described(), name=f"link {endpoint}")
+
+    @property
+    def name(self) -> str:
+        return self.description.engine_id if self.description is not None else self.endpoint
+
+    @property
+    def revision(self) -> str:
+        return self.description.revision if self.description is not None else ""
+
+    @property
+    def up(self) -> bool:
+        return self.description is not None
+
+    @property
+    def open_tokens(self) -> int:
+        """Tokens of work that this router has open or planned here."""
+        return int(self.row["open_tokens"])
+
+    @open_tokens.setter
+    def open_tokens(self, tokens: int) -> None:
+        self.row["open_tokens"] = tokens
+
+    def plan(self, more: int) -> None:
+        """Plan that requests will be taken over here; negative: that many fewer."""
+        self.row.plan(more)
+
+    @property
+    def open_to_work(self) -> bool:
+        """Whether it is up, and neither discovery nor the engine itself excludes it."""
+        return self.listed and self.up and not self.withdrawn
+
+    @property
+    def withdrawn(self) -> bool:
+        """Whether it is draining or paused, so that new requests would wait there."""
+        return self.stats.draining or self.stats.paused
+
+    @property
+    def silent(self) -> bool:
+        """Whether it may hang. It gets no requests while others can take them."""
+        return self._liveness.silent
+
+    def _judge(self, now: float) -> None:
+        if change := self._liveness.judge(now):
+            log.warning("%s engine %s %s", self.role, self.name, change)
+        self._refresh_row()
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether it hangs, or fails too often."""
+        return self.silent or self.kept_out
+
+    def keep_out(self, kept_out: bool) -> None:
+        """Send it no requests while others of its pool can take them, or do so again."""
+        if kept_out != self.kept_out:
+            self.kept_out = kept_out
+            self._refresh_row()
+
+    def _refresh_row(self) -> None:
+        self.row["silent"] = self.is_bad or self._liveness.in_call
+
+    @property
+    def place(self) -> Place:
+        """The node and zone that it reports."""
+        about = self.description
+        if about is None:
+            return NOWHERE
+        return Place(about.node[:MAX_PLACE_CHARACTERS], about.zone[:MAX_PLACE_CHARACTERS])
+
+    @property
+    def lends(self) -> KVTransferParams | None:
+        """The parameters that all leases of this engine have in common; None if it lends nothing,
+        or does not answer now."""
+        about = self.description
+        if self._vllm is not None:
+            return self._vllm.lends(self.endpoint.removeprefix("tcp://"))
+        if about is None or not about.kv_transfer_port:
+            return None
+        return common_to_leases(about, self.fingerprint)
+
+    def close(self) -> None:
+        self._task.cancel()
+        self.client.close()
+
+    async def refresh_stats(self, timeout_s: float = STATS_TIMEOUT_S) -> SchedulerStats:
+        """Ask for its present statistics. Raises what `CoreClient.call` raises."""
+        num_sent = self.row.num_sent  # they come before the question
+        self._take_stats(await self.client.fetch_stats(timeout_s), num_sent)
+        return self.stats
+
+    def add(self, request: EngineCoreRequest) -> None:
+        """Send a request. Raises `NotConnectedError`."""
+        self.client.add(request)
+        self.row.sent(time.monotonic())
+
+    def abort(self, request_ids: list[str]) -> None:
+        """End requests there. If the engine is gone, they have ended with it."""
+        with contextlib.suppress(NotConnectedError, ClientClosedError):
+            self.client.abort(request_ids)
+
+    def announce(self, request: EngineCoreRequest) -> None:
+        """Announce a request. An engine that misses it, or does not support it, works without."""
+        try:
+            self.client.tell("announce_kv_transfer", request)
+        except (NotConnectedError, ClientClosedError) as exc:
+            log.debug("request %s is not announced: %s", request.request_id, exc)
+
+    def follow_prefixes(self) -> None:
+        """Ask the engine to report its cached blocks, now and at each change. An engine that does
+        not know this call does not answer, and is not asked again."""
+        with contextlib.suppress(NotConnectedError, ClientClosedError):
+            self.client.tell(FOLLOW_PREFIXES)
+
+    async def complete(self, request: EngineCoreRequest) -> list[EngineCoreOutput]:
+        """Run a request of the router's own to its end, and return all outputs.
+
+        Raises `EngineGenerateError` if it failed there, `EngineDeadError` if the engine is lost.
+        Cancelling the caller aborts the request.
+        """
+        ended = self._own.expect(request.request_id)
+        try:
+            self.add(request)
+            return await ended
+        except asyncio.CancelledError:
+            self.abort([request.request_id])
+            raise
+        finally:
+            self._own.forget(request.request_id)
+
+    # --- the connection -----------------------------------------------------------------------
+
+    def _connect(self) -> CoreClient | VllmClient:
+        """A client with another key than last time: during a rotation, engines have either."""
+        if self._vllm is not None:
+            return VllmClient(
+                self.endpoint,
+                self._vllm,
+                on_outputs=self._handle_outputs,
+                on_lost=self._handle_lost,
+                on_doubt=self._handle_doubt,
+            )
+        if self._read_keys is not None:
+            ring = self._read_keys()
+            self._key = next((keys for keys in ring if keys != self._key), ring[0])
+        return CoreClient(
+            self.endpoint,
+            self._key,
+            on_outputs=self._handle_outputs,
+            on_lost=self._handle_lost,
+            patience_s=PATIENCE_S,
+        )
+
+    def _try_next_key(self, cause: HandshakeFailedError) -> None:
+        self._refusals += 1
+        if self._refusals == 2:  # neither the current key nor the previous one will do
+            log.warning("%s engine at %s: %s", self.role, self.endpoint, cause)
+        try:
+            client = self._connect()
+        except (InvalidRequestError, zmq.ZMQError) as exc:
+            log.warning("no other key to try: %s", exc)
+            return
+        self.client.close()
+        self.client = client
+
+    async def _keep_described(self) -> None:
+        """Learn who answers at the endpoint, now and after every loss."""
+        while True:
+            self.stats.draining = False  # whoever answers now may be somebody else
+            try:
+                description = await self.client.describe(DESCRIBE_TIMEOUT_S)
+                stats = await self.client.fetch_stats(STATS_TIMEOUT_S)
+            except (*CALL_ERRORS, msgspec.ValidationError) as exc:
+                log.debug("%s engine at %s: %s", self.role, self.endpoint, exc)
+                if isinstance(exc, HandshakeFailedError):
+                    self._try_next_key(exc)
+                await asyncio.sleep(RETRY_S)
+                continue
+            self._refusals = 0
+            self._gone.clear()
+            self.fingerprint = fingerprint(description.compat)
+            self.epoch = description.epoch
+            # It may have said so meanwhile, and says so once.
+            stats.draining |= self.stats.draining
+            self.stats = stats
+            self.description = description
+            self.known_as = description.engine_id
+            self.row["block_size"] = description.block_size
+            self.row.restarted()
+            self.row["lends"] = bool(description.kv_transfer_port)  # prefixes, too
+            self.row.report(stats, 0, time.monotonic())
+            self.times_up += 1
+            log.info("%s engine %s is up (%s)", self.role, self.name, self.endpoint)
+            self._tell_news()
+            await self._follow_health()
+
+    async def _follow_health(self) -> None:
+        """Keep its statistics fresh until it is lost, so that nobody who reads them has to ask, and
+        judge whether it hangs."""
+        self._liveness = Liveness()
+        self._refresh_row()
+        with contextlib.suppress(NotConnectedError, ClientClosedError):
+            self.client.tell(FOLLOW_HEARTBEAT)
+        wait_s = STATS_INTERVAL_S
+        while not await self._lost_within(wait_s):
+            now = time.monotonic()
+            if self._liveness.sends_heartbeats:
+                wait_s = self._liveness.look(now)
+            else:
+                await self._ask_for_stats()
+            self._judge(now)
+            if self._liveness.hangs(now):
+                self._on_hang(self)
+
+    async def _ask_for_stats(self) -> None:
+        self._liveness.asked(time.monotonic())
+        try:
+            await self.refresh_stats()
+        except (*CALL_ERRORS, msgspec.ValidationError) as exc:
+            log.debug("no statistics from %s: %s", self.name, exc)
+
+    async def _lost_within(self, seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._gone.wait()
+        return self._gone.is_set()
+
+    def _tell_news(self) -> None:
+        try:
+            self._on_news()
+        except Exception:  # somebody else's mistake must not end this line
+            log.exception("news of %s engine %s went unheard", self.role, self.name)
+
+    def _handle_outputs(self, message: EngineCoreOutputs) -> None:
+        if message.scheduler_stats is not None:
+            self._take_stats(message.scheduler_stats, message.requests_received)
+        if message.heartbeat is not None:
+            self._take_heartbeat(message.heartbeat)
+            return
+        if self._own.by_id:
+            others = [output for output in message.outputs if not self._own.take(output)]
+            message.outputs = others
+        self._on_outputs(self, message)
+
+    def _take_heartbeat(self, heartbeat: Heartbeat) -> None:
+        now = time.monotonic()
+        if heartbeat.adapters is not None:
+            self.row.adapters.tell(heartbeat.adapters, now)
+        if self._liveness.beat(heartbeat, now):
+            self._judge(now)
+
+    def _take_stats(self, stats: SchedulerStats, num_received: int) -> None:
+        # An answer may be older than what the engine said unasked. None ceases to drain.
+        self._liveness.told(stats)
+        if self.silent:
+            self._judge(time.monotonic())
+        former, self.stats = self.stats, stats
+        self.row.report(stats, num_received, time.monotonic())
+        stats.draining |= former.draining
+        drains = stats.draining and not former.draining
+        if self.up and (drains or stats.paused != former.paused):
+            news = "drains" if drains else "is paused" if stats.paused else "goes on after a pause"
+            log.info("%s engine %s %s", self.role, self.name, news)
+            self._tell_news()
+
+    def _handle_doubt(self, why: str) -> None:
+        """Its hand-offs are to be verified anew. What it computes now goes on."""
+        if self.description is None:
+            return
+        log.warning("%s engine %s is to be verified again: %s", self.role, self.name, why)
+        self.times_doubted += 1
+        self.epoch = f"{self.description.epoch}/{self.times_doubted}"
+        self._tell_news()
+
+    def _handle_lost(self, cause: EngineDeadError) -> None:
+        if self.description is None:
+            return
+        log.warning("%s engine %s is lost: %s", self.role, self.name, cause)
+        self.description = None
+        self.row["usable"] = self.row["lends"] = False
+        self._gone.set()
+        self._own.lose(cause)
+        self._on_lost(self, cause)

@@ -1,0 +1,386 @@
+"""The engines of one pool as columns of numbers, so that a decision looks at all of them at once.
+
+Each engine has a row. Its numbers change when the engine reports, and when this router gives it
+work, so nothing has to be gathered when a request comes. The caller passes the time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diptych_protocol import SchedulerStats
+from diptych_protocol.wire import MAX_MOVES_TOLD, Move
+from diptych_router.engines.learned_rates import LearnedRates
+from diptych_router.engines.pair_rates import PairRates
+from diptych_router.engines.prefixes.loaded_adapters import LoadedAdapters
+
+Role = Literal["prefill", "decode"]
+ROLES: tuple[Role, Role] = ("prefill", "decode")
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+STEP_PRIOR: Final = (5e-3, 1e-4, 1e-4)
+"""The expected seconds, for an engine without reports, of a step, of each prompt token in it, and
+of each generating row in it."""
+TRIP_PRIOR: Final = (5e-3, 5e-6)
+"""The expected seconds that a request waits for a hand-off, and for each token of its KV."""
+ADAPTER_PRIOR: Final = (0.2,)
+"""The expected seconds to load an adapter."""
+FLEET_PRIOR_S: Final = 1e-4
+OWN_PRIOR_S: Final = 2.0
+"""Prior knowledge about the fleet, and about one engine from the others, counts as much as this
+many seconds of work."""
+WINDOW_S: Final = 10.0
+"""For `prompt_load`, what was computed this long ago counts 1/e of what is computed now."""
+MOST_LOAD: Final = 0.9
+"""A pool that spends a larger part of its time on prompts counts as fully loaded."""
+MOST_UNHEARD: Final = 256
+UNHEARD_S: Final = 5.0
+"""How long requests count that an engine was given and that no report of it includes yet."""
+FIELDS: Final = (
+    "usable", "silent", "lends", "fingerprint", "block_size", "open_tokens", "given",
+    "free_at", "rows", "coming", "free_tokens", "used_tokens",
+    "step_s", "prompt_token_s", "row_s", "trip_s", "trip_token_s", "told_steps", "told_trips",
+    "adapter_s", "told_adapters",
+)  # fmt: skip
+"""`free_tokens` is infinite for an engine that has not reported its KV memory, so that it never
+seems full; `used_tokens` is at least 1."""
+SELDOM: Final = frozenset({"usable", "silent", "lends", "fingerprint", "block_size"})
+"""Fields that change only when an engine comes, goes or hangs."""
+
+
+class FleetRates:
+    """The rates learned from all engines' reports, used for one that has reported little."""
+
+    def __init__(self) -> None:
+        self.steps = LearnedRates(STEP_PRIOR, FLEET_PRIOR_S)
+        self.trips = LearnedRates(TRIP_PRIOR, FLEET_PRIOR_S)
+        self.adapters = LearnedRates(ADAPTER_PRIOR, FLEET_PRIOR_S)
+        self._step_prior, self._trip_prior = np.array(STEP_PRIOR), np.array(TRIP_PRIOR)
+
+    def saw_steps(self, amounts: tuple[float, ...], seconds: float) -> None:
+        self.steps.saw(amounts, seconds, self._step_prior)
+
+    def saw_trips(self, amounts: tuple[float, ...], seconds: float) -> None:
+        self.trips.saw(amounts, seconds, self._trip_prior)
+
+
+class EngineTable:
+    """The rows of one pool, in no particular order."""
+
+    def __init__(self, rates: FleetRates, pairs: PairRates | None = None) -> None:
+        """pairs: learns from what these engines report of moves of KV to them."""
+        self.fleet_rates = rates
+        self.pairs = pairs
+        self.rows: list[EngineRow] = []
+        self.places: NDArray[np.intp] = np.zeros(0, np.intp)
+        """[engines] Which bit each is in what `KnownPrefixes.match` returns."""
+        self.identities: NDArray[np.uint64] = np.zeros(0, np.uint64)
+        """[engines] Numbers that all routers know these engines by."""
+        self._prompt_s = 0.0
+        self._prompt_s_at = 0.0
+        self._set_columns(np.zeros((len(FIELDS), 0)))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def _set_columns(self, columns: Floats) -> None:
+        self.columns = columns
+        self._column: dict[str, Floats] = dict(zip(FIELDS, columns, strict=True))
+        self.standing: Standing | None = None
+        """What follows from `SELDOM`; None: one of these has changed."""
+
+    @property
+    def trips(self) -> Floats:
+        """[2, engines] Seconds for a move to each engine, and for each token in it, whichever
+        engine sends."""
+        both: Floats = self.columns[_TRIP_S : _TRIP_S + 2]
+        return both
+
+    def column(self, name: str) -> Floats:
+        """Return [engines], the numbers of this name; see `FIELDS`."""
+        return self._column[name]
+
+    @property
+    def stands(self) -> Standing:
+        """The columns that change seldom, and so are not gathered for each decision."""
+        if self.standing is None:
+            self.standing = Standing.of(self._column, self.places)
+        return self.standing
+
+    def add(self, key: str, place: int) -> EngineRow:
+        """Add an engine. It counts as having got as much as those that got most."""
+        row = EngineRow(self, key, len(self.rows))
+        most = self.column("given").max(initial=0.0)
+        self.rows.append(row)
+        self._set_columns(np.hstack((self.columns, np.zeros((len(FIELDS), 1)))))
+        self.places = np.append(self.places, place)
+        self.identities = np.append(self.identities, _identity(key))
+        row["given"], row["block_size"] = most, 1.0
+        row["free_tokens"], row["used_tokens"] = math.inf, 1.0
+        self.share_rates()
+        return row
+
+    def remove(self, row: EngineRow) -> None:
+        """Remove an engine."""
+        self._set_columns(np.delete(self.columns, row.at, axis=1))
+        self.places = np.delete(self.places, row.at)
+        self.identities = np.delete(self.identities, row.at)
+        # Whoever explains an earlier choice has the rows of that time.
+        self.rows = [other for other in self.rows if other is not row]
+        for at, other in enumerate(self.rows):
+            other.at = at
+
+    def preferred(self, among: NDArray[np.intp], tie: int) -> int:
+        """Return the one of some engines that a number prefers. Different numbers prefer different
+        engines, and all routers agree (rendezvous hashing, Thaler and Ravishankar 1998)."""
+        scores = (self.identities[among] ^ np.uint64(tie)) * _MIX
+        scores ^= scores >> _HALF
+        scores *= _MIX
+        return int(among[scores.argmax()])
+
+    def share_rates(self) -> None:
+        """Give engines without reports the rates of the others."""
+        fleet = self.fleet_rates
+        for told, places, learned in (
+            ("told_steps", _STEP_RATES, fleet.steps),
+            ("told_trips", _TRIP_RATES, fleet.trips),
+            ("told_adapters", _ADAPTER_RATES, fleet.adapters),
+        ):
+            silent = (self.column(told) == 0).nonzero()[0]
+            if len(silent):
+                self.columns[np.ix_(places, silent)] = learned.rates[:, np.newaxis]
+
+    def prompt_load(self, now: float) -> float:
+        """The share of their time, 0 to `MOST_LOAD`, in which these engines compute prompts."""
+        if not self.rows:
+            return 0.0
+        seconds = self._prompt_s * math.exp(min(0.0, self._prompt_s_at - now) / WINDOW_S)
+        return min(seconds / (WINDOW_S * len(self.rows)), MOST_LOAD)
+
+    def computed(self, seconds: float, now: float) -> None:
+        """Record that an engine has computed prompts for this long."""
+        self._prompt_s *= math.exp(min(0.0, self._prompt_s_at - now) / WINDOW_S)
+        self._prompt_s += seconds
+        self._prompt_s_at = max(now, self._prompt_s_at)
+
+
+class Standing(NamedTuple):
+    """What is derived from those columns of a table that change seldom. The arrays are [engines],
+    read-only."""
+
+    barred: Floats
+    """0 for engines that may get requests, infinity for the others."""
+    barred_or_silent: Floats
+    """The same, but infinity also for engines that may hang."""
+    lends: dict[float, int]
+    """By fingerprint, of which there is mostly one: the engines from which a prefix can be fetched,
+    as the bits of their places. Engines that may hang do not lend."""
+    block_sizes: list[float]
+    """The different block sizes."""
+
+    @property
+    def fingerprints(self) -> list[float]:
+        """The different fingerprints."""
+        return list(self.lends)
+
+    @classmethod
+    def of(cls, column: Mapping[str, Floats], places: NDArray[np.intp]) -> Standing:
+        """places: see `EngineTable`."""
+        usable, lively = column["usable"] > 0, column["silent"] == 0
+        lends, kinds = (column["lends"] > 0) & lively, column["fingerprint"]
+        return cls(
+            np.where(usable, 0.0, np.inf),
+            np.where(usable & lively, 0.0, np.inf),
+            {
+                kind: sum(1 << place for place in places[lends & (kinds == kind)].tolist())
+                for kind in np.unique(kinds).tolist()
+            },
+            np.unique(column["block_size"]).tolist(),
+        )
+
+
+def _identity(key: str) -> np.uint64:
+    return np.uint64(int.from_bytes(blake2b(key.encode(), digest_size=8).digest()))
+
+
+class _Unheard(NamedTuple):
+    """A request given to an engine."""
+
+    number: int
+    """Which one it is of those sent there."""
+    seconds: float
+    """How long its prompt takes there."""
+    at: float
+    tokens: float = 0.0
+    """Those of its prompt that are to be computed there."""
+    tenant: str = ""
+
+
+class EngineRow:
+    """One engine's numbers."""
+
+    def __init__(self, table: EngineTable, key: str, at: int) -> None:
+        self.key = key
+        self.at = at
+        self._table = table
+        self._steps = LearnedRates(STEP_PRIOR, OWN_PRIOR_S)
+        self._trips = LearnedRates(TRIP_PRIOR, OWN_PRIOR_S)
+        self._adapters = LearnedRates(ADAPTER_PRIOR, OWN_PRIOR_S)
+        self.adapters = LoadedAdapters()
+        self._last: SchedulerStats | None = None
+        self._last_move = 0
+        """Number of the newest move of KV that it has told."""
+        self.num_sent = 0
+        """Requests sent over this connection."""
+        self._unheard: deque[_Unheard] = deque(maxlen=MOST_UNHEARD)
+        """Requests given to it that no report has counted yet."""
+        self.num_planned = 0
+        """Requests that are to decode here, once another engine has computed their prompts."""
+
+    def __getitem__(self, name: str) -> float:
+        return float(self._table.columns[_PLACE_OF[name], self.at])
+
+    def __setitem__(self, name: str, value: float) -> None:
+        column = self._table.column(name)
+        if name in SELDOM and column[self.at] != value:
+            self._table.standing = None
+        column[self.at] = value
+
+    def plan(self, more: int) -> None:
+        """Plan that requests will decode there; negative: that many fewer."""
+        self.num_planned += more
+        self["coming"] = self.num_planned + len(self._unheard)
+
+    def queue(self) -> tuple[int, dict[str, int]]:
+        """Return the prompt tokens that wait there, by its last report and later placements, in
+        total and by tenant."""
+        queued, of_tenants = 0, dict[str, int]()
+        if self._last is not None:
+            queued = self._last.queued_prompt_tokens
+            of_tenants.update(self._last.queued_tokens_of)
+        for request in self._unheard:
+            queued += int(request.tokens)
+            of_tenants[request.tenant] = of_tenants.get(request.tenant, 0) + int(request.tokens)
+        return queued, of_tenants
+
+    def place(self, tokens: float, now: float, tenant: str = "") -> None:
+        """Record that a request goes there next, with this many tokens of its prompt to compute."""
+        columns, at = self._table.columns, self.at
+        seconds = tokens * float(columns[_PROMPT_TOKEN, at])
+        self._unheard.append(_Unheard(self.num_sent + 1, seconds, now, tokens, tenant))
+        columns[_FREE_AT, at] = max(float(columns[_FREE_AT, at]), now) + seconds
+        columns[_COMING, at] = self.num_planned + len(self._unheard)
+
+    def sent(self, now: float) -> None:
+        """Record that a request was sent there: the one that was placed last, or one with nothing
+        to compute."""
+        self.num_sent += 1
+        if not self._unheard or self._unheard[-1].number != self.num_sent:
+            self._unheard.append(_Unheard(self.num_sent, 0.0, now))
+            self.plan(0)
+
+    def restarted(self) -> None:
+        """Record that another process answers there, whose totals begin at zero."""
+        self._last = None
+        self._last_move = 0
+        self.num_sent = 0
+        self._unheard.clear()
+        self.adapters = LoadedAdapters()
+
+    def report(self, stats: SchedulerStats, num_received: int, now: float) -> None:
+        """Apply the engine's report as of `now`, which includes this many of the requests sent to
+        it."""
+        while self._unheard and (
+            self._unheard[0].number <= num_received or self._unheard[0].at < now - UNHEARD_S
+        ):
+            self._unheard.popleft()
+        columns = self._table.columns
+        size = float(columns[_BLOCK_SIZE, self.at])
+        queued_s = stats.queued_prompt_tokens * float(columns[_PROMPT_TOKEN, self.at])
+        unheard_s = sum(request.seconds for request in self._unheard)
+        rows = stats.num_running + stats.num_waiting + stats.num_waiting_for_remote_kv
+        free = stats.blocks_free * size if stats.blocks_total else math.inf
+        used = max(1.0, (stats.blocks_total - stats.blocks_free) * size)
+        coming = self.num_planned + len(self._unheard)
+        columns[_REPORTED, self.at] = now + queued_s + unheard_s, rows, coming, free, used
+        last, self._last = self._last, stats
+        if last is not None:
+            self._learn_from(last, stats, size, now)
+        pairs = self._table.pairs
+        if pairs is not None and stats.kv_transfer is not None:
+            moves = self._new_moves(stats.kv_transfer.newest_moves)
+            pairs.saw(self.at, moves, size, self._table.trips, now)
+
+    def _new_moves(self, told: list[Move]) -> list[Move]:
+        """Those that were not told before."""
+        new = [move for move in told[-MAX_MOVES_TOLD:] if move.number > self._last_move]
+        if new:
+            self._last_move = max(move.number for move in new)
+        return new
+
+    def _learn_from(
+        self, last: SchedulerStats, stats: SchedulerStats, size: float, now: float
+    ) -> None:
+        fleet = self._table.fleet_rates
+        steps = (
+            stats.steps - last.steps,
+            stats.prompt_tokens_computed - last.prompt_tokens_computed,
+            stats.tokens_generated - last.tokens_generated,
+        )
+        seconds = stats.seconds_stepping - last.seconds_stepping
+        if steps[0] > 0 and seconds > 0:
+            prompt_s = steps[1] * float(self._table.columns[_PROMPT_TOKEN, self.at])
+            self._table.computed(min(max(prompt_s, 0.0), seconds), now)
+            fleet.saw_steps(steps, seconds)
+            self._steps.saw(steps, seconds, fleet.steps.rates)
+        before, after = last.kv_transfer, stats.kv_transfer
+        if before is not None and after is not None:
+            trips = (
+                after.loads_completed - before.loads_completed
+                + after.prefix_fetches_completed - before.prefix_fetches_completed,
+                (after.blocks_received - before.blocks_received) * size,
+            )  # fmt: skip
+            seconds = after.seconds_receiving - before.seconds_receiving
+            seconds += after.prefix_seconds - before.prefix_seconds
+            if trips[0] > 0 and seconds > 0:
+                fleet.saw_trips(trips, seconds)
+                self._trips.saw(trips, seconds, fleet.trips.rates)
+        loads = (stats.adapters_loaded - last.adapters_loaded,)
+        seconds = stats.seconds_loading_adapters - last.seconds_loading_adapters
+        if loads[0] > 0 and seconds > 0:
+            fleet.adapters.saw(loads, seconds, np.array(ADAPTER_PRIOR))
+            self._adapters.saw(loads, seconds, fleet.adapters.rates)
+        if stats.steps != last.steps:
+            self._take_over("told_steps", _STEP_RATES, self._steps)
+            self._take_over("told_trips", _TRIP_RATES, self._trips)
+            self._take_over("told_adapters", _ADAPTER_RATES, self._adapters)
+            self._table.share_rates()
+
+    def _take_over(self, told: str, places: list[int], learned: LearnedRates) -> None:
+        if learned.told:
+            self[told] = 1.0
+            self._table.columns[places, self.at] = learned.rates
+
+
+_MIX: Final = np.uint64(0x9E3779B97F4A7C15)
+_HALF: Final = np.uint64(32)
+_PLACE_OF: Final = {name: place for place, name in enumerate(FIELDS)}
+_BLOCK_SIZE: Final = _PLACE_OF["block_size"]
+_PROMPT_TOKEN: Final = _PLACE_OF["prompt_token_s"]
+_FREE_AT: Final = _PLACE_OF["free_at"]
+_COMING: Final = _PLACE_OF["coming"]
+_REPORTED: Final = [
+    _PLACE_OF[name] for name in ("free_at", "rows", "coming", "free_tokens", "used_tokens")
+]
+_STEP_RATES: Final = [_PLACE_OF[name] for name in ("step_s", "prompt_token_s", "row_s")]
+_TRIP_S: Final = _PLACE_OF["trip_s"]
+_TRIP_RATES: Final = [_PLACE_OF[name] for name in ("trip_s", "trip_token_s")]
+_ADAPTER_RATES: Final = [_PLACE_OF["adapter_s"]]

@@ -1,0 +1,1 @@
+"""Judges the health of engines: by heartbeats, outcomes of requests, and room."""

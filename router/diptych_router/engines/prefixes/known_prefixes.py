@@ -1,0 +1,200 @@
+"""What the engines of a fleet have cached, by their own reports."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from diptych_protocol.block_hashes import FIRST_DIGEST, next_digest
+from diptych_protocol.wire import PREFIX_KEY_BYTES, PrefixChanges
+from diptych_router.engines.prefixes.hash_table import Keys
+from diptych_router.engines.prefixes.prefix_index import MAX_BLOCKS, Match, PrefixIndex, lengths
+
+log = logging.getLogger(__name__)
+
+MAX_ENGINE_BLOCKS: Final = 2_000_000
+"""An engine that reports more cached blocks is not believed, however many blocks it says it has."""
+MAX_ADAPTERS: Final = 1024
+MAX_IN_VAIN: Final = 600
+"""How many messages are ignored before the engine is asked for everything again: ten seconds of a
+busy engine's messages. Its last complete report was lost, or was not believed."""
+MAX_REPEATS: Final = 3
+"""The same for messages without changes, which come every few seconds."""
+NO_ADAPTERS: Final[Mapping[str, str]] = {}
+
+
+@dataclass(slots=True)
+class _Follower:
+    """What is known of one engine's messages."""
+
+    place: int
+    """The engine's number in the index."""
+    number: int | None = None
+    """The number of the last message; None: the next message must contain everything."""
+    digest: int = FIRST_DIGEST
+    """The sum of what it has reported: see `next_digest`."""
+    num_in_vain: int = 0
+    """Ignored messages since `number` is None; one without changes counts as many of them."""
+    num_blocks: int = 0
+    """The number of blocks that it has cached."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """Name -> digest."""
+
+
+class KnownPrefixes:
+    """An index by the engines' keys. It corrects errors soon: if a message is missing, or
+    contradicts the others, it forgets what it knew of that engine, and the engine is asked for
+    everything again."""
+
+    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+        self._index = PrefixIndex(max_blocks)
+        self._followers: dict[str, _Follower] = {}
+        self._free_places: list[int] = []
+        self.num_gaps = 0
+        """Times that a message was missing, or did not go with those before it or with itself."""
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of different blocks that some engine has cached."""
+        return self._index.held.num_blocks
+
+    @property
+    def num_known(self) -> int:
+        """The same as `num_blocks`, plus the blocks of prompts that were sent, some of them counted
+        twice."""
+        return self._index.num_known
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of the index."""
+        return self._index.held.num_bytes
+
+    def take(
+        self, engine: str, changes: PrefixChanges, most_blocks: int = MAX_ENGINE_BLOCKS
+    ) -> bool:
+        """Apply a message. False: it does not continue those before it, and the engine has to be
+        asked for everything again.
+
+        most_blocks: the most blocks that an engine can have cached. One that reports more is not
+        believed until it reports everything again.
+        """
+        follower = self._follower(engine)
+        if changes.whole:
+            self._clear(follower)
+            is_next = True
+        elif follower.number is None:
+            return not _waits_in_vain(follower, changes)
+        elif changes.number == follower.number and changes.digest in (0, follower.digest):
+            follower.adapters = _adapters(changes)  # it is repeated, or came twice
+            return True
+        else:
+            is_next = changes.number == follower.number + 1
+        digest = next_digest(follower.digest, changes.added, changes.removed)
+        if not is_next or changes.digest not in (0, digest):
+            self.num_gaps += 1
+            self._clear(follower)
+            # An engine that has its own sum wrong would be asked for ever if it were asked at once.
+            return changes.whole
+        follower.number, follower.digest = changes.number, digest
+        follower.adapters = _adapters(changes)
+        added, removed = _keys(changes.added), _keys(changes.removed)
+        follower.num_blocks -= self._index.held.remove(follower.place, removed)
+        if follower.num_blocks + len(added) > min(most_blocks, MAX_ENGINE_BLOCKS):
+            log.warning("engine %s says to remember more blocks than it can have", engine)
+            self._clear(follower)
+        elif not self._index.is_full:
+            follower.num_blocks += self._index.held.add(follower.place, added)
+        return True
+
+    def _clear(self, follower: _Follower) -> None:
+        """Nothing is known of an engine until it tells everything."""
+        if follower.num_blocks:
+            self._index.held.forget_engine(follower.place)
+        follower.number, follower.digest, follower.num_in_vain = None, FIRST_DIGEST, 0
+        follower.num_blocks, follower.adapters = 0, {}
+
+    def place(self, engine: str) -> int:
+        """Return the engine's place in the result of `match`, until it is forgotten."""
+        return self._follower(engine).place
+
+    def restarted(self, engine: str) -> None:
+        """Record that another process answers, which has nothing cached yet."""
+        follower = self._follower(engine)
+        self._index.forget_engine(follower.place)
+        self._followers[engine] = _Follower(follower.place)
+
+    def forget(self, engine: str) -> None:
+        """Forget an engine that is gone, with everything that it had cached."""
+        follower = self._followers.pop(engine, None)
+        if follower is not None:
+            self._index.forget_engine(follower.place)
+            self._free_places.append(follower.place)
+
+    def expect(self, engines: Iterable[str], keys: Keys) -> None:
+        """Record that a prompt with these blocks was sent to some engines, which will
+        cache them."""
+        places = {self._follower(engine).place for engine in engines}
+        self._index.expect(sum(1 << place for place in places), keys)
+
+    def age(self) -> None:
+        """Forget expectations from before the last call."""
+        self._index.age()
+
+    def adapters(self, engine: str) -> Mapping[str, str]:
+        """Return name -> digest of the content of an engine's adapters."""
+        follower = self._followers.get(engine)
+        return NO_ADAPTERS if follower is None else follower.adapters
+
+    def num_cached(self, engines: Iterable[str], keys: Keys) -> dict[str, int]:
+        """Return how many blocks of a prompt each of these engines has, from the first one on."""
+        blocks = lengths(self.match(keys).soon, self.num_places)
+        found = {}
+        for engine in engines:
+            follower = self._followers.get(engine)
+            found[engine] = 0 if follower is None else int(blocks[follower.place])
+        return found
+
+    def match(self, keys: Keys) -> Match:
+        """Return which engines have how many blocks of a prompt; engines are the bits of their
+        places."""
+        return self._index.match(keys)
+
+    @property
+    def num_places(self) -> int:
+        """A number above all places."""
+        return len(self._followers) + len(self._free_places)
+
+    def _follower(self, engine: str) -> _Follower:
+        follower = self._followers.get(engine)
+        if follower is None:
+            place = self._free_places.pop() if self._free_places else len(self._followers)
+            follower = self._followers[engine] = _Follower(place)
+        return follower
+
+
+def _adapters(changes: PrefixChanges) -> Mapping[str, str]:
+    return changes.adapters if len(changes.adapters) <= MAX_ADAPTERS else NO_ADAPTERS
+
+
+def _waits_in_vain(follower: _Follower, changes: PrefixChanges) -> bool:
+    """Everything is on its way, but has not come for so long that it will not."""
+    is_repeat = not (changes.added or changes.removed)
+    follower.num_in_vain += MAX_IN_VAIN // MAX_REPEATS if is_repeat else 1
+    if follower.num_in_vain < MAX_IN_VAIN:
+        return False
+    follower.num_in_vain = 0
+    return True
+
+
+def _keys(data: bytes) -> Keys:
+    """A message that is cut off loses its last key, which no engine sends."""
+    return np.frombuffer(data[: len(data) - len(data) % PREFIX_KEY_BYTES], "<u8")
+
+
+def keys_of(block_hashes: Iterable[bytes]) -> Keys:
+    """Return the keys of blocks with these hashes."""
+    return np.frombuffer(b"".join(found[:PREFIX_KEY_BYTES] for found in block_hashes), "<u8")

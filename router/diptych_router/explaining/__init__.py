@@ -1,1 +1,0 @@
-"""Why requests went where they did, and what came true of the predictions."""

@@ -1,1 +1,0 @@
-"""Which engine holds which prefixes: what engines say of it, and what was just sent to them."""

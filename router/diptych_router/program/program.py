@@ -1,0 +1,190 @@
+"""One process that serves the router's API."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from starlette.types import ASGIApp
+
+from diptych_frontend.app import build_app
+from diptych_frontend.batches_api.service import BatchService, Manners
+from diptych_frontend.browsers.rules import BrowserRules
+from diptych_frontend.core_client.curve import read_key_ring
+from diptych_frontend.model_files.model_source import resolve_model
+from diptych_frontend.observability.metrics import ServerMetrics
+from diptych_frontend.openai.api_keys import ApiKeys
+from diptych_frontend.openai.mounted import follow
+from diptych_frontend.openai.tls import Certificate
+from diptych_frontend.text.input_processor import InputProcessor
+from diptych_frontend.text.output_processor import OutputProcessor
+from diptych_frontend.text.renderer import TextRenderer
+from diptych_protocol import RouterConfig
+from diptych_router.engines.discovery import parse_targets
+from diptych_router.program.leaving import Leaving
+from diptych_router.requests.pool_client import PoolClient
+from diptych_router.telling.explanations import Explanations
+from diptych_router.telling.metrics import PredictionMetrics, PromiseCollector
+from diptych_router.telling.page.control import read_control
+from diptych_router.telling.page.panels import panels_now
+from diptych_router.telling.page.routes import Page
+from diptych_router.telling.report import HealthCollector
+from diptych_router.telling.tracing import start_router_tracer
+
+if TYPE_CHECKING:
+    from diptych_router.telling.router_tracer import RouterTracer
+
+log = logging.getLogger(__name__)
+
+COLLECT_AFTER = 20_000
+"""How many more objects are made than freed before the garbage collector examines the young ones.
+Each open request has a few hundred."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The server, once it has begun to look for engines."""
+
+    client: PoolClient
+    explanations: Explanations
+    metrics: ServerMetrics
+    app: ASGIApp
+    leaving: Leaving
+    """The app in the form in which it is served, and how it drains."""
+    certificate: Certificate | None
+    """None for plain HTTP."""
+
+
+@asynccontextmanager
+async def started(config: RouterConfig, args: argparse.Namespace) -> AsyncIterator[Program]:
+    """Start everything but the listening sockets; the end of the block ends it."""
+    keys = ApiKeys(args.api_keys) if args.api_keys is not None else None
+    certificate = Certificate(args.tls) if args.tls is not None else None
+    log.info("%s", _openness(args.host, keys, certificate))
+    tracer = start_router_tracer(config)
+    client = _build_pool_client(config, args, tracer)
+    metrics = ServerMetrics(client.model_name, client.stats_by_engine)
+    metrics.registry.register(PredictionMetrics(client.model_name, client.table.predictions))
+    metrics.registry.register(HealthCollector(client.model_name, client.pools))
+    metrics.registry.register(PromiseCollector(client.model_name, client.table.promises))
+    explanations = Explanations(
+        client.table.records, policy=config.policy, disaggregate=config.disaggregate
+    )
+    page = build_page(config, client, explanations) if config.ui else None
+    batches = _batches(config, args, client, metrics, keys)
+    app = build_app(
+        client,
+        metrics=metrics,
+        sampling=config.sampling,
+        api_keys=keys,
+        batches=batches,
+        extra_routes=page.routes() if page is not None else (),
+        extra_open_paths=page.open_paths if page is not None else frozenset(),
+        browsers=BrowserRules(frozenset(config.allowed_hosts), frozenset(config.allowed_origins)),
+    )
+    leaving = Leaving(app, client, args.linger_seconds, batches)
+    if client.pools.refused_settings:
+        log.error("%s", client.why_not_ready())
+    client.start()
+    _collect_rarely()
+    following = asyncio.create_task(follow(*(held for held in (keys, certificate) if held)))
+    try:
+        yield Program(client, explanations, metrics, app, leaving, certificate)
+    finally:
+        following.cancel()
+        if batches is not None:
+            await batches.close()
+        client.shutdown()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
+
+
+def _batches(
+    config: RouterConfig,
+    args: argparse.Namespace,
+    client: PoolClient,
+    metrics: ServerMetrics,
+    keys: ApiKeys | None,
+) -> BatchService | None:
+    if args.batch_directory is None:
+        return None
+
+    def is_busy() -> bool:
+        waiting = (stats.num_waiting for stats in client.stats_by_engine().values())
+        return client.num_held > 0 or any(waiting)
+
+    manners = Manners(
+        is_busy,
+        has_priorities=lambda: client.input_processor.scheduling_policy == "priority",
+        is_client=lambda name: name in keys.names if keys is not None else not name,
+    )
+    return BatchService(args.batch_directory, config.batches, metrics, manners)
+
+
+def build_page(config: RouterConfig, client: PoolClient, explanations: Explanations) -> Page:
+    """Return the page of a router. Raises `InvalidRequestError` if the values from `diptych up` are
+    invalid."""
+    return Page(
+        partial(panels_now, client),
+        partial(explanations.explanation, name_of=client.name_of),
+        model=client.model_name,
+        images=lambda: client.takes_images,
+        leaving=lambda: client.leaving,
+        control=read_control(),
+    )
+
+
+def _collect_rarely() -> None:
+    """Requests leave no cycles, so the collector would mostly look in vain, at what is here for
+    good above all: tokenizer, templates, modules."""
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER)
+
+
+def drain_timeout_s(config: RouterConfig, args: argparse.Namespace) -> float:
+    """Return how long a process may take to end after SIGTERM."""
+    return float(args.linger_seconds + config.drain_seconds)
+
+
+def _build_pool_client(
+    config: RouterConfig, args: argparse.Namespace, tracer: RouterTracer | None
+) -> PoolClient:
+    """The client of both pools. Needs a running event loop."""
+    source = resolve_model(config.model, weights=False)
+    renderer = TextRenderer(source)
+    inputs = InputProcessor(
+        renderer,
+        max_model_len=source.config.max_position_embeddings,
+        vocab_size=source.config.vocab_size,
+        eos_token_ids=source.config.eos_token_ids,
+        reasoning_parser=config.reasoning_parser,
+    )
+    read_keys = None
+    if args.keys is not None:
+        read_keys = partial(read_key_ring, args.keys)
+        read_keys()  # keys that cannot be read are an error of this start, not of a connection
+    return PoolClient(
+        config,
+        inputs,
+        OutputProcessor(renderer.tokenizer, reasoning_parser=config.reasoning_parser),
+        targets={
+            "prefill": parse_targets(args.prefill) if args.prefill is not None else [],
+            "decode": parse_targets(args.decode),
+        },
+        read_keys=read_keys,
+        serving=args.serving,
+        tracer=tracer,
+    )
+
+
+def _openness(host: str, keys: ApiKeys | None, certificate: Certificate | None) -> str:
+    """Who may use the API, in a line."""
+    who = "open to whoever reaches it" if keys is None else f"{len(keys.names)} API keys"
+    return f"the API at {host}: {who}, {'TLS' if certificate is not None else 'no TLS'}"

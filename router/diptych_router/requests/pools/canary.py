@@ -1,0 +1,236 @@
+"""Sends one canary: a real request of random tokens through a prefill and a decode engine.
+
+An engine that has failed too often, and for which there is no partner, gets a smaller canary alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from diptych_frontend.observability.steady_clock import steady_time
+from diptych_protocol import (
+    DiptychError,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineDescription,
+    EngineGenerateError,
+    KVTransferStats,
+    SamplingParams,
+)
+from diptych_protocol.admin import CanaryReport
+from diptych_router.engines.engine_link import EngineLink
+from diptych_router.requests.pools.trials import (
+    OUTPUT_TOKENS,
+    complaint,
+    prompt_length,
+    received_tokens,
+    unlike,
+)
+from diptych_router.requests.record.records import record_of
+from diptych_router.requests.routed_request import RoutedRequest, Stage
+
+CANARY_TIMEOUT_S = 120.0
+"""Time limit, in seconds, of a canary. It is long, because a canary queues behind users' requests,
+and engines that were added because there are too many of those must be verified too. A hand-off
+that does not work ends sooner, by the hinge's own deadlines."""
+
+PROBE_TIMEOUT_S = 30.0
+"""Time limit of the canary that closes a breaker. It can be short, because another one follows."""
+PROBE_TOKENS = 4
+TOLD_S = 5.0
+"""An engine that does not report what each request has received reports within this time how much
+it has received in total."""
+ALTERNATIVES = 4
+"""How many other tokens an engine reports for each that it generates alone."""
+
+Release = Callable[[str, dict[str, Any]], None]
+"""Gives back a lease that nobody will read. Takes a request id and `kv_transfer_params`; does not
+block."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Findings:
+    received: KVTransferStats
+    """What the decode engine received meanwhile, for this or any other request."""
+    computed: int
+    """Tokens of the prompt that the decode engine computed itself, if it reports them."""
+    error: str
+    """What is wrong with the answer; empty if nothing is."""
+
+
+async def run_canary(prefill: EngineLink, decode: EngineLink, release: Release) -> CanaryReport:
+    """Send a canary and return its outcome. Never raises because of an engine."""
+    report = CanaryReport(
+        prefill=prefill.name,
+        decode=decode.name,
+        revision=decode.revision,
+        ok=False,
+        unix_time=time.time(),
+    )
+    source, target = prefill.description, decode.description
+    if source is None or target is None:
+        return msgspec.structs.replace(report, error="an engine of the pair went away")
+    request = _request(source, target)
+    num_tokens = len(request.prompt_token_ids or ())
+    num_blocks = -(-num_tokens // target.block_size)
+    report = msgspec.structs.replace(
+        report, prompt_tokens=num_tokens, computed_by_decode=num_tokens
+    )
+    begin = time.monotonic()
+    try:
+        async with asyncio.timeout(CANARY_TIMEOUT_S):
+            found = await _cross(request, num_blocks, prefill, decode, release)
+    except TimeoutError:
+        error = f"no answer within {CANARY_TIMEOUT_S:g} s"
+        return msgspec.structs.replace(report, error=error)
+    except (DiptychError, msgspec.ValidationError) as exc:
+        return msgspec.structs.replace(report, error=str(exc))
+    received = found.received
+    # Engines that count no blocks tell bytes only.
+    in_all = received.blocks_received or (num_blocks if received.bytes_received else 0)
+    blocks = min(num_blocks, in_all)
+    return msgspec.structs.replace(
+        report,
+        ok=not found.error,
+        error=found.error,
+        computed_by_decode=found.computed,
+        # Users' blocks may have crossed meanwhile; all of them take about as many bytes.
+        blocks=blocks,
+        bytes=received.bytes_received * blocks // max(1, in_all),
+        milliseconds=(time.monotonic() - begin) * 1000,
+        transport=received.transport,
+    )
+
+
+async def probe(
+    engine: EngineLink, others: Sequence[EngineLink], release: Release, *, pairs: bool
+) -> str:
+    """Return what is wrong with an engine; empty if nothing is. Never raises because of an engine.
+
+    others: engines that work. pairs: one of them becomes its partner in a hand-off, as in a canary.
+    Otherwise, or if none of them fits, the engine is asked for one token.
+    """
+    fit = [x for x in others if x.role != engine.role and x.fingerprint == engine.fingerprint]
+    about = engine.description
+    if about is None:
+        return "it is gone"
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            if pairs and fit and about.kv_transfer:
+                partner = min(fit, key=lambda link: link.open_tokens)
+                one, other = (engine, partner) if engine.role == "prefill" else (partner, engine)
+                return (await run_canary(one, other, release)).error
+            length = min(PROBE_TOKENS, about.max_model_len - 1)
+            await engine.complete(_random_request(length, about.vocab_size, 1))
+    except TimeoutError:
+        return f"no answer within {PROBE_TIMEOUT_S:g} s"
+    except DiptychError as exc:
+        return str(exc) or type(exc).__name__
+    return ""
+
+
+def _request(source: EngineDescription, target: EngineDescription) -> EngineCoreRequest:
+    limit = min(source.max_model_len, target.max_model_len)
+    length = prompt_length(target.block_size, limit)
+    return _random_request(length, min(source.vocab_size, target.vocab_size), OUTPUT_TOKENS)
+
+
+def _random_request(length: int, vocabulary: int, max_tokens: int) -> EngineCoreRequest:
+    """Random tokens under a salt of their own: no prefix cache knows them."""
+    return EngineCoreRequest(
+        request_id=f"canary-{secrets.token_hex(8)}",
+        prompt_token_ids=[secrets.randbelow(vocabulary) for _ in range(length)],
+        mm_features=None,
+        sampling_params=SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+        ),
+        pooling_params=None,
+        eos_token_id=None,
+        arrival_time=steady_time(),
+        lora_request=None,
+        cache_salt=secrets.token_hex(8),
+        data_parallel_rank=None,
+    )
+
+
+async def _cross(
+    request: EngineCoreRequest,
+    num_blocks: int,
+    prefill: EngineLink,
+    decode: EngineLink,
+    release: Release,
+) -> _Findings:
+    before = await _totals(decode)
+    record = record_of(request, time.monotonic())
+    canary = RoutedRequest(request, len(request.prompt_token_ids or ()) + OUTPUT_TOKENS, record)
+    canary.place(prefill.key, Stage.PREFILL)
+    for output in await prefill.complete(canary.prefill_request()):
+        canary.absorb(output)
+    if canary.lease is None:
+        raise EngineGenerateError("prefill kept no blocks for decode")
+    canary.place(decode.key, Stage.DECODE)
+    try:
+        outputs = await decode.complete(canary.decode_request())
+    except BaseException:
+        release(canary.core_id, canary.lease)
+        raise
+    num_tokens = len(request.prompt_token_ids or ())
+    about = decode.description
+    if about is None or about.abilities.tells_received:
+        received = _difference(before, await _totals(decode))
+        error = complaint(outputs, num_tokens, num_blocks, received.blocks_received)
+        return _Findings(received, num_tokens - received_tokens(outputs), error)
+    received = await _received_since(before, decode)
+    if received.bytes_received <= 0:
+        error = "decode answered, but no byte crossed between the engines"
+        return _Findings(received, num_tokens, error)
+    tokens = [*canary.generated, *(token for out in outputs for token in out.new_token_ids)]
+    error = unlike(tokens, await _alone(request, decode))
+    if error:  # vLLM compiles something when it is first asked for log-probabilities
+        error = unlike(tokens, await _alone(request, decode, ALTERNATIVES))
+    return _Findings(received, 0, error)
+
+
+async def _alone(
+    request: EngineCoreRequest, decode: EngineLink, logprobs: int | None = None
+) -> list[EngineCoreOutput]:
+    """What the decode engine answers to the prompt by itself, remembering nothing of it.
+
+    logprobs: how many alternatives to tell of each token.
+    """
+    alone = msgspec.structs.replace(
+        request,
+        request_id=f"canary-{secrets.token_hex(8)}",
+        cache_salt=secrets.token_hex(8),
+        sampling_params=msgspec.structs.replace(request.sampling, logprobs=logprobs),
+    )
+    return await decode.complete(alone)
+
+
+async def _received_since(before: KVTransferStats, decode: EngineLink) -> KVTransferStats:
+    """What has come since, once there is something; at the latest after `TOLD_S`."""
+    received = _difference(before, await _totals(decode))
+    end = time.monotonic() + TOLD_S
+    while received.bytes_received <= 0 and time.monotonic() < end:
+        await asyncio.sleep(TOLD_S / 20)
+        received = _difference(before, await _totals(decode))
+    return received
+
+
+def _difference(before: KVTransferStats, after: KVTransferStats) -> KVTransferStats:
+    return KVTransferStats(
+        blocks_received=after.blocks_received - before.blocks_received,
+        bytes_received=after.bytes_received - before.bytes_received,
+        transport=after.transport,
+    )
+
+
+async def _totals(engine: EngineLink) -> KVTransferStats:
+    return (await engine.refresh_stats()).kv_transfer or KVTransferStats()

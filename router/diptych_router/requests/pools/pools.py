@@ -1,0 +1,423 @@
+"""Both pools as one router sees them: which engines exist, which may get requests, and why others
+may not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Collection, Coroutine
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import zmq
+
+from diptych_protocol import (
+    EngineCoreOutputs,
+    EngineDeadError,
+    EngineDescription,
+    EngineOverloadedError,
+    InvalidRequestError,
+    RouterConfig,
+    SchedulerStats,
+)
+from diptych_protocol.wire import PrefixChanges
+from diptych_router.choosing.first_token import FirstToken
+from diptych_router.choosing.fleet_table import ANY_REQUEST, FleetTable
+from diptych_router.choosing.policies import policy_of
+from diptych_router.choosing.policy import Decision, RequestView
+from diptych_router.engines.descriptions import compat_mismatch
+from diptych_router.engines.discovery import Target, resolve_soon
+from diptych_router.engines.engine_link import CALL_ERRORS, EngineLink, ReadKeys, key_of
+from diptych_router.engines.engine_table import ROLES, Role
+from diptych_router.engines.health.health_book import Failure
+from diptych_router.engines.serving import Serving, ServingFile
+from diptych_router.engines.vllm.service import VllmService
+from diptych_router.requests.pools.health_watch import HealthWatch
+from diptych_router.requests.pools.verification import Verification
+
+log = logging.getLogger(__name__)
+
+DISCOVERY_INTERVAL_S = 1.0
+STATS_TIMEOUT_S = 1.0
+NOTIFY_TIMEOUT_S = 5.0
+EXPECTED_S = 10.0
+"""How long, at least, a prompt that was sent counts as cached, before its engine reports it."""
+
+
+class Pools:
+    """Follows discovery, `serving.json` and the engines' reports, and verifies new engines."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        targets: dict[Role, list[Target]],
+        read_keys: ReadKeys | None,
+        serving: Path | None,
+        *,
+        vllm: VllmService | None = None,
+        on_change: Callable[[], None],
+        on_outputs: Callable[[EngineLink, EngineCoreOutputs], None],
+        on_lost: Callable[[EngineLink, EngineDeadError], None],
+        on_hang: Callable[[EngineLink], None],
+    ) -> None:
+        """`vllm`: see `EngineLink`. `on_change`: maybe more, fewer or others are usable."""
+        self.links: dict[str, EngineLink] = {}
+        self.had_pair = False
+        """Some pair was usable at some time."""
+        self._usable_at = -math.inf
+        """When a decode engine was last seen usable, on the monotonic clock."""
+        self._config = config
+        self._targets = targets
+        self._read_keys, self._vllm = read_keys, vllm
+        self._serving = ServingFile(serving)
+        self._on_change, self._on_outputs = on_change, on_outputs
+        self._on_lost, self._on_hang = on_lost, on_hang
+        policy, self.refused_settings = policy_of(config)
+        self.fleet = FleetTable(policy, Random().randrange, config.disaggregate)
+        self._follows_prefixes = policy.reads_prefixes
+        self._followed: dict[str, int] = {}
+        """Key -> which connection the engine was last greeted over: `EngineLink.times_up`."""
+        self._age_at = 0.0
+        self._verification = Verification(self.release, self.spawn, self._changed)
+        self.canaries = self._verification.reports
+        self.health = HealthWatch(
+            self.links,
+            self.usable,
+            release=self.release,
+            spawn=self.spawn,
+            on_change=self._changed,
+            pairs=config.verify != "off",
+        )
+        self._unresolved: set[Role] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def start(self) -> None:
+        self.spawn(self._discover())
+
+    def close(self) -> None:
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        for link in self.links.values():
+            link.close()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine in the background, until it ends or the pools are closed."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finish_task)
+
+    def _finish_task(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("%s failed", task.get_coro(), exc_info=task.exception())
+
+    # --- who may get requests -----------------------------------------------------------------
+
+    @property
+    def serving(self) -> Serving:
+        return self._serving.serving
+
+    def of(self, role: Role) -> list[EngineLink]:
+        """Return the engines of a pool that are up."""
+        return [link for link in self.links.values() if link.role == role and link.up]
+
+    def verified(self, link: EngineLink) -> bool:
+        return self._verification.verified(link)
+
+    def usable(self, link: EngineLink) -> bool:
+        """Whether it may get new requests."""
+        return link.open_to_work and self.serving.admits(link.revision) and self._trusted(link)
+
+    def _trusted(self, link: EngineLink) -> bool:
+        """Verified, as far as the service wants that. A decode engine that has nobody to receive
+        KV from needs no proof: it will compute the prompts itself."""
+        if self._config.verify != "required" or self._verification.verified(link):
+            return True
+        return link.role == "decode" and not any(p.open_to_work for p in self.of("prefill"))
+
+    def get(self, key: str) -> EngineLink | None:
+        return self.links.get(key)
+
+    def may_begin_at(self, key: str) -> bool:
+        """Whether this engine may get new requests, and does not hang."""
+        return self._may_get_work(key) and not self.links[key].is_bad
+
+    def choose(
+        self, request: RequestView = ANY_REQUEST, full: Collection[str] = ()
+    ) -> Decision | None:
+        """Do the same as `FleetTable.choose`, for the engines that are usable now. Those that
+        refused a request a moment ago are tried if no other has room."""
+        now = time.monotonic()
+        refusing = self.health.full(now)
+        if refusing:
+            decision = self._choose(request, now, refusing.union(full))
+            if decision is not None:
+                return decision
+        return self._choose(request, now, full)
+
+    def _choose(self, request: RequestView, now: float, full: Collection[str]) -> Decision | None:
+        decision = self.fleet.choose(request, now, full)
+        if decision is None or self._holds(decision):
+            return decision
+        self._refresh_rows()
+        return self.fleet.choose(request, now, full)
+
+    def _holds(self, decision: Decision) -> bool:
+        """Its engines are still usable. Whether they are is looked at when there is news."""
+        prefill, decode = decision.prefill, decision.decode
+        return (not prefill or self._may_get_work(prefill)) and self._may_get_work(decode)
+
+    def _may_get_work(self, key: str) -> bool:
+        return key in self.links and self.usable(self.links[key])
+
+    def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
+        """Return when the first token is expected after this choice; None if too
+        little is known."""
+        return self.fleet.first_token(request, decision)
+
+    def placed(self, request: RequestView, decision: Decision) -> None:
+        """Record that a request goes to these engines, which will have the KV of its prompt."""
+        self.fleet.placed(request, decision, time.monotonic())
+
+    def went_well(self, *keys: str) -> None:
+        """See `Fleet`."""
+        self.health.went_well(keys)
+
+    def went_badly(self, key: str, failure: Failure) -> None:
+        """See `Fleet`."""
+        self.health.went_badly(key, failure)
+
+    def was_full(self, key: str) -> None:
+        """See `Fleet`."""
+        self.health.was_full(key)
+
+    def take_prefixes(self, link: EngineLink, changes: PrefixChanges) -> None:
+        """Apply an engine's report of its cached prefixes."""
+        most = link.description.num_blocks if link.description is not None else 0
+        if not self.fleet.take_prefixes(link.key, changes, most):
+            link.follow_prefixes()
+
+    def successor(self, fingerprint: str) -> EngineLink | None:
+        """Return a decode engine that may take over KV of this fingerprint.
+
+        A revision that gets no new requests still keeps its streams, so its engines may take over.
+        """
+        fit = [
+            link.key
+            for link in self.of("decode")
+            if link.open_to_work and self._trusted(link) and not link.is_bad
+        ]
+        chosen = self.fleet.successor(fingerprint, fit, time.monotonic())
+        return self.links[chosen] if chosen is not None else None
+
+    def supported_tasks(self) -> tuple[str, ...]:
+        """Return what every engine that is up can do.
+
+        Raises `EngineOverloadedError` while there is none.
+        """
+        known = [link.description.tasks for link in self.links.values() if link.description]
+        if not known:
+            raise EngineOverloadedError("no engine is up that could say what it can do")
+        return tuple(task for task in known[0] if all(task in tasks for tasks in known))
+
+    def usable_engines(self) -> list[EngineDescription]:
+        """The descriptions of the usable engines of both pools."""
+        return [
+            link.description
+            for link in self.links.values()
+            if link.description is not None and self.usable(link)
+        ]
+
+    def num_decoding(self) -> int:
+        """The number of decode engines that may get new requests."""
+        return sum(self.usable(link) for link in self.of("decode"))
+
+    def draining(self) -> list[EngineLink]:
+        """Return the decode engines that are draining."""
+        return [link for link in self.of("decode") if link.stats.draining]
+
+    def why_not_ready(self) -> str:
+        """Return an empty text once a pair was usable, as long as a decode engine is; otherwise the
+        reason.
+
+        Pools that are empty on purpose are ready too, if requests may wait for them to wake up.
+        """
+        if self.refused_settings:
+            return "; ".join(f"{each.setting}: {each.why}" for each in self.refused_settings)
+        if self.serving.asleep and self._config.hold_seconds > 0:
+            return ""
+        if not self.had_pair:
+            return self._why_no_pair()
+        if not any(self.usable(link) for link in self.of("decode")):
+            return self._with_mismatch("no decode engine is usable")
+        return ""
+
+    def may_hold(self) -> bool:
+        """Whether there were engines a moment ago, so that new requests may wait for
+        their return."""
+        idle_s = time.monotonic() - self._usable_at
+        return self.had_pair and idle_s < self._config.hold_seconds
+
+    def _why_no_pair(self) -> str:
+        missing = [role for role in ROLES if self._targets[role] and not self.of(role)]
+        if missing:
+            return f"no engine yet in the {' and the '.join(missing)} pool"
+        failed = [report for report in self.canaries.values() if not report.ok]
+        if failed:
+            last = failed[-1]
+            return f"no usable pair yet; {last.prefill} to {last.decode}: {last.error}"
+        return self._with_mismatch("no usable pair yet")
+
+    def _with_mismatch(self, reason: str) -> str:
+        """A reason, and why no two engines that are up fit together, if so."""
+        prefill, decode = ([x.description for x in self.of(r) if x.description] for r in ROLES)
+        found = compat_mismatch(prefill, decode)
+        return f"{reason}; {found}" if found else reason
+
+    # --- discovery ----------------------------------------------------------------------------
+
+    async def _discover(self) -> None:
+        """Follow the pools' addresses and the operator's word, for ever."""
+        while True:
+            try:
+                await self._look()
+            except Exception:  # whatever it is, the next look may be luckier
+                log.exception("discovery failed")
+            await asyncio.sleep(DISCOVERY_INTERVAL_S)
+
+    async def _look(self) -> None:
+        if self._serving.refresh():
+            log.info("revisions that may serve: %s", self.serving)
+        found = await asyncio.gather(*(resolve_soon(self._targets[role]) for role in ROLES))
+        for role, endpoints in zip(ROLES, found, strict=True):
+            if endpoints is not None:
+                self._follow(role, endpoints)
+                self._unresolved.discard(role)
+            elif role not in self._unresolved:
+                self._unresolved.add(role)
+                log.warning("the %s pool's names cannot be resolved; it stays as it is", role)
+        now = time.monotonic()
+        if now >= self._age_at:
+            self._age_at = now + EXPECTED_S
+            self.fleet.known.age()
+        self._changed()
+
+    def _follow(self, role: Role, endpoints: set[str]) -> None:
+        """Open lines to new addresses; drop those that are neither listed nor alive."""
+        known = {link.endpoint: key for key, link in self.links.items() if link.role == role}
+        for endpoint in endpoints - known.keys():
+            row = self.fleet.add(role, key_of(role, endpoint))
+            try:
+                link = EngineLink(
+                    role,
+                    endpoint,
+                    self._read_keys,
+                    row,
+                    vllm=self._vllm,
+                    on_news=self._changed,
+                    on_outputs=self._on_outputs,
+                    on_lost=self._on_lost,
+                    on_hang=self._on_hang,
+                )
+            except (InvalidRequestError, zmq.ZMQError) as exc:
+                log.warning("cannot connect to %s: %s", endpoint, exc)
+                self.fleet.remove(row.key)
+                continue
+            self.links[link.key] = link
+            self.health.add(link.key)
+        for endpoint, key in known.items():
+            link = self.links[key]
+            link.listed = endpoint in endpoints
+            if not link.listed and not link.up:
+                link.close()
+                del self.links[key]
+                self.fleet.remove(key)
+                self._followed.pop(key, None)
+                self.health.forget(key)
+        self._verification.keep(self.links.values())
+
+    def _changed(self) -> None:
+        """Something is different: verify who is new, and tell."""
+        if self._config.verify != "off":
+            self._verification.begin(self.links.values())
+        self._greet()
+        self._refresh_rows()
+        now = time.monotonic()
+        self.health.look(now)
+        decision = self.fleet.choose(ANY_REQUEST, now, disaggregate="always")
+        if decision is not None:
+            self._usable_at = now
+            self.had_pair |= decision.prefill is not None or not self._targets["prefill"]
+        self._on_change()
+
+    def _greet(self) -> None:
+        """Take in who answers anew, and have it tell what it remembers."""
+        for link in self.links.values():
+            if link.description is not None and self._followed.get(link.key) != link.times_up:
+                self._followed[link.key] = link.times_up
+                self.fleet.is_up(link.row, link.fingerprint, link.name, link.place)
+                if self._follows_prefixes:
+                    link.follow_prefixes()
+
+    def _refresh_rows(self) -> None:
+        for link in self.links.values():
+            link.row["usable"] = self.usable(link)
+
+    # --- what all engines are asked or told ----------------------------------------------------
+
+    async def refresh_stats(self) -> None:
+        """Ask every engine for its present statistics; a silent one keeps its last ones."""
+        up = [link for link in self.links.values() if link.up]
+        answers = await asyncio.gather(
+            *(link.refresh_stats(STATS_TIMEOUT_S) for link in up), return_exceptions=True
+        )
+        for link, answer in zip(up, answers, strict=True):
+            if isinstance(answer, BaseException):
+                log.debug("no statistics from %s: %s", link.name, answer)
+
+    async def call_each(self, method: str, *args: Any) -> list[Any]:
+        """Make a utility call to every engine that is up, one after the other.
+
+        Raises what `CoreClient.call` raises.
+        """
+        up = [link for link in self.links.values() if link.up]
+        return [await link.client.call(method, *args) for link in up]
+
+    def stats_by_engine(self) -> dict[str, SchedulerStats]:
+        return {f"{link.role}/{link.name}": link.stats for link in self.links.values()}
+
+    def release(self, request_id: str, params: dict[str, Any]) -> None:
+        """Free a lease that is not needed, without waiting for the answer."""
+        if not self._closed:
+            self.spawn(self.reject(request_id, params))
+
+    async def reject(self, request_id: str, params: dict[str, Any]) -> None:
+        """Free a lease. If that fails, it expires."""
+        those = self._who_frees(params)
+        if not those:
+            log.warning("request %s: lease not released: nobody is up who can", request_id)
+        for link in those:
+            try:
+                await link.client.call(
+                    "reject_kv_transfer", request_id, params, timeout_s=NOTIFY_TIMEOUT_S
+                )
+            except CALL_ERRORS as exc:
+                log.warning("request %s: lease not released: %s", request_id, exc)
+
+    def _who_frees(self, params: dict[str, Any]) -> list[EngineLink]:
+        """The engine that granted a lease. NIXL's leases end only at the word of an engine that
+        could read the blocks."""
+        if self._vllm is not None and self._vllm.reads_unchecked:
+            fit = (x for x in self.of("decode") if x.fingerprint == params.get("compat"))
+            return sorted(fit, key=lambda link: link.is_bad)[:1]
+        owner = params.get("remote_engine_id")
+        return [
+            link
+            for link in self.links.values()
+            if link.description is not None and link.description.engine_id == owner
+        ]

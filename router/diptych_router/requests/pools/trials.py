@@ -1,0 +1,202 @@
+"""Decides which engines are verified for hand-offs, and which pairs to try next.
+
+    NEW ──due──▶ ON TRIAL ──blocks arrived──▶ VERIFIED
+     ▲               │
+     └── back-off ───┘ it failed, or took too long
+
+A trial is a real request through a pair, which verifies both engines at once. An engine is
+identified by its epoch, so a restarted one is new. Verified engines stay verified, and serve as
+partners. This module performs no I/O.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from diptych_protocol import EngineCoreOutput
+from diptych_router.engines.engine_table import Role
+
+FIRST_RETRY_S = 0.5
+LONGEST_RETRY_S = 30.0
+
+PROMPT_BLOCKS = 2
+"""Full blocks of a canary's prompt. One more token begins a third block."""
+OUTPUT_TOKENS = 4
+NEARLY = 0.1
+"""Tokens whose log-probabilities differ by less count as equally likely."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An engine that may take part in a trial: up, listed and not draining."""
+
+    epoch: str
+    role: Role
+    fingerprint: str
+    load: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A canary to send: the epochs of its pair."""
+
+    prefill: str
+    decode: str
+
+
+@dataclass(slots=True)
+class _Record:
+    verified: bool = False
+    on_trial: bool = False
+    failures: int = 0
+    retry_at: float = 0.0
+
+
+class TrialBook:
+    """The trials of one router. The caller passes the time, in seconds of any clock."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, _Record] = {}
+        self._failed_pairs: dict[Trial, int] = {}
+
+    def verified(self, epoch: str) -> bool:
+        record = self._records.get(epoch)
+        return record is not None and record.verified
+
+    def keep(self, epochs: Collection[str]) -> None:
+        """Forget every engine but these."""
+        self._records = {e: r for e, r in self._records.items() if e in epochs}
+        self._failed_pairs = {
+            pair: count
+            for pair, count in self._failed_pairs.items()
+            if pair.prefill in epochs and pair.decode in epochs
+        }
+
+    def due(self, candidates: Sequence[Candidate], now: float) -> list[Trial]:
+        """Return trials to begin now. Each must be reported to `ended`.
+
+        The pairs that failed least come first, whichever engine of the two asks. Otherwise broken
+        engines could take a sound one as their partner again and again, before it finds one of its
+        own.
+        """
+        free = {e.epoch for e in candidates if not self._record(e.epoch).on_trial}
+        pairs = [
+            (self._preference(engine, partner), engine.epoch, partner.epoch, _pair(engine, partner))
+            for engine in candidates
+            if self._wants_proof(engine.epoch, now)
+            for partner in candidates
+            if partner.role != engine.role and partner.fingerprint == engine.fingerprint
+        ]
+        trials = []
+        for _, engine_epoch, partner_epoch, trial in sorted(pairs, key=lambda pair: pair[0]):
+            if engine_epoch in free and partner_epoch in free:
+                trials.append(trial)
+                for record in self._unproven(trial):
+                    record.on_trial = True
+                free -= {e for e in (engine_epoch, partner_epoch) if not self.verified(e)}
+        return trials
+
+    def ended(self, trial: Trial, *, ok: bool, now: float) -> None:
+        """Record the end of a trial. A failure does not show which of the two engines
+        is at fault."""
+        if not ok:
+            self._failed_pairs[trial] = self._failed_pairs.get(trial, 0) + 1
+        for record in self._unproven(trial):
+            record.on_trial = False
+            record.verified = ok
+            if not ok:
+                record.failures += 1
+                record.retry_at = now + back_off_s(record.failures)
+
+    def _unproven(self, trial: Trial) -> list[_Record]:
+        both = (self._record(epoch) for epoch in (trial.prefill, trial.decode))
+        return [record for record in both if not record.verified]
+
+    def _record(self, epoch: str) -> _Record:
+        return self._records.setdefault(epoch, _Record())
+
+    def _wants_proof(self, epoch: str, now: float) -> bool:
+        record = self._record(epoch)
+        return not (record.verified or record.on_trial) and now >= record.retry_at
+
+    def _preference(self, engine: Candidate, partner: Candidate) -> tuple[int, bool, int]:
+        """Somebody else than last time, if it failed; then one that needs the proof too."""
+        failed = self._failed_pairs.get(_pair(engine, partner), 0)
+        return failed, self.verified(partner.epoch), partner.load
+
+
+def back_off_s(failures: int) -> float:
+    """Return how long to wait after this many failures in a row."""
+    return float(min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** (min(failures, 16) - 1)))
+
+
+def prompt_length(block_size: int, max_model_len: int) -> int:
+    """Return the length of a canary's prompt in tokens: long enough for whole blocks and a begun
+    one."""
+    return max(1, min(PROMPT_BLOCKS * block_size + 1, max_model_len - OUTPUT_TOKENS))
+
+
+def complaint(
+    outputs: Sequence[EngineCoreOutput], prompt_tokens: int, blocks: int, blocks_received: int
+) -> str:
+    """Return what is wrong with the decode engine's answer to a canary; empty if nothing is.
+
+    Args:
+        outputs: everything that the decode engine sent, the last of them finished.
+        blocks: how many the prompt fills.
+        blocks_received: how many more the decode engine has received since the canary began.
+    """
+    computed = prompt_tokens - received_tokens(outputs)
+    if computed > 0:
+        return f"decode computed {computed} of {prompt_tokens} prompt tokens itself"
+    if blocks_received < blocks:
+        return f"only {blocks_received} of {blocks} blocks crossed the hinge"
+    if not any(output.new_token_ids for output in outputs):
+        return "decode made no token"
+    return ""
+
+
+def unlike(tokens: Sequence[int], alone: Sequence[EngineCoreOutput]) -> str:
+    """Return how the answer to a canary differs from the answer of the decode engine alone; empty
+    if it does not.
+
+    Engines that compute in batches may round differently each time. So a token that the decode
+    engine finds nearly as likely as its own counts as the same, and what comes after it may be
+    anything.
+
+    Args:
+        tokens: the answer to the canary, all of it greedy.
+        alone: decode's own outputs, perhaps with log-probabilities of alternatives for each token.
+    """
+    num_alone = sum(len(output.new_token_ids) for output in alone)
+    if min(len(tokens), num_alone) < OUTPUT_TOKENS:
+        return f"decode made {len(tokens)} tokens, and alone {num_alone}, of {OUTPUT_TOKENS}"
+    place = 0
+    for output in alone:
+        probable = output.new_logprobs
+        for index, own in enumerate(output.new_token_ids):
+            if place == len(tokens):
+                break
+            token, place = tokens[place], place + 1
+            if token == own:
+                continue
+            found: dict[int, float] = {}
+            if probable is not None:
+                ids, values = probable.logprob_token_ids[index], probable.logprobs[index]
+                found = dict(zip(ids, values, strict=True))
+            if found.get(own, 0.0) - found.get(token, -math.inf) <= NEARLY:
+                return ""
+            return f"token {place} is {token}, and decode alone answers {own}: its KV is wrong"
+    return ""
+
+
+def received_tokens(outputs: Sequence[EngineCoreOutput]) -> int:
+    """Return the prompt tokens whose KV the decode engine reports as received."""
+    return sum(output.num_received_tokens for output in outputs)
+
+
+def _pair(one: Candidate, other: Candidate) -> Trial:
+    prefill, decode = (one, other) if one.role == "prefill" else (other, one)
+    return Trial(prefill.epoch, decode.epoch)

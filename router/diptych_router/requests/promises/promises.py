@@ -1,0 +1,136 @@
+"""What a service promises to each request: whether it can be kept, and whether it was.
+
+`spec.slo` promises a time to the first token, and a mean time for each token after it. A request
+whose first token would be late is refused when it arrives, because it would use engines in vain and
+delay others. docs/promises.md explains the rules. Both are read from the request's record; the
+caller passes the time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Hashable
+from typing import Final, Generic, Literal, NamedTuple, TypeVar
+
+from diptych_protocol import EngineOverloadedError, Slo, TenantOverloadedError
+from diptych_protocol.admin import RECENT_S
+from diptych_router.choosing.first_token import FirstToken
+from diptych_router.engines.engine_table import Role
+from diptych_router.requests.promises.caution import Caution
+from diptych_router.requests.record.request_record import RequestRecord
+
+Promise = Literal["first_token", "inter_token"]
+Outcome = Literal["kept", "missed", "refused"]
+
+MOST_RETRY_S: Final = 60
+"""The longest time after which a client is told to come back, because everything may be different
+by then."""
+SLOT_S: Final = RECENT_S / 12
+"""Events within this many seconds are dropped together."""
+
+What = TypeVar("What", bound=Hashable)
+
+
+class Kind(NamedTuple):
+    """The kinds of counts."""
+
+    pool: Role
+    """The pool that computed, or was to compute: the prompt for a first token, the later tokens
+    otherwise."""
+    promise: Promise
+    outcome: Outcome
+
+
+class RecentCounts(Generic[What]):
+    """Counts of the last `RECENT_S` seconds, exact to `SLOT_S`."""
+
+    def __init__(self) -> None:
+        self._slots = deque[tuple[int, Counter[What]]]()
+        """Number of the slot, and what happened in it; the oldest first."""
+
+    def add(self, what: What, now: float) -> None:
+        slot = int(now / SLOT_S)
+        if not self._slots or self._slots[-1][0] < slot:
+            self._forget(slot)
+            self._slots.append((slot, Counter()))
+        self._slots[-1][1][what] += 1
+
+    def total(self, now: float) -> Counter[What]:
+        """Return the count at this time."""
+        self._forget(int(now / SLOT_S))
+        return sum((counts for _, counts in self._slots), Counter())
+
+    def _forget(self, slot: int) -> None:
+        while self._slots and self._slots[0][0] <= slot - RECENT_S / SLOT_S:
+            self._slots.popleft()
+
+
+class Promises:
+    """The promises of one service, and how often this router saw each kept."""
+
+    def __init__(self, slo: Slo) -> None:
+        self.first_token_ms = slo.ttft_ms
+        self._caution = None if slo.ttft_ms is None else Caution(slo.ttft_ms / 1e3)
+        self._inter_token_s = None if slo.inter_token_ms is None else slo.inter_token_ms / 1e3
+        self.counts = Counter[Kind]()
+        """Number of requests; several answers to one prompt count each."""
+        self.recent = RecentCounts[Kind]()
+        """The same of late, without what more engines could not change."""
+
+    def refusal(
+        self, record: RequestRecord, first: FirstToken, now: float
+    ) -> EngineOverloadedError | None:
+        """Return the error for a request that arrives now and would miss its deadline; None to
+        serve it."""
+        if self._caution is None or record.prefill_only:
+            return None
+        late_s = self._caution.late_s(first)
+        if late_s <= 0:
+            record.expected = first
+            return None
+        self._count(Kind(record.pool, "first_token", "refused"), now)
+        retry_s = min(MOST_RETRY_S, math.ceil(late_s))
+        promised = f"promised within {self._caution.promised_s:g} s (slo.ttftMs)"
+        what = f"the first token is {promised}, and would come {late_s:.2f} s later"
+        if record.tenant and self._caution.late_s(first, alone=True) <= 0:
+            return TenantOverloadedError(
+                f"{what}, because of the other requests of this API key; retry in {retry_s} s",
+                retry_after_s=retry_s,
+            )
+        return EngineOverloadedError(f"{what}; retry in {retry_s} s", retry_after_s=retry_s)
+
+    def saw_first(self, record: RequestRecord, now: float) -> None:
+        """Record that the first token of a request was delivered."""
+        if self._caution is not None:
+            took_s = now - record.began_s
+            kept = took_s <= self._caution.promised_s
+            if record.expected is not None and record.num_attempts == 1:
+                self._caution.saw(record.expected, took_s)
+            possible = record.expected is None or self._caution.is_possible(record.expected)
+            kind = Kind(record.pool, "first_token", "kept" if kept else "missed")
+            self._count(kind, now, of_load=kept or possible)
+
+    def saw_end(self, record: RequestRecord, now: float) -> None:
+        """Record that the last token of a request was delivered."""
+        gaps = record.tokens.total - 1
+        if self._inter_token_s is not None and record.first_token_s is not None and gaps > 0:
+            kept = now - record.first_token_s <= self._inter_token_s * gaps
+            self._count(Kind("decode", "inter_token", "kept" if kept else "missed"), now)
+
+    def saw_failure(self, record: RequestRecord, now: float, *, of_load: bool) -> None:
+        """Record that an accepted request ended with an error.
+
+        of_load: because the engines had too much to do.
+        """
+        if record.first_token_s is not None:
+            if self._inter_token_s is not None:
+                self._count(Kind("decode", "inter_token", "missed"), now, of_load=of_load)
+        elif self._caution is not None and not record.prefill_only:
+            kind = Kind(record.pool, "first_token", "missed")
+            self._count(kind, now, of_load=of_load)
+
+    def _count(self, kind: Kind, now: float, *, of_load: bool = True) -> None:
+        self.counts[kind] += 1
+        if of_load:
+            self.recent.add(kind, now)

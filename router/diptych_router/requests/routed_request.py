@@ -1,0 +1,356 @@
+"""One request's path through the pools, as a small state machine over engine outputs.
+
+    PREFILL ──token + lease──▶ DECODE ──finish──▶ done
+       │ error / loss           │  │ ▲
+       │                        │  └─┘ lease: another decode engine goes on
+       │                        │ error / loss
+       └────────────────────────┴─▶ a new attempt with prompt + tokens so far
+
+It decides what to send next; `RequestTable` decides where. There is no I/O here.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from diptych_frontend.fair_share import OUTPUT_WEIGHT, Account
+from diptych_protocol import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    KVTransferParams,
+    SamplingParams,
+)
+from diptych_protocol.wire import ErrorKind
+from diptych_router.choosing.policy import RequestView
+from diptych_router.engines.prefixes.block_keys import BlockNaming, block_keys
+from diptych_router.engines.prefixes.hash_table import Keys
+from diptych_router.requests.record.request_record import RequestRecord, Setback
+
+MAX_ERRORS = 3
+"""How often engines may report that they failed with a request."""
+MAX_LOSSES = 8
+"""How often engines may be lost during a request, or hand-offs to them may fail.
+
+It is more than `MAX_ERRORS`, because it is seldom the request's fault: a stream must survive
+several engines whose pods are deleted without warning. It is bounded, because a request that does
+kill engines must not kill all of them.
+"""
+MAX_LATE = 2
+"""How often a request is moved from an engine that is late with its first token. After that it
+waits, because all engines seem to be slow."""
+
+
+class Stage(enum.Enum):
+    PREFILL = enum.auto()
+    DECODE = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """A request that was announced to a decode engine."""
+
+    engine: str
+    core_id: str
+
+
+@dataclass(slots=True)
+class RoutedRequest:
+    """A request as its user meant it, and its progress."""
+
+    original: EngineCoreRequest
+    max_model_len: int
+    record: RequestRecord
+    """What has happened to it, for reports."""
+    generated: list[int] = field(default_factory=list)
+    """Every token that has been delivered to the user."""
+    placements: int = 0
+    """How often it was sent to an engine."""
+    errors: int = 0
+    losses: int = 0
+    late: int = 0
+    patience_s: float = math.inf
+    """An engine of this attempt has to bring a token within this many seconds."""
+    first_token_by: float = math.inf
+    """When the present engine is late, by the loop's clock."""
+    suspects: dict[str, Stage | None] = field(default_factory=dict)
+    """Keys of engines that failed it since its last progress -> at what. If another engine succeeds
+    at that, the request was not at fault. None: this engine was blamed at once."""
+    stage: Stage = Stage.PREFILL
+    engine: str = ""
+    """Key of the engine that works on it now."""
+    prefill_engine: str = ""
+    """Key of the engine chosen for its prompt; empty: the one that decodes."""
+    decode_engine: str = ""
+    """Key of the engine chosen to take over after prefill."""
+    lease: dict[str, Any] | None = None
+    """kv_transfer_params of a lease that no decode engine has read yet."""
+    announced: Announcement | None = None
+    """The announcement of its next placement. If that placement is at the announced engine, it will
+    have the announced id."""
+    moving: bool = False
+    """Whether its engine was asked to hand it off."""
+    full: set[str] = field(default_factory=set)
+    """Keys of the engines that had no room for it since its last progress."""
+    account: Account = field(default_factory=Account)
+    """The account of its tenant."""
+    crowded: bool = False
+    """Whether it waits because its tenant has many requests at the engines, and others need them
+    too."""
+    usual_output: float = 0.0
+    """The average number of tokens in an answer."""
+    _hashed: dict[BlockNaming, Keys] = field(default_factory=dict)
+    """The keys of its blocks, as they were last asked for."""
+    hold_until: float | None = None
+    """When it stops waiting for an engine, by the loop's clock. Set when it first has to wait, so
+    that attempts in between do not extend it; None after any progress."""
+
+    @property
+    def request_id(self) -> str:
+        return self.original.request_id
+
+    @property
+    def core_id(self) -> str:
+        """The id for engines. Each placement has an id of its own, so that late outputs of an
+        earlier placement are recognised, even from the same engine."""
+        return self._core_id(self.placements)
+
+    def _core_id(self, placement: int) -> str:
+        return f"{self.original.request_id}/{placement}"
+
+    @property
+    def urgency(self) -> tuple[int, float]:
+        """A sort key: by priority, then by when its first token is due. Smaller is sooner."""
+        due_at = self.original.arrival_time + (self.original.deadline_ms or 0) / 1e3
+        return self.original.priority, due_at
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.original.prompt_token_ids or ())
+
+    @property
+    def has_decoded(self) -> bool:
+        """Whether an engine has decoded for it, so that one holds the KV of its prompt."""
+        return self.stage is Stage.DECODE and self.lease is None and bool(self.generated)
+
+    @property
+    def view(self) -> RequestView:
+        """Return what a policy may know of it."""
+        adapter = self.original.lora_request
+        return RequestView(
+            self.prompt_tokens + len(self.generated),
+            0.0 if self.prefill_only else min(self.usual_output, self.tokens_left),
+            prefill_only=self.prefill_only,
+            keys=self._keys if self.original.prompt_embeds is None else None,
+            adapter="" if adapter is None else adapter.lora_name,
+            tenant=self.original.tenant,
+        )
+
+    def _keys(self, naming: BlockNaming) -> Keys:
+        """The keys of the full blocks of its tokens but for the last, which is always computed."""
+        num_tokens = self.prompt_tokens + len(self.generated) - 1
+        known = self._hashed.get(naming)
+        if known is None or len(known) != num_tokens // naming.block_size:
+            tokens = [*(self.original.prompt_token_ids or ()), *self.generated][:-1]
+            known = self._hashed[naming] = block_keys(self.original, tokens, naming)
+        return known
+
+    @property
+    def prefill_only(self) -> bool:
+        """Whether its prompt is pooled, so that nothing is decoded."""
+        return self.original.pooling_params is not None
+
+    @property
+    def tokens_left(self) -> int:
+        """How many tokens may still be generated."""
+        by_length = self.max_model_len - self.prompt_tokens - len(self.generated)
+        wanted = self.original.sampling.max_tokens
+        return by_length if wanted is None else min(by_length, wanted - len(self.generated))
+
+    def place(self, engine: str, stage: Stage) -> None:
+        """Record that it goes to this engine now; the next `*_request` returns what to send."""
+        self.placements += 1
+        self.engine, self.stage, self.moving = engine, stage, False
+        self.first_token_by = math.inf
+
+    def set_back(self, setback: Setback) -> bool:
+        """Count what went wrong; True if it deserves another attempt."""
+        self.errors += setback is Setback.ERROR
+        self.losses += setback in (Setback.LOSS, Setback.FULL)
+        self.late += setback is Setback.LATE
+        if setback is Setback.FULL:
+            self.full.add(self.engine)
+        if setback is Setback.REFUSED:
+            return False
+        return self.errors < MAX_ERRORS and self.losses < MAX_LOSSES
+
+    @property
+    def avoided(self) -> Collection[str]:
+        """Keys of engines that should not get it again while there are others."""
+        return self.full | self.suspects.keys() if self.suspects else self.full
+
+    def suspect(self) -> None:
+        """Record that the present engine failed. If that was a hand-off, both sides
+        are suspects."""
+        self.suspects[self.engine] = self.stage
+        if self.stage is Stage.DECODE and self.lease is not None and self.prefill_engine:
+            self.suspects[self.prefill_engine] = self.stage
+
+    def take_guilty(self) -> list[str]:
+        """Return the suspects, because another engine has succeeded at what they failed at."""
+        guilty = [
+            engine
+            for engine, stage in self.suspects.items()
+            if stage is self.stage and engine != self.engine
+        ]
+        for engine in [e for e, s in self.suspects.items() if s in (self.stage, None)]:
+            del self.suspects[engine]
+        return guilty
+
+    def setback_of(self, kind: ErrorKind) -> Setback:
+        """Return the meaning of an engine's error: with an unread lease the hand-off has failed."""
+        if kind is ErrorKind.OVERLOADED:
+            return Setback.FULL
+        if kind is ErrorKind.REFUSED:
+            return Setback.REFUSED
+        handing_off = self.stage is Stage.DECODE and self.lease is not None
+        return Setback.LOSS if handing_off else Setback.ERROR
+
+    def prefill_request(
+        self, lease_id: str | None = None, source: KVTransferParams | None = None
+    ) -> EngineCoreRequest:
+        """Return the request for the prefill engine: compute the KV, sample one token, keep the KV
+        for a decode engine.
+
+        When only one token is wanted there is nothing to hand off. lease_id: the id for the lease,
+        32 random hexadecimal digits. source: the engine that may have the KV of a prefix.
+        """
+        if self.tokens_left <= 1:
+            return self.aggregated_request(source)
+        params = self.original.sampling
+        max_tokens = len(self.generated) + 1
+        lent = KVTransferParams(do_remote_decode=True, lease_id=lease_id)
+        first = msgspec.structs.replace(
+            params,
+            max_tokens=max_tokens,
+            min_tokens=min(params.min_tokens, max_tokens),
+            extra_args=self._extra_args(lent.to_dict()),
+        )
+        return self._with(first, source)
+
+    @property
+    def worth_announcing(self) -> bool:
+        """Whether prefill will hand it off, and announcing it is cheap."""
+        return self.tokens_left > 1 and self.original.prompt_embeds is None
+
+    def announce(self, engine: str, lends: KVTransferParams, lease_id: str) -> EngineCoreRequest:
+        """Return the announcement to the decode engine during prefill: the request that it will get
+        if all goes well.
+
+        lends: the common part of the prefill engine's leases.
+        """
+        coming = self._core_id(self.placements + 1)
+        self.announced = Announcement(engine, coming)
+        num_tokens = self.prompt_tokens + len(self.generated)
+        lease = msgspec.structs.replace(lends, lease_id=lease_id, remote_num_tokens=num_tokens)
+        params = msgspec.structs.replace(
+            self.original.sampling, extra_args=self._extra_args(lease.to_dict())
+        )
+        coming_request = self._with(params, core_id=coming)
+        if coming_request.mm_features is not None:  # their names tell D enough
+            coming_request.mm_features = [
+                msgspec.structs.replace(feature, data=None)
+                for feature in coming_request.mm_features
+            ]
+        return coming_request
+
+    def withdraw_announcement(self) -> Announcement | None:
+        """Withdraw the announced placement. Returns the announcement; its id cannot
+        be used again."""
+        announced, self.announced = self.announced, None
+        self.placements += announced is not None
+        return announced
+
+    def decode_request(self) -> EngineCoreRequest:
+        """Return the request for the decode engine: take the KV over and continue after the tokens
+        that the user has."""
+        return self._with(
+            msgspec.structs.replace(self.original.sampling, extra_args=self._extra_args(self.lease))
+        )
+
+    def aggregated_request(self, source: KVTransferParams | None = None) -> EngineCoreRequest:
+        """Return the request for one engine that does everything. source: the engine that may have
+        the KV of a prefix."""
+        if self.prefill_only:
+            return self._with(None, source)
+        params = msgspec.structs.replace(self.original.sampling, extra_args=self._extra_args(None))
+        return self._with(params, source)
+
+    def _extra_args(self, kv_transfer_params: dict[str, Any] | None) -> dict[str, Any] | None:
+        extra = dict(self.original.sampling.extra_args or {})
+        extra.pop("kv_transfer_params", None)
+        if kv_transfer_params is not None:
+            extra["kv_transfer_params"] = kv_transfer_params
+        return extra or None
+
+    def _with(
+        self,
+        params: SamplingParams | None,
+        source: KVTransferParams | None = None,
+        core_id: str = "",
+    ) -> EngineCoreRequest:
+        """For an engine that knows it by this id; empty: that of the placement of now."""
+        core_id, trace = core_id or self.core_id, self.record.trace
+        headers = self.original.trace_headers if trace is None else trace.headers(core_id)
+        return msgspec.structs.replace(
+            self.original,
+            request_id=core_id,
+            trace_headers=headers,
+            sampling_params=params,
+            generated_token_ids=list(self.generated) or None,
+            prefix_source=source,
+            deadline_ms=None if self.generated else self.original.deadline_ms,
+        )
+
+    def absorb(self, output: EngineCoreOutput) -> bool:
+        """Take an output of the engine in charge; True if another engine has to continue.
+
+        An output that ends only a stage is changed to look unfinished to the user. The output gets
+        the user's id of the request.
+        """
+        self.generated += output.new_token_ids
+        self.account.served += OUTPUT_WEIGHT * len(output.new_token_ids)
+        self.hold_until = None
+        self.first_token_by = math.inf
+        self.full.clear()
+        prefill_done = (
+            self.stage is Stage.PREFILL
+            and output.finish_reason is FinishReason.LENGTH
+            and self.tokens_left > 0
+        )
+        handed_off = is_hand_off(output)
+        if prefill_done or handed_off:
+            self.lease = output.kv_transfer_params
+            output.finish_reason = None
+        elif self.stage is Stage.DECODE and output.new_token_ids:
+            self.lease = None  # the engine that decodes now has read it
+        output.kv_transfer_params = None
+        output.request_id = self.original.request_id
+        return prefill_done or handed_off
+
+
+def is_hand_off(output: EngineCoreOutput) -> bool:
+    """Whether a decode engine released a request, and lends its blocks to the engine that takes
+    over."""
+    return output.finish_reason is FinishReason.ABORT and output.kv_transfer_params is not None
+
+
+def is_given_up(output: EngineCoreOutput) -> bool:
+    """Whether an engine ended a request unasked, because it shuts down."""
+    return output.finish_reason is FinishReason.ABORT and output.kv_transfer_params is None

@@ -1,0 +1,154 @@
+"""Converts the record of a request into the types of `diptych_protocol.admin`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from diptych_frontend.observability.steady_clock import time_of_day
+from diptych_protocol.admin import (
+    AttemptReport,
+    Candidate,
+    Choice,
+    PlacementReport,
+    RequestLine,
+    RequestReport,
+    StationReport,
+)
+from diptych_router.choosing.policy import Decision, Priced
+from diptych_router.requests.record.course import Placement
+from diptych_router.requests.record.request_record import Attempt, RequestRecord
+
+MOST_CANDIDATES: Final = 8
+"""The most engines of one pool that are reported, beside the chosen one."""
+MOST_CHARACTERS: Final = 256
+"""A reason is cut to this length."""
+
+NameOf = Callable[[str], str]
+"""A function from an engine's key to its name."""
+
+
+def report_of(record: RequestRecord, name_of: NameOf) -> RequestReport:
+    """Return everything recorded about a request."""
+    first = record.attempts[0] if record.attempts else None
+    began_s, ended_s = record.began_s, record.ended_s
+    return RequestReport(
+        request_id=record.shown_id,
+        core_id=record.request_id,
+        unix_time=time_of_day(began_s),
+        prompt_tokens=record.prompt_tokens,
+        output_tokens=_output_tokens(record),
+        waited_s=None if first is None else first.began_s - began_s,
+        seconds=None if ended_s is None else ended_s - began_s,
+        outcome=record.outcome,
+        attempts=[_attempt(attempt, name_of) for attempt in record.attempts],
+        attempts_left_out=record.num_attempts - len(record.attempts),
+        tenant=record.tenant,
+        placements=[
+            _placement(placement, number, began_s)
+            for number, attempt in enumerate(record.attempts, start=1)
+            for placement in attempt.placements
+        ],
+        token_times_s=[time_s - began_s for time_s in record.tokens.marks[::2]],
+        token_counts=[int(count) for count in record.tokens.marks[1::2]],
+    )
+
+
+def _output_tokens(record: RequestRecord) -> int:
+    """Tokens of an answer are told once it has ended."""
+    return 0 if record.ended_s is None else record.tokens.total
+
+
+def _placement(placement: Placement, attempt: int, began_s: float) -> PlacementReport:
+    first = placement.first_word_s
+    return PlacementReport(
+        engine=placement.name,
+        attempt=attempt,
+        sent_s=placement.sent_s - began_s,
+        first_word_s=None if first is None else first - began_s,
+        received_tokens=placement.received_tokens,
+        stations=[
+            StationReport(name=kind.name.lower(), at_s=time_s - began_s, prompt_tokens=tokens)
+            for kind, time_s, tokens, _ in placement.stations()
+        ],
+    )
+
+
+def line_of(record: RequestRecord) -> RequestLine:
+    """Return a request's line for a list."""
+    newest = record.attempts[-1] if record.attempts else None
+    words = (placement.first_word_s for x in record.attempts for placement in x.placements)
+    first_s = next((word_s for word_s in words if word_s is not None), None)
+    return RequestLine(
+        request_id=record.shown_id,
+        unix_time=time_of_day(record.began_s),
+        prompt_tokens=record.prompt_tokens,
+        output_tokens=_output_tokens(record),
+        prefill="" if newest is None else newest.prefill,
+        decode="" if newest is None else _decode(newest),
+        attempts=record.num_attempts,
+        first_token_s=None if first_s is None else first_s - record.began_s,
+        outcome=record.outcome,
+    )
+
+
+def _attempt(attempt: Attempt, name_of: NameOf) -> AttemptReport:
+    decision, setback, decoding = attempt.decision, attempt.setback, attempt.decoding
+    first_token_s, hand_off_s = attempt.first_token_s, attempt.hand_off_s
+    return AttemptReport(
+        unix_time=time_of_day(attempt.began_s),
+        reason=decision.reason,
+        prefill=attempt.prefill,
+        decode=attempt.decode,
+        fetch=name_of(decision.fetch) if decision.fetch else "",
+        fetch_tokens=decision.fetch_tokens,
+        terms=dict(decision.terms),
+        to_compute=decision.to_compute,
+        choices=[_choice(priced, decision, name_of) for priced in decision.weighed],
+        first_token_expected_s=attempt.first_token_expected_s,
+        first_token_s=first_token_s,
+        cached_tokens=None if first_token_s is None else attempt.placements[0].cached_tokens,
+        hand_off_expected_s=attempt.hand_off_expected_s,
+        hand_off_s=hand_off_s,
+        received_tokens=0 if hand_off_s is None else decoding[0].received_tokens,
+        decoded_by=[placement.name for placement in decoding],
+        setback="" if setback is None else setback.name.lower(),
+        why=attempt.why[:MOST_CHARACTERS],
+        setback_s=None if attempt.ended_s is None else attempt.ended_s - attempt.began_s,
+    )
+
+
+def _choice(priced: Priced, decision: Decision, name_of: NameOf) -> Choice:
+    """The cheapest engines of a pool, and the chosen one if it is another."""
+    taken = _taken(priced, decision)
+    shown = priced.cheapest(MOST_CANDIDATES)
+    keys = [row.key for row in priced.rows[: len(priced.engines.barred)]]
+    if taken in keys and keys.index(taken) not in shown:
+        shown.append(keys.index(taken))
+    return Choice(
+        duty=priced.duty,
+        num_able=priced.num_able,
+        candidates=[
+            Candidate(
+                engine=name_of(keys[at]),
+                chosen=keys[at] == taken,
+                cost=priced.cost(at),
+                terms=priced.terms(at),
+                cached_tokens=int(priced.engines.cached[at]),
+                near=priced.near(at),
+            )
+            for at in shown
+        ],
+    )
+
+
+def _taken(priced: Priced, decision: Decision) -> str | None:
+    """The key of the engine that was chosen for this duty; None: the other way was cheaper."""
+    if priced.duty == "prefill":
+        return decision.prefill or (decision.decode if len(decision.weighed) == 1 else None)
+    return decision.decode if (priced.duty == "decode") == bool(decision.prefill) else None
+
+
+def _decode(attempt: Attempt) -> str:
+    """The engine that decoded last, or else the one that was to."""
+    return attempt.decoding[-1].name if attempt.decoding else attempt.decode

@@ -1,0 +1,144 @@
+"""The page's view of both pools as plain values: figures of engines, and changes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from diptych_protocol import KVTransferStats
+from diptych_router.engines.engine_link import EngineLink
+from diptych_router.requests.pool_client import PoolClient
+
+MOST_ENGINES: Final = 64
+"""The most engines that a page lists; it gets the number of the others."""
+
+
+class EngineFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One engine at one moment. Totals count from its start. Fields left out of the JSON are 0."""
+
+    id: str
+    """It stays the same when another process answers at the engine's address."""
+    name: str
+    """The name of the last engine that answered, while nobody answers; empty if none ever has."""
+    role: str
+    state: str
+    """ok, new (not verified yet), away, silent, failing, draining or paused."""
+    running: int = 0
+    """Requests in its batch: rows of a step."""
+    waiting: int = 0
+    queued_tokens: int = 0
+    """Prompt tokens that no step has computed and no cached prefix covers."""
+    blocks_used: int = 0
+    blocks_total: int = 0
+    block_tokens: int = 0
+    """Tokens in a block."""
+    blocks_sent: int = 0
+    blocks_received: int = 0
+    bytes_received: int = 0
+    leases: int = 0
+    """Leases that wait to be read, or are being read."""
+
+
+class Panels(msgspec.Struct, frozen=True, kw_only=True):
+    """Both pools at one moment."""
+
+    engines: list[EngineFigures]
+    open_requests: int
+    held_requests: int
+    """Requests that wait because a pool is empty."""
+    left_out: int = 0
+    """Engines that are not listed, because there are so many."""
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One event: what differs from the state that a page has."""
+
+    engines: list[EngineFigures]
+    """Engines with other figures than before."""
+    gone: list[str] = []
+    """Ids of engines that no longer exist."""
+    open_requests: int
+    held_requests: int
+    left_out: int = 0
+
+
+def figures_of(link: EngineLink, state: str) -> EngineFigures:
+    """Return an engine's figures, as the router sees it, from the engine's last report."""
+    name = hashlib.blake2b(link.key.encode(), digest_size=6).hexdigest()
+    about = link.description
+    if about is None:
+        return EngineFigures(id=name, name=link.known_as, role=link.role, state=state)
+    stats = link.stats
+    transfer = stats.kv_transfer or KVTransferStats()
+    return EngineFigures(
+        id=name,
+        name=link.known_as,
+        role=link.role,
+        state=state,
+        running=stats.num_running,
+        waiting=stats.num_waiting,
+        queued_tokens=stats.queued_prompt_tokens,
+        blocks_used=stats.blocks_total - stats.blocks_free,
+        blocks_total=stats.blocks_total,
+        block_tokens=about.block_size,
+        blocks_sent=transfer.blocks_sent,
+        blocks_received=transfer.blocks_received,
+        bytes_received=transfer.bytes_received,
+        leases=transfer.leases_held,
+    )
+
+
+def panels_of(engines: Sequence[EngineFigures], open_requests: int, held_requests: int) -> Panels:
+    """Return the pools with no more engines than a page lists, in a fixed order."""
+    told = sorted(engines, key=lambda engine: (engine.role != "prefill", engine.name, engine.id))
+    return Panels(
+        engines=told[:MOST_ENGINES],
+        open_requests=open_requests,
+        held_requests=held_requests,
+        left_out=max(0, len(told) - MOST_ENGINES),
+    )
+
+
+def change(known: Panels | None, now: Panels) -> Change | None:
+    """Return the changes for a page that has the state `known`; None if nothing has changed. A page
+    without a state gets everything."""
+    before = {engine.id: engine for engine in known.engines} if known is not None else {}
+    after = {engine.id: engine for engine in now.engines}
+    engines = [engine for name, engine in after.items() if before.get(name) != engine]
+    gone = [name for name in before if name not in after]
+    if known is not None and not engines and not gone:
+        counts = (known.open_requests, known.held_requests, known.left_out)
+        if counts == (now.open_requests, now.held_requests, now.left_out):
+            return None
+    return Change(
+        engines=engines,
+        gone=gone,
+        open_requests=now.open_requests,
+        held_requests=now.held_requests,
+        left_out=now.left_out,
+    )
+
+
+def panels_now(client: PoolClient) -> Panels:
+    """Return both pools. No engine is asked, because engines report their figures unasked."""
+    links = client.pools.links.values()
+    figures = [figures_of(link, _state(client, link)) for link in links]
+    return panels_of(figures, client.output_processor.num_unfinished, client.num_held)
+
+
+def _state(client: PoolClient, link: EngineLink) -> str:
+    """The first of these words that is true of an engine."""
+    if not link.up:
+        return "away"
+    if link.silent:
+        return "silent"
+    if link.kept_out:
+        return "failing"
+    if link.stats.draining or not link.listed:
+        return "draining"
+    if link.stats.paused:
+        return "paused"
+    return "ok" if client.pools.usable(link) else "new"

@@ -1,0 +1,150 @@
+"""The routes of the page: its files, its view of the pools, and explanations of its requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import aclosing
+from importlib.metadata import version
+from typing import Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
+
+from diptych_frontend.openai.asgi import UntilDisconnect, client_of, exchange_of
+from diptych_frontend.timeline.lanes import timeline
+from diptych_frontend.timeline.picture import svg
+from diptych_protocol import InvalidRequestError
+from diptych_protocol.admin import Explanation
+from diptych_router.telling.page.assets import Assets
+from diptych_router.telling.page.control import Control
+from diptych_router.telling.page.panels import Panels
+from diptych_router.telling.page.watchers import Watchers
+
+MOST_ID_CHARACTERS: Final = 256
+UNKEPT: Final = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+"""Headers of an answer for one client at one moment, which nobody may cache."""
+ABOUT_PATH: Final = "/ui/api/about"
+EVENTS_PATH: Final = "/ui/api/events"
+ANSWER_PATH: Final = "/ui/api/answers/{request_id:path}"
+TIMELINE_PATH: Final = "/ui/api/timelines/{request_id:path}"
+
+
+class About(msgspec.Struct, frozen=True, kw_only=True):
+    """The first data that a page requests."""
+
+    model: str
+    images: bool
+    """Whether the model, and so its engines, take images."""
+    version: str
+    control: Control | None
+    """Where engines can be killed; None if nowhere."""
+
+
+class Page:
+    """The page of one router."""
+
+    def __init__(
+        self,
+        look: Callable[[], Panels],
+        explained: Callable[[str], Explanation],
+        *,
+        model: str,
+        images: Callable[[], bool],
+        leaving: Callable[[], bool],
+        control: Control | None,
+    ) -> None:
+        """look, leaving: see `Watchers`. explained: returns the records of a request's id."""
+        self._explained = explained
+        self._model, self._images, self._control = model, images, control
+        self._assets = Assets(control.url if control is not None else "")
+        self.watchers = Watchers(look, leaving)
+
+    @property
+    def open_paths(self) -> frozenset[str]:
+        """Paths that need no key."""
+        return frozenset(self._assets.by_path)
+
+    def routes(self) -> list[BaseRoute]:
+        """The routes. All but files need a key, if the API does."""
+        return [
+            *(Route(path, self._assets.answer) for path in self._assets.by_path),
+            Route(ABOUT_PATH, self.about),
+            _only_get(Route(EVENTS_PATH, _Events(self.watchers), methods=["GET"])),
+            Route(ANSWER_PATH, self.answer),
+            Route(TIMELINE_PATH, self.timeline),
+        ]
+
+    async def about(self, request: Request) -> Response:
+        return _json(
+            About(
+                model=self._model,
+                images=self._images(),
+                version=version("diptych"),
+                control=self._control,
+            )
+        )
+
+    async def answer(self, request: Request) -> Response:
+        """Explain why the engines of an answer were chosen, and what came true. Only the caller's
+        own requests are found, and the answer does not reveal whether there are others."""
+        return _json(self._own(request))
+
+    async def timeline(self, request: Request) -> Response:
+        """Draw the timeline of the caller's own request."""
+        found = self._own(request)
+        picture = svg(timeline(found.requests[0]))
+        return Response(picture, media_type="image/svg+xml", headers=UNKEPT)
+
+    def _own(self, request: Request) -> Explanation:
+        """What is remembered under the id in the path. Raises `InvalidRequestError`."""
+        request_id = request.path_params["request_id"]
+        if len(request_id) > MOST_ID_CHARACTERS:
+            raise InvalidRequestError(
+                f"a request id has at most {MOST_ID_CHARACTERS} characters", param="request_id"
+            )
+        found = self._explained(request_id)
+        tenant = exchange_of(request.scope).tenant
+        own = [known for known in found.requests if known.tenant == tenant]
+        if not own:
+            raise InvalidRequestError(
+                "this router remembers no such request of yours",
+                param="request_id",
+                status=404,
+                code="not_found",
+            )
+        return msgspec.structs.replace(found, requests=own)
+
+
+def _only_get(route: Route) -> Route:
+    """Without HEAD, which Starlette adds: a stream would be sent to nobody."""
+    route.methods = {"GET"}
+    return route
+
+
+class _Events:
+    """The stream of what changes in both pools."""
+
+    def __init__(self, watchers: Watchers) -> None:
+        self._watchers = watchers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
+        async with self._watchers.watching(client_of(scope)) as events:
+            exchange.is_event_stream = True
+            headers = [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-store"),
+                (b"x-accel-buffering", b"no"),
+            ]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            async with UntilDisconnect(receive, exchange), aclosing(events):
+                async for event in events:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _json(value: About | Explanation) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json", headers=UNKEPT)

@@ -1,0 +1,137 @@
+/** The service behind the page: what it is asked, always with the key as a header. */
+
+import { eventsOf } from "./events.js";
+
+const KEY_PLACE = "diptych.api-key";
+
+/** What the server says when it refuses. */
+export class Refused extends Error {
+  /**
+   * @param {number} status
+   * @param {string} message
+   */
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+/**
+ * @typedef {{url: string, token: string}} Control where engines can be killed
+ * @typedef {{id: string, sampling: Record<string, number>}} ModelCard one name of the model, and what
+ *   it is sampled with where a request does not say
+ * @typedef {{model: string, images: boolean, version: string, control: Control | null}} About
+ */
+
+export class Service {
+  /** The key of this tab; empty without one. */
+  #key = sessionStorage.getItem(KEY_PLACE) ?? "";
+
+  /** @param {string} key */
+  useKey(key) {
+    this.#key = key;
+    sessionStorage.setItem(KEY_PLACE, key);
+  }
+
+  /** @returns {Promise<About>} */
+  async about() {
+    return (await this.#ask("/ui/api/about")).json();
+  }
+
+  /** @returns {Promise<ModelCard[]>} the model and its adapters */
+  async models() {
+    return (await (await this.#ask("/v1/models")).json()).data;
+  }
+
+  /**
+   * What the router remembers of an answer; see `Explanation` in diptych_protocol/admin.py.
+   * @param {string} requestId
+   * @returns {Promise<import("./facts.js").Explanation>}
+   */
+  async answer(requestId) {
+    return (await this.#ask(`/ui/api/answers/${encodeURIComponent(requestId)}`)).json();
+  }
+
+  /**
+   * When an answer was where, as an SVG.
+   * @param {string} requestId
+   * @returns {Promise<string>}
+   */
+  async timeline(requestId) {
+    return (await this.#ask(`/ui/api/timelines/${encodeURIComponent(requestId)}`)).text();
+  }
+
+  /**
+   * Changes of the pools, as they happen.
+   * @returns {AsyncGenerator<import("./pools.js").Change>}
+   */
+  async *changes() {
+    const answer = await this.#ask("/ui/api/events");
+    if (!answer.body) return;
+    for await (const data of eventsOf(answer.body)) yield JSON.parse(data);
+  }
+
+  /**
+   * Begin an answer. The chunks are those of the OpenAI API.
+   * @param {object} body
+   * @param {AbortSignal} signal
+   * @returns {Promise<{requestId: string, chunks: AsyncGenerator<any>}>}
+   */
+  async chat(body, signal) {
+    const answer = await this.#ask("/v1/chat/completions", {
+      method: "POST",
+      headers: { "content-type": "application/json" },
+      body: JSON.stringify(body),
+      signal,
+    });
+    const requestId = answer.headers.get("x-request-id") ?? "";
+    return { requestId, chunks: chunksOf(answer) };
+  }
+
+  /**
+   * Kill an engine of this laptop: `diptych up` does it, and starts it again.
+   * @param {Control} control
+   * @param {string} engine
+   */
+  async kill(control, engine) {
+    const answer = await fetch(`${control.url}/engines/${encodeURIComponent(engine)}/kill`, {
+      method: "POST",
+      headers: { authorization: `Bearer ${control.token}` },
+    });
+    if (!answer.ok) throw await refusalOf(answer);
+  }
+
+  /**
+   * @param {string} path
+   * @param {RequestInit} [options]
+   */
+  async #ask(path, options = {}) {
+    const headers = new Headers(options.headers);
+    if (this.#key) headers.set("authorization", `Bearer ${this.#key}`);
+    const always = /** @type {const} */ ({ cache: "no-store", credentials: "omit" });
+    const answer = await fetch(path, { ...options, ...always, headers });
+    if (!answer.ok) throw await refusalOf(answer);
+    return answer;
+  }
+}
+
+/** @param {Response} answer */
+async function refusalOf(answer) {
+  const body = await answer.json().catch(() => null);
+  return new Refused(answer.status, body?.error?.message ?? `HTTP ${answer.status}`);
+}
+
+/**
+ * @param {Response} answer
+ * @returns {AsyncGenerator<any>}
+ */
+async function* chunksOf(answer) {
+  if (!answer.body) return;
+  for await (const data of eventsOf(answer.body)) {
+    if (data === "[DONE]") return;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new Refused(answer.status, chunk.error.message);
+    yield chunk;
+  }
+  throw new Error("the stream broke off before its end");
+}
