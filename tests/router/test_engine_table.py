@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diptych_protocol.wire import SchedulerStats
+from diptych_protocol.engine_stats import SchedulerStats
 from diptych_router.engines.engine_table import UNHEARD_S, EngineRow, EngineTable, FleetRates
 
 TOKEN_S = 1e-3

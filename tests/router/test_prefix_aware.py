@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_pools import EngineView, fleet_of
 
+from diptych_protocol.engine_stats import SchedulerStats
 from diptych_protocol.router_settings import Disaggregate
-from diptych_protocol.wire import PrefixChanges, SchedulerStats
+from diptych_protocol.wire import PrefixChanges
 from diptych_router.choosing.fleet_table import FleetTable
 from diptych_router.choosing.policies.prefix_aware import POLICY
 from diptych_router.choosing.policy import Decision, Priced, RequestView

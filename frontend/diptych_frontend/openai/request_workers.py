@@ -73,8 +73,6 @@ class Turns(Generic[T]):
         return client, item
 
 
-T = TypeVar("T")
-
 INLINE_BYTES: Final = 2 << 10
 """Bodies up to this size are decoded on the event loop. That takes at most a few milliseconds, less
 than a change to a thread and back."""

@@ -57,7 +57,7 @@ class RequestView:
 
 
 @dataclass(frozen=True, slots=True)
-class Engines:
+class PoolView:
     """One pool as a policy sees it for one request. All arrays are [engines]."""
 
     table: EngineTable
@@ -108,12 +108,12 @@ class Policy(Protocol):
 
     @property
     def reads_prefixes(self) -> bool:
-        """It looks at `Engines.cached`, so engines are asked to report what they remember."""
+        """It looks at `PoolView.cached`, so engines are asked to report what they remember."""
 
     def equal_within(self, duty: Duty) -> float:
         """Engines that cost at most this share more than the cheapest one count as equal."""
 
-    def costs(self, request: RequestView, duty: Duty, engines: Engines) -> Terms:
+    def costs(self, request: RequestView, duty: Duty, engines: PoolView) -> Terms:
         """Return the cost of each engine of a pool for this duty. A pair costs the sum of its two.
         Engines that cannot be chosen are included. The arrays are kept, so none may be a column of
         the table, which changes."""
@@ -127,7 +127,7 @@ class Priced:
         policy: Policy,
         request: RequestView,
         duty: Duty,
-        engines: Engines,
+        engines: PoolView,
         draw: Draw,
     ) -> None:
         self.engines, self.duty = engines, duty
@@ -254,8 +254,8 @@ class Decision:
 def choose(
     policy: Policy,
     request: RequestView,
-    prefill: Engines,
-    decode: Engines,
+    prefill: PoolView,
+    decode: PoolView,
     draw: Draw,
     disaggregate: Disaggregate = "auto",
     pairs: PairRates | None = None,
@@ -284,7 +284,7 @@ def choose(
     return _one(alone, at, f"cheaper than a hand-off: {ALONE}", weighed)
 
 
-def successor(policy: Policy, decode: Engines, fingerprint: float, draw: Draw) -> str | None:
+def successor(policy: Policy, decode: PoolView, fingerprint: float, draw: Draw) -> str | None:
     """Return the decode engine that should take over KV of this fingerprint; None if no usable one
     fits."""
     priced = Priced(policy, RequestView(), "decode", decode, draw)
@@ -304,8 +304,8 @@ def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, fl
 def _pick_pair(
     policy: Policy,
     request: RequestView,
-    prefill: Engines,
-    decode: Engines,
+    prefill: PoolView,
+    decode: PoolView,
     draw: Draw,
     pairs: PairRates | None,
 ) -> tuple[_Picked, _Picked] | None:
@@ -350,8 +350,8 @@ def _best_pair(first: Priced, second: Priced, ways: Ways | None) -> tuple[int, i
     """
     ours = first.engines.column("fingerprint")
     theirs = second.engines.column("fingerprint")
-    kinds = second.engines.table.stands.fingerprints
-    if len(kinds) == 1 and first.engines.table.stands.fingerprints == kinds:
+    kinds = second.engines.table.eligibility.fingerprints
+    if len(kinds) == 1 and first.engines.table.eligibility.fingerprints == kinds:
         return _best_among(first, second, ways)
     found = [_best_among(first, second, ways, ours == kind, theirs == kind) for kind in kinds]
     return min([pair for pair in found if pair is not None], key=itemgetter(2), default=None)
@@ -387,7 +387,7 @@ def _best_among(
     return min(found, other, key=itemgetter(2))
 
 
-def _why_alone(prefill: Engines, disaggregate: Disaggregate) -> str:
+def _why_alone(prefill: PoolView, disaggregate: Disaggregate) -> str:
     if disaggregate == "never":
         return "never disaggregated"
     return "no prefill engine fits" if prefill.any_able else "no usable prefill engine"
@@ -396,8 +396,8 @@ def _why_alone(prefill: Engines, disaggregate: Disaggregate) -> str:
 def _pick_one(
     policy: Policy,
     request: RequestView,
-    prefill: Engines,
-    decode: Engines,
+    prefill: PoolView,
+    decode: PoolView,
     draw: Draw,
 ) -> Decision | None:
     """The engine for a request that is nothing but a prefill: one of the prefill pool, or else of

@@ -35,7 +35,7 @@ from diptych_router.engines.descriptions import common_to_leases
 from diptych_router.engines.engine_table import EngineRow, Role
 from diptych_router.engines.health.liveness import Liveness
 from diptych_router.engines.own_requests import OwnRequests
-from diptych_router.engines.pair_rates import NOWHERE, Place
+from diptych_router.engines.pair_rates import NOWHERE, Location
 from diptych_router.engines.vllm.client import VllmClient
 from diptych_router.engines.vllm.service import VllmService
 
@@ -183,12 +183,12 @@ class EngineLink:
         self.row["silent"] = self.is_bad or self._liveness.in_call
 
     @property
-    def place(self) -> Place:
+    def location(self) -> Location:
         """The node and zone that it reports."""
         about = self.description
         if about is None:
             return NOWHERE
-        return Place(about.node[:MAX_PLACE_CHARACTERS], about.zone[:MAX_PLACE_CHARACTERS])
+        return Location(about.node[:MAX_PLACE_CHARACTERS], about.zone[:MAX_PLACE_CHARACTERS])
 
     @property
     def lends(self) -> KVTransferParams | None:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diptych_protocol import SchedulerStats
-from diptych_protocol.wire import MAX_MOVES_TOLD, Move
+from diptych_protocol.engine_stats import MAX_MOVES_TOLD, Move
 from diptych_router.engines.learned_rates import LearnedRates
 from diptych_router.engines.pair_rates import PairRates
 from diptych_router.engines.prefixes.loaded_adapters import LoadedAdapters
@@ -94,7 +94,7 @@ class EngineTable:
     def _set_columns(self, columns: Floats) -> None:
         self.columns = columns
         self._column: dict[str, Floats] = dict(zip(FIELDS, columns, strict=True))
-        self.standing: Standing | None = None
+        self.last_eligibility: Eligibility | None = None
         """What follows from `SELDOM`; None: one of these has changed."""
 
     @property
@@ -109,11 +109,11 @@ class EngineTable:
         return self._column[name]
 
     @property
-    def stands(self) -> Standing:
+    def eligibility(self) -> Eligibility:
         """The columns that change seldom, and so are not gathered for each decision."""
-        if self.standing is None:
-            self.standing = Standing.of(self._column, self.places)
-        return self.standing
+        if self.last_eligibility is None:
+            self.last_eligibility = Eligibility.of(self._column, self.places)
+        return self.last_eligibility
 
     def add(self, key: str, place: int) -> EngineRow:
         """Add an engine. It counts as having got as much as those that got most."""
@@ -172,7 +172,7 @@ class EngineTable:
         self._prompt_s_at = max(now, self._prompt_s_at)
 
 
-class Standing(NamedTuple):
+class Eligibility(NamedTuple):
     """What is derived from those columns of a table that change seldom. The arrays are [engines],
     read-only."""
 
@@ -192,7 +192,7 @@ class Standing(NamedTuple):
         return list(self.lends)
 
     @classmethod
-    def of(cls, column: Mapping[str, Floats], places: NDArray[np.intp]) -> Standing:
+    def of(cls, column: Mapping[str, Floats], places: NDArray[np.intp]) -> Eligibility:
         """places: see `EngineTable`."""
         usable, lively = column["usable"] > 0, column["silent"] == 0
         lends, kinds = (column["lends"] > 0) & lively, column["fingerprint"]
@@ -251,7 +251,7 @@ class EngineRow:
     def __setitem__(self, name: str, value: float) -> None:
         column = self._table.column(name)
         if name in SELDOM and column[self.at] != value:
-            self._table.standing = None
+            self._table.last_eligibility = None
         column[self.at] = value
 
     def plan(self, more: int) -> None:

@@ -239,7 +239,7 @@ class RequestTable:
     def _pass_turn(
         self, routed: RoutedRequest, setback: Setback | None = None, why: str = ""
     ) -> None:
-        """Its engine has said its last word about it, and is not heard again."""
+        """Record that its engine has sent its last output; later ones are ignored."""
         self._placements.silence(routed)
         self._turns.append(_Turn(routed, setback, why))
 

@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from diptych_router.choosing.policy import FETCH, Duty, Engines, RequestView, Terms
+from diptych_router.choosing.policy import FETCH, Duty, PoolView, RequestView, Terms
 from diptych_router.engines.engine_table import Floats
 
 EQUAL_PROMPT: Final = 0.1
@@ -31,7 +31,7 @@ class PrefixAware:
         is left to chance there."""
         return EQUAL_ANSWER if duty == "decode" else EQUAL_PROMPT
 
-    def costs(self, request: RequestView, duty: Duty, engines: Engines) -> Terms:
+    def costs(self, request: RequestView, duty: Duty, engines: PoolView) -> Terms:
         """See `Policy.costs`."""
         terms = self._without_adapter(request, duty, engines)
         if engines.adapter_s is not None:
@@ -39,7 +39,7 @@ class PrefixAware:
         return terms
 
     def _without_adapter(
-        self, request: RequestView, duty: Duty, engines: Engines
+        self, request: RequestView, duty: Duty, engines: PoolView
     ) -> dict[str, Floats]:
         if duty == "prefill":
             return _prompt(request, engines)
@@ -51,17 +51,17 @@ class PrefixAware:
         return terms | {"stall_s": _rows(engines) * terms["compute_s"]} | answer
 
 
-def _lacking(request: RequestView, engines: Engines) -> Floats:
+def _lacking(request: RequestView, engines: PoolView) -> Floats:
     """[engines] Tokens of the prompt that each would have to compute or to fetch."""
     return engines.once("lacking", lambda: request.prompt_tokens - engines.cached)
 
 
-def _rows(engines: Engines) -> Floats:
+def _rows(engines: PoolView) -> Floats:
     """[engines] Requests that decode there, with those that will in a moment."""
     return engines.once("rows", lambda: engines.column("rows") + engines.column("coming"))
 
 
-def _prompt(request: RequestView, engines: Engines) -> dict[str, Floats]:
+def _prompt(request: RequestView, engines: PoolView) -> dict[str, Floats]:
     """Seconds until the first token, and those that others wait longer: in a queue that is busy a
     part L of the time, a second of work makes those that come after it wait L/(1-L) seconds."""
     token_s = engines.column("prompt_token_s")
@@ -87,7 +87,7 @@ def _prompt(request: RequestView, engines: Engines) -> dict[str, Floats]:
     return terms
 
 
-def _answer(request: RequestView, engines: Engines) -> dict[str, Floats]:
+def _answer(request: RequestView, engines: PoolView) -> dict[str, Floats]:
     """Seconds from the first token to the last, here and for the streams beside it."""
     beside = _rows(engines) * engines.column("row_s")
     beside *= request.output_tokens

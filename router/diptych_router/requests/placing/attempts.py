@@ -29,7 +29,7 @@ from diptych_router.requests.actions import (
     Release,
     WakeAt,
 )
-from diptych_router.requests.fleet import Engine, Fleet
+from diptych_router.requests.fleet import EngineAccount, Fleet
 from diptych_router.requests.placing.held_requests import HeldRequests
 from diptych_router.requests.placing.placements import Placements
 from diptych_router.requests.promises.promises import Promises
@@ -138,7 +138,12 @@ class Attempts:
         return actions
 
     def _start(
-        self, routed: RoutedRequest, decision: Decision, prefill: Engine, decode: Engine, now: float
+        self,
+        routed: RoutedRequest,
+        decision: Decision,
+        prefill: EngineAccount,
+        decode: EngineAccount,
+        now: float,
     ) -> list[Action]:
         """Start an attempt at these engines, which may be one and the same."""
         number = routed.record.num_attempts + 1
@@ -166,7 +171,7 @@ class Attempts:
         self._placements.place(routed, decode, Stage.DECODE, now)
         return [Add(decode.key, routed.aggregated_request(source))]
 
-    def _source_of(self, decision: Decision, computing: Engine) -> KVTransferParams | None:
+    def _source_of(self, decision: Decision, computing: EngineAccount) -> KVTransferParams | None:
         """Who the engine that computes the prompt may ask for a prefix; None: nobody.
 
         The router has no part in what follows: the two engines make the lease between them.
@@ -183,8 +188,8 @@ class Attempts:
     def _start_pair(
         self,
         routed: RoutedRequest,
-        prefill: Engine,
-        decode: Engine,
+        prefill: EngineAccount,
+        decode: EngineAccount,
         source: KVTransferParams | None,
         now: float,
     ) -> list[Action]:
@@ -226,7 +231,7 @@ class Attempts:
         routed.decode_engine = taker.key
         return [*actions, Add(taker.key, routed.decode_request())]
 
-    def _taker(self, routed: RoutedRequest) -> Engine | None:
+    def _taker(self, routed: RoutedRequest) -> EngineAccount | None:
         """The planned engine if it still may, else one that fits, else the planned one after all
         (while it drains it still takes what was meant for it)."""
         fingerprint = (routed.lease or {}).get("compat")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from diptych_router.requests.fleet import Engine
+from diptych_router.requests.fleet import EngineAccount
 from diptych_router.requests.placing.tenant_places import TenantPlaces
 from diptych_router.requests.record.records import Records
 from diptych_router.requests.routed_request import MAX_LATE, RoutedRequest, Stage
@@ -15,8 +15,8 @@ class Charge(NamedTuple):
     """The work that a request adds to the accounts of engines, until it leaves."""
 
     tokens: int
-    engine: Engine
-    planned: Engine | None
+    engine: EngineAccount
+    planned: EngineAccount | None
     """The engine that is to take it over, if that is another one."""
 
 
@@ -46,10 +46,10 @@ class Placements:
     def place(
         self,
         routed: RoutedRequest,
-        engine: Engine,
+        engine: EngineAccount,
         stage: Stage,
         now: float,
-        planned: Engine | None = None,
+        planned: EngineAccount | None = None,
     ) -> None:
         """Charge a request to an engine's account, and to that of the engine that
         takes over later."""

@@ -360,7 +360,7 @@ class Pools:
         for link in self.links.values():
             if link.description is not None and self._followed.get(link.key) != link.times_up:
                 self._followed[link.key] = link.times_up
-                self.fleet.is_up(link.row, link.fingerprint, link.name, link.place)
+                self.fleet.is_up(link.row, link.fingerprint, link.name, link.location)
                 if self._follows_prefixes:
                     link.follow_prefixes()
 
