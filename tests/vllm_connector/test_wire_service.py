@@ -18,6 +18,7 @@ from vllm_kit.sent import request
 
 from diptych_frontend.core_client.client import CoreClient, HandshakeFailedError
 from diptych_frontend.core_client.curve import new_keys
+from diptych_frontend.core_client.heartbeat_timer import WITHIN_S
 from diptych_kv_transfer.signing.keys import PUBLIC_KEY
 from diptych_kv_transfer.signing.references import References
 from diptych_protocol import (
@@ -35,6 +36,7 @@ from diptych_protocol import (
 )
 from diptych_protocol.arrays import Array
 from diptych_protocol.wire import FOLLOW_HEARTBEAT, FOLLOW_PREFIXES, Abilities, ErrorKind
+from diptych_vllm.serve.beats import UNSEEN_STEP_S
 from diptych_vllm.serve.hand_off import FETCHES, VllmHandOffs
 from diptych_vllm.serve.kv_events import RememberedBlocks
 from diptych_vllm.serve.load import VllmLoad
@@ -82,6 +84,11 @@ class Engine:
     """Not set: each answer stops after its first token."""
     is_paused: bool = False
     death: Exception | None = None
+    answers: asyncio.Event = field(default_factory=asyncio.Event)
+    """Not set: the core is in a step."""
+
+    def __post_init__(self) -> None:
+        self.answers.set()
 
     @property
     def llm(self) -> Any:
@@ -92,6 +99,7 @@ class Engine:
         )
 
     async def _paused(self) -> bool:
+        await self.answers.wait()
         if self.death is not None:
             raise self.death
         return self.is_paused
@@ -345,6 +353,36 @@ async def test_followers_hear_that_the_core_answers(served: Served, eventually: 
     await eventually(lambda: len([x for x in served.router.heard if x.heartbeat]) >= 2)
     beat = next(x for x in served.router.heard if x.heartbeat)
     assert beat.scheduler_stats is not None
+
+
+async def test_a_core_in_a_long_step_is_promised_more_time(
+    served: Served, eventually: Eventually
+) -> None:
+    served.router.client.tell(FOLLOW_HEARTBEAT)
+    await eventually(lambda: any(x.heartbeat for x in served.router.heard))
+    served.engine.answers.clear()
+    await eventually(lambda: any(within(x) >= UNSEEN_STEP_S for x in served.router.heard))
+    served.router.heard.clear()
+    served.engine.answers.set()
+    await eventually(lambda: any(within(x) == WITHIN_S for x in served.router.heard))
+
+
+def within(message: EngineCoreOutputs) -> float:
+    """How soon a message promises the next one."""
+    return 0.0 if message.heartbeat is None else message.heartbeat.within_s
+
+
+async def test_kv_is_doubted_when_nothing_checks_it_and_the_core_stood_still(
+    served: Served,
+) -> None:
+    answers, service = served.wire._service._answers, served.wire._service
+    service._stood_still(3600.0)
+    assert not answers._salt, "our connector checks what it reads"
+    service._hand_offs = VllmHandOffs("NixlConnector", "c", 30.0, None)
+    service._stood_still(9.0)
+    assert not answers._salt
+    service._stood_still(11.0)
+    assert answers._salt
 
 
 async def test_an_engine_without_events_tells_no_prefixes(served: Served) -> None:

@@ -67,7 +67,7 @@ class VllmCalls:
             raise InvalidRequestError(str(exc)) from exc
         return await self._carry_out(call)
 
-    async def _carry_out(self, call: ControlCall) -> Any:
+    async def _carry_out(self, call: ControlCall[Any]) -> Any:
         llm = self._llm
         match call:
             case PauseGeneration():
@@ -102,7 +102,7 @@ class VllmCalls:
                 return await self._of_adapters(call)
         return None
 
-    async def _of_adapters(self, call: ControlCall) -> Any:
+    async def _of_adapters(self, call: ControlCall[Any]) -> Any:
         if not self._has_adapters and isinstance(call, AddLora | RemoveLora | ListLoras | PinLora):
             raise InvalidRequestError("this vLLM takes no adapters: start it with --enable-lora")
         match call:
@@ -111,12 +111,12 @@ class VllmCalls:
                 self.adapters[call.lora_request.lora_int_id] = call.lora_request.lora_name
                 return added
             case RemoveLora():
-                self.adapters.pop(call.lora_int_id, None)
-                return await self._llm.remove_lora(call.lora_int_id)
+                self.adapters.pop(call.lora_id, None)
+                return await self._llm.remove_lora(call.lora_id)
             case ListLoras():
                 return sorted(await self._llm.list_loras())
             case PinLora():
-                return await self._llm.pin_lora(call.lora_int_id)
+                return await self._llm.pin_lora(call.lora_id)
         raise InvalidRequestError("engines of the runtime vllm do not offer this call")
 
     def _check_sleep(self, level: int) -> None:
