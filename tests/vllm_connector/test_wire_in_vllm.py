@@ -15,7 +15,7 @@ import pytest
 from free_ports import free_port
 from model_kit.sensitive_model import ANSWER_TOKENS, Question, questions
 from vllm_kit.environment import needs_nixl, needs_vllm
-from vllm_server import ROUTES, VllmServer, connector_config, save_model_for_vllm
+from vllm_server import MODEL, ROUTES, VllmServer, connector_config, save_model_for_vllm
 from waits import PATIENCE_S
 
 from diptych_frontend.core_client.client import CoreClient
@@ -26,6 +26,7 @@ from diptych_protocol import (
     EngineDescription,
     FinishReason,
     KVTransferParams,
+    PoolingParams,
     SamplingParams,
     fingerprint,
 )
@@ -40,6 +41,8 @@ BLOCK = 32
 WIRE = ("--middleware", "diptych_vllm.serve.middleware.Wire")
 DRAIN = ("--shutdown-timeout", "60")
 CHUNKS = ("--max-num-batched-tokens", str(3 * BLOCK))
+UNUSED = {"kv_connector": "DiptychConnector", "kv_connector_module_path": "diptych_vllm.connector",
+          "kv_role": "kv_both", "kv_load_failure_policy": "fail"}  # fmt: skip
 LENDS: dict[str, Any] = {"do_remote_decode": True}
 
 
@@ -418,6 +421,34 @@ async def test_a_rejection_at_d_frees_what_p_holds(
     await eventually(is_free)
     p.client.close()
     d.client.close()
+
+
+@pytest.fixture(scope="module")
+def of_vectors(
+    model: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[tuple[VllmServer, int]]]:
+    folder = tmp_path_factory.mktemp("vectors")
+    yield from _started(model, folder, [UNUSED], "--runner", "pooling", "--convert", "embed")
+
+
+@pytest.mark.slow
+async def test_vectors_are_those_of_http(
+    of_vectors: list[tuple[VllmServer, int]], asked: list[Question]
+) -> None:
+    [engine] = await _wired(of_vectors)
+    assert engine.about.tasks == ("embed", "token_embed")
+    prompt = asked[0].prompt
+    body = {"model": MODEL, "input": prompt}
+    http = await asyncio.to_thread(engine.server.client.post, "/v1/embeddings", json=body)
+    wanted = {"sampling_params": None, "pooling_params": PoolingParams()}
+    [output] = await engine.run(prompt, **wanted)
+    assert output.pooling_output is not None
+    assert output.pooling_output.tolist() == http.json()["data"][0]["embedding"]
+    wanted["pooling_params"] = PoolingParams(task="token_embed")
+    [output] = await engine.run(prompt, **wanted)
+    assert output.pooling_output is not None
+    assert output.pooling_output.shape[0] == len(prompt)
+    engine.client.close()
 
 
 async def test_sigterm_lets_answers_end(pair: list[Wired], eventually: Eventually) -> None:
