@@ -144,14 +144,18 @@ class EngineLink:
     def open_tokens(self, tokens: int) -> None:
         self.row["open_tokens"] = tokens
 
-    def plan(self, more: int) -> None:
-        """Plan that requests will be taken over here; negative: that many fewer."""
-        self.row.plan(more)
+    def charge(self, tokens: int, planned: int = 0) -> None:
+        """See `EngineRow.charge`."""
+        self.row.charge(tokens, planned)
 
     @property
     def open_to_work(self) -> bool:
         """Whether it is up, and neither discovery nor the engine itself excludes it."""
-        return self.listed and self.up and not self.withdrawn
+        return (
+            self.listed
+            and self.description is not None
+            and not (self.stats.draining or self.stats.paused)
+        )
 
     @property
     def withdrawn(self) -> bool:

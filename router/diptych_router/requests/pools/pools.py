@@ -131,7 +131,8 @@ class Pools:
 
     def usable(self, link: EngineLink) -> bool:
         """Whether it may get new requests."""
-        return link.open_to_work and self.serving.admits(link.revision) and self._trusted(link)
+        admits = self._serving.serving.admits
+        return link.open_to_work and admits(link.revision) and self._trusted(link)
 
     def _trusted(self, link: EngineLink) -> bool:
         """Verified, as far as the service wants that. A decode engine that has nobody to receive
