@@ -34,7 +34,7 @@ SPEC: dict[str, Any] = {
     "decode": {},
     "router": {"policy": "fullestFirst", "longestRequest": 64},
 }
-"""Of a service that needs what the patches add."""
+"""A service that needs what the patches add."""
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ class Router:
 
     def charge(self, key: str, tokens: int) -> None:
         """More tokens are open at an engine, or fewer."""
-        self.rows[key]["open_tokens"] += tokens
+        self.rows[key].charge(tokens)
 
     def lose(self, key: str) -> None:
         """This engine gets nothing more."""

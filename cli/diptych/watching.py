@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 PIPE_COLUMNS: Final = 240
 """Width of tables that do not go to a terminal."""
+WATCH_INTERVAL_S: Final = 2.0
 
 
 def console_for_tables() -> Console:
@@ -21,9 +22,6 @@ def console_for_tables() -> Console:
     table on one line."""
     console = Console()
     return console if console.is_terminal else Console(width=PIPE_COLUMNS)
-
-
-WATCH_INTERVAL_S: Final = 2.0
 
 
 def loads_over(

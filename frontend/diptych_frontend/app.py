@@ -58,6 +58,15 @@ OURS: Final[dict[str, frozenset[str]]] = {
     "check_admission": frozenset({"num_tokens", "tenant"}),
 }
 """What these methods of our `EngineClient` accept by name beyond vLLM's parameters."""
+MAX_BODY_BYTES = 4 << 20
+DIALECTS = {"/v1/messages": ANTHROPIC}
+"""The error format of each API, by the beginning of its paths."""
+METRICS_AGE_S = 1.0
+"""Metrics are written at most once in this time, however often they are requested."""
+OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
+NO_SITES = BrowserRules()
+HEALTH_TIMEOUT_S = 5.0
+"""A health check that takes longer has failed."""
 
 
 def accepted(engine: EngineClient) -> EngineClient:
@@ -103,17 +112,6 @@ def _without(foreign: frozenset[str], method: Callable[..., Any]) -> Callable[..
         return method(*args, **{k: v for k, v in kwargs.items() if k not in foreign})
 
     return call
-
-
-MAX_BODY_BYTES = 4 << 20
-DIALECTS = {"/v1/messages": ANTHROPIC}
-"""The error format of each API, by the beginning of its paths."""
-METRICS_AGE_S = 1.0
-"""Metrics are written at most once in this time, however often they are requested."""
-OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
-NO_SITES = BrowserRules()
-HEALTH_TIMEOUT_S = 5.0
-"""A health check that takes longer has failed."""
 
 
 def build_app(

@@ -23,7 +23,7 @@ from diptych_protocol.sampling import UNSAID, SamplingDefaults
 
 Staging = Literal["auto", "always"]
 MAX_PLACE_CHARACTERS: Final = 253
-"""A name of a node or of a zone has at most so many; no name in Kubernetes is longer."""
+"""The most characters in the name of a node or zone; no name in Kubernetes is longer."""
 
 LEASE_MEANING: Final = (
     "How long prefilled blocks stay pinned without a sign of life from the decode engine that is "
@@ -87,7 +87,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class EngineConfig(EngineSettings, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Everything an EngineCore process needs to start; travels to it as JSON."""
+    """Everything that an EngineCore process needs to start. It is sent to the process as JSON."""
 
     model: Annotated[
         str,
@@ -272,7 +272,8 @@ class EngineConfig(EngineSettings, frozen=True, forbid_unknown_fields=True, omit
 
     @property
     def observability_config(self) -> Self:
-        """vLLM has its settings in groups; here one struct is all of them."""
+        """The configuration itself. vLLM has its settings in groups; here one struct has all of
+        them."""
         return self
 
     parallel_config = scheduler_config = cache_config = lora_config = observability_config
@@ -298,7 +299,7 @@ class EngineConfig(EngineSettings, frozen=True, forbid_unknown_fields=True, omit
 
     @property
     def steps_together(self) -> bool:
-        """Several ranks compute a step."""
+        """Whether several ranks compute a step."""
         return self.tensor_parallel_size > 1 or self.data_parallel_lockstep
 
     def runs_ahead(self, *, on_gpu: bool) -> bool:
@@ -309,12 +310,12 @@ class EngineConfig(EngineSettings, frozen=True, forbid_unknown_fields=True, omit
 
     @property
     def follows_requests(self) -> bool:
-        """The core tells the stations of requests."""
+        """Whether the core reports the events of requests."""
         return self.journey_events or self.otlp_traces_endpoint is not None
 
     @property
     def name(self) -> str:
-        """The model's name as clients see it."""
+        """The model's name for clients."""
         return self.served_name or self.model.rstrip("/").rsplit("/", 1)[-1]
 
 
@@ -350,24 +351,16 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 
 Runtime = Literal["diptych", "vllm"]
 Connector = Literal["diptych", "nixl", "none"]
-CONNECTORS: Final[dict[Runtime, tuple[Connector, ...]]] = {
-    "diptych": ("diptych",),
-    "vllm": ("diptych", "nixl", "none"),
-}
-"""What can hand KV over from a prefill to a decode engine."""
 LEAST_LEASE_OF_NIXL_S: Final = 6.0
-"""vLLM renews a lease each sixth of its time, in whole seconds."""
+"""The shortest lease: vLLM renews a lease after each sixth of its time, in whole seconds."""
 RANKS_OF_CONNECTOR: Final = (1, 2, 4, 8)
-"""Numbers of tensor-parallel ranks that our connector in vLLM takes; of any two, one divides the
-other. 1 and 2 were run in vLLM, and 4 and 8 without it. It refuses others when it starts, and the
-operator refuses a service that would start it so."""
-SERVED_REVISION: Final = "revision/"
-"""How the further name begins under which vLLM serves the model: routers read the revision off it,
-because vLLM has no other place for one."""
+"""The numbers of tensor-parallel ranks that our connector in vLLM accepts; of any two, one divides
+the other. 1 and 2 were run in vLLM, and 4 and 8 without it. The connector and the operator refuse
+others."""
 
 
 class Batches(BatchSettings, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What the batches of a router may take, if it has a directory for them."""
+    """The limits of a router's batches, if it has a directory for them."""
 
     max_bytes: Annotated[
         int,
@@ -381,7 +374,7 @@ class Batches(BatchSettings, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 class RouterConfig(RouterSettings, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a router needs to know of the service it fronts; travels to it as JSON."""
+    """Everything that a router needs to know of its service. It is sent to the process as JSON."""
 
     model: Annotated[
         str,
@@ -437,31 +430,6 @@ class RouterConfig(RouterSettings, frozen=True, forbid_unknown_fields=True, omit
             "what the model's files say."
         ),
     ] = UNSAID
-    runtime: Annotated[
-        Runtime,
-        Meta(
-            description="What the engines are. diptych: cores of this project, which the router "
-            "reaches over ZMQ. vllm: OpenAI servers of vLLM with `--enable-scale-out`, which it "
-            "reaches over HTTP."
-        ),
-    ] = "diptych"
-    connector: Annotated[
-        Connector,
-        Meta(
-            description="How engines of the runtime vllm hand KV over. diptych: by our connector "
-            "in vLLM. nixl: by vLLM's NixlConnector. none: they do not, and there is no prefill "
-            "pool. Engines of the runtime diptych always use the hinge, which is diptych."
-        ),
-    ] = "diptych"
-    lease_seconds: Annotated[
-        float,
-        Meta(
-            ge=0.001,
-            le=3600,
-            description="How long a prefill engine of the runtime vllm keeps blocks for a decode "
-            "engine that says nothing; the same as the engines' setting.",
-        ),
-    ] = 30.0
     batches: Annotated[
         Batches, Meta(description="Files and batches, for a router with `--batch-directory`.")
     ] = Batches()
@@ -471,47 +439,17 @@ class RouterConfig(RouterSettings, frozen=True, forbid_unknown_fields=True, omit
         """Raise `InvalidRequestError`, naming the field, unless every value is in range."""
         check_fields(self)
 
-    def check_pools(self, *, prefill: bool) -> None:
-        """Raise `InvalidRequestError` if the pools that a router is given are not for its engines.
-
-        prefill: there is a prefill pool.
-        """
-        if prefill and self.connector == "none":
-            raise InvalidRequestError(
-                "--prefill: engines without a KV connector compute whole requests; leave it out "
-                "and name all engines in --decode, or set connector to the one that the engines "
-                "have",
-                param="--prefill",
-            )
-        if self.runtime == "diptych" and not prefill:
-            raise InvalidRequestError(
-                "--prefill: a service whose engines are of the runtime diptych has a prefill pool; "
-                "name its engines",
-                param="--prefill",
-            )
-        if self.connector == "nixl" and self.lease_seconds < LEAST_LEASE_OF_NIXL_S:
-            raise InvalidRequestError(
-                f"lease_seconds: {self.lease_seconds:g} is less than the "
-                f"{LEAST_LEASE_OF_NIXL_S:g} s in which NIXL renews a lease",
-                param="lease_seconds",
-            )
-        if self.connector not in CONNECTORS[self.runtime]:
-            raise InvalidRequestError(
-                f"connector: engines of the runtime {self.runtime} hand KV over by "
-                f"{' or '.join(CONNECTORS[self.runtime])}, and not by {self.connector}",
-                param="connector",
-            )
-
     @property
     def name(self) -> str:
-        """The model's name as clients see it."""
+        """The model's name for clients."""
         return self.served_name or self.model.rstrip("/").rsplit("/", 1)[-1]
 
 
 class CurveKeys(msgspec.Struct, frozen=True):
-    """The CURVE key pair (Z85) that all parties of one service share; proves membership.
+    """The CURVE key pair (Z85) that all parties of one service share, and which proves that they
+    belong to it.
 
-    The public key is as secret as the other: a server admits only clients that present it.
+    The public key is as secret as the other, because a server admits only clients that present it.
     """
 
     public: str
@@ -519,7 +457,7 @@ class CurveKeys(msgspec.Struct, frozen=True):
 
 
 class UsageContext(enum.Enum):
-    """What kind of program made an engine, in vLLM's words. Nobody is told."""
+    """The kind of program that made an engine, in vLLM's terms. It is reported to nobody."""
 
     UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"
     LLM_CLASS = "LLM_CLASS"

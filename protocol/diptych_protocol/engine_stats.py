@@ -1,7 +1,7 @@
-"""What an engine tells of itself: each figure is one field, which says how Prometheus shows it.
+"""The statistics that an engine reports: each is one field, which declares its Prometheus metric.
 
 The structs are positional arrays, so the rules of `wire.py` hold for them. A figure is counted
-where it arises, in the engine or in its hinge; servers show every field that has a `Metric`.
+where it arises, in the engine or in its hinge; servers show every field that has a `ShownMetric`.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ MAX_TENANTS_TOLD: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Metric:
+class ShownMetric:
     """How Prometheus shows a field."""
 
     kind: Literal["gauge", "counter"]
     name: str
     meaning: str
     label: str = ""
-    """What tells fields of the same name apart; empty: there is only one."""
+    """The label that distinguishes fields of the same name; empty if there is only one."""
     value: str = ""
     """The value of the label."""
 
-    def of(self, value: str) -> Metric:
+    def of(self, value: str) -> ShownMetric:
         """Return the share of one field in a metric that several have together."""
         return replace(self, value=value)
 
 
-gauge = partial(Metric, "gauge")
-counter = partial(Metric, "counter")
+gauge = partial(ShownMetric, "gauge")
+counter = partial(ShownMetric, "counter")
 
 
-def metrics_of(stats: type[msgspec.Struct]) -> Mapping[Metric, Mapping[str, str]]:
+def metrics_of(stats: type[msgspec.Struct]) -> Mapping[ShownMetric, Mapping[str, str]]:
     """Return the metrics of a struct in the order of its fields, and for each the fields' names by
     the values of its label."""
-    found: dict[Metric, dict[str, str]] = {}
+    found: dict[ShownMetric, dict[str, str]] = {}
     for name, hint in get_type_hints(stats, include_extras=True).items():
         for told in get_args(hint):
-            if isinstance(told, Metric):
+            if isinstance(told, ShownMetric):
                 found.setdefault(told.of(""), {})[told.value] = name
     return found
 
@@ -213,6 +213,13 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
         ),
     ] = 0
     """How often somebody reported a refused request without naming a lease, or without proof."""
+    late_reads: Annotated[
+        int,
+        counter(
+            "kv_transfer_late_reads", "Times that blocks were read after their lease had ended."
+        ),
+    ] = 0
+    """How often an engine that does not check KV reported such a read of this engine's blocks."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -19,6 +19,14 @@ from diptych.laptop.pods import HttpProbe, LocalPod
 
 QUICK_POLL_S = 0.1
 """The period until a pod is ready for the first time, short because somebody waits for it."""
+MAX_GRACE_S = 10.0
+"""The longest wait for a graceful end, even if a pod asks for more: somebody who pressed Ctrl-C
+will not wait longer."""
+KILL_WAIT_S = 5.0
+LEASH_START_S = 10.0
+LOG_TAIL_BYTES = 16384
+ERROR_LINE = re.compile(r"\berror: ")
+"""The form in which our programs, like most of Unix, print why they end."""
 
 
 async def answers(client: httpx.AsyncClient, probe: HttpProbe) -> bool:
@@ -64,16 +72,6 @@ async def _readiness(
         ever_ready = ever_ready or ok
         probed(ok)
         await asyncio.sleep(probe.period_s if ever_ready else QUICK_POLL_S)
-
-
-MAX_GRACE_S = 10.0
-"""The longest wait for a graceful end, even if a pod asks for more: somebody who pressed Ctrl-C
-will not wait longer."""
-KILL_WAIT_S = 5.0
-LEASH_START_S = 10.0
-LOG_TAIL_BYTES = 16384
-ERROR_LINE = re.compile(r"\berror: ")
-"""The form in which our programs, like most of Unix, print why they end."""
 
 
 class CrashLoopError(Exception):

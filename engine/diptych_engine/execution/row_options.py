@@ -27,6 +27,11 @@ from diptych_engine.scheduling.request import Request
 from diptych_kernels.host_arrays import to_device
 from diptych_protocol import SamplingParams
 
+log = logging.getLogger(__name__)
+Processor = Callable[[list[int], list[int], Tensor], Tensor]
+"""(prompt's token ids, output's token ids, logits [vocabulary] float32) -> logits."""
+PARAM = "logits_processors"
+
 
 class SeenTokens:
     """The distinct tokens of a growing sequence. Each step reads only the new ones."""
@@ -97,13 +102,6 @@ def apply_penalties(
         frequency=spread([penalties.frequency for _, penalties, *_ in pieces]),
         repetition=spread([penalties.repetition for _, penalties, *_ in pieces]),
     )
-
-
-log = logging.getLogger(__name__)
-
-Processor = Callable[[list[int], list[int], Tensor], Tensor]
-"""(prompt's token ids, output's token ids, logits [vocabulary] float32) -> logits."""
-PARAM = "logits_processors"
 
 
 def load_processors(names: Iterable[str]) -> Mapping[str, Processor]:

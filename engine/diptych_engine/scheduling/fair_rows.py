@@ -18,7 +18,7 @@ from diptych_engine.scheduling.request import Request
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FairPart:
     """The share of every tenant when all of them need theirs."""
 
     rows: int
@@ -28,7 +28,7 @@ class Part:
 def who_gives_way(
     running: Sequence[Request],
     request: Request,
-    part: Part,
+    part: FairPart,
     *,
     lacks_row: bool,
     lacking: int,

@@ -37,7 +37,7 @@ from diptych_engine.scheduling.adapter import busy_adapters
 from diptych_engine.scheduling.block_pool import BlockPool
 from diptych_engine.scheduling.early_loads import EarlyLoads, EarlyState
 from diptych_engine.scheduling.encoder_cache import EncoderCache
-from diptych_engine.scheduling.fair_rows import Part, who_gives_way
+from diptych_engine.scheduling.fair_rows import FairPart, who_gives_way
 from diptych_engine.scheduling.idle_sessions import IdleSessions
 from diptych_engine.scheduling.journey import JourneyLog, Station
 from diptych_engine.scheduling.lent_blocks import LentBlocks
@@ -256,7 +256,9 @@ class Scheduler:
         lacks_blocks = not self._are_free(request, lacking)
         if not (lacks_row or lacks_blocks):
             return None
-        part = Part(max(1, self.max_num_seqs // len(tenants)), self.pool.num_blocks // len(tenants))
+        part = FairPart(
+            max(1, self.max_num_seqs // len(tenants)), self.pool.num_blocks // len(tenants)
+        )
         return who_gives_way(
             self.running,
             request,

@@ -88,9 +88,6 @@ class Membership:
             raise InvalidRequestError(f"rank {self._rank} cannot become rank {rank}")
 
 
-log = logging.getLogger(__name__)
-
-
 def serve(
     config: EngineConfig,
     endpoints: list[tuple[str, CurveKeys | None]],

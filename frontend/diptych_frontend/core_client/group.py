@@ -30,6 +30,9 @@ from diptych_protocol import (
 )
 from diptych_protocol.admin import DrainReport
 
+WAITING_WEIGHT = 3
+"""A request that waits for a place says more about the next one's fate than one that runs."""
+
 
 @dataclass(slots=True)
 class WaveCoordinator:
@@ -59,11 +62,6 @@ class WaveCoordinator:
         """Record that no core has anything left of a wave."""
         if wave >= self.wave:
             self.wave, self.running = wave + 1, False
-
-
-WAITING_WEIGHT = 3
-"""How much a waiting request counts as load, compared with a running one: a new request would wait
-behind it."""
 
 
 class CoreGroup:

@@ -35,6 +35,9 @@ GGUF_KEYS: Final = {
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
 _HINTS: Final = get_type_hints(SamplingDefaults, include_extras=True)
+__all__ = ["GGUFTensor", "ModelConfig", "ModelSource", "readable", "resolve_model"]
+MAX_JSON_BYTES: Final = 16 << 20
+"""Limit, in bytes, of a configuration file."""
 
 
 def sampling_from_hf(generation: Mapping[str, Any]) -> SamplingDefaults:
@@ -57,12 +60,6 @@ def _readable(said: Mapping[str, Any]) -> SamplingDefaults:
         except msgspec.ValidationError as exc:
             log.warning("the model's %s is left out: %s", field, exc)
     return SamplingDefaults(**taken)
-
-
-__all__ = ["GGUFTensor", "ModelConfig", "ModelSource", "readable", "resolve_model"]
-
-MAX_JSON_BYTES: Final = 16 << 20
-"""Limit, in bytes, of a configuration file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from diptych_protocol import (
     RequestOutput,
     SchedulerStats,
 )
-from diptych_protocol.engine_stats import HAND_OFF_BOUNDS_S, Metric, metrics_of
+from diptych_protocol.engine_stats import HAND_OFF_BOUNDS_S, ShownMetric, metrics_of
 
 PREFIX = "diptych:"
 StatsByEngine = Callable[[], Mapping[str, SchedulerStats]]
@@ -248,7 +248,7 @@ class EngineStatsCollector(Collector):
         yield self._transports(transfers)
 
     def _declared(
-        self, metrics: Mapping[Metric, Mapping[str, str]], stats: Mapping[str, object]
+        self, metrics: Mapping[ShownMetric, Mapping[str, str]], stats: Mapping[str, object]
     ) -> Iterator[Family]:
         """The metrics of a struct's fields, of each engine's struct."""
         for metric, fields in metrics.items():

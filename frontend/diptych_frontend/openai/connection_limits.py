@@ -24,6 +24,16 @@ from diptych_protocol import EngineOverloadedError, InvalidRequestError
 
 _CONTINUE = b"HTTP/1.1 100 "
 """So begins what is no head of an answer: the client waits for it before it sends its body."""
+MAX_HEADERS: Final = 128
+MAX_HEAD_BYTES: Final = 64 << 10
+"""Limit, in bytes, of a request line with its headers."""
+HEAD_TIMEOUT_S: Final = 15.0
+"""Time from the opening of the connection, or from the first byte of a later request, to the end of
+the headers."""
+MAX_PIPELINED: Final = 8
+"""The number of requests that may be sent before the answer to the first."""
+MAX_CONNECTIONS: Final = 8192
+MAX_DESCRIPTORS: Final = 65536
 
 
 class HeadKept:
@@ -62,18 +72,6 @@ class HeadKept:
         written, self._head = self._head + data, b""
         if written:
             self._transport.write(written)
-
-
-MAX_HEADERS: Final = 128
-MAX_HEAD_BYTES: Final = 64 << 10
-"""Limit, in bytes, of a request line with its headers."""
-HEAD_TIMEOUT_S: Final = 15.0
-"""Time from the opening of the connection, or from the first byte of a later request, to the end of
-the headers."""
-MAX_PIPELINED: Final = 8
-"""The number of requests that may be sent before the answer to the first."""
-MAX_CONNECTIONS: Final = 8192
-MAX_DESCRIPTORS: Final = 65536
 
 
 def raise_descriptor_limit() -> int:

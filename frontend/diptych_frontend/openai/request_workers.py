@@ -27,6 +27,17 @@ T = TypeVar("T")
 
 SMALL_BYTES = 16 << 10
 """An item up to this size is accepted however much other clients have waiting."""
+INLINE_BYTES: Final = 2 << 10
+"""Bodies up to this size are decoded on the event loop. That takes at most a few milliseconds, less
+than a change to a thread and back."""
+THREADS: Final = 2
+"""The threads of each lane. A client has one of them at a time, so it delays no others and uses one
+processor."""
+MAX_WAITING_BYTES: Final = 64 << 20
+"""One client may use half of it."""
+TURN_TIMEOUT_S: Final = 30.0
+"""A request that waited and worked this long is refused, so that its client can try
+another server."""
 
 
 class Turns(Generic[T]):
@@ -71,19 +82,6 @@ class Turns(Generic[T]):
         else:
             del self._queues[client], self._bytes_of[client]
         return client, item
-
-
-INLINE_BYTES: Final = 2 << 10
-"""Bodies up to this size are decoded on the event loop. That takes at most a few milliseconds, less
-than a change to a thread and back."""
-THREADS: Final = 2
-"""The threads of each lane. A client has one of them at a time, so it delays no others and uses one
-processor."""
-MAX_WAITING_BYTES: Final = 64 << 20
-"""One client may use half of it."""
-TURN_TIMEOUT_S: Final = 30.0
-"""A request that waited and worked this long is refused, so that its client can try
-another server."""
 
 
 @dataclass(slots=True)

@@ -29,6 +29,28 @@ _KEYS: Final = "Unimplemented keys: "
 _FORMAT: Final = "Unknown format: "
 _ONE_OF: Final = "oneOf"
 _COUNTS: Final = "min/maxProperties"
+MAX_LEXER_STATES: Final = 50_000
+"""Limit on the lexer states of one grammar. Each takes 1 to 2 kB, so this bounds the memory that
+the costliest grammar may hold."""
+MAX_REASON_CHARS: Final = 500
+LENIENT_HELPS: Final = 'json_schemas: "lenient" leaves out what cannot be enforced'
+REMEMBERED_VERDICTS: Final = 128
+WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{0,32}"
+"""Pattern of the white space between the tokens of JSON. Every document can be written within this
+limit. Without one, a small model may emit blanks until its tokens are used up."""
+ANY_OBJECT: Final = {"type": "object"}
+FIELD: Final = "structured_outputs"
+BEGINS_LATER: Final = "[lazy]"
+"""What a grammar contains if its answer is free until a certain text comes."""
+_RULE_THAT_BEGINS_LATER: Final = re.compile(rf"^\w+{re.escape(BEGINS_LATER)}:", re.MULTILINE)
+"""A schema in a grammar is one line, and its texts may say anything."""
+NO_TEXT: Final = "NoExtension"
+"""llguidance's error if neither text nor the end may follow."""
+BACKTRACE: Final = "\n<backtrace>"
+"""The rest of an error of llguidance from here on describes this machine, not the grammar."""
+NOTHING_FITS: Final = "no answer fits it"
+Verdict = tuple[str, tuple[str, ...]]
+"""Why no answer can have a form (empty if one can), and what of the form is not enforced."""
 
 
 def loosened(schema: Schema) -> tuple[Schema, list[str]]:
@@ -80,31 +102,6 @@ def _without(value: Any, flaws: dict[int, str]) -> Any:
         return value
     gone = flaws.get(id(value))
     return {key: _without(inner, flaws) for key, inner in value.items() if key != gone}
-
-
-MAX_LEXER_STATES: Final = 50_000
-"""Limit on the lexer states of one grammar. Each takes 1 to 2 kB, so this bounds the memory that
-the costliest grammar may hold."""
-MAX_REASON_CHARS: Final = 500
-LENIENT_HELPS: Final = 'json_schemas: "lenient" leaves out what cannot be enforced'
-REMEMBERED_VERDICTS: Final = 128
-WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{0,32}"
-"""Pattern of the white space between the tokens of JSON. Every document can be written within this
-limit. Without one, a small model may emit blanks until its tokens are used up."""
-ANY_OBJECT: Final = {"type": "object"}
-FIELD: Final = "structured_outputs"
-BEGINS_LATER: Final = "[lazy]"
-"""What a grammar contains if its answer is free until a certain text comes."""
-_RULE_THAT_BEGINS_LATER: Final = re.compile(rf"^\w+{re.escape(BEGINS_LATER)}:", re.MULTILINE)
-"""A schema in a grammar is one line, and its texts may say anything."""
-NO_TEXT: Final = "NoExtension"
-"""llguidance's error if neither text nor the end may follow."""
-BACKTRACE: Final = "\n<backtrace>"
-"""The rest of an error of llguidance from here on describes this machine, not the grammar."""
-NOTHING_FITS: Final = "no answer fits it"
-
-Verdict = tuple[str, tuple[str, ...]]
-"""Why no answer can have a form (empty if one can), and what of the form is not enforced."""
 
 
 def parser_limits() -> LLParserLimits:

@@ -11,6 +11,11 @@ from torch import Tensor
 from diptych_kernels.native.tile_layout import FACTOR_BYTES, GROUP, QUAD, QUADS, TILE_ROWS
 
 MAX_HALF: Final = torch.finfo(torch.float16).max
+LEVELS: Final = 32767
+"""Levels on either side of zero."""
+LARGER: Final = 1 + math.log(2) / 256
+"""Compensates for truncation, as `native.unpacked_tile` does."""
+SMALLEST: Final = torch.finfo(torch.float32).tiny
 
 
 def levels_of(packed: Tensor, bits: int) -> Tensor:
@@ -56,13 +61,6 @@ def values_of(tiles: Tensor) -> Tensor:
     factors = tiles[:, :, -FACTOR_BYTES:].contiguous().view(torch.float16).float()
     scale, offset = factors.transpose(1, 2).view(num_tiles, 2, TILE_ROWS, groups, 1).unbind(1)
     return (levels * scale + offset).reshape(num_tiles * TILE_ROWS, groups * GROUP)
-
-
-LEVELS: Final = 32767
-"""Levels on either side of zero."""
-LARGER: Final = 1 + math.log(2) / 256
-"""Compensates for truncation, as `native.unpacked_tile` does."""
-SMALLEST: Final = torch.finfo(torch.float32).tiny
 
 
 def packed_product(

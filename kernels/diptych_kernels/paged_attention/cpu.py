@@ -35,6 +35,7 @@ WIDTH = 32
 """The position of the address of the layer's keys and values in a table's row, also for chunks."""
 COMMON_DIMS = frozenset({64, 128})
 """Sizes of heads with a kernel of their own, which is a quarter faster."""
+HEADS, KV_HEADS, BLOCK_SIZE = 4, 2, 16
 
 
 def fills_vectors(head_dim: int) -> bool:
@@ -170,9 +171,6 @@ def prefill_kernel(head_dim: int) -> Kernel:
 def chunk_kernel(head_dim: int) -> Kernel:
     """Return the kernel for chunks that uses the matrix unit."""
     return kernel_of("amx_attention", head_dim)
-
-
-HEADS, KV_HEADS, BLOCK_SIZE = 4, 2, 16
 
 
 def _attention(

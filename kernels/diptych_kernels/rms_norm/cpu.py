@@ -15,6 +15,9 @@ FLOAT = 4
 """Size in bytes."""
 WEIGHT, ROWS = places_of(RmsNorm, "weight", "rows")
 """Positions of these arguments in a table's row."""
+MIN_ROWS_TO_SHARE = 16
+"""With fewer rows, one thread is done before a second one has begun."""
+EPS = 1e-5
 
 
 def call(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Call:
@@ -37,10 +40,6 @@ def kernel() -> Kernel:
     return kernel_of("rms_norm", 0)
 
 
-MIN_ROWS_TO_SHARE = 16
-"""With fewer rows, one thread is done before a second one has begun."""
-
-
 def fits(x: Tensor) -> bool:
     """Whether there is a kernel for this type and layout."""
     return x.dtype is torch.float32 and x.dim() == 2 and x.stride(1) == 1 and is_trusted(CASE, 0)
@@ -52,9 +51,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     own, arguments = call(x, weight, eps, out)
     own.run(arguments, torch.get_num_threads() if x.shape[0] >= MIN_ROWS_TO_SHARE else 1)
     return out
-
-
-EPS = 1e-5
 
 
 def _results(kernel: Kernel) -> Results:

@@ -17,6 +17,9 @@ CACHE, BIAS, QUERY_NORM, KEY_NORM = places_of(
     RopeKvWrite, "cache", "bias", "query_norm", "key_norm"
 )
 """Positions, in a table's row, of the addresses that differ from layer to layer."""
+MIN_TOKENS_TO_SHARE = 16
+"""With fewer tokens, one thread is done before a second one has begun."""
+HEADS, KV_HEADS, EPS = 4, 2, 1e-5
 
 
 def call(
@@ -59,10 +62,6 @@ def kernel() -> Kernel:
     return kernel_of("rope_kv_write", 0)
 
 
-MIN_TOKENS_TO_SHARE = 16
-"""With fewer tokens, one thread is done before a second one has begun."""
-
-
 def fits(heads: Tensor, kv_layer: Tensor) -> bool:
     """Whether there is a kernel for these types and this layout."""
     return (
@@ -89,9 +88,6 @@ def rope_kv_write(
         heads, rotations, kv_layer, blocks, offsets, bias, query_norm, key_norm, eps
     )
     own.run(arguments, torch.get_num_threads() if heads.shape[0] >= MIN_TOKENS_TO_SHARE else 1)
-
-
-HEADS, KV_HEADS, EPS = 4, 2, 1e-5
 
 
 def _results(kernel: Kernel) -> Results:

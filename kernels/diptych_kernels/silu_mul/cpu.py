@@ -13,6 +13,8 @@ from diptych_kernels.trust import KnownCase, Results, is_trusted, random_values,
 
 [ROWS] = places_of(SiluMul, "rows")
 """The position of the number of rows in a table's row."""
+MIN_ROWS_TO_SHARE = 8
+"""With fewer rows, one thread is done before a second one has begun."""
 
 
 def call(gate_up: Tensor, out: Tensor) -> Call:
@@ -25,10 +27,6 @@ def call(gate_up: Tensor, out: Tensor) -> Call:
 def kernel() -> Kernel:
     """Return the kernel; it is loaded at first use."""
     return kernel_of("silu_mul", 0)
-
-
-MIN_ROWS_TO_SHARE = 8
-"""With fewer rows, one thread is done before a second one has begun."""
 
 
 def fits(gate_up: Tensor) -> bool:

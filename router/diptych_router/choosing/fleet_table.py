@@ -134,6 +134,7 @@ class FleetTable:
         if how == "auto" and any(role == "prefill" for role, _ in full_at):
             how = "always"
         cached, held, tie = self._remembered(request)
+        lacking = {role: request.prompt_tokens - tokens for role, tokens in cached.items()}
         elsewhere = self._elsewhere(cached, held)
         adapter = request.adapter
         loading: dict[Role, Floats] = {}
@@ -145,6 +146,7 @@ class FleetTable:
                     table,
                     _barred(table, lively, role, full_at),
                     cached[role],
+                    lacking[role],
                     elsewhere[role],
                     now,
                     loading[role] if adapter else None,
@@ -196,7 +198,7 @@ class FleetTable:
             barred[self._rows[key][1].at] = 0.0
         number = self._fingerprints.get(fingerprint, -1.0)
         nothing = np.zeros(len(table))
-        engines = PoolView(table, barred, nothing, nothing, now)
+        engines = PoolView(table, barred, nothing, nothing, nothing, now)
         return successor(self._policy, engines, number, self._draw)
 
     def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
@@ -271,7 +273,7 @@ class FleetTable:
             for role, table in self.tables.items():
                 more = np.maximum(found[role], most)
                 if len(kinds) > 1:
-                    more = np.where(table.column("fingerprint") == kind, more, found[role])
+                    more = np.where(table.column["fingerprint"] == kind, more, found[role])
                 found[role] = more
         return found
 
@@ -289,7 +291,7 @@ class FleetTable:
 def _adapter_s(table: EngineTable, name: str, now: float) -> Floats:
     """[engines] Seconds to load the adapter of this name; 0 where it is loaded."""
     lacking = np.array([not row.adapters.has(name, now) for row in table.rows], np.float64)
-    seconds: Floats = lacking * table.column("adapter_s")
+    seconds: Floats = lacking * table.column["adapter_s"]
     return seconds
 
 
@@ -312,6 +314,6 @@ def _tokens(table: EngineTable, tokens: Mapping[float, Floats]) -> Floats:
         return tokens[sizes[0]].take(table.places)
     found = np.zeros(len(table))
     for size in sizes:
-        among = table.column("block_size") == size
+        among = table.column["block_size"] == size
         found[among] = tokens[size][table.places[among]]
     return found

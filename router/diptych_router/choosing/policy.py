@@ -65,6 +65,8 @@ class PoolView:
     """0 for engines that can take it, infinity for the others."""
     cached: Floats
     """Tokens of its prompt, from the first one on, whose KV each has."""
+    lacking: Floats
+    """Tokens of its prompt whose KV each lacks."""
     elsewhere: Floats
     """The same of the engine that has most of it, among those that each could fetch it from."""
     now: float = 0.0
@@ -73,10 +75,6 @@ class PoolView:
     tie: int | None = None
     """Decides between engines of the same cost: see `EngineTable.preferred`. None: draw one."""
     _made: dict[str, Any] = field(default_factory=dict)
-
-    def column(self, name: str) -> Floats:
-        """See `engine_table.FIELDS`."""
-        return self.table.column(name)
 
     def key(self, at: int) -> str:
         return self.table.rows[at].key
@@ -173,10 +171,7 @@ class Priced:
     def lacking(self) -> Floats | None:
         """[engines] Tokens whose KV a hand-off brings; None if the policy does not
         count that time."""
-        if TRANSFER not in self._terms:
-            return None
-        lacking: Floats = self._prompt_tokens - self.engines.cached
-        return lacking
+        return self.engines.lacking if TRANSFER in self._terms else None
 
     def settle(self, pairing: Pairing) -> None:
         """Fix the other engine of the pair: from now on costs include it."""
@@ -288,7 +283,7 @@ def successor(policy: Policy, decode: PoolView, fingerprint: float, draw: Draw) 
     """Return the decode engine that should take over KV of this fingerprint; None if no usable one
     fits."""
     priced = Priced(policy, RequestView(), "decode", decode, draw)
-    chosen = priced.best(decode.column("fingerprint") == fingerprint)
+    chosen = priced.best(decode.table.column["fingerprint"] == fingerprint)
     return None if chosen is None else decode.key(chosen)
 
 
@@ -317,7 +312,7 @@ def _pick_pair(
     lacking = second.lacking
     ways = None
     if pairs is not None and lacking is not None:
-        ways = pairs.ways(lacking, decode.column("trip_token_s"))
+        ways = pairs.ways(lacking, decode.table.column["trip_token_s"])
     best = _best_pair(first, second, ways)
     if best is None:
         return None
@@ -348,8 +343,8 @@ def _best_pair(first: Priced, second: Priced, ways: Ways | None) -> tuple[int, i
     Fingerprints (the revisions of a rollout) compete by their best pairs, so each gets requests in
     proportion to what it can carry; one without a partner gets none of them while any pair exists.
     """
-    ours = first.engines.column("fingerprint")
-    theirs = second.engines.column("fingerprint")
+    ours = first.engines.table.column["fingerprint"]
+    theirs = second.engines.table.column["fingerprint"]
     kinds = second.engines.table.eligibility.fingerprints
     if len(kinds) == 1 and first.engines.table.eligibility.fingerprints == kinds:
         return _best_among(first, second, ways)

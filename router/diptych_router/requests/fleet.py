@@ -14,11 +14,9 @@ from diptych_router.engines.health.health_book import Failure
 class EngineAccount(Protocol):
     """One engine, and its account."""
 
-    open_tokens: int
-    """Tokens of work that this router has open or planned there."""
-
-    def plan(self, more: int) -> None:
-        """Plan that requests will be taken over there; negative: that many fewer."""
+    def charge(self, tokens: int, planned: int = 0) -> None:
+        """Count so many more tokens of this router's work as open there, and so many more requests
+        as planned to be taken over there; negative: fewer."""
 
     @property
     def key(self) -> str: ...

@@ -38,6 +38,20 @@ from diptych_protocol.model_uri import (
     parse_model_uri,
 )
 
+SMALL_FILES: Final = (
+    "config.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+"""The files of a folder, besides weights, that are ever read."""
+WEIGHTS: Final = ".safetensors"
+OTHER_LAYOUT: Final = "consolidated"
+"""The same weights in a second layout, under their publisher's own names."""
+logger = logging.getLogger(__name__)
+
 
 def open_source(uri: ModelUri, revision: str, credentials: Credentials) -> Source:
     """Return the client of a scheme. Each imports libraries that nothing else needs."""
@@ -61,20 +75,6 @@ def open_source(uri: ModelUri, revision: str, credentials: Credentials) -> Sourc
         raise FetchError(
             f"{uri.scheme}:// needs the package {exc.name!r}; install diptych[fetch] in this image"
         ) from exc
-
-
-SMALL_FILES: Final = (
-    "config.json",
-    "generation_config.json",
-    "preprocessor_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)
-"""The files of a folder, besides weights, that are ever read."""
-WEIGHTS: Final = ".safetensors"
-OTHER_LAYOUT: Final = "consolidated"
-"""The same weights in a second layout, under their publisher's own names."""
 
 
 def select_files(
@@ -130,9 +130,6 @@ def _gguf_hint(uri: ModelUri, files: Sequence[RemoteFile]) -> str:
     shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
     root = f"{uri.scheme}://{uri.host}/" + ("" if uri.is_file else uri.path)
     return f"; it has GGUF files, so name one as {root.rstrip('/')}/FILE: {shown}"
-
-
-logger = logging.getLogger(__name__)
 
 
 def fetch_model(

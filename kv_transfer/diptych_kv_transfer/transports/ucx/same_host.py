@@ -24,6 +24,24 @@ from diptych_kv_transfer.transports.ucx.frames import Introduction, Span
 from diptych_kv_transfer.transports.ucx.libucp import UcpError, check, lib
 from diptych_kv_transfer.transports.ucx.worker import Context, Worker
 
+log = logging.getLogger(__name__)
+RUN_BYTES = 2 << 20
+RUNS_AT_ONCE = 64
+OPTIONS = {
+    "TLS": "posix,cma",  # cma reads; UCX will not have it alone
+    # A process that cannot be read is an error, and not the end of this one.
+    "POSIX_ERROR_HANDLING": "y",
+    "CMA_MEMORY_INVALIDATE": "y",
+    "CMA_SEG_SIZE": str(RUN_BYTES),
+    "CMA_TX_QUOTA": str(RUNS_AT_ONCE),  # system calls per call of ours
+}
+BYTES_AT_ONCE = 16 << 20
+"""So many take a few milliseconds, after which the reader can do other work."""
+TIMEOUT_S = 5.0
+"""A system call that copies BYTES_AT_ONCE takes milliseconds, so this is far beyond normal."""
+SHARED_MEMORY = frozenset({"sm", "shm", "mm", "posix", "sysv", "xpmem", "knem", "cma"})
+"""Names in UCX_TLS of transports that stay on the host."""
+
 
 class ReadableMemory:
     """A region that peers may read, with its `key`, as long as this object is open."""
@@ -59,26 +77,6 @@ def unpack_key(endpoint: int, packed: bytes) -> int:
 
 def destroy_key(key: int) -> None:
     lib.ucp_rkey_destroy(key)
-
-
-log = logging.getLogger(__name__)
-
-RUN_BYTES = 2 << 20
-RUNS_AT_ONCE = 64
-OPTIONS = {
-    "TLS": "posix,cma",  # cma reads; UCX will not have it alone
-    # A process that cannot be read is an error, and not the end of this one.
-    "POSIX_ERROR_HANDLING": "y",
-    "CMA_MEMORY_INVALIDATE": "y",
-    "CMA_SEG_SIZE": str(RUN_BYTES),
-    "CMA_TX_QUOTA": str(RUNS_AT_ONCE),  # system calls per call of ours
-}
-BYTES_AT_ONCE = 16 << 20
-"""So many take a few milliseconds, after which the reader can do other work."""
-TIMEOUT_S = 5.0
-"""A system call that copies BYTES_AT_ONCE takes milliseconds, so this is far beyond normal."""
-SHARED_MEMORY = frozenset({"sm", "shm", "mm", "posix", "sysv", "xpmem", "knem", "cma"})
-"""Names in UCX_TLS of transports that stay on the host."""
 
 
 class SameHost:

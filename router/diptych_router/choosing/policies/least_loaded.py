@@ -22,9 +22,9 @@ class LeastLoaded:
 
     def costs(self, request: RequestView, duty: Duty, engines: PoolView) -> Terms:
         """See `Policy.costs`."""
-        terms: dict[str, Floats] = {"open_tokens": engines.column("open_tokens").copy()}
+        terms: dict[str, Floats] = {"open_tokens": engines.table.column["open_tokens"].copy()}
         if engines.adapter_s is not None:
-            terms["adapter_tokens"] = engines.adapter_s / engines.column("prompt_token_s")
+            terms["adapter_tokens"] = engines.adapter_s / engines.table.column["prompt_token_s"]
         return terms
 
 

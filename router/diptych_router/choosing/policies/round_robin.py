@@ -20,7 +20,7 @@ class RoundRobin:
 
     def costs(self, request: RequestView, duty: Duty, engines: PoolView) -> Terms:
         """See `Policy.costs`."""
-        return {"given": engines.column("given").copy()}
+        return {"given": engines.table.column["given"].copy()}
 
 
 POLICY: Final = RoundRobin()

@@ -19,7 +19,7 @@ from diptych_protocol import (
     InvalidRequestError,
     KVTransferParams,
 )
-from diptych_router.choosing.policy import FETCH, Decision
+from diptych_router.choosing.policy import FETCH, Decision, RequestView
 from diptych_router.requests.actions import (
     Abort,
     Action,
@@ -116,15 +116,16 @@ class Attempts:
             routed.crowded = self._tenants.is_crowded(routed.account.tenant)
             if routed.crowded:
                 return self._hold(routed, now, "", "your other requests keep the engines busy")
+        view = routed.view
         if decision is None:
-            decision = self._fleet.choose(routed.view, routed.avoided)
+            decision = self._fleet.choose(view, routed.avoided)
             if decision is None and routed.suspects:
-                decision = self._fleet.choose(routed.view, routed.full)
+                decision = self._fleet.choose(view, routed.full)
         decode = self._fleet.get(decision.decode) if decision is not None else None
         if decision is None or decode is None:
             return self._hold(routed, now, before)
         prefill = (self._fleet.get(decision.prefill) if decision.prefill else None) or decode
-        return self._start(routed, decision, prefill, decode, now)
+        return self._start(routed, view, decision, prefill, decode, now)
 
     def begin_crowded(self, now: float) -> list[Action]:
         """Begin requests whose tenant is next in turn."""
@@ -140,6 +141,7 @@ class Attempts:
     def _start(
         self,
         routed: RoutedRequest,
+        view: RequestView,
         decision: Decision,
         prefill: EngineAccount,
         decode: EngineAccount,
@@ -152,7 +154,6 @@ class Attempts:
             routed.account.served += routed.prompt_tokens
             routed.hold_until = None  # until now it may have waited for its tenant's turn
         routed.prefill_engine, routed.decode_engine = decision.prefill or "", decode.key
-        view = routed.view
         self._fleet.placed(view, decision)
         facts = {
             "prefill": prefill.name,
@@ -197,9 +198,10 @@ class Attempts:
         self._placements.place(routed, prefill, Stage.PREFILL, now, planned=decode)
         lease_id = f"{self._random_bits(128):032x}"
         add = Add(prefill.key, routed.prefill_request(lease_id, source))
-        if prefill.lends is None or not routed.worth_announcing:
+        lends = prefill.lends
+        if lends is None or not routed.worth_announcing:
             return [add]
-        return [add, Announce(decode.key, routed.announce(decode.key, prefill.lends, lease_id))]
+        return [add, Announce(decode.key, routed.announce(decode.key, lends, lease_id))]
 
     def _hold(
         self, routed: RoutedRequest, now: float, before: str, why: str = "no engine is usable"

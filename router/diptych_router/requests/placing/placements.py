@@ -63,10 +63,9 @@ class Placements:
         tokens = routed.prompt_tokens + len(routed.generated)
         self.charges[routed.request_id] = Charge(tokens, engine, planned)
         self.tenants.take(routed.account)
-        engine.open_tokens += tokens
+        engine.charge(tokens)
         if planned is not None:
-            planned.plan(1)
-            planned.open_tokens += tokens
+            planned.charge(tokens, planned=1)
 
     def silence(self, routed: RoutedRequest) -> None:
         """Record that its engine has sent its last output; later ones are ignored."""
@@ -76,10 +75,9 @@ class Placements:
         """Record that it is at no engine any more."""
         charge = self.charges.pop(routed.request_id, None)
         if charge is not None:
-            charge.engine.open_tokens -= charge.tokens
+            charge.engine.charge(-charge.tokens)
             if charge.planned is not None:
-                charge.planned.plan(-1)
-                charge.planned.open_tokens -= charge.tokens
+                charge.planned.charge(-charge.tokens, planned=-1)
             self.tenants.give_back(routed.account)
         self.by_core_id.pop(routed.core_id, None)
         routed.engine = ""
