@@ -32,6 +32,8 @@ settings.load_profile("diptych")
 
 # UCX uses all devices of the machine, and those of tests/chaos come and go.
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
+# `diptych up` gives it to its pods, since threads that wait must not spin where cores are few.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Triton looks when the first of its importers comes along, which may be somebody else's library:
 # without a GPU its kernels run in its interpreter.
 if not Path("/dev/nvidiactl").exists():

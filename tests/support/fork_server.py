@@ -2,9 +2,10 @@
 
 Half of an engine's start is the import of torch. `use_fork_server` lets `subprocess` ask a server,
 which is a child of this process, for each `[sys.executable, "-m", MODULE, ...]` whose module is in
-`PROGRAMS`. The new process is a child of the caller. It has the descriptors, the directory and the
-variables that it was given, so that signals and exit codes are as after an `execve`; only its name
-and command line are the server's. A start that wants anything else is an ordinary one.
+`PROGRAMS`, and for each leash by which `diptych up` holds such a program. The new process is a
+child of the caller. It has the descriptors, the directory and the variables that it was given, so
+that signals and exit codes are as after an `execve`; only its name and command line are the
+server's. A start that wants anything else is an ordinary one.
 
 The server forks twice. The process between ends at once; the caller, which has declared itself a
 subreaper meanwhile, becomes the parent.
@@ -27,25 +28,35 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
+
+from diptych.laptop import leash
 
 PROGRAMS = {
     "diptych_engine": "diptych_engine.__main__",
     "diptych_engine.serving.core_process": "diptych_engine.serving.core_process",
     "diptych_router": "diptych_router.__main__",
+    "diptych.main": "diptych.main",
 }
 """What can be started by a fork, and the module that it runs."""
-STARTERS = ("diptych_engine",)
+STARTERS = ("diptych_engine", "diptych.main")
 """These start programs themselves. They have a server of their own for it: one more child."""
+LEASH = [sys.executable, "-I", "-S", leash.__file__]
+"""How `diptych up` starts what holds a pod; the niceness and the pod's command follow."""
 START_SECONDS = 120.0
 """For the import of everything, on a busy machine."""
 MAX_REQUEST_BYTES = 1 << 20
 MAX_DESCRIPTORS = 64
-READ_LATER = ("DIPTYCH_", "OTEL_", "PYTEST_", "PYTHONPATH", "TORCHINDUCTOR_", "UCX_", "XDG_")
+READ_LATER = (
+    "DIPTYCH_", "OTEL_", "PYTEST_", "PYTHONPATH", "TORCHINDUCTOR_", "UCX_", "XDG_",
+    "NODE_", "PATH", "POD_", "PYTHONUNBUFFERED",
+)  # fmt: skip
 """How variables begin that no import of `PROGRAMS` reads, so that a program may have others than
-its server. `PYTHONPATH` is heeded before the program runs."""
+its server. `PYTHONPATH` is heeded before the program runs. Those of the second row are
+what `diptych up` gives its pods."""
 NETWORK = "/proc/thread-self/ns/net"
 """A program starts in the network of the thread that starts it, which may have moved."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -101,14 +112,18 @@ class ForkServer:
         changed = {name for name, _ in variables.items() ^ self._variables.items()}
         own = all(name.startswith(READ_LATER) for name in changed)
         ordinary = (gid, gids, uid, preexec) == (None,) * 4 and (process_group, umask) == (-1, -1)
-        program = [sys.executable, "-m"] == args[:2] and args[2] in PROGRAMS
+        leashed = args[:4] == LEASH
+        command = args[5:] if leashed else args
+        python = ["python" if leashed else sys.executable, "-m"]
+        program = command[:2] == python and command[2] in PROGRAMS
         here = self._network == os.readlink(NETWORK)
         if not (program and own and here and ordinary and close_fds):
             return None
         passed = [number for number in keep if number != errpipe_write]
         given = [x if x >= 0 else i for i, x in enumerate((p2cread, c2pwrite, errwrite))]
+        module, *arguments = args[3:] if leashed else args[2:]
         start = Start(
-            os.getpid(), args[2], args[3:], os.fspath(cwd or os.getcwd()), variables,
+            os.getpid(), module, arguments, os.fspath(cwd or os.getcwd()), variables,
             [0, 1, 2, *passed], new_session,
         )  # fmt: skip
         return start, [*given, *passed]
@@ -189,19 +204,46 @@ def become(start: Start, descriptors: list[int], asked: socket.socket) -> None:
     os.chdir(start.cwd)
     os.environ.clear()
     os.environ.update(start.variables)
-    if start.module in STARTERS:
+    if start.module == leash.__file__:
+        os.execvp = _be_pod  # type: ignore[assignment]
+        sys.argv = [start.module, *start.arguments]
+        runpy.run_path(start.module, run_name="__main__")
+    else:
+        _run(start.module, start.arguments)
+
+
+def _be_pod(_: str, command: list[str]) -> NoReturn:
+    """Be a pod's program: what its leash, which has just forked, would execute."""
+    os.closerange(3, MAX_DESCRIPTORS)
+    code: Any = 1
+    try:
+        _run(command[2], command[3:])
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _run(module: str, arguments: list[str]) -> None:
+    """Run the program as `python -m` does."""
+    if module in STARTERS:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if (server := os.fork()) == 0:
             ours.close()
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             become(*serve(theirs), theirs)
-            return
+            sys.exit()
         theirs.close()
         use_fork_server((ours, server))
-    given = start.variables.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:1] = [start.cwd, *(entry for entry in given if entry and entry not in sys.path)]
-    sys.argv = [start.module, *start.arguments]
-    runpy.run_module(start.module, run_name="__main__", alter_sys=True)
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:1] = [os.getcwd(), *(entry for entry in given if entry and entry not in sys.path)]
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _take(descriptors: list[int], numbers: list[int]) -> None:
