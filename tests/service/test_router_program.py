@@ -140,7 +140,7 @@ async def read_stream(client: httpx.AsyncClient, started: asyncio.Event) -> int:
     [
         ({"hold_seconds": -1}, "hold_seconds"),
         ({"verify": "perhaps"}, "verify"),
-        ({"policy": "No Name"}, "policy must be the name of a policy"),
+        ({"policy": "No Name"}, "$.policy"),
     ],
 )
 def test_a_configuration_that_cannot_work_is_named(

@@ -128,15 +128,9 @@ class PoolClient(AsyncEngine, WithoutControl):
         """
         self._check_usable()
         reason = self.why_not_ready()
-        if reason and (self.leaving or not self.pools.may_hold()):
+        waits = self.pools.may_hold() and not self.pools.refused_settings
+        if reason and (self.leaving or not waits):
             raise EngineDeadError(reason)
-
-    def _check_usable(self) -> None:
-        """Raise `EngineDeadError`, besides, where a setting asks for what there is not: the router
-        stays up, so that the operator can ask why, and never gets ready."""
-        super()._check_usable()
-        if self.pools.refused_settings:
-            raise EngineDeadError(self.pools.why_not_ready())
 
     @property
     def takes_images(self) -> bool:
@@ -163,6 +157,9 @@ class PoolClient(AsyncEngine, WithoutControl):
 
     def _check_room(self, num_requests: int, num_tokens: int, tenant: str) -> None:
         super()._check_room(num_requests, num_tokens, tenant)
+        if self.pools.refused_settings:
+            # It stays up, so that the operator can ask why, but serves nobody by another setting.
+            raise EngineOverloadedError(self.why_not_ready())
         if not tenant:
             return
         mine = self.table.tenants.num_open(tenant) + num_requests
