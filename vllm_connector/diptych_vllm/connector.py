@@ -68,6 +68,12 @@ class HingeOfWorker(KVConnectorHandshakeMetadata):
     """The worker's hinge's description of itself for the scheduler half."""
 
     engine: KVTransferParams
+    compat: dict[str, str | int]
+    """What `engine` has the fingerprint of."""
+    proof: str
+    """For announcements of this engine."""
+    announced_from: int | None
+    """See `Lending.announced_from`."""
 
 
 class DiptychConnector(KVConnectorBase_V1, SupportsHMA):
@@ -199,8 +205,12 @@ class DiptychConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker = WorkerHalf(driver, ranks, launched)
         host = settings.advertise_host or settings.listen_host
         engine = describe_engine(me, host, driver.port, settings.lease_seconds)
+        engine = msgspec.structs.replace(engine, epoch=epoch, tp_size=ranks.num_ranks)
         self._hinge = HingeOfWorker(
-            msgspec.structs.replace(engine, epoch=epoch, tp_size=ranks.num_ranks)
+            engine,
+            dict(me.compat),
+            References(self._key).proof_of_engine(engine),
+            _announced_from(self._vllm_config, self._groups),
         )
 
     def _ranks(self, rank: int, num_ranks: int) -> Ranks:

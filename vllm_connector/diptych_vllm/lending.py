@@ -22,11 +22,23 @@ from typing import Any
 from diptych_kv_transfer.parameters import describe_lease
 from diptych_kv_transfer.signing.references import References
 from diptych_protocol import KVTransferParams
+from diptych_protocol.kv_transfer_params import LEASE_FIELDS
 from diptych_vllm.kv_groups import BlockIds, KVGroups
 from diptych_vllm.orders import Grant, Lend, Order, Promise, Withdraw
 from diptych_vllm.request import Arrival
 
 log = logging.getLogger(__name__)
+
+
+def lease_given_back(references: References, raw: Any) -> dict[str, Any]:
+    """The fields that name a lease, and nothing else of what somebody sends who does not need it.
+
+    The signature authorises the call, so it is checked here: vLLM's core is not told of a lease
+    that no engine of this service has made. Raises `InvalidRequestError`.
+    """
+    params = KVTransferParams.naming_lease(raw)
+    references.check_lease(params)
+    return {name: getattr(params, name) for name in LEASE_FIELDS}
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diptych_kv_transfer.connector import with_literals
 from diptych_kv_transfer.signing.references import References
-from diptych_protocol import UNREADABLE, InvalidRequestError, KVTransferParams
-from diptych_protocol.kv_transfer_params import LEASE_FIELDS
+from diptych_protocol import UNREADABLE, InvalidRequestError
+from diptych_vllm.lending import lease_given_back
 from diptych_vllm.settings import ConnectorSettings
 
 log = logging.getLogger(__name__)
@@ -78,11 +78,7 @@ def _add_to(app: Any) -> None:
 
 
 class Rejections:
-    """Gives leases back that nobody will read.
-
-    The signature authorises a call, so it is checked here: vLLM's core is not told of a lease that
-    no engine of this service has made.
-    """
+    """Gives leases back that nobody will read."""
 
     def __init__(self, engine: Engine, references: References) -> None:
         self._engine = engine
@@ -117,9 +113,7 @@ class Rejections:
             lost = msgspec.json.decode(body, type=LostRequest)
         except UNREADABLE as exc:
             raise InvalidRequestError(f"the body cannot be read: {exc}") from exc
-        params = KVTransferParams.naming_lease(lost.kv_transfer_params)
-        self._references.check_lease(params)
-        return {name: getattr(params, name) for name in LEASE_FIELDS}
+        return lease_given_back(self._references, lost.kv_transfer_params)
 
 
 async def _body_of(request: Request) -> bytes:

@@ -25,11 +25,11 @@ import zmq
 from diptych_engine.control.core import AT_WORK, SHUTTING_DOWN, EngineCore, Posture
 from diptych_engine.control.shutdown import Shutdown
 from diptych_engine.scheduling.request import Pending, StepPlan
-from diptych_engine.serving.farewell import Farewell
 from diptych_engine.serving.heartbeat_sender import HeartbeatSender
-from diptych_engine.serving.prefix_news import PrefixNews
-from diptych_frontend.core_client.client import ask_for_signs_of_life
+from diptych_frontend.core_client.core_socket import bind_core_socket
 from diptych_frontend.core_client.curve import CurveGate
+from diptych_frontend.core_client.farewell import Farewell
+from diptych_frontend.core_client.prefix_news import PrefixNews
 from diptych_frontend.core_client.zmq_frames import receive_frames
 from diptych_protocol import (
     UNREADABLE,
@@ -52,8 +52,6 @@ log = logging.getLogger(__name__)
 STATS_INTERVAL_S = 0.25
 IDLE_WAIT_MS = 1000
 SENTINEL_LINGER_MS = 2000
-MAX_QUEUED_MESSAGES = 10_000
-"""A client that lags further behind than this is taken for lost."""
 MAX_PENDING_CALLS = 256
 """Utility calls that may wait for their answers at the same time."""
 FEW_CLIENTS = 16
@@ -112,17 +110,9 @@ class CoreServer:
         self._heartbeat = HeartbeatSender(core, rank, self._send_frames, self._num_received)
 
     def _bind(self, endpoint: str, keys: CurveKeys | None) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a vanished client is an error, not silence
-        socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
-        socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
-        ask_for_signs_of_life(socket, endpoint)
-        if keys is not None:
-            gate = CurveGate(keys)
-            gate.guard(self._context, socket)
+        socket, gate = bind_core_socket(self._context, endpoint, keys)
+        if gate is not None:
             self._gates.append(gate)
-        socket.bind(endpoint)
         return socket
 
     def stop(self) -> None:

@@ -8,7 +8,12 @@ from collections.abc import Callable
 
 from diptych_engine.control.core import EngineCore
 from diptych_engine.scheduling.request import StepPlan
-from diptych_engine.serving.heartbeat import CALL_S, LONGEST_STEP_S, QUICK_CALLS, HeartbeatTimer
+from diptych_frontend.core_client.heartbeat_timer import (
+    CALL_S,
+    LONGEST_STEP_S,
+    QUICK_CALLS,
+    HeartbeatTimer,
+)
 from diptych_protocol import EngineCoreOutputs, SchedulerStats, wire
 from diptych_protocol.arrays import Frame
 from diptych_protocol.wire import Heartbeat

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waits import PATIENCE_S
 
-from diptych_engine.serving import heartbeat
-from diptych_engine.serving.heartbeat import (
+from diptych_frontend.core_client import heartbeat_timer
+from diptych_frontend.core_client.heartbeat_timer import (
     BEAT_S,
     LONGEST_STEP_S,
     WITHIN_S,
@@ -83,7 +83,7 @@ def test_a_promise_ends_as_soon_as_the_loop_turns() -> None:
 
 
 def test_the_number_of_followers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "MAX_FOLLOWERS", 2)
+    monkeypatch.setattr(heartbeat_timer, "MAX_FOLLOWERS", 2)
     timer = HeartbeatTimer()
     assert [timer.follow(x) for x in (b"a", b"b", b"c", b"a")] == [True, True, False, True]
 

@@ -12,8 +12,8 @@ from engine_kit.core import core_request, make_core, run
 from engine_kit.wire import ADD, UTILITY, Client, request, start
 from waits import PATIENCE_S
 
-from diptych_engine.serving import prefix_news
-from diptych_engine.serving.prefix_news import PrefixNews
+from diptych_frontend.core_client import prefix_news
+from diptych_frontend.core_client.prefix_news import PrefixNews
 from diptych_protocol import UtilityCall
 from diptych_protocol.block_hashes import FIRST_DIGEST, next_digest
 from diptych_protocol.wire import FOLLOW_PREFIXES, PREFIX_KEY_BYTES, PrefixChanges

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from chaos_kit.bad_news import BadNews, Mischief
 
-from diptych_engine.serving.prefix_news import REPEAT_S, PrefixNews
+from diptych_frontend.core_client.prefix_news import REPEAT_S, PrefixNews
 from diptych_protocol.block_hashes import FIRST_DIGEST, next_digest
 from diptych_protocol.wire import PREFIX_KEY_BYTES, PrefixChanges
 from diptych_router.engines.prefixes.known_prefixes import (

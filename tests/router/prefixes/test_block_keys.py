@@ -13,7 +13,7 @@ from model_kit.pictures import encoded, picture
 from model_kit.seeing import Published
 
 from diptych_engine.control.core import EngineCore
-from diptych_engine.serving.prefix_news import PrefixNews
+from diptych_frontend.core_client.prefix_news import PrefixNews
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.text.renderer import TextRenderer
 from diptych_protocol import EngineCoreRequest, LoRARequest

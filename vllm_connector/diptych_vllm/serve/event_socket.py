@@ -1,36 +1,33 @@
-"""Follows the KV events of one vLLM server over ZMQ, from the first that it still has.
+"""Follows the KV events of vLLM's core over ZMQ, from the first that it still has.
 
 A publisher drops messages when its queue is full, and a subscriber may be late. Every message has a
-number, so a gap is noticed. Then nothing is believed until the server has sent again what it keeps.
+number, so a gap is noticed. Then nothing is believed until the core has sent again what it keeps.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import Final, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, Protocol
 
-import msgspec
 import zmq
 import zmq.asyncio
 
-from diptych_protocol import UNREADABLE
-from diptych_protocol.wire import PrefixChanges
-from diptych_router.engines.vllm.kv_events import EventsError, RememberedBlocks
+from diptych_vllm.serve.kv_events import EventsError, RememberedBlocks
 
 log = logging.getLogger(__name__)
 
 MAX_EVENT_BYTES: Final = 16 << 20
 REPLAY_S: Final = 10.0
 """The server answers a question for old events between two batches of new ones."""
+MAX_PORTS: Final = 1 << 16
 MAX_REPLAYED: Final = 1_000_000
 _LAST: Final = (-1).to_bytes(8, "big", signed=True)
 
 
 class EventSource(NamedTuple):
-    """Where a server publishes its events. Addresses are of this server, whatever it says: a router
-    connects to none that somebody names."""
+    """Where a core publishes its events, on this machine."""
 
     events: str
     replay: str | None
@@ -38,70 +35,67 @@ class EventSource(NamedTuple):
     topic: bytes
 
 
-class _Source(msgspec.Struct):
+class PublishedEvents(Protocol):
+    """vLLM's `KVEventsConfig`."""
+
     endpoint: str
-    enable_kv_cache_events: bool = False
-    publisher: str = ""
-    replay_endpoint: str | None = None
-    topic: str = ""
+    enable_kv_cache_events: bool
+    publisher: str | None
+    replay_endpoint: str | None
+    topic: str
 
 
-def source_of(page: bytes, host: str) -> EventSource | None:
-    """From `/kv_event_sources`. None: there are no events, or those of several cores, whose caches
-    differ. Raises `EventsError`."""
-    try:
-        sources = list(msgspec.json.decode(page, type=dict[str, _Source]).values())
-    except UNREADABLE as exc:
-        raise EventsError(f"its sources of KV events cannot be read: {exc}") from exc
-    if len(sources) != 1 or not sources[0].enable_kv_cache_events or sources[0].publisher != "zmq":
+def source_of(published: Sequence[PublishedEvents]) -> EventSource | None:
+    """Where the events of these cores are. None: there are none, or those of several cores, whose
+    caches differ. Raises `EventsError`."""
+    if len(published) != 1:
         return None
-    source = sources[0]
-    replay = source.replay_endpoint
+    [core] = published
+    if not core.enable_kv_cache_events or core.publisher != "zmq":
+        return None
+    replay = core.replay_endpoint
     return EventSource(
-        _at(host, source.endpoint),
-        _at(host, replay) if replay is not None else None,
-        source.topic.encode(),
+        _here(core.endpoint),
+        _here(replay) if replay is not None else None,
+        core.topic.encode(),
     )
 
 
-def _at(host: str, endpoint: str) -> str:
-    """The endpoint's port at this host."""
-    port = endpoint.rpartition(":")[2]
-    if not endpoint.startswith("tcp://") or not port.isdigit() or not 0 < int(port) < 65536:
-        raise EventsError(f"its endpoint {endpoint!r} for KV events is no port of TCP")
-    return f"tcp://{host}:{port}"
+def _here(endpoint: str) -> str:
+    """The endpoint, as this machine reaches it."""
+    if endpoint.startswith("ipc://"):
+        return endpoint
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if not endpoint.startswith("tcp://") or not port.isdigit() or not 0 < int(port) < MAX_PORTS:
+        raise EventsError(f"its endpoint {endpoint!r} for KV events is neither ipc:// nor of TCP")
+    return f"tcp://{'127.0.0.1' if host == '*' else host}:{port}"
 
 
 async def follow(
-    source: EventSource, blocks: RememberedBlocks, tell: Callable[[PrefixChanges], None]
+    source: EventSource, blocks: RememberedBlocks, changed: Callable[[], None]
 ) -> None:
-    """Tell what the server remembers, and each change, for ever. Raises `EventsError`."""
+    """Keep up what the core remembers, for ever, and call `changed` after each change. Raises
+    `EventsError`."""
     context = zmq.asyncio.Context.shadow(zmq.Context.instance())
     with _socket(context, zmq.SUB) as events:
         events.subscribe(source.topic)
         events.connect(source.events)
         expected = await _replay(context, source, blocks)
-        number = 0
-        tell(PrefixChanges(number, added=blocks.everything(), whole=True))
+        changed()
         while True:
             sequence, payload = _parts(await events.recv_multipart())
             if sequence < expected:
                 continue
-            number += 1
             if sequence > expected:
                 log.info("KV events of %s: %d were missed", source.events, sequence - expected)
                 blocks.clear()
                 expected = await _replay(context, source, blocks)
                 if sequence >= expected:  # nobody has the missed ones any more
                     blocks.clear()
-                    blocks.take(payload)
-                    expected = sequence + 1
-                tell(PrefixChanges(number, added=blocks.everything(), whole=True))
-                continue
-            blocks.take(payload)
-            expected = sequence + 1
-            added, removed = blocks.changes()
-            tell(PrefixChanges(number, added=added, removed=removed))
+            if sequence >= expected:
+                blocks.take(payload)
+                expected = sequence + 1
+            changed()
 
 
 async def _replay(

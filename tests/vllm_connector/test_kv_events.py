@@ -1,9 +1,10 @@
-"""What a router believes of a vLLM server's KV events."""
+"""What is believed of the KV events of vLLM's core, and what followers are told of them."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,10 +17,10 @@ from vllm_kit.sent import request
 from waits import PATIENCE_S
 
 from diptych_protocol import EngineCoreRequest
-from diptych_protocol.wire import PREFIX_KEY_BYTES, PrefixChanges
+from diptych_protocol.wire import PREFIX_KEY_BYTES
 from diptych_router.engines.prefixes.block_keys import BlockNaming, block_keys
-from diptych_router.engines.vllm.event_socket import EventSource, follow, source_of
-from diptych_router.engines.vllm.kv_events import EventsError, RememberedBlocks
+from diptych_vllm.serve.event_socket import EventSource, follow, source_of
+from diptych_vllm.serve.kv_events import EventsError, RememberedBlocks
 
 SIZE = 4
 TOKENS = list(range(12))
@@ -59,13 +60,21 @@ def keys(salt: str | None = None, blocks: int = 3) -> list[bytes]:
     return cut[:blocks]
 
 
-def cut(joined: bytes) -> set[bytes]:
-    width = PREFIX_KEY_BYTES
-    return {joined[at : at + width] for at in range(0, len(joined), width)}
+def known(blocks: RememberedBlocks) -> set[bytes]:
+    """The keys of all that is remembered."""
+    return {mine[:PREFIX_KEY_BYTES] for mine in blocks.remembered_hashes()}
+
+
+def changes(blocks: RememberedBlocks) -> tuple[set[bytes], set[bytes]]:
+    """The keys that were added and removed since this was last asked."""
+    told = blocks.take_changes()
+    added = {mine[:PREFIX_KEY_BYTES] for mine, is_here in told.items() if is_here}
+    return added, {mine[:PREFIX_KEY_BYTES] for mine, is_here in told.items() if not is_here}
 
 
 def remembered(*payloads: bytes) -> RememberedBlocks:
     blocks = RememberedBlocks(SIZE, 8)
+    blocks.record_changes(True)
     for payload in payloads:
         blocks.take(payload)
     return blocks
@@ -77,7 +86,7 @@ def test_blocks_get_the_keys_that_prompts_are_looked_up_by(salt: str | None) -> 
     blocks = remembered(
         batch(stored(b"a", b"b", extra_keys=first)), batch(stored(b"c", parent=b"b", start=8))
     )
-    assert cut(blocks.everything()) == set(keys(salt))
+    assert known(blocks) == set(keys(salt))
     assert set(keys(None)).isdisjoint(keys("salt"))
 
 
@@ -94,12 +103,12 @@ def test_blocks_get_the_keys_that_prompts_are_looked_up_by(salt: str | None) -> 
     ],
 )
 def test_what_a_prompt_of_text_cannot_use_is_left_out(event: Any) -> None:
-    assert remembered(batch(event)).everything() == b""
+    assert remembered(batch(event)).remembered_hashes() == []
 
 
 def test_of_several_groups_the_first_that_keeps_whole_prefixes_is_followed() -> None:
     blocks = remembered(batch(stored(b"w", kv_cache_spec_kind=WINDOW)))
-    assert cut(blocks.everything()) == set(keys(blocks=1)), "until another is known"
+    assert known(blocks) == set(keys(blocks=1)), "until another is known"
     for event in (
         stored(b"a", b"b", group_idx=1),
         removed(b"w", group_idx=0),
@@ -107,26 +116,26 @@ def test_of_several_groups_the_first_that_keeps_whole_prefixes_is_followed() -> 
         removed(b"b", group_idx=2),
     ):
         blocks.take(batch(event))
-    assert cut(blocks.everything()) == set(keys(blocks=2))
+    assert known(blocks) == set(keys(blocks=2))
     blocks.take(batch(removed(b"b", group_idx=1)))
-    assert cut(blocks.everything()) == set(keys(blocks=1))
+    assert known(blocks) == set(keys(blocks=1))
 
 
 def test_a_model_with_windows_alone_is_followed_by_its_first_group() -> None:
     events = [stored(b"a", kv_cache_spec_kind=WINDOW), removed(b"b", group_idx=1)]
-    assert cut(remembered(batch(*events)).everything()) == set(keys(blocks=1))
+    assert known(remembered(batch(*events))) == set(keys(blocks=1))
 
 
 def test_each_change_is_told_once_and_what_was_undone_is_not() -> None:
     blocks = remembered(batch(stored(b"a", b"b")))
-    assert cut(blocks.changes()[0]) == set(keys(blocks=2))
+    assert changes(blocks)[0] == set(keys(blocks=2))
     blocks.take(
         batch(removed(b"b"), stored(b"c", parent=b"b", start=8), stored(b"b", parent=b"a", start=4))
     )
-    assert blocks.changes() == (b"", b""), "nobody knows what follows b while it is gone"
+    assert changes(blocks) == (set(), set()), "nobody knows what follows b while it is gone"
     blocks.take(batch(CLEARED))
-    assert cut(blocks.changes()[1]) == set(keys(blocks=2))
-    assert blocks.everything() == b""
+    assert changes(blocks)[1] == set(keys(blocks=2))
+    assert blocks.remembered_hashes() == []
 
 
 @pytest.mark.parametrize(
@@ -156,36 +165,46 @@ def test_the_changes_told_add_up_to_what_is_remembered(steps: list[str]) -> None
         if step != "tell":
             blocks.take(batch(events[step]))
             continue
-        added, gone = map(cut, blocks.changes())
+        added, gone = changes(blocks)
         assert not added & told
         assert gone <= told
         told = (told - gone) | added
-    assert told == cut(blocks.everything())
+    assert told == known(blocks)
 
 
-def page(**fields: Any) -> bytes:
-    source = {"endpoint": "tcp://*:5557", "enable_kv_cache_events": True, "publisher": "zmq"}
-    return msgspec.json.encode({"0": {**source, **fields}})
+def published(**fields: Any) -> Any:
+    """vLLM's `KVEventsConfig`."""
+    usual = {
+        "endpoint": "tcp://*:5557", "enable_kv_cache_events": True, "publisher": "zmq",
+        "replay_endpoint": None, "topic": "",
+    }  # fmt: skip
+    return SimpleNamespace(**{**usual, **fields})
 
 
-def test_a_source_is_a_port_of_the_server_itself() -> None:
-    told = page(endpoint="tcp://10.9.9.9:5557", replay_endpoint="tcp://*:5558", topic="kv")
-    assert source_of(told, "10.0.0.1") == EventSource(
-        "tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558", b"kv"
-    )
+def test_a_source_is_reached_where_vllm_has_bound_it() -> None:
+    told = published(replay_endpoint="tcp://10.9.9.9:5558", topic="kv")
+    expected = EventSource("tcp://127.0.0.1:5557", "tcp://10.9.9.9:5558", b"kv")
+    assert source_of([told]) == expected
+    assert source_of([published(endpoint="ipc:///x")]) == EventSource("ipc:///x", None, b"")
 
 
 @pytest.mark.parametrize(
-    "told", [b"{}", page(publisher="null"), page(enable_kv_cache_events=False)]
+    "told",
+    [
+        [],
+        [published(publisher="null")],
+        [published(enable_kv_cache_events=False)],
+        [published(), published()],
+    ],
 )
-def test_a_server_without_events_has_no_source(told: bytes) -> None:
-    assert source_of(told, "h") is None
+def test_an_engine_without_events_of_one_core_has_no_source(told: list[Any]) -> None:
+    assert source_of(told) is None
 
 
-@pytest.mark.parametrize("told", [b"[]", page(endpoint="ipc:///x"), page(endpoint="tcp://*:0")])
-def test_a_source_that_cannot_be_reached_is_refused(told: bytes) -> None:
+@pytest.mark.parametrize("endpoint", ["inproc://x", "tcp://*:0"])
+def test_a_source_that_cannot_be_reached_is_refused(endpoint: str) -> None:
     with pytest.raises(EventsError):
-        source_of(told, "h")
+        source_of([published(endpoint=endpoint)])
 
 
 # --- over ZMQ ---------------------------------------------------------------------------------
@@ -245,23 +264,23 @@ async def test_a_follower_catches_up_and_notices_a_gap(
     a, b = batch(stored(b"a")), batch(stored(b"b", parent=b"a", start=4))
     c = batch(stored(b"c", parent=b"b", start=8))
     publisher.kept = [(0, a)]
-    told: list[PrefixChanges] = []
-    task = asyncio.create_task(follow(publisher.source, remembered(), told.append))
+    blocks, told = remembered(), list[set[bytes]]()
+    task = asyncio.create_task(follow(publisher.source, blocks, lambda: told.append(known(blocks))))
     try:
         await eventually(lambda: told and publisher.has_subscriber())
-        assert (told[0].whole, cut(told[0].added)) == (True, set(keys(blocks=1)))
+        assert told == [set(keys(blocks=1))]
         publisher.publish(0, a)
         publisher.publish(1, b)
         await eventually(lambda: len(told) == 2)
-        assert (told[1].number, cut(told[1].added)) == (1, {keys()[1]}), "the first was known"
+        assert told[1] == set(keys(blocks=2))
         publisher.kept += [(1, b), (2, c), (3, batch(removed(b"c")))]
         publisher.publish(3, publisher.kept[-1][1])
         await eventually(lambda: len(told) == 3)
         assert publisher.times_asked == 2
-        assert (told[2].whole, cut(told[2].added)) == (True, set(keys(blocks=2)))
+        assert told[2] == set(keys(blocks=2))
         publisher.publish(9, a)
         await eventually(lambda: len(told) == 4)
-        assert (told[3].whole, cut(told[3].added)) == (True, {keys()[0]}), "nobody has the missed"
+        assert told[3] == {keys()[0]}, "nobody has the missed"
     finally:
         task.cancel()
 
@@ -269,6 +288,4 @@ async def test_a_follower_catches_up_and_notices_a_gap(
 async def test_a_follower_ends_at_what_it_cannot_believe(publisher: Publisher) -> None:
     publisher.kept = [(0, b"\xc1")]
     with pytest.raises(EventsError, match="cannot be read"):
-        await asyncio.wait_for(
-            follow(publisher.source, remembered(), lambda changes: None), PATIENCE_S
-        )
+        await asyncio.wait_for(follow(publisher.source, remembered(), lambda: None), PATIENCE_S)

@@ -1,4 +1,4 @@
-"""What a vLLM server remembers, from its KV events. Pure.
+"""What vLLM's core remembers, from its KV events. Pure.
 
 The events name blocks by vLLM's own hashes, and bring the tokens. The tokens are hashed anew, as
 Diptych's engines name their blocks, so that one index knows both. Facts from vLLM 0.32: events are
@@ -14,7 +14,6 @@ from msgspec import Meta
 
 from diptych_protocol import UNREADABLE, UtilityError
 from diptych_protocol.block_hashes import extend_block_hashes, root_hash, salted
-from diptych_protocol.wire import PREFIX_KEY_BYTES
 
 ON_THE_DEVICE: Final = (None, "GPU")
 """The `medium` of blocks that a request can use at once; the CPU build says GPU, too."""
@@ -66,7 +65,7 @@ class EventsError(UtilityError):
 
 
 class RememberedBlocks:
-    """The blocks of one server. It has no more than it says to have room for."""
+    """The blocks of one core. It has no more than it says to have room for."""
 
     def __init__(self, block_size: int, max_blocks: int) -> None:
         self._block_size, self._max_blocks = block_size, max_blocks
@@ -74,9 +73,8 @@ class RememberedBlocks:
         """Which KV cache group is followed, and whether its layers need whole prefixes."""
         self._hashes: dict[_Hash, bytes] = {}
         """vLLM's hash -> ours."""
-        self._added: set[bytes] = set()
-        self._removed: set[bytes] = set()
-        """Keys since the last `changes`."""
+        self._is_recorded = False
+        self._changes: dict[bytes, bool] = {}
 
     def take(self, payload: bytes) -> None:
         """Take in a batch of events. Raises `EventsError`."""
@@ -95,20 +93,32 @@ class RememberedBlocks:
 
     def clear(self) -> None:
         """It remembers nothing, or nothing is known."""
-        self._removed |= {_key(mine) for mine in self._hashes.values()} - self._added
-        self._added.clear()
+        for mine in self._hashes.values():
+            self._change(mine, False)
         self._hashes.clear()
 
-    def changes(self) -> tuple[bytes, bytes]:
-        """The keys that were added and removed since this was last asked."""
-        added, removed = b"".join(self._added), b"".join(self._removed)
-        self._added, self._removed = set(), set()
-        return added, removed
+    def record_changes(self, wanted: bool) -> None:
+        """See `RemembersPrefixes`."""
+        self._is_recorded = wanted
+        self._changes.clear()
 
-    def everything(self) -> bytes:
-        """The keys of all blocks. What was added or removed up to now is told with that."""
-        self._added, self._removed = set(), set()
-        return b"".join({_key(mine) for mine in self._hashes.values()})
+    def remembered_hashes(self) -> list[bytes]:
+        """See `RemembersPrefixes`."""
+        return list(set(self._hashes.values()))
+
+    def take_changes(self) -> dict[bytes, bool]:
+        """See `RemembersPrefixes`."""
+        changes, self._changes = self._changes, {}
+        return changes
+
+    def _change(self, mine: bytes, remembered: bool) -> None:
+        """A change that undoes one that was not told yet need not be told."""
+        if not self._is_recorded:
+            return
+        if self._changes.get(mine, remembered) != remembered:
+            del self._changes[mine]
+        else:
+            self._changes[mine] = remembered
 
     def _store(self, event: BlockStored) -> None:
         """Blocks of an adapter, of another group, or elsewhere than on the device are left out, as
@@ -139,7 +149,7 @@ class RememberedBlocks:
                 if len(self._hashes) >= self._max_blocks:
                     raise EventsError(f"it says to remember more than {self._max_blocks} blocks")
                 self._hashes[theirs] = mine
-                _move(_key(mine), self._removed, self._added)
+                self._change(mine, True)
 
     def _parent_of(self, event: BlockStored) -> bytes | None:
         """What the first of its blocks follows; None: that is not known, or the blocks depend on
@@ -160,16 +170,4 @@ class RememberedBlocks:
         for theirs in event.block_hashes:
             mine = self._hashes.pop(theirs, None)
             if mine is not None:
-                _move(_key(mine), self._added, self._removed)
-
-
-def _key(mine: bytes) -> bytes:
-    return mine[:PREFIX_KEY_BYTES]
-
-
-def _move(key: bytes, source: set[bytes], target: set[bytes]) -> None:
-    """A change that undoes one that was not told yet need not be told."""
-    if key in source:
-        source.remove(key)
-    else:
-        target.add(key)
+                self._change(mine, False)

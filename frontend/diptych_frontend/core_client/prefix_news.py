@@ -9,9 +9,8 @@ the last message are repeated, so that a follower who has missed it notices that
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
-from diptych_engine.scheduling.block_pool import BlockPool
 from diptych_protocol.block_hashes import FIRST_DIGEST, next_digest
 from diptych_protocol.wire import PREFIX_KEY_BYTES, PrefixChanges
 
@@ -22,12 +21,25 @@ MAX_FOLLOWERS: Final = 256
 """A client beyond them is told nothing, and routes by load."""
 
 
+class RemembersPrefixes(Protocol):
+    """Whoever keeps the blocks of prompts, as a core's block pool does."""
+
+    def record_changes(self, wanted: bool) -> None:
+        """Note what `take_changes` returns, or cease to."""
+
+    def remembered_hashes(self) -> list[bytes]:
+        """The hashes of all blocks that later prompts may share."""
+
+    def take_changes(self) -> dict[bytes, bool]:
+        """Hash -> whether it is remembered now, for all blocks that changed since the last call."""
+
+
 class PrefixNews:
     """What followers are to be told."""
 
-    def __init__(self, pool: BlockPool, adapters: Callable[[], dict[str, str]]) -> None:
+    def __init__(self, memory: RemembersPrefixes, adapters: Callable[[], dict[str, str]]) -> None:
         """`adapters`: see `PrefixChanges`."""
-        self._pool = pool
+        self._memory = memory
         self._adapters = adapters
         self.followers: set[bytes] = set()
         self._number, self._digest = 0, FIRST_DIGEST
@@ -41,9 +53,9 @@ class PrefixNews:
         if client not in self.followers and len(self.followers) >= MAX_FOLLOWERS:
             return None
         if not self.followers:
-            self._pool.record_changes(True)
+            self._memory.record_changes(True)
         self.followers.add(client)
-        remembered = b"".join(map(_key, self._pool.remembered_hashes()))
+        remembered = b"".join(map(_key, self._memory.remembered_hashes()))
         self._digest = next_digest(FIRST_DIGEST, remembered, b"")
         return PrefixChanges(
             self._number, remembered, whole=True, adapters=self._adapters(), digest=self._digest
@@ -54,14 +66,14 @@ class PrefixNews:
         if client in self.followers:
             self.followers.remove(client)
             if not self.followers:
-                self._pool.record_changes(False)
+                self._memory.record_changes(False)
 
     def take(self, now: float, *, at_once: bool) -> PrefixChanges | None:
         """What there is to tell, if it is time to tell it, or if it is wanted at once. A message
         without changes has the number of the one before."""
         if not self.followers or (now < self._due and not at_once):
             return None
-        changes = self._pool.take_changes()
+        changes = self._memory.take_changes()
         if not changes and now < self._repeat_at:
             return None
         self._due, self._repeat_at = now + INTERVAL_S, now + REPEAT_S

@@ -1,0 +1,462 @@
+"""Real vLLM servers that answer the wire: what they say over it is what they say over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from free_ports import free_port
+from model_kit.sensitive_model import ANSWER_TOKENS, Question, questions
+from vllm_kit.environment import needs_nixl, needs_vllm
+from vllm_server import MODEL, ROUTES, VllmServer, connector_config, save_model_for_vllm
+from waits import PATIENCE_S
+
+from diptych_frontend.core_client.client import CoreClient
+from diptych_protocol import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineDescription,
+    FinishReason,
+    KVTransferParams,
+    PoolingParams,
+    SamplingParams,
+    fingerprint,
+)
+from diptych_protocol.block_hashes import extend_block_hashes, root_hash, salted
+from diptych_protocol.kv_transfer_params import PARAM
+from diptych_protocol.wire import FOLLOW_HEARTBEAT, FOLLOW_PREFIXES, PREFIX_KEY_BYTES, ErrorKind
+
+pytestmark = [*needs_vllm, pytest.mark.timeout(1800)]
+
+Eventually = Callable[[Callable[[], Any]], Awaitable[None]]
+BLOCK = 32
+WIRE = ("--middleware", "diptych_vllm.serve.middleware.Wire")
+DRAIN = ("--shutdown-timeout", "60")
+CHUNKS = ("--max-num-batched-tokens", str(3 * BLOCK))
+UNUSED = {"kv_connector": "DiptychConnector", "kv_connector_module_path": "diptych_vllm.connector",
+          "kv_role": "kv_both", "kv_load_failure_policy": "fail"}  # fmt: skip
+LENDS: dict[str, Any] = {"do_remote_decode": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model_for_vllm(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def asked(model: str) -> list[Question]:
+    """Prompts of one to twenty blocks, with the answers that our own engine gives."""
+    return questions(model, 20, shortest=24, longest=600)
+
+
+class Wired:
+    """A server, and a client of its wire."""
+
+    def __init__(self, server: VllmServer, port: int) -> None:
+        self.server = server
+        self.heard: list[EngineCoreOutputs] = []
+        self.lost = ""
+        self.about = EngineDescription("", "", "", 0, 0, 0, 0, "", {}, 0, 0)
+        self.client = CoreClient(
+            f"tcp://127.0.0.1:{port}", None, on_outputs=self.heard.append, on_lost=self._lose
+        )
+
+    def _lose(self, cause: Exception) -> None:
+        self.lost = str(cause)
+
+    def outputs(self, request_id: str) -> list[EngineCoreOutput]:
+        return [x for message in self.heard for x in message.outputs if x.request_id == request_id]
+
+    async def run(self, prompt: list[int], **fields: Any) -> list[EngineCoreOutput]:
+        """The whole answer."""
+        asked = sent(prompt, **fields)
+        self.client.add(asked)
+        async with asyncio.timeout(PATIENCE_S):
+            while not any(x.finished for x in self.outputs(asked.request_id)):
+                await asyncio.sleep(0.01)
+        return self.outputs(asked.request_id)
+
+    async def blocks_free(self) -> int:
+        return (await self.client.fetch_stats()).blocks_free
+
+
+def sent(prompt: list[int], **fields: Any) -> EngineCoreRequest:
+    """fields: of the request, or else of its sampling parameters."""
+    own = {x: fields.pop(x) for x in list(fields) if x in EngineCoreRequest.__struct_fields__}
+    transfer = fields.pop("transfer", None)
+    if transfer is not None:
+        fields["extra_args"] = {PARAM: transfer}
+    params = {"temperature": 0.0, "ignore_eos": True, "max_tokens": ANSWER_TOKENS, **fields}
+    made = EngineCoreRequest(
+        request_id=secrets.token_hex(8), prompt_token_ids=prompt, mm_features=None,
+        sampling_params=SamplingParams(**params), pooling_params=None, eos_token_id=None,
+        arrival_time=0.0, lora_request=None, cache_salt=None, data_parallel_rank=None,
+    )  # fmt: skip
+    return msgspec.structs.replace(made, **own)
+
+
+def tokens_of(outputs: list[EngineCoreOutput]) -> list[int]:
+    return [token for output in outputs for token in output.new_token_ids]
+
+
+def _started(
+    model: str, folder: Path, transfers: list[dict[str, Any]], *options: str
+) -> Iterator[list[tuple[VllmServer, int]]]:
+    started = []
+    try:
+        for number, transfer in enumerate(transfers):
+            port = free_port()
+            variables = {
+                "DIPTYCH_CORE_PORT": str(port), "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+            }  # fmt: skip
+            events = {
+                "enable_kv_cache_events": True, "publisher": "zmq",
+                "endpoint": f"ipc://{folder}/events-{number}",
+                "replay_endpoint": f"ipc://{folder}/replay-{number}",
+            }  # fmt: skip
+            more = ("--kv-events-config", msgspec.json.encode(events).decode(), *options)
+            log = folder / f"vllm-{number}.log"
+            server = VllmServer(model, log, transfer, *WIRE, *DRAIN, *more, environment=variables)
+            started.append((server, port))
+        for server, _ in started:
+            server.wait_until_ready()
+        yield started
+    finally:
+        for server, _ in started:
+            server.kill()
+
+
+@pytest.fixture(scope="module")
+def ours(
+    model: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[tuple[VllmServer, int]]]:
+    settings = connector_config(lease_seconds=60, load_timeout_s=60)
+    folder = tmp_path_factory.mktemp("ours")
+    yield from _started(model, folder, [settings, settings], *ROUTES, *CHUNKS)
+
+
+async def _wired(servers: list[tuple[VllmServer, int]]) -> list[Wired]:
+    wired = [Wired(*server) for server in servers]
+    for each in wired:
+        each.about = await each.client.describe(PATIENCE_S)
+    return wired
+
+
+@pytest.fixture
+async def pair(ours: list[tuple[VllmServer, int]]) -> AsyncIterator[list[Wired]]:
+    """A prefill and a decode engine, over our connector."""
+    wired = await _wired(ours)
+    yield wired
+    for each in wired:
+        each.client.close()
+
+
+async def handed_over(
+    p: Wired, d: Wired, question: Question, **fields: Any
+) -> tuple[list[int], int]:
+    """An answer whose prompt P computes, and how many tokens of the prompt D says came from it."""
+    lent = await p.run(question.prompt, max_tokens=1, transfer=LENDS, **fields)
+    known = tokens_of(lent)
+    rest = await d.run(
+        question.prompt,
+        transfer=lent[-1].kv_transfer_params,
+        generated_token_ids=known or None,
+        **fields,
+    )
+    return known + tokens_of(rest), sum(output.num_received_tokens for output in rest)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"temperature": 1.0, "seed": 11},
+        {"frequency_penalty": 1.5, "repetition_penalty": 1.2, "min_p": 0.1},
+        {"logit_bias": {50: 5.0}},
+        {"min_tokens": 4, "ignore_eos": False, "stop_token_ids": [50]},
+    ],
+)
+async def test_answers_are_those_of_http(
+    pair: list[Wired], asked: list[Question], fields: dict[str, Any]
+) -> None:
+    engine, question = pair[0], asked[0]
+    http = await asyncio.to_thread(
+        engine.server.answer, question.prompt, ANSWER_TOKENS, **_as_http(fields)
+    )
+    assert tokens_of(await engine.run(question.prompt, **fields)) == http
+
+
+def _as_http(fields: dict[str, Any]) -> dict[str, Any]:
+    bias = fields.get("logit_bias")
+    named = {} if bias is None else {"logit_bias": {str(token): x for token, x in bias.items()}}
+    return {**fields, **named}
+
+
+async def test_an_answer_goes_on_where_another_engine_stopped(
+    pair: list[Wired], asked: list[Question]
+) -> None:
+    question = asked[1]
+    rest = await pair[0].run(question.prompt, generated_token_ids=question.answer[:2])
+    assert tokens_of(rest) == question.answer[2:]
+
+
+async def test_log_probabilities_begin_with_the_token_that_is_there(
+    pair: list[Wired], asked: list[Question]
+) -> None:
+    prompt = asked[0].prompt
+    first, *_ = outputs = await pair[0].run(prompt, logprobs=3, prompt_logprobs=2)
+    told = first.new_prompt_logprobs_tensors
+    assert told is not None
+    assert told.logprob_token_ids.shape == (len(prompt) - 1, 3)
+    assert [row[0] for row in told.logprob_token_ids.tolist()] == prompt[1:]
+    for output in outputs:
+        assert output.new_logprobs is not None
+        for token, row in zip(
+            output.new_token_ids, output.new_logprobs.logprob_token_ids, strict=True
+        ):
+            assert row[:2] == [token, token], "greedy: it is the likeliest"
+            assert len(row) == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"temperature": -1.0}, "temperature"), ({"logprobs": 100}, "logprobs")],
+)
+async def test_vllm_refuses_in_its_own_words(
+    pair: list[Wired], fields: dict[str, Any], param: str
+) -> None:
+    [output] = await pair[0].run([1, 2, 3], **fields)
+    assert (output.finish_reason, output.error_kind) == (FinishReason.ERROR, ErrorKind.REFUSED)
+    assert output.error_param == param
+
+
+async def test_an_abort_ends_a_request_in_the_core(
+    pair: list[Wired], eventually: Eventually
+) -> None:
+    request = sent([1, 2, 3], max_tokens=900)
+    pair[0].client.add(request)
+    await eventually(lambda: len(pair[0].outputs(request.request_id)) > 2)
+    pair[0].client.abort([request.request_id])
+    stats = await pair[0].client.fetch_stats()
+    total = stats.blocks_total
+
+    async def is_free() -> bool:
+        await pair[0].run([4], max_tokens=1)  # vLLM reports only after a step
+        return await pair[0].blocks_free() >= total - 1
+
+    await eventually(is_free)
+    assert not any(x.finished for x in pair[0].outputs(request.request_id))
+
+
+async def test_a_prompt_that_p_computes_is_answered_by_d(
+    pair: list[Wired], asked: list[Question]
+) -> None:
+    p, d = pair
+    assert fingerprint(p.about.compat) == fingerprint(d.about.compat)
+    before = (await d.client.fetch_stats()).kv_transfer
+    assert before is not None
+    blocks = before.blocks_received
+    for question in asked[:8]:
+        answer, received = await handed_over(p, d, question, cache_salt="whole")
+        assert (answer, received) == (question.answer, len(question.prompt))
+        blocks += -(-len(question.prompt) // BLOCK)
+    after = (await d.client.fetch_stats()).kv_transfer
+    assert after is not None
+    assert after.blocks_received == blocks
+
+
+async def test_an_announced_prompt_is_there_when_its_request_comes(
+    pair: list[Wired], asked: list[Question], eventually: Eventually
+) -> None:
+    p, d = pair
+    question = next(x for x in asked if len(x.prompt) > 12 * BLOCK)
+    lease_id, about = secrets.token_hex(16), p.about
+    lends = KVTransferParams(
+        do_remote_prefill=True, remote_engine_id=about.engine_id, epoch=about.epoch,
+        remote_host=about.kv_transfer_host, remote_port=about.kv_transfer_port,
+        compat=fingerprint(about.compat), remote_block_size=about.block_size, lease_id=lease_id,
+        proof=about.kv_transfer_proof, remote_num_tokens=len(question.prompt),
+    )  # fmt: skip
+    coming = sent(question.prompt, transfer=lends.to_dict(), cache_salt="early")
+    free = await d.blocks_free()
+    d.client.tell("announce_kv_transfer", coming)
+
+    async def is_begun() -> bool:
+        return await d.blocks_free() < free
+
+    await eventually(is_begun)
+    lent = await p.run(
+        question.prompt, max_tokens=1, transfer={**LENDS, "lease_id": lease_id}, cache_salt="early"
+    )
+    known = tokens_of(lent)
+    rest = await d.run(
+        question.prompt,
+        request_id=coming.request_id,
+        transfer=lent[-1].kv_transfer_params,
+        generated_token_ids=known,
+        cache_salt="early",
+    )
+    assert known + tokens_of(rest) == question.answer
+    assert sum(output.num_received_tokens for output in rest) == len(question.prompt)
+
+
+async def test_a_rejection_frees_what_p_holds(
+    pair: list[Wired], asked: list[Question], eventually: Eventually
+) -> None:
+    p, _ = pair
+    lent = await p.run(asked[2].prompt, max_tokens=1, transfer=LENDS, cache_salt="rejected")
+    held = (await p.client.fetch_stats()).kv_transfer
+    assert held is not None
+    await p.client.call("reject_kv_transfer", "r", lent[-1].kv_transfer_params)
+
+    async def is_free() -> bool:
+        await p.run([4], max_tokens=1)
+        now = (await p.client.fetch_stats()).kv_transfer
+        return now is not None and now.leases_revoked == held.leases_revoked + 1
+
+    await eventually(is_free)
+
+
+async def test_a_router_hears_what_the_engine_remembers(
+    pair: list[Wired], asked: list[Question], eventually: Eventually
+) -> None:
+    d, prompt = pair[1], asked[3].prompt
+    d.client.tell(FOLLOW_HEARTBEAT)
+    d.client.tell(FOLLOW_PREFIXES)
+    await d.run(prompt, cache_salt="news")
+    chain = [root_hash(salted("news"))]
+    extend_block_hashes(chain, [0] * BLOCK + prompt, BLOCK, None)
+    expected = {mine[:PREFIX_KEY_BYTES] for mine in chain[1:]}
+
+    def told() -> set[bytes]:
+        added = b"".join(x.prefix_changes.added for x in d.heard if x.prefix_changes is not None)
+        width = PREFIX_KEY_BYTES
+        return {added[at : at + width] for at in range(0, len(added), width)}
+
+    await eventually(lambda: expected <= told())
+    await eventually(lambda: any(x.heartbeat is not None for x in d.heard))
+
+
+async def test_control_calls_reach_vllm(pair: list[Wired]) -> None:
+    client = pair[0].client
+    await client.call("pause_generation", "keep", False)
+    assert await client.call("is_paused")
+    assert (await client.fetch_stats()).paused
+    await client.call("resume_generation")
+    assert not await client.call("is_paused")
+    assert await client.call("reset_prefix_cache", False, False)
+
+
+def with_nixl(test: Any) -> Any:
+    """Marks a test of vLLM's own connector for NIXL."""
+    for mark in (*needs_nixl, pytest.mark.slow):
+        test = mark(test)
+    return test
+
+
+@pytest.fixture(scope="module")
+def of_nixl(
+    model: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[tuple[VllmServer, int]]]:
+    transfers = [
+        {
+            "kv_connector": "NixlConnector",
+            "kv_role": role,
+            "kv_load_failure_policy": "fail",
+            "kv_connector_extra_config": {"kv_lease_duration": 60},
+        }
+        for role in ("kv_producer", "kv_consumer")
+    ]
+    yield from _started(model, tmp_path_factory.mktemp("nixl"), transfers, *CHUNKS)
+
+
+@with_nixl
+async def test_p_and_d_answer_as_one_engine_over_nixl(
+    of_nixl: list[tuple[VllmServer, int]], asked: list[Question]
+) -> None:
+    p, d = await _wired(of_nixl)
+    assert not d.about.abilities.checks_kv, "its answers are compared instead"
+    for question in asked[:8]:
+        answer, received = await handed_over(p, d, question, cache_salt="whole")
+        assert (answer, received) == (question.answer, len(question.prompt))
+    moved = (await d.client.fetch_stats()).kv_transfer
+    assert moved is not None
+    assert moved.blocks_received == sum(-(-len(x.prompt) // BLOCK) for x in asked[:8])
+
+    lent = await p.run(asked[9].prompt, max_tokens=1, transfer=LENDS)
+    reference = lent[-1].kv_transfer_params
+    assert tokens_of(await d.run(asked[9].prompt, transfer=reference)) == asked[9].answer
+    [again] = await d.run(asked[9].prompt, transfer=reference)
+    assert (again.error, again.error_param) == (
+        "the reference to its KV was used before", PARAM,
+    )  # fmt: skip
+    p.client.close()
+    d.client.close()
+
+
+@with_nixl
+async def test_a_rejection_at_d_frees_what_p_holds(
+    of_nixl: list[tuple[VllmServer, int]],
+    asked: list[Question],
+    eventually: Eventually,
+) -> None:
+    p, d = await _wired(of_nixl)
+    lent = await p.run(asked[10].prompt, max_tokens=1, transfer=LENDS)
+    total = (await p.client.fetch_stats()).blocks_total
+    await d.client.call("reject_kv_transfer", "r", lent[-1].kv_transfer_params)
+
+    async def is_free() -> bool:
+        await p.run([4], max_tokens=1)
+        return await p.blocks_free() == total
+
+    await eventually(is_free)
+    p.client.close()
+    d.client.close()
+
+
+@pytest.fixture(scope="module")
+def of_vectors(
+    model: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[tuple[VllmServer, int]]]:
+    folder = tmp_path_factory.mktemp("vectors")
+    yield from _started(model, folder, [UNUSED], "--runner", "pooling", "--convert", "embed")
+
+
+@pytest.mark.slow
+async def test_vectors_are_those_of_http(
+    of_vectors: list[tuple[VllmServer, int]], asked: list[Question]
+) -> None:
+    [engine] = await _wired(of_vectors)
+    assert engine.about.tasks == ("embed", "token_embed")
+    prompt = asked[0].prompt
+    body = {"model": MODEL, "input": prompt}
+    http = await asyncio.to_thread(engine.server.client.post, "/v1/embeddings", json=body)
+    wanted = {"sampling_params": None, "pooling_params": PoolingParams()}
+    [output] = await engine.run(prompt, **wanted)
+    assert output.pooling_output is not None
+    assert output.pooling_output.tolist() == http.json()["data"][0]["embedding"]
+    wanted["pooling_params"] = PoolingParams(task="token_embed")
+    [output] = await engine.run(prompt, **wanted)
+    assert output.pooling_output is not None
+    assert output.pooling_output.shape[0] == len(prompt)
+    engine.client.close()
+
+
+async def test_sigterm_lets_answers_end(pair: list[Wired], eventually: Eventually) -> None:
+    """The last test: it ends a server."""
+    engine = pair[1]
+    request = sent([1, 2, 3], max_tokens=300)
+    engine.client.add(request)
+    await eventually(lambda: bool(engine.outputs(request.request_id)))
+    os.kill(engine.about.pid, signal.SIGTERM)
+    await eventually(lambda: "has ended" in engine.lost)
+    assert len(tokens_of(engine.outputs(request.request_id))) == 300

@@ -1,0 +1,88 @@
+"""What vLLM's core reports, as the statistics of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from diptych_vllm.serve.load import VllmLoad
+
+
+@dataclass
+class Cache:
+    queries: int = 0
+    hits: int = 0
+
+
+@dataclass
+class Step:
+    """vLLM's `SchedulerStats`."""
+
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    num_skipped_waiting_reqs: int = 0
+    kv_cache_usage: float = 0.0
+    prefix_cache_stats: Cache = field(default_factory=Cache)
+    kv_connector_stats: dict[str, Any] | None = None
+
+
+@dataclass
+class Prompts:
+    computed: int = 0
+    external_kv_transfer: int = 0
+
+
+@dataclass
+class Work:
+    """vLLM's `IterationStats`."""
+
+    num_generation_tokens: int = 0
+    num_preempted_reqs: int = 0
+    prompt_token_stats: Prompts = field(default_factory=Prompts)
+
+
+def test_gauges_are_the_newest_and_totals_add_up() -> None:
+    load = VllmLoad(64, "")
+    load.take(Step(2, 1, 3, 0.25, Cache(10, 4)), Work(2, 1, Prompts(8, 5)), 1.0)
+    load.take(Step(1, 0, 0, 0.5, Cache(3, 1)), Work(1), 3.0)
+    stats = load.stats
+    assert (stats.num_running, stats.num_waiting, stats.blocks_free) == (1, 0, 32)
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (13, 5)
+    assert (stats.tokens_generated, stats.num_preemptions, stats.steps) == (3, 1, 2)
+    assert (stats.prompt_tokens_computed, stats.remote_kv_tokens) == (8, 5)
+    assert stats.kv_transfer is None
+
+
+def test_time_counts_while_requests_run() -> None:
+    load = VllmLoad(64, "")
+    for running, now in ((1, 10.0), (0, 12.0), (1, 50.0), (1, 51.0)):
+        load.take(Step(running), None, now)
+    assert load.stats.seconds_stepping == 3.0
+
+
+def test_our_connector_s_figures_are_added() -> None:
+    load = VllmLoad(64, "DiptychConnector")
+    load.take(Step(kv_connector_stats={"blocks_received": 7, "loads_completed": 1}), None, 1.0)
+    load.take(Step(kv_connector_stats={"leases_granted": 3, "leases_revoked": 1}), None, 2.0)
+    moved = load.stats.kv_transfer
+    assert moved is not None
+    assert (moved.transport, moved.blocks_received, moved.loads_started) == ("diptych", 7, 1)
+    assert moved.leases_held == 2
+
+
+def test_nixl_s_lists_are_counted() -> None:
+    load = VllmLoad(64, "NixlConnector")
+    news = {
+        "bytes_transferred": [100, 50],
+        "transfer_duration": [0.5, 0.25],
+        "num_failed_transfers": [1],
+        "num_kv_expired_reqs": [1, 1],
+        "num_notifications_after_expiry": [1],
+    }
+    load.take(Step(kv_connector_stats=news), None, 1.0)
+    load.blocks_came(3)
+    moved = load.stats.kv_transfer
+    assert moved is not None
+    assert (moved.loads_completed, moved.bytes_received, moved.seconds_receiving) == (2, 150, 0.75)
+    assert (moved.loads_failed, moved.leases_expired, moved.blocks_received) == (1, 2, 3)
+    assert moved.late_reads == 1

@@ -1,0 +1,78 @@
+"""Tells clients that vLLM's core turns, which it shows by answering between two steps."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from diptych_frontend.core_client.heartbeat_timer import (
+    BEAT_S,
+    CALL_S,
+    QUICK_CALLS,
+    HeartbeatTimer,
+)
+from diptych_protocol.wire import Heartbeat
+
+UNSEEN_STEP_S: Final = 10.0
+"""A step may take so long however long those before it took: what it will compute is not known
+here."""
+ONE_SIZE: Final = 1
+
+
+class CoreBeats:
+    """The heartbeats of one core, which is asked all the time."""
+
+    def __init__(
+        self,
+        ask: Callable[[], Awaitable[None]],
+        tell: Callable[[Heartbeat, set[bytes]], None],
+        stood_still: Callable[[float], None],
+    ) -> None:
+        """
+        Args:
+            ask: returns when the core has answered.
+            tell: sends a heartbeat to these clients.
+            stood_still: called with the seconds that an answer took.
+        """
+        self._ask, self._tell, self._stood_still = ask, tell, stood_still
+        self._timer = HeartbeatTimer()
+
+    def follow(self, client: bytes) -> bool:
+        """A client wants to hear the beats; False: too many do already."""
+        return self._timer.follow(client)
+
+    def forget(self, client: bytes) -> None:
+        self._timer.followers.discard(client)
+
+    def before_call(self, method: str) -> None:
+        """A call is about to be carried out."""
+        if method not in QUICK_CALLS:
+            self._promise(CALL_S, in_call=True)
+
+    async def run(self) -> None:
+        """Ask and tell, for ever. Raises what `ask` raises."""
+        while True:
+            begin = time.monotonic()
+            asked = asyncio.ensure_future(self._ask())
+            try:
+                done, _ = await asyncio.wait({asked}, timeout=BEAT_S)
+                if not done:
+                    bound_s = self._timer.steps.bound_s(ONE_SIZE)
+                    self._promise(max(bound_s, UNSEEN_STEP_S))
+                await asked
+            finally:
+                asked.cancel()
+            now = time.monotonic()
+            self._timer.steps.took(ONE_SIZE, now - begin)
+            self._stood_still(now - begin)
+            heartbeat = self._timer.beat(now)
+            if heartbeat is not None:
+                self._tell(heartbeat, self._timer.followers)
+            await asyncio.sleep(max(0.0, BEAT_S - (now - begin)))
+
+    def _promise(self, seconds: float, *, in_call: bool = False) -> None:
+        heartbeat = self._timer.before_silence(time.monotonic(), seconds, in_call=in_call)
+        if heartbeat is not None:
+            self._tell(heartbeat, self._timer.followers)

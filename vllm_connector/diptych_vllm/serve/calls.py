@@ -1,0 +1,128 @@
+"""The control calls that vLLM's `AsyncLLM` has an answer to, by the names that the wire has."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from diptych_protocol import InvalidRequestError, LoRARequest
+from diptych_protocol.control_calls import (
+    CONTROL_CALLS,
+    AddLora,
+    ControlCall,
+    IsPaused,
+    IsSleeping,
+    ListLoras,
+    PauseGeneration,
+    PinLora,
+    RemoveLora,
+    ResetEncoderCache,
+    ResetMmCache,
+    ResetPrefixCache,
+    ResumeGeneration,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    WakeUp,
+)
+
+_BY_METHOD = {kind.METHOD: kind for kind in CONTROL_CALLS}
+
+
+class VllmCalls:
+    """Carries out control calls."""
+
+    def __init__(
+        self,
+        llm: Any,
+        add_lora: Callable[[LoRARequest], Awaitable[bool]],
+        *,
+        can_sleep: bool,
+        has_adapters: bool,
+    ) -> None:
+        """
+        Args:
+            llm: an `AsyncLLM`.
+            can_sleep: it can free memory while it does nothing.
+            has_adapters: it was started so that it takes adapters.
+        """
+        self._llm, self._add_lora = llm, add_lora
+        self._can_sleep, self._has_adapters = can_sleep, has_adapters
+        self.adapters: dict[int, str] = {}
+        """The adapters that were loaded by a call, by their ids."""
+
+    async def run(self, method: str, args: list[Any]) -> Any:
+        """Carry a call out. Raises `InvalidRequestError` for one that vLLM does not offer, and for
+        arguments that do not fit."""
+        kind = _BY_METHOD.get(method)
+        if kind is None:
+            raise InvalidRequestError("there is no such call")
+        if len(args) > len(kind.__struct_fields__):
+            raise InvalidRequestError(f"it takes {len(kind.__struct_fields__)} arguments")
+        try:
+            call = msgspec.convert(dict(zip(kind.__struct_fields__, args, strict=False)), kind)
+        except msgspec.ValidationError as exc:
+            raise InvalidRequestError(str(exc)) from exc
+        return await self._carry_out(call)
+
+    async def _carry_out(self, call: ControlCall[Any]) -> Any:
+        llm = self._llm
+        match call:
+            case PauseGeneration():
+                await llm.pause_generation(mode=call.mode, clear_cache=call.clear_cache)
+            case ResumeGeneration():
+                await llm.resume_generation()
+            case IsPaused():
+                return await llm.is_paused()
+            case Sleep():
+                self._check_sleep(call.level)
+                await llm.sleep(call.level, call.mode)
+            case WakeUp():
+                await llm.wake_up(None if call.tags is None else list(call.tags))
+            case IsSleeping():
+                return await llm.is_sleeping()
+            case ResetPrefixCache():
+                return await llm.reset_prefix_cache(
+                    call.reset_running_requests, call.reset_connector
+                )
+            case ResetMmCache():
+                await llm.reset_mm_cache()
+                return ""
+            case ResetEncoderCache():
+                await llm.reset_encoder_cache()
+                return ""
+            case StartProfile():
+                await llm.start_profile(call.profile_prefix or None)
+            case StopProfile():
+                await llm.stop_profile()
+                return []
+            case _:
+                return await self._of_adapters(call)
+        return None
+
+    async def _of_adapters(self, call: ControlCall[Any]) -> Any:
+        if not self._has_adapters and isinstance(call, AddLora | RemoveLora | ListLoras | PinLora):
+            raise InvalidRequestError("this vLLM takes no adapters: start it with --enable-lora")
+        match call:
+            case AddLora():
+                added = await self._add_lora(call.lora_request)
+                self.adapters[call.lora_request.lora_int_id] = call.lora_request.lora_name
+                return added
+            case RemoveLora():
+                self.adapters.pop(call.lora_id, None)
+                return await self._llm.remove_lora(call.lora_id)
+            case ListLoras():
+                return sorted(await self._llm.list_loras())
+            case PinLora():
+                return await self._llm.pin_lora(call.lora_id)
+        raise InvalidRequestError("engines of the runtime vllm do not offer this call")
+
+    def _check_sleep(self, level: int) -> None:
+        if level and not self._can_sleep:
+            raise InvalidRequestError(
+                "level: this vLLM frees no memory while it sleeps; start it with "
+                "--enable-sleep-mode, or ask for level 0",
+                param="level",
+            )

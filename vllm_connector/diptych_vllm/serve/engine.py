@@ -1,0 +1,276 @@
+"""vLLM's `AsyncLLM`, as the wire's service needs it. It translates, and decides nothing.
+
+Of this folder only this module imports vLLM. What vLLM does not call public is in `versions`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import torch
+from vllm import PoolingParams as VllmPoolingParams
+from vllm import SamplingParams as VllmSamplingParams
+from vllm import __version__ as vllm_version
+from vllm.engine.protocol import EngineClient
+from vllm.exceptions import GracefulHTTPError, VLLMClientError
+from vllm.lora.request import LoRARequest as VllmLoRARequest
+from vllm.sampling_params import RequestOutputKind as VllmOutputKind
+from vllm.sampling_params import StructuredOutputsParams as VllmForm
+from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase
+
+from diptych_protocol import (
+    EngineCoreRequest,
+    EngineDescription,
+    InvalidRequestError,
+    KVTransferParams,
+    LoRARequest,
+    PoolingParams,
+)
+from diptych_protocol.arrays import Array
+from diptych_protocol.pooling import POOLING_TASKS
+from diptych_protocol.wire import Abilities, ErrorKind
+from diptych_vllm.serve.event_socket import EventSource, source_of
+from diptych_vllm.serve.load import VllmLoad
+from diptych_vllm.serve.outputs import VllmOutput
+from diptych_vllm.serve.requests import OURS, form_of, sampling_of, token_ids_of
+from diptych_vllm.serve.settings import ServedPort
+from diptych_vllm.versions import add_stat_logger, handshakes, hear_of_prompts, series_of
+
+NO_ROOM: Final = (429, 503)
+
+
+class LoadLogger(AggregateStatLoggerBase):
+    """Hands what vLLM's core reports to a `VllmLoad`."""
+
+    def __init__(self, load: VllmLoad) -> None:
+        self._load = load
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        self._load.take(scheduler_stats, iteration_stats, time.monotonic())
+
+    def record_sleep_state(self, is_awake: int, level: int) -> None:
+        # Its name says the opposite of what vLLM passes: 1 when it falls asleep.
+        self._load.stats.sleep_level = level if is_awake else 0
+
+    def log_engine_initialized(self) -> None:
+        """Nothing is logged."""
+
+    def record_admission_rejection(self, reason: str) -> None:
+        """The client is told."""
+
+
+class ServedVllm:
+    """One `AsyncLLM`."""
+
+    def __init__(self, llm: EngineClient, settings: ServedPort) -> None:
+        """Raises `InvalidRequestError` for a vLLM or a configuration that cannot be served."""
+        series_of(vllm_version)
+        self._llm: Any = llm
+        self._config = config = llm.vllm_config
+        self._settings = settings
+        transfer = config.kv_transfer_config
+        self.connector: str = "" if transfer is None else transfer.kv_connector or ""
+        self.connector_config: dict[str, Any] = (
+            {} if transfer is None else dict(transfer.kv_connector_extra_config)
+        )
+        self.engine_id: str = "" if transfer is None else transfer.engine_id or ""
+        self.load = VllmLoad(config.cache_config.num_gpu_blocks or 0, self.connector)
+        self.received: dict[str, int] = {}
+        """Request -> tokens of its prompt whose KV came from elsewhere, until it is told."""
+        self.announced_from: int | None = None
+        add_stat_logger(llm, LoadLogger(self.load))
+        hear_of_prompts(llm, self._received)
+
+    def _received(self, request_id: str, num_tokens: int) -> None:
+        self.received[request_id] = num_tokens
+        if self.connector != OURS:  # ours counts the blocks itself
+            self.load.blocks_came(-(-num_tokens // self._config.cache_config.block_size))
+
+    async def describe(self) -> EngineDescription:
+        """What it is. With our connector it is who its hinge says that it is."""
+        model, cache = self._config.model_config, self._config.cache_config
+        settings = self._settings
+        tasks = set(await self._llm.get_supported_tasks())
+        about = EngineDescription(
+            engine_id=settings.engine_id or f"{socket.gethostname()}:{settings.port}",
+            epoch=f"{os.getpid():x}-{secrets.token_hex(8)}",
+            model=model.model,
+            max_model_len=model.max_model_len,
+            vocab_size=model.get_vocab_size(),
+            block_size=cache.block_size,
+            num_blocks=cache.num_gpu_blocks or 0,
+            dtype=str(model.dtype).removeprefix("torch."),
+            compat={
+                "runtime": f"vllm {vllm_version}",
+                "model": model.model,
+                "connector": self.connector,
+                "revision": settings.revision,
+            },
+            max_num_seqs=self._config.scheduler_config.max_num_seqs,
+            pid=os.getpid(),
+            kv_transfer=bool(self.connector),
+            revision=settings.revision,
+            hidden_size=model.get_hidden_size(),
+            tasks=tuple(task for task in ("generate", *POOLING_TASKS) if task in tasks),
+            scheduling_policy=self._config.scheduler_config.policy,
+            tracing_enabled=await self._llm.is_tracing_enabled(),
+            node=settings.node,
+            zone=settings.zone,
+            name=settings.engine_id,
+            runtime="vllm",
+            abilities=self.abilities,
+        )
+        if self.connector == OURS:
+            self._add_hinge(about, await handshakes(self._llm))
+        elif self.connector:
+            about.engine_id = self.engine_id
+        return about
+
+    def _add_hinge(self, about: EngineDescription, hinges: list[dict[str, Any]]) -> None:
+        first, *others = sorted(hinges, key=lambda hinge: hinge["engine"]["remote_port"])
+        engine = KVTransferParams.parse({**first["engine"], "do_remote_prefill": False})
+        about.engine_id, about.epoch = engine.remote_engine_id or "", engine.epoch or ""
+        about.compat = first["compat"]
+        self.announced_from = None if others else first["announced_from"]
+        if self.announced_from is not None:
+            about.kv_transfer_host = engine.remote_host or ""
+            about.kv_transfer_port = engine.remote_port or 0
+            about.kv_transfer_proof = first["proof"]
+
+    @property
+    def max_model_len(self) -> int:
+        return int(self._config.model_config.max_model_len)
+
+    @property
+    def abilities(self) -> Abilities:
+        """NIXL's hand-offs are judged by their answers, for nothing checks what was read."""
+        embeds = self._config.model_config.enable_prompt_embeds
+        return Abilities(
+            checks_kv=self.connector in ("", OURS),
+            frees_leases=self.connector in ("", OURS),
+            lends_prefixes=False,
+            prompt_embeds=bool(embeds) and not self.connector,
+            images=False,
+            adapters=self._config.lora_config is not None,
+            logits_processors=False,
+        )
+
+    @property
+    def event_source(self) -> EventSource | None:
+        """Where its KV events are; see `source_of`. Raises `EventsError`."""
+        return source_of(list(self._llm.get_kv_event_sources().values()))
+
+    @property
+    def can_sleep(self) -> bool:
+        return bool(self._config.model_config.enable_sleep_mode)
+
+    @property
+    def remembers(self) -> bool:
+        """Its prefix cache is on."""
+        return bool(self._config.cache_config.enable_prefix_caching)
+
+    @property
+    def shutdown_timeout_s(self) -> float:
+        return float(self._config.shutdown_timeout)
+
+    @property
+    def llm(self) -> Any:
+        """For the calls that need no translation."""
+        return self._llm
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def generate(self, request: EngineCoreRequest) -> AsyncIterator[VllmOutput]:
+        """Run a request. Raises `InvalidRequestError`, and what `error_of` knows."""
+        fields = sampling_of(request, self.max_model_len)
+        form = form_of(request.sampling)
+        if form is not None:
+            fields["structured_outputs"] = VllmForm(**form)
+        params = VllmSamplingParams(**fields, output_kind=VllmOutputKind.DELTA, skip_clone=True)
+        answer: AsyncIterator[VllmOutput] = self._llm.generate(
+            _prompt_of(request),
+            params,
+            request.request_id,
+            lora_request=_adapter_of(request.lora_request),
+            trace_headers=request.trace_headers,
+            priority=request.priority,
+            data_parallel_rank=request.data_parallel_rank,
+            reasoning_ended=request.reasoning_ended if form else None,
+            reasoning_parser_kwargs=request.reasoning_parser_kwargs if form else None,
+        )
+        return answer
+
+    async def pool(self, request: EngineCoreRequest, params: PoolingParams) -> Array:
+        """The vectors of a prompt, as `PoolingOutput.data` has them. Raises as `generate`."""
+        wanted = VllmPoolingParams(
+            task=params.task, dimensions=params.dimensions, use_activation=params.normalize
+        )
+        vectors: Any = None
+        async for output in self._llm.encode(
+            _prompt_of(request),
+            wanted,
+            request.request_id,
+            lora_request=_adapter_of(request.lora_request),
+            trace_headers=request.trace_headers,
+            priority=request.priority,
+        ):
+            vectors = output.outputs.data
+        plain = vectors.detach().to("cpu", torch.float32).contiguous()
+        return Array("float32", tuple(plain.shape), plain.numpy().tobytes())
+
+    async def reject(self, params: dict[str, Any]) -> None:
+        """Tell the connector that nobody will read what these parameters name."""
+        # vLLM's core dies of an id that it knows already.
+        name = f"rejection-{secrets.token_hex(16)}"
+        await self._llm.notify_kv_transfer_request_rejected(name, params)
+
+    @staticmethod
+    def error_of(error: Exception) -> tuple[ErrorKind, str | None]:
+        """What an exception of vLLM means, and the field that it names."""
+        if isinstance(error, GracefulHTTPError):
+            has_room = error.http_status not in NO_ROOM
+            return (ErrorKind.FAULT if has_room else ErrorKind.OVERLOADED), None
+        if isinstance(error, InvalidRequestError):
+            return ErrorKind.REFUSED, error.param
+        if isinstance(error, VLLMClientError | ValueError | TypeError):
+            return ErrorKind.REFUSED, getattr(error, "parameter", None)
+        return ErrorKind.FAULT, None
+
+    @staticmethod
+    def has_died(error: Exception) -> bool:
+        return isinstance(error, VllmDeadError)
+
+    async def add_lora(self, adapter: LoRARequest) -> bool:
+        return bool(await self._llm.add_lora(_adapter_of(adapter)))
+
+
+def _prompt_of(request: EngineCoreRequest) -> Any:
+    """A prompt that vLLM need not render."""
+    prompt: dict[str, Any]
+    embeds = request.prompt_embeds
+    if embeds is None:
+        prompt = {"type": "token", "prompt_token_ids": token_ids_of(request)}
+    else:
+        raw = torch.frombuffer(bytearray(embeds.data), dtype=getattr(torch, embeds.dtype))
+        prompt = {"type": "embeds", "prompt_embeds": raw.reshape(embeds.shape)}
+    if request.cache_salt is not None:
+        prompt["cache_salt"] = request.cache_salt
+    return prompt
+
+
+def _adapter_of(adapter: LoRARequest | None) -> VllmLoRARequest | None:
+    if adapter is None:
+        return None
+    return VllmLoRARequest(adapter.lora_name, adapter.lora_int_id, adapter.lora_path)

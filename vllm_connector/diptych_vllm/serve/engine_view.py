@@ -1,0 +1,52 @@
+"""vLLM, as the wire's service sees it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+from diptych_protocol import EngineCoreRequest, LoRARequest, PoolingParams
+from diptych_protocol.arrays import Array
+from diptych_protocol.wire import Abilities, ErrorKind
+from diptych_vllm.serve.load import VllmLoad
+from diptych_vllm.serve.outputs import VllmOutput
+
+
+class ServedEngine(Protocol):
+    """An engine that runs requests."""
+
+    load: VllmLoad
+    received: dict[str, int]
+    """Request -> tokens of its prompt whose KV came from elsewhere, until it is told."""
+    announced_from: int | None
+    """From how many tokens on it helps to announce a prompt; None: it never does."""
+
+    @property
+    def llm(self) -> Any:
+        """vLLM's `AsyncLLM`, for the calls that need no translation."""
+
+    @property
+    def abilities(self) -> Abilities: ...
+    @property
+    def can_sleep(self) -> bool: ...
+    @property
+    def remembers(self) -> bool:
+        """Its prefix cache is on."""
+
+    def generate(self, request: EngineCoreRequest) -> AsyncIterator[VllmOutput]:
+        """Run a request. To close the iterator is to abort it."""
+
+    async def pool(self, request: EngineCoreRequest, params: PoolingParams) -> Array:
+        """The vectors of a prompt."""
+
+    async def reject(self, params: dict[str, Any]) -> None:
+        """Tell the connector that nobody will read what these parameters name."""
+
+    async def add_lora(self, adapter: LoRARequest) -> bool:
+        """Load an adapter."""
+
+    def error_of(self, error: Exception) -> tuple[ErrorKind, str | None]:
+        """What an exception means, and the field that it names."""
+
+    def has_died(self, error: Exception) -> bool:
+        """Whether an exception says that the core has ended."""

@@ -1,0 +1,115 @@
+"""What vLLM's core reports of its steps, as the statistics that routers know. No I/O.
+
+A core reports after each step that has brought something, so figures of an idle one stay.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Protocol
+
+from diptych_protocol import KVTransferStats, SchedulerStats
+
+_OF_NIXL: Final = {
+    "num_failed_transfers": "loads_failed",
+    "num_kv_expired_reqs": "leases_expired",
+    "num_notifications_after_expiry": "late_reads",
+}
+"""What NIXL's connector lists by event -> the total that counts the events."""
+
+
+class CacheReport(Protocol):
+    """vLLM's `PrefixCacheStats`, of one step."""
+
+    queries: int
+    hits: int
+
+
+class StepReport(Protocol):
+    """vLLM's `SchedulerStats`, of one step."""
+
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_skipped_waiting_reqs: int
+    kv_cache_usage: float
+    kv_connector_stats: dict[str, Any] | None
+
+    @property
+    def prefix_cache_stats(self) -> CacheReport: ...
+
+
+class PromptReport(Protocol):
+    """vLLM's `PromptTokenStats`, of one step."""
+
+    computed: int
+    external_kv_transfer: int
+
+
+class WorkReport(Protocol):
+    """vLLM's `IterationStats`, of one step."""
+
+    num_generation_tokens: int
+    num_preempted_reqs: int
+
+    @property
+    def prompt_token_stats(self) -> PromptReport: ...
+
+
+class VllmLoad:
+    """Running totals of one engine, and its gauges."""
+
+    def __init__(self, blocks_total: int, connector: str) -> None:
+        """connector: vLLM's name of the KV connector; empty: it has none."""
+        self.stats = SchedulerStats(blocks_total=blocks_total, blocks_free=blocks_total)
+        if connector:
+            transport = connector.removesuffix("Connector").lower()
+            self.stats.kv_transfer = KVTransferStats(transport=transport)
+        self._last_report = 0.0
+
+    def take(self, report: StepReport | None, work: WorkReport | None, now: float) -> None:
+        """A step has ended, by this clock in seconds."""
+        stats = self.stats
+        if report is not None:
+            self._count_time(now)
+            stats.steps += 1
+            stats.num_running = report.num_running_reqs
+            stats.num_waiting = report.num_waiting_reqs + report.num_skipped_waiting_reqs
+            used = min(max(report.kv_cache_usage, 0.0), 1.0)
+            stats.blocks_free = stats.blocks_total - round(used * stats.blocks_total)
+            stats.prefix_cache_queries += report.prefix_cache_stats.queries
+            stats.prefix_cache_hits += report.prefix_cache_stats.hits
+            self._count_moves(report.kv_connector_stats or {})
+        if work is not None:
+            stats.tokens_generated += work.num_generation_tokens
+            stats.num_preemptions += work.num_preempted_reqs
+            stats.prompt_tokens_computed += work.prompt_token_stats.computed
+            stats.remote_kv_tokens += work.prompt_token_stats.external_kv_transfer
+
+    def blocks_came(self, number: int) -> None:
+        """So many blocks were filled from elsewhere."""
+        if self.stats.kv_transfer is not None:
+            self.stats.kv_transfer.blocks_received += number
+
+    def _count_time(self, now: float) -> None:
+        """Between two reports it was at work if requests ran at the first one."""
+        if self.stats.num_running:
+            self.stats.seconds_stepping += max(0.0, now - self._last_report)
+        self._last_report = now
+
+    def _count_moves(self, grown: dict[str, Any]) -> None:
+        """Our connector's figures, or NIXL's lists of what has happened."""
+        totals = self.stats.kv_transfer
+        if totals is None:
+            return
+        for name, number in grown.items():
+            if isinstance(number, int) and hasattr(totals, name):
+                setattr(totals, name, getattr(totals, name) + number)
+            elif name in _OF_NIXL:
+                total = _OF_NIXL[name]
+                setattr(totals, total, getattr(totals, total) + len(number))
+        if isinstance(sizes := grown.get("bytes_transferred"), list):
+            totals.loads_completed += len(sizes)
+            totals.bytes_received += int(sum(sizes))
+            totals.seconds_receiving += sum(grown.get("transfer_duration", ()))
+        totals.loads_started = totals.loads_completed + totals.loads_failed
+        ended = totals.leases_released + totals.leases_revoked + totals.leases_expired
+        totals.leases_held = max(0, totals.leases_granted - ended)
