@@ -90,7 +90,10 @@ class Service:
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Copy:
     path = tmp_path_factory.mktemp("copy")
     for folder in COPIED:
-        ignored = shutil.ignore_patterns("__pycache__", "results")
+        # What Python has compiled is good for the copy, too, but not what pytest has rewritten.
+        ignored = shutil.ignore_patterns(
+            *(("__pycache__",) if folder == "tests" else ()), "results"
+        )
         shutil.copytree(ROOT / folder, path / folder, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", path)
     for patch in PATCHES:
