@@ -1,6 +1,7 @@
 # syntax=docker/dockerfile:1
-# Our KV connector for vLLM, as the folder /opt/diptych/vllm. From the root of the repository, either
-# an image that only has this folder, which the operator copies into pods of a stock vLLM:
+# What vLLM lacks, the wire for routers and our KV connector, as the folder /opt/diptych/vllm. From
+# the root of the repository, either an image that only has this folder, which the operator copies
+# into pods of a stock vLLM:
 #   docker build -f docker/vllm.Dockerfile -t diptych-vllm-connector:0.1.0 .
 # or vLLM itself with the folder on top, for a service's engine.image and transfer.connectorImage:
 #   docker build -f docker/vllm.Dockerfile --target vllm -t vllm-with-diptych:0.32.0 .

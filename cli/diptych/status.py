@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 
 from diptych.laptop.client import read_metrics
-from diptych.laptop.pods import LOOPBACK
 from diptych.laptop.rundir import PodState, RunState
 
 
@@ -33,9 +32,7 @@ def with_facts(state: RunState) -> RunState:
 
 
 def _health(pod: PodState, judged: Mapping[str, str]) -> str:
-    """By the pod's name, or by the address of an engine that has no name, as one of vLLM's."""
-    address = f"{LOOPBACK}:{pod.ports.get('http')}"
-    return judged.get(pod.name, judged.get(address, pod.health))
+    return judged.get(pod.name, pod.health)
 
 
 def read_cpus(metrics: str) -> dict[str, str]:

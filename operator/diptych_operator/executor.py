@@ -9,7 +9,6 @@ from typing import Any
 
 from diptych_operator.api.names import (
     DELETION_COST_ANNOTATION,
-    HTTP_PORT,
     POOLS,
     REVISION_LABEL,
     ROLE_LABEL,
@@ -36,11 +35,8 @@ kinds never are: an engine's Deployment that has lost its revision label would l
 
 
 def open_work(pod: Mapping[str, Any], work: Mapping[str, int]) -> int:
-    """Requests and leases of a pod, by the engine's name: the pod's name for our engines, the
-    address at which routers reach it for vLLM."""
-    ip = (pod.get("status") or {}).get("podIP", "")
-    address = f"[{ip}]:{HTTP_PORT}" if ":" in ip else f"{ip}:{HTTP_PORT}"
-    return work.get(pod["metadata"]["name"], work.get(address, 0))
+    """Requests and leases of a pod, by the engine's name, which is the pod's."""
+    return work.get(pod["metadata"]["name"], 0)
 
 
 class Executor:

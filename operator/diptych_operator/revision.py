@@ -36,19 +36,18 @@ def revision(service: InferenceService) -> str:
 def _beside(service: InferenceService) -> dict[str, object]:
     """What engines have beside their own image and settings.
 
-    vLLM has our keys only with our connector, so a rotation leaves it alone without. The router's
-    image fetches its model: another one replaces its pods, which is to happen as `rollout` says.
+    The router's image fetches vLLM's model: another one replaces its pods, which is to happen as
+    `rollout` says.
     """
     spec = service.spec
+    beside: dict[str, object] = {"keys": key_set(service)}
     if spec.engine.runtime != "vllm":
-        return {"keys": key_set(service)}
-    beside: dict[str, object] = {}
+        return beside
+    beside["connector_image"] = spec.transfer.connector_image
     if parse_model_uri(spec.model.uri).is_fetched:
         beside["fetcher"] = spec.router.image
     if service.connector != "none":
         beside["connector"] = service.connector
-    if service.has_connector_of_ours:
-        beside |= {"keys": key_set(service), "connector_image": spec.transfer.connector_image}
     if service.engine_of("prefill") != spec.engine:
         beside["prefill"] = _decided(service.engine_of("prefill"))
     return beside

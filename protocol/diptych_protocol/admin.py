@@ -89,8 +89,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     them."""
     failures: dict[str, int] = {}
     """Kind of failure -> count, since the router knows its address: error, lost, hang or late (with
-    a first token). doubted: it had to be verified again, because its hand-offs could not be
-    trusted."""
+    a first token)."""
     node: str = ""
     zone: str = ""
     """The zone in which it runs; empty if unknown."""

@@ -351,20 +351,12 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 
 Runtime = Literal["diptych", "vllm"]
 Connector = Literal["diptych", "nixl", "none"]
-CONNECTORS: Final[dict[Runtime, tuple[Connector, ...]]] = {
-    "diptych": ("diptych",),
-    "vllm": ("diptych", "nixl", "none"),
-}
-"""The connectors that can transfer KV from a prefill to a decode engine."""
 LEAST_LEASE_OF_NIXL_S: Final = 6.0
 """The shortest lease: vLLM renews a lease after each sixth of its time, in whole seconds."""
 RANKS_OF_CONNECTOR: Final = (1, 2, 4, 8)
 """The numbers of tensor-parallel ranks that our connector in vLLM accepts; of any two, one divides
 the other. 1 and 2 were run in vLLM, and 4 and 8 without it. The connector and the operator refuse
 others."""
-SERVED_REVISION: Final = "revision/"
-"""The prefix of a second name under which vLLM serves the model. Routers read the revision from it,
-because vLLM has no other place for one."""
 
 
 class Batches(BatchSettings, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -438,31 +430,6 @@ class RouterConfig(RouterSettings, frozen=True, forbid_unknown_fields=True, omit
             "what the model's files say."
         ),
     ] = UNSAID
-    runtime: Annotated[
-        Runtime,
-        Meta(
-            description="What the engines are. diptych: cores of this project, which the router "
-            "reaches over ZMQ. vllm: OpenAI servers of vLLM with `--enable-scale-out`, which it "
-            "reaches over HTTP."
-        ),
-    ] = "diptych"
-    connector: Annotated[
-        Connector,
-        Meta(
-            description="How engines of the runtime vllm hand KV over. diptych: by our connector "
-            "in vLLM. nixl: by vLLM's NixlConnector. none: they do not, and there is no prefill "
-            "pool. Engines of the runtime diptych always use the hinge, which is diptych."
-        ),
-    ] = "diptych"
-    lease_seconds: Annotated[
-        float,
-        Meta(
-            ge=0.001,
-            le=3600,
-            description="How long a prefill engine of the runtime vllm keeps blocks for a decode "
-            "engine that says nothing; the same as the engines' setting.",
-        ),
-    ] = 30.0
     batches: Annotated[
         Batches, Meta(description="Files and batches, for a router with `--batch-directory`.")
     ] = Batches()
@@ -471,37 +438,6 @@ class RouterConfig(RouterSettings, frozen=True, forbid_unknown_fields=True, omit
     def check(self) -> None:
         """Raise `InvalidRequestError`, naming the field, unless every value is in range."""
         check_fields(self)
-
-    def check_pools(self, *, prefill: bool) -> None:
-        """Raise `InvalidRequestError` if the router's pools do not fit its engines.
-
-        prefill: whether there is a prefill pool.
-        """
-        if prefill and self.connector == "none":
-            raise InvalidRequestError(
-                "--prefill: engines without a KV connector compute whole requests; leave it out "
-                "and name all engines in --decode, or set connector to the one that the engines "
-                "have",
-                param="--prefill",
-            )
-        if self.runtime == "diptych" and not prefill:
-            raise InvalidRequestError(
-                "--prefill: a service whose engines are of the runtime diptych has a prefill pool; "
-                "name its engines",
-                param="--prefill",
-            )
-        if self.connector == "nixl" and self.lease_seconds < LEAST_LEASE_OF_NIXL_S:
-            raise InvalidRequestError(
-                f"lease_seconds: {self.lease_seconds:g} is less than the "
-                f"{LEAST_LEASE_OF_NIXL_S:g} s in which NIXL renews a lease",
-                param="lease_seconds",
-            )
-        if self.connector not in CONNECTORS[self.runtime]:
-            raise InvalidRequestError(
-                f"connector: engines of the runtime {self.runtime} hand KV over by "
-                f"{' or '.join(CONNECTORS[self.runtime])}, and not by {self.connector}",
-                param="connector",
-            )
 
     @property
     def name(self) -> str:

@@ -213,6 +213,13 @@ class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
         ),
     ] = 0
     """How often somebody reported a refused request without naming a lease, or without proof."""
+    late_reads: Annotated[
+        int,
+        counter(
+            "kv_transfer_late_reads", "Times that blocks were read after their lease had ended."
+        ),
+    ] = 0
+    """How often an engine that does not check KV reported such a read of this engine's blocks."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

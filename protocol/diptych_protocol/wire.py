@@ -49,6 +49,9 @@ has no answer but these messages."""
 FOLLOW_HEARTBEAT = "follow_heartbeat"
 """The call after which a core's loop sends the caller a heartbeat every half second, with its
 statistics. It has no answer but these messages."""
+DOUBT_KV = "doubt_kv"
+"""The call after which an engine that does not check KV uses nothing that it remembers now, nor
+what it is fetching. Its argument is the reason, in words."""
 MAX_TENANT_LENGTH = 256
 """The most characters in the name of an API key."""
 MAX_DEADLINE_MS = 600_000
@@ -319,8 +322,14 @@ class Abilities(msgspec.Struct, frozen=True, omit_defaults=True):
     """What an engine says that it can do. One that says nothing can do everything: cores of this
     project said nothing while there was no other kind of engine."""
 
-    tells_received: bool = True
-    """It says how much of each prompt it has received, so that a canary can judge by that."""
+    checks_kv: bool = True
+    """It checks that KV which it receives belongs to the request. Where it does not, a canary
+    compares answers."""
+    frees_leases: bool = True
+    """It frees the blocks of a lease when it is told that nobody needs them. Where it cannot, an
+    engine that could read the blocks can have it done."""
+    lends_prefixes: bool = True
+    """Engines can fetch prefixes that it remembers, if it takes part in hand-offs."""
     prompt_embeds: bool = True
     images: bool = True
     """It takes images if its model does."""
@@ -370,9 +379,16 @@ class EngineDescription(msgspec.Struct, omit_defaults=True):
     node: str = ""
     zone: str = ""
     """`EngineConfig.node` and `zone`: where it runs, as far as it knows."""
+    name: str = ""
+    """What it is called where it runs, as by the name of its pod; empty: by its `engine_id`."""
     runtime: str = "diptych"
     """What computes there, a `Runtime`; routers show it, and need not know it."""
     abilities: Abilities = Abilities()
+
+    @property
+    def shown_name(self) -> str:
+        """The name for logs, metrics and people."""
+        return self.name or self.engine_id
 
 
 class ReconfigureDistributedRequest(msgspec.Struct):

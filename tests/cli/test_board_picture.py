@@ -17,14 +17,14 @@ PODS = [
     PodRow("smollm2-135m-prefill-0", "prefill", Phase.READY, 0),
     PodRow("smollm2-135m-decode-0", "decode", Phase.BACKING_OFF, 2, waited_s=3),
     PodRow("smollm2-135m-decode-1", "decode", Phase.STARTING, 0, waited_s=12, doing="compiling"),
-    PodRow("vllm-decode-0", "decode", Phase.NOT_READY, 1, "127.0.0.1:8000", 0),
+    PodRow("vllm-decode-0", "decode", Phase.NOT_READY, 1, 0),
 ]
 FIGURES = Figures(
     engines={
         "smollm2-135m-prefill-0": Sample(
             "prefill", "smollm2-135m-prefill-0", 1, 4, blocks=2912, blocks_free=2792
         ),
-        "127.0.0.1:8000": Sample("decode", "127.0.0.1:8000", 16, blocks=2000, blocks_free=100),
+        "vllm-decode-0": Sample("decode", "vllm-decode-0", 16, blocks=2000, blocks_free=100),
     },
     answered=12,
     hand_offs=13,
@@ -32,7 +32,7 @@ FIGURES = Figures(
     first_tokens=9,
     first_token_s=1.5,
 )
-PACE = Pace({"smollm2-135m-prefill-0": 210.5, "127.0.0.1:8000": 45.25}, 0.0984)
+PACE = Pace({"smollm2-135m-prefill-0": 210.5, "vllm-decode-0": 45.25}, 0.0984)
 
 
 def text(picture: Picture, columns: int) -> list[str]:

@@ -122,7 +122,11 @@ def test_vllm_is_the_one_that_is_installed_here_with_the_users_own_home() -> Non
         assert not {"HOME", "VLLM_CACHE_ROOT"} & engine.env.keys(), "places in volumes of pods"
         assert engine.readiness is not None
         assert engine.readiness.url == f"http://127.0.0.1:{port}/health"
-    addresses = ",".join(f"127.0.0.1:{engine.ports['http']}" for engine in engines)
+        assert engine.env["DIPTYCH_CORE_PORT"] == str(engine.ports["core"])
+        assert engine.env["DIPTYCH_BIND_HOST"] == "127.0.0.1"
+        assert Path(engine.env["DIPTYCH_KEYS_DIR"]).parent == RUN_DIR / "secrets"
+        assert engine.env["PYTHONPATH"] == str(RUN_DIR / "packages")
+    addresses = ",".join(f"127.0.0.1:{engine.ports['core']}" for engine in engines)
     assert local["svc-router-0"].command[-2:] == ("--decode", addresses)
     assert "--prefill" not in local["svc-router-0"].command
 
@@ -143,24 +147,20 @@ def transfer_config(pod: LocalPod) -> dict[str, Any]:
     return config
 
 
-def test_each_vllm_of_two_pools_has_ports_of_its_own_for_nixl_and_for_events() -> None:
+def test_each_vllm_of_two_pools_has_ports_of_its_own() -> None:
     local = vllm_pods(connector="nixl")
     engines = [pod for name, pod in local.items() if "router" not in name]
     for engine in engines:
         assert engine.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.1"
         assert engine.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == str(engine.ports["nixl"])
-        assert "PYTHONPATH" not in engine.env
-        (events,) = (a for a in engine.command if a.startswith("--kv-events-config="))
-        for name in ("events", "replay"):
-            assert f"tcp://*:{engine.ports[name]}" in events
     taken = [port for engine in engines for port in engine.ports.values()]
-    assert len(set(taken)) == len(taken) == 4 * 4
+    assert len(set(taken)) == len(taken) == 4 * 3
     roles = {name: transfer_config(local[f"svc-{name}-1"])["kv_role"] for name in ROLES_OF_NIXL}
     assert roles == ROLES_OF_NIXL
     addresses = ["--prefill", "--decode"]
     for at, (option, pool) in enumerate(zip(addresses, ROLES_OF_NIXL, strict=True)):
         told = local["svc-router-0"].command[-4 + 2 * at : -2 + 2 * at or None]
-        ports = [local[f"svc-{pool}-{index}"].ports["http"] for index in range(2)]
+        ports = [local[f"svc-{pool}-{index}"].ports["core"] for index in range(2)]
         assert told == (option, ",".join(f"127.0.0.1:{port}" for port in ports))
 
 
@@ -189,7 +189,7 @@ def test_ranks_of_our_connector_have_neighbouring_ports_which_are_nobody_elses()
                 pod.ports["kv"], pod.ports["kv-1"],
             )  # fmt: skip
     taken = [port for pod in local.values() for port in pod.ports.values()]
-    assert len(set(taken)) == len(taken) == 4 * 5 + 2
+    assert len(set(taken)) == len(taken) == 4 * 4 + 2
 
 
 def test_ports_that_are_neighbours_in_a_pod_are_reserved_as_neighbours() -> None:

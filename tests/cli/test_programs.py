@@ -13,7 +13,7 @@ from waits import PATIENCE_S
 
 from diptych.errors import BadInputError
 from diptych.laptop.programs import VLLM_VARIABLE, other_programs
-from diptych.laptop.vllm_packages import IMPORTED, connector_packages
+from diptych.laptop.vllm_packages import IMPORTED, UCX, connector_packages
 from diptych_operator.api.images import Images
 from diptych_operator.api.parse import parse_object
 from diptych_operator.api.service import InferenceService
@@ -88,9 +88,13 @@ def test_where_it_is_not_the_error_says_what_to_do(
     )
 
 
-@pytest.mark.parametrize("service", [OURS, VLLM, BY_NIXL], ids=["ours", "one pool", "nixl"])
-def test_only_our_connector_needs_packages_of_ours(service: InferenceService) -> None:
-    assert connector_packages(FILE, service) == {}
+def test_our_own_engine_needs_no_packages_beside_those_that_it_is_installed_with() -> None:
+    assert connector_packages(FILE, OURS) == {}
+
+
+@pytest.mark.parametrize("service", [VLLM, BY_NIXL], ids=["one pool", "nixl"])
+def test_only_our_connector_needs_ucx(service: InferenceService) -> None:
+    assert connector_packages(FILE, service).keys() == set(IMPORTED)
 
 
 def test_vllm_is_given_what_the_connector_imports_and_nothing_of_its_own(tmp_path: Path) -> None:
@@ -103,11 +107,12 @@ def test_vllm_is_given_what_the_connector_imports_and_nothing_of_its_own(tmp_pat
         found = Path(msgspec.__file__).parents[1] / name
         if found.exists():
             (libraries / name).symlink_to(found, target_is_directory=found.is_dir())
+    package = (tmp_path / "diptych_vllm").resolve()
+    of_vllm = ("from vllm", "from diptych_kernels")
     modules = [
-        f"diptych_vllm.{path.stem}"
-        for path in sorted((tmp_path / "diptych_vllm").resolve().glob("*.py"))
-        if path.stem != "__init__"
-        and not any(name in path.read_text() for name in ("from vllm", "from diptych_kernels"))
+        ".".join(("diptych_vllm", *path.relative_to(package).with_suffix("").parts))
+        for path in sorted(package.rglob("*.py"))
+        if path.stem != "__init__" and not any(f"\n{name}" in path.read_text() for name in of_vllm)
     ]
     beneath = ["diptych_kv_transfer.connector", "diptych_kv_transfer.transports.ucx", "libucx"]
     beneath.append("diptych_frontend.core_client.curve")
@@ -119,7 +124,7 @@ def test_vllm_is_given_what_the_connector_imports_and_nothing_of_its_own(tmp_pat
         timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
-    assert set(IMPORTED) <= {path.name for path in tmp_path.iterdir()}
+    assert {*IMPORTED, UCX} <= {path.name for path in tmp_path.iterdir()}
 
 
 def test_where_a_package_is_missing_the_error_says_what_to_install(

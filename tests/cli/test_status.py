@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from io import StringIO
 
-import msgspec
 import pytest
 from rich.console import Console
 
@@ -75,13 +74,6 @@ def test_engines_are_shown_with_how_the_router_judges_them() -> None:
     for order in (lines, lines[::-1]):
         found = read_health("\n".join(order) + "\n")
         assert found == {"a": "ok", "b": "silent", "c": "failing", "d": "failing"}
-
-
-def test_an_engine_without_a_name_is_known_by_its_address(router: str) -> None:
-    named = state(router)
-    vllm = PodState("a-decode-2", "decode", "ready", 1, 0, {"http": 7000}, "/logs/x")
-    found = with_facts(msgspec.structs.replace(named, pods=[*named.pods, vllm]))
-    assert [pod.health for pod in found.pods] == ["", "", "", "", "silent"]
 
 
 def test_a_service_that_does_not_answer_is_shown_without() -> None:

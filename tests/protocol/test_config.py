@@ -49,36 +49,3 @@ def test_a_value_out_of_its_range_is_refused_by_name(changes: dict[str, Any], me
 def test_a_router_refuses_what_an_engine_would() -> None:
     with pytest.raises(InvalidRequestError, match="max_held must be at least 0, not -1"):
         RouterConfig(model="m", max_held=-1).check()
-
-
-@pytest.mark.parametrize(
-    ("runtime", "connector", "prefill", "refused"),
-    [
-        ("diptych", "diptych", True, ""),
-        ("diptych", "diptych", False, "--prefill"),
-        ("diptych", "nixl", True, "connector"),
-        ("diptych", "none", True, "--prefill"),
-        ("vllm", "diptych", True, ""),
-        ("vllm", "diptych", False, ""),
-        ("vllm", "nixl", True, ""),
-        ("vllm", "nixl", False, ""),
-        ("vllm", "none", False, ""),
-        ("vllm", "none", True, "--prefill"),
-    ],
-)
-def test_pools_and_connectors_that_do_not_fit_are_refused(
-    runtime: Any, connector: Any, prefill: bool, refused: str
-) -> None:
-    config = RouterConfig(model="m", runtime=runtime, connector=connector)
-    if not refused:
-        config.check_pools(prefill=prefill)
-        return
-    with pytest.raises(InvalidRequestError, match=f"^{refused}: ") as raised:
-        config.check_pools(prefill=prefill)
-    assert raised.value.param == refused
-
-
-def test_a_lease_that_nixl_cannot_renew_in_time_is_refused() -> None:
-    config = RouterConfig(model="m", runtime="vllm", connector="nixl", lease_seconds=5.9)
-    with pytest.raises(InvalidRequestError, match=r"^lease_seconds: "):
-        config.check_pools(prefill=True)

@@ -26,6 +26,7 @@ from diptych_frontend.text.output_processor import OutputProcessor
 from diptych_frontend.text.renderer import TextRenderer
 from diptych_protocol import RouterConfig, SamplingParams
 from diptych_router.engines.discovery import parse_targets
+from diptych_router.engines.engine_link import key_of
 from diptych_router.requests.pool_client import PoolClient
 from diptych_router.requests.record.records import record_of
 from diptych_router.requests.routed_request import RoutedRequest
@@ -42,7 +43,7 @@ EVENTS = {
     "enable_kv_cache_events": True, "publisher": "zmq",
     "endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0",
 }  # fmt: skip
-OPTIONS = ("--enable-scale-out", "--kv-events-config", json.dumps(EVENTS))
+OPTIONS = ("--kv-events-config", json.dumps(EVENTS))
 LONG = {**HELLO, "max_tokens": 900, "ignore_eos": True}
 
 
@@ -63,7 +64,7 @@ async def router(
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a router that has found all servers that live."""
     alive = [server for server in servers if server.process.poll() is None]
-    config = RouterConfig(model=model, served_name="tiny", runtime="vllm", policy="round_robin")
+    config = RouterConfig(model=model, served_name="tiny", policy="round_robin")
     (tmp_path / "router.json").write_bytes(msgspec.json.encode(config))
     port = free_port()
     process = subprocess.Popen(
@@ -220,18 +221,18 @@ async def test_an_answer_has_the_form_that_was_asked_for(router: httpx.AsyncClie
 async def test_a_client_that_goes_ends_its_request_in_vllm(
     router: httpx.AsyncClient, servers: list[RealVllm], eventually: Any
 ) -> None:
-    def total(figure: str) -> int:
-        return sum(getattr(server.stats(), figure) for server in servers)
+    def total(figure: str) -> float:
+        return sum(server.figure(f"vllm:{figure}") for server in servers)
 
     async def was_cut_short() -> bool:
         """On a busy machine an answer may be over before anybody goes, and then proves nothing."""
-        before = total("tokens_generated")
+        before = total("generation_tokens_total")
         stream = deltas(router, **LONG)
         await anext(stream)
-        was_seen = total("num_running") == 1
+        was_seen = total("num_requests_running") == 1
         await stream.aclose()  # type: ignore[attr-defined]
-        await eventually(lambda: total("num_running") == 0)
-        return was_seen and total("tokens_generated") - before < LONG["max_tokens"]
+        await eventually(lambda: total("num_requests_running") == 0)
+        return was_seen and total("generation_tokens_total") - before < LONG["max_tokens"]
 
     await eventually(was_cut_short)
 
@@ -241,7 +242,7 @@ def in_process(model: str, servers: list[RealVllm]) -> PoolClient:
     source = resolve_model(model)
     renderer = TextRenderer(source)
     return PoolClient(
-        RouterConfig(model=model, served_name="tiny", runtime="vllm", policy="prefix_aware"),
+        RouterConfig(model=model, served_name="tiny", policy="prefix_aware"),
         InputProcessor(renderer, max_model_len=CONTEXT, vocab_size=VOCABULARY),
         OutputProcessor(renderer.tokenizer),
         targets={
@@ -279,8 +280,9 @@ async def test_prompts_go_where_their_beginning_is_remembered(
         router.start()
         await eventually(lambda: len(router.pools.usable_engines()) == 2)
         await eventually(lambda: all(known for _, known in choices()))
+        names = [router.name_of(key_of("decode", f"tcp://{each.address}")) for each in servers]
         assert [name for name, _ in choices()] == [
-            servers[number % 2].address for number in range(len(texts))
+            names[number % 2] for number in range(len(texts))
         ]
     finally:
         router.shutdown()
@@ -300,7 +302,7 @@ async def test_a_stream_goes_on_at_another_server(
         async for piece in deltas(router, **LONG):
             pieces.append(piece)
             if victim is None:
-                victim = next((each for each in servers if each.stats().num_running), None)
+                victim = next((each for each in servers if each.num_running()), None)
                 if victim is not None:
                     await asyncio.to_thread(victim.kill)
         return victim is not None

@@ -384,7 +384,7 @@ async def test_p_and_d_answer_as_one_engine_over_nixl(
     of_nixl: list[tuple[VllmServer, int]], asked: list[Question]
 ) -> None:
     p, d = await _wired(of_nixl)
-    assert not d.about.abilities.tells_received, "its answers are compared instead"
+    assert not d.about.abilities.checks_kv, "its answers are compared instead"
     for question in asked[:8]:
         answer, received = await handed_over(p, d, question, cache_salt="whole")
         assert (answer, received) == (question.answer, len(question.prompt))

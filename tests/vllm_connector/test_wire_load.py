@@ -85,4 +85,4 @@ def test_nixl_s_lists_are_counted() -> None:
     assert moved is not None
     assert (moved.loads_completed, moved.bytes_received, moved.seconds_receiving) == (2, 150, 0.75)
     assert (moved.loads_failed, moved.leases_expired, moved.blocks_received) == (1, 2, 3)
-    assert load.num_late_reads == 1
+    assert moved.late_reads == 1

@@ -35,7 +35,7 @@ from diptych_protocol import (
     UtilityError,
 )
 from diptych_protocol.arrays import Array
-from diptych_protocol.wire import FOLLOW_HEARTBEAT, FOLLOW_PREFIXES, Abilities, ErrorKind
+from diptych_protocol.wire import DOUBT_KV, FOLLOW_HEARTBEAT, FOLLOW_PREFIXES, Abilities, ErrorKind
 from diptych_vllm.serve.beats import UNSEEN_STEP_S
 from diptych_vllm.serve.hand_off import FETCHES, VllmHandOffs
 from diptych_vllm.serve.kv_events import RememberedBlocks
@@ -306,11 +306,10 @@ async def test_what_did_not_come_early_is_fetched_with_the_reference(
 async def test_kv_that_may_be_wrong_fails_and_is_forgotten(
     served: Served, eventually: Eventually
 ) -> None:
-    answers = served.wire._service._answers
     asked = {FETCHES: True, "remote_num_tokens": 3}
     served.router.client.add(sent("r", max_tokens=3, extra_args={"kv_transfer_params": asked}))
     await eventually(lambda: served.router.tokens("r") == [0])
-    answers.doubt("it stood still")
+    await served.router.client.call(DOUBT_KV, "blocks were read after their lease had ended")
     assert not served.router.has_ended("r"), "it had begun"
     served.router.client.add(sent("s", max_tokens=1))
     await eventually(lambda: served.router.has_ended("s"))

@@ -14,7 +14,6 @@ from rich.live import Live
 from diptych.board.figures import Figures, Pace
 from diptych.board.picture import Picture, PodRow, drawn
 from diptych.laptop.lifecycle import Phase
-from diptych.laptop.pods import LOOPBACK
 from diptych.laptop.supervisor import RunningPod
 
 TICK_S = 1.0
@@ -141,7 +140,6 @@ def _row(pod: RunningPod, now: float) -> PodRow:
         role=pod.spec.role,
         phase=life.phase,
         restarts=life.restarts,
-        address=f"{LOOPBACK}:{pod.spec.ports['http']}",
         waited_s=waited_s,
         doing=message_of("".join(pod.last_lines(1))) if is_slow else "",
     )

@@ -22,7 +22,7 @@ class Figures:
     """A service at one moment, as its router reports it."""
 
     engines: Mapping[str, Sample] = field(default_factory=dict)
-    """By the name of the pod, or by the address of an engine without a name, such as vLLM's."""
+    """By the name of the pod."""
     answered: int = 0
     """Requests that ended successfully."""
     hand_offs: int = 0

@@ -38,8 +38,6 @@ class PodRow:
     role: str
     phase: Phase
     restarts: int
-    address: str = ""
-    """Host and port, by which routers name engines without a name."""
     waited_s: int | None = None
     """Seconds in this phase, if somebody waits for its end."""
     doing: str = ""
@@ -93,7 +91,7 @@ def _table(picture: Picture, columns: int) -> Table:
 
 
 def _known_of(pod: PodRow, known: Mapping[str, T]) -> T | None:
-    return known.get(pod.name, known.get(pod.address))
+    return known.get(pod.name)
 
 
 def _cells(sample: Sample | None) -> tuple[str, str, str]:

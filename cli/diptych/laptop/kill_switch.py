@@ -63,9 +63,8 @@ class KillSwitch:
         return pod.spec.name
 
     def _pod(self, name: str) -> RunningPod:
-        """By its name, or by the address of an engine that has no name, as one of vLLM's."""
         for pod in self._pods:
-            if name in (pod.spec.name, f"{LOOPBACK}:{pod.spec.ports.get('http')}"):
+            if name == pod.spec.name:
                 return pod
         raise InvalidRequestError(f"no engine here is called {name[:100]!r}", status=404)
 

@@ -1,4 +1,4 @@
-"""Adds our connector to a vLLM on this machine, as an init container does in a cluster."""
+"""Brings into a vLLM on this machine what it lacks, as an init container does in a cluster."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ IMPORTED: Final = (
     "diptych_kernels",
     "diptych_kv_transfer",
     "diptych_vllm",
-    "libucx",
 )
-"""Packages that the connector imports and vLLM's environment does not have. Our other packages must
-not be importable there, because vLLM has other versions of numpy, ZMQ and torch."""
+"""Packages of ours that vLLM imports and its environment does not have. Our other packages must not
+be importable there, because vLLM has other versions of numpy, ZMQ and torch."""
+UCX: Final = "libucx"
+"""What only our connector needs besides."""
 
 
 def connector_packages(source: Source, service: InferenceService) -> Mapping[str, Path]:
@@ -28,17 +29,20 @@ def connector_packages(source: Source, service: InferenceService) -> Mapping[str
 
     Empty for a service that needs none. Raises `BadInputError`, saying what to install.
     """
-    if not service.has_connector_of_ours:
+    if service.spec.engine.runtime != "vllm":
         return {}
+    needs_ucx = service.connector == "diptych"
     folders: dict[str, Path] = {}
-    for name in IMPORTED:
+    for name in (*IMPORTED, UCX) if needs_ucx else IMPORTED:
         spec = find_spec(name)
         if spec is None or not spec.submodule_search_locations:
             raise BadInputError(
-                f"{source}: spec.transfer.connector: diptych needs the package {name}, which is "
-                "not installed here: pip install 'diptych[vllm]', or choose the connector nixl"
+                f"{source}: spec.engine.runtime: vllm needs the package {name}, which is not "
+                "installed here: pip install 'diptych[vllm]'"
             )
         folders[name] = Path(spec.submodule_search_locations[0])
+    if not needs_ucx:
+        return folders
     # Libraries that a wheel brings lie beside its package, where its own look for them.
-    beside = folders["libucx"].parent.glob("libucx*.libs")
+    beside = folders[UCX].parent.glob("libucx*.libs")
     return folders | {folder.name: folder for folder in beside}

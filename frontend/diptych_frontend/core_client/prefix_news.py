@@ -22,7 +22,7 @@ MAX_FOLLOWERS: Final = 256
 
 
 class RemembersPrefixes(Protocol):
-    """Whoever keeps the blocks of prompts; a core's scheduler does."""
+    """Whoever keeps the blocks of prompts, as a core's block pool does."""
 
     def record_changes(self, wanted: bool) -> None:
         """Note what `take_changes` returns, or cease to."""

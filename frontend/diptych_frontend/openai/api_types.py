@@ -7,7 +7,7 @@ nothing (`NEUTRAL`). Any other field is refused by name.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 
@@ -37,6 +37,13 @@ MAX_MESSAGES = 4096
 """Limit on the messages of one conversation; a chat template takes about 10 us for each."""
 MAX_SEQUENCES = 1024
 """Limit on the sequences of one request: its number of prompts times `n`."""
+PLAIN: Final = (
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "seed", "stop", "stop_token_ids", "min_tokens", "prompt_logprobs",
+    "bad_words", "skip_special_tokens",
+)  # fmt: skip
+"""Fields of requests that `SamplingParams` has under the same names; what a request leaves out
+has its value from there."""
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """Wider integers do not fit into a message to the engine."""
@@ -45,7 +52,6 @@ CacheSalt = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Neutral = dict[str, tuple[object, ...]]
 Forms = list[tuple[str, StructuredOutputsParams]]
 """Forms, by the fields of a body."""
-T = TypeVar("T")
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -190,28 +196,15 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         leaves out. Raises `InvalidRequestError`."""
         transfer = self.kv_transfer_params
         form = self.form()
+        said = {name: value for name in PLAIN if (value := getattr(self, name)) is not None}
         params = SamplingParams(
-            n=_or(self.n, 1),
-            temperature=_or(self.temperature, _or(defaults.temperature, 1.0)),
-            top_p=_or(self.top_p, _or(defaults.top_p, 1.0)),
-            top_k=_or(self.top_k, _or(defaults.top_k, 0)),
-            min_p=_or(self.min_p, _or(defaults.min_p, 0.0)),
-            presence_penalty=_or(self.presence_penalty, 0.0),
-            frequency_penalty=_or(self.frequency_penalty, 0.0),
-            repetition_penalty=_or(self.repetition_penalty, _or(defaults.repetition_penalty, 1.0)),
-            seed=self.seed,
-            stop=[self.stop] if isinstance(self.stop, str) else _or(self.stop, []),
-            stop_token_ids=_or(self.stop_token_ids, []),
+            **{**msgspec.to_builtins(defaults), **said},
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
             ignore_eos=bool(self.ignore_eos),
             max_tokens=max_tokens,
-            min_tokens=_or(self.min_tokens, 0),
             logprobs=logprobs,
-            prompt_logprobs=self.prompt_logprobs,
             logit_bias=self.logit_bias or None,
-            bad_words=_or(self.bad_words, []),
             structured_outputs=None if form is None else form[1],
-            skip_special_tokens=_or(self.skip_special_tokens, True),
             output_kind=RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
             extra_args=None
             if transfer is None
@@ -219,10 +212,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         )
         params.check()
         return params
-
-
-def _or(value: T | None, default: T) -> T:
-    return default if value is None else value
 
 
 def check_neutral(request: msgspec.Struct, neutral: Neutral) -> None:

@@ -82,6 +82,7 @@ VLLM_HAS: Final = frozenset(
         "tensor_parallel_size",
         # These are the routers' business, whatever the engines run.
         "reasoning_parser", "tool_call_parser", "json_schemas", "otlp_traces_endpoint",
+        "lora_modules",
     }
 )  # fmt: skip
 """Fields that mean something where the runtime is vllm. All others must be at their defaults."""

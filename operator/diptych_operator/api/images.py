@@ -47,7 +47,7 @@ def with_images(service: InferenceService, defaults: Images) -> InferenceService
     engine = replace(spec.engine, image=spec.engine.image or defaults.engine)
     router = replace(spec.router, image=spec.router.image or defaults.router)
     transfer = spec.transfer
-    if service.has_connector_of_ours:
+    if spec.engine.runtime == "vllm":
         image = transfer.connector_image or defaults.vllm_connector
         transfer = replace(transfer, connector_image=image)
     spec = replace(spec, engine=engine, router=router, transfer=transfer)

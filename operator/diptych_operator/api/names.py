@@ -35,17 +35,16 @@ HTTP_PORT, API_PORT, ADMIN_PORT, CORE_PORT, KV_PORT = 8000, 8001, 8081, 5557, 55
 ENGINE_PORTS = {"http": HTTP_PORT, "admin": ADMIN_PORT, "core": CORE_PORT, "kv": KV_PORT}
 ENGINE_API_PORTS = {"api": API_PORT}
 """The further ports, by name, of engines that have an OpenAI API of their own."""
-VLLM_PORTS = {"http": HTTP_PORT}
-"""Port numbers of an engine pod that runs vLLM, by their names."""
-EVENT_PORTS = {"events": 5555, "replay": 5556}
-"""Where vLLM tells routers what it remembers, and tells it again, in services of two pools. With
-one pool vLLM chooses the ports itself. The ports behind that of the hinge are for further ranks."""
+VLLM_PORTS = {"http": API_PORT, "core": CORE_PORT}
+"""Port numbers of an engine pod that runs vLLM, by their names. vLLM has one HTTP server for its
+API, its health and its metrics."""
 HANDOFF_PORTS: dict[Connector, dict[str, int]] = {
     "none": {},
-    "nixl": {**EVENT_PORTS, "nixl": 5600},
-    "diptych": {**EVENT_PORTS, "kv": KV_PORT},
+    "nixl": {"nixl": 5600},
+    "diptych": {"kv": KV_PORT},
 }
-"""The further ports of vLLM's pods, by how they hand KV over."""
+"""The further ports of vLLM's pods, by how they hand KV over. The ports behind that of the hinge
+are for further ranks."""
 ROUTER_PORTS = {"http": HTTP_PORT, "admin": ADMIN_PORT}
 
 BATCHES_VOLUME = "batches"
@@ -56,8 +55,6 @@ PORT_VARIABLES = {
     "admin": "DIPTYCH_ADMIN_PORT",
     "core": "DIPTYCH_CORE_PORT",
     "kv": "DIPTYCH_KV_PORT",
-    "events": "DIPTYCH_EVENTS_PORT",
-    "replay": "DIPTYCH_REPLAY_PORT",
     "nixl": "VLLM_NIXL_SIDE_CHANNEL_PORT",
 }
 """The environment variable that carries a named container port to the program."""
@@ -146,7 +143,7 @@ def dns_target(service: InferenceService, role: Role) -> str:
     if role not in service.pools:
         return ""
     host = f"{object_name(service, role)}.{service.metadata.namespace}.svc"
-    return f"{host}:{HTTP_PORT if service.spec.engine.runtime == 'vllm' else CORE_PORT}"
+    return f"{host}:{CORE_PORT}"
 
 
 def roles(service: InferenceService) -> tuple[Role, ...]:

@@ -45,13 +45,9 @@ CONNECTOR_STAYS = Rule(
 )
 CONNECTOR_IMAGE = Rule(
     "!has(self.transfer.connectorImage) || self.transfer.connectorImage == '' || "
-    "self.engine.runtime == 'vllm' && self.transfer.connector == 'diptych'",
-    lambda spec: (
-        not spec.transfer.connector_image
-        or (spec.engine.runtime == "vllm" and spec.transfer.connector == "diptych")
-    ),
-    "is for engine.runtime vllm with transfer.connector diptych only: it brings our connector into "
-    "pods of vLLM",
+    "self.engine.runtime == 'vllm'",
+    lambda spec: not spec.transfer.connector_image or spec.engine.runtime == "vllm",
+    "is for engine.runtime vllm only: it brings what vLLM lacks into its pods",
     ".transfer.connectorImage",
 )
 
@@ -88,7 +84,7 @@ LEASE_OF_NIXL = Rule(
 ONE_API_OF_VLLM = Rule(
     "self.engine.runtime != 'vllm' || self.network.engineApi == 'None'",
     lambda spec: spec.engine.runtime != "vllm" or spec.network.engine_api == "None",
-    "must be left out where engine.runtime is vllm: vLLM's API is at port 8000 of each engine pod, "
+    "must be left out where engine.runtime is vllm: vLLM's API is at port 8001 of each engine pod, "
     "and a managed policy opens it to the service's own pods only",
     ".network.engineApi",
 )

@@ -62,9 +62,9 @@ class Transfer(SpecPart, frozen=True):
             pattern=r"^\S*$",
             max_length=512,
             title="an image reference",
-            description="Container image that brings our connector into pods of vLLM; left out, "
-            "the one that the operator was installed with. If it is the engine's own image, that "
-            "has the connector, and nothing is copied.",
+            description="Container image that brings what vLLM lacks into its pods: how it "
+            "speaks to routers, and our connector; left out, the one that the operator was "
+            "installed with. If it is the engine's own image, nothing is copied.",
         ),
     ] = ""
     transport: Annotated[
@@ -345,11 +345,6 @@ class InferenceService(SpecPart, frozen=True):
         if self.spec.prefill is None:
             return "none"
         return self.spec.transfer.connector
-
-    @property
-    def has_connector_of_ours(self) -> bool:
-        """Whether the engines are vLLM with our connector in it."""
-        return self.spec.engine.runtime == "vllm" and self.connector == "diptych"
 
     @property
     def lease_seconds(self) -> float:

@@ -29,7 +29,7 @@ OWNED_ARGUMENTS: Final[dict[str, tuple[str, ...]]] = {
         "api-key",
     ),
     "the operator says how routers and engines speak": (
-        "kv-transfer-config", "kv-events-config", "enable-scale-out", "tokens-only",
+        "kv-transfer-config", "kv-events-config", "tokens-only",
         "skip-tokenizer-init", "disable-log-stats",
     ),
     "set spec.engine.tensorParallelSize": ("tensor-parallel-size",),

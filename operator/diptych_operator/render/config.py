@@ -79,7 +79,7 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
     router = service.spec.router
     settings = {name: getattr(router, name) for name in RouterSettings.__struct_fields__}
     settings |= {"policy": snake_case(router.policy), "allowed_hosts": _host_names(service)}
-    config = RouterConfig(
+    return RouterConfig(
         model=model,
         served_name=service.served_name,
         verify=_VERIFY[service.verification],
@@ -91,17 +91,10 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
         tool_call_parser=service.spec.engine.tool_call_parser,
         json_schemas=service.spec.engine.json_schemas,
         otlp_traces_endpoint=service.spec.engine.otlp_traces_endpoint,
-        runtime=service.spec.engine.runtime,
         slo=_fields_of(service.spec.slo, Slo),
         sampling=_fields_of(service.spec.model.sampling, SamplingDefaults),
         **settings,
     )
-    if config.runtime == "vllm" and service.connector != "none":
-        # Our own engines tell routers by themselves.
-        config = msgspec.structs.replace(
-            config, connector=service.connector, lease_seconds=service.lease_seconds
-        )
-    return config
 
 
 def _fields_of(part: SpecPart, kind: type[S]) -> S:

@@ -18,6 +18,7 @@ from diptych_operator.api.names import (
     REVISION_LABEL,
     SERVING_DIR,
     TLS_DIR,
+    ZONE_LABEL,
     Role,
     metadata,
     object_name,
@@ -184,6 +185,15 @@ def _check_template(
     names = [entry["name"] for entry in (template.get("spec") or {}).get("containers") or []]
     if container not in names:
         raise SpecError(f"{field}.spec.containers", f"the container {container!r} must stay")
+
+
+def engine_environment(ports: dict[str, int], folders: Mapping[str, str]) -> list[dict[str, Any]]:
+    """As `environment`, and on which node."""
+    return [
+        *environment(ports, folders),
+        field_of_pod("NODE_NAME", "spec.nodeName"),
+        field_of_pod("NODE_ZONE", f"metadata.labels['{ZONE_LABEL}']"),
+    ]
 
 
 def environment(ports: dict[str, int], folders: Mapping[str, str]) -> list[dict[str, Any]]:

@@ -51,22 +51,19 @@ def network_policy(service: InferenceService, role: Role, cluster: Cluster) -> d
 
     Pods of the service reach each other on every port, because UCX listens on ports that it
     chooses. Only the operator reaches the admin port. Anybody reaches a router's API, and the port
-    of engines that answers probes and scrapers. The API of our own engines has another port, which
-    only the service reaches. vLLM has its API on the port for probes and no admin port, so only the
-    service's own pods reach it.
+    of engines that answers probes and scrapers. The API of an engine has another port, which only
+    the service reaches.
     """
     own_pods = {"podSelector": {"matchLabels": {SERVICE_LABEL: service.metadata.name}}}
     operator = {
         "namespaceSelector": {"matchLabels": {_NAMESPACE_NAME_LABEL: cluster.operator_namespace}},
         "podSelector": {"matchLabels": OPERATOR_LABELS},
     }
-    others: list[dict[str, Any]] = [
+    ingress: list[dict[str, Any]] = [
+        {"from": [own_pods]},
         {"ports": [{"port": HTTP_PORT, "protocol": "TCP"}]},
         {"from": [operator], "ports": [{"port": ADMIN_PORT, "protocol": "TCP"}]},
     ]
-    ingress: list[dict[str, Any]] = [{"from": [own_pods]}, *others]
-    if role != "router" and service.spec.engine.runtime == "vllm":
-        ingress = [{"from": [own_pods]}]
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",

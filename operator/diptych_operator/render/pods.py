@@ -22,7 +22,6 @@ from diptych_operator.api.names import (
     SERVING_DIR,
     SERVING_FILE,
     TLS_DIR,
-    ZONE_LABEL,
     dns_target,
     engine_ports,
     object_name,
@@ -36,8 +35,8 @@ from diptych_operator.render.deployment import (
     Pods,
     container_ports,
     deployment,
+    engine_environment,
     environment,
-    field_of_pod,
     resources_of,
     variable,
 )
@@ -136,9 +135,7 @@ def engine_objects(
     transport = service.spec.transfer.transport
     ports = engine_ports(service)
     variables = [
-        *environment(ports, FOLDERS),
-        field_of_pod("NODE_NAME", "spec.nodeName"),
-        field_of_pod("NODE_ZONE", f"metadata.labels['{ZONE_LABEL}']"),
+        *engine_environment(ports, FOLDERS),
         *([variable("UCX_TLS", UCX_TLS[transport])] if transport in UCX_TLS else []),
     ]
     container = {

@@ -23,7 +23,7 @@ def compat_mismatch(
             if not said or len(found) < len(closest):
                 closest = found
                 said = (
-                    f"{source.engine_id} and {target.engine_id} cannot exchange KV "
+                    f"{source.shown_name} and {target.shown_name} cannot exchange KV "
                     f"({'; '.join(found)})"
                 )
     return said

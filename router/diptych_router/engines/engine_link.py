@@ -1,7 +1,4 @@
-"""The router's line to one engine, kept up for as long as discovery names its address.
-
-What differs between runtimes is in the client: a core answers over ZMQ, a vLLM server over HTTP.
-"""
+"""The router's line to one engine, kept up for as long as discovery names its address."""
 
 from __future__ import annotations
 
@@ -30,14 +27,12 @@ from diptych_protocol import (
     fingerprint,
 )
 from diptych_protocol.config import MAX_PLACE_CHARACTERS
-from diptych_protocol.wire import FOLLOW_HEARTBEAT, FOLLOW_PREFIXES, Heartbeat
+from diptych_protocol.wire import DOUBT_KV, FOLLOW_HEARTBEAT, FOLLOW_PREFIXES, Heartbeat
 from diptych_router.engines.descriptions import common_to_leases
 from diptych_router.engines.engine_table import EngineRow, Role
 from diptych_router.engines.health.liveness import Liveness
 from diptych_router.engines.own_requests import OwnRequests
 from diptych_router.engines.pair_rates import NOWHERE, Location
-from diptych_router.engines.vllm.client import VllmClient
-from diptych_router.engines.vllm.service import VllmService
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +67,6 @@ class EngineLink:
         read_keys: ReadKeys | None,
         row: EngineRow,
         *,
-        vllm: VllmService | None = None,
         on_news: Callable[[], None],
         on_outputs: Callable[[EngineLink, EngineCoreOutputs], None],
         on_lost: Callable[[EngineLink, EngineDeadError], None],
@@ -80,7 +74,6 @@ class EngineLink:
     ) -> None:
         """Connect in the background.
 
-        `vllm`: what the router's lines to vLLM servers share; None: the engine is a core.
         `on_news`: the engine is up, began to drain, or was paused or resumed. `on_outputs`: what it
         computed for others than `complete`. `on_lost`: every request on it is gone. `on_hang`: it
         hangs; called again and again until it speaks.
@@ -95,11 +88,9 @@ class EngineLink:
         self.fingerprint = ""
         self.epoch = ""
         """The epoch of the engine that answers at this endpoint, or of the one that answered
-        last. It changes, too, when an engine has to be verified again."""
+        last."""
         self.times_up = 0
         """How often an engine has answered here, now and after losses."""
-        self.times_doubted = 0
-        """How often it had to be verified again."""
         self.stats = SchedulerStats()
         self.listed = True
         """Discovery still names it; an engine that is not listed gets no new requests."""
@@ -112,7 +103,6 @@ class EngineLink:
         self._on_lost = on_lost
         self._on_hang = on_hang
         self._read_keys = read_keys
-        self._vllm = vllm
         self._key: CurveKeys | None = None
         """The key pair that was tried last."""
         self._refusals = 0
@@ -125,7 +115,7 @@ class EngineLink:
 
     @property
     def name(self) -> str:
-        return self.description.engine_id if self.description is not None else self.endpoint
+        return self.description.shown_name if self.description is not None else self.endpoint
 
     @property
     def revision(self) -> str:
@@ -199,8 +189,6 @@ class EngineLink:
         """The parameters that all leases of this engine have in common; None if it lends nothing,
         or does not answer now."""
         about = self.description
-        if self._vllm is not None:
-            return self._vllm.lends(self.endpoint.removeprefix("tcp://"))
         if about is None or not about.kv_transfer_port:
             return None
         return common_to_leases(about, self.fingerprint)
@@ -238,6 +226,11 @@ class EngineLink:
         with contextlib.suppress(NotConnectedError, ClientClosedError):
             self.client.tell(FOLLOW_PREFIXES)
 
+    def doubt_kv(self, why: str) -> None:
+        """Have the engine use nothing that it remembers now."""
+        with contextlib.suppress(NotConnectedError, ClientClosedError):
+            self.client.tell(DOUBT_KV, why)
+
     async def complete(self, request: EngineCoreRequest) -> list[EngineCoreOutput]:
         """Run a request of the router's own to its end, and return all outputs.
 
@@ -256,16 +249,8 @@ class EngineLink:
 
     # --- the connection -----------------------------------------------------------------------
 
-    def _connect(self) -> CoreClient | VllmClient:
+    def _connect(self) -> CoreClient:
         """A client with another key than last time: during a rotation, engines have either."""
-        if self._vllm is not None:
-            return VllmClient(
-                self.endpoint,
-                self._vllm,
-                on_outputs=self._handle_outputs,
-                on_lost=self._handle_lost,
-                on_doubt=self._handle_doubt,
-            )
         if self._read_keys is not None:
             ring = self._read_keys()
             self._key = next((keys for keys in ring if keys != self._key), ring[0])
@@ -310,10 +295,12 @@ class EngineLink:
             stats.draining |= self.stats.draining
             self.stats = stats
             self.description = description
-            self.known_as = description.engine_id
+            self.known_as = description.shown_name
             self.row["block_size"] = description.block_size
             self.row.restarted()
-            self.row["lends"] = bool(description.kv_transfer_port)  # prefixes, too
+            self.row["lends"] = (
+                bool(description.kv_transfer_port) and description.abilities.lends_prefixes
+            )
             self.row.report(stats, 0, time.monotonic())
             self.times_up += 1
             log.info("%s engine %s is up (%s)", self.role, self.name, self.endpoint)
@@ -388,15 +375,6 @@ class EngineLink:
             news = "drains" if drains else "is paused" if stats.paused else "goes on after a pause"
             log.info("%s engine %s %s", self.role, self.name, news)
             self._tell_news()
-
-    def _handle_doubt(self, why: str) -> None:
-        """Its hand-offs are to be verified anew. What it computes now goes on."""
-        if self.description is None:
-            return
-        log.warning("%s engine %s is to be verified again: %s", self.role, self.name, why)
-        self.times_doubted += 1
-        self.epoch = f"{self.description.epoch}/{self.times_doubted}"
-        self._tell_news()
 
     def _handle_lost(self, cause: EngineDeadError) -> None:
         if self.description is None:

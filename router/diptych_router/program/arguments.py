@@ -24,7 +24,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     _add_settings(parser)
     parser.add_argument(
         "--prefill",
-        help="engines of the prefill pool: host:port,...; left out if the runtime has no such pool",
+        help="engines of the prefill pool: host:port,...; without them the others compute prompts",
     )
     parser.add_argument("--decode", required=True, help="engines of the decode pool: host:port,...")
     parser.add_argument("--keys", type=Path, help="directory with the service's keys")

@@ -38,7 +38,6 @@ from diptych_protocol.block_hashes import salt_of_tenant
 from diptych_router.engines.discovery import Target
 from diptych_router.engines.engine_link import EngineLink, ReadKeys
 from diptych_router.engines.engine_table import Role
-from diptych_router.engines.vllm.service import VllmService
 from diptych_router.requests.actions import (
     Abort,
     Action,
@@ -77,7 +76,6 @@ class PoolClient(AsyncEngine, WithoutControl):
         tracer: Tracer | None = None,
     ) -> None:
         """`tracer`: makes spans of the requests; its owner closes it."""
-        config.check_pools(prefill=bool(targets["prefill"]))
         super().__init__(config, inputs, outputs, max_open_requests=MAX_OPEN_REQUESTS)
         self.leaving = False
         """The router is about to end: it serves on, but wants no more to come."""
@@ -86,7 +84,6 @@ class PoolClient(AsyncEngine, WithoutControl):
             targets,
             read_keys,
             serving,
-            vllm=VllmService.of(config, inputs.vocab_size) if config.runtime == "vllm" else None,
             on_change=self._pools_changed,
             on_outputs=self._handle_outputs,
             on_lost=self._engine_lost,

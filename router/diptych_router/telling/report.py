@@ -76,13 +76,8 @@ def engine_report(pools: Pools, link: EngineLink) -> EngineReport:
         kept_out=link.kept_out,
         node=link.location.node,
         zone=link.location.zone,
-        failures={str(kind): count for kind, count in health.failures.items()} | _doubts(link),
+        failures={str(kind): count for kind, count in health.failures.items()},
     )
-
-
-def _doubts(link: EngineLink) -> dict[str, int]:
-    """Told beside its failures, and only of engines that something has ever spoken against."""
-    return {"doubted": link.times_doubted} if link.times_doubted else {}
 
 
 class HealthCollector(Collector):
@@ -112,8 +107,7 @@ class HealthCollector(Collector):
         )
         failures = CounterMetricFamily(
             f"{PREFIX}failures",
-            "What it did wrong: error, lost, hang, or late with a first token; or it was doubted: "
-            "it had to be verified again.",
+            "What it did wrong: error, lost, hang, or late with a first token.",
             labels=(*labels, "kind"),
         )
         for link in self._pools.links.values():
@@ -126,6 +120,4 @@ class HealthCollector(Collector):
             opened.add_metric(own, health.opened)
             for kind in Failure:
                 failures.add_metric((*own, kind), health.failures[kind])
-            for doubted, count in _doubts(link).items():
-                failures.add_metric((*own, doubted), count)
         yield from (silent, breaker, opened, failures)

@@ -23,7 +23,7 @@ from diptych_operator.api.parse import parse_object
 from diptych_operator.api.service import InferenceService
 from diptych_operator.api.vllm_arguments import OWNED_ARGUMENTS
 from diptych_operator.render import ServiceSecrets, render
-from diptych_operator.revision import revision
+from diptych_operator.revision import key_set, revision
 from diptych_protocol import CurveKeys, RouterConfig
 
 SECRETS = ServiceSecrets(CurveKeys("P" * 40, "S" * 40), "token")
@@ -69,22 +69,26 @@ def test_what_the_operator_decides_comes_after_what_the_service_gives() -> None:
     args = container_of(service(engine={"args": ["--seed=1", "--max-model-len=64"]}))["args"]
     assert args[1:3] == ["--seed=1", "--max-model-len=64"]
     names = [arg.partition("=")[0] for arg in args]
-    for owned in ("--host", "--port", "--served-model-name", "--enable-scale-out"):
+    for owned in ("--host", "--port", "--served-model-name", "--middleware"):
         assert names.index(owned) > names.index("--max-model-len")
 
 
 def test_all_that_the_operator_gives_a_service_may_not_give() -> None:
     owned = {name for names in OWNED_ARGUMENTS.values() for name in names}
     given = [arg for arg in container_of(service())["args"] if arg.startswith("--")]
-    assert {arg[2:].partition("=")[0] for arg in given} <= owned
+    names = {arg[2:].partition("=")[0] for arg in given}
+    assert names - {"middleware"} <= owned, "vLLM adds up what is given of that"
 
 
-def test_routers_read_the_revision_off_a_served_name() -> None:
-    wanted = service(model={"uri": "hf://org/repo", "servedName": "llama"})
-    args = container_of(wanted)["args"]
-    at = args.index("--served-model-name")
-    assert args[at + 1 : at + 3] == ["llama", f"revision/{revision(wanted)}"]
-    assert args[at + 3].startswith("--"), "no further name"
+def test_an_engine_knows_who_where_and_of_which_revision_it_is() -> None:
+    """The wire says it to routers."""
+    wanted = service()
+    known = {entry["name"]: entry for entry in container_of(wanted)["env"]}
+    assert known["DIPTYCH_REVISION"]["value"] == revision(wanted)
+    assert known["DIPTYCH_BIND_HOST"]["value"] == "0.0.0.0"
+    assert known["DIPTYCH_CORE_PORT"]["value"] == "5557"
+    for name in ("POD_NAME", "POD_IP", "NODE_NAME", "NODE_ZONE"):
+        assert "fieldRef" in known[name]["valueFrom"]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +109,8 @@ def test_the_model_is_a_folder_in_the_pod(uri: str, path: str) -> None:
 def test_a_model_is_fetched_by_a_program_of_ours_which_an_image_of_vllm_has_not() -> None:
     ours = Images("registry.example/engine:1", "registry.example/router:1")
     pod = pod_of(parse_object(inference_service(vllm_spec()), ours))
-    assert [container["image"] for container in pod["initContainers"]] == [ours.router]
+    images = {container["name"]: container["image"] for container in pod["initContainers"]}
+    assert images == {"model": ours.router, "connector": ours.vllm_connector}
     assert pod["containers"][0]["image"] == IMAGE
 
 
@@ -149,16 +154,17 @@ def test_a_start_may_take_an_hour_and_until_then_nobody_asks_whether_it_lives() 
 @pytest.mark.parametrize("drain_s", [5, 600])
 def test_a_pod_that_goes_has_the_time_to_be_forgotten_and_to_end_its_streams(drain_s: int) -> None:
     wanted = service(availability={"drainSeconds": drain_s})
-    pod, container = pod_of(wanted), container_of(wanted)
-    command, forgotten_s = container["lifecycle"]["preStop"]["exec"]["command"]
-    assert command == "sleep"
-    assert f"--shutdown-timeout={drain_s}" in container["args"]
-    assert pod["terminationGracePeriodSeconds"] > int(forgotten_s) + drain_s
+    assert f"--shutdown-timeout={drain_s}" in container_of(wanted)["args"]
+    assert pod_of(wanted)["terminationGracePeriodSeconds"] > drain_s
 
 
-def test_pods_of_vllm_hold_no_secret_and_have_no_rights() -> None:
+def test_pods_of_vllm_hold_the_services_keys_and_have_no_rights() -> None:
     pod = pod_of(service())
-    assert not [v for v in pod["volumes"] if {"secret", "projected", "configMap"} & v.keys()]
+    (secret,) = (v["secret"] for v in pod["volumes"] if "secret" in v)
+    assert secret["secretName"] == f"svc-keys-{key_set(service())}"
+    files = [item["key"] for item in secret["items"]]
+    assert files == ["curve-public", "curve-secret"], "and not the token of admin ports"
+    assert deployment(service())["metadata"]["labels"]["diptych.dev/keys"] == key_set(service())
     assert pod["automountServiceAccountToken"] is False
     assert pod["securityContext"]["runAsNonRoot"] is True
     security = pod["containers"][0]["securityContext"]
@@ -168,21 +174,23 @@ def test_pods_of_vllm_hold_no_secret_and_have_no_rights() -> None:
 
 def test_only_the_services_own_pods_reach_the_api_of_vllm() -> None:
     """It asks for no key, and may be paused and emptied by whoever reaches it."""
-    policies = rendered(service(), "NetworkPolicy")
+    ingress = rendered(service(), "NetworkPolicy")["svc-decode"]["spec"]["ingress"]
     own = {"podSelector": {"matchLabels": {"diptych.dev/service": "svc"}}}
-    assert policies["svc-decode"]["spec"]["ingress"] == [{"from": [own]}]
-    assert len(policies["svc-router"]["spec"]["ingress"]) == 3
+    assert ingress[0] == {"from": [own]}
+    others = {port["port"] for rule in ingress[1:] for port in rule["ports"]}
+    ports = {port["containerPort"] for port in container_of(service())["ports"]}
+    assert not others & ports
 
 
-def test_routers_are_told_of_the_runtime_and_of_one_pool() -> None:
+def test_routers_are_told_of_one_pool() -> None:
     wanted = service(transfer={"verify": "Required"})
     (text,) = rendered(wanted, "ConfigMap")["svc-router"]["data"].values()
     config = msgspec.json.decode(text, type=RouterConfig)
-    assert (config.runtime, config.verify) == ("vllm", "off")
+    assert config.verify == "off"
     router = rendered(wanted, "Deployment")["svc-router"]["spec"]["template"]["spec"]
     (container,) = router["containers"]
     variables = {variable["name"]: variable.get("value") for variable in container["env"]}
-    assert variables["DIPTYCH_DECODE_TARGETS"] == "svc-decode.default.svc:8000"
+    assert variables["DIPTYCH_DECODE_TARGETS"] == "svc-decode.default.svc:5557"
     assert "--prefill" not in container["args"]
     assert rendered(wanted, "Service").keys() == {"svc-decode", "svc-router"}
 
@@ -218,13 +226,13 @@ def test_an_image_that_fetches_nothing_is_no_part_of_the_revision() -> None:
     assert revision(service(**mounted, **other)) == revision(service(**mounted))
 
 
-def test_a_rotation_of_keys_leaves_engines_alone_that_have_none() -> None:
+def test_a_rotation_of_keys_replaces_engines() -> None:
     before = service()
     metadata = msgspec.structs.replace(
         before.metadata, annotations={"diptych.dev/rotate-secrets": "2"}
     )
     after = msgspec.structs.replace(before, metadata=metadata)
-    assert deployment(after) == deployment(before)
+    assert revision(after) != revision(before)
 
 
 def test_another_runtime_is_another_revision_and_ours_keeps_its_name() -> None:
@@ -251,13 +259,13 @@ def test_each_field_is_vllms_too_or_refused_where_vllm_runs() -> None:
          "spec.engine.args: must not hold --tensor-parallel-size, whole or abbreviated: set "
          "spec.engine.tensorParallelSize"),
         ({"engine": {"args": ["--kv-transfer-config.kv_role=kv_both"]}},
-         "spec.engine.args: must not hold --kv-transfer-config, --kv-events-config, "
-         "--enable-scale-out, --tokens-only, --skip-tokenizer-init, --disable-log-stats, whole or "
-         "abbreviated: the operator says how routers and engines speak"),
+         "spec.engine.args: must not hold --kv-transfer-config, --kv-events-config, --tokens-only, "
+         "--skip-tokenizer-init, --disable-log-stats, whole or abbreviated: the operator says how "
+         "routers and engines speak"),
         ({"engine": {"args": ["--kv-transfer-conf.kv_role=kv_both"]}},
-         "spec.engine.args: must not hold --kv-transfer-config, --kv-events-config, "
-         "--enable-scale-out, --tokens-only, --skip-tokenizer-init, --disable-log-stats, whole or "
-         "abbreviated: the operator says how routers and engines speak"),
+         "spec.engine.args: must not hold --kv-transfer-config, --kv-events-config, --tokens-only, "
+         "--skip-tokenizer-init, --disable-log-stats, whole or abbreviated: the operator says how "
+         "routers and engines speak"),
         ({"engine": {"args": ["--max-model-len", "8192"]}},
          "spec.engine.args.1: must be --name or --name=value (at most 1024 characters) such as "
          "--enforce-eager or --max-model-len=16384, not '8192'"),

@@ -12,7 +12,7 @@ from diptych_operator.api.images import Images, published
 from diptych_operator.api.parse import parse_object
 from diptych_operator.api.service import InferenceService
 from diptych_operator.render import ServiceSecrets, render
-from diptych_operator.revision import key_set, revision
+from diptych_operator.revision import revision
 from diptych_protocol import CurveKeys, RouterConfig
 from diptych_protocol.config import RANKS_OF_CONNECTOR
 from diptych_vllm.settings import ConnectorSettings
@@ -21,6 +21,7 @@ SECRETS = ServiceSecrets(CurveKeys("P" * 40, "S" * 40), "token")
 IMAGE = "vllm/vllm-openai:v0.32.0"
 NIXL: dict[str, Any] = {"transfer": {"connector": "nixl"}}
 DIPTYCH: dict[str, Any] = {"transfer": {}}
+WIRE = "diptych_vllm.serve.middleware.Wire"
 
 
 def service(**spec: Any) -> InferenceService:
@@ -112,7 +113,7 @@ def test_each_rank_of_our_connector_has_the_port_behind_that_of_the_rank_before(
     ports = {p["name"]: p["containerPort"] for p in container_of(wanted, "decode")["ports"]}
     of_ranks = ["kv", *(f"kv-{rank}" for rank in range(1, ranks))]
     assert [ports[name] for name in of_ranks] == [*range(5558, 5558 + ranks)]
-    assert ports.keys() == {"http", "events", "replay", *of_ranks}
+    assert ports.keys() == {"http", "core", *of_ranks}
     assert len(set(ports.values())) == len(ports), "no rank listens where another listens"
 
 
@@ -126,14 +127,14 @@ def test_the_pool_with_more_ranks_says_how_many_ports_there_are() -> None:
 def test_nixl_has_one_port_for_all_ranks() -> None:
     wanted = service(engine={"tensorParallelSize": 4}, **NIXL)
     ports = {port["name"] for port in container_of(wanted, "decode")["ports"]}
-    assert ports == {"http", "events", "replay", "nixl"}
+    assert ports == {"http", "core", "nixl"}
 
 
-def test_our_route_is_added_to_what_a_service_has_of_that_kind() -> None:
+def test_our_middleware_is_added_to_what_a_service_has_of_that_kind() -> None:
     own = service(engine={"runtime": "vllm", "image": IMAGE, "args": ["--middleware=their.own"]})
     for wanted, expected in (
-        (own, ["their.own", "diptych_vllm.routes.Routes"]),
-        (service(**NIXL), []),
+        (own, ["their.own", WIRE, "diptych_vllm.routes.Routes"]),
+        (service(**NIXL), [WIRE]),
     ):
         for pool in ("prefill", "decode"):
             container = container_of(wanted, pool)
@@ -160,14 +161,17 @@ def test_an_init_container_brings_our_connector_for_the_engine_alone(pool: str) 
     assert "connector" not in msgspec.json.encode(router["volumes"]).decode()
 
 
-WITHOUT_A_COPY = [
-    pytest.param(service(**NIXL), id="nixl"),
-    pytest.param(service(transfer={"connectorImage": IMAGE}), id="an image that has it"),
-]
+@pytest.mark.parametrize("spec", [NIXL, {"prefill": None}], ids=["nixl", "one pool"])
+def test_every_vllm_gets_what_it_lacks_to_speak_to_routers(spec: dict[str, Any]) -> None:
+    wanted = service(**spec)
+    for pool in wanted.pools:
+        names = [container["name"] for container in pod_of(wanted, pool)["initContainers"]]
+        assert names == ["connector", "model"]
+        assert variables(wanted, pool)["PYTHONPATH"] == "/opt/diptych/vllm"
 
 
-@pytest.mark.parametrize("wanted", WITHOUT_A_COPY)
-def test_nothing_is_copied_where_nothing_is_missing(wanted: InferenceService) -> None:
+def test_nothing_is_copied_where_nothing_is_missing() -> None:
+    wanted = service(transfer={"connectorImage": IMAGE})
     for pool in ("prefill", "decode"):
         names = [container["name"] for container in pod_of(wanted, pool)["initContainers"]]
         assert names == ["model"]
@@ -184,61 +188,40 @@ def test_a_pool_of_another_image_gets_the_copy_that_the_other_needs_not() -> Non
     assert names == {"prefill": ["connector", "model"], "decode": ["model"]}
 
 
-def test_only_our_connector_has_keys_and_it_has_no_token_of_admin_ports() -> None:
-    for pool in ("prefill", "decode"):
-        wanted = service()
-        secrets = [v["secret"] for v in pod_of(wanted, pool)["volumes"] if "secret" in v]
-        (secret,) = secrets
-        assert secret["secretName"] == f"svc-keys-{key_set(wanted)}"
-        assert [item["key"] for item in secret["items"]] == ["curve-public", "curve-secret"]
-        labels = deployment(wanted, pool)["metadata"]["labels"]
-        assert labels["diptych.dev/keys"] == key_set(wanted)
-        by_nixl = service(**NIXL)
-        assert not [v for v in pod_of(by_nixl, pool)["volumes"] if "secret" in v]
-        assert "diptych.dev/keys" not in deployment(by_nixl, pool)["metadata"]["labels"]
-
-
 @pytest.mark.parametrize("spec", [NIXL, DIPTYCH], ids=["nixl", "diptych"])
 def test_only_the_services_own_pods_reach_engines(spec: dict[str, Any]) -> None:
     wanted = service(**spec)
     for pool in ("prefill", "decode"):
-        (own,) = rendered(wanted, "NetworkPolicy")[f"svc-{pool}"]["spec"]["ingress"]
+        own, *others = rendered(wanted, "NetworkPolicy")[f"svc-{pool}"]["spec"]["ingress"]
         assert own.keys() == {"from"}, "UCX listens on ports of its own choice"
         (pods,) = own["from"]
         assert pods == {"podSelector": {"matchLabels": {"diptych.dev/service": "svc"}}}
         named = {p["name"]: p["containerPort"] for p in container_of(wanted, pool)["ports"]}
         assert {named.get("nixl"), named.get("kv")} - {None}
-        (events,) = (a for a in container_of(wanted, pool)["args"] if "--kv-events" in a)
-        assert "*:$(DIPTYCH_EVENTS_PORT)" in events
-        assert "*:$(DIPTYCH_REPLAY_PORT)" in events
+        open_to_others = {port["port"] for rule in others for port in rule["ports"]}
+        assert not open_to_others & set(named.values())
 
 
 ROUTERS = [
-    (DIPTYCH, ("diptych", 30.0, "required")),
-    (NIXL, ("nixl", 30.0, "required")),
-    ({"transfer": {"connector": "nixl", "leaseSeconds": 12.7, "verify": "Warn"}},
-     ("nixl", 12.0, "warn")),
-    ({"transfer": {"leaseSeconds": 12.5, "verify": "Off"}}, ("diptych", 12.5, "off")),
-    ({"prefill": None, "transfer": {"leaseSeconds": 12.5}}, ("diptych", 30.0, "off")),
-    ({"prefill": None, **NIXL}, ("diptych", 30.0, "off")),
+    (DIPTYCH, "required"),
+    ({"transfer": {"connector": "nixl", "leaseSeconds": 12.7, "verify": "Warn"}}, "warn"),
+    ({"transfer": {"leaseSeconds": 12.5, "verify": "Off"}}, "off"),
+    ({"prefill": None, **NIXL}, "off"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("spec", "told"), ROUTERS, ids=str)
-def test_routers_are_told_how_kv_is_handed_over(
-    spec: dict[str, Any], told: tuple[str, float, str]
-) -> None:
+def test_canaries_are_sent_where_kv_is_handed_over(spec: dict[str, Any], told: str) -> None:
     (text,) = rendered(service(**spec), "ConfigMap")["svc-router"]["data"].values()
-    config = msgspec.json.decode(text, type=RouterConfig)
-    assert (config.connector, config.lease_seconds, config.verify) == told
+    assert msgspec.json.decode(text, type=RouterConfig).verify == told
 
 
-def test_routers_find_both_pools_at_the_ports_of_vllm() -> None:
+def test_routers_find_both_pools_as_they_find_those_of_our_own_engines() -> None:
     router = rendered(service(), "Deployment")["svc-router"]["spec"]["template"]["spec"]
     (container,) = router["containers"]
     told = {entry["name"]: entry.get("value") for entry in container["env"]}
     for pool in ("prefill", "decode"):
-        assert told[f"DIPTYCH_{pool.upper()}_TARGETS"] == f"svc-{pool}.default.svc:8000"
+        assert told[f"DIPTYCH_{pool.upper()}_TARGETS"] == f"svc-{pool}.default.svc:5557"
         assert f"--{pool}" in container["args"]
 
 
@@ -290,20 +273,11 @@ def test_what_engines_are_not_is_no_part_of_it(spec: dict[str, Any]) -> None:
     assert revision(service(**spec)) == revision(service())
 
 
-@pytest.mark.parametrize(("spec", "replaced"), [(DIPTYCH, True), (NIXL, False)])
-def test_a_rotation_replaces_the_pods_that_have_keys(spec: dict[str, Any], replaced: bool) -> None:
-    before = service(**spec)
-    annotations = {"diptych.dev/rotate-secrets": "2"}
-    metadata = msgspec.structs.replace(before.metadata, annotations=annotations)
-    after = msgspec.structs.replace(before, metadata=metadata)
-    assert (revision(after) != revision(before)) is replaced
-
-
-def test_another_default_for_the_connector_is_rolled_out_where_it_is_used() -> None:
+def test_another_default_for_what_vllm_lacks_is_rolled_out() -> None:
     newer = Images(vllm_connector="example.org/connector:2")
-    for spec, is_new in ((DIPTYCH, True), (NIXL, False), ({"prefill": None}, False)):
+    for spec in (DIPTYCH, NIXL, {"prefill": None}):
         raw = inference_service(vllm_spec(**{"prefill": {}, **spec}))
-        assert (revision(parse_object(raw, newer)) != revision(service(**spec))) is is_new
+        assert revision(parse_object(raw, newer)) != revision(service(**spec))
 
 
 def test_both_pools_have_the_pods_that_they_are_given() -> None:

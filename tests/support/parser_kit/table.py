@@ -66,9 +66,7 @@ from diptych_protocol.control_calls import CONTROL_CALLS
 from diptych_protocol.model_uri import parse_model_uri
 from diptych_protocol.salvage import call_id_of, request_id_of
 from diptych_router.engines.serving import ServingFile
-from diptych_router.engines.vllm import answer_stream, description, event_socket, hand_off, metrics
-from diptych_router.engines.vllm.kv_events import RememberedBlocks
-from diptych_vllm.serve import kv_events
+from diptych_vllm.serve.kv_events import RememberedBlocks
 
 Feed = Callable[[bytes], object]
 
@@ -182,24 +180,6 @@ def handshake(data: bytes) -> None:
         Handshake(KEY, b"n" * 16, connects=connects).receive(data)
 
 
-def vllm_stream(data: bytes) -> None:
-    stream = answer_stream.AnswerStream(MESSAGE, 4, 100)
-    stream.feed(data[:30])
-    stream.feed(data[30:])
-
-
-def vllm_prefill(data: bytes) -> None:
-    answer = hand_off.prefill_answer(data)
-    hand_off.prefill_output(MESSAGE, answer, 100, passes_on=True)
-    hand_off.announcing_of(answer.kv_transfer_params or {})
-
-
-def vllm_server(data: bytes) -> None:
-    figures = metrics.read_metrics(METRICS.decode())
-    served = description.ServedModel("m", 100)
-    description.description_of(data, b'{"version": "0.32"}', figures, served, "h:1")
-
-
 def browser(data: bytes) -> None:
     rules = BrowserRules(origins=frozenset({"https://a.example"}))
     rules.check_host("/", {HOST: data})
@@ -228,11 +208,6 @@ def admin_bodies(data: bytes) -> None:
             continue
 
 
-METRICS = b"""vllm:num_requests_running{engine="0"} 1.0
-vllm:num_requests_waiting{engine="0"} 0.0
-vllm:kv_cache_usage_perc{engine="0"} 0.5
-vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0
-"""
 EVENTS = packed(
     [
         1.5,
@@ -246,14 +221,6 @@ EVENTS = packed(
         0,
     ]
 )  # fmt: skip
-STREAM = (
-    b'data: {"choices": [{"token_ids": [1], "logprobs": {"content": [{"token_id": 1, '
-    b'"logprob": -1.0}]}}]}\n\ndata: {"choices": [{"token_ids": [2], "finish_reason": "stop"}]}\n'
-)
-PREFILL = (
-    b'{"choices": [{"token_ids": [1], "finish_reason": "length"}], "kv_transfer_params": '
-    b'{"do_remote_prefill": true, "announcing": {"proof": "p", "min_tokens": 3}}}'
-)
 SERVICE = b"""apiVersion: diptych.dev/v1alpha1
 kind: InferenceService
 metadata: {name: svc}
@@ -277,7 +244,6 @@ def parsers() -> Iterator[Parser]:
     """Those that read bytes in memory."""
     front, proto = "frontend/diptych_frontend", "protocol/diptych_protocol"
     hinge = "kv_transfer/diptych_kv_transfer"
-    vllm = "router/diptych_router/engines/vllm"
     yield Parser(
         "multipart forms", (f"{front}/batches_api/form.py",), multipart,
         (b'multipart/form-data; boundary=b\n--b\r\ncontent-disposition: form-data; name="purpose"'
@@ -356,7 +322,11 @@ def parsers() -> Iterator[Parser]:
         gguf_metadata, (VOCABULARY,),
     )  # fmt: skip
     yield from wire_parsers(proto, hinge)
-    yield from vllm_parsers(vllm)
+    yield Parser(
+        "the events of vLLM's core", ("vllm_connector/diptych_vllm/serve/kv_events.py",),
+        lambda data: RememberedBlocks(4, 2).take(data),
+        (EVENTS, EVENTS.replace(b"GPU", b"\xff\xff\xff")),
+    )  # fmt: skip
     yield Parser(
         "services in YAML", ("operator/diptych_operator/api/parse.py",), text(parse_service),
         (SERVICE,), costs=3,
@@ -418,37 +388,6 @@ def wire_parsers(proto: str, hinge: str) -> Iterator[Parser]:
         "the hinge's records", (f"{hinge}/signing/handshake.py",),
         lambda data: Session(KEY, KEY).open(1, data), (Session(KEY, KEY).seal(1, b"x"),),
         raises=(AuthenticationError,),
-    )  # fmt: skip
-
-
-def vllm_parsers(vllm: str) -> Iterator[Parser]:
-    """What vLLM's servers say."""
-    yield Parser(
-        "vLLM's streams", (f"{vllm}/answer_stream.py", f"{vllm}/messages.py"), vllm_stream,
-        (STREAM, STREAM[:60] + b"\xff" + STREAM[60:]),
-    )  # fmt: skip
-    yield Parser("vLLM's refusals", (f"{vllm}/answer_stream.py",),
-                 lambda data: answer_stream.refusal("r", 400, data),
-                 (b'{"error": {"message": "no", "code": 400}}',), raises=())  # fmt: skip
-    yield Parser("vLLM's prefill", (f"{vllm}/hand_off.py",), vllm_prefill, (PREFILL,),
-                 raises=UNREADABLE)  # fmt: skip
-    yield Parser("vLLM's models", (f"{vllm}/description.py",), vllm_server,
-                 (b'{"data": [{"id": "m", "root": "m", "max_model_len": 512}]}',))  # fmt: skip
-    yield Parser("vLLM's metrics", (f"{vllm}/metrics.py",), text(metrics.read_metrics), (METRICS,))
-    yield Parser(
-        "vLLM's sources of events", (f"{vllm}/event_socket.py",),
-        lambda data: event_socket.source_of(data, "h"),
-        (b'{"0": {"endpoint": "tcp://*:5557", "enable_kv_cache_events": true, '
-         b'"publisher": "zmq"}}',),
-    )  # fmt: skip
-    yield Parser(
-        "vLLM's events", (f"{vllm}/kv_events.py",), lambda data: RememberedBlocks(4, 2).take(data),
-        (EVENTS, EVENTS.replace(b"GPU", b"\xff\xff\xff")),
-    )  # fmt: skip
-    yield Parser(
-        "the events of vLLM's own core", ("vllm_connector/diptych_vllm/serve/kv_events.py",),
-        lambda data: kv_events.RememberedBlocks(4, 2).take(data),
-        (EVENTS, EVENTS.replace(b"GPU", b"\xff\xff\xff")),
     )  # fmt: skip
 
 

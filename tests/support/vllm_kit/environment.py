@@ -43,6 +43,11 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
 }
+FOLDERS = ("protocol", "frontend", "kv_transfer", "vllm_connector")
+"""What of ours vLLM imports."""
+PYTHONPATH = ":".join(str(ROOT / folder) for folder in FOLDERS)
+WIRE = ("--middleware", "diptych_vllm.serve.middleware.Wire")
+"""vLLM's options for speaking to routers."""
 SERVE = (str(VENV / "bin" / "vllm"), "serve")
 OPTIONS = ("--host", "127.0.0.1", "--dtype", "float32", "--max-num-seqs", "16", "--enforce-eager")
 """For a model that takes no time."""

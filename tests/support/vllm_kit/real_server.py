@@ -13,11 +13,9 @@ from typing import IO
 
 import httpx
 from free_ports import free_port
-from vllm_kit.environment import ENVIRONMENT, OPTIONS, SERVE, START_S
+from prometheus_client.parser import text_string_to_metric_families
+from vllm_kit.environment import ENVIRONMENT, OPTIONS, PYTHONPATH, SERVE, START_S, WIRE
 from waits import PATIENCE_S, wait_until
-
-from diptych_protocol import SchedulerStats
-from diptych_router.engines.vllm.metrics import read_metrics
 
 
 @dataclass
@@ -29,16 +27,23 @@ class RealVllm:
     options: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
+    core_port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
         command = [
             *SERVE, self.model, "--port", str(self.port), "--served-model-name", "tiny",
-            "--num-gpu-blocks-override", "64", *OPTIONS, *self.options,
+            "--num-gpu-blocks-override", "64", *OPTIONS, *WIRE, *self.options,
         ]  # fmt: skip
         self.process = subprocess.Popen(
             command,
-            env={**os.environ, **ENVIRONMENT, **self.variables},
+            env={
+                **os.environ,
+                **ENVIRONMENT,
+                "PYTHONPATH": PYTHONPATH,
+                "DIPTYCH_CORE_PORT": str(self.core_port),
+                **self.variables,
+            },
             stdout=self.log,
             stderr=self.log,
             start_new_session=True,
@@ -46,11 +51,13 @@ class RealVllm:
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        """The address at which routers reach it."""
+        return f"127.0.0.1:{self.core_port}"
 
     @property
     def url(self) -> str:
-        return f"http://{self.address}"
+        """The URL of its own API."""
+        return f"http://127.0.0.1:{self.port}"
 
     def answers(self) -> bool:
         assert self.process.poll() is None, f"vLLM ended while it started: see {self.log.name}"
@@ -60,11 +67,17 @@ class RealVllm:
 
     def num_running(self) -> int:
         """Requests that it computes now, as its own gauge says."""
-        return self.stats().num_running
+        return int(self.figure("vllm:num_requests_running"))
 
-    def stats(self) -> SchedulerStats:
-        """What its metrics tell now."""
-        return read_metrics(httpx.get(f"{self.url}/metrics", timeout=PATIENCE_S).text).stats
+    def figure(self, name: str) -> float:
+        """The sum of a figure of its metrics."""
+        text = httpx.get(f"{self.url}/metrics", timeout=PATIENCE_S).text
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name
+        )
 
     def kill(self) -> None:
         """At once, with all its processes."""

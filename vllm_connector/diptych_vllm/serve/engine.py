@@ -128,6 +128,7 @@ class ServedVllm:
             tracing_enabled=await self._llm.is_tracing_enabled(),
             node=settings.node,
             zone=settings.zone,
+            name=settings.engine_id,
             runtime="vllm",
             abilities=self.abilities,
         )
@@ -157,7 +158,9 @@ class ServedVllm:
         """NIXL's hand-offs are judged by their answers, for nothing checks what was read."""
         embeds = self._config.model_config.enable_prompt_embeds
         return Abilities(
-            tells_received=self.connector in ("", OURS),
+            checks_kv=self.connector in ("", OURS),
+            frees_leases=self.connector in ("", OURS),
+            lends_prefixes=False,
             prompt_embeds=bool(embeds) and not self.connector,
             images=False,
             adapters=self._config.lora_config is not None,

@@ -12,6 +12,7 @@ from diptych_protocol import KVTransferStats, SchedulerStats
 _OF_NIXL: Final = {
     "num_failed_transfers": "loads_failed",
     "num_kv_expired_reqs": "leases_expired",
+    "num_notifications_after_expiry": "late_reads",
 }
 """What NIXL's connector lists by event -> the total that counts the events."""
 
@@ -62,8 +63,6 @@ class VllmLoad:
         if connector:
             transport = connector.removesuffix("Connector").lower()
             self.stats.kv_transfer = KVTransferStats(transport=transport)
-        self.num_late_reads = 0
-        """Times that an engine said that it had read blocks of this one which were free again."""
         self._last_report = 0.0
 
     def take(self, report: StepReport | None, work: WorkReport | None, now: float) -> None:
@@ -114,4 +113,3 @@ class VllmLoad:
         totals.loads_started = totals.loads_completed + totals.loads_failed
         ended = totals.leases_released + totals.leases_revoked + totals.leases_expired
         totals.leases_held = max(0, totals.leases_granted - ended)
-        self.num_late_reads += len(grown.get("num_notifications_after_expiry", ()))

@@ -26,7 +26,13 @@ from diptych_protocol import (
 from diptych_protocol.admin import DrainReport
 from diptych_protocol.arrays import Frame
 from diptych_protocol.salvage import asker_of
-from diptych_protocol.wire import FOLLOW_HEARTBEAT, FOLLOW_PREFIXES, Heartbeat, UtilityCall
+from diptych_protocol.wire import (
+    DOUBT_KV,
+    FOLLOW_HEARTBEAT,
+    FOLLOW_PREFIXES,
+    Heartbeat,
+    UtilityCall,
+)
 from diptych_vllm.serve.answers import VllmAnswers
 from diptych_vllm.serve.beats import CoreBeats
 from diptych_vllm.serve.calls import VllmCalls
@@ -185,6 +191,10 @@ class WireService:
             return
         if call.method == FOLLOW_PREFIXES:
             self._follow_prefixes(client)
+            return
+        if call.method == DOUBT_KV and call.args:
+            self._answers.doubt(str(call.args[0]))
+            self._answer(client, UtilityOutput(call.call_id))
             return
         if call.method == ANNOUNCE and call.args:
             request = wire.utility_decoder.convert(call.args[0], EngineCoreRequest)

@@ -14,7 +14,7 @@ from diptych_protocol import CurveKeys, InvalidRequestError
 from diptych_protocol.kv_transfer_params import is_ip_literal
 
 HOST, PORT, KEYS = "DIPTYCH_BIND_HOST", "DIPTYCH_CORE_PORT", "DIPTYCH_KEYS_DIR"
-REVISION, NAME, NODE, ZONE = "DIPTYCH_REVISION", "POD_NAME", "NODE_NAME", "DIPTYCH_ZONE"
+REVISION, NAME, NODE, ZONE = "DIPTYCH_REVISION", "POD_NAME", "NODE_NAME", "NODE_ZONE"
 MAX_TCP_PORT = 65535
 
 

@@ -44,9 +44,6 @@ that does not work ends sooner, by the hinge's own deadlines."""
 PROBE_TIMEOUT_S = 30.0
 """Time limit of the canary that closes a breaker. It can be short, because another one follows."""
 PROBE_TOKENS = 4
-TOLD_S = 5.0
-"""An engine that does not report what each request has received reports within this time how much
-it has received in total."""
 ALTERNATIVES = 4
 """How many other tokens an engine reports for each that it generates alone."""
 
@@ -93,9 +90,7 @@ async def run_canary(prefill: EngineLink, decode: EngineLink, release: Release) 
     except (DiptychError, msgspec.ValidationError) as exc:
         return msgspec.structs.replace(report, error=str(exc))
     received = found.received
-    # Engines that count no blocks tell bytes only.
-    in_all = received.blocks_received or (num_blocks if received.bytes_received else 0)
-    blocks = min(num_blocks, in_all)
+    blocks = min(num_blocks, received.blocks_received)
     return msgspec.structs.replace(
         report,
         ok=not found.error,
@@ -103,7 +98,7 @@ async def run_canary(prefill: EngineLink, decode: EngineLink, release: Release) 
         computed_by_decode=found.computed,
         # Users' blocks may have crossed meanwhile; all of them take about as many bytes.
         blocks=blocks,
-        bytes=received.bytes_received * blocks // max(1, in_all),
+        bytes=received.bytes_received * blocks // max(1, received.blocks_received),
         milliseconds=(time.monotonic() - begin) * 1000,
         transport=received.transport,
     )
@@ -182,20 +177,15 @@ async def _cross(
         release(canary.core_id, canary.lease)
         raise
     num_tokens = len(request.prompt_token_ids or ())
+    received = _difference(before, await _totals(decode))
+    error = complaint(outputs, num_tokens, num_blocks, received.blocks_received)
     about = decode.description
-    if about is None or about.abilities.tells_received:
-        received = _difference(before, await _totals(decode))
-        error = complaint(outputs, num_tokens, num_blocks, received.blocks_received)
-        return _Findings(received, num_tokens - received_tokens(outputs), error)
-    received = await _received_since(before, decode)
-    if received.bytes_received <= 0:
-        error = "decode answered, but no byte crossed between the engines"
-        return _Findings(received, num_tokens, error)
-    tokens = [*canary.generated, *(token for out in outputs for token in out.new_token_ids)]
-    error = unlike(tokens, await _alone(request, decode))
-    if error:  # vLLM compiles something when it is first asked for log-probabilities
-        error = unlike(tokens, await _alone(request, decode, ALTERNATIVES))
-    return _Findings(received, 0, error)
+    if not error and about is not None and not about.abilities.checks_kv:
+        tokens = [*canary.generated, *(token for out in outputs for token in out.new_token_ids)]
+        error = unlike(tokens, await _alone(request, decode))
+        if error:  # vLLM compiles something when it is first asked for log-probabilities
+            error = unlike(tokens, await _alone(request, decode, ALTERNATIVES))
+    return _Findings(received, num_tokens - received_tokens(outputs), error)
 
 
 async def _alone(
@@ -212,16 +202,6 @@ async def _alone(
         sampling_params=msgspec.structs.replace(request.sampling, logprobs=logprobs),
     )
     return await decode.complete(alone)
-
-
-async def _received_since(before: KVTransferStats, decode: EngineLink) -> KVTransferStats:
-    """What has come since, once there is something; at the latest after `TOLD_S`."""
-    received = _difference(before, await _totals(decode))
-    end = time.monotonic() + TOLD_S
-    while received.bytes_received <= 0 and time.monotonic() < end:
-        await asyncio.sleep(TOLD_S / 20)
-        received = _difference(before, await _totals(decode))
-    return received
 
 
 def _difference(before: KVTransferStats, after: KVTransferStats) -> KVTransferStats:

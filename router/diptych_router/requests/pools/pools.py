@@ -34,7 +34,6 @@ from diptych_router.engines.engine_link import CALL_ERRORS, EngineLink, ReadKeys
 from diptych_router.engines.engine_table import ROLES, Role
 from diptych_router.engines.health.health_book import Failure
 from diptych_router.engines.serving import Serving, ServingFile
-from diptych_router.engines.vllm.service import VllmService
 from diptych_router.requests.pools.health_watch import HealthWatch
 from diptych_router.requests.pools.verification import Verification
 
@@ -57,13 +56,12 @@ class Pools:
         read_keys: ReadKeys | None,
         serving: Path | None,
         *,
-        vllm: VllmService | None = None,
         on_change: Callable[[], None],
         on_outputs: Callable[[EngineLink, EngineCoreOutputs], None],
         on_lost: Callable[[EngineLink, EngineDeadError], None],
         on_hang: Callable[[EngineLink], None],
     ) -> None:
-        """`vllm`: see `EngineLink`. `on_change`: maybe more, fewer or others are usable."""
+        """`on_change`: maybe more, fewer or others are usable."""
         self.links: dict[str, EngineLink] = {}
         self.had_pair = False
         """Some pair was usable at some time."""
@@ -71,7 +69,7 @@ class Pools:
         """When a decode engine was last seen usable, on the monotonic clock."""
         self._config = config
         self._targets = targets
-        self._read_keys, self._vllm = read_keys, vllm
+        self._read_keys = read_keys
         self._serving = ServingFile(serving)
         self._on_change, self._on_outputs = on_change, on_outputs
         self._on_lost, self._on_hang = on_lost, on_hang
@@ -91,6 +89,8 @@ class Pools:
             on_change=self._changed,
             pairs=config.verify != "off",
         )
+        self._late_reads: dict[str, int] = {}
+        """Epoch of a prefill engine -> the late reads that it has told."""
         self._unresolved: set[Role] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -319,7 +319,6 @@ class Pools:
                     endpoint,
                     self._read_keys,
                     row,
-                    vllm=self._vllm,
                     on_news=self._changed,
                     on_outputs=self._on_outputs,
                     on_lost=self._on_lost,
@@ -348,6 +347,7 @@ class Pools:
             self._verification.begin(self.links.values())
         self._greet()
         self._refresh_rows()
+        self._doubt_late_readers()
         now = time.monotonic()
         self.health.look(now)
         decision = self.fleet.choose(ANY_REQUEST, now, disaggregate="always")
@@ -356,12 +356,28 @@ class Pools:
             self.had_pair |= decision.prefill is not None or not self._targets["prefill"]
         self._on_change()
 
+    def _doubt_late_readers(self) -> None:
+        """A block that was read after its lease had ended may have been anybody's, and its answer
+        looks like any other. Nobody says who has read it."""
+        known, self._late_reads = self._late_reads, {}
+        for link in self.of("prefill"):
+            told = link.stats.kv_transfer
+            count = self._late_reads[link.epoch] = 0 if told is None else told.late_reads
+            if count <= known.get(link.epoch, 0):
+                continue
+            why = f"blocks of {link.name} were read after their lease had ended"
+            log.warning("%s", why)
+            for reader in self.of("decode"):
+                if reader.fingerprint == link.fingerprint:
+                    reader.doubt_kv(why)
+
     def _greet(self) -> None:
         """Take in who answers anew, and have it tell what it remembers."""
         for link in self.links.values():
             if link.description is not None and self._followed.get(link.key) != link.times_up:
                 self._followed[link.key] = link.times_up
-                self.fleet.is_up(link.row, link.fingerprint, link.name, link.location)
+                engine_id = link.description.engine_id
+                self.fleet.is_up(link.row, link.fingerprint, engine_id, link.location)
                 if self._follows_prefixes:
                     link.follow_prefixes()
 
@@ -411,14 +427,14 @@ class Pools:
                 log.warning("request %s: lease not released: %s", request_id, exc)
 
     def _who_frees(self, params: dict[str, Any]) -> list[EngineLink]:
-        """The engine that granted a lease. NIXL's leases end only at the word of an engine that
-        could read the blocks."""
-        if self._vllm is not None and self._vllm.reads_unchecked:
-            fit = (x for x in self.of("decode") if x.fingerprint == params.get("compat"))
-            return sorted(fit, key=lambda link: link.is_bad)[:1]
+        """The engine that granted a lease, or one that could read its blocks."""
         owner = params.get("remote_engine_id")
-        return [
+        owners = [
             link
             for link in self.links.values()
             if link.description is not None and link.description.engine_id == owner
         ]
+        if all(x.description is None or x.description.abilities.frees_leases for x in owners):
+            return owners
+        fit = (x for x in self.of("decode") if x.fingerprint == params.get("compat"))
+        return sorted(fit, key=lambda link: link.is_bad)[:1]

@@ -1,1 +1,0 @@
-"""Engines that are vLLM's OpenAI servers: token ids in, token ids out, over HTTP."""
