@@ -8,9 +8,11 @@ nothing raises.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Final
 
 from diptych_protocol.arrays import Frame
+from diptych_protocol.wire import EngineCoreRequestType
 
 _ARRAY_HEADS: Final = {0xDC: 3, 0xDD: 5}
 """Type byte -> bytes before the first element."""
@@ -19,6 +21,17 @@ _INTEGERS: Final = {
     0xCC: ">B", 0xCD: ">H", 0xCE: ">I", 0xCF: ">Q",
     0xD0: ">b", 0xD1: ">h", 0xD2: ">i", 0xD3: ">q",
 }  # fmt: skip
+
+
+def asker_of(frames: Sequence[Frame]) -> tuple[str | None, int | None]:
+    """Return the id of the request, or that of the call, whose sender waits for an answer to a
+    message that cannot be read. Both are None if nobody does."""
+    kind, message, *_ = (*frames, b"", b"")
+    if kind == EngineCoreRequestType.ADD.value:
+        return request_id_of(message), None
+    if kind == EngineCoreRequestType.UTILITY.value:
+        return None, call_id_of(message)
+    return None, None
 
 
 def request_id_of(message: Frame) -> str | None:

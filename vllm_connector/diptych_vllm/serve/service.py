@@ -25,7 +25,7 @@ from diptych_protocol import (
 )
 from diptych_protocol.admin import DrainReport
 from diptych_protocol.arrays import Frame
-from diptych_protocol.salvage import call_id_of, request_id_of
+from diptych_protocol.salvage import asker_of
 from diptych_protocol.wire import (
     DOUBT_KV,
     FOLLOW_HEARTBEAT,
@@ -173,13 +173,8 @@ class WireService:
         """Who waits for the answer to a message that cannot be read gets an error, if the message
         says so much."""
         self._engine.load.stats.malformed_messages += 1
-        kind, message, *_ = (*frames, b"", b"")
         reason = f"the message cannot be read: {error}"
-        request_id = call_id = None
-        if kind == EngineCoreRequestType.ADD.value:
-            request_id = request_id_of(message)
-        elif kind == EngineCoreRequestType.UTILITY.value:
-            call_id = call_id_of(message)
+        request_id, call_id = asker_of(frames)
         if request_id is not None:
             self._put(client, failure(request_id, reason))
         elif call_id is not None:
