@@ -13,7 +13,8 @@ from random import Random
 
 import numpy as np
 
-from diptych_protocol.wire import PrefixChanges, SchedulerStats
+from diptych_protocol.engine_stats import SchedulerStats
+from diptych_protocol.wire import PrefixChanges
 from diptych_router.choosing.fleet_table import FleetTable
 from diptych_router.choosing.policies import POLICIES
 from diptych_router.choosing.policy import RequestView

@@ -131,10 +131,10 @@ class Simulation:
         """This engine, and no other, is planned to take over."""
         rows = self.routers[job.router].rows
         if job.planned is not None:
-            rows[job.planned].plan(-1)
+            rows[job.planned].charge(0, planned=-1)
         job.planned = None if taker is None else taker.key
         if job.planned is not None:
-            rows[job.planned].plan(1)
+            rows[job.planned].charge(0, planned=1)
 
     def _add(self, job: Job, row: Row) -> None:
         """A request reaches its engine, and the announcement the one after it."""

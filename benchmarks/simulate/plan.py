@@ -9,8 +9,8 @@ from benchmarks.simulate.costs import StepCost
 from benchmarks.simulate.engine import EngineModel, Limits, Sequence
 from benchmarks.simulate.workload import Request
 
+from diptych_protocol.engine_stats import MAX_MOVES_TOLD, Move
 from diptych_protocol.router_settings import Disaggregate
-from diptych_protocol.wire import MAX_MOVES_TOLD, Move
 from diptych_router.choosing.first_token import FirstToken
 from diptych_router.choosing.policies.least_loaded import POLICY
 from diptych_router.choosing.policy import Policy

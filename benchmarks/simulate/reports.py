@@ -5,7 +5,8 @@ from __future__ import annotations
 from benchmarks.simulate.plan import Pod
 from benchmarks.simulate.workload import prefix_keys
 
-from diptych_protocol.wire import KVTransferStats, PrefixChanges, SchedulerStats
+from diptych_protocol.engine_stats import KVTransferStats, SchedulerStats
+from diptych_protocol.wire import PrefixChanges
 
 
 def statistics(pod: Pod, *, moves: bool) -> SchedulerStats:

@@ -9,11 +9,12 @@ from random import Random
 from benchmarks.simulate.plan import Plan, Pod
 from benchmarks.simulate.workload import Request
 
-from diptych_protocol.wire import PrefixChanges, SchedulerStats
+from diptych_protocol.engine_stats import SchedulerStats
+from diptych_protocol.wire import PrefixChanges
 from diptych_router.choosing.first_token import FirstToken
 from diptych_router.choosing.fleet_table import FleetTable
 from diptych_router.choosing.policy import Decision
-from diptych_router.engines.pair_rates import NOWHERE, Place
+from diptych_router.engines.pair_rates import NOWHERE, Location
 from diptych_router.requests.pools.pools import EXPECTED_S
 from diptych_router.requests.promises.caution import Caution
 from diptych_router.requests.request_table import FIRST_GUESS_TOKENS, NEWEST_PART
@@ -36,8 +37,8 @@ class Router:
             row = self.rows[pod.key]
             row["usable"], row["block_size"] = True, pod.pool.limits.block_size
             row["lends"] = True
-            place = Place(zone=f"zone-{pod.zone}") if plan.zones.told else NOWHERE
-            self.fleet.is_up(row, FINGERPRINT, pod.key, place)
+            location = Location(zone=f"zone-{pod.zone}") if plan.zones.told else NOWHERE
+            self.fleet.is_up(row, FINGERPRINT, pod.key, location)
             self.fleet.take_prefixes(pod.key, PrefixChanges(0, whole=True), 0)
         self._caution = None if plan.promised_s is None else Caution(plan.promised_s)
         self.expected: FirstToken | None = None
@@ -74,7 +75,7 @@ class Router:
 
     def charge(self, key: str, tokens: int) -> None:
         """More tokens are open at an engine, or fewer."""
-        self.rows[key]["open_tokens"] += tokens
+        self.rows[key].charge(tokens)
 
     def lose(self, key: str) -> None:
         """This engine gets nothing more."""

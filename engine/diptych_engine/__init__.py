@@ -1,7 +1,7 @@
-"""The engine: scheduler, block pool, model runner, and the process that drives them.
+"""The engine: scheduler, block pool, model runner, and the process that runs them.
 
-The names below are loaded when they are first used, so that nobody imports what he does not need:
-an `AsyncLLM` needs no torch.
+The names below are loaded at their first use, so that nobody imports what is not needed: an
+`AsyncLLM` needs no torch.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 `python -m diptych_engine --config FILE --port 8000
     [--api-port 8001 --core-port 5557 --kv-port 5558 --admin-port 8081 --keys DIR]`
 
-Its HTTP port answers probes and scrapers. An OpenAI API it has only where `--api-port` asks for
-one, as for another project's router: whoever reaches that port has the engine's memory in hand.
+Its HTTP port answers probes and scrapers. It has an OpenAI API only with `--api-port`, for example
+for another project's router. That port has no authentication.
 
 The first SIGTERM or SIGINT drains: readiness fails, routers are told, and the program ends with 0
 as soon as neither a request nor a lease is left, or after `drain_seconds`. The second one ends it.
@@ -41,7 +41,7 @@ MAX_DRAIN_S = 86400.0
 
 
 def pod_config(args: argparse.Namespace) -> EngineConfig:
-    """The shared configuration, with what is this pod's own."""
+    """Return the shared configuration with this pod's own values."""
     config = msgspec.json.decode(args.config.read_bytes(), type=EngineConfig)
     own = {"engine_id": args.engine_id, "node": args.node, "zone": args.zone}
     config = msgspec.structs.replace(config, **{name: x for name, x in own.items() if x})
@@ -57,7 +57,7 @@ def pod_config(args: argparse.Namespace) -> EngineConfig:
 
 
 class AdminRoutes:
-    """What an operator may ask of this pod; see `diptych_protocol.admin`."""
+    """The routes for an operator on this pod; see `diptych_protocol.admin`."""
 
     def __init__(self, engine: AsyncLLM, drain_seconds: float) -> None:
         self._engine = engine
@@ -73,7 +73,7 @@ class AdminRoutes:
         return report(await self._engine.drain_report())
 
     async def drain(self, request: Request) -> Response:
-        """Drain; answers once drained, or when `timeout_s` is over."""
+        """Drain, and answer once drained or after `timeout_s`."""
         timeout_s = seconds_of(request, "timeout_s", self._drain_seconds, MAX_DRAIN_S)
         async with UntilDisconnect(request.receive, exchange_of(request.scope)):
             return report(await self._engine.drain(timeout_s))

@@ -1,8 +1,8 @@
-"""vLLM's modules and names, for programs that were written for it.
+"""Modules under vLLM's names, for programs that were written for it.
 
-`from vllm.v1.engine.async_llm import AsyncLLM` becomes
-`from diptych_engine.as_vllm.v1.engine.async_llm import AsyncLLM`: what is there is listed in
-`MODULES`, and nothing else. Each name stands for a class of ours, which is loaded when it is used.
+`from vllm.v1.engine.async_llm import AsyncLLM` becomes `from
+diptych_engine.as_vllm.v1.engine.async_llm import AsyncLLM`. Only the modules and names in `MODULES`
+exist. Each name stands for a class of ours, which is loaded at its first use.
 """
 
 from __future__ import annotations
@@ -123,15 +123,16 @@ MODULES: Final[dict[str, dict[str, str]]] = {
         "diptych_frontend.observability.metric_snapshot",
     ),
 }
-"""Module -> name there -> our module, or `module:name` where our name is another one."""
+"""Module -> name there -> our module, or `module:name` where our name differs."""
 
 
 class Executor:
-    """Stands for vLLM's base class of what runs a model; ours is `ModelRunner`."""
+    """Stands for vLLM's base class of executors; ours is `ModelRunner`."""
 
     @staticmethod
     def get_class(vllm_config: EngineConfig) -> type[ModelRunner]:
-        """What will run the model. Raises `InvalidRequestError` for a class that cannot."""
+        """Return the class that will run the model. Raises `InvalidRequestError` for an unsuitable
+        class."""
         from diptych_engine.serving.build_core import executor_class
 
         return executor_class(vllm_config)

@@ -50,11 +50,11 @@ from diptych_frontend.vllm_api.scoring import (
     ScoringRoute,
 )
 from diptych_frontend.vllm_api.tokenization import DetokenizeRoute, TokenizeRoute
-from diptych_protocol import UNSAID, EngineClient, InvalidRequestError, SamplingDefaults
+from diptych_protocol import UNSAID, EngineClient, InvalidRequestError, OurOptions, SamplingDefaults
 
 OURS: Final[dict[str, frozenset[str]]] = {
-    "generate": frozenset({"tenant"}),
-    "encode": frozenset({"tenant"}),
+    "generate": frozenset(OurOptions.__annotations__),
+    "encode": frozenset(OurOptions.__annotations__),
     "check_admission": frozenset({"num_tokens", "tenant"}),
 }
 """What these methods of our `EngineClient` accept by name beyond vLLM's parameters."""

@@ -266,11 +266,13 @@ class KVConnector:
     # `take`. They raise `UnprovenReferenceError` unless an engine of the service has signed them.
 
     def check(self, params: KVTransferParams, token_ids: list[int], cache_salt: str | None) -> None:
-        """Raise also if the reference is for other tokens, has expired, or was taken already."""
+        """Raise as `prove` does, and also if the reference is for other tokens, has expired, or was
+        taken already."""
         self._references.check_use(params, digest_of(token_ids, cache_salt))
 
     def prove(self, params: KVTransferParams) -> None:
-        """Raise also if any field of the reference was edited. The tokens are not compared."""
+        """Raise `UnprovenReferenceError` if any field of the reference was edited. The tokens are
+        not compared."""
         self._references.check(params)
 
     def take(self, params: KVTransferParams) -> None:

@@ -75,7 +75,6 @@ class HingeThread:
         """Loads for whose blocks there was no room, and why."""
         self._incoming_bytes: Counter[str] = Counter()
         """Bytes that have room and may be on their way, by load."""
-        self._totals = KVTransferStats()
         self._stopping = False
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
@@ -106,34 +105,26 @@ class HingeThread:
 
     def stats(self) -> KVTransferStats:
         """Return totals since the start, and what is held now."""
-        leases, loads, totals = self._hinge.leases, self._hinge.loads, self._totals
+        leases, loads, totals = self._hinge.leases, self._hinge.loads, self._hinge.totals
         held = leases.held
         totals.leases_held = held[LeaseState.GRANTED] + held[LeaseState.READING]
         totals.leases_promised_now = held[LeaseState.PROMISED]
         totals.leases_draining = held.total() - totals.leases_held - totals.leases_promised_now
         totals.leases_promised = leases.counts[LeaseState.PROMISED]
         totals.leases_withdrawn = leases.counts[LeaseState.WITHDRAWN]
-        totals.leases_rejected = leases.rejections
         totals.leases_granted = leases.counts[LeaseState.GRANTED]
         totals.leases_released = leases.counts[LeaseState.RELEASED]
         totals.leases_revoked = leases.counts[LeaseState.REVOKED]
         totals.leases_expired = leases.counts[LeaseState.EXPIRED]
         totals.blocks_held = leases.blocks_held
-        totals.loads_started = loads.started
         totals.loads_in_flight = loads.in_flight
         totals.loads_waiting_for_room = waiting_for_room(list(loads.loads.values()))
         totals.staging_bytes = self._regions.staged_bytes
-        totals.loads_completed = loads.completed
-        totals.loads_failed = loads.failed
-        totals.leases_refused_here = loads.rejected
         totals.seconds_receiving = loads.waits.hand_off_seconds
         totals.hand_off_counts = list(loads.waits.hand_off_counts)
-        totals.stale_reads_refused = leases.stale_reads_refused
         totals.prefix_fetches_now = loads.prefixes_in_flight
         totals.prefix_seconds = loads.waits.prefix_seconds
         totals.newest_moves = list(loads.waits.moves)
-        totals.prefixes_lent = leases.prefixes_lent
-        totals.prefixes_refused = leases.prefixes_refused
         totals.transport = self._transport.name
         return totals
 
@@ -224,8 +215,8 @@ class HingeThread:
                 log.exception("lease %s: its blocks cannot be sent", action.lease_id)
                 sources = [NO_BLOCKS]
             else:
-                self._totals.blocks_sent += sum(map(len, action.runs))
-                self._totals.bytes_sent += sum(source.length for source in sources)
+                self._hinge.totals.blocks_sent += sum(map(len, action.runs))
+                self._hinge.totals.bytes_sent += sum(source.length for source in sources)
             self._transport.send_blocks(action.peer, action.key, action.tag, sources)
 
     def _make_room(self, event: Event) -> None:
@@ -249,7 +240,7 @@ class HingeThread:
             if problem is not None:
                 event = LoadEnded(event.request_id, False, problem)
             if event.ok:
-                self._totals.blocks_received += event.num_blocks
-                self._totals.bytes_received += num_bytes
+                self._hinge.totals.blocks_received += event.num_blocks
+                self._hinge.totals.bytes_received += num_bytes
         self._events.append(event)
         os.eventfd_write(self.wake_fd, 1)

@@ -13,14 +13,17 @@ from diptych_protocol.config import (
     Slo,
     UsageContext,
 )
-from diptych_protocol.control_calls import AnyControlCall, ControlCall, PauseMode
-from diptych_protocol.controlled_client import ControlledClient
+from diptych_protocol.control_calls import ControlCall, PauseMode
+from diptych_protocol.controlled_client import ControlledClient, WithoutControl
 from diptych_protocol.engine_client import (
     EmbedsPrompt,
     EngineClient,
     EngineInput,
+    FurtherOptions,
+    OurOptions,
     PromptType,
     Renderer,
+    RequestOptions,
     StreamingInput,
     TextPrompt,
     TokensPrompt,
@@ -31,6 +34,7 @@ from diptych_protocol.engine_settings import (
     ReasoningParserName,
     SchedulingPolicy,
 )
+from diptych_protocol.engine_stats import KVTransferStats, SchedulerStats
 from diptych_protocol.errors import (
     UNREADABLE,
     ClientClosedError,
@@ -79,23 +83,19 @@ from diptych_protocol.wire import (
     EngineCoreRequestType,
     EngineDescription,
     FinishReason,
-    KVTransferStats,
     LogprobsLists,
     LogprobsTensors,
     ReconfigureDistributedRequest,
     ReconfigureRankType,
-    SchedulerStats,
     UtilityCall,
     UtilityOutput,
     UtilityResult,
 )
-from diptych_protocol.without_control import WithoutControl
 
 __all__ = [
     "FINISH_REASON_STRINGS",
     "UNREADABLE",
     "UNSAID",
-    "AnyControlCall",
     "Array",
     "Batches",
     "ClientClosedError",
@@ -118,6 +118,7 @@ __all__ = [
     "EngineOverloadedError",
     "EngineSettings",
     "FinishReason",
+    "FurtherOptions",
     "InvalidRequestError",
     "JsonSchemas",
     "KVTransferConfig",
@@ -129,6 +130,7 @@ __all__ = [
     "LogprobsTensors",
     "MultiModalCacheStats",
     "MultiModalFeatureSpec",
+    "OurOptions",
     "PauseMode",
     "PlaceholderRange",
     "PoolingOutput",
@@ -142,6 +144,7 @@ __all__ = [
     "Renderer",
     "RequestJourneyEvent",
     "RequestJourneyEventType",
+    "RequestOptions",
     "RequestOutput",
     "RequestOutputKind",
     "RouterConfig",

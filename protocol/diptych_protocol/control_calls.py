@@ -1,17 +1,34 @@
 """What the owner of one engine may ask of its core, each call as one type.
 
 A call's fields are its arguments, in the order in which they travel (`UtilityCall.args`). Its class
-says under which name it travels, how long the core may take, and where an engine's admin port has
-it. These follow from it: the client's `control`, the HTTP route with its body and answer, and the
+says what it answers, under which name it travels, how long the core may take, and where an engine's
+admin port has it. `ControlCalls` gives it a name. These follow from the two: the method of clients
+that wait, the method of clients that block, the HTTP route with its body and answer, and the
 refusal of a client that owns no engine. The core runs a function of the same name and parameters.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
-from typing import Any, ClassVar, Final, Literal, get_args
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Sequence
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Final,
+    Generic,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    cast,
+    get_args,
+    overload,
+)
 
 import msgspec
+from msgspec import Meta
 
 from diptych_protocol.errors import InvalidRequestError
 from diptych_protocol.weights import (
@@ -20,8 +37,11 @@ from diptych_protocol.weights import (
     WeightTransferUpdateRequest,
 )
 
+A = TypeVar("A")
+P = ParamSpec("P")
+
 PauseMode = Literal["abort", "wait", "keep"]
-WakeUpTag = Literal["weights", "kv_cache", "scheduling"]
+WakeUpTag = Annotated[str, Meta(pattern="^(weights|kv_cache|scheduling)$")]
 
 PROFILE_PREFIX: Final = re.compile(r"[-\w.]{0,128}", re.ASCII)
 CALL_TIMEOUT_S: Final = 60.0
@@ -57,8 +77,8 @@ class Done(msgspec.Struct, frozen=True):
 # --- the calls --------------------------------------------------------------------------------
 
 
-class ControlCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of all calls."""
+class ControlCall(msgspec.Struct, Generic[A], frozen=True, forbid_unknown_fields=True):
+    """Base of all calls; `A` is what the caller gets for an answer."""
 
     METHOD: ClassVar[str]
     """Its name in a `UtilityCall`."""
@@ -85,12 +105,19 @@ class ControlCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The front-end, too, is to forget the images that it prepared."""
         return False
 
+    def read(self, answer: Any) -> A:
+        """Return what the caller of a method gets of the core's answer."""
+        (base,) = type(self).__orig_bases__  # type: ignore[attr-defined]
+        (wanted,) = get_args(base)
+        # A caller who gets nothing is not told what the core has to say about it.
+        return cast(A, None if wanted is type(None) else msgspec.convert(answer, wanted))
+
     def report(self, answer: Any) -> msgspec.Struct | None:
         """What the admin port makes of the core's answer; None: it shows the engine's state."""
         return None
 
 
-class PauseGeneration(ControlCall, frozen=True):
+class PauseGeneration(ControlCall[None], frozen=True):
     METHOD = "pause_generation"
     PATH = "pause"
     TIMEOUT_S = REST_TIMEOUT_S
@@ -106,21 +133,21 @@ class PauseGeneration(ControlCall, frozen=True):
         _check_mode(self.mode)
 
 
-class ResumeGeneration(ControlCall, frozen=True):
+class ResumeGeneration(ControlCall[None], frozen=True):
     METHOD = "resume_generation"
     PATH = "resume"
 
 
-class IsPaused(ControlCall, frozen=True):
+class IsPaused(ControlCall[bool], frozen=True):
     METHOD = PATH = "is_paused"
     READS = True
 
 
-class Sleep(ControlCall, frozen=True):
+class Sleep(ControlCall[None], frozen=True):
     METHOD = PATH = "sleep"
     TIMEOUT_S = REST_TIMEOUT_S + MOVE_TIMEOUT_S
     SILENT = True
-    level: Literal[0, 1, 2] = 1
+    level: Annotated[int, Meta(ge=0, le=2)] = 1
     mode: PauseMode = "abort"
 
     @property
@@ -132,19 +159,19 @@ class Sleep(ControlCall, frozen=True):
         _check_mode(self.mode)
 
 
-class WakeUp(ControlCall, frozen=True):
+class WakeUp(ControlCall[None], frozen=True):
     METHOD = PATH = "wake_up"
     TIMEOUT_S = MOVE_TIMEOUT_S
     SILENT = True
-    tags: list[WakeUpTag] | None = None
+    tags: Sequence[WakeUpTag] | None = None
 
 
-class IsSleeping(ControlCall, frozen=True):
+class IsSleeping(ControlCall[bool], frozen=True):
     METHOD = PATH = "is_sleeping"
     READS = True
 
 
-class ResetPrefixCache(ControlCall, frozen=True):
+class ResetPrefixCache(ControlCall[bool], frozen=True):
     METHOD = PATH = "reset_prefix_cache"
     reset_running_requests: bool = False
     reset_connector: bool = False
@@ -158,7 +185,7 @@ class ResetPrefixCache(ControlCall, frozen=True):
         return ResetReport(bool(answer))
 
 
-class ResetMmCache(ControlCall, frozen=True):
+class ResetMmCache(ControlCall[None], frozen=True):
     METHOD = PATH = "reset_mm_cache"
 
     @property
@@ -169,24 +196,25 @@ class ResetMmCache(ControlCall, frozen=True):
         return ResetReport(True, answer)
 
 
-class ResetEncoderCache(ControlCall, frozen=True):
+class ResetEncoderCache(ControlCall[None], frozen=True):
     METHOD = PATH = "reset_encoder_cache"
 
     def report(self, answer: Any) -> ResetReport:
         return ResetReport(True, answer)
 
 
-class StartProfile(ControlCall, frozen=True):
+class StartProfile(ControlCall[None], frozen=True):
     METHOD = PATH = "start_profile"
-    profile_prefix: str = ""
-    """The files' names begin with it; empty: with the engine's id."""
+    profile_prefix: str | None = None
+    """The files' names begin with it; None or empty: with the engine's id."""
 
     def __post_init__(self) -> None:
         """Raises `InvalidRequestError` for what cannot begin a file's name."""
-        if not PROFILE_PREFIX.fullmatch(self.profile_prefix):
+        prefix = self.profile_prefix or ""
+        if not PROFILE_PREFIX.fullmatch(prefix):
             raise InvalidRequestError(
                 "profile_prefix must be at most 128 letters, digits, '-', '_' and '.', "
-                f"not {self.profile_prefix[:128]!r}",
+                f"not {prefix[:128]!r}",
                 param="profile_prefix",
             )
 
@@ -194,7 +222,7 @@ class StartProfile(ControlCall, frozen=True):
         return Done()
 
 
-class StopProfile(ControlCall, frozen=True):
+class StopProfile(ControlCall[None], frozen=True):
     METHOD = PATH = "stop_profile"
     TIMEOUT_S = MOVE_TIMEOUT_S
     SILENT = True
@@ -203,41 +231,41 @@ class StopProfile(ControlCall, frozen=True):
         return ProfileReport(answer)
 
 
-class AddLora(ControlCall, frozen=True):
+class AddLora(ControlCall[bool], frozen=True):
     METHOD = "add_lora"
     TIMEOUT_S = FILES_TIMEOUT_S
     SILENT = True
     lora_request: LoRARequest
 
 
-class RemoveLora(ControlCall, frozen=True):
+class RemoveLora(ControlCall[bool], frozen=True):
     METHOD = "remove_lora"
     TIMEOUT_S = FILES_TIMEOUT_S
     SILENT = True
-    lora_int_id: int
+    lora_id: int
 
 
-class ListLoras(ControlCall, frozen=True):
+class ListLoras(ControlCall[set[int]], frozen=True):
     METHOD = "list_loras"
     TIMEOUT_S = FILES_TIMEOUT_S
     SILENT = True
 
 
-class PinLora(ControlCall, frozen=True):
+class PinLora(ControlCall[bool], frozen=True):
     METHOD = "pin_lora"
     TIMEOUT_S = FILES_TIMEOUT_S
     SILENT = True
-    lora_int_id: int
+    lora_id: int
 
 
-class InitWeightTransferEngine(ControlCall, frozen=True):
+class InitWeightTransferEngine(ControlCall[None], frozen=True):
     METHOD = "init_weight_transfer_engine"
     TIMEOUT_S = FILES_TIMEOUT_S
     SILENT = True
     init_request: WeightTransferInitRequest
 
 
-class StartWeightUpdate(ControlCall, frozen=True):
+class StartWeightUpdate(ControlCall[None], frozen=True):
     METHOD = PATH = "start_weight_update"
     TIMEOUT_S = FILES_TIMEOUT_S
     SILENT = True
@@ -247,14 +275,14 @@ class StartWeightUpdate(ControlCall, frozen=True):
         return Done()
 
 
-class UpdateWeights(ControlCall, frozen=True):
+class UpdateWeights(ControlCall[None], frozen=True):
     METHOD = "update_weights"
     TIMEOUT_S = FILES_TIMEOUT_S
     SILENT = True
     request: WeightTransferUpdateRequest
 
 
-class FinishWeightUpdate(ControlCall, frozen=True):
+class FinishWeightUpdate(ControlCall[None], frozen=True):
     METHOD = PATH = "finish_weight_update"
     TIMEOUT_S = FILES_TIMEOUT_S
     SILENT = True
@@ -263,7 +291,7 @@ class FinishWeightUpdate(ControlCall, frozen=True):
         return Done()
 
 
-class ReloadWeights(ControlCall, frozen=True):
+class ReloadWeights(ControlCall[None], frozen=True):
     METHOD = PATH = "reload_weights"
     TIMEOUT_S = FILES_TIMEOUT_S
     SILENT = True
@@ -272,16 +300,92 @@ class ReloadWeights(ControlCall, frozen=True):
         return Done()
 
 
-AnyControlCall = (
-    PauseGeneration | ResumeGeneration | IsPaused
-    | Sleep | WakeUp | IsSleeping
-    | ResetPrefixCache | ResetMmCache | ResetEncoderCache
-    | StartProfile | StopProfile
-    | AddLora | RemoveLora | ListLoras | PinLora
-    | InitWeightTransferEngine | StartWeightUpdate | UpdateWeights | FinishWeightUpdate
-    | ReloadWeights
-)  # fmt: skip
-CONTROL_CALLS: Final[tuple[type[ControlCall], ...]] = get_args(AnyControlCall)
+# --- their names ------------------------------------------------------------------------------
+
+
+class Named(Generic[P, A]):
+    """A call as a method, which is awaited of an `AwaitedCalls` and blocks of a `BlockingCalls`."""
+
+    def __init__(self, kind: Callable[P, ControlCall[A]]) -> None:
+        self.kind = cast(type[ControlCall[Any]], kind)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        kind = self.kind
+
+        async def awaited(client: AwaitedCalls, *args: Any, **kwargs: Any) -> Any:
+            call = kind(*args, **kwargs)
+            return call.read(await client.control(call))
+
+        def blocking(client: BlockingCalls, *args: Any, **kwargs: Any) -> Any:
+            call = kind(*args, **kwargs)
+            return call.read(client.control(call))
+
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        signature = inspect.signature(kind)
+        signature = signature.replace(parameters=[own, *signature.parameters.values()])
+        methods: tuple[Any, Any] = awaited, blocking
+        for method in methods:
+            method.__name__, method.__qualname__ = name, f"{owner.__qualname__}.{name}"
+            method.__doc__, method.__signature__ = kind.__doc__, signature
+        self._awaited, self._blocking = methods
+
+    @overload
+    def __get__(
+        self, client: AwaitedCalls, owner: type | None = None
+    ) -> Callable[P, Coroutine[Any, Any, A]]: ...
+
+    @overload
+    def __get__(self, client: BlockingCalls, owner: type | None = None) -> Callable[P, A]: ...
+
+    def __get__(self, client: Any, owner: Any = None) -> Any:
+        method: Any = self._awaited if issubclass(owner, AwaitedCalls) else self._blocking
+        return method.__get__(client, owner)
+
+
+class ControlCalls:
+    """All calls by the names that callers use."""
+
+    pause_generation = Named(PauseGeneration)
+    resume_generation = Named(ResumeGeneration)
+    is_paused = Named(IsPaused)
+    sleep = Named(Sleep)
+    wake_up = Named(WakeUp)
+    is_sleeping = Named(IsSleeping)
+    reset_prefix_cache = Named(ResetPrefixCache)
+    reset_mm_cache = Named(ResetMmCache)
+    reset_encoder_cache = Named(ResetEncoderCache)
+    start_profile = Named(StartProfile)
+    stop_profile = Named(StopProfile)
+    add_lora = Named(AddLora)
+    remove_lora = Named(RemoveLora)
+    list_loras = Named(ListLoras)
+    pin_lora = Named(PinLora)
+    init_weight_transfer_engine = Named(InitWeightTransferEngine)
+    start_weight_update = Named(StartWeightUpdate)
+    update_weights = Named(UpdateWeights)
+    finish_weight_update = Named(FinishWeightUpdate)
+    reload_weights = Named(ReloadWeights)
+
+
+CONTROL_CALLS: Final = tuple(
+    named.kind for named in vars(ControlCalls).values() if isinstance(named, Named)
+)
+
+
+class AwaitedCalls(ControlCalls, ABC):
+    """All calls, of a client for programs with an event loop."""
+
+    @abstractmethod
+    async def control(self, call: ControlCall[Any]) -> Any:
+        """Have the engine do what a call says. Returns what the core answers, unread."""
+
+
+class BlockingCalls(ControlCalls, ABC):
+    """All calls, of an engine for programs without an event loop."""
+
+    @abstractmethod
+    def control(self, call: ControlCall[Any]) -> Any:
+        """Have the core do what a call says. Returns what it answers, unread."""
 
 
 def _check_mode(mode: str) -> None:

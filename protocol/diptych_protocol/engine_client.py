@@ -5,10 +5,11 @@ Signatures follow vLLM's `vllm.engine.protocol.EngineClient`.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol, TypedDict, TypeVar, Unpack, get_args, get_type_hints
 
 from diptych_protocol.arrays import Array
 from diptych_protocol.config import EngineConfig, RouterConfig
@@ -65,6 +66,68 @@ class EmbedsPrompt(TypedDict, total=False):
 PromptType = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt
 EngineInput = TokensPrompt | EmbedsPrompt
 """A prompt that a renderer has tokenised."""
+
+
+class OurOptions(TypedDict, total=False):
+    """The options of a request that vLLM's documents do not have.
+
+    Each is a field of `EngineCoreRequest`, under the same name: that is all that an option needs
+    to reach an engine core from any client.
+    """
+
+    tenant: str
+    """Whose request it is: engines are fair to tenants."""
+
+
+class FurtherOptions(OurOptions, total=False):
+    """The options that follow the documented parameters of `add_request`, with the same rule."""
+
+    reasoning_ended: bool | None
+    """True: no reasoning is to come, so that the form of `structured_outputs` holds from the first
+    token on. False: the prompt has begun it. None: the prompt's end, or else the output, shows."""
+    reasoning_parser_kwargs: dict[str, Any] | None
+    """`{"chat_template_kwargs": {...}}`: what the template was given, of which `enable_thinking:
+    false` says that no reasoning is to come. The text of a request with these keeps the markers of
+    reasoning that are special tokens."""
+
+
+class RequestOptions(FurtherOptions, total=False):
+    """What a caller may say of a request beside its prompt and its parameters: each is a keyword of
+    `EngineClient.generate`. One that is left out has the empty value of its type."""
+
+    prompt_text: str | None
+    """The text of a prompt that has none of its own."""
+    lora_request: LoRARequest | None
+    tokenization_kwargs: dict[str, Any] | None
+    trace_headers: Mapping[str, str] | None
+    priority: int
+    data_parallel_rank: int | None
+    """The engine core that is to compute it; None: any."""
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def spelled_out(options: type) -> Callable[[F], F]:
+    """Let the signature of a method that takes `**options` show each of them, with its default."""
+    added = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None if type(None) in get_args(hint) else hint(),
+            annotation=hint,
+        )
+        for name, hint in get_type_hints(options).items()
+    ]
+
+    def spell(method: F) -> F:
+        shown: Any = method
+        signature = inspect.signature(method)
+        *own, _ = signature.parameters.values()
+        shown.__signature__ = signature.replace(parameters=[*own, *added])
+        return method
+
+    return spell
 
 
 class Renderer(Protocol):
@@ -199,33 +262,20 @@ class EngineClient(ABC):
         """An `EngineDeadError` that names the first known cause."""
 
     @abstractmethod
+    @spelled_out(RequestOptions)
     def generate(
         self,
         prompt: EngineCoreRequest | PromptType | EngineInput | AsyncGenerator[StreamingInput, None],
         sampling_params: SamplingParams,
         request_id: str,
-        *,
-        prompt_text: str | None = None,
-        lora_request: LoRARequest | None = None,
-        tokenization_kwargs: dict[str, Any] | None = None,
-        trace_headers: Mapping[str, str] | None = None,
-        priority: int = 0,
-        data_parallel_rank: int | None = None,
-        reasoning_ended: bool | None = None,
-        reasoning_parser_kwargs: dict[str, Any] | None = None,
-        tenant: str = "",
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate for a prompt; the last output has `finished=True`.
 
-        Leaving the generator early aborts the request in the core. `tenant` says whose request it
-        is: engines are fair to tenants.
+        Leaving the generator early aborts the request in the core.
 
         With a `reasoning_parser`, the form of `structured_outputs` holds from the end of the
-        model's reasoning on. reasoning_ended: True if there is none to come, so that the form holds
-        from the first token on; False if the prompt has begun it; None: the prompt's end, or else
-        the output, shows that. reasoning_parser_kwargs: `{"chat_template_kwargs": {...}}`, what the
-        template was given, of which `enable_thinking: false` says that no reasoning is to come. The
-        text of a request with these keeps the markers of reasoning that are special tokens.
+        model's reasoning on.
 
         A prompt that comes in pieces (an async generator) keeps its KV between them. Each piece is
         answered by itself, with the parameters it brings, and the next one is asked for when that
@@ -241,6 +291,7 @@ class EngineClient(ABC):
         """
 
     @abstractmethod
+    @spelled_out(OurOptions)
     def encode(
         self,
         prompt: PromptType,
@@ -251,8 +302,7 @@ class EngineClient(ABC):
         priority: int = 0,
         tokenization_kwargs: dict[str, Any] | None = None,
         reasoning_ended: bool | None = None,
-        *,
-        tenant: str = "",
+        **ours: Unpack[OurOptions],
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """Yield the vectors of a prompt as one output, then end.
 

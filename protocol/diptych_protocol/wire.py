@@ -27,6 +27,7 @@ import msgspec
 
 from diptych_protocol.arrays import Array, FrameDecoder, FrameEncoder
 from diptych_protocol.engine_settings import SchedulingPolicy
+from diptych_protocol.engine_stats import SchedulerStats
 from diptych_protocol.errors import NoParametersError
 from diptych_protocol.kv_transfer_params import KVTransferParams
 from diptych_protocol.multimodal import MultiModalFeatureSpec
@@ -50,8 +51,6 @@ FOLLOW_HEARTBEAT = "follow_heartbeat"
 statistics. It has no answer but these messages."""
 MAX_TENANT_LENGTH = 256
 """The most characters in the name of an API key."""
-MAX_TENANTS_TOLD = 32
-"""The most tenants whose queues a report contains."""
 MAX_DEADLINE_MS = 600_000
 
 FINISH_REASON_STRINGS = ("stop", "length", "abort", "error")
@@ -192,164 +191,6 @@ class LogprobsTensors(msgspec.Struct, array_like=True, gc=False):
     """[prompt tokens - 1, k + 1] float32."""
     selected_token_ranks: Array
     """[prompt tokens - 1] int32; 1 = the most likely token."""
-
-
-HAND_OFF_BOUNDS_S = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0
-)  # fmt: skip
-"""Upper bounds of the buckets that count hand-offs by their length; one more bucket
-is above all."""
-
-
-MAX_MOVES_TOLD = 16
-"""The most moves of KV that a report lists one by one."""
-
-
-class Move(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A transfer of KV from another engine: a hand-off, or a prefix."""
-
-    number: int
-    """The number of the move among all moves to this engine since its start, from 1 on."""
-    sender: str
-    """`engine_id` of the engine that sent it."""
-    num_blocks: int
-    """This engine's blocks that were filled."""
-    seconds: float
-    """How long the request waited for it; 0 if all came before the request."""
-
-
-class KVTransferStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Running totals of one engine's side of the hinge, since its start.
-
-    They add up: promised = granted + withdrawn + `leases_promised_now`, granted = released +
-    revoked + expired + `leases_held`, started = completed + failed + in flight, and early loads
-    begun = adopted + dropped + `early_loads_now`. Fetches of prefixes are no loads here: fetches =
-    completed + failed + `prefix_fetches_now`.
-    """
-
-    leases_held: int = 0
-    """Leases now GRANTED or READING (a prefill engine's pinned work)."""
-    leases_granted: int = 0
-    leases_released: int = 0
-    leases_revoked: int = 0
-    leases_expired: int = 0
-    blocks_held: int = 0
-    loads_in_flight: int = 0
-    """Loads that were started and have not ended (a decode engine's side)."""
-    loads_completed: int = 0
-    loads_failed: int = 0
-    blocks_received: int = 0
-    """This engine's blocks that completed loads have filled."""
-    bytes_received: int = 0
-    """Bytes as they arrived: what prefill engines have sent for these loads, whatever the size of
-    their blocks."""
-    seconds_receiving: float = 0.0
-    """Sum over completed loads of the time that the request waited for the load, up to the
-    validated close."""
-    blocks_sent: int = 0
-    bytes_sent: int = 0
-    stale_reads_refused: int = 0
-    transport: str = ""
-    """What UCX uses on the newest connection, for example `tcp` or `cma`."""
-    leases_promised: int = 0
-    """Every lease is promised before it is granted, even if both happen at the same moment."""
-    leases_withdrawn: int = 0
-    """Promises that ended before they were granted."""
-    leases_promised_now: int = 0
-    """Promises that have been neither granted nor withdrawn yet."""
-    leases_draining: int = 0
-    """Leases that have ended, but whose blocks are still being sent."""
-    leases_rejected: int = 0
-    """Leases that ended because another engine did not need them."""
-    loads_started: int = 0
-    leases_refused_here: int = 0
-    """How often this engine reported to another that its lease was not needed."""
-    early_loads: int = 0
-    """Loads begun for requests that were only announced."""
-    early_loads_adopted: int = 0
-    early_loads_dropped: int = 0
-    """Early loads that failed, or whose request did not come."""
-    early_loads_now: int = 0
-    hand_off_counts: list[int] = msgspec.field(default_factory=list)
-    """Hand-offs by how long a request waited for them; see `HAND_OFF_BOUNDS_S`."""
-    loads_waiting_for_room: int = 0
-    """Loads in flight that wait for room in the staging area."""
-    staging_bytes: int = 0
-    """Room that staging areas use now."""
-    prefix_fetches: int = 0
-    """Prefixes requested from an engine that probably has them."""
-    prefix_fetches_completed: int = 0
-    prefix_fetches_failed: int = 0
-    """Requests for prefixes that brought nothing, so that the prefix is computed."""
-    prefix_fetches_now: int = 0
-    prefix_tokens_fetched: int = 0
-    """Tokens that completed fetches brought, and that were not here already."""
-    prefix_seconds: float = 0.0
-    """Sum over completed fetches of the time that the request waited."""
-    prefixes_lent: int = 0
-    """Leases of prefixes that other engines asked for."""
-    prefixes_refused: int = 0
-    """Prefixes that other engines asked for without success."""
-    newest_moves: list[Move] = []
-    """The newest completed moves to this engine, the newest last, at most `MAX_MOVES_TOLD`. All
-    others are only in the totals."""
-    rejections_ignored: int = 0
-    """How often somebody reported a refused request without naming a lease, or without proof."""
-
-
-class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """A snapshot of one engine: gauges, and running totals since its start."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_waiting_for_remote_kv: int = 0
-    blocks_total: int = 0
-    blocks_free: int = 0
-    """Blocks that no request and no lease holds; cached prefixes count as free."""
-    queued_prompt_tokens: int = 0
-    """Prompt tokens that no step has computed and no cached prefix or hand-off covers."""
-    prompt_tokens_computed: int = 0
-    tokens_generated: int = 0
-    prefix_cache_queries: int = 0
-    """Prompt tokens looked up."""
-    prefix_cache_hits: int = 0
-    """Prompt tokens found."""
-    remote_kv_tokens: int = 0
-    """Prompt tokens whose KV came from another engine."""
-    num_preemptions: int = 0
-    steps: int = 0
-    kv_transfer: KVTransferStats | None = None
-    draining: bool = False
-    """Whether the engine is about to end: send it no new requests, and move those that can move."""
-    paused: bool = False
-    """Whether new requests wait for the end of a pause."""
-    sleep_level: int = 0
-    """1: without KV cache, the weights saved elsewhere; 2: without weights; 0: everything is in
-    memory."""
-    num_waiting_for_input: int = 0
-    """Requests that wait for the next piece of their prompt. They may hold blocks."""
-    dummy_steps: int = 0
-    """Steps without requests, made because other cores of the engine make a step."""
-    cpu_level: str = ""
-    """The instruction level of the kernels; empty if the model runs on a GPU."""
-    cpu_kernels_set_aside: int = 0
-    """Kernels that differed from their references, which replace them."""
-    malformed_messages: int = 0
-    """Messages of clients that could not be read."""
-    images_encoded: int = 0
-    encoder_cache_hits: int = 0
-    """Images that a prompt needed and whose features were cached."""
-    encoder_cache_tokens: int = 0
-    """Image tokens whose features are cached."""
-    seconds_stepping: float = 0.0
-    """The total time of all steps, from a step's start until its results were there."""
-    adapters_loaded: int = 0
-    """The number of loads of adapters."""
-    seconds_loading_adapters: float = 0.0
-    """The total time of these loads."""
-    queued_tokens_of: dict[str, int] = {}
-    """The tokens of `queued_prompt_tokens` by tenant, of the `MAX_TENANTS_TOLD` tenants that have
-    most; empty if no request names a tenant."""
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

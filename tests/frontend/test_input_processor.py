@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import re
 import time
+from inspect import signature
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from diptych_frontend.core_client.async_engine import AsyncEngine
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.observability.steady_clock import steady_time
 from diptych_frontend.text.input_processor import InputProcessor
 from diptych_frontend.text.renderer import TextRenderer
 from diptych_protocol import (
     EngineCoreRequest,
+    FurtherOptions,
     InvalidRequestError,
     KVTransferParams,
+    RequestOptions,
     SamplingParams,
 )
 
@@ -228,3 +232,15 @@ def test_contract_B01_ids_that_callers_must_not_set(inputs: InputProcessor) -> N
         inputs.process("x", core_request(external_req_id="mine"), SamplingParams())
     with pytest.raises(TypeError, match="must be a string"):
         inputs.process(7, [1], SamplingParams())  # type: ignore[arg-type]
+
+
+def test_an_option_of_a_request_is_said_once(inputs: InputProcessor) -> None:
+    """A field of `RequestOptions` is a keyword of `generate`, and travels under its own name."""
+    shown = signature(AsyncEngine.generate).parameters
+    given: dict[str, Any] = {"tenant": "a", "reasoning_ended": None, "priority": 0}
+    assert {name: shown[name].default for name in given} == {**given, "tenant": ""}
+    assert set(RequestOptions.__annotations__) < set(shown)
+    assert set(FurtherOptions.__annotations__) < set(EngineCoreRequest.__struct_fields__)
+    assert inputs.process("r", [1], SamplingParams(), **given).tenant == "a"
+    with pytest.raises(TypeError, match="tenent"):
+        inputs.process("r", [1], SamplingParams(), tenent="a")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diptych_protocol.wire import SchedulerStats
+from diptych_protocol.engine_stats import SchedulerStats
 from diptych_router.engines.engine_table import UNHEARD_S, EngineRow, EngineTable, FleetRates
 
 TOKEN_S = 1e-3
@@ -50,9 +50,9 @@ def test_a_report_that_was_made_before_a_request_came_does_not_hide_it() -> None
 
 def test_one_that_is_planned_to_decode_here_counts_until_a_report_has_it() -> None:
     row = row_of()
-    row.plan(1)
+    row.charge(0, planned=1)
     assert row["coming"] == 1
-    row.plan(-1)
+    row.charge(0, planned=-1)
     row.sent(1.0)
     assert row["coming"] == 1
     row.report(queue(0, running=1), num_received=1, now=2.0)

@@ -22,7 +22,7 @@ from diptych_protocol import (
 )
 from diptych_protocol import RequestJourneyEventType as Station
 from diptych_protocol.admin import AttemptReport, Candidate, RequestReport
-from diptych_protocol.wire import SchedulerStats
+from diptych_protocol.engine_stats import SchedulerStats
 from diptych_router.choosing.fleet_table import FleetTable
 from diptych_router.choosing.policies import POLICIES
 from diptych_router.choosing.policy import Decision, RequestView

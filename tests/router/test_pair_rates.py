@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_pools import EngineView, fleet_of
 
-from diptych_protocol.wire import MAX_MOVES_TOLD, KVTransferStats, Move, SchedulerStats
+from diptych_protocol.engine_stats import MAX_MOVES_TOLD, KVTransferStats, Move, SchedulerStats
 from diptych_router.choosing.fleet_table import FleetTable
 from diptych_router.choosing.policies import POLICIES
 from diptych_router.choosing.policy import Decision, RequestView
@@ -25,9 +25,9 @@ from diptych_router.engines.pair_rates import (
     ROOM,
     WORDS,
     Floats,
+    Location,
     Nearness,
     PairRates,
-    Place,
     nearness,
 )
 
@@ -36,30 +36,30 @@ TOKENS = 4000
 LONG = RequestView(TOKENS, 100.0)
 TRIP_S, TOKEN_S = TRIP_PRIOR
 USUAL = TRIP_S + TOKENS * TOKEN_S
-A, B = Place("n1", "a"), Place("n2", "b")
+A, B = Location("n1", "a"), Location("n2", "b")
 
 
 @pytest.mark.parametrize(
     ("one", "other", "near"),
     [
-        (Place("n", "a"), Place("n", "a"), Nearness.NODE),
-        (Place("n", ""), Place("n", ""), Nearness.NODE),
-        (Place("n", "a"), Place("m", "a"), Nearness.ZONE),
-        (Place("", "a"), Place("", "a"), Nearness.ZONE),
-        (Place("n", "a"), Place("m", "b"), Nearness.APART),
-        (Place("n", "a"), Place("m", ""), Nearness.UNKNOWN),
-        (Place("n", ""), Place("m", ""), Nearness.UNKNOWN),
+        (Location("n", "a"), Location("n", "a"), Nearness.NODE),
+        (Location("n", ""), Location("n", ""), Nearness.NODE),
+        (Location("n", "a"), Location("m", "a"), Nearness.ZONE),
+        (Location("", "a"), Location("", "a"), Nearness.ZONE),
+        (Location("n", "a"), Location("m", "b"), Nearness.APART),
+        (Location("n", "a"), Location("m", ""), Nearness.UNKNOWN),
+        (Location("n", ""), Location("m", ""), Nearness.UNKNOWN),
         (NOWHERE, NOWHERE, Nearness.UNKNOWN),
     ],
 )
 def test_how_near_engines_are_follows_from_their_nodes_and_zones(
-    one: Place, other: Place, near: Nearness
+    one: Location, other: Location, near: Nearness
 ) -> None:
     assert nearness(one, other) == nearness(other, one) == near
     assert len(WORDS) == len(Nearness)
 
 
-def pairs_of(senders: list[Place], receivers: list[Place]) -> PairRates:
+def pairs_of(senders: list[Location], receivers: list[Location]) -> PairRates:
     """Senders `p0`, `p1`… and receivers."""
     pairs = PairRates()
     for _ in senders:
@@ -67,10 +67,10 @@ def pairs_of(senders: list[Place], receivers: list[Place]) -> PairRates:
     for _ in receivers:
         pairs.add(sends=False)
     trips = usual(len(receivers))
-    for at, place in enumerate(senders):
-        pairs.is_at(at, f"p{at}", place, trips, sends=True)
-    for at, place in enumerate(receivers):
-        pairs.is_at(at, f"d{at}", place, trips, sends=False)
+    for at, location in enumerate(senders):
+        pairs.is_at(at, f"p{at}", location, trips, sends=True)
+    for at, location in enumerate(receivers):
+        pairs.is_at(at, f"d{at}", location, trips, sends=False)
     return pairs
 
 
@@ -144,11 +144,11 @@ def test_what_a_pair_was_is_forgotten_in_time() -> None:
     assert rates(pairs)[0][0] == pytest.approx(1.0, abs=0.01)
 
 
-@pytest.mark.parametrize("place", [B, A], ids=["elsewhere", "another name"])
-def test_of_another_engine_at_an_address_nothing_is_known(place: Place) -> None:
+@pytest.mark.parametrize("location", [B, A], ids=["elsewhere", "another name"])
+def test_of_another_engine_at_an_address_nothing_is_known(location: Location) -> None:
     pairs = pairs_of([A, A], [NOWHERE])
     saw(pairs, 0, [*moves("p0", 10 * USUAL, 50), *moves("p1", 10 * USUAL, 50)])
-    pairs.is_at(0, "p0" if place == B else "p9", place, usual(1), sends=True)
+    pairs.is_at(0, "p0" if location == B else "p9", location, usual(1), sends=True)
     known = rates(pairs)[0]
     assert known[0] == 1.0
     assert known[1] > 5
@@ -226,7 +226,11 @@ class Fleet:
     """Pools of engines `p0`, `p1`… and `d0`, `d1`… at places."""
 
     def __init__(
-        self, prefill: list[Place], decode: list[Place], policy: str = "prefix_aware", seed: int = 0
+        self,
+        prefill: list[Location],
+        decode: list[Location],
+        policy: str = "prefix_aware",
+        seed: int = 0,
     ) -> None:
         first, second = (
             [EngineView(f"{letter}{number}", "f") for number in range(len(places))]
@@ -236,10 +240,10 @@ class Fleet:
         self.table: FleetTable = fleet_of(first, second, POLICIES[policy], draw, "always")
         self.rows: dict[str, EngineRow] = {}
         for table, places in zip(self.table.tables.values(), (prefill, decode), strict=True):
-            for row, place in zip(table.rows, places, strict=True):
+            for row, location in zip(table.rows, places, strict=True):
                 self.rows[row.key] = row
                 row["block_size"] = SIZE
-                self.table.is_up(row, "f", row.key, place)
+                self.table.is_up(row, "f", row.key, location)
                 self.report(row.key)
 
     def report(self, key: str, *told: Move, now: float = 0.0, **facts: Any) -> None:
@@ -313,7 +317,7 @@ def test_a_far_engine_takes_over_where_the_near_ones_have_more_to_do_than_the_wa
 
 
 def test_candidates_say_how_near_they_are_and_what_the_way_from_the_chosen_one_costs() -> None:
-    fleet = Fleet([A], [A, Place("n3", "a"), B, NOWHERE])
+    fleet = Fleet([A], [A, Location("n3", "a"), B, NOWHERE])
     fleet.report("d2", *moves("p0", 30 * USUAL, MAX_MOVES_TOLD))
     decision = fleet.choose()
     first, second = decision.weighed
@@ -341,14 +345,14 @@ def test_more_moves_in_one_message_than_may_be_told_are_left_out() -> None:
 
 def test_a_prefix_is_fetched_from_the_nearest_of_those_that_have_it() -> None:
     fleet = Fleet([A, B, B], [A])
-    places = [fleet.table.pairs.place(at, sends=True) for at in range(3)]
+    places = [fleet.table.pairs.location(at, sends=True) for at in range(3)]
     assert places == [A, B, B]
     assert fleet.table.nearest("d0", ["p0", "p1", "p2"]) == ["p0"]
     assert fleet.table.nearest("p1", ["p0", "p2", "d0"]) == ["p2"]
     assert fleet.table.nearest("p1", ["p0", "d0"]) == ["p0", "d0"]
 
 
-places = st.sampled_from([A, B, Place("n3", "a"), Place("n4", "c"), NOWHERE])
+places = st.sampled_from([A, B, Location("n3", "a"), Location("n4", "c"), NOWHERE])
 times = st.sampled_from([0.2, 1.0, 5.0, 20.0])
 
 
@@ -358,10 +362,10 @@ times = st.sampled_from([0.2, 1.0, 5.0, 20.0])
     st.data(),
 )
 def test_the_pair_costs_at_most_as_much_as_the_best_partner_of_either_cheapest_engine(
-    prefill: list[tuple[Place, int]], decode: list[tuple[Place, int]], data: st.DataObject
+    prefill: list[tuple[Location, int]], decode: list[tuple[Location, int]], data: st.DataObject
 ) -> None:
     """And the difference between the terms of any two pairs is that of their ways."""
-    fleet = Fleet([place for place, _ in prefill], [place for place, _ in decode])
+    fleet = Fleet([location for location, _ in prefill], [location for location, _ in decode])
     for at, (_, queued) in enumerate(prefill):
         fleet.report(f"p{at}", queued_prompt_tokens=queued)
     for at, (_, running) in enumerate(decode):

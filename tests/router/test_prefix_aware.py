@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_pools import EngineView, fleet_of
 
+from diptych_protocol.engine_stats import SchedulerStats
 from diptych_protocol.router_settings import Disaggregate
-from diptych_protocol.wire import PrefixChanges, SchedulerStats
+from diptych_protocol.wire import PrefixChanges
 from diptych_router.choosing.fleet_table import FleetTable
 from diptych_router.choosing.policies.prefix_aware import POLICY
 from diptych_router.choosing.policy import Decision, Priced, RequestView
@@ -74,7 +75,7 @@ class Fleet:
         assert decision is not None
         self.table.placed(view, decision, now)
         if decision.prefill is not None:
-            self.rows[decision.decode].plan(1)
+            self.rows[decision.decode].charge(0, planned=1)
         return decision.prefill, decision.decode
 
 
@@ -330,7 +331,7 @@ def test_the_terms_are_those_of_each_engine_alone(
     for row, (queued, free, rows) in zip(fleet.rows.values(), told, strict=True):
         row.report(idle(4000, free, queued_prompt_tokens=queued, num_running=rows), 0, 0.0)
         row["trip_s"], row["trip_token_s"] = 1e-3 * (1 + queued % 7), 1e-6 * (1 + free)
-        row.plan(rows % 3)
+        row.charge(0, planned=rows % 3)
         fleet.remembers(row.key, chain(0, free % 40))
     fleet.table.tables["prefill"].computed(busy_s, 0.0)
     view = request(blocks, output=output)

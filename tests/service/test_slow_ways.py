@@ -39,7 +39,7 @@ def forget_what_was_sent(router: PoolClient) -> None:
 def rates(router: PoolClient) -> dict[str, float]:
     """Seconds of a token to the decode engine, by the prefill engine that sends it."""
     fleet = router.pools.fleet
-    rows = fleet.tables["decode"].column("trip_token_s")
+    rows = fleet.tables["decode"].column["trip_token_s"]
     ways = fleet.pairs.ways(rows, rows)
     assert ways is not None
     assert ways.token_s is not None

@@ -51,7 +51,7 @@ def check_engine_at_rest(engine: SimEngine) -> None:
     fetches = engine.core.hand_offs.fetches
     assert fetches.begun == fetches.completed + fetches.failed, f"P6: {name}: {fetches}"
     told = reports["load ok"] + reports["load failed"]
-    started = loads.started + loads.prefixes_started
+    started = loads.totals.loads_started + loads.prefixes_started
     assert started == told, f"P6: {started} loads of {name}, the ends of {told} told"
 
 

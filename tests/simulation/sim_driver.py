@@ -212,7 +212,8 @@ class SimDriver:
                 self._network.note(f"load failed: {named(event.reason, LOAD_FAILURES)}")
             ended = self.reports["load ok"] + self.reports["load failed"]
             loads = self.hinge.loads
-            assert ended <= loads.started + loads.prefixes_started, "P6: a load ended twice"
+            started = loads.totals.loads_started + loads.prefixes_started
+            assert ended <= started, "P6: a load ended twice"
             if event.ok:
                 prefix = self._prefix_leases.get(event.request_id, "") if event.num_tokens else ""
                 self.validate(event.request_id, prefix)

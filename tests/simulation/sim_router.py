@@ -65,8 +65,9 @@ class Link:
     planned: int = 0
     silent: bool = False
 
-    def plan(self, more: int) -> None:
-        self.planned += more
+    def charge(self, tokens: int, planned: int = 0) -> None:
+        self.open_tokens += tokens
+        self.planned += planned
 
     @property
     def key(self) -> str:

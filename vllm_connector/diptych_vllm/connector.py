@@ -1,4 +1,4 @@
-"""`DiptychConnector`: what vLLM calls. It translates, and decides nothing.
+"""`DiptychConnector`, which vLLM calls. It only translates these calls.
 
 vLLM loads it by `kv_connector_module_path` and makes one in its scheduler's process and one in each
 worker. Only this module and `metrics` import vLLM.
@@ -65,7 +65,7 @@ class StepOrders(KVConnectorMetadata):
 
 @dataclass
 class HingeOfWorker(KVConnectorHandshakeMetadata):
-    """What the worker's hinge says of itself to the scheduler half."""
+    """The worker's hinge's description of itself for the scheduler half."""
 
     engine: KVTransferParams
 
@@ -237,18 +237,18 @@ class DiptychConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.obey(connector_metadata.orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Loads begin when their orders are read."""
+        """Do nothing: loads begin when their orders are read."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Whole requests are loaded, before they are computed."""
+        """Do nothing: whole requests are loaded before they are computed."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Blocks are lent where they are."""
+        """Do nothing: blocks are lent in place."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved."""
+        """Do nothing: nothing is saved."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._worker is None:

@@ -1,6 +1,6 @@
-"""How the KV of vLLM's layers reaches the host and comes back where the hinge cannot address it.
+"""Copies the KV of vLLM's layers to the host and back where the hinge cannot address it.
 
-Only where this is needed is it loaded, because it needs torch.
+It is loaded only where that is needed, because it imports torch.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def copies_of(layers: Mapping[str, Tensor]) -> tuple[dict[str, BlockCopies], Callable[[], None]]:
-    """The copies of each layer, and a function that makes copies wait for all that the thread that
-    calls it has launched on the device so far.
+    """Return the copies of each layer, and a function that makes copies wait for all that the
+    calling thread has launched on the device so far.
 
     All layers are on one device, and share its bus. Raises `InvalidRequestError` for blocks that do
     not follow each other in memory, naming the layer.

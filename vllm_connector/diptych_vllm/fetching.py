@@ -1,19 +1,21 @@
-"""D's part of the scheduler half: requests whose prompts other engines have computed. Pure.
+"""The decode engine's part of the scheduler half: requests whose prompts other engines have
+computed.
 
     arrived ──▶ HELD ──blocks allocated──▶ LOADING ──worker reports it received──▶ DONE
        │          └──no tokens to load, or finished: the lease is given back──▶ DONE
        └────▶ REFUSED ──blocks allocated──▶ LOADING, as a load that fails
 
-A reference is for the first tokens of a prompt, or for all of them. vLLM computes the tokens behind
-them here.
+A reference is for the first tokens of a prompt, or for all of them. vLLM computes the remaining
+tokens here.
 
-An *announcement* comes before P has answered, and names a lease that P will promise. It is proven
-less than a reference: whose lease it is, but not which. That is enough, because P lends only for
-the digest of the tokens, which is computed here, and confirms it. The lease is not D's until then:
-if the fetch fails, or the request goes, the lease stays for whoever comes with the reference.
+An *announcement* comes before the prefill engine has answered, and names a lease that it will
+promise. Its signature proves only which engine owns the lease, but not which lease it is. That is
+enough, because the prefill engine lends only for the digest of the tokens, which is computed here,
+and confirms it. Until then the lease does not belong to this engine: if the fetch fails, or the
+request ends, the lease stays for the request that comes with the reference.
 
-A request whose reference is not good must not be computed as if it had none: it is failed. vLLM
-fails a request only through a load, so the worker reports one that was never begun.
+A request with an invalid reference must fail, instead of being computed as if it had none. vLLM
+fails a request only through a load, so the worker reports a load that was never begun.
 """
 
 from __future__ import annotations
@@ -49,17 +51,17 @@ class Fetched:
     """A request with a reference."""
 
     load: str
-    """The name of its load, which no other load has."""
+    """The name of its load, which is unique."""
     num_tokens: int
-    """How many tokens of its prompt, from the first one on, come from elsewhere or not at all:
-    those that the reference is for, or if it is not good, all."""
+    """How many tokens of its prompt, from the first one on, come from another engine or not at all:
+    those of the reference or, if it is invalid, all."""
     state: State
     params: KVTransferParams | None
-    """None if they could not even be read."""
+    """None if they could not be parsed."""
     digest: str = ""
     """The digest of the tokens that the lease is for."""
     offered_from: int = 0
-    """How many tokens of the prompt were here when vLLM was last told how many are elsewhere."""
+    """How many tokens of the prompt were here at vLLM's last question how many are elsewhere."""
 
 
 @dataclass(slots=True)
@@ -75,13 +77,13 @@ class Fetching:
     they have finished."""
     _num_loads: int = 0
     num_refused: int = 0
-    """Requests that came with references that they must not use."""
+    """Requests with references that they must not use."""
 
     def __len__(self) -> int:
         return len(self._requests) + len(self._awaited)
 
     def arrived(self, request: Arrival, params: KVTransferParams) -> list[Order]:
-        """Check a reference, and keep its lease alive if it is good."""
+        """Check a reference, and keep its lease alive if it is valid."""
         num_tokens = params.remote_num_tokens or 0
         digest = request.digest_of_first(num_tokens)
         try:
@@ -107,7 +109,7 @@ class Fetching:
             raise UnprovenReferenceError("more tokens are announced than the prompt has")
 
     def refused(self, request: Arrival, reason: str, params: KVTransferParams | None) -> None:
-        """A request came with a reference that it must not use."""
+        """Record a request with a reference that it must not use."""
         self._enter(request, State.REFUSED, params, request.num_tokens)
         self.num_refused += 1
         log.warning("request %s: its KV is not fetched: %s", request.request_id, reason)
@@ -127,7 +129,8 @@ class Fetching:
         return fetched
 
     def num_elsewhere(self, request_id: str, num_here: int) -> int:
-        """How many tokens can be loaded behind the first `num_here` ones. It may be asked often."""
+        """Return how many tokens can be loaded after the first `num_here` ones. It may be called
+        often."""
         fetched = self._requests.get(request_id)
         if fetched is None or fetched.state not in (State.HELD, State.REFUSED):
             return 0
@@ -135,8 +138,8 @@ class Fetching:
         return max(0, fetched.num_tokens - num_here)
 
     def allocated(self, request_id: str, block_ids: BlockIds, num_tokens: int) -> list[Order]:
-        """vLLM has allocated blocks to a request, and waits for a load of `num_tokens` tokens, or
-        for none.
+        """Record that vLLM has allocated blocks to a request, which waits for a load of
+        `num_tokens` tokens, or for none.
 
         block_ids: all blocks of the request.
         """
@@ -178,17 +181,18 @@ class Fetching:
         return [Cancel(fetched.load)]
 
     def finished(self, request_id: str) -> list[Order]:
-        """A request has finished, for whatever reason."""
+        """Record that a request has finished, for any reason."""
         fetched = self._requests.pop(request_id, None)
         if fetched is None or fetched.state in (State.REFUSED, State.DONE):
             return []
         return [Cancel(fetched.load)]
 
     def rejected(self, request: Arrival, engine_id: str) -> list[Order]:
-        """Nobody wants a lease, says a request that is none. `engine_id` is our own.
+        """Release a lease that nobody wants, as a message about a lost request reports. `engine_id`
+        is our own.
 
-        Repeating it is harmless. A lease whose reference a request has come with is that request's
-        affair.
+        Repeating it is harmless. If a request has arrived with the lease's reference, that request
+        owns the lease.
         """
         try:
             params = KVTransferParams.naming_lease(request.params)
@@ -204,8 +208,8 @@ class Fetching:
         return [Release(lease_of(params, self.lease_seconds))]
 
     def received(self, request_id: str) -> bool:
-        """The worker says that a load has ended. Returns whether one was awaited; otherwise the
-        report is late, repeated or wrong."""
+        """Record the worker's report that a load has ended. Returns whether one was awaited;
+        otherwise the report is late, repeated or wrong."""
         if request_id not in self._awaited:
             return False
         self._awaited.remove(request_id)
@@ -216,5 +220,5 @@ class Fetching:
 
 
 def is_announcement(params: KVTransferParams) -> bool:
-    """Whether P has not answered yet: only what it has signed then expires."""
+    """Whether the prefill engine has not answered yet. Announcements have no expiry."""
     return params.expires_at is None

@@ -1,7 +1,7 @@
-"""What is counted, and shown in vLLM's `/metrics`. Pure.
+"""Counts transfers for vLLM's `/metrics`.
 
-vLLM adds up what a connector says after each step, so both halves say how much their totals have
-grown since the step before.
+vLLM adds up what a connector reports after each step, so both halves report how much their totals
+have grown since the step before.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ OF_HINGE: Final[Mapping[str, str]] = {
     "leases_expired": "Leases that nobody renewed",
     "stale_reads_refused": "Reads that began under a lease that had ended",
 }
-"""Name -> meaning, of the totals that each worker's hinge has."""
+"""Name -> meaning of the totals of each worker's hinge."""
 OF_SCHEDULER: Final[Mapping[str, str]] = {
     "references_refused": "Requests that failed because their references were not good",
     "reports_dropped": "Reports of the workers that nobody waited for",
 }
-"""The same of the totals that the scheduler half has."""
+"""Name -> meaning of the totals of the scheduler half."""
 FIGURES: Final[Mapping[str, str]] = {**OF_HINGE, **OF_SCHEDULER}
 
 
 def totals_of(stats: KVTransferStats) -> dict[str, int]:
-    """The totals of a worker's hinge since its start."""
+    """Return the totals of a worker's hinge since its start."""
     return {name: getattr(stats, name) for name in OF_HINGE}
 
 
 @dataclass(slots=True)
 class Growth:
-    """Remembers totals, and says how much they have grown."""
+    """Remembers totals, and computes how much they have grown."""
 
     _told: dict[str, int] = field(default_factory=dict)
 
     def of(self, totals: dict[str, int]) -> dict[str, int]:
-        """How much each total has grown since the last call, without those that have not."""
+        """Return how much each total has grown since the last call, without those that have not."""
         if totals == self._told:
             return {}
         told, self._told = self._told, totals

@@ -1,12 +1,12 @@
-"""Which blocks a lease has, where vLLM keeps a model's KV in several groups. Pure.
+"""Computes which blocks a lease has, where vLLM keeps a model's KV in several groups.
 
 A group is a set of layers with one list of blocks for each request; all groups take their blocks
-from one pool. Layers that attend to a *window* of the last tokens keep only the blocks of these: in
-front of them, vLLM's list has the null block.
+from one pool. Layers that attend to a *window* of the last tokens keep only the blocks of these;
+before them, vLLM's list has the null block.
 
-A lease has the blocks that the token behind its last one attends to: those of the first group, then
-those of the second, and so on. Both engines compute which they are from the number of tokens, so
-that null blocks are neither lent nor fetched.
+A lease has the blocks that the token after its last one attends to: those of the first group, then
+those of the second, and so on. Both engines compute them from the number of tokens, so that null
+blocks are neither lent nor fetched.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from diptych_protocol import InvalidRequestError
 BlockIds = Sequence[Sequence[int]]
 """A request's blocks: a list for each group, from the request's first token on."""
 NULL_BLOCK: Final = 0
-"""vLLM's block of no KV: it stands in lists where a group has kept nothing."""
+"""vLLM's block without KV, which replaces blocks that a group has not kept."""
 KEPT_WHOLE: Final = ("FullAttentionSpec", "MLAAttentionSpec")
 KEPT_IN_A_WINDOW: Final = "SlidingWindowSpec"
-"""How vLLM names groups that were tested. Others keep blocks by other rules, or states that are no
-blocks."""
+"""vLLM's names of the kinds of groups that were tested. Others keep blocks by other rules, or keep
+states that are no blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class KVGroup:
     block_size: int
     """Number of tokens in a block."""
     window: int | None = None
-    """A token attends to so many tokens, with itself. None: to all."""
+    """How many tokens a token attends to, including itself. None: all."""
 
     @classmethod
     def of(cls, kind: str, block_size: int, window: int | None) -> KVGroup:
-        """Read what vLLM says of a group.
+        """Read vLLM's description of a group.
 
         kind: the name of its class in vLLM. `window` has no meaning for groups that keep all.
 
@@ -55,8 +55,8 @@ class KVGroup:
         )
 
     def kept(self, num_tokens: int) -> range:
-        """Places, in the request's list, of the blocks that the token behind the first `num_tokens`
-        ones attends to."""
+        """Return the positions, in the request's list, of the blocks that the token after the first
+        `num_tokens` ones attends to."""
         outside = 0 if self.window is None else max(0, num_tokens + 1 - self.window)
         return range(outside // self.block_size, -(-num_tokens // self.block_size))
 
@@ -88,13 +88,13 @@ class KVGroups:
         return cls(tuple(groups))
 
     def num_blocks(self, num_tokens: int) -> int:
-        """How many blocks the lease of a prompt of so many tokens has."""
+        """Return how many blocks the lease of a prompt of this many tokens has."""
         return sum(len(group.kept(num_tokens)) for group in self.groups)
 
     def lent(self, num_tokens: int, block_ids: BlockIds) -> list[int] | None:
         """Return the blocks of a lease in order, of the request whose blocks these are.
 
-        None: one of them is gone. A request that went on behind its prompt has lost the first
+        None: one of them is gone. A request that continued after its prompt has lost the first
         blocks of the prompt's windows.
         """
         lent: list[int] = []
@@ -105,7 +105,7 @@ class KVGroups:
 
     @property
     def one_whole(self) -> bool:
-        """There is one group, and it keeps all blocks."""
+        """Whether there is one group, and it keeps all blocks."""
         return len(self.groups) == 1 and self.groups[0].window is None
 
     def full(self, num_tokens: int, block_ids: BlockIds) -> list[int]:
@@ -118,12 +118,13 @@ class KVGroups:
         return list(block_ids[0][: num_tokens // self.groups[0].block_size])
 
     def wanted(self, num_tokens: int, num_here: int, block_ids: BlockIds) -> dict[int, int] | None:
-        """Say which block of a lease goes into which of our blocks.
+        """Return a map from blocks of the lease to our blocks.
 
         num_here: how many of the lease's `num_tokens` tokens, from the first one on, are here.
-        block_ids: the blocks of the request that wants the rest.
+        block_ids: the blocks of the request that needs the rest.
 
-        None: they are not what the lease fills. vLLM would take blocks for filled that are not.
+        None: the lease does not fill exactly these blocks, and vLLM would use blocks that were not
+        filled.
         """
         wanted: dict[int, int] = {}
         num_before = 0
@@ -141,8 +142,9 @@ class KVGroups:
         return wanted
 
     def serves_last(self, num_tokens: int) -> bool:
-        """Whether a lease has all that its own last token attends to. vLLM computes it again if
-        the prompt ends there. Its windows begin one token before those of the next token."""
+        """Whether a lease has everything that its own last token attends to. vLLM computes that
+        token again if the prompt ends there. Its windows begin one token before those of the next
+        token."""
         return all(
             group.kept(num_tokens - 1).start == group.kept(num_tokens).start
             for group in self.groups

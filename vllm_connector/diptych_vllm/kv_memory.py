@@ -1,15 +1,15 @@
-"""vLLM's KV memory as the hinge sees it, and what must be equal in engines that exchange it.
+"""Describes vLLM's KV memory for the hinge, and what must be equal in engines that exchange KV.
 
 vLLM has one tensor for each layer. Its first axis counts the blocks, so a block of the engine is
 one part of each tensor. Layers of different KV cache groups have the same memory: each block is one
-group's. So the hinge takes each memory for a shard, and moves a block of any group in the same way.
-What is inside a block is nobody's affair, as long as both engines keep it in the same way, but for
+group's. So the hinge treats each memory as a shard, and moves a block of any group in the same way.
+The content of a block does not matter, as long as both engines store it in the same way, except for
 the heads: vLLM's tensors are [num_blocks, heads, block_size, content], and engines with other
 numbers of ranks have other numbers of heads. On vLLM's CPU backend the content is 2 * head_dim
 numbers, with the keys transposed; `compat` has the shape.
 
-Blocks on a device go through copies in the host's memory. So do those of the host if the setting
-`staging` says so: that is how a device's path runs without one.
+Blocks on a device are copied through the host's memory. With the setting `staging`, so are those of
+the host, so that this path can be tested without a device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from diptych_vllm.ranks import Ranks
 
 PARAM = "kv_caches"
 HEADS_FIRST: Final = ("LBHNC", "BLHNC")
-"""vLLM's names of the layouts in which each head of a block is in one piece. The letters name the
+"""vLLM's names of the layouts in which each head of a block is contiguous. The letters name the
 axes from the outermost one on: layers, blocks, heads, tokens (N) and content."""
 DEVICES: Final = ("cpu", "cuda")
 """Types of devices whose memory the hinge reaches, as torch names them."""
@@ -34,7 +34,7 @@ MAX_NAME = 256
 
 
 class KVTensor(Protocol):
-    """What is needed of a torch tensor."""
+    """The needed part of a torch tensor."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -52,9 +52,9 @@ class KVTensor(Protocol):
 
 
 def needs_copies(layers: Mapping[str, KVTensor], staging: Staging) -> bool:
-    """Whether the hinge reaches the layers' KV only through copies.
+    """Whether the hinge can access the layers' KV only through copies.
 
-    Raises `InvalidRequestError` if it does not reach them at all, naming the layer.
+    Raises `InvalidRequestError` if it cannot access them at all, naming the layer.
     """
     if not layers:
         raise InvalidRequestError("this model has no KV to hand over", param=PARAM)
@@ -81,10 +81,10 @@ def shards_of(
     num_blocks: int,
     copies: Mapping[str, DeviceCopies] | None = None,
 ) -> list[Shard]:
-    """How the hinge reaches the layers' KV, each [num_blocks, ...]: on the host where it is, or
-    through the layer's copies. Layers that have the same memory have one shard.
+    """Return how the hinge accesses the layers' KV, each [num_blocks, ...]: on the host in place,
+    or through the layer's copies. Layers that have the same memory have one shard.
 
-    Raises `InvalidRequestError` for memory that it does not reach, naming the layer.
+    Raises `InvalidRequestError` for memory that it cannot access, naming the layer.
     """
     shards: dict[int, Shard] = {}
     for name, tensor in layers.items():
@@ -105,8 +105,8 @@ def shards_of(
 
 
 def heads_come_first(layers: Mapping[str, KVTensor], layout: str, ranks: Ranks) -> bool:
-    """Whether a block's bytes are those of one head after the other, of `ranks.local_heads` equal
-    ones. `layout`: vLLM's name of the layout."""
+    """Whether a block consists of `ranks.local_heads` equal heads one after the other. `layout`:
+    vLLM's name of the layout."""
     fit = [len(x.shape) == 4 and x.shape[1] == ranks.local_heads for x in layers.values()]
     return layout in HEADS_FIRST and all(fit)
 
@@ -114,11 +114,11 @@ def heads_come_first(layers: Mapping[str, KVTensor], layout: str, ranks: Ranks) 
 def compat_of(
     layers: Mapping[str, KVTensor], facts: Mapping[str, str | int], ranks: Ranks
 ) -> dict[str, str | int]:
-    """Everything that must be equal in engines that exchange this KV.
+    """Return everything that must be equal in engines that exchange this KV.
 
-    facts: what the model and vLLM's configuration say. A value that is too long for the wire is
-    replaced by its fingerprint. The number of ranks need not be equal, so that blocks are described
-    as they would be at a single rank.
+    facts: the model's and vLLM's configuration. A value that is too long for the wire is replaced
+    by its fingerprint. The number of ranks may differ, so blocks are described as they would be at
+    a single rank.
     """
     blocks = [(name, _whole_block(x, ranks), str(x.dtype)) for name, x in layers.items()]
     shape, dtype = blocks[0][1:]

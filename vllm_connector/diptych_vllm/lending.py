@@ -1,4 +1,4 @@
-"""P's part of the scheduler half: prompts that are computed for other engines. Pure.
+"""The prefill engine's part of the scheduler half: prompts that are computed for other engines.
 
     arrived ──▶ PROMISED ──finished by its length──▶ PINNED ──worker reports it sent──▶ gone
                    └──────finished otherwise───────▶ gone: the lease is withdrawn

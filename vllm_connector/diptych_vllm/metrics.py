@@ -1,5 +1,4 @@
-"""The figures in the form in which vLLM carries them from its workers and its scheduler to its
-`/metrics`."""
+"""Carries the figures from vLLM's workers and scheduler to its `/metrics`, in vLLM's form."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from diptych_vllm.figures import FIGURES, add
 
 
 class StepFigures(KVConnectorStats):
-    """How much has been counted in one step, or in several."""
+    """The counts of one step, or of several."""
 
     def reset(self) -> None:
         self.data: dict[str, int] = {}
@@ -33,7 +32,7 @@ class StepFigures(KVConnectorStats):
 
 
 class Counters(KVConnectorPromMetrics):
-    """One counter for each figure, with the labels of vLLM's own."""
+    """One counter for each figure, with vLLM's own labels."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""What the scheduler half orders of the worker half. vLLM pickles orders and carries them with each
-step, in order; none is lost, and none comes twice."""
+"""The orders of the scheduler half to the worker half. vLLM pickles orders and sends them with each
+step, in order; none is lost or repeated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from diptych_kv_transfer.tables.load import LeaseRef
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """Promise a lease: its request is here, and its prompt is not computed yet."""
+    """Promise a lease: its request has arrived, and its prompt is not computed yet."""
 
     lease_id: str
     request_id: str
@@ -20,12 +20,12 @@ class Promise:
 
 @dataclass(frozen=True, slots=True)
 class Lend:
-    """Lend the first blocks of a promised lease, which are computed: its reader need not wait for
-    the others."""
+    """Lend the first, computed blocks of a promised lease, so that its reader need not wait for the
+    others."""
 
     lease_id: str
     block_ids: list[int]
-    """All that are lent by now."""
+    """All blocks that are lent so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,29 +47,29 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """End a lease of our own, whatever its state. If it was granted, its request is reported as
-    sent."""
+    """End a lease of this engine, in any state. If it was granted, its request is
+    reported as sent."""
 
     lease_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class RevokeAll:
-    """End every lease of our own: its KV is not to be used any more."""
+    """End every lease of this engine: its KV must not be used any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Keep another engine's lease alive while the request that came with it queues."""
+    """Keep another engine's lease alive while its request queues."""
 
     load: str
-    """A name that no other load of this engine has or had."""
+    """A name that no other load of this engine ever has."""
     lease: LeaseRef
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Fetch blocks of a lease; ends in one report of the request."""
+    """Fetch blocks of a lease; it ends in one report about the request."""
 
     load: str
     request_id: str
@@ -80,12 +80,12 @@ class Fetch:
     num_tokens: int
     """Number of tokens of the lease."""
     early: bool = False
-    """The lease may be only promised, or not even that yet. It outlives a fetch that fails."""
+    """The lease may be only promised, or not even that. It outlives a failed fetch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Give up a load that is held or fetched. One that is fetched is still reported, once."""
+    """Give up a held or fetched load. One that is being fetched is still reported, once."""
 
     load: str
 
@@ -99,7 +99,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """Report that a load failed which was never begun: vLLM has no other way to fail a request."""
+    """Report that a load failed that was never begun: vLLM has no other way to fail a request."""
 
     request_id: str
 

@@ -1,14 +1,15 @@
-"""Which ranks of another engine a rank reads, and which part of their blocks. Pure.
+"""Computes which ranks of another engine a rank reads, and which part of their blocks.
 
-The ranks of an engine share out the KV heads of the model. Rank r has those from r * heads /
-num_ranks on. An engine with more ranks than heads has each head at several ranks: with MLA, which
+The KV heads of the model are divided among the ranks of an engine. Rank r has those from r * heads
+/ num_ranks on. An engine with more ranks than heads has each head at several ranks: with MLA, which
 has one KV head, every rank has all KV. Two engines may have different numbers of ranks if one
 number divides the other:
 
     P has more ranks:   each rank of D reads several ranks of P, each into a part of its blocks
     P has fewer ranks:  several ranks of D read one rank of P, each its share of P's lease
 
-So each rank of P has its readers, and its lease ends when all of them have read or rejected it.
+(P is the prefill engine, D the decode engine.) So each rank of P has its readers, and its lease
+ends when all of them have read or rejected it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Ranks:
     num_ranks: int = 1
     rank: int = 0
     heads_first: bool = True
-    """Inside a block, the KV of each head is in one piece, and heads follow each other."""
+    """Whether each head's KV is contiguous in a block, one head after the other."""
 
     @property
     def local_heads(self) -> int:
@@ -50,22 +51,22 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A rank of another engine that a rank is the reader of, or one of several readers."""
+    """A rank of another engine that this rank reads, alone or with others."""
 
     rank: int
     num_ranks: int
     """How many ranks the other engine has."""
     part: Part | None = WHOLE
     """The part of each of our blocks that it fills. None: another rank fills it with the same KV,
-    so this one's blocks are not wanted."""
+    so this one's blocks are not needed."""
     reader: int = 0
     readers: int = 1
     slices: int = 1
     """See `Share`."""
 
     def lease(self, named: LeaseRef) -> LeaseRef:
-        """What is read of the lease that a reference names: the lease of this rank, or our share
-        of it. The hinge of rank r listens r ports behind the one that is named."""
+        """Return what this rank reads of the lease that a reference names: the lease of this rank,
+        or our share of it. The hinge of rank r listens at the named port plus r."""
         host, port = named.address
         share = Share(named.lease_id, self.reader, self.readers, self.slices)
         return dataclasses.replace(
@@ -77,16 +78,16 @@ class Source:
 
 
 def epoch_of_rank(epoch: str, rank: int, num_ranks: int) -> str:
-    """The epoch that a rank's hinge has, so that nobody takes another rank's KV for its. `epoch` is
-    that of the engine."""
+    """Return the epoch of a rank's hinge, which differs from those of other ranks. `epoch` is the
+    engine's."""
     return epoch if num_ranks == 1 else f"{epoch}/{rank}/{num_ranks}"
 
 
 def sources_of(mine: Ranks, num_ranks: int) -> list[Source]:
-    """The ranks of an engine with `num_ranks` ranks that this rank is a reader of.
+    """Return the ranks of an engine with `num_ranks` ranks that this rank reads.
 
-    Together, the ranks of an engine are readers of every rank of the other one. Raises `ValueError`
-    with the reason if the engines cannot exchange KV.
+    Together, the ranks of an engine read every rank of the other one. Raises `ValueError` with the
+    reason if the engines cannot exchange KV.
     """
     fewer, more = sorted((mine.num_ranks, num_ranks))
     if not 1 <= fewer <= more <= MAX_RANKS or more % fewer:
@@ -116,7 +117,7 @@ def sources_of(mine: Ranks, num_ranks: int) -> list[Source]:
 
 
 def every_rank(num_ranks: int) -> list[Source]:
-    """All ranks of an engine, as if this rank were the only reader of each."""
+    """Return all ranks of an engine, as if this rank were the only reader of each."""
     return [Source(rank, num_ranks) for rank in range(min(num_ranks, MAX_RANKS))]
 
 

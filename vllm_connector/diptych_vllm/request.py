@@ -1,4 +1,4 @@
-"""What the scheduler half knows of one of vLLM's requests. Pure."""
+"""What the scheduler half knows of one of vLLM's requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Arrival:
 
     request_id: str
     token_ids: list[int] | None
-    """The prompt. None if it has embeddings: no tokens name its KV."""
+    """The prompt. None if it has embeddings, because no tokens identify its KV."""
     num_tokens: int
     """Length of the prompt."""
     identity: str | None
@@ -25,24 +25,25 @@ class Arrival:
     params: Any
     """The client's `kv_transfer_params`, not validated."""
     rejected: bool = False
-    """vLLM's front-end has refused the request, or it has failed: it only tells of its end."""
+    """Whether vLLM's front-end has refused the request, or it has failed, so that this only reports
+    its end."""
 
     @property
     def digest(self) -> str:
-        """The digest that a lease of the whole prompt's KV has; empty if no lease can have it."""
+        """The digest of a lease of the whole prompt's KV; empty if no lease can have it."""
         return self.digest_of_first(self.num_tokens)
 
     def digest_of_first(self, num_tokens: int) -> str:
-        """The digest that a lease has of the KV of the prompt's first `num_tokens` tokens. If the
-        prompt has fewer, no lease of so many has this digest."""
+        """Return the digest of a lease of the KV of the prompt's first `num_tokens` tokens. If the
+        prompt has fewer, no lease has this digest."""
         if self.token_ids is None:
             return ""
         return digest_of(self.token_ids[:num_tokens], self.identity)
 
 
 def identity_of(salt: str | None, lora: str | None, images: Sequence[str]) -> str | None:
-    """Name what the KV depends on besides the tokens: the client's salt, the adapter, and what
-    stands at the places of images (their hashes, in order). None: nothing else."""
+    """Return the identity of everything besides tokens that the KV depends on: the client's salt,
+    the adapter, and the images (their hashes, in order). None: nothing else."""
     if salt is None and lora is None and not images:
         return None
     return msgspec.json.encode([salt, lora, list(images)]).decode()

@@ -1,5 +1,5 @@
-"""The half in vLLM's scheduler: what is asked of the worker half, and what vLLM may believe of its
-reports. Pure, except for the clock and the dice."""
+"""The half in vLLM's scheduler: it gives orders to the worker half, and decides which of its
+reports vLLM may see. It performs no I/O, but reads a clock and random bits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SchedulerHalf:
         Args:
             groups: how vLLM keeps the KV of a request.
             lends: whether vLLM's `kv_role` lets this engine lend.
-            fetches: the same of fetching.
+            fetches: whether vLLM's `kv_role` lets this engine fetch.
             announced_from: see `Lending.announced_from`.
             random_bits: `random_bits(k)` returns k unpredictable bits.
         """
@@ -52,7 +52,7 @@ class SchedulerHalf:
         """Reports of the worker half that were about nothing that vLLM waits for."""
 
     def __len__(self) -> int:
-        """How many requests it follows."""
+        """The number of requests that it follows."""
         return len(self._lending) + len(self._fetching)
 
     @property
@@ -60,13 +60,13 @@ class SchedulerHalf:
         return "" if self._engine is None else self._engine.remote_engine_id or ""
 
     def meet(self, engine: KVTransferParams) -> None:
-        """Hear what the worker's hinge says of itself, which is in every reference."""
+        """Receive the worker's hinge's description of itself, which every reference contains."""
         self._engine = engine
 
     # --- requests -----------------------------------------------------------------------------
 
     def arrived(self, request: Arrival) -> None:
-        """vLLM has admitted a request. It is called once for each, before anything else."""
+        """Record that vLLM has admitted a request. Called once for each, before anything else."""
         if request.params is None:
             return
         if request.rejected:
@@ -111,27 +111,29 @@ class SchedulerHalf:
             self._orders += self._fetching.arrived(request, params)
 
     def num_elsewhere(self, request_id: str, num_here: int) -> int:
-        """How many tokens of a request's prompt can be loaded behind the first `num_here` ones.
+        """Return how many tokens of a request's prompt can be loaded after the first `num_here`
+        ones.
 
-        Free of side effects.
+        It has no side effects.
         """
         return self._fetching.num_elsewhere(request_id, num_here)
 
     def allocated(self, request_id: str, block_ids: BlockIds, num_tokens: int) -> None:
-        """vLLM has allocated blocks to a request; it waits for a load of `num_tokens` tokens, or
-        for none.
+        """Record that vLLM has allocated blocks to a request, which waits for a load of
+        `num_tokens` tokens, or for none.
 
-        block_ids: all blocks of the request. It may be called again and again.
+        block_ids: all blocks of the request. It may be called repeatedly.
         """
         self._orders += self._fetching.allocated(request_id, block_ids, num_tokens)
 
     @property
     def promised(self) -> Set[str]:
-        """The requests whose progress `step` wants to know."""
+        """The requests whose progress `step` needs."""
         return self._lending.promised
 
     def step(self, progress: Mapping[str, Progress], preempted: Set[str]) -> None:
-        """vLLM has scheduled a step, which comes to the worker with the orders that are taken next.
+        """Record that vLLM has scheduled a step, which reaches the worker with the orders that are
+        taken next.
 
         progress: how far it will bring each promised request that it computes. preempted: the
         promised requests that have lost their blocks.
@@ -160,24 +162,25 @@ class SchedulerHalf:
         return params
 
     def reset(self) -> None:
-        """All KV is to be forgotten: nobody may read any of it from now on."""
+        """Forget all KV: nobody may read any of it from now on."""
         self._orders.append(RevokeAll())
 
     # --- the worker half ----------------------------------------------------------------------
 
     @property
     def has_orders(self) -> bool:
-        """Whether the worker half has to be told something."""
+        """Whether there are orders for the worker half."""
         return bool(self._orders)
 
     def take_orders(self) -> list[Order]:
-        """The orders since the last call. They have to reach the worker half in this order."""
+        """Return the orders since the last call. They have to reach the worker half
+        in this order."""
         orders, self._orders = self._orders, []
         return orders
 
     def awaited(self, sent: Iterable[str], received: Iterable[str]) -> tuple[set[str], set[str]]:
-        """Return the reported ids that vLLM waits for. Each is let through once. vLLM's core would
-        die of any other."""
+        """Return the reported ids that vLLM waits for, each once. Any other id would end vLLM's
+        core."""
         good_sent = {request_id for request_id in sent if self._lending.sent(request_id)}
         good_received = {
             request_id for request_id in received if self._fetching.received(request_id)
@@ -189,7 +192,7 @@ class SchedulerHalf:
         return good_sent, good_received
 
     def take_figures(self) -> dict[str, int]:
-        """What was counted since the last call; see `figures.OF_SCHEDULER`."""
+        """Return the counts since the last call; see `figures.OF_SCHEDULER`."""
         return self._growth.of(
             {
                 "references_refused": self._fetching.num_refused,

@@ -1,5 +1,5 @@
-"""The connector's settings, as vLLM's `kv_connector_extra_config` has them, and what it demands of
-the rest of vLLM's configuration. Pure, except that it reads the keys."""
+"""The connector's settings from vLLM's `kv_connector_extra_config`, and what they require of the
+rest of vLLM's configuration. It only reads the keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_PORT = 65535
 class ConnectorSettings(
     KVTransferConfig, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """The settings of our own engine's hinge, and what that engine gets from elsewhere."""
+    """The settings of our own engine's hinge, and those that an engine gets from elsewhere."""
 
     keys: Annotated[
         str,
@@ -49,8 +49,8 @@ class ConnectorSettings(
             raise InvalidRequestError(f"{PARAM}: {exc}", param=PARAM) from exc
 
     def require_ports(self, num_ranks: int) -> None:
-        """Raises `InvalidRequestError` unless each of so many ranks has a port of its own, which
-        other engines can tell from the first one's."""
+        """Raise `InvalidRequestError` unless each of this many ranks has a port of its own, which
+        other engines can derive from the first one's."""
         if num_ranks > 1 and not 0 < self.listen_port <= MAX_PORT + 1 - num_ranks:
             raise InvalidRequestError(
                 f"{PARAM}: listen_port is {self.listen_port}, and each of {num_ranks} ranks needs "
@@ -59,23 +59,23 @@ class ConnectorSettings(
             )
 
     def key(self) -> HingeKey:
-        """Read the key that the engine and all its peers have.
+        """Return the key that the engine and all its peers have.
 
         `listen_host` is an address. Raises `InvalidRequestError` for keys that cannot be read, and
-        without keys unless that is on loopback.
+        without keys unless that address is on loopback.
         """
         return key_of(self, read_keys(Path(self.keys)) if self.keys else None)
 
     def of_rank(self, rank: int) -> ConnectorSettings:
-        """The settings of one rank's hinge."""
+        """Return the settings of one rank's hinge."""
         port = self.listen_port + rank if self.listen_port else 0
         return msgspec.structs.replace(self, listen_port=port)
 
 
 def require_tested(facts: Iterable[tuple[str, object, object]]) -> None:
-    """Refuse a configuration of vLLM that the connector was not tested with.
+    """Refuse a configuration of vLLM with which the connector was not tested.
 
-    facts: what each option is called, its value, and the only value that was tested. Raises
+    facts: for each option its name, its value, and the only value that was tested. Raises
     `InvalidRequestError`, which names all that differ.
     """
     wrong = [

@@ -1,9 +1,9 @@
-"""The worker half's table: which request each lease and each load belongs to, and what vLLM is told
-of them. Pure.
+"""The worker half's table: which request each lease and each load belongs to, and the reports to
+vLLM.
 
-vLLM ends a request's wait, or frees its blocks, when it reads the request's id in a report, and its
-core dies of an id that it does not expect. So each grant and each fetch ends in exactly one report.
-A fetch from several ranks of another engine is several loads for the hinge.
+vLLM ends a request's wait, or frees its blocks, when it reads the request's id in a report. An
+unexpected id ends its core. So each grant and each fetch ends in exactly one report. A fetch from
+several ranks of another engine is several loads for the hinge.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Results:
     sent: set[str] = field(default_factory=set)
     """Requests whose blocks are free: nobody reads them any more."""
     received: set[str] = field(default_factory=set)
-    """Requests whose blocks nobody writes to any more. Those of failed loads are among them."""
+    """Requests whose blocks nobody writes to any more, including those of failed loads."""
     failed: set[str] = field(default_factory=set)
-    """Requests whose blocks hold nothing that may be used."""
+    """Requests whose blocks contain nothing that may be used."""
 
 
 @dataclass(slots=True)
@@ -66,22 +66,23 @@ class Transfers:
         self._ended.discard(lease_id)
 
     def holding(self, load: str, names: list[str]) -> None:
-        """The leases of a load are kept alive, by loads that the hinge knows by these names."""
+        """Record that the leases of a load are kept alive, by loads of the hinge with
+        these names."""
         self._held[load] = names
 
     def fetching(self, load: str, request_id: str, names: list[str]) -> None:
-        """A load begins, as loads that the hinge knows by these names."""
+        """Record that a load begins, as loads of the hinge with these names."""
         self._held.pop(load, None)
         self._fetched[load] = Fetched(request_id, names)
         self._loads.update(dict.fromkeys(names, load))
 
     def cancelled(self, load: str) -> list[str]:
-        """A load is given up. Returns the hinge's names of what is to be cancelled."""
+        """Record that a load is given up. Returns the hinge's names of the loads to cancel."""
         fetched = self._fetched.get(load)
         return self._held.pop(load, []) if fetched is None else list(fetched.loads)
 
     def refused(self, request_id: str) -> None:
-        """The load of a request is not even begun."""
+        """Record that the load of a request is not even begun."""
         self._results.received.add(request_id)
         self._results.failed.add(request_id)
 
@@ -95,7 +96,8 @@ class Transfers:
             self._results.sent.add(request_id)
 
     def load_ended(self, event: LoadEnded) -> Fetched | None:
-        """Returns the fetch that it was a part of; None: it was reported before.
+        """Record the end of a load. Returns the fetch that it was a part of; None if that was
+        reported before.
 
         If one part has failed, the others are of no use.
         """
@@ -113,6 +115,6 @@ class Transfers:
         return fetched
 
     def take_results(self) -> Results:
-        """What has ended since the last call."""
+        """Return the transfers that have ended since the last call."""
         results, self._results = self._results, Results()
         return results

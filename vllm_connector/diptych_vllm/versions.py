@@ -8,8 +8,8 @@ from typing import Final
 from diptych_protocol import InvalidRequestError
 
 TESTED: Final = ("0.32", "0.33")
-"""vLLM promises nothing about what it calls of a connector: another version may call other methods,
-or none, and answer from blocks that nobody filled."""
+"""The tested versions. vLLM promises nothing about the methods of a connector: another version may
+call other methods, or none, and answer from blocks that nobody filled."""
 
 
 def series_of(found: str) -> str:

@@ -1,5 +1,5 @@
 """The half in vLLM's worker, where the KV is. It owns the hinge, whose thread moves the blocks and
-keeps leases alive whether the model computes or not."""
+keeps leases alive while the model computes and while it does not."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ ONLY_RANK = Ranks()
 
 
 def no_device() -> None:
-    """Blocks of the host need no copies, so nothing waits for a device."""
+    """Do nothing: copies from host memory wait for no device."""
 
 
 class WorkerHalf:
-    """Carries out the scheduler half's orders, and collects what has ended. Never waits."""
+    """Carries out the scheduler half's orders, and collects what has ended. It never blocks."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class WorkerHalf:
     # --- what has ended -----------------------------------------------------------------------
 
     def collect(self) -> Results:
-        """What has ended since the last call.
+        """Return what has ended since the last call.
 
         Raises `RuntimeError` if the hinge has failed. The engine cannot continue without it.
         """
@@ -209,7 +209,7 @@ class WorkerHalf:
         self._driver.tell(lambda hinge, now: hinge.leases.lend_prefix(lease_id, [], b"", now))
 
     def take_figures(self) -> dict[str, int]:
-        """What the hinge has counted since the last call; see `figures.OF_HINGE`."""
+        """Return what the hinge has counted since the last call; see `figures.OF_HINGE`."""
         return self._growth.of(totals_of(self._driver.stats()))
 
     def close(self) -> None:

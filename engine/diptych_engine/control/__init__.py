@@ -1,1 +1,1 @@
-"""What an owner may do to a running engine: pause it, let it sleep, reset and profile it."""
+"""Control of a running engine by its owner: pause, sleep, reset and profile."""

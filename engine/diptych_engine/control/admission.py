@@ -1,4 +1,4 @@
-"""From a message that came over the wire to a Request that the scheduler can trust."""
+"""Turns a message from the wire into a Request that the scheduler can trust."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def admit(
 ) -> tuple[Request, list[int]]:
     """Validate a message and make it a Request.
 
-    hinged: this engine takes part in hand-offs.
-    announced: the request is still to come; the message need not have the data of its images.
-    Returns the request and the tokens that its client is to be told at once. Raises
-    `InvalidRequestError` for a message that cannot be served, and `MissingImageError`.
+    hinged: this engine takes part in hand-offs. announced: the request is still to come; the
+    message may lack the data of its images. Returns the request and the tokens that its client gets
+    at once. Raises `InvalidRequestError` for a message that cannot be served, and
+    `MissingImageError`.
     """
     check_arrival(message)
     if len(message.tenant) > MAX_TENANT_LENGTH:

@@ -31,7 +31,7 @@ class Controls:
 
     @property
     def calls(self) -> tuple[Callable[..., Any], ...]:
-        """What a client may name in a utility call."""
+        """The functions that a client may name in a utility call."""
         return (
             self.pause_generation, self.resume_generation, self.is_paused,
             self.sleep, self.wake_up, self.is_sleeping,
@@ -217,9 +217,9 @@ class Controls:
 
     # --- profile ------------------------------------------------------------------------------
 
-    def start_profile(self, profile_prefix: str = "") -> None:
+    def start_profile(self, profile_prefix: str | None = None) -> None:
         StartProfile(profile_prefix)  # which checks it
-        self._core.runner.collective_rpc("_start_profile", (profile_prefix,))
+        self._core.runner.collective_rpc("_start_profile", (profile_prefix or "",))
 
     def stop_profile(self) -> list[str]:
         """The files that were written, one a worker; none if no profile ran."""

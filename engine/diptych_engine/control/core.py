@@ -1,7 +1,7 @@
-"""EngineCore: the scheduler, the model runner and the hinge of one engine, one step at a time.
+"""EngineCore: the scheduler, the model runner and the hinge of one engine, run one step at a time.
 
-Knows nothing of sockets: requests come in through `add` and `abort`, answers leave through `step`
-and `take_outputs`, keyed by the client they belong to.
+It knows nothing of sockets: requests enter through `add` and `abort`, and answers leave through
+`step` and `take_outputs`, by the client they belong to.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ SHUTTING_DOWN = "Server shutting down"
 INTERNAL_ERROR = "internal error; the engine's log has it under the request's id"
 CROWDED_OUT = "overloaded: too many requests wait already, and most are of this API key"
 LAST_CALLS = frozenset({"reject_kv_transfer"})
-"""Answered to the very end: what they free may be somebody else's."""
+"""Calls that are answered until the very end, because they may free blocks of another engine."""
 Posture = tuple[bool, bool, int]
-"""Draining, paused, and the depth of sleep."""
+"""Draining, paused, and the level of sleep."""
 AT_WORK: Posture = (False, False, 0)
 
 
 class Runner(Protocol):
-    """What executes a step: the model runner, or several that share the model's tensors."""
+    """Executes steps: the model runner, or several that share the model's tensors."""
 
     def launch(self, plan: StepPlan) -> Pending:
-        """Have a step computed, after those before it; a GPU computes while the host goes on."""
+        """Launch a step after those before it. A GPU computes while the host continues."""
 
     def can_run_ahead(self, plan: StepPlan) -> bool:
         """Whether the step after a launched one needs none of its results on the host."""
@@ -65,14 +65,14 @@ class Runner(Protocol):
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> list[Any]:
-        """Run a method of every worker; their results in the order of their ranks."""
+        """Run a method of every worker; return the results in the order of their ranks."""
 
     def close(self) -> None:
         """End what the runner started."""
 
 
 class EngineCore:
-    """One engine, driven by its owner's loop."""
+    """One engine, which its owner's loop runs."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class EngineCore:
     # --- requests -----------------------------------------------------------------------------
 
     def add(self, message: EngineCoreRequest, client: bytes) -> None:
-        """Queue a request; one that cannot be served is answered with an error output."""
+        """Queue a request. One that cannot be served is answered with an error output."""
         try:
             self._take(message, client)
         except MissingImageError as exc:  # its client sends it again, with the image
@@ -155,8 +155,8 @@ class EngineCore:
             self._refuse(message, client, DiptychError(INTERNAL_ERROR))
 
     def unreadable(self, request_id: str, client: bytes, error: str) -> None:
-        """Answer a message of which only the id can be read. If that is a session's, its next piece
-        is lost, and the session ends; any other request that runs under this id goes on."""
+        """Answer a message of which only the id can be read. If the id is a session's, the session
+        ends, because its next piece is lost. Another running request of this id continues."""
         known = self.scheduler.find(request_id)
         if known is not None and (known.client != client or not known.resumable):
             log.warning("request %s is already here; the second is dropped: %s", request_id, error)
@@ -256,7 +256,7 @@ class EngineCore:
         self.abort([request.request_id for request in self.scheduler.unfinished])
 
     def client_lost(self, client: bytes) -> None:
-        """Nobody will read these answers: end the client's requests and what it had leased."""
+        """End a lost client's requests and its leases."""
         lost = [r for r in self.scheduler.unfinished if r.client == client]
         if lost:
             log.warning("a client went away; aborting its %d requests", len(lost))
@@ -279,11 +279,11 @@ class EngineCore:
 
     @property
     def posture(self) -> Posture:
-        """What all clients are to know without asking."""
+        """The state that all clients get to know unasked."""
         return self.draining, self.scheduler.paused, self.residency.level
 
     def start_step(self) -> tuple[StepPlan, Pending]:
-        """Have the model run a step, and the one after it, if that can be known already."""
+        """Run a step, and the one after it, if that is known already."""
         self._step_began = perf_counter()
         if self._ahead is not None and self.before_step is not None:
             self.before_step(self._ahead[0])
@@ -332,8 +332,8 @@ class EngineCore:
         return result
 
     def finish_step(self, plan: StepPlan, pending: Pending) -> None:
-        """Wait for a step's results and turn them into outputs. Requests aborted since it started
-        get none."""
+        """Wait for a step's results and return them as outputs, without those of requests aborted
+        since it started."""
         outputs = self._outputs
         results = pending()
         self._seconds_stepping += perf_counter() - self._step_began
@@ -361,7 +361,7 @@ class EngineCore:
         self.scheduler.finish(request, reason, request.stop_reason)
 
     def take_outputs(self) -> dict[bytes, list[EngineCoreOutput]]:
-        """Outputs since the last call, by client."""
+        """Return outputs since the last call, by client."""
         outputs, self._outputs = self._outputs, defaultdict(list)
         return outputs
 
@@ -373,12 +373,12 @@ class EngineCore:
     # --- utility calls ------------------------------------------------------------------------
 
     def offer(self, *calls: Callable[..., Any]) -> None:
-        """Let clients name these functions in a utility call; whoever builds the core adds some."""
+        """Let clients call these functions by name. The builder of the core adds some."""
         self._utilities.update((call.__name__, call) for call in calls)
 
     @property
     def utilities(self) -> Mapping[str, Callable[..., Any]]:
-        """What a client may name in a utility call."""
+        """The functions that a client may name in a utility call."""
         return self._utilities
 
     def call(self, method: str, args: list[Any], convert: Convert = msgspec.convert) -> Any:
@@ -412,22 +412,22 @@ class EngineCore:
         return snapshot
 
     def drain(self) -> DrainReport:
-        """Begin to leave: from now on `stats` says so. What is here, and what comes, is served."""
+        """Begin to drain: from now on `stats` says so. Present and new requests are served."""
         if not self.draining:
             log.info("draining: this engine is about to leave")
         self.draining = True
         return self.drain_report()
 
     def drain_report(self) -> DrainReport:
-        """What still keeps this engine from leaving."""
+        """Return what still keeps this engine from ending."""
         return self.scheduler.view().drain_report(draining=self.draining)
 
     def hand_off(self, request_id: str) -> bool:
         """End a decoding request here so that another engine can go on with its KV.
 
-        Its last output has ABORT and `kv_transfer_params`. False, and nothing happens, unless the
-        request is decoding: all but the token sampled last is computed. If a step is under way, the
-        token that it samples was told to nobody, and the other engine samples it again.
+        Its last output has ABORT and `kv_transfer_params`. Returns False and does nothing unless
+        the request is decoding: all but the last sampled token is computed. If a step is running,
+        nobody gets the token that it samples, and the other engine samples it again.
         """
         request = self.scheduler.find(request_id)
         if self.connector is None or request is None or not request.is_decoding:

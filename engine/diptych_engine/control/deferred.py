@@ -1,6 +1,6 @@
-"""Answers that have to wait: for steps, for the hinge, or for another thread.
+"""Delays answers that depend on steps, on the hinge, or on another thread.
 
-A utility call that cannot be answered at once returns a `Future`. The engine's loop goes on and
+A utility call that cannot be answered at once returns a `Future`. The engine's loop continues and
 sends the answer when there is one, so nobody else waits for it.
 """
 
@@ -22,22 +22,23 @@ class _Waiting:
 
 
 class Deferred:
-    """What waits for the engine to get into some state."""
+    """Functions that wait until the engine is in some state."""
 
     def __init__(self) -> None:
         self._waiting: list[_Waiting] = []
 
     def when(self, ready: Callable[[], bool], then: Callable[[], T]) -> Future[T]:
-        """Call `then` as soon as `ready` says so, between two steps; the future has its result.
+        """Call `then` between two steps as soon as `ready` returns true; the future gets its
+        result.
 
-        What either of them raises becomes the future's exception.
+        If either of them raises, the future gets the exception.
         """
         answer: Future[T] = Future()
         self._waiting.append(_Waiting(ready, then, answer))
         return answer
 
     def settle(self) -> None:
-        """Do what has become possible. Belongs after a step, when its outputs were sent."""
+        """Call every function that is ready. Call this after a step, when its outputs were sent."""
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []

@@ -1,4 +1,5 @@
-"""The images of requests as they come: checked, found again by their names, and bounded."""
+"""Receives the images of requests: checks them, finds known ones by name, and limits
+their memory."""
 
 from __future__ import annotations
 
@@ -21,18 +22,18 @@ from diptych_protocol import (
 from diptych_protocol.block_hashes import ImageInPrompt, image_key
 
 MAX_WAITING_BYTES: Final = 2 << 30
-"""Tiles of all unfinished requests together."""
+"""The most bytes of the tiles of all unfinished requests."""
 
 
 class MissingImageError(DiptychError):
-    """A request names an image that is not here, without its data."""
+    """A request names an unknown image without its data."""
 
 
 class ImageIntake:
-    """Takes the images of one engine's requests."""
+    """Receives the images of one engine's requests."""
 
     def __init__(self, vision: VisionConfig | None, capacity: int) -> None:
-        """vision: None for a model that takes none. capacity: tokens of the encoder cache."""
+        """vision: None for a model that takes no images. capacity: tokens of the encoder cache."""
         self._vision = vision
         self._capacity = capacity
         self._received: ItemCache[Array] = ItemCache(lambda tiles: memoryview(tiles.data).nbytes)
@@ -49,13 +50,14 @@ class ImageIntake:
         *,
         announced: bool,
     ) -> tuple[PlacedImage, ...]:
-        """The images of a request, in their places.
+        """Return the images of a request with their positions.
 
-        cache_salt: who has another one shares nothing of an image.
-        announced: the request is still to come; its images need not be here.
+        cache_salt: requests with different salts share no image.
+
+        announced: the request is still to come; its images may be missing.
 
         Raises `InvalidRequestError` for images that do not fit the prompt or the model, and
-        `MissingImageError` for one that is neither in the message nor here.
+        `MissingImageError` for one that is neither in the message nor known.
         """
         vision = require_vision(self._vision)
         check_features(features, token_ids, vision)
@@ -85,14 +87,14 @@ class ImageIntake:
         return tuple(images)
 
     def require_room(self, request: Request, others: Iterable[Request]) -> None:
-        """Raise `EngineOverloadedError` if the tiles of a request are too many beside those of all
-        others."""
+        """Raise `EngineOverloadedError` if the tiles of a request exceed the limit together with
+        those of all others."""
         held = sum(image.num_bytes for other in others for image in other.images)
         if held and held + sum(image.num_bytes for image in request.images) > MAX_WAITING_BYTES:
             raise EngineOverloadedError("overloaded: too many images wait already")
 
     def forget(self) -> int:
-        """Forget images that came; requests that are here keep theirs. Returns how many."""
+        """Forget known images; present requests keep theirs. Returns how many were forgotten."""
         count = len(self._received)
         self._received.clear()
         return count

@@ -15,7 +15,7 @@ from diptych_protocol.wire import ErrorKind
 
 
 def failed(request_id: str, error: DiptychError | str) -> EngineCoreOutput:
-    """What a client is told of a request that failed, or was refused."""
+    """Return the output for a request that failed or was refused."""
     return EngineCoreOutput(
         request_id,
         [],
@@ -27,7 +27,7 @@ def failed(request_id: str, error: DiptychError | str) -> EngineCoreOutput:
 
 
 def aborted(request_id: str) -> EngineCoreOutput:
-    """What a client is told of a request that somebody ended."""
+    """Return the output for a request that was aborted."""
     return EngineCoreOutput(request_id, [], finish_reason=FinishReason.ABORT)
 
 

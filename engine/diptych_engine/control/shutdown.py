@@ -1,8 +1,8 @@
-"""The end of an engine core, from the request to leave to the last step. Pure: time is passed in.
+"""The end of an engine core, from the request to end to the last step. The caller passes the time.
 
     RUNNING ──request──▶ REQUESTED ──nothing left, or time is up──▶ SHUTTING_DOWN
 
-What comes after the request is answered at once: requests with an abort, calls with an error.
+Messages after the request are answered at once: requests with an abort, calls with an error.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ class ShutdownState(enum.Enum):
 
 
 class Shutdown:
-    """How far one core is on its way out."""
+    """The state of one core's shutdown."""
 
     def __init__(self) -> None:
         self.state = ShutdownState.RUNNING
         self._deadline = 0.0
 
     def request(self, now: float, timeout_s: float) -> None:
-        """Leave when all requests have ended, in `timeout_s` at the latest."""
+        """End when all requests have ended, but after `timeout_s` at the latest."""
         self.state, self._deadline = ShutdownState.REQUESTED, now + timeout_s
 
     def advance(self, now: float, *, can_finish_more: bool) -> bool:
-        """Whether the core is to end now. `can_finish_more`: requests are under way."""
+        """Whether the core has to end now. `can_finish_more`: there are unfinished requests."""
         if self.state is ShutdownState.REQUESTED and not (can_finish_more and now < self._deadline):
             self.state = ShutdownState.SHUTTING_DOWN
         return self.state is ShutdownState.SHUTTING_DOWN
 
     def remaining_s(self, now: float) -> float:
-        """Until time is up; 0 when nothing was requested."""
+        """Return the seconds until time is up; 0 when no end was requested."""
         return max(0.0, self._deadline - now)

@@ -1,11 +1,11 @@
-"""What a sleeping engine has in memory. Pure.
+"""Describes what a sleeping engine has in memory.
 
     level 0     only paused
-    level 1     no KV cache; the weights are put aside (on a GPU in the host's memory, else in a
-                file), as they are: updates and all
-    level 2     no KV cache and no weights; they come from the model's source again
+    level 1     no KV cache; the weights are saved as they are, with all updates (from a GPU in the
+                host's memory, otherwise in a file)
+    level 2     no KV cache and no weights; they are loaded from the model's source again
 
-Waking up may go in parts. Requests are served again when everything is back.
+Parts can be restored separately. Requests are served again when everything is back.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ class Residency:
 
     @property
     def level(self) -> int:
-        """The depth of sleep; 0: everything is here."""
+        """The level of sleep; 0: everything is in memory."""
         if self.weights is Weights.DROPPED:
             return 2
         return 0 if self.complete else 1
 
 
 def check_level(level: int) -> None:
-    """Raises `InvalidRequestError` for a level that does not exist."""
+    """Raise `InvalidRequestError` for a level that does not exist."""
     if level not in LEVELS:
         raise InvalidRequestError(f"level must be 0, 1 or 2, not {level}", param="level")
 
 
 def check_tags(tags: Sequence[str] | None) -> Sequence[str]:
-    """The tags that are meant; None means all. Raises `InvalidRequestError` for an unknown one."""
+    """Return the tags; None means all. Raises `InvalidRequestError` for an unknown one."""
     for tag in tags or ():
         if tag not in TAGS:
             raise InvalidRequestError(f"tags are {', '.join(TAGS)}, not {tag!r}", param="tags")

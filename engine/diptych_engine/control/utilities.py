@@ -1,4 +1,4 @@
-"""Utility calls from outside: their arguments are what the method's annotations say, or refused."""
+"""Checks the arguments of utility calls from outside by the method's annotations."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import msgspec
 from diptych_protocol import InvalidRequestError
 
 Convert = Callable[[Any, Any], Any]
-"""Makes a value that msgpack brought the type that is wanted; raises `msgspec.ValidationError`."""
+"""Converts a value that msgpack decoded to the declared type; raises `msgspec.ValidationError`."""
 
 
 def call_utility(
     method: Callable[..., Any], args: list[Any], convert: Convert = msgspec.convert
 ) -> Any:
-    """Call `method` with arguments that were checked and converted.
+    """Call `method` with checked and converted arguments.
 
-    Raises `InvalidRequestError` for arguments that are too many, too few or of the wrong type.
+    Raises `InvalidRequestError` for too many, too few or wrong arguments.
     """
     function = getattr(method, "__func__", method)
     signature, hints = _declared(function, bound=function is not method)

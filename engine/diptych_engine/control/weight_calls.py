@@ -1,4 +1,4 @@
-"""What an owner may ask of an engine core about its weights."""
+"""The utility calls about an engine core's weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WeightCalls:
     """The utility calls that replace weights. Each runs between two steps."""
 
     def __init__(self, core: EngineCore, forget_everything: Callable[[], None]) -> None:
-        """`forget_everything` drops what was computed with the weights before."""
+        """`forget_everything` drops everything that the old weights computed."""
         self._core = core
         self._forget_everything = forget_everything
 
@@ -37,14 +37,15 @@ class WeightCalls:
     def init_weight_transfer_engine(self, init_request: WeightTransferInitRequest) -> None:
         """Join the process group of a trainer, if `init_info` names one.
 
-        Without, weights come inside the messages. Blocks until the group is together. Raises
-        `InvalidRequestError` for a bad address, `DiptychError` if nobody is there in time.
+        Without one, weights come inside the messages. Blocks until the group is complete. Raises
+        `InvalidRequestError` for a bad address, `DiptychError` if nobody answers in time.
         """
         if init_request.init_info:
             self._core.runner.collective_rpc("_join_trainer", (init_request.init_info,))
 
     def start_weight_update(self, is_checkpoint_format: bool = True) -> None:
-        """Begin. Raises `InvalidRequestError` unless generation is paused and at rest."""
+        """Begin an update. Raises `InvalidRequestError` unless generation is paused and nothing
+        runs."""
         self._require_rest()
         ranks = len(self._core.runner.collective_rpc("rank"))
         if ranks > 1 and not is_checkpoint_format:
@@ -63,7 +64,7 @@ class WeightCalls:
     def update_weights(self, request: WeightTransferUpdateRequest) -> None:
         """Replace some weights. If that fails, the whole update has failed.
 
-        Raises `InvalidRequestError` for tensors that do not fit, `DiptychError` if they got lost.
+        Raises `InvalidRequestError` for tensors that do not fit, `DiptychError` if some were lost.
         """
         update = self._core.weights
         update.require_open()
@@ -81,7 +82,7 @@ class WeightCalls:
         update.updated.update(request.names)
 
     def finish_weight_update(self) -> None:
-        """Use the new weights. Nothing that the old ones computed is used again.
+        """Use the new weights. Results of the old ones are not used again.
 
         Raises `InvalidRequestError` outside an update, or if tensors of a failed one remain.
         """
@@ -96,9 +97,9 @@ class WeightCalls:
         log.info("%d tensors of the model were replaced", count)
 
     def reload_weights(self) -> None:
-        """Take the weights from the model's source again, whatever became of them.
+        """Load the weights from the model's source again, even after a failed update.
 
-        Raises `InvalidRequestError` unless generation is paused and at rest.
+        Raises `InvalidRequestError` unless generation is paused and nothing runs.
         """
         self._require_rest()
         self._core.runner.collective_rpc("_reload_weights")

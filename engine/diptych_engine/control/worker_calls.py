@@ -1,4 +1,4 @@
-"""`collective_rpc` as a client may use it."""
+"""The call `collective_rpc` for clients."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class WorkerCalls:
         self._core = core
 
     def collective_rpc(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
-        """Run a public worker method on every rank; the results in the order of the ranks.
+        """Run a public worker method on every rank; return the results in the order of the ranks.
 
-        Raises `InvalidRequestError` for a name that there is not, `UtilityError` with the message
-        of whatever the method raised, or if its result cannot be sent.
+        Raises `InvalidRequestError` for an unknown name, `UtilityError` with the message of an
+        error in the method, or if its result cannot be sent.
         """
         if method.startswith("_"):
             raise InvalidRequestError(f"the worker method {method!r} is not for clients")

@@ -1,1 +1,1 @@
-"""What computes a step: the runner, its batch, and the sampler."""
+"""Computes steps: the runner, its batch, and the sampler."""

@@ -1,4 +1,4 @@
-"""The rows of the running batch: which request has which, and their block tables."""
+"""The rows of the running batch: the request in each, and its block table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class BatchRows:
-    """A fixed number of rows; a request's stays the same while it lives."""
+    """A fixed number of rows. A request keeps its row as long as it runs."""
 
     def __init__(self, num_rows: int, max_blocks: int) -> None:
         self.block_tables: Final = np.zeros((num_rows, max_blocks), np.int64)
@@ -21,7 +21,7 @@ class BatchRows:
     def admit(self, request_id: str) -> int:
         """Give a new request a row with an empty table.
 
-        Raises `RuntimeError` when more requests live than there are rows.
+        Raises `RuntimeError` if no row is free.
         """
         if not self._free:
             raise RuntimeError(f"request {request_id}: all {len(self.num_blocks)} rows are taken")
@@ -31,7 +31,7 @@ class BatchRows:
         return row
 
     def release(self, request_id: str) -> int | None:
-        """Take a request's row back; None if it has none."""
+        """Free a request's row and return it; None if it has none."""
         row = self.row_of.pop(request_id, None)
         if row is not None:
             self._free.append(row)
@@ -40,7 +40,7 @@ class BatchRows:
     def extend(self, row: int, block_ids: list[int], first_fresh: int) -> list[int]:
         """Copy the ids that the table lacks.
 
-        Returns those among them that stand at place `first_fresh` or later.
+        Returns those of them at position `first_fresh` or later.
         """
         known = self.num_blocks[row]
         self.block_tables[row, known : len(block_ids)] = block_ids[known:]

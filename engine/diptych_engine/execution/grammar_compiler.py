@@ -1,7 +1,7 @@
 """Compiles the grammars of structured outputs, in a thread of its own.
 
-A grammar may take some 100 ms; the engine's loop must not stand still for it. llguidance lets go of
-the GIL while it compiles.
+A grammar may take about 100 ms, for which the engine's loop must not stop. llguidance releases the
+GIL while it compiles.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ Compiled = tuple[bytes, LLMatcher | None, str]
 
 
 class HopelessFormError(InvalidRequestError):
-    """No answer of this model can have the form. What can be known without the model's vocabulary,
-    a front-end has refused before."""
+    """No answer of this model can have the form. A front-end has already refused forms that fail
+    for any vocabulary."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"{FIELD}: {reason}", param=FIELD)
@@ -60,17 +60,17 @@ class HopelessFormError(InvalidRequestError):
 class Vocabulary:
     tokens: LLTokenizer
     reasoning: ReasoningTokens | None
-    """None if nobody is to look for reasoning."""
+    """None if reasoning is not separated."""
     digits: Digits
 
 
 class GrammarCompiler:
-    """For one engine core. `begin` and `finished` belong to the core's thread."""
+    """Compiles for one engine core. Only the core's thread calls `begin` and `finished`."""
 
     def __init__(self, source: ModelSource, reasoning_parser: ReasoningParserName = "none") -> None:
         """Begin to prepare the model's vocabulary, which takes up to a second.
 
-        reasoning_parser: as `EngineConfig.reasoning_parser`.
+        reasoning_parser: see `EngineConfig.reasoning_parser`.
         """
         self._style = format_of(reasoning_parser)
         self._executor = deep_executor("grammar compiler")
@@ -85,15 +85,17 @@ class GrammarCompiler:
         """Readable when `finished` has something to tell."""
 
     def wait_until_ready(self) -> None:
-        """Let the vocabulary be prepared: that holds the GIL, so it must not happen later."""
+        """Wait until the vocabulary is prepared: that holds the GIL, so it must not
+        happen later."""
         reason = self._vocabulary.exception()
         if reason is not None:
             log.info("no structured outputs: %s", reason)
 
     def begin(self, request: Request) -> bool:
-        """Get the request's grammar; False if that takes time, and `finished` will name it.
+        """Get the request's grammar. False: it is being compiled, and `finished` will return the
+        request.
 
-        Raises `InvalidRequestError` if the form is too large, or the model can have none.
+        Raises `InvalidRequestError` if the form is too large, or the model cannot produce it.
         """
         form = request.params.structured_outputs
         if form is None:
@@ -134,7 +136,7 @@ class GrammarCompiler:
         return not self._finished.empty()
 
     def finished(self) -> list[tuple[Request, HopelessFormError | None]]:
-        """Requests whose grammar is there now, or the reason why it cannot be."""
+        """Return requests whose grammar is ready, or the reason why there is none."""
         with contextlib.suppress(BlockingIOError):  # taken before the thread could wake us
             os.eventfd_read(self.wake_fd)
         told: list[tuple[Request, HopelessFormError | None]] = []

@@ -1,4 +1,4 @@
-"""Where outputs stand in their grammars, and what that leaves of the vocabulary."""
+"""Tracks outputs in their grammars, and which tokens these allow next."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from diptych_kernels.host_arrays import to_device
 class Preface:
     """Reads an output token by token, until its answer begins.
 
-    The first token decides: it belongs to the grammar, or to the marker that opens reasoning. If
-    that is more than one token, the others decide, too.
+    The first token decides: it belongs either to the grammar or to the marker that opens reasoning.
+    If the marker has more tokens, they decide too.
     """
 
     def __init__(self, reasoning: Reasoning) -> None:
@@ -34,7 +34,7 @@ class Preface:
         """The tokens so far, if they may become the marker."""
 
     def take(self, token: int) -> list[int]:
-        """Read a token; returns the tokens that turn out to be of the answer."""
+        """Read a token, and return the tokens that belong to the answer."""
         if self.ended:
             return [token]
         if self._splitter is not None:
@@ -59,9 +59,9 @@ class Preface:
         return tokenizer.encode(answer, add_special_tokens=False) if answer else []
 
     def allowed(self, grammar: LLMatcher) -> NDArray[np.uint8]:
-        """One bit for each token, as `GrammarState.allowed`, before the answer has begun.
+        """Return one bit for each token, as `GrammarState.allowed`, before the answer has begun.
 
-        grammar: stands at its beginning.
+        grammar: in its initial state.
         """
         tokens = self._reasoning.tokens
         if self._splitter is not None:
@@ -75,19 +75,19 @@ class Preface:
 
 
 class GrammarError(Exception):
-    """An output cannot go on by its grammar."""
+    """An output cannot continue by its grammar."""
 
 
 class GrammarState:
-    """One output's place in its grammar, found from the tokens of the output alone: a request that
-    comes back after preemption, or from another engine, is at the same place."""
+    """The position of one output in its grammar, computed from the output's tokens alone. So a
+    request that returns after preemption, or from another engine, has the same position."""
 
     def __init__(
         self, grammar: LLMatcher, reasoning: Reasoning | None = None, digits: Digits | None = None
     ) -> None:
-        """reasoning: what may stand before the part of the output that has the grammar.
+        """reasoning: what may precede the part of the output with the grammar.
 
-        digits: of the vocabulary, if the grammar is one of JSON.
+        digits: of the vocabulary, for a grammar of JSON.
         """
         self._matcher = grammar.deep_copy()
         self._numbers = None if digits is None else NumberLimit(digits)
@@ -95,11 +95,11 @@ class GrammarState:
         self._preface = None if reasoning is None else Preface(reasoning)
 
     def allowed(self, request: Request) -> NDArray[np.uint8]:
-        """One bit for each token, the lowest of a byte first: those that may come next.
+        """Return one bit for each token, the lowest of a byte first: those that may come next.
 
-        When the grammar is fulfilled and allows no more, that is the end of the answer only. While
-        the output reasons, these are all but the ends of an answer.
-        Raises `GrammarError` if the output breaks the grammar, or the grammar its limits.
+        When the grammar is complete and allows no more, that is only the end of the answer. While
+        the output reasons, all tokens are allowed but the ends of an answer. Raises `GrammarError`
+        if the output breaks the grammar, or the grammar its limits.
         """
         new = request.token_ids[request.num_prompt_tokens + self._num_taken :]
         self._num_taken += len(new)
@@ -135,14 +135,14 @@ def constrain(
     states: Sequence[GrammarState],
     requests: Sequence[Request],
 ) -> dict[str, str]:
-    """Exclude what grammars do not allow, in place.
+    """Exclude tokens that grammars do not allow, in place.
 
-    Where other exclusions leave nothing that the grammar allows, the grammar wins: its answer would
-    otherwise end in the middle of a word, or never.
+    If other exclusions leave no token that the grammar allows, the grammar has precedence, because
+    the answer would otherwise end in the middle of a word, or never.
 
-    logits: [requests, vocabulary]; `rows` of them have grammars, whose `states` are these.
-    unchanged: [rows, vocabulary], the logits of those rows before anything was excluded.
-    Returns the ids of requests that cannot go on, with the reasons.
+    logits: [requests, vocabulary]; `rows` of them have grammars, with these `states`. unchanged:
+    [rows, vocabulary], the logits of those rows before anything was excluded. Returns the ids of
+    requests that cannot continue, with the reasons.
     """
     failed: dict[str, str] = {}
     masks = np.zeros((len(rows), logits.shape[1]), np.bool_)

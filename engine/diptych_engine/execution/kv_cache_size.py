@@ -1,4 +1,4 @@
-"""How much memory an engine keeps its KV in."""
+"""Computes how much memory an engine uses for KV."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from diptych_frontend.model_files.vision_config import VisionConfig
 from diptych_protocol import EngineConfig, InvalidRequestError
 
 BYTES_ON_A_CPU = 1 << 30
-"""Where nobody says how much. Processes share a CPU's memory, and no share of it is an engine's."""
+"""The default on a CPU, whose memory processes share without any natural part for an engine."""
 BESIDE_TENSORS = 768 << 20
-"""How much of a GPU is left for what is no tensor of a step: recorded launches, compiled kernels,
+"""The part of a GPU for what is no tensor of a step: recorded launches, compiled kernels,
 libraries' work spaces, the window of a hand-off, and what torch's allocator cannot use."""
 GIB = 1 << 30
 
 
 class GpuMemory(NamedTuple):
-    """In bytes, when the weights are loaded."""
+    """The memory of a GPU in bytes, when the weights are loaded."""
 
     free: int
     total: int
@@ -30,7 +30,7 @@ class GpuMemory(NamedTuple):
 def bytes_for_kv(
     config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype, ranks: int
 ) -> int:
-    """What the configuration gives to KV, in an engine that has its weights already.
+    """Return the bytes for KV by the configuration, in an engine that has loaded its weights.
 
     model: a rank's part. Raises `InvalidRequestError` when a GPU has no room.
     """
@@ -53,7 +53,7 @@ def bytes_for_kv(
 
 
 def blocks_in(num_bytes: int, block_bytes: int) -> int:
-    """How many blocks. Raises `InvalidRequestError` for less than two."""
+    """Return the number of blocks. Raises `InvalidRequestError` for fewer than two."""
     if num_bytes < 2 * block_bytes:
         raise InvalidRequestError(
             f"kv_cache_bytes must hold two blocks of {block_bytes} bytes, not {num_bytes} bytes",
@@ -63,12 +63,12 @@ def blocks_in(num_bytes: int, block_bytes: int) -> int:
 
 
 def bytes_that_fit(memory: GpuMemory, utilization: float, peak: int) -> int:
-    """What is left for KV of the share of a GPU that an engine may use.
+    """Return the bytes that remain for KV in the engine's share of a GPU.
 
-    What is not free counts as the engine's, be it weights or another process's.
-    peak: what a step takes beside that and KV, in bytes.
+    All used memory counts as the engine's, whether weights or another process's. peak: what a step
+    takes beside weights and KV, in bytes.
 
-    Raises `InvalidRequestError` when nothing is left.
+    Raises `InvalidRequestError` when nothing remains.
     """
     allowed = int(memory.total * utilization)
     used = memory.total - memory.free
@@ -85,10 +85,10 @@ def bytes_that_fit(memory: GpuMemory, utilization: float, peak: int) -> int:
 
 
 def peak_of_a_step(model: ModelConfig, max_tokens: int, max_seqs: int, itemsize: int) -> int:
-    """More than any step takes of a GPU's memory beside weights and KV, in bytes.
+    """Return an upper bound, in bytes, of a step's GPU memory beside weights and KV.
 
-    A step holds the tensors of one layer, and logits. Nothing is measured, so each is counted as if
-    none of them had been freed before the next.
+    A step has the tensors of one layer, and logits. The bound is computed, not measured, as if none
+    of them were freed before the next.
     """
     queries = model.num_attention_heads * model.head_dim
     keys = model.num_key_value_heads * model.head_dim
@@ -106,7 +106,8 @@ def peak_of_a_step(model: ModelConfig, max_tokens: int, max_seqs: int, itemsize:
 
 
 def peak_of_images(vision: VisionConfig, itemsize: int) -> int:
-    """More than encoding an image takes of a GPU's memory, in bytes, counted in the same way."""
+    """Return an upper bound, in bytes, of the GPU memory for encoding an image, computed in the
+    same way."""
     patches = TILES_AT_ONCE * vision.patches_per_edge**2
     # The residual and its norms; queries, keys and values, and what attention makes of them; the
     # inner layer before and after its activation.

@@ -1,4 +1,4 @@
-"""The memory of the KV cache, which can be given back while an engine sleeps."""
+"""The memory of the KV cache, which can be released while an engine sleeps."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from diptych_protocol import InvalidRequestError
 
 
 class KVMemory:
-    """Zeroed memory at an address that stays.
+    """Zeroed memory at a fixed address.
 
-    On a CPU it is a private mapping, so its pages are aligned and taken on first use: an engine
-    starts at once, an idle one stays small, and pages that are given back come again as zeros when
-    somebody touches them. The hinge may keep the address meanwhile.
+    On a CPU it is a private mapping, so its pages are aligned and allocated at first use. An engine
+    starts at once, an idle one stays small, and released pages are zero when they are used again.
+    The hinge may keep the address meanwhile.
 
     The memory of a tensor-parallel worker may be a mapping of a file without a name (a memfd) that
-    the lead maps too: the hinge lives there. Such a file is gone with the last process that has it,
-    however that ends.
+    the lead maps too, because the hinge runs there. Such a file disappears with the last process
+    that has it.
     """
 
     def __init__(
@@ -33,9 +33,10 @@ class KVMemory:
         device: torch.device,
         shared_fd: int | None = None,
     ) -> None:
-        """`shared_fd`: an empty file to have the memory in; on a CPU only.
+        """`shared_fd`: an empty file for the memory; on a CPU only.
 
-        Raises `InvalidRequestError` if the system, or a limit of this process, has not so much.
+        Raises `InvalidRequestError` if the system, or a limit of this process, does not have enough
+        memory.
         """
         self._pages: mmap.mmap | None = None
         self._shared = shared_fd is not None
@@ -54,7 +55,7 @@ class KVMemory:
             self.tensor = torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=device)
 
     def give_back(self) -> None:
-        """Return the memory to the machine. Nobody may use it until `take_again`."""
+        """Release the memory. Nobody may use it until `take_again`."""
         if self._pages is not None:
             self._pages.madvise(mmap.MADV_REMOVE if self._shared else mmap.MADV_DONTNEED)
         else:
@@ -62,7 +63,7 @@ class KVMemory:
             torch.cuda.empty_cache()
 
     def take_again(self) -> None:
-        """Have it again, zeroed. Harmless if it was never given back."""
+        """Allocate it again, zeroed. Harmless if it was never released."""
         storage = self.tensor.untyped_storage()
         if storage.nbytes() < self._num_bytes:
             storage.resize_(self._num_bytes)
@@ -84,6 +85,6 @@ def _mapped(num_bytes: int, shared_fd: int | None) -> mmap.mmap:
 
 
 def map_shared(fd: int, num_blocks: int) -> NDArray[np.uint8]:
-    """[num_blocks, block_bytes]: the memory that another process has in this file."""
+    """Map another process's memory in this file as [num_blocks, block_bytes]."""
     pages = mmap.mmap(fd, os.fstat(fd).st_size)
     return np.frombuffer(pages, np.uint8).reshape(num_blocks, -1)

@@ -1,6 +1,6 @@
-"""Code of the operator's own, by its name: `module:Class` or `module:function`.
+"""Loads the operator's own code by its name: `module:Class` or `module:function`.
 
-Only who configures the engine can name it or, with `allow_functions`, let clients do so.
+Only the engine's configuration can name it or, with `allow_functions`, let clients do so.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from diptych_protocol import InvalidRequestError
 
 
 def named(spec: str, param: str) -> Any:
-    """What has that name. Raises `InvalidRequestError`, with `param`, if nothing has."""
+    """Return the object of that name. Raises `InvalidRequestError`, with `param`, if
+    there is none."""
     module, _, path = spec.partition(":")
     try:
         return reduce(getattr, path.split("."), importlib.import_module(module))
@@ -22,5 +23,5 @@ def named(spec: str, param: str) -> Any:
 
 
 def refusal(spec: str, param: str, exc: Exception) -> InvalidRequestError:
-    """The error for something that cannot be used."""
+    """Return the error for an object that cannot be used."""
     return InvalidRequestError(f"{param} {spec!r}: {type(exc).__name__}: {exc}", param=param)

@@ -1,4 +1,4 @@
-"""Where a model runs, in which types, and what a block of its KV holds."""
+"""Chooses a model's device and dtypes, and the shape of a KV block."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from diptych_kernels.kv_write.reference import FLOAT8
 from diptych_protocol import EngineConfig, InvalidRequestError
 
 ENOUGH_ON_A_CPU = 256
-"""Number of prompt tokens that is enough for one step on a CPU. From some 64 tokens on, each takes
-equally long. With fewer prompts in a step, there would be more steps in which only some of the
-requests decode, and for which the weights have to be read."""
+"""The number of prompt tokens that is enough for one step on a CPU. From about 64 tokens on, each
+takes the same time. With fewer prompt tokens per step there would be more steps, for each of which
+the weights have to be read."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FLOAT8_SINCE = (8, 9)
 """The compute capability from which on Triton converts 8-bit floats (e4m3)."""
 
 
 def choose_device(config: EngineConfig, rank: int = 0) -> torch.device:
-    """The CPU, or the GPU of a rank.
+    """Return the CPU, or the GPU of a rank.
 
-    Raises `InvalidRequestError` if the configuration asks for a GPU that is not there.
+    Raises `InvalidRequestError` if the configuration names a GPU that does not exist.
     """
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
@@ -33,16 +33,16 @@ def choose_device(config: EngineConfig, rank: int = 0) -> torch.device:
 
 
 def gpu_of(config: EngineConfig, rank: int, num_visible: int) -> int:
-    """Which of the GPUs that a process sees is a rank's.
+    """Return which of the GPUs that a process sees belongs to a rank.
 
-    All ranks of all replicas on a machine see the same GPUs. Where a pod has been given only those
-    of one replica, it sees them as the first.
+    All ranks of all replicas on a machine see the same GPUs. A pod that has only the GPUs of one
+    replica sees them as the first.
     """
     return (config.data_parallel_rank * config.tensor_parallel_size + rank) % num_visible
 
 
 def enough_prompt_tokens(config: EngineConfig, device: torch.device) -> int:
-    """Number of prompt tokens that is enough for one step: more at a time would be no faster per
+    """Return the number of prompt tokens that is enough for one step: more would be no faster per
     token."""
     if config.enough_prompt_tokens is not None:
         return config.enough_prompt_tokens
@@ -50,7 +50,7 @@ def enough_prompt_tokens(config: EngineConfig, device: torch.device) -> int:
 
 
 def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    """The type of weights and activations."""
+    """Return the dtype of weights and activations."""
     if config.dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return DTYPES[config.dtype]
@@ -59,10 +59,10 @@ def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
 def choose_kv_dtype(
     config: EngineConfig, device: torch.device, dtype: torch.dtype, *, quantised: bool
 ) -> torch.dtype:
-    """The type of keys and values in the cache, for a model of this dtype whose file may be
+    """Return the dtype of keys and values in the cache, for a model of this dtype whose file may be
     quantised.
 
-    Raises `InvalidRequestError` for what no attention kernel reads.
+    Raises `InvalidRequestError` for a dtype that no attention kernel reads.
     """
     if config.kv_cache_dtype == "auto":
         return torch.bfloat16 if quantised else dtype
@@ -90,12 +90,12 @@ def _check_float8(device: torch.device) -> None:
 
 
 def block_shape(model: ModelConfig, block_size: int) -> tuple[int, int, int, int, int]:
-    """[num_layers, 2, block_size, kv_heads, head_dim]: what one KV block holds."""
+    """Return [num_layers, 2, block_size, kv_heads, head_dim], the shape of one KV block."""
     return (
         model.num_hidden_layers, 2, block_size, model.num_key_value_heads, model.head_dim,
     )  # fmt: skip
 
 
 def block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one KV block, all layers."""
+    """Return the bytes of one KV block with all layers."""
     return math.prod(block_shape(model, block_size)) * dtype.itemsize

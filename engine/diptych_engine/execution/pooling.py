@@ -1,4 +1,4 @@
-"""From the hidden states of prompts to the vectors that pooling requests ask for.
+"""Turns the hidden states of prompts into the vectors of pooling requests.
 
 A prompt is computed in chunks, so each way of pooling keeps between them just what it needs: the
 mean one sum, `token_embed` every row, the last token nothing.
@@ -21,13 +21,13 @@ from diptych_protocol import Array, PoolingParams
 
 
 class Pool(Protocol):
-    """What is kept of one prompt's hidden states, which are float32 and after the final norm."""
+    """The kept part of one prompt's hidden states, which are float32 and after the final norm."""
 
     def add(self, hidden: Tensor) -> None:
-        """The next tokens, [tokens, hidden]."""
+        """Add the next tokens, [tokens, hidden]."""
 
     def result(self) -> Tensor:
-        """[hidden] or [tokens, hidden]; at least one token has been added."""
+        """Return [hidden] or [tokens, hidden]; at least one token must have been added."""
 
 
 class LastToken:
@@ -66,7 +66,7 @@ class EveryToken:
 
 
 EMBEDS: Final[dict[str, Callable[[], Pool]]] = {"last": LastToken, "mean": Mean}
-"""By `EngineConfig.pooling`."""
+"""The ways of pooling, by `EngineConfig.pooling`."""
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class _Prompt:
     params: PoolingParams
     pool: Pool
     num_tokens: int | None = None
-    """How far it has come; None before its first chunk."""
+    """The tokens so far; None before its first chunk."""
 
 
 class Pooler:
@@ -91,7 +91,7 @@ class Pooler:
         return bool(self._open)
 
     def admit(self, request_id: str, params: PoolingParams) -> None:
-        """Begin a prompt; one that lost its blocks begins anew."""
+        """Begin a prompt. One that lost its blocks begins again."""
         pool = EveryToken() if params.task == "token_embed" else self._embed()
         self._open[request_id] = _Prompt(params, pool)
 
@@ -106,7 +106,7 @@ class Pooler:
         hidden: Tensor,
         norm: Callable[[Tensor], Tensor],
     ) -> dict[str, Array]:
-        """Take a step's hidden states.
+        """Add a step's hidden states.
 
         query_starts: [shares + 1]: where each share begins among the step's tokens.
         hidden: [tokens, hidden], before the model's final norm, which is `norm`.

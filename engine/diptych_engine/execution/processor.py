@@ -1,4 +1,4 @@
-"""What a model wants of the processor that it runs on, before its first step."""
+"""Prepares the process for a model on this processor, before its first step."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 def keep_freed_memory() -> None:
-    """Ask glibc not to hand a step's temporaries back to the kernel: the page faults of getting
-    them again cost more than the step of a small model. Other C libraries are left as they are."""
+    """Make glibc keep a step's freed memory: page faults for allocating it again cost more than the
+    step of a small model. Other C libraries stay as they are."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, 32 << 20)  # glibc accepts no more
@@ -42,14 +42,15 @@ def keep_freed_memory() -> None:
 
 
 def give_freed_memory_back() -> None:
-    """Hand to the kernel what is free, after an event that will not soon come again."""
+    """Return free memory to the kernel, after an event that will not occur again soon."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:  # glibc
         trim(0)
 
 
 def choose_level(config: EngineConfig) -> CpuLevel:
-    """Choose the level of this process's kernels. Raises `InvalidRequestError` if there is none."""
+    """Choose the level of this process's kernels. Raises `InvalidRequestError` if it does not
+    exist."""
     try:
         return use_level(config.cpu_level)
     except CpuLevelError as exc:
@@ -57,8 +58,8 @@ def choose_level(config: EngineConfig) -> CpuLevel:
 
 
 class CpuKernels:
-    """The kernels that a model on a CPU will call. They are loaded, or compiled, beside other work
-    until `try_all`."""
+    """The kernels for a model on a CPU. They are loaded, or compiled, beside other work until
+    `try_all`."""
 
     def __init__(self, kv_dtype: torch.dtype, head_dim: int, *, packed: bool) -> None:
         self._names = [each for each in _wanted(kv_dtype, head_dim, packed) if is_there(each[0])]
@@ -66,7 +67,7 @@ class CpuKernels:
         self._thread.start()
 
     def try_all(self) -> None:
-        """Hold each beside its reference; those that differ are put aside. Says so in the log."""
+        """Compare each with its reference, and disable and log those that differ."""
         self._thread.join()
         started = time.monotonic()
         trusted = [is_trusted(CASES[name], number) for name, number in self._names]

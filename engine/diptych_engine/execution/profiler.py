@@ -1,4 +1,4 @@
-"""The torch profiler of one worker: off, it costs a step nothing worth measuring."""
+"""The torch profiler of one worker. While it is off, it costs nothing measurable."""
 
 from __future__ import annotations
 
@@ -21,28 +21,29 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Profiler:
-    """At most one profile at a time."""
+    """Runs at most one profile at a time."""
 
     def __init__(self, directory: str, name: str) -> None:
-        """Traces are written to `directory`, named for `name`, process and time; an empty directory
-        means that nothing may be profiled here."""
+        """Traces are written to `directory`, named for `name`, process and time. An empty directory
+        disables profiling."""
         self._directory = directory
         self._name = name
         self._prefix = name
         self._profile: profile | None = None
 
     def methods(self) -> dict[str, Callable[..., Any]]:
-        """What `collective_rpc` may name, but no client."""
+        """The methods for `collective_rpc`, but not for clients."""
         return {f"_{call.__name__}": call for call in (self.start_profile, self.stop_profile)}
 
     def span(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        """Marks what happens inside with a name, if anybody looks."""
+        """Mark what runs inside with a name, if a profile is running."""
         return _NOTHING if self._profile is None else record_function(name)
 
     def start_profile(self, profile_prefix: str = "") -> None:
         """Begin a profile; the name of its file begins with the prefix, or with the engine's.
 
-        Raises `InvalidRequestError` if one runs, or if there is nowhere to write it to."""
+        Raises `InvalidRequestError` if a profile is running, or profiling is disabled.
+        """
         if self._profile is not None:
             raise InvalidRequestError("a profile is running already; stop it first")
         if not self._directory:
@@ -61,7 +62,7 @@ class Profiler:
         """End the profile and write its trace, for chrome://tracing or Perfetto.
 
         Returns the file, or None if no profile ran. Raises `OSError` or `RuntimeError` if it cannot
-        be written; the profile has ended then, too.
+        be written; the profile has ended even then.
         """
         if self._profile is None:
             return None

@@ -1,4 +1,4 @@
-"""What stands in the place of tokens' own embeddings: prompts that are embeddings, and images."""
+"""Embeddings that replace those of tokens: prompts that are embeddings, and images."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ Encode = Callable[[Tensor], Tensor]
 
 
 class EncodedImages:
-    """Has what the scheduler's `EncoderCache` says."""
+    """Holds the features that the scheduler's `EncoderCache` has planned."""
 
     def __init__(self, encode: Encode | None) -> None:
-        """`encode`: the model's; None for one that sees nothing."""
+        """`encode`: the model's; None for a model without vision."""
         self._encode = encode
         self._features: dict[str, Tensor] = {}
 
     def do(self, work: ImageWork) -> None:
-        """Forget, then encode."""
+        """Forget features, then encode images."""
         for key in work.forget:
             del self._features[key]
         for image in work.encode:
@@ -46,7 +46,7 @@ class EncodedImages:
     def among(
         self, shares: Sequence[ScheduledRequest], query_starts: NDArray[np.int64]
     ) -> Iterator[tuple[Rows, Tensor]]:
-        """Rows among a step's tokens, and the features that belong there.
+        """Return rows among a step's tokens, and the features for them.
 
         query_starts: [shares + 1]: where each share begins among the step's tokens.
         """
@@ -60,7 +60,7 @@ class EncodedImages:
 
 
 class PromptEmbeds:
-    """The embeddings of every request in the batch that brought some; false if there is none."""
+    """The embeddings of all requests in the batch that brought some; false if there are none."""
 
     def __init__(self, model: CausalLM, dtype: torch.dtype, device: torch.device) -> None:
         """`dtype` and `device`: the model's."""
@@ -76,11 +76,11 @@ class PromptEmbeds:
         self._of[request_id] = as_tensor(embeds)
 
     def release(self, request_id: str) -> None:
-        """Forget a request; one without embeddings is ignored."""
+        """Forget a request; ignored for one without embeddings."""
         self._of.pop(request_id, None)
 
     def methods(self) -> dict[str, Callable[..., Any]]:
-        """What `collective_rpc` may name, but no client."""
+        """The methods for `collective_rpc`, but not for clients."""
         return {"_forget_images": self.images.forget}
 
     def among(
@@ -89,10 +89,10 @@ class PromptEmbeds:
         shares: Sequence[ScheduledRequest],
         query_starts: NDArray[np.int64],
     ) -> GivenEmbeddings | None:
-        """The rows that belong to a step's tokens; None if all of those are plain tokens.
+        """Return the rows for a step's tokens; None if all of those are plain tokens.
 
-        shares: those of the plan, in the order of their tokens.
-        query_starts: [shares + 1]: where each share begins among the step's tokens.
+        shares: those of the plan, in the order of their tokens. query_starts: [shares + 1]: where
+        each share begins among the step's tokens.
         """
         rows: list[NDArray[np.int64]] = []
         values: list[Tensor] = []

@@ -15,17 +15,18 @@ from diptych_engine.scheduling.request import Request, ScheduledRequest
 from diptych_protocol import Array, LogprobsTensors
 
 ROWS_AT_ONCE: Final = 128
-"""Positions whose logits are made together: a whole prompt's would not fit into memory."""
+"""Positions whose logits are computed together, because a whole prompt's would not
+fit into memory."""
 
 ToLogits = Callable[[Tensor], Tensor]
 """Hidden states to logits: [positions, hidden] -> [positions, vocabulary]."""
 
 
 class PromptLogprobs:
-    """The prompts that want them and are under way.
+    """The unfinished prompts that want log-probabilities.
 
-    One whose computation is interrupted is gathered from its beginning again: its request reads no
-    cached prefix.
+    If a prompt is interrupted, it is gathered from its beginning again: its request reads no cached
+    prefix.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -33,7 +34,7 @@ class PromptLogprobs:
         self._begun: dict[str, _Prompt] = {}
 
     def admit(self, share: ScheduledRequest) -> None:
-        """A request begins here; if it wants the log-probabilities of its prompt, gather them."""
+        """Begin to gather a request's log-probabilities, if it wants those of its prompt."""
         if share.start == 0 and share.request.wants_prompt_logprobs:
             self._begun[share.request.request_id] = _Prompt(share.request, self._vocab_size)
 
@@ -47,10 +48,9 @@ class PromptLogprobs:
         hidden: Tensor,
         to_logits: ToLogits,
     ) -> dict[str, LogprobsTensors] | None:
-        """Take up a step's shares; returns the prompts that are complete with it, by request id.
+        """Gather a step's shares, and return the prompts that are complete, by request id.
 
-        query_starts: where each share begins in `hidden`.
-        hidden: [tokens of the step, hidden].
+        query_starts: where each share begins in `hidden`. hidden: [tokens of the step, hidden].
         """
         if not self._begun:
             return None

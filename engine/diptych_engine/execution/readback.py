@@ -1,4 +1,4 @@
-"""Results on their way from the device."""
+"""Copies results from the device without blocking."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Readback:
-    """Tensors that are copied to the host, which goes on meanwhile. On a CPU there is no copy."""
+    """Tensors that are being copied to the host. On a CPU there is no copy."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self._done: torch.cuda.Event | None = None
@@ -20,7 +20,7 @@ class Readback:
         self._tensors = tensors
 
     def read(self) -> tuple[Tensor, ...]:
-        """Wait until they are there."""
+        """Wait for the tensors and return them."""
         if self._done is not None:
             self._done.synchronize()
         return self._tensors

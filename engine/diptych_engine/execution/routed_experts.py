@@ -1,8 +1,8 @@
-"""Which experts the layers chose for each token, kept by the slots of the KV cache.
+"""Records which experts the layers chose for each token, by the slots of the KV cache.
 
 A request that finds a prefix in the cache, or computes its tokens again after a preemption, finds
-their experts where it finds their KV. They stay on the host: the runner copies a step's with the
-tokens that were sampled, and no step waits for them.
+their experts with their KV. They are kept on the host: the runner copies a step's with the sampled
+tokens, and no step waits for them.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class _Wanted(NamedTuple):
 
     request: Request
     first_block: int
-    """Which of its blocks `blocks` begins with."""
+    """The index of the first of its blocks in `blocks`."""
     blocks: NDArray[np.int64]
     end: int
-    """So many of its tokens are computed then."""
+    """The number of its tokens that are computed then."""
 
 
 def check_routed(model: ModelConfig, max_tokens: int) -> None:
-    """Raise `InvalidRequestError` unless the experts of so many tokens can be told."""
+    """Raise `InvalidRequestError` unless the experts of this many tokens can be reported."""
     if not model.num_experts:
         raise InvalidRequestError(
             f"enable_return_routed_experts needs experts, and this {model.architecture} "
@@ -68,21 +68,22 @@ class RoutedExperts:
         """Steps that were launched and not written down, in their order."""
 
     def room_for(self, num_tokens: int, device: torch.device) -> Tensor:
-        """`StepInputs.routed` of a step."""
+        """Return `StepInputs.routed` for a step."""
         return torch.full((num_tokens, *self._shape), UNKNOWN, dtype=torch.int16, device=device)
 
     def forget(self, block_ids: Sequence[int]) -> None:
-        """Other engines' KV will fill these blocks, and nobody tells its experts."""
+        """Forget the experts of blocks that get KV from other engines, which do not
+        report experts."""
         self._one_more[list(block_ids)] = UNKNOWN + 1
 
     def take(
         self, inputs: StepInputs, shares: Sequence[ScheduledRequest], rows: BatchRows
     ) -> Callable[[], dict[str, Array]]:
-        """Keep what a launched step's layers chose.
+        """Record the choices of a launched step's layers.
 
-        Returns what waits for it, and then says what clients are to be told, by request id. That
-        may be called again, and before that of an earlier step: it counts when the results of all
-        steps before are applied.
+        Returns a function that waits for them and returns the experts for clients, by request id.
+        It may be called again, and before that of an earlier step: it is right when the results of
+        all steps before are applied.
         """
         if inputs.routed is None:
             raise ValueError("the step had no room for experts")

@@ -1,10 +1,10 @@
-"""What few requests ask of the sampler: functions of the operator's own, biases, penalties, and
-tokens that must not come.
+"""Rarely used options of the sampler: the operator's own functions, biases, penalties, and excluded
+tokens.
 
 `EngineConfig.logits_processors` names the functions as `module:function`; a request names those
-that it wants. As in vLLM's V0, one takes the output's token ids and the logits of the next token,
-or the prompt's token ids before them, and returns the logits. It is called again for a request that
-comes back, so what it does may depend on these arguments alone.
+that it wants. As in vLLM's V0, a function takes the output's token ids and the logits of the next
+token, or the prompt's token ids before them, and returns the logits. It is called again after a
+preemption, so its result may depend on these arguments alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PARAM = "logits_processors"
 
 
 class SeenTokens:
-    """The distinct tokens of a growing sequence; each step looks only at the new ones."""
+    """The distinct tokens of a growing sequence. Each step reads only the new ones."""
 
     def __init__(self) -> None:
         self._token_ids = array("q")
@@ -44,7 +44,7 @@ class SeenTokens:
         self._num_looked_at = 0
 
     def advance(self, request: Request) -> None:
-        """Look at the request's tokens since the last call."""
+        """Read the request's tokens since the last call."""
         token_ids = request.token_ids
         for position in range(self._num_looked_at, len(token_ids)):
             place = self._places.setdefault(token_ids[position], len(self._places))
@@ -55,7 +55,8 @@ class SeenTokens:
         self._num_looked_at = len(token_ids)
 
     def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Token ids and output counts; views that must be dropped before the next `advance`."""
+        """Return token ids and output counts, as views that must be dropped before the next
+        `advance`."""
         return np.frombuffer(self._token_ids, np.int64), np.frombuffer(self._counts, np.int64)
 
 
@@ -70,7 +71,7 @@ class Penalties:
 
     @classmethod
     def of(cls, params: SamplingParams) -> Penalties | None:
-        """None if the parameters change nothing."""
+        """Return the penalties of a request; None if its parameters change nothing."""
         asked = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
         return None if asked == (0.0, 0.0, 1.0) else cls(*asked)
 
@@ -104,7 +105,8 @@ def apply_penalties(
 
 
 def load_processors(names: Iterable[str]) -> Mapping[str, Processor]:
-    """The functions of these names. Raises `InvalidRequestError` for one that cannot be used."""
+    """Load the functions of these names. Raises `InvalidRequestError` for one that
+    cannot be used."""
     return {name: _load(name) for name in names}
 
 
@@ -124,13 +126,13 @@ def _load(name: str) -> Processor:
 
 @dataclass(slots=True)
 class RowOptions:
-    """The special options of one row; they hold what was learnt of its request so far."""
+    """The special options of one row, with what they have learned of its request so far."""
 
     logprobs: bool
     num_logprobs: int
     min_tokens: int
     ends: list[int]
-    """Tokens that would end the output, kept out until it has `min_tokens`."""
+    """Tokens that would end the output, excluded until it has `min_tokens`."""
     bad_words: list[list[int]]
     bias: Bias | None
     penalties: Penalties | None
@@ -141,8 +143,8 @@ class RowOptions:
     def of(
         cls, request: Request, vocab_size: int, processors: Mapping[str, Processor]
     ) -> RowOptions | None:
-        """The request's special options; None if it has none. `processors` are all that it may
-        name."""
+        """Return the request's special options; None if it has none. `processors`: all functions
+        that it may name."""
         params = request.params
         options = cls(
             params.logprobs is not None,
@@ -172,7 +174,7 @@ class RowOptions:
         )
 
     def forbidden(self, request: Request) -> Iterator[int]:
-        """Tokens that the request must not get next."""
+        """Return the tokens that the request must not get next."""
         num_output = request.num_output_tokens
         if num_output < self.min_tokens:
             yield from self.ends
@@ -184,7 +186,7 @@ class RowOptions:
 
 
 class Bias:
-    """What is added to the logits of some tokens."""
+    """Numbers that are added to the logits of some tokens."""
 
     def __init__(self, token_ids: list[int], values: list[float]) -> None:
         self.token_ids = np.array(token_ids, np.int64)
@@ -198,11 +200,10 @@ class Bias:
 def change_logits(
     logits: Tensor, special: Sequence[tuple[int, RowOptions]], requests: Sequence[Request]
 ) -> dict[str, str]:
-    """Let processors work, add biases, apply penalties, exclude tokens, in place: vLLM's order.
+    """Apply processors, biases, penalties and exclusions, in place and in vLLM's order.
 
-    logits: [requests, vocabulary].
-    special: the rows of `logits` that have options.
-    Returns the ids of requests that cannot go on, with the reasons.
+    logits: [requests, vocabulary]. special: the rows of `logits` that have options. Returns the ids
+    of requests that cannot continue, with the reasons.
     """
     processed = [(row, o.processors) for row, o in special if o.processors]
     failed = _process_logits(logits, processed, requests) if processed else {}

@@ -1,4 +1,5 @@
-"""Runs the model: a step's plan in, sampled tokens out. All device work of a step happens here."""
+"""Runs the model: it takes a step's plan and returns sampled tokens. It does all device work of a
+step."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ class ModelRunner:
     """Owns the weights, the KV cache and the rows of the batch.
 
     A request keeps its row from the first plan that schedules it until a plan that removes it, so
-    that a step copies only what changed.
+    that a step copies only changes.
     """
 
     def __init__(
@@ -188,12 +189,12 @@ class ModelRunner:
 
     @property
     def cpu_facts(self) -> tuple[str, int]:
-        """The level of instructions in use, empty on a GPU, and how many kernels are put aside."""
+        """The level of instructions in use, empty on a GPU, and how many kernels are disabled."""
         return (cpu_level().word, len(set_aside())) if self._device.type == "cpu" else ("", 0)
 
     @property
     def kv_dtype_name(self) -> str:
-        """Likewise, of keys and values in the cache."""
+        """The dtype of keys and values in the cache: `float32`, `bfloat16` or `float8_e4m3fn`."""
         return str(self._kv_dtype).removeprefix("torch.")
 
     def kv_memory(self) -> list[Tensor]:
@@ -203,13 +204,13 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute the plan's tokens and sample where it says so.
 
-        Appends nothing to the requests.
+        The requests stay as they are.
         """
         return self.launch(plan)()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Pending:
-        """As `execute`; on a GPU without waiting for it."""
+        """Do the same as `execute`, but on a GPU without waiting for it."""
         for request_id in plan.removed:
             self._free(request_id)
         if plan.images is not None:
@@ -259,10 +260,10 @@ class ModelRunner:
         return not (self._pooler or any(map(self._sampler.needs_host, rows)))
 
     def forward(self, inputs: StepInputs, fresh_blocks: list[int]) -> Tensor:
-        """Run the model: hidden states [tokens, hidden] of the step's tokens.
+        """Run the model and return hidden states [tokens, hidden] of the step's tokens.
 
-        Blocks that are new to a request are cleared first: what a previous owner left there must
-        not reach this one, not even through a masked NaN.
+        Blocks that are new to a request are cleared first: data of a previous owner must not reach
+        this one, not even through a masked NaN.
         """
         for block in fresh_blocks:  # one by one: torch takes a hundred times as long for a list
             self.kv_cache[block].zero_()
@@ -272,7 +273,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute_dummy_batch(self) -> None:
-        """Run the model on a token of nobody's: ranks that share layers wait for each other."""
+        """Run the model on a dummy token, because ranks that share layers wait for each other."""
         zero = np.zeros(1, np.int64)
         tokens = to_device(zero, self._device)
         attention = AttentionMetadata(
@@ -289,11 +290,11 @@ class ModelRunner:
         self.model.forward(inputs, own_block.unbind(1))
 
     def close(self) -> None:
-        """End what this runner started: nothing, it is alone."""
+        """Do nothing, because a single runner has started nothing."""
 
     @property
     def watched(self) -> dict[int, Callable[[], None]]:
-        """As `EngineCore.watched`: a lone runner depends on nobody."""
+        """As `EngineCore.watched`: a single runner depends on no other process."""
         return {}
 
     def collective_rpc(
@@ -421,7 +422,7 @@ class ModelRunner:
             self._embeds.release(request_id)
 
     def warm_up(self) -> None:
-        """Run a prefill and decodes, so that no request pays for first calls: on a GPU as many
+        """Run a prefill and decodes, so that no request pays for first calls: on a GPU, as many
         decodes as there are graphs for."""
         room = min(self._max_tokens, self.num_blocks * self._block_size)
         num_prompt = min(WARM_UP_TOKENS, room - 1)

@@ -26,10 +26,9 @@ SEED_MASK = 2**64 - 1
 class Sampler:
     """The sampling options of every row of the batch, and the choice itself.
 
-    Biases, penalties and excluded tokens change the logits first; then greedy rows take the
-    largest, others scale by temperature, filter, and draw with a number that depends on (seed,
-    position) alone.
-    Reported log-probabilities are those of the unchanged logits.
+    Biases, penalties and excluded tokens change the logits first. Then greedy rows take the
+    largest; others scale by temperature, filter, and draw with a random number that depends on
+    (seed, position) alone. Reported log-probabilities are those of the unchanged logits.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class Sampler:
         """Rows that just take the largest logit."""
 
     def admit(self, row: int, request: Request) -> None:
-        """Take over a row's options; it must be free."""
+        """Store a row's options; the row must be free."""
         params = request.params
         greedy = params.greedy
         self._temperature[row] = 0.0 if greedy else params.temperature
@@ -76,7 +75,7 @@ class Sampler:
         self._special.pop(row, None)
 
     def needs_host(self, row: int) -> bool:
-        """Whether a row's next token depends on more than its logits, its seed and its place."""
+        """Whether a row's next token depends on more than its logits, its seed and its position."""
         return row in self._special
 
     def sample(
@@ -90,10 +89,9 @@ class Sampler:
     ) -> Pending:
         """Choose a token for each request from its logits.
 
-        logits: [requests, vocabulary]; may be changed.
-        rows: the row that each request was admitted to.
-        places: [requests], the place that each token will have in its sequence.
-        keep: the tokens in `sampled`, too.
+        logits: [requests, vocabulary]; may be changed. rows: the row that each request was admitted
+        to. places: [requests], the position that each token will have in its sequence. keep: the
+        tokens in `sampled`, too.
         """
         logits = logits.float()
         plain = all(map(self._plain.__getitem__, rows))

@@ -1,8 +1,8 @@
-"""The arithmetic of sampling, but for the draw itself: pure functions over a batch of logits.
+"""The arithmetic of sampling, except the draw itself: pure functions over a batch of logits.
 
-Every function treats each row by itself: what a row yields does not depend on its neighbours, nor
-on its place in the batch. That, and random numbers that are a function of (seed, position), is why
-a request gives the same tokens after preemption, on another engine, and after a hand-off.
+Every function computes each row by itself: its result depends neither on its neighbours nor on its
+place in the batch. That, and random numbers that are a function of (seed, position), is why a
+request gives the same tokens after preemption, on another engine, and after a hand-off.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _UNIFORM_BITS: Final = 40
 
 
 def find_largest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The token of the first largest logit of each row, a NaN counting as the largest, and that
-    logit: [rows, vocabulary] float32 -> [rows] int64, [rows] float32."""
+    """Return the token of the first largest logit of each row, where NaN counts as the largest, and
+    that logit: [rows, vocabulary] float32 -> [rows] int64, [rows] float32."""
     if logits.device.type == "cpu":
         # NumPy's is vectorised, unlike torch's on a CPU: 10 times as fast.
         on_cpu = logits.numpy()
@@ -35,8 +35,8 @@ def find_largest(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """A number in [0, 1) for each (seed, position): element `position` of splitmix64's stream that
-    starts at the hash of `seed`."""
+    """Return a number in [0, 1) for each (seed, position): element `position` of splitmix64's
+    stream that starts at the hash of `seed`."""
     bits = _mix(_mix(seeds + _GOLDEN) + positions * _GOLDEN)
     shift = np.uint64(64 - _UNIFORM_BITS)
     return (bits >> shift).astype(np.float64) / (1 << _UNIFORM_BITS)
@@ -72,11 +72,11 @@ def penalize(
 def token_logprobs(
     log_probabilities: Tensor, targets: Tensor, num_alternatives: int
 ) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]:
-    """The target of each row and the `num_alternatives` likeliest tokens after it.
+    """Return the target of each row and the `num_alternatives` likeliest tokens after it.
 
-    log_probabilities: [rows, vocabulary]; targets: [rows] int64.
-    Returns their ids [rows, num_alternatives + 1], their log-probabilities in the same shape, and
-    the ranks of the targets [rows], 1 being the most likely.
+    log_probabilities: [rows, vocabulary]; targets: [rows] int64. Returns their ids [rows,
+    num_alternatives + 1], their log-probabilities in the same shape, and the ranks of the targets
+    [rows], where 1 is the most likely.
     """
     of_targets = log_probabilities.gather(1, targets.unsqueeze(1))
     ranks = (log_probabilities > of_targets).sum(-1) + 1
@@ -93,8 +93,8 @@ def token_logprobs(
 def describe(
     log_probabilities: Tensor, chosen: Sequence[int], num_alternatives: Sequence[int]
 ) -> list[tuple[list[int], list[float], int]]:
-    """Per row: the chosen token and the most likely ones, their log-probabilities, and the rank of
-    the chosen token, 1 being the most likely.
+    """Return, per row, the chosen token and the most likely ones, their log-probabilities, and the
+    rank of the chosen token, where 1 is the most likely.
 
     log_probabilities: [rows, vocabulary]. The chosen token comes first, then `num_alternatives`.
     """

@@ -1,4 +1,4 @@
-"""The order in which a step's tokens are computed. Pure."""
+"""The order in which a step's tokens are computed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ Shares = Sequence[ScheduledRequest]
 
 
 def order_of(planned: Shares) -> tuple[Shares, int]:
-    """Shares as the model gets them, and how many of them, from the first on, are decodes.
+    """Return shares in the model's order, and how many of them, from the first on, are decodes.
 
-    A decode is one generated token, a chunk some tokens of a prompt. Attention of the two sums up
-    in another order, which rounds differently. So what a token is decides, not how many of its
-    request are computed with it: tokens that were generated are decodes again when they are
-    computed again, after a preemption or by another engine, and yield the same bits.
+    A decode is one generated token; a chunk is some tokens of a prompt. Attention of the two sums
+    up in different orders, which round differently. So the kind of a token decides, not the number
+    of tokens that its request computes at once. Generated tokens that are computed again, after a
+    preemption or by another engine, are decodes again and yield the same bits.
     """
     for share in planned:
         if share.num_tokens > 1 or share.start < share.request.num_prompt_tokens:

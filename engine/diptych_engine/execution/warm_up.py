@@ -1,4 +1,4 @@
-"""Requests of nobody, with which a runner makes its first calls."""
+"""Artificial requests with which a runner makes its first calls."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ WARM_UP_TOKENS: Final = 8
 
 
 def warm_up_request(index: int, num_prompt: int, block_size: int, min_p: float = 0.0) -> Request:
-    """A prompt of so many tokens, and one more. All such requests write to the same blocks; nobody
-    looks at what comes of it."""
+    """Return a prompt of this many tokens, and one more. All such requests write to the same
+    blocks; nobody reads the results."""
     return Request(
         request_id=f"warm-up {index}",
         client=b"",

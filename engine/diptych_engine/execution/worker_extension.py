@@ -3,7 +3,7 @@
 `EngineConfig.worker_extension` names a class as `module:Class`. Each worker makes one, with itself
 (a `ModelRunner`) as the only argument; its public methods may then be called by name, on every
 worker. With `EngineConfig.allow_functions` clients may also name any function, as
-`module:function`: its name travels, and never its code.
+`module:function`: only its name is sent, never its code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from diptych_protocol.control_calls import APPLY_MODEL, CALL_FUNCTION
 
 
 def extension_methods(config: EngineConfig, worker: Any) -> dict[str, Callable[..., Any]]:
-    """What a configuration adds to the methods of a worker.
+    """Return the methods that a configuration adds to the worker's.
 
     Raises `InvalidRequestError` if there is no such class or it cannot be made.
     """

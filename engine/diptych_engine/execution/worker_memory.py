@@ -1,7 +1,7 @@
-"""What a worker does to fall asleep and to wake up; each one does it to its own memory.
+"""What a worker does to sleep and to wake up, with its own memory.
 
-A weight keeps its tensor, and every view of it, while its storage has no bytes: whoever holds it
-need not know that it was away.
+While a weight's storage has no bytes, its tensor and all views of it stay. So code that holds one
+need not know of it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class WorkerMemory:
         reload: Callable[[], None],
         kv_memory: KVMemory,
     ) -> None:
-        """`weights` names the tensors to do it to; `reload` fills them from the model's source,
-        and may make some of them anew."""
+        """`weights` names the tensors. `reload` fills them from the model's source, and may replace
+        some of them."""
         self._weights = weights
         self._reload = reload
         self._kv_memory = kv_memory
@@ -38,7 +38,7 @@ class WorkerMemory:
         self._aside: mmap.mmap | list[Tensor] | None = None
 
     def methods(self) -> dict[str, Callable[..., Any]]:
-        """What `collective_rpc` may name, but no client."""
+        """The methods for `collective_rpc`, but not for clients."""
         calls = (
             self.put_weights_aside, self.drop_weights, self.restore_weights, self.drop_kv_cache,
             self.restore_kv_cache,
@@ -46,7 +46,7 @@ class WorkerMemory:
         return {f"_{call.__name__}": call for call in calls}
 
     def put_weights_aside(self) -> None:
-        """Give the weights' memory back, and keep their bytes elsewhere.
+        """Release the weights' memory, and save their bytes elsewhere.
 
         Raises `OSError` if the disk has no room; nothing has changed then.
         """
@@ -56,14 +56,15 @@ class WorkerMemory:
         self._release_weights()
 
     def drop_weights(self) -> None:
-        """Give the weights' memory back, and what was put aside too."""
+        """Release the weights' memory, and delete what was saved."""
         self._aside = None
         self._release_weights()
 
     def restore_weights(self) -> None:
-        """Have the weights again: what was put aside, or else what the model's source says.
+        """Restore the weights from what was saved, or else from the model's source.
 
-        Harmless if they are here. If it fails they are away as before, and it may be tried again.
+        Harmless if they are in memory. After a failure they are absent as before, and it may be
+        tried again.
         """
         if not self._away:
             return

@@ -1,1 +1,1 @@
-"""KV blocks on their way from another engine and to another one."""
+"""The engine's part in transfers of KV blocks between engines."""

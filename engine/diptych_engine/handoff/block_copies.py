@@ -1,4 +1,4 @@
-"""The engine's KV memory as a hinge sees it."""
+"""Describes the engine's KV memory for the hinge."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Mark = Callable[[], Callable[[], None]]
 
 
 def for_the_hinge(ranks: Sequence[Tensor], staging: Staging) -> tuple[list[Shard], Mark | None]:
-    """How the hinge is to reach each rank's KV memory, [num_blocks, ...], and how its copies are
-    told of steps, if it needs any.
+    """Return how the hinge accesses each rank's KV memory, [num_blocks, ...], and how its copies
+    are informed of steps, if necessary.
 
-    On the host it reads and writes blocks where they are, unless it is told not to. On a device
-    there are only copies: UCX would have to be one that was built for that device.
+    In host memory it reads and writes blocks in place, unless it is configured not to. On a device
+    there are only copies, because UCX would have to be built for that device.
     """
     if staging == "always" or any(blocks.device.type != "cpu" for blocks in ranks):
         bus = Bus(ranks[0].device)

@@ -1,4 +1,4 @@
-"""A core's part in hand-offs: what it asks of the hinge, and what it makes of the answers."""
+"""A core's part in hand-offs: its requests to the hinge, and what it does with the answers."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ Admit = Callable[[EngineCoreRequest], Request]
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """A request whose prompt is being computed for somebody else."""
+    """A request whose prompt is being computed for another engine."""
 
     request: Request
     lease_id: str
 
 
 class HandOffs:
-    """Between the scheduler, which decides, and the connector, which acts.
+    """Connects the scheduler, which decides, with the connector, which acts.
 
-    An engine without a connector lends and fetches nothing, and nothing is asked of it.
+    An engine without a connector lends and fetches nothing.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class HandOffs:
     # --- requests come and go -----------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Raises `InvalidRequestError` if the lease that a request is to have is another's, and
-        `UnprovenReferenceError` if the one that it comes with was not lent for it."""
+        """Raise `InvalidRequestError` if the lease for a request belongs to another one, and
+        `UnprovenReferenceError` if the lease that it comes with was not lent for it."""
         params = request.kv_transfer
         if self._connector is None or params is None:
             return
@@ -83,7 +83,8 @@ class HandOffs:
             raise bad_params("there is a lease of this id already")
 
     def arrived(self, request: Request) -> None:
-        """A request was admitted: promise what it is to lend, keep alive what it is to fetch."""
+        """Begin the hand-offs of an admitted request: promise what it will lend, keep alive what it
+        will fetch."""
         self._reach_source(request)
         params = request.kv_transfer
         if self._connector is None or params is None:
@@ -133,7 +134,7 @@ class HandOffs:
         return promise
 
     def gone(self, request: Request) -> None:
-        """A request is about to end without lending anything, whatever it fetches or promised."""
+        """End the hand-offs of a request that is about to end without lending anything."""
         if self._connector is None:
             return
         self._withdraw(request.request_id)
@@ -146,36 +147,34 @@ class HandOffs:
             self._connector.withdraw(promise.lease_id)
 
     def withdraw_lent(self) -> None:
-        """End the leases of requests that wait to compute what they have lent already.
-
-        A promise does not age: what it pins may be what its request, or one before it, waits for.
-        When such a request has computed its prompt it gets a lease of its own.
-        """
+        """End the leases of waiting requests that would have to compute lent blocks again."""
         for promise in list(self._promises.values()):
             waits = promise.request.status is not RequestStatus.RUNNING
             if waits and self._lent.count(promise.lease_id):
                 self._withdraw(promise.request.request_id)
 
     def forgo(self, request_id: str) -> None:
-        """An announced request will not come, or is refused; nothing if none was announced."""
+        """Forget an announced request that will not come or is refused. Harmless if none was
+        announced."""
         if self._connector is not None and request_id in self._early.loads:
             self._early.drop(request_id)
             self._connector.cancel_load(request_id)
 
     def announce_kv_transfer(self, request: EngineCoreRequest) -> bool:
-        """A request will come, under this id, when a prefill engine has computed its prompt.
+        """Prepare for a request that will come, under this id, when a prefill engine has computed
+        its prompt.
 
-        It is what the later ADD will be, but for the tokens that prefill samples; its
-        `kv_transfer_params` have `do_remote_prefill`, `remote_engine_id`, `remote_host`,
-        `remote_port`, `epoch`, `compat`, the `lease_id` that the prefill request was given, as
-        `remote_num_tokens` the length of its prompt (`generated_token_ids` included), and as
-        `proof` the prefill engine's `kv_transfer_proof`.
+        It is the later ADD without the tokens that prefill samples. Its `kv_transfer_params` have
+        `do_remote_prefill`, `remote_engine_id`, `remote_host`, `remote_port`, `epoch`, `compat`,
+        the `lease_id` that the prefill request was given, as `remote_num_tokens` the length of its
+        prompt (`generated_token_ids` included), and as `proof` the prefill engine's
+        `kv_transfer_proof`.
 
-        Returns whether blocks are reserved and filled while prefill computes; False: it is only
-        connected. Either way nothing is promised, nothing is answered later, and the ADD must say
-        everything again. Without an ADD it ends by ABORT of the id, or by itself after
+        Returns whether blocks are reserved and filled while prefill computes; False: there is only
+        a connection. Either way nothing is promised, nothing is answered later, and the ADD must
+        contain everything again. Without an ADD it ends by ABORT of the id, or by itself after
         `load_timeout_s`; the lease stays as it is. Repeating it is harmless. Raises
-        `InvalidRequestError` for what the ADD would be refused for.
+        `InvalidRequestError` for the reasons that the ADD would be refused for.
         """
         if self._connector is None:
             raise InvalidRequestError("this engine takes no part in hand-offs")
@@ -201,7 +200,7 @@ class HandOffs:
     # --- a step -------------------------------------------------------------------------------
 
     def start_loads(self) -> None:
-        """Begin what the scheduler has reserved blocks for."""
+        """Begin the loads for which the scheduler has reserved blocks."""
         orders = self._scheduler.take_load_orders()
         if self._connector is None:
             return
@@ -231,7 +230,8 @@ class HandOffs:
         )
 
     def lend_computed(self) -> None:
-        """Let the full blocks that a step has completed travel while others are computed."""
+        """Lend the full blocks that a step has completed, so that they travel while others are
+        computed."""
         if self._connector is None:
             return
         size = self._description.block_size
@@ -243,9 +243,10 @@ class HandOffs:
                 self._connector.lend(promise.lease_id, blocks)
 
     def finish(self, request: Request, reason: FinishReason) -> dict[str, Any] | None:
-        """A request that computed a prompt for a decode engine is about to finish.
+        """Lend the KV of a request that computed a prompt for a decode engine and is about to
+        finish.
 
-        Returns what the decode engine must be told, if there is anything to lend.
+        Returns the decode engine's parameters, if there is anything to lend.
         """
         if reason is FinishReason.LENGTH:
             return self.grant(request)
@@ -255,7 +256,7 @@ class HandOffs:
     def grant(self, request: Request) -> dict[str, Any] | None:
         """Lend the computed blocks of a request that is about to finish.
 
-        Returns what a decode engine must be told to fetch them.
+        Returns the parameters by which a decode engine fetches them.
         """
         if self._connector is None:
             return None
@@ -281,7 +282,7 @@ class HandOffs:
     # --- the hinge reports --------------------------------------------------------------------
 
     def handle_events(self) -> list[tuple[Request, str]]:
-        """Apply what the hinge reports. Returns requests that have failed by it, and why."""
+        """Apply what the hinge reports. Returns requests that failed because of it, and why."""
         failures = []
         for event in self._connector.poll_events() if self._connector is not None else ():
             if isinstance(event, LeaseEnded):
@@ -324,7 +325,7 @@ class HandOffs:
             del self._promises[event.request_id]
 
     def stats(self) -> KVTransferStats | None:
-        """Totals since the start, and what is held now; None without a hinge."""
+        """Return totals since the start, and what is held now; None without a hinge."""
         if self._connector is None:
             return None
         stats = self._connector.stats()
@@ -336,11 +337,13 @@ class HandOffs:
     # --- rejection ----------------------------------------------------------------------------
 
     def reject_kv_transfer(self, request_id: str, raw_params: dict[str, Any]) -> None:
-        """Somebody refused or lost a request before admission: free what P holds for it.
+        """Free what the prefill engine holds for a request that was refused or lost before
+        admission.
 
-        Works on either side: P ends its own lease, D tells P. Repeating it is harmless. Parameters
-        that P has not signed are counted, and raise `InvalidRequestError`. Those of a request that
-        is here or was change nothing: what becomes of the lease is its affair.
+        It works on either side: a prefill engine ends its own lease; a decode engine tells the
+        prefill engine. Repeating it is harmless. Parameters without a valid signature are counted,
+        and raise `InvalidRequestError`. Parameters of a present or past request change nothing,
+        because that request decides about the lease.
         """
         try:
             self._release(request_id, raw_params)
@@ -359,10 +362,10 @@ class HandOffs:
         log.info("request %s was rejected before admission; its lease is released", request_id)
 
     def refused(self, message: EngineCoreRequest, *, may_release: bool = True) -> None:
-        """A refused hand-off must not leave its prefill pinned, whatever was wrong with it.
+        """Release the prefill of a refused hand-off, whatever was wrong with the request.
 
-        may_release: False if what was wrong is that the prefill was not for this request. Who
-        carries a reference that somebody has edited may end the lease by name, but not in passing.
+        may_release: False if the prefill was not for this request. A holder of an edited reference
+        may end the lease by name, but not through this refusal.
         """
         self.forgo(message.request_id)
         self._withdraw(message.request_id)

@@ -1,4 +1,4 @@
-"""What became of the prefixes that were to be fetched from engines that remember them. Pure."""
+"""Counts the outcomes of fetching prefixes from other engines."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class PrefixFetches:
-    """Follows each fetch to its end. None of them fails its request: what does not come is
+    """Follows each fetch to its end. None of them fails its request: what does not arrive is
     computed."""
 
     begun: int = 0
     completed: int = 0
     failed: int = 0
     tokens: int = 0
-    """Tokens that completed fetches brought, and that were not here."""
+    """Tokens that completed fetches brought, and that were not here already."""
     _under_way: dict[str, int] = field(default_factory=dict)
     """Request id -> how many tokens of its prompt were here."""
 
@@ -31,13 +31,13 @@ class PrefixFetches:
         self._under_way[order.request_id] = order.indices[0] * block_size
 
     def refused(self, request_id: str, why: str) -> None:
-        """A fetch does not even begin."""
+        """Record a fetch that does not even begin."""
         self.begun += 1
         self.failed += 1
         log.warning("request %s: its prefix is computed, not fetched: %s", request_id, why)
 
     def ended(self, event: LoadEnded) -> bool:
-        """A load has ended. Returns whether it has brought a part of a prefix."""
+        """Record the end of a load. Returns whether it has brought a part of a prefix."""
         num_here = self._under_way.pop(event.request_id, None)
         if num_here is None:
             return False

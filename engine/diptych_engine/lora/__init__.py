@@ -1,5 +1,5 @@
 """LoRA adapters: low-rank changes of the model's projections, chosen per request.
 
-`adapter` says what an adapter is to a request, `table` (in the core) which ones are loaded, `peft`
+`adapter` describes a request's adapter, `table` (in the core) knows which ones are loaded, `peft`
 reads their files, and `bank` (in each worker) holds their tensors.
 """

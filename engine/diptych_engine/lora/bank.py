@@ -22,7 +22,7 @@ Layers = list[dict[str, LowRank]]
 
 
 class LoraBank:
-    """Adapters by their id. How many there may be, the core decides."""
+    """Adapters by their id. The core limits their number."""
 
     def __init__(
         self, model: CausalLM, max_rank: int, dtype: torch.dtype, device: torch.device
@@ -35,7 +35,7 @@ class LoraBank:
         self._adapters: dict[int, Layers] = {}
 
     def methods(self) -> dict[str, Callable[..., Any]]:
-        """For the core, not for clients."""
+        """The methods for the core, not for clients."""
         return {
             "_inspect_lora": self.inspect,
             "_load_lora": self.load,
@@ -46,11 +46,13 @@ class LoraBank:
         return len(self._adapters)
 
     def inspect(self, path: str) -> str:
-        """The digest of an adapter's files. Raises `InvalidRequestError` if they are no good."""
+        """Return the digest of an adapter's files. Raises `InvalidRequestError` if they are
+        invalid."""
         return self._read(path).digest
 
     def load(self, lora_int_id: int, path: str, digest: str) -> None:
-        """Raises `InvalidRequestError` if the files are no longer those that were inspected."""
+        """Load an adapter. Raises `InvalidRequestError` if the files have changed since they were
+        inspected."""
         adapter = self._read(path)
         if adapter.digest != digest:
             raise InvalidRequestError(
@@ -100,9 +102,10 @@ class LoraBank:
         return values.to(self._device, self._dtype).contiguous()
 
     def rows_of(self, shares: Sequence[ScheduledRequest]) -> tuple[AdapterRows, ...]:
-        """Which tokens of a step want which adapter; the shares in the order of their tokens.
+        """Return which tokens of a step use which adapter, with the shares in the order of their
+        tokens.
 
-        Empty if none of them wants any.
+        Empty if none of them uses any.
         """
         ids = [0 if (own := share.request.adapter) is None else own.lora_int_id for share in shares]
         if not any(ids):
@@ -116,7 +119,7 @@ class LoraBank:
         )
 
     def rows(self, lora_int_id: int, rows: Tensor | None) -> AdapterRows:
-        """A loaded adapter for some tokens of a step, or for all of them (None)."""
+        """Return a loaded adapter for some tokens of a step, or for all of them (None)."""
         return AdapterRows(lora_int_id, self._adapters[lora_int_id], rows)
 
     def _tensor(self, rows: NDArray[np.int64]) -> Tensor:

@@ -28,14 +28,14 @@ class LoraCalls:
         self._table.add(lora_request, busy_adapters(self._running()))
         return True
 
-    def remove_lora(self, lora_int_id: int) -> bool:
+    def remove_lora(self, lora_id: int) -> bool:
         """Unload an adapter; False if it is not loaded."""
-        return self._table.remove(lora_int_id, busy_adapters(self._running()))
+        return self._table.remove(lora_id, busy_adapters(self._running()))
 
     def list_loras(self) -> list[int]:
         """Ids of the loaded adapters."""
         return self._table.listed()
 
-    def pin_lora(self, lora_int_id: int) -> bool:
+    def pin_lora(self, lora_id: int) -> bool:
         """Never unload an adapter for the sake of others; False if it is not loaded."""
-        return self._table.pin(lora_int_id)
+        return self._table.pin(lora_id)

@@ -26,13 +26,13 @@ MAX_HEADER_BYTES: Final = 16 << 20
 TENSOR_NAME: Final = re.compile(
     r"base_model\.model\.model\.(?:text_model\.)?layers\.(\d+)\.([\w.]+)\.lora_(A|B)\.weight"
 )
-"""The decoder of a model that sees is its `text_model`."""
+"""The names of tensors. In a model with vision, the decoder is its `text_model`."""
 
 
 class PeftConfig(msgspec.Struct):
-    """The part of adapter_config.json that matters here; other keys are ignored.
+    """The part of adapter_config.json that is used; other keys are ignored.
 
-    The names of the tensors say which modules are adapted.
+    The names of the tensors show which modules are adapted.
     """
 
     peft_type: str
@@ -64,7 +64,7 @@ class PeftConfig(msgspec.Struct):
 
     @property
     def scale(self) -> float:
-        """What the product of the two matrices is multiplied by."""
+        """The factor of the product of the two matrices."""
         return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
 

@@ -1,9 +1,8 @@
-"""Which adapters are loaded. Lives in the core, which knows who uses them.
+"""Knows which adapters are loaded. It is in the core, which knows who uses them.
 
-There are `max_loras` places. A request brings its adapter with it: the files are checked when it
-arrives, and loaded when it is scheduled, in the place of the adapter that was used least recently.
-The scheduler sees to it that running requests and pinned adapters never want more places than
-there are.
+There are `max_loras` places. A request names its adapter. The files are checked when it arrives,
+and loaded when it is scheduled, in place of the least recently used adapter. The scheduler makes
+sure that running requests and pinned adapters never need more places than there are.
 """
 
 from __future__ import annotations
@@ -45,16 +44,16 @@ class AdapterTable:
 
     @property
     def in_use(self) -> bool:
-        """Some request may have an adapter."""
+        """Whether any request may have an adapter."""
         return len(self._known) > 0
 
     def lacks(self, shares: Iterable[ScheduledRequest]) -> bool:
-        """Some adapter of a step is not loaded yet."""
+        """Whether any adapter of a step is not loaded yet."""
         wanted = (share.request.adapter for share in shares)
         return any(x is not None and x.lora_int_id not in self._loaded for x in wanted)
 
     def resolve(self, request: LoRARequest | None) -> Adapter | None:
-        """The adapter that a request names, its files checked but not necessarily loaded.
+        """Return the adapter that a request names, with checked files, but not necessarily loaded.
 
         Raises `InvalidRequestError` if it cannot be used.
         """
@@ -85,10 +84,10 @@ class AdapterTable:
     def use(
         self, shares: Iterable[ScheduledRequest], running: Iterable[Request]
     ) -> list[tuple[Request, str]]:
-        """Load the adapters of a step, as far as they are not.
+        """Load the adapters of a step that are not loaded yet.
 
-        running: all running requests, those of the step included.
-        Returns the requests whose adapters cannot be loaded, and why.
+        running: all running requests, including those of the step. Returns the requests whose
+        adapters cannot be loaded, and why.
         """
         busy = busy_adapters(running)
         failed: list[tuple[Request, str]] = []
@@ -133,7 +132,7 @@ class AdapterTable:
         self._leaving.discard(lora_int_id)
 
     def add(self, request: LoRARequest, busy: set[int]) -> None:
-        """Load an adapter ahead of its first request. Raises `InvalidRequestError`."""
+        """Load an adapter before its first request. Raises `InvalidRequestError`."""
         adapter = self.resolve(request)
         if adapter is not None:
             self._load(adapter, busy)
@@ -142,7 +141,7 @@ class AdapterTable:
     def remove(self, lora_int_id: int, busy: set[int]) -> bool:
         """Unload an adapter; False if it is not loaded.
 
-        Running requests keep it until they end: then it goes as soon as its place is wanted.
+        Running requests keep it until they end; then it is unloaded as soon as its place is needed.
         """
         if lora_int_id not in self.listed():
             return False
@@ -155,14 +154,14 @@ class AdapterTable:
         return True
 
     def digests(self) -> dict[str, str]:
-        """Name -> digest of the content, of the adapters that are loaded."""
+        """Return name -> digest of the content of the loaded adapters."""
         return {adapter.name: adapter.digest for adapter in self._loaded.values()}
 
     def listed(self) -> list[int]:
         return [lora_int_id for lora_int_id in self._loaded if lora_int_id not in self._leaving]
 
     def pin(self, lora_int_id: int) -> bool:
-        """Keep an adapter loaded whatever others want; False if it is not loaded.
+        """Keep an adapter loaded whatever others need; False if it is not loaded.
 
         Raises `InvalidRequestError` for the last place: other adapters could never run again.
         """

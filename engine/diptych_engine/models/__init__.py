@@ -1,4 +1,4 @@
-"""The models: an interface, one file per family, a registry, and the loader of weights."""
+"""The models: an interface, one file per kind of layers, a registry, and the loader of weights."""
 
 from diptych_engine.models.interface import CausalLM, StepInputs, WeightSlot
 from diptych_engine.models.loader import is_quantised, load_weights

@@ -1,10 +1,10 @@
-"""A model's decodes as recorded launches.
+"""Records a model's decodes as CUDA graphs.
 
-A step of decodes launches some ten kernels a layer, most of which take a GPU less time than it
-takes the host to launch them. A CUDA graph launches them all at once. It repeats exactly what was
-recorded, so there is one for each of a few numbers of rows, everything that changes lies at
-addresses of its own, and a step is padded to the next such number. A row of padding is the first
-token of a sequence of nobody's: whatever the others read, it reads one key, in a block of its own.
+A step of decodes launches about ten kernels per layer, most of which take a GPU less time than the
+host needs to launch them. A CUDA graph launches them all at once. It repeats exactly what was
+recorded. So there is one graph for each of a few numbers of rows, a step is padded to the next such
+number, and everything that changes has fixed addresses. A row of padding is the first token of an
+artificial sequence: it reads one key, in a block of its own.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from diptych_kernels.host_arrays import to_device
 from diptych_kernels.paged_attention.metadata import FixedDecodes
 
 Compute = Callable[[], Tensor]
-"""Puts its result at the same place each time it is called."""
+"""A computation that puts its result at the same place each time it is called."""
 Recorder = Callable[[Compute], Compute]
 
 
 @dataclass(slots=True, frozen=True)
 class Recorded:
-    """A step of so many decodes."""
+    """A recorded step of a certain number of decodes."""
 
     inputs: StepInputs
     attention: FixedDecodes
@@ -35,7 +35,7 @@ class Recorded:
 
 
 class DecodeGraphs:
-    """Recorded when a number of rows first comes by; nothing they refer to may move."""
+    """Records a number of rows at its first use. Nothing that a graph refers to may move."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class DecodeGraphs:
     ) -> None:
         """
         Args:
-            kv_layers: their last block is no request's; rows of padding write to it.
+            kv_layers: their last block belongs to no request; rows of padding write to it.
             longest: the longest context that a request may have, in tokens.
             make_recorder: called again whenever all that was recorded is forgotten.
         """
@@ -61,13 +61,14 @@ class DecodeGraphs:
 
     @staticmethod
     def fit(inputs: StepInputs) -> bool:
-        """Whether a step holds nothing but decodes of the model itself."""
+        """Whether a step contains nothing but decodes of the model without adapters."""
         only_decodes = inputs.attention.num_decodes == len(inputs.token_ids)
         plain = not inputs.adapters and inputs.given is None and inputs.routed is None
         return only_decodes and plain
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        """As the model's, for inputs that fit. The next call overwrites what this one returns."""
+        """Do the same as the model's `forward`, for inputs that fit. The next call overwrites the
+        result."""
         num_rows = len(inputs.token_ids)
         size = 1 << (num_rows - 1).bit_length()
         padded = self._padded(inputs, size)
@@ -81,12 +82,12 @@ class DecodeGraphs:
         return recorded.run()[:num_rows]
 
     def forget(self) -> None:
-        """Whatever was recorded may be wrong: record anew."""
+        """Forget all graphs, because they may be wrong; they are recorded again."""
         self._recorded.clear()
         self._record = self._make_recorder()
 
     def forget_moved(self) -> None:
-        """Record anew if weights or KV have moved, or have gone."""
+        """Forget all graphs if weights or KV have moved or were released."""
         if self._recorded and self._addresses != self._now():
             self.forget()
 
@@ -150,10 +151,10 @@ def _tensors(inputs: StepInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def cuda_recorder() -> Recorder:
-    """Records graphs that share their memory, since none runs while another one does.
+    """Record graphs that share their memory, since no two run at once.
 
-    A pool ends with its last graph and cannot be used again. What the pool before this one had is
-    given back.
+    A memory pool ends with its last graph and cannot be used again. The memory of the pool before
+    this one is released.
     """
     torch.cuda.empty_cache()
     pool = torch.cuda.graph_pool_handle()

@@ -1,9 +1,9 @@
-"""Experts that lie stacked in one tensor of a file, taken apart into a tensor each.
+"""Splits experts that a file stores in one tensor into a tensor each.
 
-Published safetensors hold every expert by itself (`experts.3.up_proj.weight`). Newer versions of
+Published safetensors store every expert by itself (`experts.3.up_proj.weight`). Newer versions of
 transformers can save them as they are in memory (`experts.gate_up_proj`, `experts.down_proj`: all
 experts of a layer, the gate above the up projection), and GGUF files stack them likewise, with the
-gate apart. Nothing is read here but shapes.
+gate separate. Only shapes are read here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StoredTensor:
     """An open `safe_open`."""
     name: str
     part: Any = ...
-    """The index that takes the part."""
+    """The index that selects the part."""
 
     def read(self) -> Tensor:
         values: Tensor = self.file.get_slice(self.name)[self.part]
@@ -46,8 +46,8 @@ class StoredTensor:
 def separate_stored(
     stored: Mapping[str, StoredTensor], slots: Mapping[str, WeightSlot]
 ) -> dict[str, StoredTensor]:
-    """A table of tensors by their names, with one for each expert. What fits no slot stays as it
-    is: the loader refuses it by its name."""
+    """Return a table of tensors by name, with one for each expert. A tensor that fits no slot stays
+    as it is, and the loader refuses it by name."""
     separate: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
         found = STACKED.fullmatch(name)
@@ -69,7 +69,7 @@ def separate_stored(
 
 
 def separate_gguf(tensors: Mapping[str, GGUFTensor]) -> dict[str, GGUFTensor]:
-    """The same for the tensors of a GGUF file, by their published names."""
+    """Do the same for the tensors of a GGUF file, by their published names."""
     separate: dict[str, GGUFTensor] = {}
     for name, tensor in tensors.items():
         found = STACKED.fullmatch(name.removesuffix(".weight"))

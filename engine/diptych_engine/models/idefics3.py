@@ -16,7 +16,8 @@ from diptych_frontend.model_files.model_config import ModelConfig
 
 
 class Idefics3Model(LlamaModel):
-    """The tower is whole on every rank, and only the first one asks it."""
+    """A decoder with a vision tower, which is complete on every rank and used on the first one
+    only."""
 
     def __init__(
         self,

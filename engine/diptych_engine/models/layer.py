@@ -1,4 +1,4 @@
-"""What one layer of a Llama-like model holds."""
+"""The weights of one layer of a Llama-like model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from diptych_frontend.model_files.model_source import ModelConfig
 
 @dataclass(slots=True, frozen=True)
 class AttentionWeights:
-    """H query heads, K key-value heads, D head_dim; of the heads, those of this rank."""
+    """H query heads, K key-value heads, D head_dim; the heads are those of this rank."""
 
     attention_norm: Tensor
     qkv: Linear
@@ -27,7 +27,7 @@ class AttentionWeights:
     mlp_norm: Tensor
 
     def parts(self) -> Iterator[tuple[str, Tensor | Linear]]:
-        """All that the layer holds, by the model's own names for it."""
+        """Return all weights of the layer, by the model's own names."""
         for field in fields(self):
             part = getattr(self, field.name)
             if isinstance(part, tuple):
@@ -40,7 +40,7 @@ class AttentionWeights:
 
 @dataclass(slots=True, frozen=True)
 class LayerWeights(AttentionWeights):
-    """A layer whose MLP every token goes through."""
+    """A layer whose MLP computes every token."""
 
     is_mixture: ClassVar[Literal[False]] = False
     gate_up: Linear
@@ -51,7 +51,7 @@ class LayerWeights(AttentionWeights):
 
 @dataclass(slots=True, frozen=True)
 class Expert:
-    """One MLP of a mixture; of its inner dimension, this rank's share."""
+    """One MLP of a mixture, with this rank's share of its inner dimension."""
 
     gate_up: Linear
     """[hidden, 2 inner]."""
@@ -61,7 +61,7 @@ class Expert:
 
 @dataclass(slots=True, frozen=True)
 class ExpertStacks:
-    """The matrices of all experts of a layer, which the experts' own are views of."""
+    """The matrices of all experts of a layer; each expert's matrices are views of them."""
 
     gate_up: Tensor
     """[experts, hidden, 2 inner]."""
@@ -84,10 +84,10 @@ class MixtureWeights(AttentionWeights):
 def empty_layer(
     config: ModelConfig, index: int, empty: Callable[..., Tensor], *, stacked: bool
 ) -> LayerWeights | MixtureWeights:
-    """A layer's weights, still undefined.
+    """Return a layer's weights, still undefined.
 
     config: of this rank. index: of the layer. empty: makes a tensor of a shape. stacked: all
-    experts of a mixture lie in one memory.
+    experts of a mixture share one memory.
     """
     heads = config.num_attention_heads
     num_qkv = (heads + 2 * config.num_key_value_heads) * config.head_dim

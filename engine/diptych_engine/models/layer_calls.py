@@ -1,4 +1,4 @@
-"""All layers of a packed model as one table of kernel calls: what a CUDA graph is to a GPU.
+"""All layers of a packed model as one table of kernel calls, as a CUDA graph does for a GPU.
 
 Shapes: T tokens of the step, L layers, H query heads, K key-value heads, D head_dim.
 """
@@ -35,22 +35,22 @@ from diptych_kernels.silu_mul.cpu import CASE as GATE
 from diptych_kernels.trust import is_trusted
 
 CACHE = rope_kv_write.CACHE
-"""Where the address of keys and values stands, in rotations and in attention alike."""
+"""The position of the address of keys and values, in rotations and in attention alike."""
 
 
 @dataclass(slots=True, frozen=True)
 class LastingCall:
-    """A call that is the same in every step, but for the number of tokens, and for where the weight
-    is: an engine that has slept may have it elsewhere."""
+    """A call that is the same in every step, except for the number of tokens and the address of the
+    weight, which may change when an engine sleeps."""
 
     call: Call
     tokens_at: int | None = None
-    """Which of its arguments says how many tokens there are."""
+    """The position of the argument with the number of tokens; None: it has none."""
     rows_at: int | None = None
-    """...and how many of them are summed up in integers."""
+    """The position of the argument with the number of rows that are summed up in integers."""
     weight: Tensor | None = None
     weight_at: int = 0
-    """...and is the weight's address."""
+    """The position of the argument with the weight's address."""
 
 
 class LastingTable:
@@ -67,7 +67,7 @@ class LastingTable:
         self._addresses = _places(None if each.weight is None else each.weight_at for each in calls)
 
     def of_step(self, tokens: int, in_integers: int) -> NDArray[np.int64]:
-        """[L, calls, WIDTH], good until the next step."""
+        """Return [L, calls, WIDTH], valid until the next step."""
         self._rows[self._tokens] = tokens
         self._rows[self._in_integers] = in_integers
         self._rows[self._addresses] = [weight.data_ptr() for weight in self._weights]
@@ -75,10 +75,10 @@ class LastingTable:
 
 
 class LayerCalls:
-    """The calls of every layer, and the memory for what passes between them."""
+    """The calls of every layer, and the memory for data between them."""
 
     def __init__(self, layers: Sequence[LayerWeights], config: ModelConfig, tokens: int) -> None:
-        """For steps of at most so many tokens."""
+        """For steps of at most this many tokens."""
         self._layers, self._config, self._capacity = layers, config, tokens
         self._matrices, self._threads = matrices_of(layers), torch.get_num_threads()
         query, key = config.num_attention_heads, config.num_key_value_heads
@@ -101,8 +101,8 @@ class LayerCalls:
         """For steps with rows that are summed up in integers, with others, with both."""
 
     def fit(self, tokens: int) -> bool:
-        """Whether a step of so many tokens can use them: as long as the threads, each of which has
-        memory of its own, and the packed weights are the same."""
+        """Whether a step of this many tokens can use them: as long as the threads, each of which
+        has memory of its own, and the packed weights are the same."""
         return (
             tokens <= self._capacity
             and self._threads == torch.get_num_threads()
@@ -112,9 +112,9 @@ class LayerCalls:
     def run_(
         self, hidden: Tensor, rotations: Tensor, inputs: StepInputs, kv_layers: Sequence[Tensor]
     ) -> None:
-        """Turn embeddings [T, hidden] into what the last layer yields.
+        """Replace embeddings [T, hidden] by the output of the last layer.
 
-        rotations: [T, 1, D / 2, 2]. kv_layers: as `CausalLM.forward` takes them.
+        rotations: [T, 1, D / 2, 2]. kv_layers: as in `CausalLM.forward`.
         """
         tokens = len(hidden)
         in_integers = integer_rows(inputs.attention.num_decodes, tokens)
@@ -212,7 +212,7 @@ def _places(numbers: Iterable[int | None]) -> tuple[NDArray[np.int64], NDArray[n
 
 
 def matrices_of(layers: Sequence[LayerWeights]) -> list[PackedMatrix | None]:
-    """What the layers compute products with."""
+    """Return the matrices with which the layers compute products."""
     return [
         linear.packed
         for layer in layers

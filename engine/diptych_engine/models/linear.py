@@ -11,16 +11,16 @@ from diptych_engine.models.packed import PackedMatrix
 
 @dataclass(slots=True)
 class Linear:
-    """x [rows, in] -> [rows, out], by the packed matrix if there is one.
+    """x [rows, in] -> [rows, out], with the packed matrix if there is one.
 
     The first `num_decodes` of the rows are decodes.
     """
 
     weight: Tensor
-    """[in, out]. Has no memory while `packed` stands for it; views of it stay what they are."""
+    """[in, out]. Without memory while `packed` replaces it; views of it stay valid."""
     packed: PackedMatrix | None = None
     keeps_weight: bool = False
-    """The weight has its memory at all times: more than the product is made with it."""
+    """The weight always has its memory, because it is used for more than products."""
 
     @property
     def has_weight(self) -> bool:
@@ -28,28 +28,28 @@ class Linear:
 
     @property
     def memory(self) -> Tensor:
-        """What products are computed with."""
+        """The tensor with which products are computed."""
         return self.weight if self.packed is None else self.packed.tiles
 
     def values(self) -> Tensor:
-        """[in, out]: the weight, or a copy of it, made from the packed matrix."""
+        """Return [in, out]: the weight, or a copy of it made from the packed matrix."""
         return self.weight if self.packed is None else self.packed.values().t()
 
     def pack(self, packed: PackedMatrix) -> None:
-        """Compute with this from now on."""
+        """Use this packed matrix from now on."""
         self.packed = packed
         if not self.keeps_weight:
             self.weight.untyped_storage().resize_(0)
 
     def unpack(self) -> None:
-        """Compute with the plain weight from now on. If memory runs out, it stays packed."""
+        """Use the plain weight from now on. If memory runs out, it stays packed."""
         if self.packed is not None and not self.keeps_weight:
             self.weight.untyped_storage().resize_(self.weight.nbytes)
             self.weight.copy_(self.packed.values().t())
         self.packed = None
 
     def product(self, x: Tensor, num_decodes: int) -> Tensor:
-        """[rows, out] of x's type."""
+        """Return [rows, out] of x's type."""
         if self.packed is None:
             return x.mm(self.weight)
         return self.packed.product(x, num_decodes)

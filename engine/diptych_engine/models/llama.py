@@ -41,7 +41,8 @@ from diptych_protocol import InvalidRequestError
 
 
 def rotation_table(config: ModelConfig, max_positions: int, device: torch.device) -> Tensor:
-    """(cos, sin) of every position and frequency: [max_positions, 1, head_dim / 2, 2] float32."""
+    """Return (cos, sin) of every position and frequency: [max_positions, 1, head_dim / 2, 2]
+    float32."""
     frequencies = _frequencies(config)
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
     return torch.stack((angles.cos(), angles.sin()), dim=-1).unsqueeze(1).to(device)
@@ -82,7 +83,7 @@ def _llama3(
 
 
 class LlamaModel(torch.nn.Module):
-    """Weights and arithmetic; holds no state of any request."""
+    """The weights and the arithmetic, without the state of any request."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ from diptych_frontend.model_files.model_source import GGUFTensor, ModelSource
 from diptych_protocol import InvalidRequestError
 
 Progress = Callable[[int, int], None]
-"""Called with bytes read so far and bytes in all."""
+"""Called with the bytes read so far and the total."""
 
 LOADER_THREADS: Final = 2
 DUMMY_SCALE: Final = 0.02
@@ -64,7 +64,7 @@ def load_weights(
 
 
 def is_quantised(source: ModelSource) -> bool:
-    """Whether it is a file whose matrices can stay packed, on processors that have the kernels."""
+    """Whether a file's matrices can stay packed, on processors that have the kernels."""
     if source.format != "gguf":
         return False
     return has_groups((tensor.type, tensor.shape) for tensor in source.tensors().values())
@@ -153,7 +153,7 @@ def _packed(
 
 
 def published_name(name: str, family: FamilySpec) -> str:
-    """GGUF's name of a tensor -> Hugging Face's; an unknown one stays as it is."""
+    """Translate GGUF's name of a tensor to Hugging Face's; an unknown one stays as it is."""
     found = GGUF_NAME.fullmatch(name)
     if found is None:
         return name
@@ -203,8 +203,8 @@ def _open_safetensors(folder: Path, stack: ExitStack) -> dict[str, StoredTensor]
 
 
 def is_redundant(name: str, slots: Mapping[str, WeightSlot]) -> bool:
-    """A published tensor that says nothing new: some files repeat the embedding as the head, and
-    old ones carry a constant."""
+    """Whether a published tensor adds nothing: some files repeat the embedding as the head, and old
+    ones contain a constant."""
     repeated = name == "lm_head.weight" and name not in slots
     return repeated or name.endswith("rotary_emb.inv_freq")
 
@@ -244,7 +244,7 @@ def _require_shape(slot: WeightSlot, shape: tuple[int, ...], name: str) -> None:
 
 
 def share_of(groups: Groups, slot: WeightSlot, *, reorder: bool) -> Groups | None:
-    """What `fill` does, with groups; None if this rank's share cuts some of them in two."""
+    """Do the same as `fill` with groups; None if this rank's share divides some of them."""
     if slot.columns is not None:
         return groups.columns(slot.columns.start, slot.columns.length)
     if slot.rows is None and not (reorder and slot.rotary_dim):
@@ -254,7 +254,7 @@ def share_of(groups: Groups, slot: WeightSlot, *, reorder: bool) -> Groups | Non
 
 
 def interleave_pairs(rows: Tensor, rotary_dim: int) -> Tensor:
-    """Rows whose rotated pairs are half a head apart -> the same with the pairs side by side.
+    """Reorder rows whose rotated pairs are half a head apart, so that the pairs are side by side.
 
     rotary_dim: as in `WeightSlot`; 0 leaves them as they are.
     """

@@ -1,7 +1,7 @@
 """Low-rank changes of a model's projections: LoRA (Hu et al., 2021) on fused weights.
 
-The rows of a batch may each want another adapter, or none. The rows of one adapter are gathered,
-multiplied by its two thin matrices, and added to what the projection itself made of them.
+Each row of a batch may use another adapter, or none. The rows of one adapter are gathered,
+multiplied by its two thin matrices, and added to the output of the projection.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 class LowRank:
     """Adds `x @ down @ up` to a fused projection.
 
-    The fused parts lie side by side in `down` and on a diagonal of blocks in `up`, so that all of
-    them take two products.
+    The fused parts are side by side in `down` and on a diagonal of blocks in `up`, so that two
+    products compute all of them.
     """
 
     down: Tensor
-    """[in, ranks of the parts together]."""
+    """[in, sum of the parts' ranks]."""
     up: Tensor
-    """[ranks of the parts together, out]; the adapter's scale is in it."""
+    """[sum of the parts' ranks, out]; it includes the adapter's scale."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -32,15 +32,15 @@ class AdapterRows:
 
     lora_int_id: int
     layers: Sequence[Mapping[str, LowRank]]
-    """Per layer, by the name of the fused projection."""
+    """For each layer, by the name of the fused projection."""
     rows: Tensor | None
-    """[n] int64: the step's tokens that want this adapter; None: all of them."""
+    """[n] int64: the step's tokens that use this adapter; None: all of them."""
 
 
 def add_low_rank(
     out: Tensor, x: Tensor, adapters: Sequence[AdapterRows], layer: int, fused: str
 ) -> None:
-    """Change `out` [tokens, out], a projection of `x` [tokens, in], as the adapters want it."""
+    """Add the adapters' changes to `out` [tokens, out], a projection of `x` [tokens, in]."""
     for adapter in adapters:
         change = adapter.layers[layer].get(fused)
         if change is None:

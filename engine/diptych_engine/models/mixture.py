@@ -3,9 +3,9 @@
 After Shazeer et al., "Outrageously Large Neural Networks" (2017). Shapes: T tokens of the step, K
 experts a token, E experts of a layer.
 
-What a token gets does not depend on who else is in the step: each of its K results is computed into
-a row of its own, and a token's rows are added up in the order in which its router named them. Only
-how many rows one matrix product has changes with the neighbours, as in every other layer.
+A token's result does not depend on the other tokens of the step: each of its K results is computed
+into a row of its own, and its rows are added up in the router's order. Only the number of rows in
+one matrix product depends on the others, as in every other layer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROW_UNIT_BYTES = 16
 
 
 def route(x: Tensor, router: Tensor, top_k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
-    """Which experts each token goes to, and what their results count.
+    """Return the experts of each token, and the weights of their results.
 
     x: [T, hidden]. router: [hidden, E]. renormalise: the K weights of a token add up to one.
     Returns [T, K] int64, the likeliest first, and [T, K] of x's type.
@@ -37,13 +37,13 @@ def route(x: Tensor, router: Tensor, top_k: int, *, renormalise: bool) -> tuple[
 
 
 def stacks_pay(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether all experts' products are one launch, for which the host waits for nothing.
+    """Whether all experts' products can be one launch, for which the host does not wait.
 
     config: of this rank.
 
-    torch has it for bfloat16 on GPUs of the Hopper and the data centre's Blackwell generation. On
-    others its grouped product asks the host for the counts, as `mixture` does. It takes no rows but
-    those of whole units of 16 bytes.
+    torch supports this for bfloat16 on GPUs of the generations Hopper and data centre Blackwell,
+    for rows of a multiple of 16 bytes. On others its grouped product reads the counts on the host,
+    as `mixture` does.
     """
     rows = config.hidden_size, config.moe_intermediate_size
     if any(row * dtype.itemsize % ROW_UNIT_BYTES for row in rows):
@@ -54,7 +54,8 @@ def stacks_pay(config: ModelConfig, device: torch.device, dtype: torch.dtype) ->
 
 
 def stacked_mixture(x: Tensor, chosen: Tensor, weights: Tensor, stacks: ExpertStacks) -> Tensor:
-    """As `mixture`; every shape follows from x's, so that a CUDA graph may record it."""
+    """Do the same as `mixture`. Every shape follows from x's, so that a CUDA graph
+    may record it."""
     top_k, num_experts = chosen.shape[1], len(stacks.down)
     by_expert, order = chosen.flatten().sort(stable=True)
     numbers = torch.arange(num_experts, device=x.device)
@@ -69,7 +70,7 @@ def stacked_mixture(x: Tensor, chosen: Tensor, weights: Tensor, stacks: ExpertSt
 def mixture(
     x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[Expert], num_decodes: int
 ) -> Tensor:
-    """What the chosen experts make of x [T, hidden], weighted and added up: [T, hidden].
+    """Compute the chosen experts for x [T, hidden], weighted and added up: [T, hidden].
 
     The first `num_decodes` of the tokens are decodes. Waits for the device once, to learn how many
     tokens each expert has.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -18,9 +17,6 @@ from diptych_kernels.packed_product import (
     values_of,
 )
 
-MIDDLE: Final = 128
-"""The unsigned level of 8 bits that stands for 0."""
-
 
 @dataclass(slots=True, frozen=True, eq=False)
 class PackedMatrix:
@@ -31,16 +27,17 @@ class PackedMatrix:
 
     @classmethod
     def of(cls, parts: Sequence[Groups]) -> PackedMatrix | None:
-        """Put matrices below each other; None if the kernel cannot compute with that."""
+        """Return matrices one below the other as one; None if the kernel cannot
+        compute with them."""
         if len({part.bits for part in parts}) > 1 or not is_available():
             return None
-        factors = [_factors(part) for part in parts]
+        factors = [(part.levels, part.scale, part.offset) for part in parts]
         levels, scale, offset = (torch.cat(column) for column in zip(*factors, strict=True))
         tiles = to_tiles(levels, scale, offset)
         return None if tiles is None else cls(tiles)
 
     def values(self) -> Tensor:
-        """[out, in] float32."""
+        """Return [out, in] float32."""
         return values_of(self.tiles)
 
     def product(self, x: Tensor, num_decodes: int) -> Tensor:
@@ -52,11 +49,3 @@ class PackedMatrix:
     def add_product_(self, sums: Tensor, x: Tensor, num_decodes: int) -> None:
         """sums [rows, out] += x @ matrix^T."""
         packed_product(x, self.tiles, sums, num_decodes=num_decodes, add=True)
-
-
-def _factors(part: Groups) -> tuple[Tensor, Tensor, Tensor]:
-    """Levels that are not negative, scale and offset."""
-    offset = torch.zeros_like(part.scale) if part.offset is None else part.offset
-    if part.bits == 4:
-        return part.levels, part.scale, offset
-    return part.levels ^ MIDDLE, part.scale, offset - part.scale * MIDDLE

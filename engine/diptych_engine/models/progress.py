@@ -1,4 +1,4 @@
-"""Says how far the loading of a model is."""
+"""Reports the progress of loading a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROGRESS_INTERVAL_S: Final = 5.0
 
 
 def log_progress(uri: str) -> Callable[[int, int], None]:
-    """A callback that says it every few seconds."""
+    """Return a callback that logs it every few seconds."""
     last = time.monotonic()
 
     def report(done: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""Which class computes a family's models."""
+"""Maps a family to the class that computes its models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from diptych_frontend.model_files.model_config import ModelConfig, family_of
 Builder = Callable[[ModelConfig, int, torch.dtype, torch.device, Shard], CausalLM]
 
 BUILDERS: Final[dict[str, Builder]] = {"llama": LlamaModel, "idefics3": Idefics3Model}
-"""By the name that a `FamilySpec` gives its model class."""
+"""Builders, by the name that a `FamilySpec` gives its model class."""
 
 
 def build_model(
@@ -26,9 +26,9 @@ def build_model(
     device: torch.device,
     shard: Shard = WHOLE,
 ) -> CausalLM:
-    """Allocate a rank's share of a model, its weights still undefined.
+    """Allocate a rank's share of a model, with undefined weights.
 
-    Raises `InvalidRequestError` for an architecture that nobody has written.
+    Raises `InvalidRequestError` for an unknown architecture.
     """
     builder = BUILDERS[family_of(config.architecture).model]
     return builder(config, max_positions, dtype, device, shard)

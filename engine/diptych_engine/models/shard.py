@@ -1,6 +1,7 @@
-"""Tensor parallelism: each rank has some heads, and some of the inner dimension, of every layer.
+"""Tensor parallelism: each rank has a part of the heads, and of the inner dimension, of every
+layer.
 
-Of a mixture of experts it has all experts, and some of the inner dimension of each.
+It has all experts of a mixture, with a part of the inner dimension of each.
 
 After Shoeybi et al., "Megatron-LM" (2019): the projections into attention and into the MLP are
 split by output, those out of them by input, so that one sum over the ranks ends each half of a
@@ -32,7 +33,7 @@ class Span:
 
 @dataclass(slots=True, frozen=True)
 class Shard:
-    """Which share of the model a rank has."""
+    """A rank's share of the model."""
 
     rank: int = 0
     size: int = 1
@@ -40,7 +41,7 @@ class Shard:
     """Sums a tensor over all ranks, in place; None if there is only one."""
 
     def check(self, config: ModelConfig) -> None:
-        """Raise `InvalidRequestError` unless the model can be shared out evenly."""
+        """Raise `InvalidRequestError` unless the model can be divided evenly."""
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         for what, ok in (
             (f"{heads} heads", heads % self.size == 0),
@@ -57,7 +58,7 @@ class Shard:
                 )
 
     def local(self, config: ModelConfig) -> ModelConfig:
-        """The model that this rank computes, as if it were a whole one."""
+        """Return the configuration of this rank's part, as if it were a whole model."""
         experts = config.moe_intermediate_size
         return msgspec.structs.replace(
             config,
@@ -68,9 +69,10 @@ class Shard:
         )
 
     def share(self, whole: int, unit: int = 1) -> Span:
-        """This rank's share of `whole` things of `unit` rows each.
+        """Return this rank's share of `whole` items of `unit` rows each.
 
-        Fewer things than ranks (key-value heads) are each held by several ranks in a row.
+        If there are fewer items than ranks (key-value heads), several consecutive ranks have the
+        same one.
         """
         length = max(1, whole // self.size)
         start = self.rank * whole // self.size
@@ -78,4 +80,4 @@ class Shard:
 
 
 WHOLE: Final = Shard()
-"""The share of a rank that is alone."""
+"""The share of a single rank."""

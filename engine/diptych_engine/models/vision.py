@@ -15,7 +15,7 @@ from torch.nn import functional
 from diptych_frontend.model_files.vision_config import VisionConfig
 
 TILES_AT_ONCE: Final = 8
-"""A larger image is computed in parts: what the inner layers take of memory has a limit."""
+"""A larger image is computed in parts, to limit the memory of the inner layers."""
 
 
 class Embeddings(nn.Module):
@@ -34,7 +34,7 @@ class Embeddings(nn.Module):
 
 
 class Attention(nn.Module):
-    """Every patch of a tile sees all of them."""
+    """Attention in which every patch of a tile sees all of them."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
@@ -113,7 +113,8 @@ class Projection(nn.Module):
 
 
 class Connector(nn.Module):
-    """Squares of patches, each laid out in one row, and projected to the decoder's hidden size."""
+    """Joins squares of patches into one row each, and projects the rows to the decoder's hidden
+    size."""
 
     def __init__(self, config: VisionConfig, outer: int) -> None:
         super().__init__()
@@ -130,7 +131,7 @@ class Connector(nn.Module):
 
 
 class Sight(nn.Module):
-    """Pixels to rows that stand in the place of the embeddings of image tokens."""
+    """Turns pixels into rows that replace the embeddings of image tokens."""
 
     def __init__(
         self, config: VisionConfig, outer: int, dtype: torch.dtype, device: torch.device
@@ -160,9 +161,9 @@ class Sight(nn.Module):
 
 
 def patch_places(edge: int) -> Tensor:
-    """[edge * edge] int64: which position embedding each patch of a tile gets.
+    """Return [edge * edge] int64: the position embedding for each patch of a tile.
 
-    The published models count positions by comparing fractions in float32. Rounding moves some of
+    The published models compute positions by comparing fractions in float32. Rounding moves some of
     them by one, and models are trained with that.
     """
     bounds = torch.arange(1 / edge, 1.0, 1 / edge)

@@ -1,4 +1,4 @@
-"""Arrays that came in a message, as tensors."""
+"""Converts arrays from a message to tensors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from diptych_protocol import Array
 
 
 def as_tensor(array: Array) -> Tensor:
-    """A tensor over the array's own memory; over a copy if that is read-only, as torch has no
-    read-only tensors."""
+    """Return a tensor over the array's own memory, or over a copy if that is read-only, because
+    torch has no read-only tensors."""
     data = memoryview(array.data)
     buffer = bytearray(data) if data.readonly else data
     return torch.frombuffer(buffer, dtype=getattr(torch, array.dtype)).view(array.shape)

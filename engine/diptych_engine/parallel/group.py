@@ -16,9 +16,9 @@ from torch import distributed as dist
 from diptych_protocol import EngineConfig, EngineDeadError, InvalidRequestError
 
 SUM_TIMEOUT_S: Final = 60.0
-"""Within this time all ranks come to a sum; the longest half of a layer must fit in."""
+"""All ranks must reach a sum within this time, so it is longer than half of any layer."""
 JOIN_TIMEOUT_S: Final = 600.0
-"""Ranks come when they have loaded the model."""
+"""The time limit of joining; ranks join when they have loaded the model."""
 LOOPBACK: Final = "127.0.0.1"
 
 
@@ -68,12 +68,12 @@ class SumGroup:
         return bool(flags.item())
 
     def leave(self) -> None:
-        """Sum no more; the others' next sum fails."""
+        """Leave the group; the others' next sum fails."""
         self._backend = None
 
 
 def group_of(config: EngineConfig) -> SumGroup:
-    """The cores of a configuration in lock-step, still to be joined.
+    """Return the group of cores in lock-step of a configuration, not joined yet.
 
     Raises `InvalidRequestError` if the configuration does not say where they meet.
     """
@@ -90,7 +90,7 @@ def group_of(config: EngineConfig) -> SumGroup:
 
 
 def join_group(group: SumGroup) -> SumGroup:
-    """Wait for the other cores in lock-step; returns the group.
+    """Wait for the other cores in lock-step and return the group.
 
     Raises `EngineDeadError` if one of them does not come.
     """

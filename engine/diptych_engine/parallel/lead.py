@@ -1,4 +1,5 @@
-"""The first rank of a tensor-parallel group: a model runner that has others work along with it."""
+"""The first rank of a tensor-parallel group: a model runner that makes others compute along with
+it."""
 
 from __future__ import annotations
 
@@ -46,20 +47,21 @@ from diptych_protocol.arrays import Frame
 
 START_TIMEOUT_S = 600.0
 CALL_TIMEOUT_S = 600.0
-"""The longest call loads weights."""
+"""The time limit of the longest call, which loads weights."""
 STOP_TIMEOUT_S = 5.0
 CAUSE_GRACE_S = 1.0
-"""A worker that broke a sum is seen to end, or says why, within this time."""
+"""How long the lead waits for the end or the message of a worker that broke a sum."""
 
 
 class LeadRunner(ModelRunner):
-    """Plans, samples and computes its own share, as a lone runner does; workers do the others."""
+    """Plans, samples and computes its own share, as a single runner does; workers compute the
+    others."""
 
     def __init__(self, config: EngineConfig, source: ModelSource) -> None:
         """Start the workers and load the model, each rank its share.
 
-        Raises `InvalidRequestError` for a model that cannot be shared out so, `EngineDeadError`
-        when a worker does not get ready.
+        Raises `InvalidRequestError` for a model that cannot be divided so, `EngineDeadError` when a
+        worker does not start.
         """
         size = config.tensor_parallel_size
         directory = Path(tempfile.mkdtemp(prefix="diptych-ranks-"))
@@ -90,16 +92,18 @@ class LeadRunner(ModelRunner):
 
     @property
     def watched(self) -> dict[int, Callable[[], None]]:
-        """Descriptors that say that a worker has ended, and how to raise that."""
+        """File descriptors that become readable when a worker has ended, each with a function that
+        raises its end."""
         return {worker.ended_fd: worker.raise_if_ended for worker in self._workers}
 
     def kv_memory(self) -> list[Tensor]:
-        """As a lone runner's, for every rank: the hinge of this process serves them all."""
+        """As a single runner's, but for every rank: the hinge of this process serves them all."""
         of_workers = (worker.kv_memory(self.num_blocks) for worker in self._workers)
         return [*super().kv_memory(), *map(torch.from_numpy, of_workers)]
 
     def launch(self, plan: StepPlan) -> Pending:
-        """As a lone runner does. Raises `EngineDeadError` when the group is broken."""
+        """Launch a step, as a single runner does. Raises `EngineDeadError` when the group is
+        broken."""
         try:
             return super().launch(plan)
         except RuntimeError as exc:
@@ -112,10 +116,11 @@ class LeadRunner(ModelRunner):
     def collective_rpc(
         self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> list[Any]:
-        """Run a method on every rank, at the same time; results in the order of the ranks.
+        """Run a method on every rank at the same time; return the results in the order of the
+        ranks.
 
         A failure is raised after all ranks have answered, that of the lowest rank, with its
-        message: `InvalidRequestError` if the caller is to blame.
+        message: `InvalidRequestError` if the caller is at fault.
         """
         named = dict(kwargs or {})
         arrays = named.pop("arrays", None)
@@ -159,7 +164,7 @@ class LeadRunner(ModelRunner):
 
 
 def check_hinge(config: EngineConfig, device: torch.device) -> None:
-    """Raise `InvalidRequestError` unless the lead can reach the workers' KV, if it has to."""
+    """Raise `InvalidRequestError` unless the lead can access the workers' KV, if it has to."""
     if config.kv_transfer is not None and device.type != "cpu":
         raise InvalidRequestError(
             "an engine on GPUs with tensor_parallel_size above 1 takes no part in hand-offs: "
@@ -199,11 +204,13 @@ class WorkerProcess:
         self._last_words = ""
 
     def kv_memory(self, num_blocks: int) -> NDArray[np.uint8]:
-        """[num_blocks, block_bytes]: its KV cache, once it has started; only with a hinge."""
+        """Return its KV cache, [num_blocks, block_bytes], once it has started; only
+        with a hinge."""
         return map_shared(self._shared[0], num_blocks)
 
     def tell(self, frames: Sequence[Frame]) -> None:
-        """Send a message. If the worker is gone, its part of a sum or its answer will be missed."""
+        """Send a message. Does not raise if the worker is gone: the next sum or
+        answer will fail."""
         with contextlib.suppress(zmq.Again):
             self._socket.send_multipart(frames, zmq.NOBLOCK)
 
@@ -230,13 +237,13 @@ class WorkerProcess:
                 raise EngineDeadError(f"tensor-parallel rank {self.rank} does not answer")
 
     def raise_if_ended(self) -> None:
-        """Raise the end of the process, if it has ended."""
+        """Raise an error if the process has ended."""
         cause = self.how_it_ended()
         if cause is not None:
             raise cause
 
     def how_it_ended(self) -> EngineDeadError | None:
-        """None while it lives."""
+        """Return how the process ended; None while it is alive."""
         code = self._process.poll()
         if code is None:
             return None

@@ -1,4 +1,4 @@
-"""A child process ends with its parent, however that ends."""
+"""Ends a child process with its parent, however the parent ends."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ import threading
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """End this process as soon as its parent has ended.
-
-    Linux has a signal for that (PR_SET_PDEATHSIG), but sends it when the *thread* ends that started
-    the child; and an engine may be made in a thread that does not live as long as it.
-    """
+    """End this process as soon as its parent has ended."""
     try:
         parent = os.pidfd_open(parent_pid)
     except ProcessLookupError:
         raise SystemExit(0) from None
     if os.getppid() != parent_pid:  # the id is another process's by now
         raise SystemExit(0)
+    # Not Linux's PR_SET_PDEATHSIG: it is sent when the thread ends that started the child, and an
+    # engine may be made in a thread that ends before its process.
     threading.Thread(target=_end_after, args=(parent,), name="lifeline", daemon=True).start()
 
 

@@ -1,4 +1,4 @@
-"""What the lead of a tensor-parallel group tells its workers, and what they answer.
+"""The messages between the lead of a tensor-parallel group and its workers.
 
 lead -> worker   [kind, msgpack payload, *bytes of arrays]
     STEP   StepMessage; not answered: the sums are the answer
@@ -29,9 +29,10 @@ from diptych_protocol import Array
 from diptych_protocol.arrays import Frame, FrameDecoder, FrameEncoder
 
 STARTED: Final = 0
-"""Call id of the unasked answer of a worker that has loaded its share; real ones are positive."""
+"""Call id of the message by which a worker reports that it has loaded its share. Ids of calls are
+positive."""
 FAILED: Final = -1
-"""Call id of a worker's last answer: it cannot go on."""
+"""Call id of a worker's last message: it cannot continue."""
 
 
 class Kind(enum.Enum):
@@ -43,7 +44,7 @@ class Kind(enum.Enum):
 class StepMessage(msgspec.Struct, array_like=True, gc=False):
     """`StepInputs`, and the blocks to clear before.
 
-    Arrays are int64, but for the given embeddings.
+    Arrays are int64, except the given embeddings.
     """
 
     fresh_blocks: list[int]
@@ -60,7 +61,7 @@ class StepMessage(msgspec.Struct, array_like=True, gc=False):
     given_rows: Array | None
     given_values: Array | None
     adapters: list[tuple[int, Array | None]]
-    """Ids of adapters, and the tokens that want them; None: all."""
+    """Ids of adapters, and the tokens that use them; None: all."""
 
     @classmethod
     def of(cls, inputs: StepInputs, fresh_blocks: list[int]) -> StepMessage:
@@ -122,17 +123,18 @@ class WorkerCall(msgspec.Struct, array_like=True, gc=False):
     args: Sequence[Any]
     kwargs: dict[str, Any]
     arrays: list[Array] | None = None
-    """The keyword argument of this name, which would lose its type among the others."""
+    """The name of the keyword argument that this replaces; it would lose its type
+    among the others."""
 
 
 class Answer(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What became of a call; a failure means there is no result."""
+    """The outcome of a call; a failure means there is no result."""
 
     call_id: int
     result: Any = None
     failure: str | None = None
     invalid: bool = False
-    """The failure is the caller's fault."""
+    """Whether the caller is at fault for the failure."""
 
 
 encoder = FrameEncoder()
@@ -146,7 +148,7 @@ def frames_of(kind: Kind, message: StepMessage | WorkerCall | None = None) -> li
 
 
 def endpoint(directory: Path, rank: int) -> str:
-    """Where the lead listens for a worker."""
+    """Return the endpoint at which the lead listens for a worker."""
     return f"ipc://{directory}/rank-{rank}"
 
 

@@ -3,7 +3,7 @@
 `python -m diptych_engine.parallel.worker --config JSON --rank N --directory DIR --parent-pid PID`
 
 It holds its share of the weights and of the KV cache and does what the lead says. It ends with the
-lead, and takes the lead with it when it fails: its part of a sum never comes.
+lead. If it fails, the lead ends too, because its part of a sum never arrives.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LAST_WORDS_MS = 2000
 
 
 class Worker:
-    """One rank at work."""
+    """One rank."""
 
     def __init__(
         self, config: EngineConfig, rank: int, directory: Path, kv_memory_fd: int | None
@@ -60,7 +60,8 @@ class Worker:
         self._group = SumGroup(rank, config.tensor_parallel_size, directory / "group", self._device)
 
     def run(self) -> None:
-        """Load, join the group, and work until told to stop. Whatever goes wrong is told."""
+        """Load, join the group, and work until told to stop. Every failure is
+        reported to the lead."""
         try:
             source = resolve_model(self._config.model)
             shard = Shard(self._group.rank, self._group.size, self._group.sum_)

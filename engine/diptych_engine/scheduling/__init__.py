@@ -1,1 +1,2 @@
-"""Which request gets which tokens and blocks in the next step: pure state machines, no torch."""
+"""Decides which request gets which tokens and blocks in the next step: state machines without torch
+or I/O."""

@@ -1,4 +1,4 @@
-"""What an adapter is to a request, and what it means for the prefix cache."""
+"""A request's adapter, and its meaning for the prefix cache."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from diptych_protocol.block_hashes import adapted, salted
 
 @dataclass(slots=True, frozen=True, weakref_slot=True, eq=False)
 class Adapter:
-    """An adapter whose files were found valid. All requests that use it hold the same object."""
+    """An adapter whose files are valid. All requests that use it hold the same object."""
 
     lora_int_id: int
     name: str
     path: str
     digest: str
-    """Digest of the files' content, which is the same on all engines that have the same adapter."""
+    """Digest of the files' content, which is equal on all engines with the same adapter."""
 
 
 class UsesAdapter(Protocol):
@@ -26,15 +26,16 @@ class UsesAdapter(Protocol):
 
 
 def busy_adapters(requests: Iterable[UsesAdapter]) -> set[int]:
-    """The ids of the adapters of some requests."""
+    """Return the ids of the adapters of some requests."""
     return {adapter.lora_int_id for request in requests if (adapter := request.adapter) is not None}
 
 
 def cache_identity(cache_salt: str | None, adapter: Adapter | None) -> str | None:
-    """Names all that a sequence's KV depends on besides its tokens; None if there is nothing.
+    """Return the identity of everything besides tokens that a sequence's KV depends on; None if
+    there is nothing.
 
-    A client that chooses a salt must be able neither to reach the KV of an adapter nor to poison
-    it: a salt alone and a salt with an adapter never give the same name.
+    A client that chooses a salt must be able neither to read the KV of an adapter nor to poison it.
+    So a salt alone and a salt with an adapter never give the same identity.
     """
     if adapter is not None:
         return adapted(cache_salt, adapter.name, adapter.digest)

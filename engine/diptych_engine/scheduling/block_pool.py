@@ -1,9 +1,9 @@
-"""The KV blocks of one engine: who holds them, and which prefixes they remember.
+"""The KV blocks of one engine: who holds them, and which prefixes they have cached.
 
-Pure bookkeeping over block ids. A block is *held* while its reference count is above zero. When it
-drops to zero the block joins the free queue but keeps its hash, so a later prompt with the same
-prefix can take it back; the queue is in least-recently-released order, and allocation takes from
-its head, forgetting the prefix there.
+It only keeps account of block ids. A block is *held* while its reference count is above zero. When
+the count drops to zero, the block joins the free queue but keeps its hash, so that a later prompt
+with the same prefix can use it again. The queue is in least-recently-released order. Allocation
+takes from its head and forgets the prefix there.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can hand out, remembered prefixes included."""
+        """The number of blocks that `allocate` can hand out, including those with
+        cached prefixes."""
         return len(self._free)
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest remembered prefix. Changes nothing."""
+        """Return the blocks of the longest cached prefix. Changes nothing."""
         found: list[int] = []
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
@@ -41,10 +42,11 @@ class BlockPool:
         return found
 
     def match_length(self, hashes: Sequence[bytes], former: int) -> int:
-        """How many blocks `match` would find, going on from a `former` answer for these hashes.
+        """Return how many blocks `match` would find, beginning at a `former` answer for these
+        hashes.
 
-        An unchanged answer costs two looks. A prefix is forgotten from its tail, so going back
-        finds its end; a gap further up is not seen.
+        An unchanged answer takes two look-ups. A prefix is forgotten from its tail, so searching
+        backwards finds its end; a gap before that is not noticed.
         """
         count = former
         while count > 0 and hashes[count - 1] not in self._block_of:
@@ -54,7 +56,8 @@ class BlockPool:
         return count
 
     def num_free_among(self, block_ids: Sequence[int]) -> int:
-        """How many of these blocks nobody holds: taking them shrinks `num_free` by as much."""
+        """Return how many of these blocks nobody holds: taking them reduces
+        `num_free` by as many."""
         return sum(self._holders[block] == 0 for block in block_ids)
 
     def take(self, block_ids: Sequence[int]) -> None:
@@ -65,7 +68,7 @@ class BlockPool:
             self._holders[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """Hold `count` fresh blocks. Ask `num_free` first: too few raises and changes nothing."""
+        """Hold `count` unused blocks. Check `num_free` first: too few raise and change nothing."""
         if count > len(self._free):
             raise RuntimeError(f"{count} blocks wanted, {len(self._free)} free")
         blocks = []
@@ -77,7 +80,7 @@ class BlockPool:
         return blocks
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Let go of blocks, last one first, so that a chain is forgotten from its tail."""
+        """Release blocks, last one first, so that a chain is forgotten from its tail."""
         for block in reversed(block_ids):
             if self._holders[block] <= 0:
                 raise RuntimeError(f"block {block} is released more often than it was taken")
@@ -89,9 +92,9 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def remember(self, block: int, block_hash: bytes) -> None:
-        """Say that a held block now contains the prefix with this hash.
+        """Record that a held block now contains the prefix with this hash.
 
-        The first block to do so wins; a duplicate stays anonymous.
+        The first block to do so is kept; a duplicate has no hash.
         """
         if self._hash_of[block] is None and block_hash not in self._block_of:
             self._hash_of[block] = block_hash
@@ -99,8 +102,8 @@ class BlockPool:
             self._note(block_hash, remembered=True)
 
     def forget_all(self, *, even_held: bool = False) -> bool:
-        """Drop every remembered prefix; False (and nothing done) while any block is held, unless
-        what is in use may be forgotten too: its holders keep it, but nobody finds it any more."""
+        """Forget every cached prefix. False, and nothing changes, while any block is held, unless
+        held blocks may be forgotten too: their holders keep them, but nobody else finds them."""
         if len(self._free) != self.num_blocks and not even_held:
             return False
         for block in list(self._block_of.values()):
@@ -117,15 +120,15 @@ class BlockPool:
     # --- for those who follow what is remembered ------------------------------------------------
 
     def remembered_hashes(self) -> list[bytes]:
-        """The hashes of all blocks that `match` would find."""
+        """Return the hashes of all blocks that `match` would find."""
         return list(self._block_of)
 
     def record_changes(self, wanted: bool) -> None:
-        """Begin to note what `take_changes` returns, or cease to."""
+        """Start or stop recording the changes for `take_changes`."""
         self._changes = {} if wanted else None
 
     def take_changes(self) -> dict[bytes, bool]:
-        """Hash -> whether it is remembered now, where that was otherwise at the last call."""
+        """Return hash -> whether it is cached now, for those that changed since the last call."""
         changes = self._changes
         if not changes:
             return {}
@@ -139,7 +142,7 @@ class BlockPool:
             changes[block_hash] = remembered
 
     def check_integrity(self) -> None:
-        """Raise unless every block is exactly one of held and free, and hashes agree both ways."""
+        """Raise unless every block is either held or free, and hashes agree both ways."""
         for block, holders in enumerate(self._holders):
             if holders < 0 or (holders == 0) != (block in self._free):
                 raise RuntimeError(f"block {block}: {holders} holders, free={block in self._free}")

@@ -1,4 +1,5 @@
-"""Blocks reserved for requests that are only announced, and filled before these come. Pure.
+"""Blocks that are reserved for requests that are only announced, and filled before the requests
+arrive.
 
     LOADING ──ok──▶ READY ──the request comes──▶ it has the blocks
        │              │
@@ -6,8 +7,8 @@
        ▼
     DROPPED ──ended──▶ free
 
-The request may come while the load is under way, too, and then waits for its end as for any other.
-Blocks are free only when the hinge says that nothing writes to them any more.
+The request may also arrive during the load, and then waits for its end as for any other. Blocks
+become free only when the hinge reports that nothing writes to them any more.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ class EarlyState(enum.Enum):
 
 @dataclass(slots=True)
 class EarlyLoad:
-    """What is fetched for a request to come."""
+    """The load for a request to come."""
 
     announced: Request
-    """As far as it is known; it holds the blocks, and is never scheduled."""
+    """What is known of the request. It holds the blocks, and is never scheduled."""
     state: EarlyState = EarlyState.LOADING
     claimed_by: Request | None = None
-    """Its request is here, but cannot be queued yet."""
+    """The request, if it has arrived but cannot be queued yet."""
 
 
 @dataclass(slots=True)
@@ -52,14 +53,14 @@ class EarlyLoads:
     dropped: int = 0
 
     def __len__(self) -> int:
-        """Those whose request may still come."""
+        """The number of those whose request may still come."""
         return sum(load.state is not EarlyState.DROPPED for load in self.loads.values())
 
     def reserve(self, announced: Request) -> LoadOrder | None:
-        """Take blocks for a request to come; None: there is not room enough.
+        """Reserve blocks for a request to come; None if there is not enough room.
 
-        A quarter of the pool stays free for the growth of what runs, and announced requests never
-        hold more than a half: they are a bet, and those that are here come first.
+        A quarter of the pool stays free for running requests to grow, and announced requests never
+        hold more than half. They may never come, so requests that are here come first.
         """
         if len(self.loads) >= MAX_LOADS:
             return None
@@ -78,7 +79,8 @@ class EarlyLoads:
         return LoadOrder.of(announced, len(hit), num_remote)
 
     def claim(self, request: Request) -> bool:
-        """A request has come; False: nothing was fetched for it, or something else."""
+        """Assign a load to its request, which has arrived; False: nothing, or something else, was
+        fetched for it."""
         load = self.loads.get(request.request_id)
         if load is None or load.state is EarlyState.DROPPED or not _same(load.announced, request):
             return False
@@ -86,7 +88,7 @@ class EarlyLoads:
         return True
 
     def pick_up(self, request: Request) -> EarlyState | None:
-        """Give a claimed load's blocks to its request, which is queued now; None: there are
+        """Give the blocks of a claimed load to its request, which is queued now; None if there are
         none."""
         load = self.loads.get(request.request_id)
         if load is None or load.claimed_by is not request:
@@ -99,7 +101,8 @@ class EarlyLoads:
         return load.state
 
     def ended(self, request_id: str, *, ok: bool) -> None:
-        """The hinge no longer touches a load's blocks, or nobody came for them in time."""
+        """Record that the hinge no longer touches a load's blocks, or nobody came for
+        them in time."""
         load = self.loads.get(request_id)
         if load is None or (load.state is EarlyState.READY and load.claimed_by):
             return
@@ -110,8 +113,8 @@ class EarlyLoads:
         self._free(load)
 
     def drop(self, request_id: str) -> None:
-        """Its request will not come, or is to compute its prompt here. Its load, if under way, must
-        be cancelled."""
+        """Drop the load of a request that will not come, or is to compute its prompt here. A
+        running load must be cancelled."""
         load = self.loads.get(request_id)
         if load is None or load.state is EarlyState.DROPPED:
             return
@@ -124,14 +127,14 @@ class EarlyLoads:
         load.state = EarlyState.DROPPED
 
     def drop_all(self) -> list[str]:
-        """Returns the ids of those that must be cancelled."""
+        """Drop all loads, and return the ids of those that must be cancelled."""
         request_ids = list(self.loads)
         for request_id in request_ids:
             self.drop(request_id)
         return request_ids
 
     def reclaim(self) -> bool:
-        """Free the oldest blocks that wait for their request; False: there are none."""
+        """Free the oldest blocks that wait for their request; False if there are none."""
         for request_id, load in self.loads.items():
             if load.state is EarlyState.READY and load.claimed_by is None:
                 self.drop(request_id)
@@ -139,8 +142,8 @@ class EarlyLoads:
         return False
 
     def reclaim_claimed(self) -> bool:
-        """Free the youngest blocks whose request waits for its turn, and computes its prompt then;
-        False: there are none."""
+        """Free the youngest blocks whose request waits in the queue; it will compute its prompt.
+        False if there are none."""
         for request_id, load in reversed(self.loads.items()):
             if load.state is EarlyState.READY and load.claimed_by is not None:
                 self.drop(request_id)

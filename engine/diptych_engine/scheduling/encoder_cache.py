@@ -1,9 +1,9 @@
-"""Which images have their features ready, and which are to be encoded next. Pure.
+"""Decides which images' features are kept, and which images are encoded next.
 
-The features themselves are the model runner's; here is what it has. An image is held from the step
-that encodes it, or finds it, to the step that uses the last of its features; afterwards it stays
-until others need its room, the one that was used longest ago first. A request holds only images
-that its next tokens need, so whoever holds some goes on, and nobody waits for ever.
+The model runner has the features; this cache knows which. An image is held from the step that
+encodes or finds it to the step that uses the last of its features. Afterwards it stays until others
+need its room; the least recently used is dropped first. A request holds only images that its next
+tokens need, so it can always continue, and nobody waits for ever.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class EncoderCache:
 
     capacity: int = 0
     per_step: int = 0
-    """A step that encodes so many begins no further image."""
+    """A step that encodes this many tokens begins no further image."""
     encoded: int = 0
-    """Images that were encoded."""
+    """The number of encoded images."""
     hits: int = 0
-    """Times that one was needed and found."""
+    """How often a needed image was found."""
     work: ImageWork | None = None
-    """What the step that is being planned does for images."""
+    """The work on images in the step that is being planned."""
     passed: list[tuple[str, str]] = field(default_factory=list)
-    """(request, key): held until the step that was planned last is launched."""
+    """(request, key) of images that are held until the last planned step is launched."""
     _sizes: OrderedDict[str, int] = field(default_factory=OrderedDict)
     """Tokens of each image, the one used longest ago first."""
     _holders: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -45,8 +45,8 @@ class EncoderCache:
         return sum(self._sizes.values())
 
     def fit(self, request: Request, start: int, count: int) -> int:
-        """How many of a request's tokens from `start` on may be in the step being planned, at most
-        `count`: those before the first image that there is no room for."""
+        """Return how many of a request's tokens from `start` on, at most `count`, may be in the
+        planned step: those before the first image without room."""
         end = start + count
         for image in request.images:
             if image.end <= start:
@@ -60,23 +60,23 @@ class EncoderCache:
         return count
 
     def take_work(self) -> ImageWork | None:
-        """What the planned step does for images; None if it has nothing to do with any."""
+        """Return the work on images in the planned step; None if there is none."""
         work, self.work, self._ordered = self.work, None, 0
         return work
 
     def let_go(self) -> None:
-        """The step was launched that used the last of some images."""
+        """Release images whose last features the launched step used."""
         for request_id, key in self.passed:
             self._release(request_id, key)
         self.passed.clear()
 
     def release(self, request: Request) -> None:
-        """A request needs none of its images any more, or not before it begins again."""
+        """Release all images of a request, which needs none, or none before it begins again."""
         for image in request.images:
             self._release(request.request_id, image.key)
 
     def forget_all(self) -> int:
-        """The features are gone. Returns how many images had some."""
+        """Forget all features. Returns the number of images that had some."""
         count = len(self._sizes)
         self._sizes.clear()
         self._holders.clear()

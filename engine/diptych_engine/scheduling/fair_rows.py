@@ -1,11 +1,11 @@
-"""Whose row and blocks give way when another tenant's request finds none. Pure.
+"""Chooses whose row and blocks are freed when another tenant's request finds none.
 
-Every tenant with an open request has an equal part of rows and of blocks. As long as others do not
-want theirs, anybody may have more; then the newest requests of those with more give way, the most
-served tenant's first, and are computed again later (mostly found in the prefix cache). What a
-tenant has up to its part is never taken for this, and only who has less than half of his part, and
-was served much less, is given anything: the rest comes to him as rows end, because it is his turn.
-So nothing goes to and fro between those who always want more. One request a step gets room so.
+Every tenant with an open request has an equal share of rows and of blocks. While others do not need
+theirs, a tenant may have more. Then its newest requests are preempted, those of the most served
+tenant first, and computed again later (mostly found in the prefix cache). A tenant never loses its
+own share. It gets rows in this way only if it has less than half of its share, and was served much
+less. It gets the rest as rows end, because it is next in turn. So rows do not move back and forth
+between tenants that always want more. One request per step gets room in this way.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from diptych_engine.scheduling.request import Request
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What every tenant may have, however many want more."""
+class FairPart:
+    """The share of every tenant when all of them need theirs."""
 
     rows: int
     blocks: int
@@ -28,17 +28,17 @@ class Part:
 def who_gives_way(
     running: Sequence[Request],
     request: Request,
-    part: Part,
+    part: FairPart,
     *,
     lacks_row: bool,
     lacking: int,
     credit: float,
 ) -> Request | None:
-    """The running request whose row and blocks another is to have; None: nobody.
+    """Return the running request to preempt for another one; None: nobody.
 
-    running: in the order of what their tenants were served.
-    lacking: the blocks that the other lacks; 0: none.
-    credit: by how many tokens somebody may have been served less than others, and count as equal.
+    running: in the order of how much their tenants were served. lacking: the blocks that the other
+    request lacks; 0: none. credit: tenants that were served less by up to this many tokens count as
+    equal.
     """
     rows, blocks = _held(running)
     mine, lacks_blocks = request.account.tenant, lacking > 0

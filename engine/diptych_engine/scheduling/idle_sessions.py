@@ -6,8 +6,8 @@ from diptych_engine.scheduling.request import Request
 
 
 class IdleSessions:
-    """Each session keeps its blocks and its row until other requests need them. A session that has
-    lost them has its tokens computed again when the next piece of its prompt has come."""
+    """Idle sessions. Each keeps its blocks and its row until other requests need them. Without its
+    blocks, its tokens are computed again when the next piece of its prompt has come."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

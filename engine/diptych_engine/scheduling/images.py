@@ -1,4 +1,4 @@
-"""Where the images of a prompt lie, and what that means for its KV. Pure."""
+"""The positions of images in a prompt, and their meaning for its KV."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class PlacedImage:
     """One image of one prompt."""
 
     key: str
-    """What its features are known by: a digest of its tiles, with the salt of the request."""
+    """Identifies its features: a digest of its tiles, with the salt of the request."""
     places: array[int]
-    """The places of its image tokens in the prompt, in order: feature i belongs to token i."""
+    """The positions of its image tokens in the prompt, in order: feature i belongs to token i."""
     tiles: Array | None
     """[tiles, 3, edge, edge] uint8; None for a request that is only announced."""
     seen: ImageInPrompt
-    """What the hashes of the prompt's blocks have of it."""
+    """Its part in the hashes of the prompt's blocks."""
 
     @property
     def first(self) -> int:
@@ -30,7 +30,7 @@ class PlacedImage:
 
     @property
     def end(self) -> int:
-        """The place behind its last image token."""
+        """The position after its last image token."""
         return self.places[-1] + 1
 
     @property
@@ -44,16 +44,17 @@ class PlacedImage:
 
 @dataclass(slots=True)
 class ImageWork:
-    """What a step does for images: forget first, then encode, then use."""
+    """The work on images in a step: forget first, then encode, then use."""
 
     encode: list[PlacedImage] = field(default_factory=list)
     forget: list[str] = field(default_factory=list)
-    """Keys."""
+    """Keys of features to forget."""
 
 
 def identity_of(cache_salt: str | None, images: Sequence[PlacedImage]) -> str | None:
-    """Names all that a sequence's KV depends on besides its tokens, where it has images: which ones
-    and where. A salt of a client's begins otherwise; see `cache_identity`."""
+    """Return the identity of everything besides tokens that a sequence's KV depends on, for one
+    with images: which ones and where. Identities from clients' salts begin differently; see
+    `cache_identity`."""
     if not images:
         return cache_salt
     return "images:" + json.dumps([cache_salt, [[image.first, image.key] for image in images]])

@@ -1,7 +1,7 @@
-"""The stations of each request's life, for those who want to follow them.
+"""Records the events in each request's life.
 
-The scheduler tells its log, if it has one, what happens to requests. The clock is the log's, so the
-scheduler itself stays without.
+The scheduler passes events to its log, if it has one. The log has the clock, so the scheduler needs
+none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from diptych_protocol import RequestJourneyEvent, RequestJourneyEventType
 Station = RequestJourneyEventType
 
 MAX_EVENTS = 10_000
-"""Limit on the events that are kept for one client; when nobody takes them, the oldest are lost
+"""Limit on the events that are kept for one client. If nobody takes them, the oldest are lost
 first."""
 
 
@@ -34,7 +34,7 @@ class _Progress:
 
 
 class JourneyLog:
-    """Events that were not handed over yet, by client."""
+    """Recorded events, by client."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -42,7 +42,7 @@ class JourneyLog:
         self._events: defaultdict[bytes, deque[RequestJourneyEvent]] = defaultdict(_bounded)
 
     def record(self, request: Request, station: Station, step: int) -> None:
-        """A request has come to a station; say so before it loses any blocks for it."""
+        """Record an event of a request, before the request loses any blocks because of it."""
         progress = self._progress.setdefault(request.request_id, _Progress())
         kind = status = None
         match station:
@@ -74,8 +74,8 @@ class JourneyLog:
         self._events[request.client].append(event)
 
     def saw_step(self, plan: StepPlan, outputs: list[TokenOutput], step: int) -> None:
-        """What a step has computed and produced. A part of a prompt that goes on is a station, and
-        so is the first token of each request."""
+        """Record what a step has computed: a part of a prompt that continues is an event, and so is
+        the first token of each request."""
         for share in plan.scheduled:
             if share.samples:
                 continue  # most shares are decodes
@@ -90,8 +90,8 @@ class JourneyLog:
                 self.record(made.request, Station.FIRST_TOKEN, step)
 
     def take(self) -> dict[bytes, list[RequestJourneyEvent]]:
-        """The events since the last call, by client. A request that has finished gets its departure
-        event here."""
+        """Return the events since the last call, by client. A request that has finished gets its
+        departure event here."""
         taken, self._events = self._events, defaultdict(_bounded)
         now = self._clock()
         return {client: _with_departures(events, now) for client, events in taken.items()}

@@ -1,4 +1,4 @@
-"""The blocks that this engine has lent to others, lease by lease. Pure."""
+"""The blocks that this engine has lent to others, by lease."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from diptych_engine.scheduling.block_pool import BlockPool
 
 @dataclass(slots=True)
 class LentBlocks:
-    """Each lease holds its blocks once more than whoever computed them, until it has ended: so
-    neither the end nor the preemption of the request frees what may be on its way."""
+    """Each lease holds its blocks until it has ended, in addition to the request that computed
+    them. So neither the end nor the preemption of the request frees blocks that are being sent."""
 
     pool: BlockPool
     _blocks: dict[str, list[int]] = field(default_factory=dict)
@@ -21,35 +21,35 @@ class LentBlocks:
     """Block -> how many leases of prefixes hold it."""
 
     def __len__(self) -> int:
-        """How many leases hold blocks."""
+        """The number of leases that hold blocks."""
         return sum(map(bool, self._blocks.values()))
 
     def __contains__(self, lease_id: str) -> bool:
-        """A lease of this id has not ended."""
+        """Whether a lease of this id has not ended."""
         return lease_id in self._blocks
 
     def begin(self, lease_id: str) -> None:
-        """There is a new lease, without blocks yet."""
+        """Begin a lease without blocks."""
         self._blocks[lease_id] = []
 
     def count(self, lease_id: str) -> int:
-        """How many blocks a lease has; 0 if it has ended."""
+        """Return how many blocks a lease has; 0 if it has ended."""
         return len(self._blocks.get(lease_id, ()))
 
     def lend(self, lease_id: str, block_ids: list[int]) -> list[int]:
-        """Pin blocks that somebody holds, after those that the lease has. Returns all of them."""
+        """Pin held blocks, after those that the lease has. Returns all of them."""
         lent = self._blocks[lease_id]
         self.pool.take(block_ids)
         lent.extend(block_ids)
         return list(lent)
 
     def lend_prefix(self, lease_id: str, names: list[bytes], num_known: int) -> list[int]:
-        """Pin the blocks of a prefix that are remembered, in a lease of their own; none, and there
-        is no lease, if these are not more than the `num_known` that the reader has.
+        """Pin the cached blocks of a prefix, in a lease of their own. If these are not more than
+        the `num_known` that the reader has, there is no lease.
 
-        Leases of prefixes hold a half of all blocks at most, and lend less when more is asked for:
-        what runs here must not wait for other engines' readers. A block that several of them hold
-        counts once.
+        Leases of prefixes hold at most half of all blocks, and then lend less than requested,
+        because this engine's own requests must not wait for other engines. A block that several of
+        them hold counts once.
         """
         found = self.pool.match(names)
         room = self.pool.num_blocks // 2 - len(self._in_prefixes)
@@ -66,7 +66,8 @@ class LentBlocks:
         return self.lend(lease_id, found)
 
     def end(self, lease_id: str) -> None:
-        """Nobody reads the blocks of a lease any more; one that has ended is ignored."""
+        """Release the blocks of a lease, which nobody reads any more. A lease that has ended is
+        ignored."""
         blocks = self._blocks.pop(lease_id, [])
         if lease_id in self._prefixes:
             self._prefixes.remove(lease_id)

@@ -1,4 +1,4 @@
-"""Ends the numbers of an answer in JSON: nothing in a schema bounds their digits."""
+"""Limits the numbers of an answer in JSON, because nothing in a schema limits their digits."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 MAX_DIGITS: Final = 24
-"""After so many digits in a row, a number goes on with something else if its form allows that. All
-integers of 64 bits have fewer, and a float of 64 bits is told exactly by 17."""
+"""After this many digits in a row, a number must continue with something else if its form allows
+that. All integers of 64 bits have fewer digits, and 17 identify a float of 64 bits exactly."""
 _BEGINS_WITH_DIGIT: Final = r"[0-9](?s:.)*"
 _QUOTE, _BACKSLASH, _ZERO, _NINE = b'"\\09'
 
 
 @dataclass(frozen=True, slots=True)
 class Digits:
-    """What a vocabulary knows of digits."""
+    """The tokens of a vocabulary that consist of digits."""
 
     tokens: LLTokenizer
     first: NDArray[np.uint8]
@@ -49,7 +49,7 @@ class NumberLimit:
                 self._run = self._run + 1 if _ZERO <= byte <= _NINE else 0
 
     def without_more(self, allowed: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """The tokens that may come next, if these are allowed by the answer's form."""
+        """Return the tokens that may come next, given those that the answer's form allows."""
         if self._run < MAX_DIGITS:
             return allowed
         others = allowed & ~self._digits.first

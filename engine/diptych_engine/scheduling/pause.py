@@ -1,13 +1,13 @@
-"""What a paused engine still does. Pure.
+"""What a paused engine still does.
 
                         new requests     requests under way
     OPEN                run              run
     PAUSED_NEW          are parked       go on to their end
     PAUSED_ALL          are parked       stand still
 
-Under way is what runs or holds KV: a request that lost its blocks to another one included, since it
-has told its client some of its tokens already. Parked requests run after the pause, in the order in
-which they came.
+A request is under way if it runs or holds KV. This includes one that lost its blocks to another,
+since its client has some of its tokens already. Parked requests run after the pause, in the order
+in which they came.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STATE_OF_MODE: Final[dict[PauseMode, PauseState]] = {
 
 @dataclass(slots=True)
 class PauseGate:
-    """Where requests wait that came during a pause."""
+    """The requests that arrived during a pause."""
 
     state: PauseState = PauseState.OPEN
     parked: deque[Request] = field(default_factory=deque)
@@ -48,11 +48,11 @@ class PauseGate:
 
     @property
     def frozen(self) -> bool:
-        """Nothing is computed at all."""
+        """Whether nothing is computed at all."""
         return self.state is PauseState.PAUSED_ALL
 
     def enter(self, request: Request, waiting: WaitingQueue, *, front: bool = False) -> None:
-        """A request comes: to the queue, or during a pause to those that wait for its end."""
+        """Pass a new request on to the queue or, during a pause, keep it until the end."""
         if self.paused:
             self.parked.append(request)
         elif front:
@@ -61,8 +61,8 @@ class PauseGate:
             waiting.push(request)
 
     def close(self, mode: PauseMode, waiting: WaitingQueue) -> None:
-        """Pause, or change the way of it. `waiting` loses what is not under way, if that is to
-        wait for the end of the pause."""
+        """Pause, or change the mode of the pause. `waiting` loses the requests that are not under
+        way, if they have to wait for the end of the pause."""
         self.state = STATE_OF_MODE[mode]
         if not self.frozen:
             fresh = [request for request in waiting if not is_under_way(request)]
@@ -71,12 +71,12 @@ class PauseGate:
             self.parked.extendleft(reversed(fresh))  # they came before the pause did
 
     def open(self, waiting: WaitingQueue) -> None:
-        """End the pause: what was parked joins the queue."""
+        """End the pause: parked requests join the queue."""
         self.state = PauseState.OPEN
         while self.parked:
             waiting.push(self.parked.popleft())
 
 
 def is_under_way(request: Request) -> bool:
-    """It has told its client something already, or holds KV."""
+    """Whether a request's client has some output already, or it holds KV."""
     return request.status is RequestStatus.PREEMPTED or bool(request.block_ids)

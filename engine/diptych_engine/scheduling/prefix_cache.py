@@ -1,4 +1,4 @@
-"""Which blocks of a request's tokens are remembered already, and what remains to be computed."""
+"""Finds which blocks of a request's tokens are cached, and what remains to be computed."""
 
 from __future__ import annotations
 
@@ -13,33 +13,32 @@ from diptych_protocol import SchedulerStats
 from diptych_protocol.block_hashes import extend_block_hashes, seen_in
 
 HASH_BUDGET_TOKENS = 1 << 15
-"""Tokens that one snapshot hashes to estimate cached prefixes: a few milliseconds at most."""
+"""The most tokens that one snapshot hashes to estimate cached prefixes: a few milliseconds."""
 _QUEUED = frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED})
 
 
 @dataclass(slots=True, frozen=True)
 class PrefixCache:
-    """The view of the block pool by what its blocks hold; without `enabled` it finds nothing."""
+    """Finds blocks of the pool by their content. Without `enabled` it finds nothing."""
 
     pool: BlockPool
     block_size: int
     enabled: bool
 
     def find(self, request: Request) -> list[int]:
-        """Remembered blocks of the request's tokens; always leaves at least one to compute, and
-        everything of a request that needs more than KV."""
+        """Return cached blocks of the request's tokens. At least one token remains to be computed,
+        and all tokens of a request that needs more than KV."""
         if not self._reads_cache(request):
             return []
         return self.pool.match(self._lookup_hashes(request))
 
     def worth_fetching(self, request: Request, num_here: int) -> bool:
-        """What another engine may remember of it is more than the tokens that are here, and of use
-        to it."""
+        """Whether another engine may have more of a prefix than this one, and the request can use
+        it."""
         return self._reads_cache(request) and request.num_remote_tokens > num_here
 
     def names(self, request: Request) -> list[bytes]:
-        """What the blocks are called that are to be fetched of a prefix, in the other engine's
-        size."""
+        """Return the names of the blocks to fetch of a prefix, in the other engine's size."""
         source, count = request.prefix_source, request.num_remote_tokens
         size = source.remote_block_size if source is not None else None
         if size is None or size == self.block_size:
@@ -58,9 +57,10 @@ class PrefixCache:
             self.pool.remember(request.block_ids[index], request.block_hashes[index])
 
     def count_lookup(self, request: Request, num_hit_tokens: int, stats: SchedulerStats) -> None:
-        """A request has asked what is remembered of it.
+        """Count a request's look-up.
 
-        After a preemption it finds what it has computed itself: that is a hit, but saved nothing.
+        After a preemption a request finds what it has computed itself: that is a hit, but saved
+        nothing.
         """
         if request.num_cached_tokens is None:
             request.num_cached_tokens = min(num_hit_tokens, request.num_prompt_tokens)
@@ -69,10 +69,10 @@ class PrefixCache:
             stats.prefix_cache_hits += num_hit_tokens
 
     def queued_prompt_tokens(self, requests: Iterable[Request]) -> Counter[str]:
-        """Prompt tokens that steps have yet to compute: not here, not remembered, not on their way;
-        by tenant.
+        """Return the prompt tokens that steps have yet to compute (not here, not cached, not being
+        received), by tenant.
 
-        A snapshot costs two looks into the pool per waiting request, plus the hashing of new ones,
+        A snapshot takes two look-ups in the pool per waiting request, and hashes new requests,
         which admission needs too. What exceeds the budget counts in full until the next snapshot.
         """
         budget = HASH_BUDGET_TOKENS

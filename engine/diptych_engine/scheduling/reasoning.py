@@ -1,4 +1,4 @@
-"""What a grammar has to know of the reasoning that may stand before the answer."""
+"""What a grammar needs to know about the reasoning that may precede the answer."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from diptych_frontend.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReasoningTokens:
-    """How the model of an engine marks its reasoning, in its tokens."""
+    """How an engine's model marks its reasoning, in tokens."""
 
     style: ReasoningFormat
     tokenizer: Tokenizer
     opener: tuple[int, ...]
-    """What an output begins with if it begins with reasoning."""
+    """The beginning of an output that begins with reasoning."""
     free: NDArray[np.uint8] = field(repr=False)
-    """One bit for each token, the lowest of a byte first: all but those that end an answer, which
-    would be none without what its grammar demands."""
+    """One bit for each token, the lowest of a byte first: all but those that end an answer, because
+    an answer that ended there would lack what its grammar requires."""
 
     @classmethod
     def of(
@@ -36,10 +36,10 @@ class ReasoningTokens:
         return cls(style, tokenizer, tuple(opener), np.packbits(bits, bitorder="little"))
 
     def before(self, said_ended: bool | None, prompt_tail: Sequence[int]) -> Reasoning | None:
-        """The reasoning that may come after a prompt, whose last tokens these are; None if none
-        does.
+        """Return the reasoning that may follow a prompt with these last tokens; None if there is
+        none.
 
-        said_ended: what the request says, as `request_options.said_ended`.
+        said_ended: the request's option, as in `request_options.said_ended`.
         """
         ended = begins_ended(
             self.style,
@@ -51,14 +51,14 @@ class ReasoningTokens:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """What one output may begin with, before its answer."""
+    """The reasoning with which one output may begin."""
 
     tokens: ReasoningTokens
     begun: bool
-    """The prompt has begun it; without that, the output may or may not."""
+    """Whether the prompt has begun it; otherwise the output may."""
 
     def splitter(self) -> Splitter:
-        """Reads the output from its reasoning on."""
+        """Return a splitter that reads the output from its reasoning on."""
         made = self.tokens.style.splitter(False if self.begun else None)
         if not self.begun:
             made.push(self.tokens.style.opener)

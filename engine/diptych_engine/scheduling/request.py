@@ -1,4 +1,4 @@
-"""A request inside the engine core, and the table of its life."""
+"""A request inside the engine core, and the table of its states."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from diptych_protocol import (
 
 class RequestStatus(enum.Enum):
     WAITING = enum.auto()
-    """Queued; holds no blocks."""
+    """Queued, without blocks."""
     WAITING_FOR_GRAMMAR = enum.auto()
-    """Not queued yet: its grammar is being compiled."""
+    """Not queued yet, because its grammar is being compiled."""
     WAITING_FOR_REMOTE_KV = enum.auto()
-    """Holds blocks that the hinge is filling."""
+    """Holds blocks that are being received."""
     RUNNING = enum.auto()
     WAITING_FOR_STREAMING_REQ = enum.auto()
-    """Its prompt's pieces so far are answered; keeps its blocks and its row for the next one,
-    unless others need them."""
+    """All pieces of its prompt so far are answered. It keeps its blocks and its row for the next
+    one, unless others need them."""
     PREEMPTED = enum.auto()
-    """Lost its blocks to another request; queued again, keeps its tokens."""
+    """It lost its blocks to another request, is queued again, and keeps its tokens."""
     FINISHED = enum.auto()
 
 
@@ -75,80 +75,79 @@ class Request:
 
     request_id: str
     client: bytes
-    """Who gets the answer: the ZMQ identity of the client's socket."""
+    """The receiver of the answer: the ZMQ identity of the client's socket."""
     params: SamplingParams
-    """For a pooling request: default values, which are not used."""
+    """Default values, which are not used, for a pooling request."""
     token_ids: list[int]
     num_prompt_tokens: int
     eos_token_id: int | None
     max_total_tokens: int
     """Length (prompt + output) at which the request ends with LENGTH."""
     seed: int
-    """The seed of its random stream: the caller's, or one drawn when the request arrived."""
+    """The seed of its random numbers: the caller's, or one drawn when the request arrived."""
     arrival_time: float = 0.0
     priority: int = 0
     deadline_s: float = 0.0
-    """Its first token is due so long after `arrival_time`."""
+    """The time after `arrival_time` at which its first token is due."""
     tenant: str = ""
-    """Whose request it is."""
+    """The tenant to whom the request belongs."""
     account: Account = field(default_factory=Account)
-    """The account of its tenant; the scheduler sets it in `add`."""
+    """Its tenant's account, which the scheduler sets in `add`."""
     num_charged: int = 0
-    """Prompt tokens that its tenant is not to be charged for again."""
+    """Prompt tokens for which its tenant is not charged again."""
     cache_salt: str | None = None
-    """All that its KV depends on besides its tokens and images: see `cache_identity`."""
+    """Everything besides tokens and images that its KV depends on: see `cache_identity`."""
     adapter: Adapter | None = None
     pooling: PoolingParams | None = None
-    """Set: the prompt's hidden states are pooled, and nothing is sampled."""
+    """If set, the prompt's hidden states are pooled, and nothing is sampled."""
     prompt_embeds: Array | None = None
-    """[prompt tokens, hidden]: used in place of the embeddings of the prompt's tokens."""
+    """[prompt tokens, hidden]: used instead of the embeddings of the prompt's tokens."""
     images: tuple[PlacedImage, ...] = ()
     """The images of its prompt, in order."""
     reads_prefix_cache: bool = True
-    """False: every token has to be computed, because the answer needs more of it than its KV."""
+    """False: every token has to be computed, because the answer needs more than KV."""
     resumable: bool = False
-    """More pieces of its prompt may come: see `sessions`."""
+    """Whether more pieces of its prompt may come: see `sessions`."""
     trace_headers: Mapping[str, str] | None = None
-    """Its caller's trace context, to be told with its last output."""
+    """Its caller's trace context, which its last output contains."""
     kv_transfer: KVTransferParams | None = None
     prefix_source: KVTransferParams | None = None
     """The engine that may have the KV of its first `remote_num_tokens` tokens, in whole blocks of
-    that engine; None: nobody else has, or nobody is asked any more."""
+    that engine; None if no engine has it, or none is asked any more."""
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
-    """Tokens whose KV stands in `block_ids`."""
+    """Tokens whose KV is in `block_ids`."""
     num_cached_tokens: int | None = None
     """Prompt tokens that the prefix cache had when it was first admitted; None before."""
     num_received_tokens: int = 0
-    """Tokens whose KV came from another engine, until its client is told."""
+    """Tokens whose KV came from another engine, until its client gets to know."""
     num_routed: int = 0
-    """Leading tokens whose experts its client was told, by this engine or by those before it."""
+    """Leading tokens whose experts its client already has, from this engine or earlier ones."""
     first_tokens: list[int] = field(default_factory=list)
-    """Tokens that the engine of its prompt sampled, until its client is told: with the first token
-    that is sampled here, so that a hand-off which fails is an error from the first byte on."""
+    """Tokens that the prefill engine sampled. The client gets them with the first token sampled
+    here, so that a failed hand-off is an error from the first byte on."""
     block_ids: list[int] = field(default_factory=list)
-    """Append-only while the request holds blocks."""
+    """Blocks are only appended while the request holds blocks."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Chained hash of every full block of `token_ids`, extended as it grows."""
     expected_hit: int = 0
-    """While it waits: the number of its leading blocks that the prefix cache held when it was last
-    asked."""
+    """While it waits: how many of its leading blocks the prefix cache had at the last look-up."""
     grammar: LLMatcher | None = None
-    """The matcher of its structured output's grammar, in the initial state; to be copied, not
-    changed."""
+    """The matcher of its structured output's grammar, in the initial state. Copy it; do not change
+    it."""
     said_ended: bool | None = None
-    """Whether its sender says that there is no reasoning to come before its answer."""
+    """Whether its sender says that no reasoning precedes its answer."""
     reasoning: Reasoning | None = None
-    """What may stand in its output before the part that has the grammar."""
+    """The reasoning that may precede the part of its output with the grammar."""
     digits: Digits | None = None
-    """What the vocabulary has of digits, if its grammar is one of JSON."""
+    """The vocabulary's digits, if its grammar is one of JSON."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
     @property
     def due_at(self) -> float:
-        """When its first token is due, on the clock of `arrival_time`; without a deadline it is
-        due when it arrives."""
+        """When its first token is due, on the clock of `arrival_time`. Without a deadline it is due
+        when it arrives."""
         return self.arrival_time + self.deadline_s
 
     def become(self, status: RequestStatus) -> None:
@@ -167,14 +166,15 @@ class Request:
 
     @property
     def kv_identity(self) -> str | None:
-        """Names all that its KV depends on besides its tokens."""
+        """The identity of everything besides tokens that its KV depends on."""
         return identity_of(self.cache_salt, self.images)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Its prompt must be computed here from the first token on, whatever is remembered.
+        """Whether its prompt must be computed here from the first token on, whatever is cached.
 
-        Once there is output the log-probabilities were reported, by whoever made its first token.
+        Once there is output, the engine that made its first token has reported the
+        log-probabilities.
         """
         handed_off = self.kv_transfer is not None and self.kv_transfer.do_remote_prefill
         wanted = self.params.prompt_logprobs is not None
@@ -182,7 +182,7 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """All but the token that was sampled last is computed."""
+        """Whether all but the last sampled token is computed."""
         return (
             self.status is RequestStatus.RUNNING
             and self.kv_transfer is None
@@ -201,19 +201,19 @@ class Request:
 
     @property
     def fetches(self) -> bool:
-        """Its KV, or that of a prefix, is to come from another engine."""
+        """Whether its KV, or that of a prefix, has to come from another engine."""
         handed_off = self.kv_transfer is not None and self.kv_transfer.do_remote_prefill
         return handed_off or self.prefix_source is not None
 
     def forgo_remote(self) -> None:
-        """Use nothing that another engine has: it is computed here."""
+        """Use nothing from another engine; compute everything here."""
         if self.prefix_source is not None:
             self.prefix_source = None
         else:
             self.kv_transfer = None
 
     def take_over(self, num_tokens: int) -> int:
-        """Count the KV of so many first tokens as computed, because its blocks hold that now; at
+        """Count the KV of this many first tokens as computed, because its blocks contain it now. At
         least one token always remains to be computed. Returns how many tokens that adds."""
         before, remote = self.num_computed_tokens, min(num_tokens, self.num_tokens - 1)
         self.num_computed_tokens = remote
@@ -229,34 +229,35 @@ class Request:
 class ScheduledRequest(msgspec.Struct, gc=False):
     """A request's share of a step: compute `num_tokens` from position `start` on.
 
-    Nobody changes it. It is a struct because every step makes one for each request, and a dataclass
-    takes four times as long.
+    Nobody changes it. It is a struct, because every step makes one for each request, and a
+    dataclass takes four times as long.
     """
 
     request: Request
     start: int
     num_tokens: int
     samples: bool
-    """The share ends at the request's last known token, so the next one is sampled; never for a
-    pooling request."""
+    """Whether the share ends at the request's last known token, so that the next one is sampled;
+    never for a pooling request."""
 
 
 @dataclass(slots=True, frozen=True)
 class StepPlan:
-    """What the model runner does in one step."""
+    """The work of one step for the model runner."""
 
     scheduled: list[ScheduledRequest]
     num_tokens: int
     removed: list[str]
-    """Requests that lost their rows since the last plan (finished, aborted or preempted);
-    one that comes back does so with a new block table."""
+    """Requests that lost their rows since the last plan (finished, aborted or preempted). One that
+    returns does so with a new block table."""
     ahead: bool = False
-    """The tokens to compute are those that the step before it samples; only the runner has them."""
+    """Whether the tokens to compute are those that the step before it samples; only the runner has
+    them."""
     images: ImageWork | None = None
-    """None: no token of the step has to do with images."""
+    """None if no token of the step belongs to an image."""
 
     def without_finished(self) -> StepPlan:
-        """The plan without requests that have ended since it was made."""
+        """Return the plan without requests that have ended since it was made."""
         kept = [share for share in self.scheduled if not share.request.finished]
         if len(kept) == len(self.scheduled):
             return self
@@ -266,7 +267,7 @@ class StepPlan:
 
 @dataclass(slots=True, frozen=True)
 class StepResult:
-    """What the model runner found; the lists run over the plan's sampling requests, in order."""
+    """The results of a step; the lists run over the plan's sampling requests, in order."""
 
     token_ids: list[int]
     logprobs: list[tuple[list[int], list[float], int] | None] | None
@@ -275,47 +276,46 @@ class StepResult:
     num_nans: list[int] | None
     """NaNs among each request's logits; None when there are none at all."""
     prompt_logprobs: dict[str, LogprobsTensors] | None = None
-    """By request id, for prompts that are complete with this step; None when nobody asked."""
+    """By request id, for prompts that this step completed; None when nobody asked."""
     pooled: dict[str, Array] | None = None
-    """Request id -> vectors of the pooling requests whose prompts this step completed; None when
-    nobody pools."""
+    """Request id -> vectors of the pooling requests whose prompts this step completed; None without
+    any."""
     routed: dict[str, Array] | None = None
-    """Request id -> `EngineCoreOutput.routed_experts`; None unless the engine tells them."""
+    """Request id -> `EngineCoreOutput.routed_experts`; None unless the engine reports them."""
     failed: dict[str, str] = field(default_factory=dict)
-    """Request id -> the reason why the request cannot go on; its tokens mean nothing."""
+    """Request id -> the reason why the request cannot continue; its tokens mean nothing."""
 
 
 Pending = Callable[[], StepResult]
-"""Waits for what a step found; may be called again."""
+"""A function that waits for a step's results. It may be called again."""
 
 
 def no_result() -> StepResult:
-    """The result of a step that samples nothing."""
+    """Return the result of a step that samples nothing."""
     return StepResult([], None, None)
 
 
 @dataclass(slots=True, frozen=True)
 class LoadOrder:
-    """Fetch blocks `indices` of the lease into `local_block_ids`, pairwise."""
+    """An order to fetch blocks `indices` of the lease into `local_block_ids`, pairwise."""
 
     request_id: str
     params: KVTransferParams
     indices: list[int]
     local_block_ids: list[int]
     token_ids: list[int]
-    """The tokens whose KV is fetched, from position 0: the lease must be for the same ones."""
+    """The tokens whose KV is fetched, from position 0; the lease must be for the same ones."""
     identity: str | None
     """`Request.kv_identity`."""
     names: list[bytes] | None = None
-    """The names of the lender's blocks, if a prefix is fetched; None: a hand-off, which has a
-    lease."""
+    """The names of the lender's blocks, for a prefix; None for a hand-off, which has a lease."""
 
     @classmethod
     def of(
         cls, request: Request, first: int, end: int, names: list[bytes] | None = None
     ) -> LoadOrder:
-        """For the blocks `first` to `end` of a request. Raises `RuntimeError` if nothing was lent
-        to it."""
+        """Return the order for the blocks `first` to `end` of a request. Raises `RuntimeError` if
+        nothing was lent to it."""
         params = request.prefix_source or request.kv_transfer
         if params is None:
             raise RuntimeError(f"request {request.request_id} has no remote KV")
@@ -331,8 +331,8 @@ class LoadOrder:
 
 
 class TokenOutput(msgspec.Struct, gc=False):
-    """What a step produced for one request. A struct for the reason that `ScheduledRequest` is."""
+    """The output of a step for one request. A struct for the same reason as `ScheduledRequest`."""
 
     request: Request
     output: EngineCoreOutput
-    """What its client is to be told; without the end of the request, if this is one."""
+    """The output for its client, without the end of the request, if this is one."""

@@ -1,26 +1,26 @@
 """Decides what each step computes: the queues of one engine core, its block pool, and every move of
-a request between them. It does no I/O, and knows no clock, torch or sockets.
+a request between them. It performs no I/O, and uses no clock, torch or sockets.
 
-A request is in one place at a time, which its status names; each method that moves one also takes
-or gives back its blocks. The effects that are asked for (starting a load) are values in
-`load_orders`; the engine core carries them out and reports back through `load_ended`. What others
-keep up with themselves they hold: blocks that are lent, early loads, the pool's news, images.
+A request is in one place at a time, which its status names. Each method that moves one also takes
+or frees its blocks. Requested effects (starting a load) are values in `load_orders`; the engine
+core carries them out and reports back through `load_ended`. Lent blocks, early loads, changes of
+the pool and images are tracked by the code that uses them.
 
-There are no prefill and decode phases: a request that has tokens without KV gets a share of the
-step's token budget, be it a chunk of its prompt or the one token it sampled last. Running requests
-come first, in their order; when blocks run out the last of them loses its blocks and is computed
-again later (preemption by recompute). Waiting requests follow. Under the policy `fcfs` the order is
-that of arrival, and waiting requests whose KV came through the hinge go ahead of the others,
-because they hold blocks already; under `priority` it is (priority, arrival, id) everywhere.
+There are no prefill and decode phases. A request that has tokens without KV gets a share of the
+step's token budget, whether a chunk of its prompt or its last sampled token. Running requests come
+first, in their order. When blocks run out, the last of them loses its blocks and is computed again
+later (preemption by recompute). Waiting requests follow. Under the policy `fcfs` they are ordered
+by arrival, and waiting requests whose KV came from another engine precede the others, because they
+hold blocks already. Under `priority` the order is (priority, arrival, id) everywhere.
 
-The next one to enter is the first of the queue, and when it lacks blocks, a row, or a place for its
-adapter or its next image, all wait. Two rules besides:
+The next request to enter is the first of the queue. If it lacks blocks, a row, or a place for its
+adapter or its next image, all wait. Two more rules apply:
 
 - A step that holds `enough_prompt_tokens` begins no further prompt.
-- A prompt that does not end with a step leaves up to half of its part to those that are done with
-  it: shorter ones of its own tenant, or of one that was served less. They must leave it the blocks
-  that it lacks still. So a short prompt never waits for the end of a long one, and the long one is
-  done in twice the time at worst.
+- A prompt that does not end with a step leaves up to half of its share to prompts that do: shorter
+  ones of its own tenant, or of one that was served less. They must leave it the blocks that it
+  still lacks. So a short prompt never waits for the end of a long one, and the long one takes at
+  most twice its time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from diptych_engine.scheduling.adapter import busy_adapters
 from diptych_engine.scheduling.block_pool import BlockPool
 from diptych_engine.scheduling.early_loads import EarlyLoads, EarlyState
 from diptych_engine.scheduling.encoder_cache import EncoderCache
-from diptych_engine.scheduling.fair_rows import Part, who_gives_way
+from diptych_engine.scheduling.fair_rows import FairPart, who_gives_way
 from diptych_engine.scheduling.idle_sessions import IdleSessions
 from diptych_engine.scheduling.journey import JourneyLog, Station
 from diptych_engine.scheduling.lent_blocks import LentBlocks
@@ -69,34 +69,36 @@ from diptych_protocol import (
     SchedulingPolicy,
 )
 from diptych_protocol.admin import DrainReport
-from diptych_protocol.wire import MAX_TENANTS_TOLD
+from diptych_protocol.engine_stats import MAX_TENANTS_TOLD
 
 CREDIT_STEPS = 8
-"""A tenant that comes back may be behind others by the tokens of so many steps: so long a prompt is
-computed in one go, by all that prompts get of a step."""
+"""A returning tenant may be behind others by the tokens of this many steps, so that a prompt of
+this length is computed without interruption."""
 SHARED_STEPS = 1000
-"""How many further steps stay short after there were several tenants; these take some minutes."""
+"""How many further steps stay short after there were several tenants: some minutes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerView:
-    """A scheduler at one moment. It costs a look at all that wait: it is made when somebody pauses
-    or drains the engine. What is asked in every step is a property of the scheduler."""
+    """The state of a scheduler at one moment. Making it reads all waiting requests, so it is made
+    only when somebody pauses or drains the engine. Values needed in every step are properties of
+    the scheduler."""
 
     num_running: int
     num_waiting: int
-    """In the queue, before it, and while everything is paused."""
+    """Requests in the queue, before it, and parked during a pause."""
     num_loading: int
-    """Requests whose blocks the hinge writes to."""
+    """Requests whose blocks are being received."""
     num_idle: int
     """Sessions that wait for their next piece."""
     num_leases: int
     """Leases that hold blocks."""
     any_begun: bool
-    """Some request runs, waits with KV, or was preempted."""
+    """Whether any request runs, waits with KV, or was preempted."""
 
     def drain_report(self, *, draining: bool) -> DrainReport:
-        """What still keeps the engine from leaving; sessions that wait for their users count."""
+        """Return what still keeps the engine from ending, including sessions that wait for their
+        users."""
         waiting = self.num_waiting + self.num_loading + self.num_idle
         return DrainReport(
             draining=draining,
@@ -109,18 +111,19 @@ class SchedulerView:
 
 @dataclass(slots=True)
 class Step:
-    """What is in a step so far, and what is left of it."""
+    """The content of a step so far, and what is left of it."""
 
     scheduled: list[ScheduledRequest]
     budget: int
-    """Tokens that it may hold still."""
+    """Tokens that it may still take."""
     enough: float
-    """So many tokens of prompts, and it begins no further one."""
+    """With this many tokens of prompts it begins no further one."""
     prompts: int = 0
     """Tokens of prompts that it holds."""
 
     def room_for(self, tokens: int) -> int:
-        """How many of a prompt that has begun it takes: after others', only up to enough."""
+        """Return how many tokens of a begun prompt it takes. After other prompts, it takes only up
+        to enough."""
         room = min(tokens, self.budget)
         return int(min(room, self.enough - self.prompts)) if self.prompts else room
 
@@ -133,7 +136,7 @@ class Step:
 
 @dataclass(slots=True)
 class Scheduler:
-    """Chooses what each step computes, and applies what came of it."""
+    """Chooses what each step computes, and applies its results."""
 
     pool: BlockPool
     block_size: int
@@ -144,40 +147,40 @@ class Scheduler:
     policy: SchedulingPolicy = "fcfs"
     max_idle_sessions: int = 64
     max_loras: int = 0
-    """Different adapters that running requests and pinned ones may need together."""
+    """How many different adapters running requests and pinned ones may need together."""
     pinned_adapters: set[int] = field(default_factory=set)
     enough_prompt_tokens: float = math.inf
-    """A step that holds so many begins no further prompt."""
+    """A step with this many begins no further prompt."""
     journey: JourneyLog | None = None
-    """Is told what happens to requests, if anybody wants to know."""
+    """Records the events of requests, if anybody follows them."""
 
     encoder: EncoderCache = field(default_factory=EncoderCache)
-    """The images whose features are ready."""
+    """The images whose features are cached."""
 
     requests: dict[str, Request] = field(default_factory=dict)
     """Every unfinished request."""
     running: list[Request] = field(default_factory=list)
-    """In the order of their shares; the last is the first to be preempted."""
+    """In the order of their shares. The last one is preempted first."""
     waiting: FairQueue = field(init=False)
     tenants: FairShare = field(init=False)
-    """Who was served how much."""
+    """How much each tenant was served."""
     prefixes: PrefixCache = field(init=False)
     held: dict[str, Request] = field(default_factory=dict)
     """Requests whose grammars are being compiled."""
     loading: dict[str, Request] = field(default_factory=dict)
-    """Requests whose blocks the hinge writes to, cancelled ones included."""
+    """Requests whose blocks are being received, including cancelled ones."""
     idle: IdleSessions = field(init=False)
     early: EarlyLoads = field(init=False)
-    """What the hinge fetches for requests that are only announced."""
+    """Loads for requests that are only announced."""
     leased: LentBlocks = field(init=False)
     load_orders: list[LoadOrder] = field(default_factory=list)
-    """Loads to start; the core takes them."""
+    """Loads to start, which the core takes."""
     gate: PauseGate = field(default_factory=PauseGate)
-    """Where requests wait that come during a pause."""
+    """Keeps requests that arrive during a pause."""
     stats: SchedulerStats = field(default_factory=SchedulerStats)
     _removed: list[str] = field(default_factory=list)
     shared_until: int = 0
-    """In the steps before this one several tenants are reckoned with."""
+    """Steps before this one assume several tenants."""
     _order: Callable[[Request], Any] = field(init=False)
     """Sort key of running requests while there are several tenants."""
 
@@ -240,9 +243,9 @@ class Scheduler:
                 self._preempt(victim)
 
     def _who_gives_way(self) -> Request | None:
-        """The running request whose row and blocks the next waiting one is to have; None: nobody.
+        """Return the running request to preempt for the next waiting one; None: nobody.
 
-        Running requests must stand in the order of what their tenants were served.
+        Running requests must be in the order of how much their tenants were served.
         """
         tenants = self.tenants
         if not self.waiting or not tenants.several:
@@ -253,7 +256,9 @@ class Scheduler:
         lacks_blocks = not self._are_free(request, lacking)
         if not (lacks_row or lacks_blocks):
             return None
-        part = Part(max(1, self.max_num_seqs // len(tenants)), self.pool.num_blocks // len(tenants))
+        part = FairPart(
+            max(1, self.max_num_seqs // len(tenants)), self.pool.num_blocks // len(tenants)
+        )
         return who_gives_way(
             self.running,
             request,
@@ -272,16 +277,17 @@ class Scheduler:
         return lacking - len(hit) <= pool.num_free - pool.num_free_among(hit)
 
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
-        """The step after `plan`, whose results nobody has applied yet; None if that depends on
-        them.
+        """Return the step after `plan`, whose results have not been applied yet; None if it depends
+        on them.
 
         On a GPU a step is launched in less time than it takes, so the next one can wait in the
-        device's queue: the device then never waits for scheduler, messages and sampling parameters
-        (what vLLM calls asynchronous scheduling). Its tokens are not known on the host yet, but
-        their places are. Every request is taken to go on; what ends with the step before is
-        computed once more for nothing, one token of it, into a slot that nobody reads. It is
-        planned only when nothing else could be: as soon as somebody may be admitted, preempted or
-        given a chunk of its prompt, the core waits for results and plans from what is known.
+        device's queue. Then the device never waits for scheduler, messages and sampling parameters
+        (vLLM calls this asynchronous scheduling). The tokens of the running step are not known on
+        the host yet, but their positions are. Every request is assumed to continue. For a request
+        that ends with the running step, one token is computed in vain, into a slot that nobody
+        reads. A step is planned ahead only when no other plan is possible. As soon as a request may
+        be admitted, preempted or given a chunk of its prompt, the core waits for results and plans
+        from them.
         """
         if self.gate.frozen or self._may_admit():
             return None
@@ -469,18 +475,19 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """In the queue, before it, and while everything is paused."""
+        """The number of requests in the queue, before it, and parked during a pause."""
         return len(self.waiting) + len(self.held) + len(self.gate.parked)
 
     def can_add(self, tenant: str = "") -> bool:
-        """One more request may wait: there is room, or another tenant has more that wait."""
+        """Whether one more request may wait: there is room, or another tenant has more waiting
+        requests."""
         if self.num_waiting < self.max_num_waiting:
             return True
         return bool(self.waiting) and len(self.waiting.longest()) > self.waiting.num_of(tenant) + 1
 
     def surplus(self) -> Request | None:
-        """One to refuse after all, because too many wait: the newest of the tenant that has most
-        waiting, of those whose client was told nothing yet."""
+        """Return a request to refuse after all, because too many wait: the newest of the tenant
+        with the most, among those whose client has no output yet."""
         if self.num_waiting <= self.max_num_waiting or not self.waiting:
             return None
         fresh = (r for r in reversed(self.waiting.longest()) if not is_under_way(r))
@@ -510,7 +517,7 @@ class Scheduler:
             self.waiting.push_front(request)
 
     def hold(self, request: Request) -> None:
-        """Take a request in that cannot be queued before its grammar is there."""
+        """Add a request that cannot be queued before its grammar is compiled."""
         request.become(RequestStatus.WAITING_FOR_GRAMMAR)
         self._enrol(request)
         self.held[request.request_id] = request
@@ -523,9 +530,9 @@ class Scheduler:
     def finish(
         self, request: Request, reason: FinishReason, stop_reason: int | str | None = None
     ) -> None:
-        """End a request from whatever state it is in and give its blocks back.
+        """End a request from any state and free its blocks.
 
-        While the hinge may still write to its blocks they stay held, until `load_ended`.
+        Blocks that are being received stay held until `load_ended`.
         """
         match request.status:
             case RequestStatus.FINISHED:
@@ -555,22 +562,24 @@ class Scheduler:
         del self.requests[request.request_id]
 
     def suspend(self, session: Request) -> Request | None:
-        """Have a session wait for its next piece. Returns one to end, if there are too many."""
+        """Let a session wait for its next piece. Returns a session to end, if there
+        are too many."""
         self.running.remove(session)
         session.become(RequestStatus.WAITING_FOR_STREAMING_REQ)
         session.finish_reason = session.stop_reason = None
         return self.idle.add(session)
 
     def resume(self, session: Request) -> None:
-        """Queue an idle session whose next piece has come, in front: it may hold blocks."""
+        """Queue an idle session whose next piece has come, at the front, because it may hold
+        blocks."""
         self.idle.remove(session)
         self._removed.append(session.request_id)  # what its row knows of it is outdated
         session.become(RequestStatus.WAITING)
         self.gate.enter(session, self.waiting, front=True)
 
     def load_ended(self, request_id: str, *, ok: bool, num_tokens: int = 0) -> Request | None:
-        """The hinge no longer touches a request's blocks. num_tokens: the length of the prefix, if
-        it was to fetch one.
+        """Record that a request's blocks are no longer being received. num_tokens: the length of
+        the prefix, for a request that fetched one.
 
         Returns the request if it failed and must be answered with an error. A prefix that was not
         fetched is no failure: it is computed here.
@@ -601,8 +610,8 @@ class Scheduler:
         return None
 
     def go_on_without(self, request_id: str) -> None:
-        """The prefix of a request does not come in time: it is computed in other blocks. Those that
-        the hinge may still write to stay held, until `load_ended`."""
+        """Compute the prefix of a request in other blocks, because it does not arrive in time.
+        Blocks that may still be written to stay held until `load_ended`."""
         request = self.loading.get(request_id)
         if request is None or request.prefix_source is None or request.finished:
             return
@@ -775,7 +784,7 @@ class Scheduler:
     # --- what others read ---------------------------------------------------------------------
 
     def view(self) -> SchedulerView:
-        """What there is at this moment."""
+        """Return the present state."""
         return SchedulerView(
             num_running=len(self.running),
             num_waiting=self.num_waiting,
@@ -787,55 +796,54 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """A step would compute something (or at least admit a request)."""
+        """Whether a step would compute something (or at least admit a request)."""
         return bool(self.running or self.waiting) and not self.gate.frozen
 
     @property
     def quiet(self) -> bool:
-        """No step will compute anything, and the hinge will bring nothing to compute."""
+        """Whether no step will compute anything, and nothing to compute is being received."""
         return self.gate.frozen or not (self.running or self.waiting or self.loading)
 
     @property
     def paused(self) -> bool:
-        """New requests wait for the end of a pause."""
+        """Whether new requests wait for the end of a pause."""
         return self.gate.paused
 
     @property
     def can_finish_more(self) -> bool:
-        """Some request is not parked, and steps are computed."""
+        """Whether any request is not parked, and steps are computed."""
         return len(self.requests) > len(self.gate.parked) and not self.gate.frozen
 
     @property
     def has_waiting(self) -> bool:
-        """Some request waits in the queue."""
+        """Whether any request waits in the queue."""
         return bool(self.waiting)
 
     @property
     def hinge_at_rest(self) -> bool:
-        """Nothing is lent, and nothing is fetched."""
+        """Whether nothing is lent, and nothing is being fetched."""
         return not (self.loading or self.early.loads or len(self.leased))
 
     @property
     def now_running(self) -> Sequence[Request]:
-        """The running requests; whoever wants them after this step makes a copy."""
+        """The running requests. Copy the list to use it after this step."""
         return self.running
 
     @property
     def unfinished(self) -> Collection[Request]:
-        """Every request that has not ended, in the order in which they came."""
+        """Every request that has not ended, in the order of arrival."""
         return self.requests.values()
 
     def find(self, request_id: str) -> Request | None:
-        """The unfinished request of this id."""
+        """Return the unfinished request of this id."""
         return self.requests.get(request_id)
 
     def is_loading(self, request_id: str) -> bool:
-        """The hinge writes to the blocks of a request of this id, which may have ended."""
+        """Whether blocks of a request of this id are being received, even if it has ended."""
         return request_id in self.loading
 
     def snapshot(self) -> SchedulerStats:
-        """The running totals with the gauges of this moment. They are the caller's, to be added
-        to."""
+        """Return the running totals with the present gauges. The caller may change them."""
         queued = self.prefixes.queued_prompt_tokens(self.requests.values())
         return msgspec.structs.replace(
             self.stats,
@@ -855,26 +863,26 @@ class Scheduler:
     # --- pauses --------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode) -> None:
-        """Pause, or change the way of the pause that there is."""
+        """Pause, or change the mode of the present pause."""
         self.gate.close(mode, self.waiting)
 
     def end_pause(self) -> None:
-        """Go on; what came meanwhile joins the queue. Harmless without a pause."""
+        """End the pause; parked requests join the queue. Harmless without a pause."""
         self.gate.open(self.waiting)
 
     def discard_loads(self) -> list[str]:
-        """Use nothing of what the hinge brings from now on: its requests compute their prompts
-        here. Returns the ids of the loads to cancel."""
+        """Use nothing that is being received; those requests compute their prompts here. Returns
+        the ids of the loads to cancel."""
         for request in self.loading.values():
             request.forgo_remote()
         return [*self.loading, *self.early.drop_all()]
 
     def take_stations(self) -> dict[bytes, list[RequestJourneyEvent]]:
-        """What happened to requests since the last call, by client, if anybody wants to know."""
+        """Return the events of requests since the last call, by client, if anybody follows them."""
         return {} if self.journey is None else self.journey.take()
 
     def take_load_orders(self) -> list[LoadOrder]:
-        """The loads to start now, once."""
+        """Return the loads to start now, once."""
         orders, self.load_orders = self.load_orders, []
         return orders
 

@@ -1,11 +1,11 @@
-"""Prompts that come in pieces: one request, which waits between them with its KV.
+"""Sessions: prompts that come in pieces, as one request that waits between them with its KV.
 
-After piece k was answered, all tokens but the one sampled last have KV. That one is dropped (its
-consumer was told it all the same), the others become a part of the prompt, and piece k + 1 follows
+After piece k was answered, all tokens but the last sampled one have KV. That one is dropped (its
+consumer has got it all the same), the others become a part of the prompt, and piece k + 1 follows
 them. So with `max_tokens=1` a session's prompt is exactly its pieces. This is what vLLM does.
 
 On the wire every piece is an `EngineCoreRequest` with the id of the first, its own tokens only and
-`resumable` set; one without `resumable` says that there are no more. A piece may come only when the
+`resumable` set. One without `resumable` says that there are no more. A piece may come only when the
 one before it was answered.
 """
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def check_piece(message: EngineCoreRequest, limits: EngineDescription) -> SamplingParams:
-    """What a piece asks for; the first of a session is checked as any request is, besides.
+    """Validate a piece. The first piece of a session is also checked as any request is.
 
     Raises `InvalidRequestError` for what no session can do.
     """
@@ -55,7 +55,7 @@ def check_piece(message: EngineCoreRequest, limits: EngineDescription) -> Sampli
 
 
 def check_arrival(message: EngineCoreRequest) -> None:
-    """Raises `InvalidRequestError` for a time that has no place in an order."""
+    """Raise `InvalidRequestError` for a time that cannot be ordered."""
     if not math.isfinite(message.arrival_time):
         raise InvalidRequestError("arrival_time must be finite: requests are ordered by it")
 
@@ -67,7 +67,7 @@ def go_on(
     client: bytes,
     limits: EngineDescription,
 ) -> EngineCoreOutput | None:
-    """Take a second message about a request: the next piece of its prompt, or the end of it.
+    """Process a second message about a request: the next piece of its prompt, or the end of it.
 
     Returns the request's last output, if it ends with this.
     """

@@ -1,4 +1,4 @@
-"""What a step's results mean for the requests that were in it."""
+"""Applies a step's results to its requests."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def apply_results(
 ) -> list[TokenOutput]:
     """Count what was computed, and append what was sampled.
 
-    Requests that ended or lost their blocks while the model ran get nothing. Of a request that
-    has enough tokens now, `finish_reason` is set; to end it is the caller's part.
+    Requests that ended or lost their blocks while the model ran get nothing. A request that has
+    enough tokens now gets a `finish_reason`; the caller has to end it.
     """
     outputs: list[TokenOutput] = []
     sampled = generated = 0
@@ -101,7 +101,7 @@ def _of_one_token(row: tuple[list[int], list[float], int] | None) -> LogprobsLis
 
 
 def stop_condition(request: Request, token: int) -> tuple[FinishReason, int | str | None] | None:
-    """Whether the newest token ends the request, and why."""
+    """Return whether the newest token ends the request, and why."""
     params, num_tokens = request.params, len(request.token_ids)
     if num_tokens - request.num_prompt_tokens >= params.min_tokens:
         if token == request.eos_token_id and not params.ignore_eos:

@@ -1,4 +1,5 @@
-"""The requests that wait for their first or next share of a step, in the order they get it."""
+"""The requests that wait for their first or next share of a step, in the order in which they get
+it."""
 
 from __future__ import annotations
 
@@ -13,22 +14,22 @@ from diptych_protocol import SchedulingPolicy
 
 
 class WaitingQueue(Protocol):
-    """What the scheduler needs of a queue, whatever its order."""
+    """The scheduler's interface of a queue, whatever its order."""
 
     def push(self, request: Request) -> None:
-        """A new request."""
+        """Add a new request."""
 
     def push_front(self, request: Request) -> None:
-        """One that has waited its turn before: preempted, or back from the hinge."""
+        """Add a request that has waited its turn before: preempted, or back from receiving KV."""
 
     def peek(self) -> Request:
-        """The request whose turn is next. Raises `IndexError` when none waits."""
+        """Return the next request. Raises `IndexError` when none waits."""
 
     def pop(self) -> Request:
-        """Take the request whose turn is next. Raises `IndexError` when none waits."""
+        """Remove and return the next request. Raises `IndexError` when none waits."""
 
     def remove(self, request: Request) -> None:
-        """Raises `ValueError` for a request that does not wait."""
+        """Remove a request. Raises `ValueError` if it does not wait."""
 
     def __len__(self) -> int: ...
 
@@ -38,14 +39,14 @@ class WaitingQueue(Protocol):
 
 
 def make_queue(policy: SchedulingPolicy, tenants: FairShare) -> FairQueue:
-    """An empty queue in the order of a policy, fair to tenants within it."""
+    """Return an empty queue in the order of a policy, fair to tenants within it."""
     if policy == "priority":
         return FairQueue(PriorityQueue, turn_in_class, tenants)
     return FairQueue(FcfsQueue, service, tenants)
 
 
 class FairQueue:
-    """A queue for each tenant; among their first ones it is the turn of who was served least.
+    """A queue for each tenant. The next request is that of the tenant that was served least.
 
     With a single tenant it is that tenant's queue.
     """
@@ -56,7 +57,8 @@ class FairQueue:
         order: Callable[[Request], Any],
         tenants: FairShare,
     ) -> None:
-        """order: of the first requests of two tenants the smaller one is next."""
+        """order: a key; of the first requests of two tenants the one with the smaller
+        key is next."""
         self._make_lane = make_lane
         self._order = order
         self._tenants = tenants
@@ -102,12 +104,13 @@ class FairQueue:
             self._tenants.cease_to_wait(request.account)
 
     def num_of(self, tenant: str) -> int:
-        """Requests of a tenant."""
+        """Return the number of a tenant's requests."""
         lane = self._lanes.get(tenant)
         return 0 if lane is None else len(lane)
 
     def longest(self) -> WaitingQueue:
-        """The requests of the tenant that has most here. Raises `ValueError` when none waits."""
+        """Return the requests of the tenant that has most here. Raises `ValueError` when none
+        waits."""
         return max(self._lanes.values(), key=len)
 
     def __len__(self) -> int:
@@ -126,11 +129,11 @@ class FairQueue:
 
 
 class FcfsQueue:
-    """First come, first served; who was served before comes first again.
+    """First come, first served. A request that was served before comes first again.
 
     A request with a deadline goes before those at the end of the queue that are due later, but not
-    before one without a deadline. So requests that all have one are served by their deadlines, and
-    nobody is passed by a request that came after he was due.
+    before one without a deadline. So if all have deadlines, they are served by them, and a request
+    that arrived after another was due never overtakes it.
     """
 
     def __init__(self) -> None:
@@ -170,10 +173,10 @@ class FcfsQueue:
 
 
 class PriorityQueue:
-    """Lower priorities first, equal ones by when they are due, whoever was served before.
+    """Lower priorities first; equal ones by when they are due, even if some were served before.
 
-    A sorted list rather than a heap: it is bounded by the admission limit, at which an insertion
-    moves a few kilobytes, and it can be walked in order and from its end.
+    It is a sorted list rather than a heap. The admission limit bounds it, so an insertion moves a
+    few kilobytes, and it can be read in order and from its end.
     """
 
     def __init__(self) -> None:
@@ -213,11 +216,11 @@ def turn(request: Request) -> tuple[int, float, str]:
 
 
 def service(request: Request) -> float:
-    """The order of tenants under `fcfs`: who was served least comes first."""
+    """The order of tenants under `fcfs`: the least served comes first."""
     return request.account.served
 
 
 def turn_in_class(request: Request) -> tuple[int, float, float, str]:
-    """The order of tenants under `priority`: urgency, and service among the equally urgent."""
+    """The order of tenants under `priority`: by urgency, then by service."""
     due = request.due_at, request.request_id
     return request.priority, request.account.served, *due

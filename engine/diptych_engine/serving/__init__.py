@@ -1,1 +1,2 @@
-"""The processes and objects that callers meet: the core's server, `LLM`, lockstep with peers."""
+"""The processes and objects that callers use: the core's server, `LLM`, lockstep with other
+engines."""

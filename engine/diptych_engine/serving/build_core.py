@@ -1,4 +1,4 @@
-"""Puts the rooms of one engine together."""
+"""Builds an engine from its parts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from diptych_protocol.weights import numbered
 
 
 def executor_class(config: EngineConfig) -> type[ModelRunner]:
-    """The class that runs the model. Raises `InvalidRequestError` for one that cannot."""
+    """Return the class that runs the model. Raises `InvalidRequestError` for an unsuitable one."""
     own: type[ModelRunner] = ModelRunner if config.tensor_parallel_size == 1 else LeadRunner
     if not config.executor_class:
         return own
@@ -49,10 +49,10 @@ def executor_class(config: EngineConfig) -> type[ModelRunner]:
 
 
 def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCore:
-    """Load the model and put the rooms of one engine together.
+    """Load the model and build the engine.
 
-    keys: of the service, by which its engines know each other; see `open_connector`.
-    Raises `InvalidRequestError` for a configuration or model that cannot work.
+    keys: the service's, by which its engines authenticate each other; see `open_connector`. Raises
+    `InvalidRequestError` for a configuration or model that cannot work.
     """
     config.check()
     source = resolve_model(config.model)

@@ -43,10 +43,10 @@ log = logging.getLogger(__name__)
 
 
 class Membership:
-    """What the owner of a group may ask of one core in it."""
+    """The calls of a group's owner to one core in it."""
 
     def __init__(self, core: EngineCore, config: EngineConfig, end: Callable[[], None]) -> None:
-        """`end` lets the core's process end cleanly."""
+        """`end` ends the core's process cleanly."""
         self._core = core
         self._lockstep = config.data_parallel_lockstep
         self._rank = config.data_parallel_rank
@@ -54,13 +54,13 @@ class Membership:
 
     @property
     def calls(self) -> tuple[Callable[..., Any], ...]:
-        """What a client may name in a utility call."""
+        """The functions that a client may name in a utility call."""
         return self.surrender, self.reinitialize_distributed
 
     def surrender(self) -> dict[str, list[int]]:
-        """End every request without a word, so that another core can go on with it.
+        """End every request without any output, so that another core can continue it.
 
-        Returns what each has generated, and its client has been told, up to now.
+        Returns what each has generated and sent to its client so far.
         """
         scheduler = self._core.scheduler
         requests = list(scheduler.unfinished)
@@ -72,7 +72,7 @@ class Membership:
         }
 
     def reinitialize_distributed(self, reconfigure: ReconfigureDistributedRequest) -> None:
-        """The group has another size now. A core that has no place in it any more ends.
+        """Change the group's size. A core without a place in it ends.
 
         Raises `InvalidRequestError` for a change that this core cannot make.
         """
@@ -140,7 +140,7 @@ def main() -> None:
 
 
 def fail(code: int, message: str) -> int:
-    """One line on stderr, and the exit code."""
+    """Print one line on stderr, and return the exit code."""
     print(f"diptych engine core: error: {message}", file=sys.stderr, flush=True)
     return code
 

@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from diptych_frontend.core_client.foreign_options import importable_name
-from diptych_protocol import (
-    AnyControlCall,
-    EngineConfig,
-    LoRARequest,
-    PauseMode,
-    UnsupportedFeatureError,
-)
+from diptych_protocol import ControlCall, EngineConfig, UnsupportedFeatureError
 from diptych_protocol.control_calls import (
     APPLY_MODEL,
     CALL_FUNCTION,
     CALL_TIMEOUT_S,
     REST_TIMEOUT_S,
-    AddLora,
-    IsPaused,
-    IsSleeping,
-    ListLoras,
-    PauseGeneration,
-    PinLora,
-    RemoveLora,
-    ResetEncoderCache,
-    ResetMmCache,
-    ResetPrefixCache,
-    ResumeGeneration,
-    Sleep,
-    StartProfile,
-    StopProfile,
-    WakeUp,
+    BlockingCalls,
 )
 
 if TYPE_CHECKING:
@@ -42,7 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class EngineControls(ABC):
+class EngineControls(BlockingCalls):
     """Mixed into an engine that has a core. Every method raises `UtilityError` if the core refuses
     or fails, `TimeoutError` if it takes too long, and `EngineDeadError` if it has ended."""
 
@@ -53,78 +33,13 @@ class EngineControls(ABC):
     def call_core(self, method: str, *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         """A utility call."""
 
-    def control(self, call: AnyControlCall) -> Any:
-        """Have the core do what a call says. Returns what it answers, undecoded."""
+    def control(self, call: ControlCall[Any]) -> Any:
         return self.call_core(call.METHOD, *call.arguments, timeout_s=call.timeout_s)
 
     @property
     @abstractmethod
     def only_worker(self) -> Any:
         """The runner of the whole model, if it is in this process. Otherwise None."""
-
-    # --- pause and sleep ----------------------------------------------------------------------
-
-    def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
-        self.control(PauseGeneration(mode, clear_cache))
-
-    def resume_generation(self) -> None:
-        self.control(ResumeGeneration())
-
-    def is_paused(self) -> bool:
-        return bool(self.control(IsPaused()))
-
-    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        self.control(Sleep(level, mode))  # type: ignore[arg-type]  # the core checks it
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        wanted: Any = None if tags is None else list(tags)
-        self.control(WakeUp(wanted))
-
-    def is_sleeping(self) -> bool:
-        return bool(self.control(IsSleeping()))
-
-    # --- caches -------------------------------------------------------------------------------
-
-    def reset_mm_cache(self) -> None:
-        """Forget images on both sides: as they were prepared here, and as they came there."""
-        self.control(ResetMmCache())
-
-    def reset_encoder_cache(self) -> None:
-        self.control(ResetEncoderCache())
-
-    def reset_prefix_cache(
-        self, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> bool:
-        """False if a block is in use."""
-        return bool(self.control(ResetPrefixCache(reset_running_requests, reset_connector)))
-
-    # --- profiles -----------------------------------------------------------------------------
-
-    def start_profile(self, profile_prefix: str | None = None) -> None:
-        """The names of the files begin with the prefix, or with the engine's id."""
-        self.control(StartProfile(profile_prefix or ""))
-
-    def stop_profile(self) -> None:
-        self.control(StopProfile())
-
-    # --- adapters -----------------------------------------------------------------------------
-
-    def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter for future requests."""
-        return bool(self.control(AddLora(lora_request)))
-
-    def remove_lora(self, lora_id: int) -> bool:
-        """False if it is not loaded."""
-        return bool(self.control(RemoveLora(lora_id)))
-
-    def list_loras(self) -> set[int]:
-        return set(self.control(ListLoras()))
-
-    def pin_lora(self, lora_id: int) -> bool:
-        """Keep an adapter from being evicted; False if it is not loaded."""
-        return bool(self.control(PinLora(lora_id)))
-
-    # --- workers ------------------------------------------------------------------------------
 
     def collective_rpc(
         self,

@@ -1,4 +1,4 @@
-"""What an LLMEngine counts of its own requests, next to the statistics of its core."""
+"""Metrics of an LLMEngine's own requests, beside the statistics of its core."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from diptych_protocol import RequestOutput, SchedulerStats
 
 @dataclass(slots=True)
 class RequestFacts:
-    """What is known of one open request."""
+    """Facts about one open request."""
 
     num_prompt_tokens: int
     deltas: bool
-    """Its outputs carry only what is new."""
+    """Whether its outputs contain only what is new."""
     started_at: float = field(default_factory=time.perf_counter)
     num_tokens: dict[int, int] = field(default_factory=dict)
     """By the index of the answer."""
 
 
 class EngineMetrics:
-    """A registry of one engine: the metrics of a server but for HTTP."""
+    """A registry of one engine: the metrics of a server without those of HTTP."""
 
     def __init__(self, model_name: str) -> None:
         self.stats_by_engine: dict[str, SchedulerStats] = {}

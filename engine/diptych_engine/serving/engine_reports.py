@@ -1,4 +1,4 @@
-"""What an LLMEngine tells of its work: to its metrics, to receivers of statistics, to the log."""
+"""Reports an LLMEngine's statistics: to its metrics, to receivers, and to the log."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     from diptych_frontend.observability.request_tracer import RequestTracer
 
 LOG_INTERVAL = "DIPTYCH_LOG_STATS_INTERVAL"
-"""Environment: seconds between two lines of statistics."""
+"""Environment variable: seconds between two lines of statistics."""
 DEFAULT_LOG_INTERVAL_S = 10.0
 
 
 def log_interval_s() -> float:
-    """What the environment says now. Raises `InvalidRequestError` if it is not a number."""
+    """Return the present value of the environment variable. Raises `InvalidRequestError` if it is
+    not a number."""
     text = os.environ.get(LOG_INTERVAL)
     try:
         return DEFAULT_LOG_INTERVAL_S if text is None else float(text)
@@ -55,20 +56,21 @@ class EngineReports(EngineControls):
     """None before the first question whether they are."""
 
     def get_metrics(self) -> list[Metric]:
-        """The values of all metrics now. Raises `NotKeptError` without `log_stats`."""
+        """Return the present values of all metrics. Raises `NotKeptError` without `log_stats`."""
         if not self.log_stats:
             raise NotKeptError("this engine keeps no statistics: log_stats is False")
         self._metrics.stats_by_engine[self.description.engine_id] = self._fetch_stats()
         return self._metrics.snapshot()
 
     def do_log_stats(self) -> None:
-        """Hand the statistics to every logger, and let it report; nothing without `log_stats`."""
+        """Pass the statistics to every logger, and let it report; does nothing
+        without `log_stats`."""
         if self.logger_manager is not None:
             self.logger_manager.record(self._fetch_stats(), None)
             self.logger_manager.log()
 
     def do_log_stats_with_interval(self) -> None:
-        """The same, if the interval has passed since the last time, or since the first call."""
+        """Do the same, if the interval has passed since the last time, or since the first call."""
         now = self._clock()
         if self._last_log_time is None:
             self._last_log_time = now

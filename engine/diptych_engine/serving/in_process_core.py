@@ -1,4 +1,4 @@
-"""An EngineCore in the caller's own process and thread, with the face of a client of one."""
+"""An EngineCore in the caller's own process and thread, with the interface of a client."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OUTPUT_WAIT_S = 1.0
 
 
 class InProcessCore:
-    """Takes a step whenever outputs are asked for; nothing happens in between."""
+    """Makes a step whenever outputs are requested; nothing happens in between."""
 
     def __init__(self, config: EngineConfig) -> None:
         """Load the model. Raises what `build_core` raises."""
@@ -51,7 +51,7 @@ class InProcessCore:
 
     @property
     def core(self) -> EngineCore:
-        """Raises `ClientClosedError` after `close`."""
+        """The core. Raises `ClientClosedError` after `close`."""
         if self._core is None:
             raise ClientClosedError("the engine was shut down")
         return self._core
@@ -63,10 +63,10 @@ class InProcessCore:
         self.core.abort(request_ids)
 
     def get_output(self, wait_s: float = OUTPUT_WAIT_S) -> EngineCoreOutputs:
-        """Take one step; what came of it.
+        """Make one step and return its outputs.
 
         If there is nothing to compute, because everything waits for another engine, for a grammar
-        or for the end of a pause, it waits for news, `wait_s` at most.
+        or for the end of a pause, it waits for news, at most `wait_s`.
         """
         self._outputs += self.core.take_outputs().get(CLIENT, ())  # of what failed when it came
         if not self._outputs:
@@ -78,9 +78,9 @@ class InProcessCore:
         return message
 
     def call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """A utility call, whose arguments and answer take the form that they have on the wire.
+        """Make a utility call, whose arguments and answer are encoded and decoded as on the wire.
 
-        Requests go on while its answer is waited for.
+        Requests continue while the call waits for its answer.
 
         Raises:
             InvalidRequestError: the arguments cannot be sent.
@@ -100,7 +100,7 @@ class InProcessCore:
         return None if received is None else received.result
 
     def close(self) -> None:
-        """Give back memory and threads. Safe to call twice."""
+        """Release memory and threads. Safe to call twice."""
         if self._core is not None:
             self._core.close()
             self._core = None

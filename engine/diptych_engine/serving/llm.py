@@ -1,4 +1,4 @@
-"""LLM: whole batches of prompts, offline."""
+"""LLM: generates for whole batches of prompts, offline."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Params = TypeVar("Params", SamplingParams, PoolingParams)
 
 
 class LLM:
-    """A model, ready to be asked. Use it in a `with` block, or end it with `shutdown()`."""
+    """A model that answers prompts. Use it in a `with` block, or end it with `shutdown()`."""
 
     def __init__(self, model: str, **engine_args: Any) -> None:
         """`engine_args` are the fields of `EngineArgs`.
@@ -53,7 +53,7 @@ class LLM:
         lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> list[RequestOutput]:
-        """Answers to the prompts, in their order.
+        """Return answers to the prompts, in their order.
 
         A list of integers is one prompt of token ids. The parameters are for all prompts, or one
         for each. `use_tqdm` shows a progress bar; None shows it on a terminal.
@@ -78,7 +78,7 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers to one conversation or several; otherwise as `generate`.
+        """Return answers to one conversation or several; otherwise as `generate`.
 
         chat_template_kwargs: further variables of the model's chat template.
         """
@@ -106,7 +106,7 @@ class LLM:
         use_tqdm: bool | None = None,
         lora_request: LoRARequest | None = None,
     ) -> list[PoolingRequestOutput]:
-        """A vector for each prompt; otherwise as `generate`.
+        """Return a vector for each prompt; otherwise as `generate`.
 
         Raises `EngineGenerateError` if one of them failed in the engine.
         """
@@ -120,11 +120,12 @@ class LLM:
         return vectors
 
     def get_tokenizer(self) -> Tokenizer:
-        """Raises `InvalidRequestError` if there is none."""
+        """Return the tokenizer. Raises `InvalidRequestError` if there is none."""
         return self.llm_engine.get_tokenizer()
 
     def get_metrics(self) -> list[Metric]:
-        """The values of all metrics now. Raises `UnsupportedFeatureError` without `log_stats`."""
+        """Return the present values of all metrics. Raises `UnsupportedFeatureError` without
+        `log_stats`."""
         return self.llm_engine.get_metrics()
 
     def _run(
@@ -169,7 +170,7 @@ class LLM:
         return open_now + n if open_now else 1  # alone, any request may try
 
     def shutdown(self) -> None:
-        """Give the model's memory back. Safe to call twice."""
+        """Release the model's memory. Safe to call twice."""
         self.llm_engine.shutdown()
 
     def __enter__(self) -> Self:

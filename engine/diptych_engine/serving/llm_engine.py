@@ -27,8 +27,8 @@ from diptych_frontend.text.output_processor import Collector, OutputProcessor, f
 from diptych_frontend.text.renderer import text_of
 from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_protocol import (
-    AnyControlCall,
     CompletionOutput,
+    ControlCall,
     DiptychError,
     EngineConfig,
     EngineCoreRequest,
@@ -338,7 +338,7 @@ class LLMEngine(EngineReports):
         return self.renderer.tokenizer
 
     def get_tokenizer(self) -> Tokenizer:
-        """Raises `InvalidRequestError` if there is none."""
+        """Return the tokenizer. Raises `InvalidRequestError` if there is none."""
         return self.renderer.get_tokenizer()
 
     @property
@@ -351,7 +351,7 @@ class LLMEngine(EngineReports):
 
     # --- the core -----------------------------------------------------------------------------
 
-    def control(self, call: AnyControlCall) -> Any:
+    def control(self, call: ControlCall[Any]) -> Any:
         if call.forgets_images:
             self.renderer.clear_mm_cache()
         return super().control(call)

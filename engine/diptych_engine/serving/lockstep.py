@@ -1,8 +1,8 @@
-"""The loop of a core that steps together with the others of its group.
+"""The loop of a core that makes its steps together with the others of its group.
 
-`waves` says when; here it meets sockets and the group. A core that has nothing to compute while
-others have runs the model on nobody's token: in a model whose layers are shared between cores, the
-others wait for it in there.
+`waves` decides when; this module connects it with sockets and the group. A core that has nothing to
+compute while others have runs the model on a dummy token, because in a model whose layers are
+shared between cores the others wait for it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from diptych_protocol import (
 from diptych_protocol.arrays import Frame
 
 STEPS_BETWEEN_SUMS: Final = 16
-"""After the last request of a wave, its cores make fewer steps than this for nobody."""
+"""After the last request of a wave, its cores make fewer dummy steps than this."""
 
 
 class LockstepServer(CoreServer):

@@ -1,4 +1,4 @@
-"""Engines that step together without a front-end in common, each driven by its own program."""
+"""Engines that make steps together without a common front-end, each driven by its own program."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from diptych_protocol import EngineConfig, EngineDeadError
 
 
 class LockstepPeers:
-    """One engine's place among them. All have to ask before each step whether to go on."""
+    """One engine among them. All have to ask before each step whether to continue."""
 
     def __init__(self, config: EngineConfig) -> None:
         """Raises `InvalidRequestError` if the configuration does not say where they meet."""
@@ -18,7 +18,7 @@ class LockstepPeers:
         join_group(self.group)
 
     def any_unfinished(self, own: bool) -> bool:
-        """Whether some engine has work, be it this one (`own`).
+        """Whether some engine has work, including this one (`own`).
 
         Raises `EngineDeadError` when one of them is gone.
         """

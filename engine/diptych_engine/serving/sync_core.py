@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from diptych_engine.serving.lockstep_peers import LockstepPeers
 
 MULTIPROCESSING = "DIPTYCH_ENABLE_MULTIPROCESSING"
-"""Environment: `1` gives every engine's core a process of its own."""
+"""Environment variable: `1` gives every engine's core a process of its own."""
 START_TIMEOUT_S = 600.0
 
 
 class SyncCore(Protocol):
-    """A core that is called, not awaited: `InProcessCore` or `SyncCoreClient`."""
+    """A core with blocking calls: `InProcessCore` or `SyncCoreClient`."""
 
     description: EngineDescription
 
@@ -41,9 +41,10 @@ class SyncCore(Protocol):
 
 
 def lockstep_peers_of(config: EngineConfig, in_process_of_its_own: bool) -> LockstepPeers | None:
-    """The engines that step together with this one, to be joined; None for an engine of its own.
+    """Return the engines that make steps together with this one, not joined yet; None for a single
+    engine.
 
-    Raises `UnsupportedFeatureError` for cores that share requests: an `AsyncLLM` has those. Raises
+    Raises `UnsupportedFeatureError` for cores that share requests, which need an `AsyncLLM`. Raises
     `InvalidRequestError` for engines in lock-step that cannot work or do not know where to meet.
     """
     if config.data_parallel_size == 1:

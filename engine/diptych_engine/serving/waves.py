@@ -1,8 +1,9 @@
-"""When the cores of a group step together: one core's side. Pure; after vLLM's data-parallel waves.
+"""Decides when the cores of a group make steps together: one core's side, after vLLM's
+data-parallel waves.
 
 Cores that share layers (mixtures of experts) wait for each other inside of them, so while one works
-all have to step. From a first request until nothing is left anywhere they run a **wave**; between
-two waves they sleep.
+all have to make steps. From a first request until nothing is left anywhere they run a **wave**;
+between two waves they sleep.
 
     idle ──a request, START, or work of its own──▶ running ──agreed: nothing is left──▶ idle
                                                       │
@@ -12,9 +13,9 @@ A running core without work runs dummy batches. Every few steps all cores add up
 that is a barrier, and the only place where a wave ends, so it ends for all of them at once. So does
 a pause: the wave that ends while all cores are to pause, by the same call, leaves them paused.
 
-What may go wrong is that a core sleeps while others wait for it at the barrier. Hence: whoever
-starts to run without having been told announces it, unless the front-end has done so with the
-request; a START that comes late is known by its number; and the end of a pause is a START.
+The danger is that a core sleeps while others wait for it at the barrier. So a core that starts to
+run unasked announces it, unless the front-end has done so with the request; a late START is
+recognised by its number; and the end of a pause is a START.
 
 The other side is `diptych_frontend.core_client.group`; tests explore both with three
 cores.
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class WaveMember:
-    """What one core knows. Methods that return a wave number ask for it to be announced."""
+    """The state of one core. Methods that return a wave number ask the caller to announce it."""
 
     rank: int
     size: int
@@ -37,20 +38,20 @@ class WaveMember:
     """The wave that runs, or the next one."""
     running: bool = False
     paused: bool = False
-    """All cores have agreed to stand still."""
+    """All cores have agreed to stop."""
     pausing: bool = False
-    """This core is to pause."""
+    """This core has to pause."""
     steps: int = 0
-    """Since the last sum, or since the wave began."""
+    """Steps since the last sum, or since the wave began."""
     turns: int = 0
     """How often this core was told to pause or to resume."""
 
     # --- what starts a wave -------------------------------------------------------------------
 
     def on_request(self, request_wave: int) -> int | None:
-        """A request came, for the wave that its front-end knew of.
+        """Record a request, for the wave that its front-end knew of.
 
-        Had that wave ended before, the front-end believed all cores to be running.
+        If that wave ended before, the front-end believed all cores to be running.
         """
         if self.paused or self.running:
             return None
@@ -60,7 +61,7 @@ class WaveMember:
         return self.wave if stale else None
 
     def on_start(self, wave: int, exclude: int) -> None:
-        """START_DP_WAVE: some core has work. `exclude` runs already."""
+        """Handle START_DP_WAVE: some core has work. `exclude` runs already."""
         if wave < self.wave or self.paused or exclude == self.rank:
             return
         self.wave = wave
@@ -68,14 +69,14 @@ class WaveMember:
             self._run()
 
     def on_work(self) -> int | None:
-        """This core is about to work, whatever the reason."""
+        """Record that this core is about to work, for any reason."""
         if self.running or self.paused:
             return None
         self._run()
         return self.wave
 
     def on_pause(self, pausing: bool) -> int | None:
-        """Generation is to be paused here, or no longer. Repeating it is harmless."""
+        """Record that generation is to be paused here, or no longer. Repeating it is harmless."""
         if pausing == self.pausing:
             return None
         self.pausing = pausing
@@ -94,22 +95,22 @@ class WaveMember:
     # --- what ends it -------------------------------------------------------------------------
 
     def on_step(self) -> None:
-        """A step was made, or a dummy batch."""
+        """Record a step, or a dummy batch."""
         self.steps += 1
 
     @property
     def sum_due(self) -> bool:
-        """It is time to add up with the others, who wait for it."""
+        """Whether it is time to add up with the others, who wait for it."""
         return self.running and self.steps >= self.steps_between_sums
 
     def term(self, working: bool) -> tuple[int, int, int, int]:
-        """What this core adds to the sum."""
+        """Return what this core adds to the sum."""
         return int(working), int(self.pausing), self.turns, self.turns**2
 
     def on_sum(self, total: Sequence[int]) -> int | None:
-        """The terms of all cores, added up.
+        """Apply the sum of all cores' terms.
 
-        Returns the wave that is complete, if it is and this core is the one to tell.
+        Returns the wave that is complete, if this core is the one to report it.
         """
         self.steps = 0
         num_working, num_pausing, turns, squares = total

@@ -1,4 +1,4 @@
-"""What a worker does when weights are replaced: find their places, check them, copy them in."""
+"""A worker's part in replacing weights: find their places, check them, copy them in."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class WeightReceiver:
     """Replaces the weights of one worker's model."""
 
     def __init__(self, model: CausalLM, rank: int) -> None:
-        """`rank`: the worker's, among those of all replicas of its engine."""
+        """`rank`: the worker's rank among those of all replicas of its engine."""
         self._model = model
         self._rank = rank
         self._group: WeightGroup | None = None
 
     def methods(self) -> dict[str, Callable[..., Any]]:
-        """The methods by their names, for the core to call; clients cannot."""
+        """The methods by their names, for the core but not for clients."""
         return {
             "_join_trainer": self.join_trainer,
             "_weight_names": self.names,
@@ -36,8 +36,8 @@ class WeightReceiver:
     def join_trainer(self, init_info: dict[str, Any]) -> None:
         """Join a trainer's process group, and leave the one before.
 
-        Raises `InvalidRequestError` for an address that is none, `DiptychError` if the group does
-        not come together.
+        Raises `InvalidRequestError` for an invalid address, `DiptychError` if the group does not
+        become complete.
         """
         address = _convert(init_info, TrainerAddress, "init_info")
         address.check()
@@ -45,7 +45,7 @@ class WeightReceiver:
         self._group = WeightGroup.join(address, address.rank_offset + self._rank)
 
     def names(self, is_checkpoint_format: bool) -> list[str]:
-        """The names of all tensors that an update may replace."""
+        """Return the names of all tensors that an update may replace."""
         return list(self._slots(is_checkpoint_format))
 
     @torch.inference_mode()
@@ -56,11 +56,12 @@ class WeightReceiver:
         is_checkpoint_format: bool,
         arrays: Sequence[Array],
     ) -> None:
-        """Replace some tensors, with arrays or with what the trainer's group carries next.
+        """Replace some tensors, with arrays or with what the trainer's group sends next.
 
         All packed weights are unpacked first, because only weights from the file are ever packed.
 
-        Raises `InvalidRequestError` before anything is changed, `DiptychError` perhaps later.
+        Raises `InvalidRequestError` before anything is changed, or `DiptychError`, perhaps after
+        some changes.
         """
         slots = self._slots(is_checkpoint_format)
         places = [

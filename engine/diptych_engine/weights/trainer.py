@@ -30,7 +30,7 @@ from diptych_protocol import (
 from diptych_protocol.arrays import ITEM_BYTES, MAX_DIMENSIONS
 
 dist: Any = distributed
-"""torch's stubs lack half of what there is."""
+"""torch's stubs lack half of its functions."""
 
 TIMEOUT_S: Final = 60.0
 MAX_TIMEOUT_S: Final = 3600.0
@@ -38,7 +38,8 @@ MAX_TENSOR_BYTES: Final = 1 << 36
 
 
 class TrainerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`WeightTransferInitRequest.init_info`: where the trainer is, and who belongs to the group."""
+    """`WeightTransferInitRequest.init_info`: the trainer's address, and the members
+    of the group."""
 
     master_address: str
     master_port: int
@@ -61,14 +62,15 @@ class TrainerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TensorHeaders(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`WeightTransferUpdateRequest.update_info`: what the group is about to carry, one a name."""
+    """`WeightTransferUpdateRequest.update_info`: the tensors that the group is about to carry, one
+    per name."""
 
     dtypes: list[str]
     """Keys of `ITEM_BYTES`."""
     shapes: list[list[int]]
 
     def check(self, num_names: int) -> None:
-        """Raise `InvalidRequestError` unless these are headers of so many tensors."""
+        """Raise `InvalidRequestError` unless these are headers of this many tensors."""
         if not len(self.dtypes) == len(self.shapes) == num_names:
             raise InvalidRequestError(
                 f"{num_names} names, {len(self.dtypes)} dtypes and {len(self.shapes)} shapes",
@@ -131,7 +133,7 @@ class WeightGroup:
             raise DiptychError(f"a tensor did not arrive: {exc}") from exc
 
     def receive(self, dtype: str, shape: Sequence[int]) -> Tensor:
-        """The next tensor, in this host's memory. Raises as `broadcast` does."""
+        """Receive the next tensor into this host's memory. Raises as `broadcast`."""
         tensor = torch.empty(tuple(shape), dtype=getattr(torch, dtype))
         self.broadcast(tensor)
         return tensor
@@ -156,7 +158,7 @@ class WeightSender:
         self._group: WeightGroup | None = None
 
     def address(self, rank_offset: int = 1) -> WeightTransferInitRequest:
-        """What an engine must know whose first worker has this rank."""
+        """Return the address for an engine whose first worker has this rank."""
         own = msgspec.structs.replace(self._address, rank_offset=rank_offset)
         return WeightTransferInitRequest(msgspec.structs.asdict(own))
 
@@ -175,7 +177,7 @@ class WeightSender:
 
 
 def describe(tensors: Mapping[str, Tensor]) -> WeightTransferUpdateRequest:
-    """Announces tensors that the group will carry."""
+    """Return headers that announce tensors for the group to carry."""
     headers = TensorHeaders(
         [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
         [list(tensor.shape) for tensor in tensors.values()],

@@ -1,12 +1,12 @@
-"""The replacement of weights as a state machine. Pure.
+"""The replacement of weights as a state machine.
 
     READY ──start──▶ OPEN ──finish──▶ READY
                       │ an update fails
                       ▼
                     FAILED ──start──▶ OPEN        any ──reload──▶ READY
 
-Nothing is generated but in READY. An update that fails after others have changed tensors leaves
-weights that never belonged together: they are *torn*, and finishing needs all tensors then.
+Only READY generates. An update that fails after others have changed tensors leaves weights that
+never belonged together: they are *torn*, and finishing then needs all tensors.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True)
 class WeightUpdate:
-    """What has become of one engine's weights."""
+    """The state of one engine's weights."""
 
     phase: Phase = Phase.READY
     is_checkpoint_format: bool = True
-    """Names and shapes are those of the published checkpoint, else those of the model's memory."""
+    """Whether names and shapes are those of the published checkpoint, instead of those of the
+    model's memory."""
     updated: set[str] = field(default_factory=set)
     """Names of the tensors that this update has replaced."""
     torn: bool = False
-    """Some tensors are from an update that failed."""
+    """Whether some tensors are from a failed update."""
     failure: str = ""
 
     @property
@@ -49,13 +50,13 @@ class WeightUpdate:
                 return f"the last weight update failed ({self.failure}); finish one, or reload"
 
     def require_whole(self) -> None:
-        """Raises `DiptychError` if the weights are not fit for requests that come now. While they
-        are being replaced requests wait; after a failure that might be for ever."""
+        """Raise `DiptychError` if new requests cannot use the weights. While weights are being
+        replaced, requests wait; after a failure they might wait for ever."""
         if self.phase is Phase.FAILED:
             raise DiptychError(f"nothing can be generated: {self.obstacle}")
 
     def start(self, is_checkpoint_format: bool) -> None:
-        """Raises `InvalidRequestError` if one is under way."""
+        """Begin an update. Raises `InvalidRequestError` if one is running."""
         if self.phase is Phase.OPEN:
             raise InvalidRequestError("a weight update is under way already", status=409)
         self.phase = Phase.OPEN
@@ -63,20 +64,21 @@ class WeightUpdate:
         self.updated = set()
 
     def require_open(self) -> None:
-        """Raises `InvalidRequestError` outside an update."""
+        """Raise `InvalidRequestError` outside an update."""
         if self.phase is not Phase.OPEN:
             raise InvalidRequestError(
                 self.obstacle or "no weight update is under way: start one first", status=409
             )
 
     def fail(self, reason: str, *, changed: bool) -> None:
-        """An update went wrong; `changed` if it may have replaced something before."""
+        """Record a failed update; `changed` if it may have replaced something before."""
         self.phase = Phase.FAILED
         self.failure = reason
         self.torn = self.torn or changed or bool(self.updated)
 
     def finish(self, all_names: Iterable[str]) -> None:
-        """Raises `InvalidRequestError` if weights are torn and not all of them were replaced."""
+        """End the update. Raises `InvalidRequestError` if weights are torn and not all of them were
+        replaced."""
         self.require_open()
         missing = sorted(set(all_names) - self.updated)
         if self.torn and missing:
@@ -88,7 +90,7 @@ class WeightUpdate:
         self.reset()
 
     def reset(self) -> None:
-        """The weights are whole again."""
+        """Record that the weights are whole again."""
         self.phase = Phase.READY
         self.updated = set()
         self.torn = False

@@ -7,7 +7,7 @@ call is done. A call that the engine's present state does not allow gets 409.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from diptych_frontend.admin.calls import body_of, report
 from diptych_frontend.core_client.async_llm import AsyncLLM
-from diptych_protocol import AnyControlCall, InvalidRequestError, UtilityError
+from diptych_protocol import InvalidRequestError, UtilityError
 from diptych_protocol.control_calls import CONTROL_CALLS, ControlCall, Done
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -49,10 +49,10 @@ class ControlRoutes:
             Route("/admin/reject_kv_transfer", reject, methods=["POST"]),
         ]
 
-    def _route(self, kind: type[ControlCall]) -> Route:
+    def _route(self, kind: type[ControlCall[Any]]) -> Route:
         async def act(request: Request) -> Response:
             call = await body_of(request, kind)
-            answer = await self._engine.control(cast(AnyControlCall, call))
+            answer = await self._engine.control(call)
             shown = call.report(answer)
             return await self._state(request) if shown is None else report(shown)
 

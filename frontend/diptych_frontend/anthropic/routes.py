@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from starlette.types import Scope
@@ -17,6 +17,7 @@ from diptych_frontend.openai.responses import AnswerWriter
 from diptych_protocol import (
     InvalidRequestError,
     Renderer,
+    RequestOptions,
     SamplingParams,
     TokensPrompt,
 )
@@ -41,7 +42,6 @@ class MessagesApi:
     body_type = MessagesRequest
     image_word = b'"image'
     prompt_field = "messages"
-    reasoning_ended: bool | None = None
 
     def __init__(self, chat: ChatApi) -> None:
         self._chat = chat
@@ -56,8 +56,8 @@ class MessagesApi:
     def render(self, request: TranslatedChat, renderer: Renderer) -> list[TokensPrompt]:
         return self._chat.render(request, renderer)
 
-    def reasoning_parser_kwargs(self, request: TranslatedChat) -> dict[str, Any] | None:
-        return self._chat.reasoning_parser_kwargs(request)
+    def options(self, request: TranslatedChat) -> RequestOptions:
+        return self._chat.options(request)
 
     def writer(
         self, sound: Sound[MessagesRequest, TranslatedChat], request_id: str, created: int

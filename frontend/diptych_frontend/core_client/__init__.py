@@ -1,1 +1,1 @@
-"""Clients of engine cores: requests over ZMQ, and the care of the processes behind them."""
+"""Clients of engine cores: they send requests over ZMQ, and manage the processes behind them."""

@@ -12,7 +12,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 from diptych_frontend.model_files.model_config import ModelConfig
 from diptych_frontend.observability.stat_loggers import log_stats
@@ -36,11 +36,14 @@ from diptych_protocol import (
     EngineDeadError,
     EngineGenerateError,
     EngineOverloadedError,
+    FurtherOptions,
     InvalidRequestError,
     LoRARequest,
+    OurOptions,
     PoolingParams,
     PoolingRequestOutput,
     PromptType,
+    RequestOptions,
     RequestOutput,
     RouterConfig,
     SamplingParams,
@@ -49,6 +52,7 @@ from diptych_protocol import (
     UtilityError,
 )
 from diptych_protocol.as_sent import check_whole, ids_of
+from diptych_protocol.engine_client import spelled_out
 from diptych_protocol.weights import numbered
 
 if TYPE_CHECKING:
@@ -61,7 +65,7 @@ class Told(Protocol):
     """What is known of a request beside its answer."""
 
     facts: dict[str, Any]
-    """What the response headers tell of it."""
+    """Facts for the response headers."""
 
 
 class AsyncEngine(EngineClient):
@@ -150,37 +154,16 @@ class AsyncEngine(EngineClient):
             "the engine was shut down" if self._closed else "the engine is alive"
         )
 
+    @spelled_out(RequestOptions)
     async def generate(
         self,
         prompt: EngineCoreRequest | PromptType | AsyncGenerator[StreamingInput, None],
         sampling_params: SamplingParams,
         request_id: str,
-        *,
-        prompt_text: str | None = None,
-        lora_request: LoRARequest | None = None,
-        tokenization_kwargs: dict[str, Any] | None = None,
-        trace_headers: Mapping[str, str] | None = None,
-        priority: int = 0,
-        data_parallel_rank: int | None = None,
-        reasoning_ended: bool | None = None,
-        reasoning_parser_kwargs: dict[str, Any] | None = None,
-        tenant: str = "",
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
         if isinstance(prompt, AsyncGenerator):
-            streamed = StreamedPrompt(
-                request_id,
-                sampling_params,
-                self.renderer,
-                prompt_text=prompt_text,
-                lora_request=lora_request,
-                tokenization_kwargs=tokenization_kwargs,
-                priority=priority,
-                trace_headers=trace_headers,
-                data_parallel_rank=data_parallel_rank,
-                reasoning_ended=reasoning_ended,
-                reasoning_parser_kwargs=reasoning_parser_kwargs,
-                tenant=tenant,
-            )
+            streamed = StreamedPrompt(request_id, sampling_params, self.renderer, options)
             async with contextlib.aclosing(self._generate_by_pieces(prompt, streamed)) as outputs:
                 async for output in outputs:
                     yield output
@@ -190,28 +173,19 @@ class AsyncEngine(EngineClient):
             sampling_params = params_of(prompt, sampling_params)
         if isinstance(sampling_params, PoolingParams):
             raise InvalidRequestError("pooling parameters are for encode", param="sampling_params")
-        collector = await self.add_request(
-            request_id,
-            prompt,
-            sampling_params,
-            lora_request=lora_request,
-            tokenization_kwargs=tokenization_kwargs,
-            trace_headers=trace_headers,
-            priority=priority,
-            data_parallel_rank=data_parallel_rank,
-            prompt_text=prompt_text,
-            reasoning_ended=reasoning_ended,
-            reasoning_parser_kwargs=reasoning_parser_kwargs,
-            tenant=tenant,
-        )
-        with self._until_finished(collector), _unexpected_is_failure():
-            while not collector.finished:
-                output = await collector.get()
-                told = self._told.get(collector.request_ids[0])
-                if told is not None:
-                    output.metrics = told.facts
-                yield output
+        collector = await self.add_request(request_id, prompt, sampling_params, **options)
+        try:
+            with _unexpected_is_failure():
+                while not collector.finished:
+                    output = await collector.get()
+                    told = self._told.get(collector.request_ids[0])
+                    if told is not None:
+                        output.metrics = told.facts
+                    yield output
+        finally:
+            self._end(collector)
 
+    @spelled_out(OurOptions)
     async def encode(
         self,
         prompt: PromptType,
@@ -223,8 +197,7 @@ class AsyncEngine(EngineClient):
         tokenization_kwargs: dict[str, Any] | None = None,
         reasoning_ended: bool | None = None,
         truncate_prompt_tokens: int | None = None,
-        *,
-        tenant: str = "",
+        **ours: Unpack[OurOptions],
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """As `EngineClient.encode`; `truncate_prompt_tokens` of older callers is ignored."""
         if truncate_prompt_tokens is not None:
@@ -245,10 +218,12 @@ class AsyncEngine(EngineClient):
             trace_headers=trace_headers,
             priority=priority,
             reasoning_ended=reasoning_ended,
-            tenant=tenant,
+            **ours,
         )
-        with self._until_finished(collector):
+        try:
             yield await collector.get()
+        finally:
+            self._end(collector)
 
     async def _generate_by_pieces(
         self, pieces: AsyncGenerator[StreamingInput, None], prompt: StreamedPrompt
@@ -268,7 +243,7 @@ class AsyncEngine(EngineClient):
             collector = await self.add_request(
                 first.request_id, first, first.sampling, prompt_text=prompt.text
             )
-            with self._until_finished(collector):
+            try:
                 while not collector.finished:
                     output = await collector.get()
                     answered = prompt.saw(output)
@@ -279,6 +254,8 @@ class AsyncEngine(EngineClient):
                     if collector.is_ready:  # it ended while it waited
                         continue
                     self._send_piece(collector.request_ids[0], piece, prompt)
+            finally:
+                self._end(collector)
 
     def _send_piece(
         self, internal_id: str, piece: StreamingInput | None, prompt: StreamedPrompt
@@ -292,6 +269,7 @@ class AsyncEngine(EngineClient):
         self.output_processor.next_piece(whole, prompt.text)
         self._submit(prompt.newest(whole))
 
+    @spelled_out(FurtherOptions)
     async def add_request(
         self,
         request_id: str,
@@ -304,9 +282,7 @@ class AsyncEngine(EngineClient):
         priority: int = 0,
         data_parallel_rank: int | None = None,
         prompt_text: str | None = None,
-        reasoning_ended: bool | None = None,
-        reasoning_parser_kwargs: dict[str, Any] | None = None,
-        tenant: str = "",
+        **further: Unpack[FurtherOptions],
     ) -> Collector[Any]:
         """Send a request on its way; its outputs come to the collector.
 
@@ -335,9 +311,7 @@ class AsyncEngine(EngineClient):
             priority=priority,
             trace_headers=trace_headers,
             data_parallel_rank=data_parallel_rank,
-            reasoning_ended=reasoning_ended,
-            reasoning_parser_kwargs=reasoning_parser_kwargs,
-            tenant=tenant,
+            **further,
         )
         if _is_quick(prompt, params if made is None else params_of(made, params)):
             request = process()
@@ -394,14 +368,6 @@ class AsyncEngine(EngineClient):
         self._submit(request, queue.request_ids[0] if index else None)
         if self._tracer is not None:
             self._tracer.begin(request)
-
-    @contextlib.contextmanager
-    def _until_finished(self, collector: Collector[Any]) -> Iterator[None]:
-        """Whatever ends the block before the request has, ends the request in the engine."""
-        try:
-            yield
-        finally:
-            self._end(collector)
 
     def _end(self, collector: Collector[Any]) -> None:
         """Forget a request, and abort what is left of it."""

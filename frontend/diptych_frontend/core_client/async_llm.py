@@ -23,19 +23,19 @@ from diptych_frontend.text.input_processor import InputProcessor
 from diptych_frontend.text.output_processor import OutputProcessor
 from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_protocol import (
-    AnyControlCall,
     ClientClosedError,
+    ControlCall,
     EngineConfig,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineDeadError,
     EngineDescription,
     InvalidRequestError,
-    PauseMode,
     RefusedByEngineError,
     UsageContext,
     UtilityError,
 )
+from diptych_protocol.control_calls import Sleep, WakeUp
 from diptych_protocol.kv_transfer_params import PARAM
 
 log = logging.getLogger(__name__)
@@ -290,7 +290,7 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
         return self.renderer.tokenizer
 
     async def get_tokenizer(self) -> Tokenizer:
-        """Raises `InvalidRequestError` if there is none."""
+        """Return the tokenizer. Raises `InvalidRequestError` if there is none."""
         return self.renderer.get_tokenizer()
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
@@ -301,20 +301,17 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
 
     # --- the cores ----------------------------------------------------------------------------
 
-    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        await super().sleep(level, mode)
-        if self.logger_manager is not None:
-            self.logger_manager.record_sleep_state(1, level)
-
-    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        await super().wake_up(tags)
-        if self.logger_manager is not None:
-            self.logger_manager.record_sleep_state(0, 0)
-
-    async def control(self, call: AnyControlCall) -> Any:
+    async def control(self, call: ControlCall[Any]) -> Any:
         if call.forgets_images:
             self.renderer.clear_mm_cache()
-        return await super().control(call)
+        answer = await super().control(call)
+        if self.logger_manager is not None:
+            match call:
+                case Sleep(level):
+                    self.logger_manager.record_sleep_state(1, level)
+                case WakeUp():
+                    self.logger_manager.record_sleep_state(0, 0)
+        return answer
 
     async def call_core(self, method: str, *args: Any, timeout_s: float) -> Any:
         self._check_usable()

@@ -1,4 +1,4 @@
-"""A client of one EngineCore: one DEALER socket, and the news of its life and death."""
+"""A client of one EngineCore: one DEALER socket, and reports when the core comes and goes."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SUCCESSOR_S = 0.5
-"""After a core has ended, its address is left alone for so long."""
+"""After a core has ended, its address is not used for this long."""
 UTILITY_TIMEOUT_S = 60.0
 CONNECT_POLL_S = 0.05
 CONNECT_TIMEOUT_MS = 3000
 HANDSHAKE_TIMEOUT_MS = 3000
 PATIENCE_S = 6.0
 HEARTBEATS = 4
-"""Heartbeats that a peer may miss, one after the other, before it is taken for lost."""
+"""A peer that misses this many heartbeats in a row counts as lost."""
 
 POLLIN = int(zmq.POLLIN)
-"""As a plain integer: arithmetic with members of an enum takes longer than the call."""
+"""A plain integer, because arithmetic with members of an enum takes longer than the call."""
 HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -57,21 +57,21 @@ HANDSHAKE_FAILURES = (
 
 
 class NotConnectedError(EngineDeadError):
-    """Nobody listens at the endpoint at the moment."""
+    """Nobody listens at the endpoint now."""
 
 
 class HandshakeFailedError(EngineDeadError):
-    """Somebody listens at the endpoint, but our key opens no connection to it."""
+    """A process listens at the endpoint, but our key opens no connection to it."""
 
 
 class MalformedAnswerError(UtilityError, ValueError):
-    """The core's answer is not what was asked for: it is of another version, or no core."""
+    """The core's answer has the wrong form: it has another version, or is no core."""
 
 
 def open_dealer(
     endpoint: str, keys: CurveKeys | None, patience_s: float = PATIENCE_S
 ) -> zmq.Socket[bytes]:
-    """A socket for one core, still to be connected; see `CoreClient` for the parameters."""
+    """Return a socket for one core, not connected yet; see `CoreClient` for the parameters."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     set_dealer_options(socket, keys)
     ask_for_signs_of_life(socket, endpoint, patience_s)
@@ -81,16 +81,16 @@ def open_dealer(
 def ask_for_signs_of_life(
     socket: zmq.Socket[bytes], endpoint: str, patience_s: float = PATIENCE_S
 ) -> None:
-    """Have ZMQ's threads take a peer for lost that gives none for so long, if a network may lie in
-    between. Where both are on this machine, the system tells of an end, and who was only paused,
-    perhaps together with this process, has lost nothing."""
+    """Make ZMQ's threads treat a peer as lost after this long without a sign of life, if there may
+    be a network between. If both are on this machine, the system reports an end, and a process that
+    was only paused has lost nothing."""
     if not endpoint.startswith("ipc://"):
         socket.setsockopt(zmq.HEARTBEAT_IVL, int(patience_s * 1000 / HEARTBEATS))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(patience_s * 1000))
 
 
 def set_dealer_options(socket: zmq.Socket[Any], keys: CurveKeys | None) -> None:
-    """Make a new DEALER one for an engine core."""
+    """Configure a new DEALER socket for an engine core."""
     socket.setsockopt(zmq.LINGER, 0)
     # Nothing waits for a connection: a message is for the core that listens now, or for none.
     socket.setsockopt(zmq.IMMEDIATE, 1)
@@ -105,11 +105,11 @@ def set_dealer_options(socket: zmq.Socket[Any], keys: CurveKeys | None) -> None:
 
 
 class CoreClient:
-    """Talks to the core at one endpoint; must be created inside a running event loop.
+    """Talks to the core at one endpoint. Create it inside a running event loop.
 
-    `on_outputs` gets every message of a step; `on_lost` is called once per connection that ends,
-    with the reason: all requests on it are lost. ZMQ reconnects by itself; call `describe` again
-    to learn who answers now.
+    `on_outputs` gets every message of a step. `on_lost` is called once per connection that ends,
+    with the reason: all requests on it are lost. ZMQ reconnects by itself; call `describe` again to
+    learn which core answers then.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class CoreClient:
     ) -> None:
         """Connect in the background.
 
-        `patience_s` is how long a connected core of another machine may give no sign of life, not
+        `patience_s`: how long a connected core on another machine may give no sign of life, not
         even a heartbeat of its ZMQ, which does not depend on how busy the core is.
         """
         self.endpoint = endpoint
@@ -151,10 +151,10 @@ class CoreClient:
         self._loop.call_soon(self._drain_monitor)
 
     async def describe(self, timeout_s: float = UTILITY_TIMEOUT_S) -> EngineDescription:
-        """Greet the core and learn what it is. Waits until it is up, at most `timeout_s`.
+        """Greet the core and return its description. Waits until it is up, at most `timeout_s`.
 
-        Raises what `ask` raises, and `HandshakeFailedError` as soon as a connection ended before
-        it began: another key may do better.
+        Raises what `ask` raises, and `HandshakeFailedError` as soon as a connection ends before it
+        has begun, so that the caller can try another key.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -171,7 +171,7 @@ class CoreClient:
             raise TimeoutError(message) from exc
 
     async def fetch_stats(self, timeout_s: float = UTILITY_TIMEOUT_S) -> SchedulerStats:
-        """The core's statistics of this moment. Raises what `ask` raises."""
+        """Return the core's present statistics. Raises what `ask` raises."""
         return await self.ask("stats", SchedulerStats, timeout_s=timeout_s)
 
     def add(self, request: EngineCoreRequest) -> None:
@@ -185,7 +185,7 @@ class CoreClient:
             self.send((EngineCoreRequestType.ABORT.value, *wire.encoder.encode(request_ids)))
 
     def start_wave(self, wave: int, exclude: int) -> None:
-        """Let the core step together with the others, unless its rank is `exclude`."""
+        """Let the core make steps together with the others, unless its rank is `exclude`."""
         payload = wire.encoder.encode((wave, exclude))
         self.send((EngineCoreRequestType.START_DP_WAVE.value, *payload))
 
@@ -213,7 +213,7 @@ class CoreClient:
             del self._calls[call_id]
 
     def tell(self, method: str, *args: Any) -> None:
-        """A utility call without an answer. Goes out before whatever is sent next.
+        """Make a utility call without an answer. It is sent before everything that is sent later.
 
         Raises `NotConnectedError` if nobody listens there now.
         """
@@ -223,7 +223,7 @@ class CoreClient:
     async def ask(
         self, method: str, wanted: type[T], *args: Any, timeout_s: float = UTILITY_TIMEOUT_S
     ) -> T:
-        """A utility call with an answer of a known type.
+        """Make a utility call with an answer of a known type.
 
         Raises what `call` raises, and `MalformedAnswerError` for an answer of another type.
         """
@@ -234,13 +234,13 @@ class CoreClient:
             raise MalformedAnswerError(f"{method}: the answer is malformed: {exc}") from exc
 
     def take_outputs(self, timeout_s: float) -> None:
-        """Handle what has arrived, and wait for the first message at most `timeout_s`: for a caller
-        that holds the running event loop up."""
+        """Handle what has arrived, and wait for the first message at most `timeout_s`. This is for
+        callers that block the running event loop."""
         self._socket.poll(int(timeout_s * 1000))
         self._drain()
 
     def close(self) -> None:
-        """Disconnect. Pending calls fail; calling it again is harmless."""
+        """Disconnect. Pending calls fail. Safe to call twice."""
         if self._closed:
             return
         self._closed = True
@@ -253,8 +253,8 @@ class CoreClient:
         self._fail_calls(ClientClosedError(f"the client of {self.endpoint} was closed"))
 
     def send(self, frames: Sequence[Frame]) -> None:
-        """Send a whole message, the byte of its type first. Raises `NotConnectedError` if nobody
-        listens there now."""
+        """Send a whole message, which begins with the byte of its type. Raises `NotConnectedError`
+        if nobody listens there now."""
         if self._closed:
             raise ClientClosedError(f"the client of {self.endpoint} was closed")
         try:
@@ -302,7 +302,7 @@ class CoreClient:
 
     @property
     def connected(self) -> bool:
-        """There is a connection, of which the end has not been noticed."""
+        """Whether there is a connection, as far as its end has been noticed."""
         return self._connected
 
     def _reconnect(self, why: str) -> None:
@@ -326,7 +326,8 @@ class CoreClient:
             self._socket.connect(self.endpoint)
 
     def hear_last_words(self) -> str:
-        """What the core said of its end, even if it is only now on its way to us; or nothing."""
+        """Return the core's reason for its end, even if the message is only now arriving; empty
+        without one."""
         self._drain()
         return self._last_words
 

@@ -6,7 +6,7 @@ import contextlib
 from abc import abstractmethod
 from typing import Any
 
-from diptych_protocol import AnyControlCall, ControlledClient
+from diptych_protocol import ControlCall, ControlledClient
 
 
 class CoreControl(ControlledClient):
@@ -24,6 +24,6 @@ class CoreControl(ControlledClient):
     def silence_expected(self) -> contextlib.AbstractContextManager[None]:
         """The core may be too busy to answer meanwhile, and yet be well."""
 
-    async def control(self, call: AnyControlCall) -> Any:
+    async def control(self, call: ControlCall[Any]) -> Any:
         with self.silence_expected() if call.SILENT else contextlib.nullcontext():
             return await self.call_core(call.METHOD, *call.arguments, timeout_s=call.timeout_s)

@@ -1,4 +1,4 @@
-"""Who may talk to an engine core over the network: holders of the service's CURVE key.
+"""Admits only holders of the service's CURVE key to an engine core over the network.
 
 All parties of one service share one key pair, mounted from a Secret. CURVE (libsodium, inside ZMQ)
 encrypts and authenticates every byte; the gate below admits no client but the key's holders.
@@ -16,26 +16,26 @@ from zmq.auth.thread import ThreadAuthenticator
 from diptych_protocol import CurveKeys, InvalidRequestError
 
 PREVIOUS = "previous-"
-"""Files of the pair that a rotation replaces, as long as engines with it may run."""
+"""Files of the key pair that a rotation replaces, as long as engines with it may run."""
 
 
 def new_keys() -> CurveKeys:
-    """A fresh key pair for a service."""
+    """Return a new key pair for a service."""
     public, secret = zmq.curve_keypair()
     return CurveKeys(public.decode(), secret.decode())
 
 
 def read_keys(directory: Path) -> CurveKeys:
-    """The pair in the files `curve-public` and `curve-secret` of a mounted Secret."""
+    """Return the pair in the files `curve-public` and `curve-secret` of a mounted Secret."""
     return _read_pair(directory, "")
 
 
 def read_key_ring(directory: Path) -> list[CurveKeys]:
-    """The pairs that an engine of the service may have: the current one, then the previous one.
+    """Return the pairs that an engine of the service may have: the current one, then the previous
+    one.
 
-    There is a previous pair (`previous-curve-public`, `previous-curve-secret`) only while a
-    rotation is under way. Raises `InvalidRequestError` if a file that must be there is not, or is
-    no key.
+    There is a previous pair (`previous-curve-public`, `previous-curve-secret`) only during a
+    rotation. Raises `InvalidRequestError` if a required file is missing or is no key.
     """
     ring = [_read_pair(directory, "")]
     if (directory / f"{PREVIOUS}curve-public").exists():
@@ -56,14 +56,14 @@ def _read_pair(directory: Path, prefix: str) -> CurveKeys:
 
 
 class CurveGate:
-    """Guards server sockets of one context: only clients with the service's key get through."""
+    """Guards server sockets of one context: it admits only clients with the service's key."""
 
     def __init__(self, keys: CurveKeys) -> None:
         self._keys = keys
         self._authenticator: ThreadAuthenticator | None = None
 
     def guard(self, context: zmq.Context[Any], socket: zmq.Socket[Any]) -> None:
-        """Make a socket that is not bound yet a CURVE server."""
+        """Make an unbound socket a CURVE server."""
         if self._authenticator is None:
             self._authenticator = ThreadAuthenticator(context)
             self._authenticator.start()
@@ -72,7 +72,7 @@ class CurveGate:
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret.encode())
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Called by the authenticator with the client's Z85 public key."""
+        """The authenticator calls this with the client's Z85 public key."""
         return hmac.compare_digest(key, self._keys.public.encode())
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class CurveGate:
 
 
 def use_keys(socket: zmq.Socket[Any], keys: CurveKeys) -> None:
-    """Make a socket that is not connected yet a CURVE client of the same service."""
+    """Make an unconnected socket a CURVE client of the same service."""
     socket.setsockopt(zmq.CURVE_SERVERKEY, keys.public.encode())
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())

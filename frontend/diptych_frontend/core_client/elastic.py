@@ -26,25 +26,25 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
 EXIT_TIMEOUT_S = 10.0
-"""A core that was asked to leave has ended by then, or is ended."""
+"""A core that was asked to end and has not done so after this time is killed."""
 
 
 class Resizer:
-    """Grows and shrinks one group; one change at a time."""
+    """Grows and shrinks one group, one change at a time."""
 
     def __init__(self, group: CoreGroup) -> None:
         self._group = group
         self._turn = asyncio.Lock()
 
     async def resize(self, size: int, drain_timeout_s: float) -> None:
-        """Bring the group to `size` cores.
+        """Change the group to `size` cores.
 
         New cores get requests as soon as all of them can serve. Cores that leave get no more
-        requests; those they have may end within `drain_timeout_s`, then the others take them over,
-        with all tokens generated so far.
+        requests. Their present requests may end within `drain_timeout_s`; then the other cores take
+        them over, with all tokens generated so far.
 
-        Raises `InvalidRequestError` for a size that is impossible, and what `CoreMember.connect`
-        raises if a new core does not start; the group is as before then.
+        Raises `InvalidRequestError` for an impossible size, and what `CoreMember.connect` raises if
+        a new core does not start; the group is as before then.
         """
         if not 1 <= size <= MAX_RANKS:
             raise InvalidRequestError(

@@ -1,4 +1,5 @@
-"""Options of vLLM's engines as this project has them."""
+"""Accepts or refuses options of vLLM's engines that this project has in another form, or not at
+all."""
 
 from __future__ import annotations
 
@@ -21,17 +22,18 @@ PREFIX: Final = "VLLM_"
 
 @dataclass(frozen=True)
 class Foreign:
-    """An option of vLLM's that is only understood here: beside its field, as `Annotated`."""
+    """An option of vLLM's that is only understood here. It annotates the option's field
+    (`Annotated`)."""
 
     why: str
-    """What is done instead, or what to use."""
+    """What happens instead, or what to use."""
     same: tuple[object, ...] = ()
-    """Values that ask for what is done here anyway, besides None."""
+    """Values, besides None, that request what happens here anyway."""
     ignored: bool = False
-    """Other values change nothing but a line of the log, and are not refused."""
+    """Other values are not refused, but only logged."""
 
     def judge(self, name: str, value: object) -> None:
-        """Raises `UnsupportedFeatureError` for a value that asks for something else."""
+        """Raise `UnsupportedFeatureError` for a value that requests something else."""
         if value is None or any(type(value) is type(s) and value == s for s in self.same):
             return
         if not self.ignored:
@@ -41,7 +43,7 @@ class Foreign:
 
 @cache
 def foreign_fields(kind: type[msgspec.Struct]) -> Mapping[str, Foreign]:
-    """The fields of a struct that are vLLM's only."""
+    """Return the fields of a struct that only vLLM has."""
     return {
         name: mark
         for name, hint in get_type_hints(kind, include_extras=True).items()
@@ -51,25 +53,25 @@ def foreign_fields(kind: type[msgspec.Struct]) -> Mapping[str, Foreign]:
 
 
 def judge_foreign(options: msgspec.Struct) -> None:
-    """Raise `UnsupportedFeatureError` for the first of such fields that asks for what is not here;
-    those that change nothing are logged."""
+    """Raise `UnsupportedFeatureError` for the first of such fields that requests what does not
+    exist here; log those that change nothing."""
     for name, mark in foreign_fields(type(options)).items():
         mark.judge(name, getattr(options, name))
 
 
 @cache
 def warn_of_environment() -> None:
-    """Say once which of vLLM's variables are set, because none of them is read."""
+    """Warn once of vLLM's variables that are set, because none of them is read."""
     found = sorted(name for name in os.environ if name.startswith(PREFIX))
     if found:
         log.warning("not read: %s; variables here begin with DIPTYCH_", ", ".join(found))
 
 
 class ForeignArgs(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Arguments that programs for vLLM often give, and that an engine here has not."""
+    """Arguments that programs for vLLM often pass, and that an engine here does not have."""
 
     tokenizer: Any = None
-    """The model itself, or None: judged in `EngineArgs`, which knows the model."""
+    """The model itself, or None. `EngineArgs`, which knows the model, checks it."""
     enforce_eager: Annotated[
         Any, Foreign("an engine decides itself what it records", (False,), True)
     ] = None
@@ -140,17 +142,17 @@ class ForeignArgs(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def refuse_foreign(**options: object) -> None:
-    """Raise `UnsupportedFeatureError` unless each of the named options is None: not asked for."""
+    """Raise `UnsupportedFeatureError` unless each of the named options is None."""
     for name, value in options.items():
         if value is not None:
             raise UnsupportedFeatureError(f"{name} must be left alone: {_WHY[name]}")
 
 
 def with_executor(config: EngineConfig, executor_class: object) -> EngineConfig:
-    """The configuration with this class to run the model; None leaves it as it is.
+    """Return the configuration with this class to run the model; None leaves it as it is.
 
-    The class travels by its name, because the model may run in another process. Raises
-    `InvalidRequestError` for what has no name that can be imported.
+    Only the class's name is sent, because the model may run in another process. Raises
+    `InvalidRequestError` for a class whose name cannot be imported.
     """
     if executor_class is None:
         return config
@@ -162,10 +164,10 @@ def with_executor(config: EngineConfig, executor_class: object) -> EngineConfig:
 
 
 def importable_name(thing: object, param: str) -> str:
-    """`module:name` of a class or function, by which another process can import it.
+    """Return `module:name` of a class or function, by which another process can import it.
 
-    Raises `InvalidRequestError`, with `param`, for a lambda, for what was made in a function, and
-    for what stands in the program itself: none of them can be imported.
+    Raises `InvalidRequestError`, with `param`, for a lambda, for an object defined in a function,
+    and for one defined in the program itself: none of them can be imported.
     """
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "<")
     if not isinstance(module, str) or module == "__main__" or "<" in name:

@@ -31,51 +31,48 @@ from diptych_protocol import (
 from diptych_protocol.admin import DrainReport
 
 WAITING_WEIGHT = 3
-"""A request that waits for a place says more about the next one's fate than one that runs."""
+"""How much a waiting request counts as load, compared with a running one: a new request would wait
+behind it."""
 
 
 @dataclass(slots=True)
 class WaveCoordinator:
-    """The front-end's side of cores that step together, after vLLM's coordinator: it knows the
-    newest wave, and whether the cores run it as far as anybody has said.
-
-    Methods that return a pair ask for START_DP_WAVE(wave, exclude) to all cores. See
-    `diptych_engine.serving.waves` for what a wave is.
-    """
+    """Methods that return a pair ask the caller to send START_DP_WAVE(wave, exclude)
+    to all cores."""
 
     wave: int = 0
-    """What requests are stamped with."""
+    """The wave with which requests are stamped."""
     running: bool = False
 
     def on_request(self, rank: int) -> tuple[int, int] | None:
-        """A request goes to a core, stamped with `wave`; that starts the core itself."""
+        """Record that a request goes to a core, stamped with `wave`; that starts the
+        core itself."""
         if self.running:
             return None
         self.running = True
         return self.wave, rank
 
     def on_start_wave(self, wave: int, rank: int) -> tuple[int, int] | None:
-        """A core has begun to run without having been told."""
+        """Record that a core has begun to run unasked."""
         if wave < self.wave or (wave == self.wave and self.running):
             return None
         self.wave, self.running = wave, True
         return wave, rank
 
     def on_wave_complete(self, wave: int) -> None:
-        """No core has anything left of a wave."""
+        """Record that no core has anything left of a wave."""
         if wave >= self.wave:
             self.wave, self.running = wave + 1, False
 
 
 class CoreGroup:
-    """Starts cores, spreads requests over them, and asks all of them what one is asked.
+    """Starts cores, distributes requests to them, and sends calls to all of them.
 
-    Every core has the whole model; a request stays with the core that got it. The death of a core
-    is the death of the group.
+    Every core has the whole model, and a request stays with its core. The death of a core ends the
+    group.
 
-    The event loop keeps open connections alive, and with them this group; but it holds its owner's
-    methods weakly. An owner that nobody needs any more is therefore collected, and its finalizer
-    can close the group.
+    The event loop keeps open connections alive, and so this group, but the group holds its owner's
+    methods weakly. So an unused owner is garbage-collected, and its finalizer can close the group.
     """
 
     def __init__(
@@ -129,7 +126,7 @@ class CoreGroup:
             raise
 
     def start_member(self, rank: int, size: int) -> CoreMember:
-        """Start a core for a group of `size`; it is not one of `members` yet."""
+        """Start a core for a group of `size`. It is not in `members` yet."""
         config = self._config
         if size > 1:
             name = f"{config.engine_id}-{rank}" if config.engine_id else ""
@@ -161,7 +158,7 @@ class CoreGroup:
                 )
 
     def hand_over(self, message: EngineCoreOutputs) -> None:
-        """Give outputs to the owner, if there still is one."""
+        """Pass outputs to the owner, if it still exists."""
         on_outputs = self._on_outputs()
         if on_outputs is not None:
             on_outputs(message)
@@ -176,7 +173,7 @@ class CoreGroup:
 
     @property
     def is_ready(self) -> bool:
-        """Every core has said what it is."""
+        """Whether every core has described itself."""
         return all(member.link.is_ready for member in self.members)
 
     def ended_unseen(self) -> EngineDeadError | None:
@@ -200,19 +197,19 @@ class CoreGroup:
             shutil.rmtree(self._meeting_place, ignore_errors=True)
 
     async def died(self) -> EngineDeadError:
-        """Wait for the first core that ends unasked, and return its cause."""
+        """Wait for the first core that ends unasked, and return the cause."""
         await self._died.wait()
         return self._cause
 
     @property
     def description(self) -> EngineDescription:
-        """What the first core says of itself; the others differ by name only."""
+        """The first core's description; the others differ by name only."""
         return self.members[0].description
 
     # --- requests -----------------------------------------------------------------------------
 
     def add(self, request: EngineCoreRequest) -> None:
-        """Send a request to the core that it names, or else to the one with the least to do.
+        """Send a request to the core that it names, or else to the one with the least load.
 
         Raises `InvalidRequestError` if there is no core of that rank.
         """
@@ -234,7 +231,7 @@ class CoreGroup:
         return self.member_of(rank)
 
     def member_of(self, rank: int) -> CoreMember:
-        """Raises `InvalidRequestError` if there is no core of that rank."""
+        """Return the core of a rank. Raises `InvalidRequestError` if there is none."""
         members = self.members
         if type(rank) is not int or not 0 <= rank < len(members) or members[rank].leaving:
             raise InvalidRequestError(
@@ -244,7 +241,7 @@ class CoreGroup:
         return members[rank]
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests where they are; ids of no open request are ignored."""
+        """Abort requests at their cores; ids of no open request are ignored."""
         by_member: defaultdict[CoreMember, list[str]] = defaultdict(list)
         for request_id in request_ids:
             for member in self.members:
@@ -274,8 +271,8 @@ class CoreGroup:
     async def call(self, method: str, *args: Any, timeout_s: float = UTILITY_TIMEOUT_S) -> Any:
         """Make a utility call to every core.
 
-        Returns the first core's answer; if they are truth values, whether all of them are true.
-        Raises what `CoreClient.call` raises.
+        Returns the first core's answer or, for truth values, whether all are true. Raises what
+        `CoreClient.call` raises.
         """
         answers = await self.call_each(method, *args, timeout_s=timeout_s)
         if all(isinstance(answer, bool) for answer in answers):
@@ -285,12 +282,12 @@ class CoreGroup:
     async def call_each(
         self, method: str, *args: Any, timeout_s: float = UTILITY_TIMEOUT_S
     ) -> list[Any]:
-        """The same, with the answers of all cores in the order of their ranks."""
+        """Do the same, and return the answers of all cores in the order of their ranks."""
         calls = (m.client.call(method, *args, timeout_s=timeout_s) for m in self.members)
         return await asyncio.gather(*calls)
 
     async def ask_to_drain(self, method: str, timeout_s: float) -> DrainReport:
-        """Call `drain` or `drain_report`; what the cores say, summed up.
+        """Call `drain` or `drain_report`, and return the sum of the cores' reports.
 
         Raises `EngineOverloadedError` if one does not answer in time, and what `call` raises.
         """
@@ -307,26 +304,26 @@ class CoreGroup:
 
     @property
     def draining(self) -> bool:
-        """Some core was told to leave."""
+        """Whether any core was told to drain."""
         return any(member.stats.draining for member in self.members)
 
     async def refresh_stats(self) -> None:
-        """Ask every core for its statistics now."""
+        """Ask every core for its present statistics."""
         await asyncio.gather(*(member.refresh_stats() for member in self.members))
 
     def doubtful_s(self) -> float:
-        """For how many seconds some core gave no proof of progress."""
+        """For how many seconds some core has shown no progress."""
         return max(member.doubtful_s() for member in self.members)
 
     def excuse_silence(self) -> None:
-        """There was a reason for the silence of every core."""
+        """Record that there was a reason for the silence of every core."""
         for member in self.members:
             member.excuse_silence()
 
     # --- the end ------------------------------------------------------------------------------
 
     def finish_requests(self, timeout_s: float) -> None:
-        """Let open requests end, and hand their outputs on, for at most `timeout_s`."""
+        """Let open requests end, and pass their outputs on, for at most `timeout_s`."""
         try:
             asyncio.get_running_loop()
         except RuntimeError:
@@ -336,7 +333,7 @@ class CoreGroup:
             member.finish_requests(deadline)
 
     def disconnect(self) -> None:
-        """Hear no more from any core. Safe to call twice, and without an event loop."""
+        """Receive no more from any core. Safe to call twice, and without an event loop."""
         for member in self.members:
             member.disconnect()
 

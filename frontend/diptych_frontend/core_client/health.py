@@ -1,4 +1,4 @@
-"""How the cores of an AsyncLLM fare: their statistics, their health, and their leaving."""
+"""The health of an AsyncLLM's cores: their statistics, their liveness, and draining."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from diptych_protocol import EngineDeadError, EngineOverloadedError, SchedulerSt
 from diptych_protocol.admin import DrainReport
 
 STALL_LIMIT_S = 60.0
-"""A core that has work and makes no step for so long will not come round. The longest step of the
-slowest machine must fit in."""
+"""A core that has work and makes no step for this long counts as stalled. It must exceed the
+longest step on the slowest machine."""
 DRAIN_POLL_S = 0.1
 
 
 class CoreHealth(AsyncEngine):
-    """Mixed into a client that owns its engine cores."""
+    """A mixin for a client that owns its engine cores."""
 
     _cores: CoreGroup
     logger_manager: StatLoggerManager | None
@@ -36,7 +36,7 @@ class CoreHealth(AsyncEngine):
         return self._cores.stats_by_engine()
 
     async def refresh_stats(self) -> SchedulerStats:
-        """Ask every core for its statistics now; returns the first one's."""
+        """Ask every core for its present statistics; return the first one's."""
         await self._cores.refresh_stats()
         return self._cores.members[0].stats
 
@@ -57,7 +57,7 @@ class CoreHealth(AsyncEngine):
         await self.check_live()
 
     async def check_live(self) -> None:
-        """Raise if the core is dead, or stalled: it has work, or does not even say that it has
+        """Raise if the core is dead or stalled: it has work, or does not even report that it has
         none, and made no step within the limit."""
         self._check_usable()
         doubtful = self._cores.doubtful_s()
@@ -76,10 +76,10 @@ class CoreHealth(AsyncEngine):
     # --- leaving ------------------------------------------------------------------------------
 
     async def drain(self, timeout_s: float) -> DrainReport:
-        """Let all clients of the core know that it is about to leave, and wait until it may.
+        """Tell all clients of the core that it is about to end, and wait until it may.
 
-        Nothing is refused meanwhile: a router may have sent a request before it knew. What still
-        holds the engine after `timeout_s` is in the report.
+        Nothing is refused meanwhile, because a router may have sent a request before it knew. After
+        `timeout_s`, the report says what still keeps the engine.
 
         Raises:
             EngineOverloadedError: the core did not answer in time.
@@ -97,11 +97,11 @@ class CoreHealth(AsyncEngine):
         return report
 
     async def drain_report(self) -> DrainReport:
-        """What holds the engine; changes nothing. Raises as `drain` does."""
+        """Return what keeps the engine from ending; changes nothing. Raises as `drain`."""
         return await self._cores.ask_to_drain("drain_report", self._stall_limit_s)
 
     async def wait_for_requests_to_drain(self, drain_timeout: float = 300) -> None:
-        """Wait until the core has no request left, whoever sent it; refuses none meanwhile.
+        """Wait until the core has no request left from any client; refuse none meanwhile.
 
         Raises `TimeoutError` if that takes longer than `drain_timeout` seconds.
         """

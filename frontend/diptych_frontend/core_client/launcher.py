@@ -1,4 +1,4 @@
-"""The process of an EngineCore: one that is started here, or one that somebody else started."""
+"""The process of an EngineCore, whether it is started here or elsewhere."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TERMINATE_GRACE_S = 5.0
 
 
 class Core(Protocol):
-    """A core as its client needs to know it."""
+    """The interface of a core's process for its client."""
 
     @property
     def endpoint(self) -> str: ...
@@ -33,19 +33,20 @@ class Core(Protocol):
     def keys(self) -> CurveKeys | None: ...
 
     def ended(self) -> EngineDeadError | None:
-        """What became of the process; None while it lives."""
+        """How the process ended; None while it is alive."""
 
     async def wait(self) -> EngineDeadError:
-        """Return, when the process has ended, what became of it."""
+        """Wait until the process has ended, and return how."""
 
     def unlink(self) -> None:
-        """Its client has reached it: nobody else has to find it."""
+        """Remove the socket's directory, because the client is connected and nobody else has to
+        find it."""
 
     def terminate(self) -> None:
         """Ask the process to end, if it is ours; does not wait for it."""
 
     def stop(self, timeout_s: float = TERMINATE_GRACE_S) -> None:
-        """End what is ours of it. Safe to call twice."""
+        """End the process if it is ours. Safe to call twice."""
 
 
 @dataclass
@@ -75,7 +76,7 @@ class CoreProcess:
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
     def ended(self) -> EngineDeadError | None:
-        """What became of the process; None while it lives."""
+        """How the process ended; None while it is alive."""
         code = self.process.poll()
         if code is None:
             return None
@@ -83,14 +84,14 @@ class CoreProcess:
         return EngineDeadError(f"the engine core (pid {self.process.pid}) {how}")
 
     async def wait(self) -> EngineDeadError:
-        """Return, when the process has ended, what became of it."""
+        """Wait until the process has ended, and return how."""
         while (cause := self.ended()) is None:
             with _owned(os.pidfd_open(self.process.pid)) as watch:
                 await _readable(watch)
         return cause
 
     def unlink(self) -> None:
-        """Remove the socket's directory: who is connected stays so, and nobody else can be.
+        """Remove the socket's directory: existing connections stay, and there can be no others.
 
         Nothing is left behind then, however this process ends.
         """
@@ -102,7 +103,7 @@ class CoreProcess:
             self.process.terminate()
 
     def stop(self, timeout_s: float = TERMINATE_GRACE_S) -> None:
-        """End the process: politely first, then not. Safe to call twice."""
+        """End the process: ask it first, then kill it. Safe to call twice."""
         if self.process.poll() is None:
             self.process.terminate()
             try:
@@ -119,7 +120,7 @@ class AdoptedCore:
     def __init__(
         self, endpoint: str, pid: int | None = None, keys: CurveKeys | None = None
     ) -> None:
-        """Without a process id (a core on another machine) only its connection tells of its end."""
+        """Without a process id (a core on another machine) only its connection shows its end."""
         self.endpoint = endpoint
         self.keys = keys
         self._pid = pid
@@ -133,13 +134,13 @@ class AdoptedCore:
                 self._gone = True
 
     def ended(self) -> EngineDeadError | None:
-        """A zombie, which only its parent can bury, has ended too."""
+        """How the process ended. A zombie, which only its parent can reap, has ended too."""
         if self._watch is not None and select.select([self._watch], [], [], 0)[0]:
             self._gone = True
         return EngineDeadError(f"Engine process (pid {self._pid}) died.") if self._gone else None
 
     async def wait(self) -> EngineDeadError:
-        """Return when the process has ended; without a process id, never."""
+        """Wait until the process has ended; without a process id, for ever."""
         while (cause := self.ended()) is None:
             if self._watch is None:
                 await asyncio.get_running_loop().create_future()
@@ -149,13 +150,13 @@ class AdoptedCore:
         return cause
 
     def unlink(self) -> None:
-        """Its socket is not ours to remove."""
+        """Do nothing: its socket is not ours."""
 
     def terminate(self) -> None:
-        """Its end is not ours to bring about."""
+        """Do nothing: we may not end it."""
 
     def stop(self, timeout_s: float = TERMINATE_GRACE_S) -> None:
-        """Let go of the process, which lives on. Safe to call twice."""
+        """Release the process, which stays alive. Safe to call twice."""
         if self._watch is not None:
             os.close(self._watch)
             self._watch = None
@@ -181,7 +182,7 @@ async def _readable(descriptor: int) -> None:
 
 
 def adopted(addresses: Mapping[str, str], keys_dir: Path | None) -> AdoptedCore:
-    """The core that `AsyncLLM`'s `client_addresses` name; the keys are those of the directory."""
+    """Return the core that `AsyncLLM`'s `client_addresses` name, with the keys of the directory."""
     if set(addresses) != {"input_address"}:
         raise InvalidRequestError(
             "client_addresses needs input_address, and nothing else: one socket carries both "

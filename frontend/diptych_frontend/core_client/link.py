@@ -1,4 +1,4 @@
-"""A client's way to its core: the process, the connection, and the watch over both."""
+"""A client's link to its core: the process, the connection, and the watch over both."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from diptych_protocol import (
 log = logging.getLogger(__name__)
 
 CAUSE_GRACE_S = 1.0
-"""How long after the end of a connection the process may take to end too, and the other way
-round."""
+"""After a connection has ended, the process may end within this time too, and the reverse, before
+the cause is reported."""
 MAX_OUTPUTS_AT_ONCE = 128
-"""A larger step is handled in pieces, between which the event loop gets to its other work."""
+"""A larger step is handled in pieces, so that the event loop can do other work in between."""
 
 
 class CoreLink:
-    """Opened with the first use, inside a running loop; can be made without one."""
+    """Opened at its first use, inside a running loop; it can be made without one."""
 
     def __init__(
         self,
@@ -51,12 +51,12 @@ class CoreLink:
 
     @property
     def is_open(self) -> bool:
-        """The core's life is being watched."""
+        """Whether the core is being watched."""
         return self._client is not None
 
     @property
     def is_ready(self) -> bool:
-        """The core has said what it is."""
+        """Whether the core has described itself."""
         return self._greeting is not None and self._greeting.done() and not _failed(self._greeting)
 
     @property
@@ -86,7 +86,8 @@ class CoreLink:
         self._watcher = asyncio.create_task(self._watch(), name="core watcher")
 
     async def greet(self, timeout_s: float) -> EngineDescription:
-        """Wait until the core can serve, and learn what it is; several may wait together.
+        """Wait until the core can serve, and return its description. Several callers may wait
+        together.
 
         Raises what `CoreClient.describe` raises, and `EngineDeadError` if the process ends.
         """
@@ -142,7 +143,7 @@ class CoreLink:
             asyncio.get_running_loop().call_soon(self._hand_over_next)
 
     def take_outputs(self, timeout_s: float) -> None:
-        """Hand over what has arrived, all of it, without the event loop; wait for the first message
+        """Pass on everything that has arrived, without the event loop; wait for the first message
         at most `timeout_s`."""
         self.client.take_outputs(timeout_s)
         while self._backlog:

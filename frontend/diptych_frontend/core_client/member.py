@@ -1,4 +1,4 @@
-"""One engine core of a front-end: its process, the connection to it, and how it fares."""
+"""One engine core of a front-end: its process, the connection to it, and its health."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from diptych_protocol import (
 )
 
 PULSE_INTERVAL_S = 1.0
-"""Between an answer of the core and the next question. Probes and scrapers put none: they are told
-what is known."""
+"""The time between an answer of the core and the next question. Probes and scrapers cause no
+questions; they get what is known."""
 TAKE_S = 0.1
-"""How long to wait for outputs before looking whether the core still lives."""
+"""How long to wait for outputs before checking that the core is alive."""
 
 
 class CoreMember:
@@ -42,7 +42,7 @@ class CoreMember:
         on_outputs: Callable[[EngineCoreOutputs], None],
         on_death: Callable[[EngineDeadError], None],
     ) -> None:
-        """`connect` waits until it can serve.
+        """`connect` waits until the core can serve.
 
         `on_death` may be called more than once, with the best known cause first.
         """
@@ -82,7 +82,8 @@ class CoreMember:
 
     @property
     def client(self) -> CoreClient:
-        """Raises `EngineDeadError` before `connect`, `ClientClosedError` after `disconnect`."""
+        """The connection. Raises `EngineDeadError` before `connect`, `ClientClosedError` after
+        `disconnect`."""
         return self.link.client
 
     def add(self, request: EngineCoreRequest) -> None:
@@ -98,7 +99,7 @@ class CoreMember:
         self._on_outputs(message)
 
     def abort(self, request_ids: list[str]) -> None:
-        """End some of the open requests."""
+        """Abort some of the open requests."""
         self.client.abort(request_ids)
         for request_id in request_ids:
             self._close(request_id)
@@ -115,7 +116,7 @@ class CoreMember:
             await self._empty.wait()
 
     async def refresh_stats(self, timeout_s: float = UTILITY_TIMEOUT_S) -> None:
-        """Ask the core for its statistics now."""
+        """Ask the core for its present statistics."""
         self._take_stats(await self.client.fetch_stats(timeout_s))
 
     def _take_stats(self, stats: SchedulerStats) -> None:
@@ -125,7 +126,7 @@ class CoreMember:
     # --- is it well? --------------------------------------------------------------------------
 
     def doubtful_s(self) -> float:
-        """For how many seconds the core gave no proof of progress, though it was asked."""
+        """For how many seconds the core has shown no progress, although it was asked."""
         return self._pulse.doubtful_s(self._look())
 
     def _look(self) -> float:
@@ -155,14 +156,14 @@ class CoreMember:
             await self.refresh_stats()
 
     def excuse_silence(self) -> None:
-        """There was a reason for what silence there was up to now."""
+        """Record that there was a reason for the silence so far."""
         self._pulse.excuse()
 
     # --- the end ------------------------------------------------------------------------------
 
     def finish_requests(self, deadline: float) -> None:
-        """Take outputs until no request is open, or it is `deadline` (monotonic). The event loop,
-        which must be running, stands still meanwhile."""
+        """Take outputs until no request is open, or until `deadline` (monotonic). It blocks the
+        running event loop."""
         while self.open and self.process.ended() is None:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -170,12 +171,12 @@ class CoreMember:
             self.link.take_outputs(min(left, TAKE_S))
 
     def disconnect(self) -> None:
-        """Hear no more from the core. Safe to call twice, and without an event loop."""
+        """Receive no more from the core. Safe to call twice, and without an event loop."""
         self.dismissed = True
         if self._questions is not None and not self._questions.get_loop().is_closed():
             self._questions.cancel()
         self.link.close()
 
     def stop(self, timeout_s: float = TERMINATE_GRACE_S) -> None:
-        """End the process: politely first, then not. Safe to call twice."""
+        """End the process: ask it first, then kill it. Safe to call twice."""
         self.process.stop(timeout_s)

@@ -1,8 +1,8 @@
-"""Tells a busy engine core from one that hangs. Pure: time is passed in.
+"""Distinguishes a busy engine core from one that hangs. The caller passes the time.
 
-A core answers between two steps, so one in a long step is as silent as one that hangs: only time
-tells them apart. Time counts from the first question that brought no proof of progress, so nobody
-is judged by a silence in which nobody asked.
+A core answers between two steps, so one in a long step is as silent as one that hangs; only time
+distinguishes them. Time counts from the first question that showed no progress, so silence without
+a question does not count.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Final
 from diptych_protocol import SchedulerStats
 
 LATE_LOOK_S: Final = 0.5
-"""If a look comes so much later than planned, this process stood still, and what others sent may
-lie unread."""
+"""If a look comes this much later than planned, this process stood still, and messages may be
+unread."""
 
 
 def stood_still_s(planned: float, now: float) -> float:
-    """For how long this process stood still before a look at `now`; 0: it did not."""
+    """Return for how long this process stood still before a look at `now`; 0 if it did not."""
     late_s = now - planned
     return late_s if late_s > LATE_LOOK_S else 0.0
 
@@ -30,27 +30,27 @@ class Pulse:
         self._doubted_since: float | None = None
 
     def asked(self, now: float) -> None:
-        """A question was put to the core."""
+        """Record a question to the core."""
         if self._doubted_since is None:
             self._doubted_since = now
 
     def heard(self, stats: SchedulerStats) -> None:
-        """The core spoke. It is well if it has nothing to do, or has made steps; paused, it makes
-        none on purpose."""
+        """Record a report of the core. The core is well if it has nothing to do or has made steps;
+        while paused, it makes none on purpose."""
         has_work = stats.num_running + stats.num_waiting > 0 and not stats.paused
         if not has_work or stats.steps != self._steps:
             self._doubted_since = None
         self._steps = stats.steps
 
     def excuse(self) -> None:
-        """There was a reason for the silence up to now."""
+        """Record that there was a reason for the silence so far."""
         self._doubted_since = None
 
     def excuse_seconds(self, seconds: float, now: float) -> None:
-        """There was a reason for so many of the seconds up to now."""
+        """Record that there was a reason for this many of the seconds so far."""
         if self._doubted_since is not None:
             self._doubted_since = min(now, self._doubted_since + seconds)
 
     def doubtful_s(self, now: float) -> float:
-        """For how many seconds there has been no proof of progress."""
+        """Return for how many seconds there has been no sign of progress."""
         return 0.0 if self._doubted_since is None else now - self._doubted_since

@@ -1,7 +1,7 @@
-"""Images that a core has already: their names are sent in place of their tiles.
+"""Sends the names of images that a core already has, in place of their tiles.
 
-What a core keeps, it may forget: for want of room, or because somebody resets it. It then says that
-an image is missing, and the request is sent again with all of them. The caller notices nothing.
+A core may forget an image, for lack of room or because of a reset. It then reports that the image
+is missing, and the request is sent again with all of them. The caller does not notice.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SentImages:
         them; whole."""
 
     def to_send(self, request: EngineCoreRequest) -> EngineCoreRequest:
-        """The message for a request: without the tiles that the core has."""
+        """Return the message for a request, without the tiles that the core has."""
         features = request.mm_features or []
         known = {each.identifier for each in features if each.identifier in self._names}
         for feature in features:
@@ -45,8 +45,8 @@ class SentImages:
         )
 
     def to_send_again(self, message: EngineCoreOutputs) -> list[EngineCoreRequest]:
-        """Requests whose images the core lacks after all, whole; their outputs are taken out of the
-        message."""
+        """Return complete requests whose images the core lacks after all, and remove their outputs
+        from the message."""
         again = []
         for output in list(message.outputs):
             request = self.open.pop(output.request_id, None)
@@ -61,19 +61,19 @@ class SentImages:
         return again
 
     def ended(self, request_ids: Iterable[str]) -> None:
-        """Nobody waits for these requests any more."""
+        """Record that nobody waits for these requests any more."""
         if self.open:
             for request_id in request_ids:
                 self.open.pop(request_id, None)
 
     def forget(self) -> None:
-        """Another core answers from now on, or the same one anew."""
+        """Forget all, because another core answers from now on, or the same one after a restart."""
         self._names.clear()
         self.open.clear()
 
 
 def without_tiles(feature: MultiModalFeatureSpec, names: Iterable[str]) -> MultiModalFeatureSpec:
-    """A feature without its data, if its name is among these."""
+    """Return a feature without its data, if its name is among these."""
     if feature.identifier not in names:
         return feature
     return msgspec.structs.replace(feature, data=None)

@@ -1,4 +1,4 @@
-"""A client of one EngineCore process for programs without an event loop: every call blocks."""
+"""A client of one EngineCore process with blocking calls, for programs without an event loop."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from diptych_protocol.arrays import Frame
 from diptych_protocol.as_sent import encode_call
 
 LIFE_CHECK_MS = 200
-"""While nothing comes, this often the process is looked at."""
+"""How often the process is checked while nothing arrives."""
 OUTPUT_WAIT_S = 1.0
 
 
 class SyncCoreClient:
-    """Owns the core's process, or has adopted it. Belongs to one thread."""
+    """Owns the core's process, or has adopted it. One thread uses it."""
 
     def __init__(self, core: Core, start_timeout_s: float) -> None:
         """Wait until the core can serve.
@@ -89,7 +89,8 @@ class SyncCoreClient:
             self._send(EngineCoreRequestType.ABORT, wire.encoder.encode(request_ids))
 
     def get_output(self, wait_s: float = OUTPUT_WAIT_S) -> EngineCoreOutputs:
-        """The core's next message; waits for it, `wait_s` at most. An empty one if there is none.
+        """Return the core's next message, and wait for it at most `wait_s`. It is empty if there is
+        none.
 
         Raises `EngineDeadError` when the core has ended.
         """

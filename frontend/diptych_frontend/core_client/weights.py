@@ -12,21 +12,10 @@ from diptych_protocol import (
     ControlledClient,
     InvalidRequestError,
     LoRARequest,
-    WeightTransferInitRequest,
     WeightTransferUpdateRequest,
 )
 from diptych_protocol.arrays import MAX_FRAMES
-from diptych_protocol.control_calls import (
-    FILES_TIMEOUT_S,
-    FinishWeightUpdate,
-    InitWeightTransferEngine,
-    ListLoras,
-    PinLora,
-    ReloadWeights,
-    RemoveLora,
-    StartWeightUpdate,
-    UpdateWeights,
-)
+from diptych_protocol.control_calls import FILES_TIMEOUT_S
 from diptych_protocol.wire import MAX_MESSAGE_BYTES
 
 MAX_ARRAYS = MAX_FRAMES - 1
@@ -100,15 +89,7 @@ class CoreWeights(ControlledClient):
         for name, adapter in list(self._adapters.items()):
             if adapter.lora_int_id == lora_id:
                 del self._adapters[name]
-        return bool(await self.control(RemoveLora(lora_id)))
-
-    async def list_loras(self) -> set[int]:
-        """Ids of the adapters that are loaded."""
-        return set(await self.control(ListLoras()))
-
-    async def pin_lora(self, lora_id: int) -> bool:
-        """Keep an adapter loaded, whatever others want; False if it is not loaded."""
-        return bool(await self.control(PinLora(lora_id)))
+        return await super().remove_lora(lora_id)
 
     async def load_adapter(self, name: str, path: str) -> LoRARequest:
         """Load an adapter under a name, with an id of its own. Raises as `add_lora` does."""
@@ -160,23 +141,7 @@ class CoreWeights(ControlledClient):
 
     # --- weights ------------------------------------------------------------------------------
 
-    async def init_weight_transfer_engine(self, init_request: WeightTransferInitRequest) -> None:
-        """Open the way for weights. Raises `UtilityError` if the trainer is not there."""
-        await self.control(InitWeightTransferEngine(init_request))
-
-    async def start_weight_update(self, is_checkpoint_format: bool = True) -> None:
-        """Begin to replace weights. Raises `UtilityError` unless generation is paused."""
-        await self.control(StartWeightUpdate(is_checkpoint_format))
-
     async def update_weights(self, request: WeightTransferUpdateRequest) -> None:
         """Replace some weights. Raises `UtilityError` if they do not fit the model."""
         for part in split_update(request):
-            await self.control(UpdateWeights(part))
-
-    async def finish_weight_update(self) -> None:
-        """Use the new weights from now on; what was computed with the old ones is forgotten."""
-        await self.control(FinishWeightUpdate())
-
-    async def reload_weights(self) -> None:
-        """Take the weights from the model's files again."""
-        await self.control(ReloadWeights())
+            await super().update_weights(part)

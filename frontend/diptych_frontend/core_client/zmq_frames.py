@@ -1,6 +1,6 @@
-"""Messages of several frames, sent and received without waiting.
+"""Sends and receives messages of several frames without blocking.
 
-Arrays stay in the memory that ZMQ received them into.
+Arrays stay in the memory into which ZMQ received them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ MORE = NOBLOCK | int(zmq.SNDMORE)
 
 
 def receive_frames(socket: zmq.Socket[bytes], head: int) -> tuple[list[bytes], list[Frame]]:
-    """The next message: its first `head` frames as bytes, which is quicker for small ones, and the
-    others as views of ZMQ's own memory.
+    """Return the next message: its first `head` frames as bytes, which is quicker for small ones,
+    and the others as views of ZMQ's own memory.
 
     Raises `zmq.Again` if there is none.
     """
@@ -33,7 +33,7 @@ def receive_frames(socket: zmq.Socket[bytes], head: int) -> tuple[list[bytes], l
 
 
 def send_frames(socket: zmq.Socket[bytes], frames: Sequence[Frame]) -> None:
-    """Send a message. Raises `zmq.Again` if nobody is there to take it."""
+    """Send a message. Raises `zmq.Again` if no peer can take it."""
     for frame in frames[:-1]:
         socket.send(frame, MORE)
     socket.send(frames[-1], NOBLOCK)

@@ -11,14 +11,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
-    Metric,
+)
+from prometheus_client.core import (
+    Metric as Family,
 )
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
@@ -32,7 +34,7 @@ from diptych_protocol import (
     RequestOutput,
     SchedulerStats,
 )
-from diptych_protocol.wire import HAND_OFF_BOUNDS_S
+from diptych_protocol.engine_stats import HAND_OFF_BOUNDS_S, ShownMetric, metrics_of
 
 PREFIX = "diptych:"
 StatsByEngine = Callable[[], Mapping[str, SchedulerStats]]
@@ -212,123 +214,8 @@ class RequestProgress:
             self._metrics.count_end("error")
 
 
-_Engine = Callable[[SchedulerStats], float]
-_Transfer = Callable[[KVTransferStats], float]
-
-
-def _usage(stats: SchedulerStats) -> float:
-    return 1.0 - stats.blocks_free / stats.blocks_total if stats.blocks_total else 0.0
-
-
-_ENGINE_GAUGES: tuple[tuple[str, str, _Engine], ...] = (
-    ("num_requests_running", "Requests in the running batch.", lambda s: s.num_running),
-    ("num_requests_waiting", "Requests waiting to run.", lambda s: s.num_waiting),
-    ("num_requests_waiting_for_remote_kv", "Requests waiting for blocks from another engine.",
-     lambda s: s.num_waiting_for_remote_kv),
-    ("num_requests_waiting_for_input", "Requests waiting for the next piece of their prompt.",
-     lambda s: s.num_waiting_for_input),
-    ("kv_cache_usage_perc", "Share of KV blocks in use; 1 means all.", _usage),
-    ("kv_cache_blocks", "KV blocks of the engine.", lambda s: s.blocks_total),
-    ("kv_cache_blocks_free", "KV blocks that no request and no lease holds.",
-     lambda s: s.blocks_free),
-    ("queued_prompt_tokens", "Prompt tokens that steps have yet to compute.",
-     lambda s: s.queued_prompt_tokens),
-    ("engine_draining", "1 while the engine is about to leave.", lambda s: s.draining),
-    ("engine_paused", "1 while new requests wait for the end of a pause.", lambda s: s.paused),
-    ("engine_sleep_level",
-     "1: without KV cache, weights put aside; 2: without weights; 0: awake, or only paused.",
-     lambda s: s.sleep_level),
-    ("cpu_kernels_set_aside", "Kernels wrong at start, or not to be had; torch computes instead.",
-     lambda s: s.cpu_kernels_set_aside),
-)  # fmt: skip
-
-_ENGINE_COUNTERS: tuple[tuple[str, str, _Engine], ...] = (
-    ("engine_prompt_tokens_computed", "Prompt tokens computed.",
-     lambda s: s.prompt_tokens_computed),
-    ("engine_tokens_generated", "Tokens sampled.", lambda s: s.tokens_generated),
-    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.",
-     lambda s: s.prefix_cache_queries),
-    ("prefix_cache_hits", "Prompt tokens found in the prefix cache.",
-     lambda s: s.prefix_cache_hits),
-    ("external_prefix_cache_hits", "Prompt tokens whose KV came from another engine.",
-     lambda s: s.remote_kv_tokens),
-    ("num_preemptions", "Requests that lost their blocks to another.",
-     lambda s: s.num_preemptions),
-    ("engine_steps", "Steps of the engine; stands still when it does.", lambda s: s.steps),
-    ("malformed_messages", "Messages of clients that the engine could not read.",
-     lambda s: s.malformed_messages),
-    ("images_encoded", "Images that the vision tower computed.", lambda s: s.images_encoded),
-    ("encoder_cache_hits", "Images needed again whose features were kept.",
-     lambda s: s.encoder_cache_hits),
-)  # fmt: skip
-
-_TRANSFER_GAUGES: tuple[tuple[str, str, _Transfer], ...] = (
-    ("kv_transfer_leases_held", "Leases now granted or being read.", lambda k: k.leases_held),
-    ("kv_transfer_leases_promised_now", "Leases of prompts that are still computed.",
-     lambda k: k.leases_promised_now),
-    ("kv_transfer_leases_draining", "Leases that have ended, whose blocks are still being sent.",
-     lambda k: k.leases_draining),
-    ("kv_transfer_blocks_held", "KV blocks pinned by leases.", lambda k: k.blocks_held),
-    ("kv_transfer_loads_in_flight", "Requests whose blocks are on their way.",
-     lambda k: k.loads_in_flight),
-    ("kv_transfer_early_loads_now", "Loads for requests that are only announced.",
-     lambda k: k.early_loads_now),
-    ("kv_transfer_loads_waiting_for_room", "Loads of another geometry that cannot begin yet.",
-     lambda k: k.loads_waiting_for_room),
-    ("kv_transfer_staging_bytes", "Bytes reserved for KV that is to be repacked.",
-     lambda k: k.staging_bytes),
-    ("kv_transfer_prefix_fetches_now", "Prefixes that are on their way.",
-     lambda k: k.prefix_fetches_now),
-)  # fmt: skip
-
-_TRANSFER_COUNTERS: tuple[tuple[str, str, _Transfer], ...] = (
-    ("kv_transfer_blocks_received", "KV blocks received.", lambda k: k.blocks_received),
-    ("kv_transfer_blocks_sent", "KV blocks sent.", lambda k: k.blocks_sent),
-    ("kv_transfer_bytes_received", "Bytes of KV received.", lambda k: k.bytes_received),
-    ("kv_transfer_bytes_sent", "Bytes of KV sent.", lambda k: k.bytes_sent),
-    ("kv_transfer_receive_seconds", "Sum over loads, from the open to the validated close.",
-     lambda k: k.seconds_receiving),
-    ("kv_transfer_stale_reads_refused", "Reads that were not validated, so not used.",
-     lambda k: k.stale_reads_refused),
-    ("kv_transfer_loads_started", "Loads that were begun.", lambda k: k.loads_started),
-    ("kv_transfer_rejections_received", "Leases that ended because nobody wanted them.",
-     lambda k: k.leases_rejected),
-    ("kv_transfer_rejections_sent", "Times that another engine was told so.",
-     lambda k: k.leases_refused_here),
-    ("kv_transfer_rejections_ignored", "Times that a report of a refused request named no lease.",
-     lambda k: k.rejections_ignored),
-    ("kv_transfer_prefix_tokens_fetched", "Prompt tokens whose KV another engine remembered.",
-     lambda k: k.prefix_tokens_fetched),
-    ("kv_transfer_prefix_seconds", "Sum of the time that requests waited for fetched prefixes.",
-     lambda k: k.prefix_seconds),
-)  # fmt: skip
-
-_LEASE_STATES: tuple[tuple[str, _Transfer], ...] = (
-    ("promised", lambda k: k.leases_promised),
-    ("withdrawn", lambda k: k.leases_withdrawn),
-    ("granted", lambda k: k.leases_granted),
-    ("released", lambda k: k.leases_released),
-    ("revoked", lambda k: k.leases_revoked),
-    ("expired", lambda k: k.leases_expired),
-)
-_EARLY_LOADS: tuple[tuple[str, _Transfer], ...] = (
-    ("begun", lambda k: k.early_loads),
-    ("adopted", lambda k: k.early_loads_adopted),
-    ("dropped", lambda k: k.early_loads_dropped),
-)
-_PREFIX_FETCHES: tuple[tuple[str, _Transfer], ...] = (
-    ("asked", lambda k: k.prefix_fetches),
-    ("fetched", lambda k: k.prefix_fetches_completed),
-    ("computed", lambda k: k.prefix_fetches_failed),
-)
-_PREFIXES_ASKED: tuple[tuple[str, _Transfer], ...] = (
-    ("lent", lambda k: k.prefixes_lent),
-    ("refused", lambda k: k.prefixes_refused),
-)
-_LOAD_OUTCOMES: tuple[tuple[str, _Transfer], ...] = (
-    ("completed", lambda k: k.loads_completed),
-    ("failed", lambda k: k.loads_failed),
-)
+_OF_ENGINES: Final = metrics_of(SchedulerStats)
+_OF_HINGES: Final = metrics_of(KVTransferStats)
 
 
 class EngineStatsCollector(Collector):
@@ -341,76 +228,51 @@ class EngineStatsCollector(Collector):
         self._model_name = model_name
         self._stats_by_engine = stats_by_engine
 
-    def describe(self) -> Iterable[Metric]:
+    def describe(self) -> Iterable[Family]:
         return ()
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Family]:
         snapshots = dict(self._stats_by_engine())
         transfers = {
             engine: stats.kv_transfer
             for engine, stats in snapshots.items()
             if stats.kv_transfer is not None
         }
-        for name, meaning, read in _ENGINE_GAUGES:
-            yield self._gauge(name, meaning, {e: read(s) for e, s in snapshots.items()})
-        for name, meaning, read in _ENGINE_COUNTERS:
-            yield self._counter(name, meaning, {e: read(s) for e, s in snapshots.items()})
+        yield from self._declared(_OF_ENGINES, snapshots)
+        yield self._usage(snapshots)
         yield self._cpu_levels(snapshots)
         if not transfers:
             return
-        for name, meaning, of in _TRANSFER_GAUGES:
-            yield self._gauge(name, meaning, {e: of(k) for e, k in transfers.items()})
-        for name, meaning, of in _TRANSFER_COUNTERS:
-            yield self._counter(name, meaning, {e: of(k) for e, k in transfers.items()})
-        yield self._split(
-            "kv_transfer_leases", "Leases by the states they reached.", "state",
-            _LEASE_STATES, transfers,
-        )  # fmt: skip
-        yield self._split(
-            "kv_transfer_loads", "Loads by outcome.", "outcome", _LOAD_OUTCOMES, transfers
-        )
-        yield self._split(
-            "kv_transfer_early_loads", "Loads for requests that were only announced.", "state",
-            _EARLY_LOADS, transfers,
-        )  # fmt: skip
-        yield self._split(
-            "kv_transfer_prefix_fetches", "Prefixes to be fetched, and what became of them.",
-            "state", _PREFIX_FETCHES, transfers,
-        )  # fmt: skip
-        yield self._split(
-            "kv_transfer_prefixes", "Prefixes that other engines asked for.", "answer",
-            _PREFIXES_ASKED, transfers,
-        )  # fmt: skip
+        yield from self._declared(_OF_HINGES, transfers)
         yield self._hand_off_seconds(transfers)
         yield self._transports(transfers)
 
-    def _gauge(self, name: str, meaning: str, by_engine: Mapping[str, float]) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, meaning, labels=("model_name", "engine"))
-        for engine, value in by_engine.items():
-            family.add_metric((self._model_name, engine), value)
+    def _declared(
+        self, metrics: Mapping[ShownMetric, Mapping[str, str]], stats: Mapping[str, object]
+    ) -> Iterator[Family]:
+        """The metrics of a struct's fields, of each engine's struct."""
+        for metric, fields in metrics.items():
+            family_of = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
+            labels = ("model_name", "engine", *filter(None, [metric.label]))
+            family = family_of(PREFIX + metric.name, metric.meaning, labels=labels)
+            for engine, told in stats.items():
+                for value, field in fields.items():
+                    own = (self._model_name, engine, *filter(None, [value]))
+                    family.add_metric(own, getattr(told, field))
+            yield family
+
+    def _usage(self, snapshots: Mapping[str, SchedulerStats]) -> Family:
+        family = GaugeMetricFamily(
+            f"{PREFIX}kv_cache_usage_perc",
+            "Share of KV blocks in use; 1 means all.",
+            labels=("model_name", "engine"),
+        )
+        for engine, stats in snapshots.items():
+            free = stats.blocks_free / stats.blocks_total if stats.blocks_total else 1.0
+            family.add_metric((self._model_name, engine), 1.0 - free)
         return family
 
-    def _counter(self, name: str, meaning: str, by_engine: Mapping[str, float]) -> Metric:
-        family = CounterMetricFamily(PREFIX + name, meaning, labels=("model_name", "engine"))
-        for engine, value in by_engine.items():
-            family.add_metric((self._model_name, engine), value)
-        return family
-
-    def _split(
-        self,
-        name: str,
-        meaning: str,
-        label: str,
-        parts: tuple[tuple[str, _Transfer], ...],
-        transfers: Mapping[str, KVTransferStats],
-    ) -> Metric:
-        family = CounterMetricFamily(PREFIX + name, meaning, labels=("model_name", "engine", label))
-        for engine, stats in transfers.items():
-            for part, read in parts:
-                family.add_metric((self._model_name, engine, part), read(stats))
-        return family
-
-    def _hand_off_seconds(self, transfers: Mapping[str, KVTransferStats]) -> Metric:
+    def _hand_off_seconds(self, transfers: Mapping[str, KVTransferStats]) -> Family:
         family = HistogramMetricFamily(
             f"{PREFIX}kv_transfer_hand_off_seconds",
             "How long requests waited for their blocks, up to the validated close.",
@@ -423,7 +285,7 @@ class EngineStatsCollector(Collector):
             family.add_metric((self._model_name, engine), buckets, stats.seconds_receiving)
         return family
 
-    def _cpu_levels(self, snapshots: Mapping[str, SchedulerStats]) -> Metric:
+    def _cpu_levels(self, snapshots: Mapping[str, SchedulerStats]) -> Family:
         family = GaugeMetricFamily(
             f"{PREFIX}cpu_level_info",
             "Which of the processor's instructions kernels use: none, avx2, vnni or amx.",
@@ -434,7 +296,7 @@ class EngineStatsCollector(Collector):
                 family.add_metric((self._model_name, engine, stats.cpu_level), 1.0)
         return family
 
-    def _transports(self, transfers: Mapping[str, KVTransferStats]) -> Metric:
+    def _transports(self, transfers: Mapping[str, KVTransferStats]) -> Family:
         family = GaugeMetricFamily(
             f"{PREFIX}kv_transfer_transport_info",
             "What the newest connection between two engines uses.",

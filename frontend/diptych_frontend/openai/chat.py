@@ -57,6 +57,7 @@ from diptych_protocol import (
     InvalidRequestError,
     Logprob,
     Renderer,
+    RequestOptions,
     RequestOutput,
     SamplingDefaults,
     SamplingParams,
@@ -126,7 +127,6 @@ class ChatApi:
     body_type = ChatCompletionRequest
     image_word = b"image_url"
     prompt_field = "messages"
-    reasoning_ended: bool | None = None
 
     def __init__(
         self,
@@ -175,15 +175,16 @@ class ChatApi:
         )
         return [prompt]
 
-    def reasoning_parser_kwargs(self, request: ChatCompletionRequest) -> dict[str, Any] | None:
+    def options(self, request: ChatCompletionRequest) -> RequestOptions:
         if self.reasoning is None:
-            return None
-        return {"chat_template_kwargs": request.chat_template_kwargs or {}}
+            return {}
+        told = {"chat_template_kwargs": request.chat_template_kwargs or {}}
+        return {"reasoning_parser_kwargs": told}
 
     def parts(self, request: ChatCompletionRequest, prompt: TokensPrompt) -> AnswerParts:
         """Return a reader of the answers to a request."""
         readers = None
-        kwargs = self.reasoning_parser_kwargs(request)
+        kwargs = self.options(request).get("reasoning_parser_kwargs")
         if self.reasoning is not None and kwargs is not None:
             readers = self.reasoning.readers(
                 prompt["prompt_token_ids"],

@@ -32,6 +32,7 @@ from diptych_protocol import (
     UNSAID,
     CompletionOutput,
     Renderer,
+    RequestOptions,
     RequestOutput,
     SamplingDefaults,
     SamplingParams,
@@ -56,8 +57,6 @@ class CompletionApi:
     body_type = CompletionRequest
     image_word = b"image_url"
     prompt_field = "prompt"
-    reasoning_ended: bool | None = True
-    """True: completions do not separate reasoning, so a form applies to the whole text."""
 
     def __init__(self, sampling: SamplingDefaults = UNSAID) -> None:
         """sampling: values for the fields that a request leaves out."""
@@ -76,8 +75,9 @@ class CompletionApi:
     def render(self, request: CompletionRequest, renderer: Renderer) -> list[TokensPrompt]:
         return [renderer.render_prompt(prompt) for prompt in prompts_of(request)]
 
-    def reasoning_parser_kwargs(self, request: CompletionRequest) -> None:
-        return None
+    def options(self, request: CompletionRequest) -> RequestOptions:
+        # Completions do not separate reasoning, so a form applies to the whole text.
+        return {"reasoning_ended": True}
 
     def writer(
         self, sound: Sound[CompletionRequest, CompletionRequest], request_id: str, created: int

@@ -33,6 +33,7 @@ from diptych_protocol import (
     LoRARequest,
     RefusedByEngineError,
     Renderer,
+    RequestOptions,
     RequestOutput,
     SamplingParams,
     TokensPrompt,
@@ -56,8 +57,6 @@ class Api(Protocol[B, R]):
     image_word: bytes
     """A word that every body with images contains."""
     prompt_field: str
-    reasoning_ended: bool | None
-    """See `EngineClient.generate`."""
 
     def request(self, body: B, scope: Scope) -> R:
         """Parse a body. Raises `InvalidRequestError` naming the field."""
@@ -68,8 +67,8 @@ class Api(Protocol[B, R]):
     def render(self, request: R, renderer: Renderer) -> list[TokensPrompt]:
         """Return the prompts as tokens; may run in a worker thread."""
 
-    def reasoning_parser_kwargs(self, request: R) -> dict[str, Any] | None:
-        """See `EngineClient.generate`."""
+    def options(self, request: R) -> RequestOptions:
+        """Return what the engine is told besides the parameters."""
 
     def writer(self, sound: Sound[B, R], request_id: str, created: int) -> AnswerWriter: ...
 
@@ -94,12 +93,7 @@ class Job:
     request_id: str
     prompts: list[TokensPrompt]
     params: SamplingParams
-    priority: int
-    data_parallel_rank: int | None = None
-    lora_request: LoRARequest | None = None
-    trace_headers: dict[str, str] | None = None
-    reasoning_ended: bool | None = None
-    reasoning_parser_kwargs: dict[str, Any] | None = None
+    options: RequestOptions
     facts: Mapping[str, str] = field(default_factory=dict)
     """Facts for the answer's headers, beside the router's."""
 
@@ -114,7 +108,7 @@ class Job:
         of_tokens = (
             self.params.logprobs,
             self.params.prompt_logprobs,
-            self.reasoning_parser_kwargs,
+            self.options.get("reasoning_parser_kwargs"),
         )
         return all(asked is None for asked in of_tokens)
 
@@ -152,12 +146,16 @@ class GenerationRoute(Generic[B, R]):
             exchange.request_id,
             sound.prompts,
             params,
-            exchange.priority(request.priority),
-            _data_parallel_rank(scope),
-            sound.adapter,
-            trace_context(header(scope, b"traceparent"), header(scope, b"tracestate")),
-            self._api.reasoning_ended,
-            self._api.reasoning_parser_kwargs(request),
+            {
+                **self._api.options(request),
+                "lora_request": sound.adapter,
+                "priority": exchange.priority(request.priority),
+                "data_parallel_rank": _data_parallel_rank(scope),
+                "trace_headers": trace_context(
+                    header(scope, b"traceparent"), header(scope, b"tracestate")
+                ),
+                "tenant": exchange.tenant,
+            },
             {"not_enforced": ", ".join(sound.not_enforced)} if sound.not_enforced else {},
         )
         self._engine.check_admission(
@@ -335,18 +333,7 @@ async def _run_prompt(
 ) -> AsyncGenerator[Item, None]:
     prompt = job.prompts[index]
     finished = False
-    outputs = engine.generate(
-        prompt,
-        job.params,
-        job.engine_id(index),
-        lora_request=job.lora_request,
-        priority=job.priority,
-        data_parallel_rank=job.data_parallel_rank,
-        trace_headers=job.trace_headers,
-        reasoning_ended=job.reasoning_ended,
-        reasoning_parser_kwargs=job.reasoning_parser_kwargs,
-        tenant=exchange.tenant,
-    )
+    outputs = engine.generate(prompt, job.params, job.engine_id(index), **job.options)
     with metrics.track(len(prompt["prompt_token_ids"]), exchange.tenant) as progress:
         try:
             async with aclosing(outputs):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from starlette.requests import Request
@@ -22,6 +22,7 @@ from diptych_frontend.responses_api.store import ResponseStore, StoredResponse
 from diptych_protocol import (
     InvalidRequestError,
     Renderer,
+    RequestOptions,
     SamplingParams,
     TokensPrompt,
 )
@@ -33,7 +34,6 @@ class ResponsesApi:
     body_type = ResponsesRequest
     image_word = b"input_image"
     prompt_field = "input"
-    reasoning_ended: bool | None = None
 
     def __init__(self, chat: ChatApi, store: ResponseStore) -> None:
         self._chat = chat
@@ -75,8 +75,8 @@ class ResponsesApi:
     def render(self, request: ResponseChat, renderer: Renderer) -> list[TokensPrompt]:
         return self._chat.render(request, renderer)
 
-    def reasoning_parser_kwargs(self, request: ResponseChat) -> dict[str, Any] | None:
-        return self._chat.reasoning_parser_kwargs(request)
+    def options(self, request: ResponseChat) -> RequestOptions:
+        return self._chat.options(request)
 
     def writer(
         self, sound: Sound[ResponsesRequest, ResponseChat], request_id: str, created: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Collection, Mapping
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import msgspec
 
@@ -19,6 +19,7 @@ from diptych_frontend.text.tokenization import tokenization
 from diptych_protocol import (
     EngineConfig,
     EngineCoreRequest,
+    FurtherOptions,
     InvalidRequestError,
     KVTransferParams,
     LoRARequest,
@@ -101,10 +102,7 @@ class InputProcessor:
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         data_parallel_rank: int | None = None,
-        *,
-        reasoning_ended: bool | None = None,
-        reasoning_parser_kwargs: dict[str, Any] | None = None,
-        tenant: str = "",
+        **further: Unpack[FurtherOptions],
     ) -> EngineCoreRequest:
         """Build the request for the core. The caller's objects stay as they are.
 
@@ -137,9 +135,7 @@ class InputProcessor:
             prompt_embeds=rendered.get("prompt_embeds"),
             priority=priority,
             trace_headers=trace_headers,
-            reasoning_ended=reasoning_ended,
-            reasoning_parser_kwargs=reasoning_parser_kwargs,
-            tenant=tenant,
+            **further,
         )
         return self._finish(request_as_sent(request), supported_tasks)
 

@@ -305,7 +305,7 @@ class _Answer:
             logprobs = of_output(output.new_logprobs, len(token_ids), self._token_text)
             for token_id, row in zip(token_ids, logprobs, strict=True):
                 self._cumulative_logprob += row[token_id].logprob
-        shared = self._shared
+        shared = self.parent or self  # what all answers to a prompt have in common
         if output.new_prompt_logprobs_tensors is not None:
             shared.prompt_logprobs = PromptLogprobs(
                 output.new_prompt_logprobs_tensors, self._token_text
@@ -369,7 +369,7 @@ class _Answer:
                 answers = self.parent.gather(answer)
                 if not all_finished:
                     return
-        delta, shared = self._kind is RequestOutputKind.DELTA, self._shared
+        delta, shared = self._kind is RequestOutputKind.DELTA, self.parent or self
         self.collector.put(
             RequestOutput(
                 self.external_id,
@@ -385,11 +385,6 @@ class _Answer:
         )
         if delta:
             shared.prompt_logprobs = None  # said once
-
-    @property
-    def _shared(self) -> _Answer | ParentRequest:
-        """Who holds what all answers to a prompt have in common."""
-        return self.parent or self
 
     def _token_text(self, token_id: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.token_text(token_id)

@@ -8,7 +8,7 @@ every piece is checked against the remaining room, and each answer knows its pro
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
@@ -20,8 +20,8 @@ from diptych_frontend.text.tokenization import tokenization
 from diptych_protocol import (
     EngineCoreRequest,
     InvalidRequestError,
-    LoRARequest,
     PoolingParams,
+    RequestOptions,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
@@ -41,16 +41,7 @@ class StreamedPrompt:
         request_id: str,
         params: SamplingParams | PoolingParams,
         renderer: TextRenderer,
-        *,
-        prompt_text: str | None = None,
-        lora_request: LoRARequest | None = None,
-        tokenization_kwargs: dict[str, Any] | None = None,
-        priority: int = 0,
-        trace_headers: Mapping[str, str] | None = None,
-        data_parallel_rank: int | None = None,
-        reasoning_ended: bool | None = None,
-        reasoning_parser_kwargs: dict[str, Any] | None = None,
-        tenant: str = "",
+        options: RequestOptions,
     ) -> None:
         """`params` are those of pieces without their own; the other arguments are for all pieces.
         Special tokens begin the first piece only.
@@ -58,25 +49,24 @@ class StreamedPrompt:
         Raises `InvalidRequestError` for parameters that do not allow a prompt in pieces.
         """
         self._params = _checked(params)
-        self.text = prompt_text
+        self.text = options.get("prompt_text")
         """What every answer tells as its prompt."""
-        self._tokenization = tokenization(tokenization_kwargs)
-        self._template = EngineCoreRequest(
-            request_id=request_id,
-            prompt_token_ids=None,
-            mm_features=None,
-            sampling_params=self._params,
-            pooling_params=None,
-            eos_token_id=None,
-            arrival_time=0.0,
-            lora_request=lora_request,
-            cache_salt=None,
-            data_parallel_rank=data_parallel_rank,
-            priority=priority,
-            trace_headers=trace_headers,
-            reasoning_ended=reasoning_ended,
-            reasoning_parser_kwargs=reasoning_parser_kwargs,
-            tenant=tenant,
+        self._tokenization = tokenization(options.get("tokenization_kwargs"))
+        here = ("prompt_text", "tokenization_kwargs")
+        self._template = msgspec.structs.replace(
+            EngineCoreRequest(
+                request_id=request_id,
+                prompt_token_ids=None,
+                mm_features=None,
+                sampling_params=self._params,
+                pooling_params=None,
+                eos_token_id=None,
+                arrival_time=0.0,
+                lora_request=None,
+                cache_salt=None,
+                data_parallel_rank=None,
+            ),
+            **{name: value for name, value in options.items() if name not in here},
         )
         self._renderer = renderer
         self._kind = self._params.output_kind

@@ -286,14 +286,12 @@ class MQLLMEngineClient(AsyncLLM):
 
     async def sleep(self, level: int = 1) -> None:  # type: ignore[override]
         """Abort what runs, and sleep; see `EngineClient.sleep`."""
-        await self._one_way(Sleep(level))  # type: ignore[arg-type]  # it is checked there
+        await self._one_way(Sleep(level))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        await self._one_way(
-            WakeUp(None if tags is None else list(tags))  # type: ignore[arg-type]
-        )
+        await self._one_way(WakeUp(tags))
 
-    async def _one_way(self, call: ControlCall) -> None:
+    async def _one_way(self, call: ControlCall[Any]) -> None:
         """Send a call, in the order of the calls. What fails in the engine is in its log; whoever
         wants the answer, or an option that V0 had not, has `control`.
 

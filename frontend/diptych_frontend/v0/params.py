@@ -1,4 +1,4 @@
-"""What a caller of V0 asks of an engine, and the same in this project's words."""
+"""Converts V0's parameters to this project's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from diptych_protocol import (
 Base = TypeVar("Base", bound=msgspec.Struct)
 FORMS: Final = "use structured_outputs, or logit_bias"
 BACKENDS: Final = (None, "auto", "guidance")
-"""What compiles grammars here is llguidance; `auto` takes what there is."""
+"""The accepted names of what compiles grammars, which is llguidance; `auto` takes what there is."""
 
 
 class Device(enum.Enum):
@@ -32,11 +32,11 @@ class Device(enum.Enum):
 
 @dataclass(frozen=True)
 class DecodingConfig:
-    """How grammars are compiled. There is one way, so there is nothing to set."""
+    """How grammars are compiled. There is only one way, so there is nothing to set."""
 
     backend: str = "guidance"
     reasoning_backend: str = ""
-    """What finds reasoning, which may stand before a form; empty if nothing does."""
+    """What separates reasoning, which may precede a form; empty for nothing."""
 
     @classmethod
     def of(cls, config: EngineConfig) -> Self:
@@ -70,7 +70,8 @@ class GuidedDecodingParams(StructuredOutputsParams, omit_defaults=True):
     """None, `auto` or `guidance`."""
 
     def form(self) -> StructuredOutputsParams:
-        """The form under its name of today. Raises `InvalidRequestError` for another backend."""
+        """Return the form under its present name. Raises `InvalidRequestError` for
+        another backend."""
         if self.backend not in BACKENDS:
             raise InvalidRequestError(
                 f"guided_decoding.backend {self.backend!r} is not here; leave it out, or use "
@@ -83,10 +84,10 @@ class GuidedDecodingParams(StructuredOutputsParams, omit_defaults=True):
 class SamplingParams(
     diptych_protocol.SamplingParams, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """`SamplingParams` with what V0 had and V1 has not.
+    """`SamplingParams` with the fields that V0 had and V1 does not have.
 
-    Clients of V1 take it too, but refuse `guided_decoding` unless it is None. V0's client takes
-    functions as `logits_processors`, and tells the engine their names.
+    Clients of V1 accept it too, but refuse `guided_decoding` unless it is None. V0's client accepts
+    functions as `logits_processors`, and sends the engine their names.
     """
 
     guided_decoding: GuidedDecodingParams | None = None
@@ -114,8 +115,8 @@ class SamplingParams(
 
 
 def params_of_today(params: Any) -> Any:
-    """Sampling parameters without V0's fields; others are returned as they are. The caller's object
-    stays as it is.
+    """Return sampling parameters without V0's fields; others are returned unchanged. The caller's
+    object stays as it is.
 
     Raises:
         InvalidRequestError: `guided_decoding` is not what its field declares, or stands beside

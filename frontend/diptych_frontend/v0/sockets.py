@@ -1,7 +1,8 @@
 """V0's sockets by role, on the one ROUTER socket that an engine core has.
 
 Questions and heartbeats have DEALER sockets of their own. Requests and outputs share a connection,
-because a core answers where it was asked; V0's two names for it stand for a `RequestSocket`.
+because a core answers on the connection of the request; V0's two names for it stand for a
+`RequestSocket`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ HOW_ARE_YOU: Final = (
     EngineCoreRequestType.UTILITY.value,
     *encode_call(UtilityCall(0, 0, "stats", [])),
 )
-"""The question for a heartbeat. V0's engine sent them unasked."""
+"""The question for a heartbeat. V0's engine sent heartbeats unasked."""
 
 
 class MQEngineDeadError(EngineDeadError, RuntimeError):
@@ -37,7 +38,7 @@ class MQEngineDeadError(EngineDeadError, RuntimeError):
 
 
 def open_question_socket(context: zmq.asyncio.Context, endpoint: str) -> zmq.asyncio.Socket:
-    """Connect to a core. What is sent before somebody listens there waits for that."""
+    """Connect to a core. Messages that are sent before it listens wait until then."""
     socket = context.socket(zmq.DEALER)
     set_dealer_options(socket, None)
     socket.setsockopt(zmq.IMMEDIATE, 0)
@@ -46,7 +47,8 @@ def open_question_socket(context: zmq.asyncio.Context, endpoint: str) -> zmq.asy
 
 
 def check_heartbeat(frames: Sequence[Frame]) -> None:
-    """Judge what came on the socket of heartbeats: whatever says nothing else is well.
+    """Check a message on the socket of heartbeats. Every message counts as a sign of life unless it
+    says otherwise.
 
     Raises:
         UtilityError: the core refused the question.
@@ -67,7 +69,7 @@ def check_heartbeat(frames: Sequence[Frame]) -> None:
 
 
 class RequestSocket:
-    """The connection that requests go out by and outputs come in by; the client itself reads it."""
+    """The connection that sends requests and receives outputs; the client itself reads it."""
 
     def __init__(self, cores: CoreGroup) -> None:
         self._cores = cores
@@ -77,7 +79,7 @@ class RequestSocket:
         return all(member.link.is_closed for member in self._cores.members)
 
     async def send_multipart(self, msg_parts: Sequence[Frame], copy: bool = True) -> None:
-        """Send a message, in the order of the calls. `copy` is without effect.
+        """Send a message, in the order of the calls. `copy` has no effect.
 
         Raises `EngineDeadError` if the connection was never opened, or is lost.
         """

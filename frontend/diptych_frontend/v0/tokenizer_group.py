@@ -1,4 +1,4 @@
-"""Tokenizers by adapter: one that brings a tokenizer of its own is asked, and answers, in it."""
+"""Tokenizers by adapter: an adapter with a tokenizer of its own uses it for prompts and answers."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from diptych_protocol import (
 )
 
 REMEMBERED = 32
-"""Adapters whose tokenizers are kept."""
+"""The number of adapters whose tokenizers are cached."""
 
 
 class TokenizerGroup:
-    """The model's tokenizer, and those of adapters, which are read when they are first used.
+    """The model's tokenizer, and those of adapters, which are read at their first use.
 
-    An adapter's folder has its own tokenizer if there is a `tokenizer.json`; for others, and for
-    folders that are not on this machine, it is the model's.
+    An adapter's folder has its own tokenizer if there is a `tokenizer.json`. For others, and for
+    folders that are not on this machine, the model's is used.
     """
 
     def __init__(self, renderer: TextRenderer) -> None:
@@ -41,19 +41,19 @@ class TokenizerGroup:
         self._of_folder = lru_cache(REMEMBERED)(self._load)
 
     def renderer_for(self, lora_request: LoRARequest | None) -> TextRenderer:
-        """What makes token ids of prompts for an adapter. Raises `InvalidRequestError` for a
+        """Return the renderer of prompts for an adapter. Raises `InvalidRequestError` for a
         tokenizer that cannot be read."""
         if lora_request is None or not lora_request.lora_path:
             return self._renderer
         return self._of_folder(lora_request.lora_path)
 
     def get_lora_tokenizer(self, lora_request: LoRARequest | None = None) -> Tokenizer:
-        """The tokenizer of an adapter; None stands for the model. Raises `InvalidRequestError` if
-        there is none, or it cannot be read."""
+        """Return the tokenizer of an adapter; None stands for the model. Raises
+        `InvalidRequestError` if there is none, or it cannot be read."""
         return self.renderer_for(lora_request).get_tokenizer()
 
     async def get_lora_tokenizer_async(self, lora_request: LoRARequest | None = None) -> Tokenizer:
-        """The same, without holding up the event loop."""
+        """Do the same without blocking the event loop."""
         return await asyncio.to_thread(self.get_lora_tokenizer, lora_request)
 
     def _load(self, folder: str) -> TextRenderer:
@@ -67,7 +67,7 @@ class TokenizerGroup:
 
 
 class AdapterInputs(InputProcessor):
-    """Prepares each request with the tokenizer of its adapter: its prompt, and its bad words."""
+    """Prepares each request's prompt and bad words with the tokenizer of its adapter."""
 
     def __init__(self, inputs: InputProcessor, tokenizers: TokenizerGroup) -> None:
         super().__init__(
@@ -92,8 +92,8 @@ class AdapterInputs(InputProcessor):
         *args: Any,
         **options: Any,
     ) -> EngineCoreRequest:
-        """As any client's. Raises `InvalidRequestError` for a form as well, if the adapter brings a
-        tokenizer: the engine compiles forms for the model's own."""
+        """Do the same as any client. Also raises `InvalidRequestError` for a form if the adapter
+        has a tokenizer of its own, because the engine compiles forms for the model's."""
         inputs: InputProcessor = self
         renderer = self._tokenizers.renderer_for(lora_request)
         if renderer is not self.renderer:
@@ -112,7 +112,7 @@ class AdapterInputs(InputProcessor):
 
 
 class AdapterOutputs(OutputProcessor):
-    """Makes text of each answer with the tokenizer of its request's adapter."""
+    """Makes the text of each answer with the tokenizer of its request's adapter."""
 
     def __init__(self, tokenizers: TokenizerGroup, config: EngineConfig) -> None:
         super().__init__(

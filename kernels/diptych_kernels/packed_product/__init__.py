@@ -12,9 +12,9 @@ from torch import Tensor
 
 from diptych_kernels.native.tile_layout import TILE_ROWS
 from diptych_kernels.packed_product import cpu
-from diptych_kernels.packed_product.reference import to_tiles, values_of
+from diptych_kernels.packed_product.reference import levels_of, to_tiles, values_of
 
-__all__ = ["TILE_ROWS", "is_available", "packed_product", "to_tiles", "values_of"]
+__all__ = ["TILE_ROWS", "is_available", "levels_of", "packed_product", "to_tiles", "values_of"]
 
 
 def is_available() -> bool:

@@ -18,6 +18,14 @@ LARGER: Final = 1 + math.log(2) / 256
 SMALLEST: Final = torch.finfo(torch.float32).tiny
 
 
+def levels_of(packed: Tensor, bits: int) -> Tensor:
+    """[..., bytes] -> [..., levels] uint8: each byte holds a level of so many bits in each of its
+    parts, and the lowest parts of all bytes come first."""
+    if bits == 8:
+        return packed
+    return torch.cat([packed >> first & (1 << bits) - 1 for first in range(0, 8, bits)], -1)
+
+
 def to_tiles(levels: Tensor, scale: Tensor, offset: Tensor) -> Tensor | None:
     """A matrix of the values `level * scale + offset` as [tiles, groups, bytes] uint8.
 
@@ -48,9 +56,7 @@ def values_of(tiles: Tensor) -> Tensor:
     num_tiles, groups, num_bytes = tiles.shape
     bits = (num_bytes - FACTOR_BYTES) * 8 // (TILE_ROWS * GROUP)
     levels = tiles[:, :, :-FACTOR_BYTES]
-    if bits == 4:
-        levels = torch.cat([levels & 15, levels >> 4], 2)
-    levels = levels.reshape(num_tiles, groups, QUADS, TILE_ROWS, QUAD)
+    levels = levels_of(levels, bits).reshape(num_tiles, groups, QUADS, TILE_ROWS, QUAD)
     levels = levels.permute(0, 3, 1, 2, 4).reshape(num_tiles, TILE_ROWS, groups, GROUP)
     factors = tiles[:, :, -FACTOR_BYTES:].contiguous().view(torch.float16).float()
     scale, offset = factors.transpose(1, 2).view(num_tiles, 2, TILE_ROWS, groups, 1).unbind(1)

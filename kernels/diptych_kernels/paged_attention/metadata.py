@@ -17,9 +17,10 @@ from diptych_kernels.paged_attention.gpu_schedule import Geometry, Schedule, mos
 
 CPU = torch.device("cpu")
 MAX_PADDING_RATIO = 2
-"""Decodes are computed together as long as padding at most doubles the keys that are read,"""
+"""Decodes are gathered together while padding at most doubles the keys that are read."""
 MAX_GROUP_TOKENS = 8192
-"""and as long as the gathered keys fit a processor's cache (one sequence may exceed it)."""
+"""Decodes are gathered together while their keys fit a processor's cache. One sequence alone may
+exceed it."""
 
 
 @dataclass(frozen=True)

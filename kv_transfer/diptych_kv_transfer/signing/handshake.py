@@ -61,7 +61,7 @@ class Handshake:
         self.opening = nonce if connects else b""
         """What is said unasked, if anything."""
         self.session: Session | None = None
-        """Once the other side has proven itself."""
+        """Set once the peer has proven itself."""
 
     def receive(self, data: bytes) -> bytes:
         """Return the answer, if any, to a received record. Raises `AuthenticationError`."""

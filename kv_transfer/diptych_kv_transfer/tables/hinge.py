@@ -28,6 +28,7 @@ from diptych_kv_transfer.tables.messages import (
     Renew,
     decode,
 )
+from diptych_protocol import KVTransferStats
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,11 @@ class Hinge:
     loads: LoadTable
     greeted: set[Peer] = field(default_factory=set)
     """Peers that have said Hello."""
+    totals: KVTransferStats = field(default_factory=KVTransferStats)
+    """What both tables count, and whoever carries out their actions."""
+
+    def __post_init__(self) -> None:
+        self.leases.totals = self.loads.totals = self.totals
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Return the actions that an event requires."""

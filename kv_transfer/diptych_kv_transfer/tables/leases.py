@@ -45,6 +45,7 @@ from diptych_kv_transfer.tables.messages import (
 )
 from diptych_kv_transfer.tables.prefix_asks import PrefixAsks
 from diptych_kv_transfer.tables.shares import DividedLeases, lease_of, share_named
+from diptych_protocol import KVTransferStats
 
 MAX_REMEMBERED = 4096
 """Limit on the ended leases that are remembered, so that late messages about them get the right
@@ -61,12 +62,8 @@ class LeaseTable:
     its shares."""
     counts: Counter[LeaseState] = field(default_factory=Counter)
     """How many leases were promised, granted, first read, and ended in each way."""
-    stale_reads_refused: int = 0
-    rejections: int = 0
-    """Leases that another engine ended with Reject."""
-    prefixes_lent: int = 0
-    prefixes_refused: int = 0
-    """Prefixes that other engines asked for without success."""
+    totals: KVTransferStats = field(default_factory=KVTransferStats)
+    """What is counted here of the statistics of the hinge."""
     _early: EarlyOpens = field(init=False)
     _asks: PrefixAsks = field(default_factory=PrefixAsks)
     _divided: DividedLeases = field(default_factory=DividedLeases)
@@ -128,7 +125,7 @@ class LeaseTable:
         """
         ask = self._asks.pop(lease_id)
         if not block_ids:
-            self.prefixes_refused += 1
+            self.totals.prefixes_refused += 1
             reason = "nothing of the prefix is remembered that the reader lacks"
             return [] if ask is None else self._refuse_prefix(ask.peer, ask.message, reason)
         lease = self.leases[lease_id] = Lease(
@@ -137,7 +134,7 @@ class LeaseTable:
         self.counts[LeaseState.PROMISED] += 1
         if ask is None:
             return self._end(lease, LeaseState.WITHDRAWN)
-        self.prefixes_lent += 1
+        self.totals.prefixes_lent += 1
         self.counts[LeaseState.GRANTED] += 1
         lease.become(LeaseState.GRANTED)
         lease.become(LeaseState.READING)
@@ -210,7 +207,7 @@ class LeaseTable:
                 continue  # a peer with a copy of the reference must not disturb the reader
             was_live = lease.state in LIVE
             actions += self._revoke(lease)
-            self.rejections += was_live
+            self.totals.leases_rejected += was_live
         return actions
 
     def _open(self, peer: Peer, message: Open, now: float) -> list[Action]:
@@ -226,7 +223,7 @@ class LeaseTable:
             return []
         reason = self._why_not(lease, message)
         if lease is None or reason:
-            self.stale_reads_refused += 1
+            self.totals.stale_reads_refused += 1
             return [Send(peer, Refused(message.lease_id, reason, message.tag))]
         lease.claim = Claim(peer, message)
         if lease.state is LeaseState.GRANTED:
@@ -239,7 +236,7 @@ class LeaseTable:
             return []
         reason = self._asks.why_not(message)
         if reason:
-            self.prefixes_refused += 1
+            self.totals.prefixes_refused += 1
             return self._refuse_prefix(peer, message, reason)
         return [self._asks.put(peer, message)]
 

@@ -61,6 +61,7 @@ from diptych_kv_transfer.tables.messages import (
     Sending,
 )
 from diptych_kv_transfer.tables.waits import Waits
+from diptych_protocol import KVTransferStats
 
 STOP_SECONDS = 5.0
 """How long the prefill engine may take to stop a load that was given up, before the connection is
@@ -85,14 +86,10 @@ class LoadTable:
     remotes: dict[Address, Remote] = field(default_factory=dict)
     rejects: list[LeaseRef] = field(default_factory=list)
     """Leases to reject as soon as their engine has said Hello."""
-    started: int = 0
-    """The number of loads of hand-offs. Loads of prefixes, which may fail without harm, are counted
-    separately."""
-    completed: int = 0
-    failed: int = 0
+    totals: KVTransferStats = field(default_factory=KVTransferStats)
+    """What is counted here of the statistics of the hinge. Its loads are those of hand-offs; those
+    of prefixes, which may fail without harm, are counted apart."""
     prefixes_started: int = 0
-    rejected: int = 0
-    """Number of leases for which Reject was sent."""
     waits: Waits = field(default_factory=Waits)
 
     # --- what the engine asks -----------------------------------------------------------------
@@ -134,7 +131,7 @@ class LoadTable:
         load.digest, load.tag, load.num_tokens, load.part = digest, tag, num_tokens, part
         load.wanted, load.num_blocks = wanted, len(wanted)
         self.loads[request_id] = load
-        self.started += prefix is None
+        self.totals.loads_started += prefix is None
         self.prefixes_started += prefix is not None
         return [*self.reach(lease.address), *self._open(load, now)]
 
@@ -405,7 +402,7 @@ class LoadTable:
             return []
         mine = [x for x in self.rejects if x.address == address]
         self.rejects = [x for x in self.rejects if x.address != address]
-        self.rejected += len(mine)
+        self.totals.leases_refused_here += len(mine)
         return [Send(peer, Reject(x.lease_id)) for x in mine]
 
     def _at(self, address: Address) -> list[Load]:
@@ -438,8 +435,8 @@ class LoadTable:
             del self.loads[load.request_id]
         if held:
             return []
-        self.completed += ok and load.prefix is None
-        self.failed += not ok and load.prefix is None
+        self.totals.loads_completed += ok and load.prefix is None
+        self.totals.loads_failed += not ok and load.prefix is None
         others = self._open_staged() if load.staged else []
         if not ok:
             return [LoadEnded(load.request_id, False, load.problem), *others]

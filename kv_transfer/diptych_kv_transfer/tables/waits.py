@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from diptych_kv_transfer.tables.load import Load
-from diptych_protocol.wire import HAND_OFF_BOUNDS_S, MAX_MOVES_TOLD, Move
+from diptych_protocol.engine_stats import HAND_OFF_BOUNDS_S, MAX_MOVES_TOLD, Move
 
 
 @dataclass(slots=True)

@@ -22,14 +22,14 @@ from diptych_router.choosing.policy import (
     TOO_MUCH,
     Decision,
     Draw,
-    Engines,
     Policy,
+    PoolView,
     RequestView,
     choose,
     successor,
 )
 from diptych_router.engines.engine_table import EngineRow, EngineTable, FleetRates, Floats, Role
-from diptych_router.engines.pair_rates import NOWHERE, PairRates, Place, nearness
+from diptych_router.engines.pair_rates import NOWHERE, Location, PairRates, nearness
 from diptych_router.engines.prefixes.block_keys import BlockNaming
 from diptych_router.engines.prefixes.known_prefixes import KnownPrefixes
 from diptych_router.engines.prefixes.prefix_index import Leading, lengths, members
@@ -43,7 +43,7 @@ class _Remembered(NamedTuple):
     """What engines have of a prompt."""
 
     cached: Tokens
-    """With what was sent there a moment ago."""
+    """Including what was sent there a moment ago."""
     held: Sequence[Leading] = ()
     """Without; in tokens."""
     tie: int | None = None
@@ -88,7 +88,7 @@ class FleetTable:
         self.known.forget(key)
 
     def is_up(
-        self, row: EngineRow, fingerprint: str, name: str = "", place: Place = NOWHERE
+        self, row: EngineRow, fingerprint: str, name: str = "", location: Location = NOWHERE
     ) -> None:
         """Record that another process answers, which fits together with those of the same
         fingerprint.
@@ -99,12 +99,12 @@ class FleetTable:
         self.known.restarted(row.key)
         role, _ = self._rows[row.key]
         trips = self.tables["decode"].trips
-        self.pairs.is_at(row.at, name, place, trips, sends=role == "prefill")
+        self.pairs.is_at(row.at, name, location, trips, sends=role == "prefill")
 
     def _number_of(self, fingerprint: str) -> float:
         """Before a new one gets a number, those that no engine has any more are forgotten."""
         if fingerprint not in self._fingerprints:
-            used = {no for table in self.tables.values() for no in table.stands.fingerprints}
+            used = {no for table in self.tables.values() for no in table.eligibility.fingerprints}
             kept = {name: no for name, no in self._fingerprints.items() if no in used}
             self._fingerprints = kept | {fingerprint: float(next(self._numbers))}
         return self._fingerprints[fingerprint]
@@ -134,6 +134,7 @@ class FleetTable:
         if how == "auto" and any(role == "prefill" for role, _ in full_at):
             how = "always"
         cached, held, tie = self._remembered(request)
+        lacking = {role: request.prompt_tokens - tokens for role, tokens in cached.items()}
         elsewhere = self._elsewhere(cached, held)
         adapter = request.adapter
         loading: dict[Role, Floats] = {}
@@ -141,10 +142,11 @@ class FleetTable:
             loading = {role: _adapter_s(t, adapter, now) for role, t in self.tables.items()}
         for lively in (True, False):
             prefill, decode = (
-                Engines(
+                PoolView(
                     table,
                     _barred(table, lively, role, full_at),
                     cached[role],
+                    lacking[role],
                     elsewhere[role],
                     now,
                     loading[role] if adapter else None,
@@ -179,13 +181,13 @@ class FleetTable:
 
     def nearest(self, key: str, others: Sequence[str]) -> list[str]:
         """Return those of some engines that are nearest to one, as far as is known."""
-        place = self._place(key)
-        near = [nearness(place, self._place(other)) for other in others]
+        location = self._location(key)
+        near = [nearness(location, self._location(other)) for other in others]
         return [other for other, how in zip(others, near, strict=True) if how == min(near)]
 
-    def _place(self, key: str) -> Place:
+    def _location(self, key: str) -> Location:
         role, row = self._rows[key]
-        return self.pairs.place(row.at, sends=role == "prefill")
+        return self.pairs.location(row.at, sends=role == "prefill")
 
     def successor(self, fingerprint: str, usable: Collection[str], now: float) -> str | None:
         """Return the decode engine, of some usable ones, that should take over KV of this
@@ -196,7 +198,7 @@ class FleetTable:
             barred[self._rows[key][1].at] = 0.0
         number = self._fingerprints.get(fingerprint, -1.0)
         nothing = np.zeros(len(table))
-        engines = Engines(table, barred, nothing, nothing, now)
+        engines = PoolView(table, barred, nothing, nothing, nothing, now)
         return successor(self._policy, engines, number, self._draw)
 
     def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
@@ -240,7 +242,7 @@ class FleetTable:
         tokens: dict[float, Floats] = {}
         held: list[Leading] = []
         tie = None
-        for size in {size for t in self.tables.values() for size in t.stands.block_sizes}:
+        for size in {size for t in self.tables.values() for size in t.eligibility.block_sizes}:
             keys = request.keys(BlockNaming(int(size)))
             match = self.known.match(keys)
             tokens[size] = lengths(match.soon, self.known.num_places) * np.float64(size)
@@ -271,13 +273,13 @@ class FleetTable:
             for role, table in self.tables.items():
                 more = np.maximum(found[role], most)
                 if len(kinds) > 1:
-                    more = np.where(table.column("fingerprint") == kind, more, found[role])
+                    more = np.where(table.column["fingerprint"] == kind, more, found[role])
                 found[role] = more
         return found
 
     def _lenders(self) -> dict[float, int]:
-        """See `Standing.lends`, of both tables."""
-        first, second = (table.stands.lends for table in self.tables.values())
+        """See `Eligibility.lends`, of both tables."""
+        first, second = (table.eligibility.lends for table in self.tables.values())
         return {kind: first.get(kind, 0) | second.get(kind, 0) for kind in first | second}
 
     def _naming(self, request: RequestView, row: EngineRow) -> BlockNaming | None:
@@ -289,7 +291,7 @@ class FleetTable:
 def _adapter_s(table: EngineTable, name: str, now: float) -> Floats:
     """[engines] Seconds to load the adapter of this name; 0 where it is loaded."""
     lacking = np.array([not row.adapters.has(name, now) for row in table.rows], np.float64)
-    seconds: Floats = lacking * table.column("adapter_s")
+    seconds: Floats = lacking * table.column["adapter_s"]
     return seconds
 
 
@@ -298,7 +300,7 @@ def _barred(
 ) -> Floats:
     """[engines] 0 for those that may get requests, infinity for the others, the full ones among
     them. lively: those that may hang are, too."""
-    barred = table.stands.barred_or_silent if lively else table.stands.barred
+    barred = table.eligibility.barred_or_silent if lively else table.eligibility.barred
     if full:
         barred = barred.copy()
         barred[[row.at for where, row in full if where == role]] = TOO_MUCH
@@ -307,11 +309,11 @@ def _barred(
 
 def _tokens(table: EngineTable, tokens: Mapping[float, Floats]) -> Floats:
     """[engines] What each has; tokens: by block size, [places]."""
-    sizes = table.stands.block_sizes
+    sizes = table.eligibility.block_sizes
     if len(sizes) == 1:
         return tokens[sizes[0]].take(table.places)
     found = np.zeros(len(table))
     for size in sizes:
-        among = table.column("block_size") == size
+        among = table.column["block_size"] == size
         found[among] = tokens[size][table.places[among]]
     return found

@@ -57,7 +57,7 @@ class RequestView:
 
 
 @dataclass(frozen=True, slots=True)
-class Engines:
+class PoolView:
     """One pool as a policy sees it for one request. All arrays are [engines]."""
 
     table: EngineTable
@@ -65,6 +65,8 @@ class Engines:
     """0 for engines that can take it, infinity for the others."""
     cached: Floats
     """Tokens of its prompt, from the first one on, whose KV each has."""
+    lacking: Floats
+    """Tokens of its prompt whose KV each lacks."""
     elsewhere: Floats
     """The same of the engine that has most of it, among those that each could fetch it from."""
     now: float = 0.0
@@ -73,10 +75,6 @@ class Engines:
     tie: int | None = None
     """Decides between engines of the same cost: see `EngineTable.preferred`. None: draw one."""
     _made: dict[str, Any] = field(default_factory=dict)
-
-    def column(self, name: str) -> Floats:
-        """See `engine_table.FIELDS`."""
-        return self.table.column(name)
 
     def key(self, at: int) -> str:
         return self.table.rows[at].key
@@ -108,12 +106,12 @@ class Policy(Protocol):
 
     @property
     def reads_prefixes(self) -> bool:
-        """It looks at `Engines.cached`, so engines are asked to report what they remember."""
+        """It looks at `PoolView.cached`, so engines are asked to report what they remember."""
 
     def equal_within(self, duty: Duty) -> float:
         """Engines that cost at most this share more than the cheapest one count as equal."""
 
-    def costs(self, request: RequestView, duty: Duty, engines: Engines) -> Terms:
+    def costs(self, request: RequestView, duty: Duty, engines: PoolView) -> Terms:
         """Return the cost of each engine of a pool for this duty. A pair costs the sum of its two.
         Engines that cannot be chosen are included. The arrays are kept, so none may be a column of
         the table, which changes."""
@@ -127,7 +125,7 @@ class Priced:
         policy: Policy,
         request: RequestView,
         duty: Duty,
-        engines: Engines,
+        engines: PoolView,
         draw: Draw,
     ) -> None:
         self.engines, self.duty = engines, duty
@@ -173,10 +171,7 @@ class Priced:
     def lacking(self) -> Floats | None:
         """[engines] Tokens whose KV a hand-off brings; None if the policy does not
         count that time."""
-        if TRANSFER not in self._terms:
-            return None
-        lacking: Floats = self._prompt_tokens - self.engines.cached
-        return lacking
+        return self.engines.lacking if TRANSFER in self._terms else None
 
     def settle(self, pairing: Pairing) -> None:
         """Fix the other engine of the pair: from now on costs include it."""
@@ -254,8 +249,8 @@ class Decision:
 def choose(
     policy: Policy,
     request: RequestView,
-    prefill: Engines,
-    decode: Engines,
+    prefill: PoolView,
+    decode: PoolView,
     draw: Draw,
     disaggregate: Disaggregate = "auto",
     pairs: PairRates | None = None,
@@ -284,11 +279,11 @@ def choose(
     return _one(alone, at, f"cheaper than a hand-off: {ALONE}", weighed)
 
 
-def successor(policy: Policy, decode: Engines, fingerprint: float, draw: Draw) -> str | None:
+def successor(policy: Policy, decode: PoolView, fingerprint: float, draw: Draw) -> str | None:
     """Return the decode engine that should take over KV of this fingerprint; None if no usable one
     fits."""
     priced = Priced(policy, RequestView(), "decode", decode, draw)
-    chosen = priced.best(decode.column("fingerprint") == fingerprint)
+    chosen = priced.best(decode.table.column["fingerprint"] == fingerprint)
     return None if chosen is None else decode.key(chosen)
 
 
@@ -304,8 +299,8 @@ def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, fl
 def _pick_pair(
     policy: Policy,
     request: RequestView,
-    prefill: Engines,
-    decode: Engines,
+    prefill: PoolView,
+    decode: PoolView,
     draw: Draw,
     pairs: PairRates | None,
 ) -> tuple[_Picked, _Picked] | None:
@@ -317,7 +312,7 @@ def _pick_pair(
     lacking = second.lacking
     ways = None
     if pairs is not None and lacking is not None:
-        ways = pairs.ways(lacking, decode.column("trip_token_s"))
+        ways = pairs.ways(lacking, decode.table.column["trip_token_s"])
     best = _best_pair(first, second, ways)
     if best is None:
         return None
@@ -348,10 +343,10 @@ def _best_pair(first: Priced, second: Priced, ways: Ways | None) -> tuple[int, i
     Fingerprints (the revisions of a rollout) compete by their best pairs, so each gets requests in
     proportion to what it can carry; one without a partner gets none of them while any pair exists.
     """
-    ours = first.engines.column("fingerprint")
-    theirs = second.engines.column("fingerprint")
-    kinds = second.engines.table.stands.fingerprints
-    if len(kinds) == 1 and first.engines.table.stands.fingerprints == kinds:
+    ours = first.engines.table.column["fingerprint"]
+    theirs = second.engines.table.column["fingerprint"]
+    kinds = second.engines.table.eligibility.fingerprints
+    if len(kinds) == 1 and first.engines.table.eligibility.fingerprints == kinds:
         return _best_among(first, second, ways)
     found = [_best_among(first, second, ways, ours == kind, theirs == kind) for kind in kinds]
     return min([pair for pair in found if pair is not None], key=itemgetter(2), default=None)
@@ -387,7 +382,7 @@ def _best_among(
     return min(found, other, key=itemgetter(2))
 
 
-def _why_alone(prefill: Engines, disaggregate: Disaggregate) -> str:
+def _why_alone(prefill: PoolView, disaggregate: Disaggregate) -> str:
     if disaggregate == "never":
         return "never disaggregated"
     return "no prefill engine fits" if prefill.any_able else "no usable prefill engine"
@@ -396,8 +391,8 @@ def _why_alone(prefill: Engines, disaggregate: Disaggregate) -> str:
 def _pick_one(
     policy: Policy,
     request: RequestView,
-    prefill: Engines,
-    decode: Engines,
+    prefill: PoolView,
+    decode: PoolView,
     draw: Draw,
 ) -> Decision | None:
     """The engine for a request that is nothing but a prefill: one of the prefill pool, or else of

@@ -35,7 +35,7 @@ from diptych_router.engines.descriptions import common_to_leases
 from diptych_router.engines.engine_table import EngineRow, Role
 from diptych_router.engines.health.liveness import Liveness
 from diptych_router.engines.own_requests import OwnRequests
-from diptych_router.engines.pair_rates import NOWHERE, Place
+from diptych_router.engines.pair_rates import NOWHERE, Location
 from diptych_router.engines.vllm.client import VllmClient
 from diptych_router.engines.vllm.service import VllmService
 
@@ -144,14 +144,18 @@ class EngineLink:
     def open_tokens(self, tokens: int) -> None:
         self.row["open_tokens"] = tokens
 
-    def plan(self, more: int) -> None:
-        """Plan that requests will be taken over here; negative: that many fewer."""
-        self.row.plan(more)
+    def charge(self, tokens: int, planned: int = 0) -> None:
+        """See `EngineRow.charge`."""
+        self.row.charge(tokens, planned)
 
     @property
     def open_to_work(self) -> bool:
         """Whether it is up, and neither discovery nor the engine itself excludes it."""
-        return self.listed and self.up and not self.withdrawn
+        return (
+            self.listed
+            and self.description is not None
+            and not (self.stats.draining or self.stats.paused)
+        )
 
     @property
     def withdrawn(self) -> bool:
@@ -183,12 +187,12 @@ class EngineLink:
         self.row["silent"] = self.is_bad or self._liveness.in_call
 
     @property
-    def place(self) -> Place:
+    def location(self) -> Location:
         """The node and zone that it reports."""
         about = self.description
         if about is None:
             return NOWHERE
-        return Place(about.node[:MAX_PLACE_CHARACTERS], about.zone[:MAX_PLACE_CHARACTERS])
+        return Location(about.node[:MAX_PLACE_CHARACTERS], about.zone[:MAX_PLACE_CHARACTERS])
 
     @property
     def lends(self) -> KVTransferParams | None:

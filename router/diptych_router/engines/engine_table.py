@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diptych_protocol import SchedulerStats
-from diptych_protocol.wire import MAX_MOVES_TOLD, Move
+from diptych_protocol.engine_stats import MAX_MOVES_TOLD, Move
 from diptych_router.engines.learned_rates import LearnedRates
 from diptych_router.engines.pair_rates import PairRates
 from diptych_router.engines.prefixes.loaded_adapters import LoadedAdapters
@@ -93,8 +93,9 @@ class EngineTable:
 
     def _set_columns(self, columns: Floats) -> None:
         self.columns = columns
-        self._column: dict[str, Floats] = dict(zip(FIELDS, columns, strict=True))
-        self.standing: Standing | None = None
+        self.column: Mapping[str, Floats] = dict(zip(FIELDS, columns, strict=True))
+        """By names, see `FIELDS`: [engines]."""
+        self.last_eligibility: Eligibility | None = None
         """What follows from `SELDOM`; None: one of these has changed."""
 
     @property
@@ -104,21 +105,17 @@ class EngineTable:
         both: Floats = self.columns[_TRIP_S : _TRIP_S + 2]
         return both
 
-    def column(self, name: str) -> Floats:
-        """Return [engines], the numbers of this name; see `FIELDS`."""
-        return self._column[name]
-
     @property
-    def stands(self) -> Standing:
+    def eligibility(self) -> Eligibility:
         """The columns that change seldom, and so are not gathered for each decision."""
-        if self.standing is None:
-            self.standing = Standing.of(self._column, self.places)
-        return self.standing
+        if self.last_eligibility is None:
+            self.last_eligibility = Eligibility.of(self.column, self.places)
+        return self.last_eligibility
 
     def add(self, key: str, place: int) -> EngineRow:
         """Add an engine. It counts as having got as much as those that got most."""
         row = EngineRow(self, key, len(self.rows))
-        most = self.column("given").max(initial=0.0)
+        most = self.column["given"].max(initial=0.0)
         self.rows.append(row)
         self._set_columns(np.hstack((self.columns, np.zeros((len(FIELDS), 1)))))
         self.places = np.append(self.places, place)
@@ -154,7 +151,7 @@ class EngineTable:
             ("told_trips", _TRIP_RATES, fleet.trips),
             ("told_adapters", _ADAPTER_RATES, fleet.adapters),
         ):
-            silent = (self.column(told) == 0).nonzero()[0]
+            silent = (self.column[told] == 0).nonzero()[0]
             if len(silent):
                 self.columns[np.ix_(places, silent)] = learned.rates[:, np.newaxis]
 
@@ -172,7 +169,7 @@ class EngineTable:
         self._prompt_s_at = max(now, self._prompt_s_at)
 
 
-class Standing(NamedTuple):
+class Eligibility(NamedTuple):
     """What is derived from those columns of a table that change seldom. The arrays are [engines],
     read-only."""
 
@@ -185,25 +182,24 @@ class Standing(NamedTuple):
     as the bits of their places. Engines that may hang do not lend."""
     block_sizes: list[float]
     """The different block sizes."""
-
-    @property
-    def fingerprints(self) -> list[float]:
-        """The different fingerprints."""
-        return list(self.lends)
+    fingerprints: list[float]
+    """The different fingerprints."""
 
     @classmethod
-    def of(cls, column: Mapping[str, Floats], places: NDArray[np.intp]) -> Standing:
+    def of(cls, column: Mapping[str, Floats], places: NDArray[np.intp]) -> Eligibility:
         """places: see `EngineTable`."""
         usable, lively = column["usable"] > 0, column["silent"] == 0
         lends, kinds = (column["lends"] > 0) & lively, column["fingerprint"]
+        fingerprints = np.unique(kinds).tolist()
         return cls(
             np.where(usable, 0.0, np.inf),
             np.where(usable & lively, 0.0, np.inf),
             {
                 kind: sum(1 << place for place in places[lends & (kinds == kind)].tolist())
-                for kind in np.unique(kinds).tolist()
+                for kind in fingerprints
             },
             np.unique(column["block_size"]).tolist(),
+            fingerprints,
         )
 
 
@@ -249,15 +245,19 @@ class EngineRow:
         return float(self._table.columns[_PLACE_OF[name], self.at])
 
     def __setitem__(self, name: str, value: float) -> None:
-        column = self._table.column(name)
+        column = self._table.column[name]
         if name in SELDOM and column[self.at] != value:
-            self._table.standing = None
+            self._table.last_eligibility = None
         column[self.at] = value
 
-    def plan(self, more: int) -> None:
-        """Plan that requests will decode there; negative: that many fewer."""
-        self.num_planned += more
-        self["coming"] = self.num_planned + len(self._unheard)
+    def charge(self, tokens: int, planned: int = 0) -> None:
+        """Count so many more tokens of work as open there, and so many more requests as planned to
+        decode there; negative: fewer."""
+        columns, at = self._table.columns, self.at
+        columns[_OPEN_TOKENS, at] += tokens
+        if planned:
+            self.num_planned += planned
+            columns[_COMING, at] = self.num_planned + len(self._unheard)
 
     def queue(self) -> tuple[int, dict[str, int]]:
         """Return the prompt tokens that wait there, by its last report and later placements, in
@@ -285,7 +285,7 @@ class EngineRow:
         self.num_sent += 1
         if not self._unheard or self._unheard[-1].number != self.num_sent:
             self._unheard.append(_Unheard(self.num_sent, 0.0, now))
-            self.plan(0)
+            self._table.columns[_COMING, self.at] = self.num_planned + len(self._unheard)
 
     def restarted(self) -> None:
         """Record that another process answers there, whose totals begin at zero."""
@@ -377,6 +377,7 @@ _BLOCK_SIZE: Final = _PLACE_OF["block_size"]
 _PROMPT_TOKEN: Final = _PLACE_OF["prompt_token_s"]
 _FREE_AT: Final = _PLACE_OF["free_at"]
 _COMING: Final = _PLACE_OF["coming"]
+_OPEN_TOKENS: Final = _PLACE_OF["open_tokens"]
 _REPORTED: Final = [
     _PLACE_OF[name] for name in ("free_at", "rows", "coming", "free_tokens", "used_tokens")
 ]

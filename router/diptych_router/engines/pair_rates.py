@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from diptych_protocol.wire import Move
+from diptych_protocol.engine_stats import Move
 
 Floats = NDArray[np.float64]
 Nearnesses = NDArray[np.int8]
@@ -53,24 +53,24 @@ WORDS: Final = ("same node", "same zone", "", "other zone")
 """Names by nearness."""
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where an engine runs; empty if unknown."""
 
     node: str = ""
     zone: str = ""
 
 
-NOWHERE: Final = Place()
+NOWHERE: Final = Location()
 
 
 class _Sender(NamedTuple):
     """`engine_id`, and where it runs."""
 
     name: str = ""
-    place: Place = NOWHERE
+    location: Location = NOWHERE
 
 
-def nearness(one: Place, other: Place) -> Nearness:
+def nearness(one: Location, other: Location) -> Nearness:
     """Return how near two engines are to each other."""
     if one.node and one.node == other.node:
         return Nearness.NODE
@@ -138,7 +138,7 @@ class PairRates:
         self._faded_at: list[float] = []
         """[receivers]"""
         self._senders: list[_Sender] = []
-        self._receivers: list[Place] = []
+        self._receivers: list[Location] = []
         self._sender_of: dict[str, int] = {}
         """`engine_id` -> where it stands."""
 
@@ -175,7 +175,7 @@ class PairRates:
         else:
             del self._receivers[at], self._faded_at[at]
 
-    def is_at(self, at: int, name: str, place: Place, trips: Floats, *, sends: bool) -> None:
+    def is_at(self, at: int, name: str, location: Location, trips: Floats, *, sends: bool) -> None:
         """Record which engine answers. What was known of another engine, or at another place, is
         dropped.
 
@@ -183,23 +183,27 @@ class PairRates:
         """
         receivers, senders = (_ALL, slice(at, at + 1)) if sends else (slice(at, at + 1), _ALL)
         if sends:
-            changed = self._senders[at] != (name, place)
-            self._senders[at] = _Sender(name, place)
+            changed = self._senders[at] != (name, location)
+            self._senders[at] = _Sender(name, location)
             self._name_senders()
-            self._near[: len(self._receivers), at] = [nearness(place, x) for x in self._receivers]
+            self._near[: len(self._receivers), at] = [
+                nearness(location, x) for x in self._receivers
+            ]
         else:
-            changed = self._receivers[at] != place
-            self._receivers[at] = place
-            self._near[at, : len(self._senders)] = [nearness(place, x.place) for x in self._senders]
+            changed = self._receivers[at] != location
+            self._receivers[at] = location
+            self._near[at, : len(self._senders)] = [
+                nearness(location, x.location) for x in self._senders
+            ]
         if changed:
             self._moved[receivers, :, senders] = 0
         self.placed = bool((self._near != Nearness.UNKNOWN).any())
         if self.learned:
             self._estimate(receivers, senders, trips)
 
-    def place(self, at: int, *, sends: bool) -> Place:
+    def location(self, at: int, *, sends: bool) -> Location:
         """Return where a sender or a receiver runs."""
-        return self._senders[at].place if sends else self._receivers[at]
+        return self._senders[at].location if sends else self._receivers[at]
 
     @property
     def shape(self) -> tuple[int, int]:

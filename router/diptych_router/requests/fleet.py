@@ -11,14 +11,12 @@ from diptych_router.choosing.policy import Decision, RequestView
 from diptych_router.engines.health.health_book import Failure
 
 
-class Engine(Protocol):
+class EngineAccount(Protocol):
     """One engine, and its account."""
 
-    open_tokens: int
-    """Tokens of work that this router has open or planned there."""
-
-    def plan(self, more: int) -> None:
-        """Plan that requests will be taken over there; negative: that many fewer."""
+    def charge(self, tokens: int, planned: int = 0) -> None:
+        """Count so many more tokens of this router's work as open there, and so many more requests
+        as planned to be taken over there; negative: fewer."""
 
     @property
     def key(self) -> str: ...
@@ -41,7 +39,7 @@ class Engine(Protocol):
 class Fleet(Protocol):
     """Both pools at the moment of each call."""
 
-    def get(self, key: str) -> Engine | None: ...
+    def get(self, key: str) -> EngineAccount | None: ...
     def may_begin_at(self, key: str) -> bool:
         """Whether this engine may get new requests, and does not hang."""
 
@@ -66,11 +64,11 @@ class Fleet(Protocol):
     def placed(self, request: RequestView, decision: Decision) -> None:
         """Record that a request goes to these engines, which will have the KV of its prompt."""
 
-    def successor(self, fingerprint: str) -> Engine | None:
+    def successor(self, fingerprint: str) -> EngineAccount | None:
         """Return a decode engine that may take over KV of this fingerprint."""
 
     def num_decoding(self) -> int:
         """The number of decode engines that may get new requests."""
 
-    def draining(self) -> Sequence[Engine]:
+    def draining(self) -> Sequence[EngineAccount]:
         """Return decode engines whose streams should move."""

@@ -239,7 +239,7 @@ class RequestTable:
     def _pass_turn(
         self, routed: RoutedRequest, setback: Setback | None = None, why: str = ""
     ) -> None:
-        """Its engine has said its last word about it, and is not heard again."""
+        """Record that its engine has sent its last output; later ones are ignored."""
         self._placements.silence(routed)
         self._turns.append(_Turn(routed, setback, why))
 
@@ -370,9 +370,10 @@ class RequestTable:
 
     def _and_followers(self, actions: list[Action], now: float) -> list[Action]:
         """And begin further answers to prompts whose KV stands where they go."""
-        for routed, leader in self._siblings.take_ready(self.requests):
-            way = same_way(leader, self._fleet.may_begin_at)
-            actions += self._attempts.begin(routed, now, decision=way)
+        if self._siblings.followers:
+            for routed, leader in self._siblings.take_ready(self.requests):
+                way = same_way(leader, self._fleet.may_begin_at)
+                actions += self._attempts.begin(routed, now, decision=way)
         if self.held.num_crowded:
             actions += self._attempts.begin_crowded(now)
         return actions

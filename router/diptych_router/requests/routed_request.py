@@ -68,6 +68,15 @@ class RoutedRequest:
     max_model_len: int
     record: RequestRecord
     """What has happened to it, for reports."""
+    request_id: str = field(init=False)
+    core_id: str = field(init=False)
+    """The id for engines. Each placement has an id of its own, so that late outputs of an earlier
+    placement are recognised, even from the same engine."""
+    prompt_tokens: int = field(init=False)
+    prefill_only: bool = field(init=False)
+    """Whether its prompt is pooled, so that nothing is decoded."""
+    most_tokens: int = field(init=False)
+    """How many tokens may be generated."""
     generated: list[int] = field(default_factory=list)
     """Every token that has been delivered to the user."""
     placements: int = 0
@@ -111,28 +120,21 @@ class RoutedRequest:
     """When it stops waiting for an engine, by the loop's clock. Set when it first has to wait, so
     that attempts in between do not extend it; None after any progress."""
 
-    @property
-    def request_id(self) -> str:
-        return self.original.request_id
-
-    @property
-    def core_id(self) -> str:
-        """The id for engines. Each placement has an id of its own, so that late outputs of an
-        earlier placement are recognised, even from the same engine."""
-        return self._core_id(self.placements)
-
-    def _core_id(self, placement: int) -> str:
-        return f"{self.original.request_id}/{placement}"
+    def __post_init__(self) -> None:
+        self.request_id = self.original.request_id
+        self.core_id = f"{self.request_id}/{self.placements}"
+        self.prompt_tokens = len(self.original.prompt_token_ids or ())
+        params = self.original.sampling_params
+        self.prefill_only = self.original.pooling_params is not None
+        wanted = None if params is None else params.max_tokens
+        room = self.max_model_len - self.prompt_tokens
+        self.most_tokens = room if wanted is None else min(room, wanted)
 
     @property
     def urgency(self) -> tuple[int, float]:
         """A sort key: by priority, then by when its first token is due. Smaller is sooner."""
         due_at = self.original.arrival_time + (self.original.deadline_ms or 0) / 1e3
         return self.original.priority, due_at
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.original.prompt_token_ids or ())
 
     @property
     def has_decoded(self) -> bool:
@@ -162,20 +164,14 @@ class RoutedRequest:
         return known
 
     @property
-    def prefill_only(self) -> bool:
-        """Whether its prompt is pooled, so that nothing is decoded."""
-        return self.original.pooling_params is not None
-
-    @property
     def tokens_left(self) -> int:
         """How many tokens may still be generated."""
-        by_length = self.max_model_len - self.prompt_tokens - len(self.generated)
-        wanted = self.original.sampling.max_tokens
-        return by_length if wanted is None else min(by_length, wanted - len(self.generated))
+        return self.most_tokens - len(self.generated)
 
     def place(self, engine: str, stage: Stage) -> None:
         """Record that it goes to this engine now; the next `*_request` returns what to send."""
         self.placements += 1
+        self.core_id = f"{self.request_id}/{self.placements}"
         self.engine, self.stage, self.moving = engine, stage, False
         self.first_token_by = math.inf
 
@@ -233,16 +229,10 @@ class RoutedRequest:
         """
         if self.tokens_left <= 1:
             return self.aggregated_request(source)
-        params = self.original.sampling
-        max_tokens = len(self.generated) + 1
-        lent = KVTransferParams(do_remote_decode=True, lease_id=lease_id)
-        first = msgspec.structs.replace(
-            params,
-            max_tokens=max_tokens,
-            min_tokens=min(params.min_tokens, max_tokens),
-            extra_args=self._extra_args(lent.to_dict()),
-        )
-        return self._with(first, source)
+        params = self._params(KVTransferParams(do_remote_decode=True, lease_id=lease_id).to_dict())
+        params.max_tokens = len(self.generated) + 1
+        params.min_tokens = min(params.min_tokens, params.max_tokens)
+        return self._with(params, source)
 
     @property
     def worth_announcing(self) -> bool:
@@ -255,14 +245,11 @@ class RoutedRequest:
 
         lends: the common part of the prefill engine's leases.
         """
-        coming = self._core_id(self.placements + 1)
+        coming = f"{self.request_id}/{self.placements + 1}"
         self.announced = Announcement(engine, coming)
         num_tokens = self.prompt_tokens + len(self.generated)
         lease = msgspec.structs.replace(lends, lease_id=lease_id, remote_num_tokens=num_tokens)
-        params = msgspec.structs.replace(
-            self.original.sampling, extra_args=self._extra_args(lease.to_dict())
-        )
-        coming_request = self._with(params, core_id=coming)
+        coming_request = self._with(self._params(lease.to_dict()), core_id=coming)
         if coming_request.mm_features is not None:  # their names tell D enough
             coming_request.mm_features = [
                 msgspec.structs.replace(feature, data=None)
@@ -274,30 +261,29 @@ class RoutedRequest:
         """Withdraw the announced placement. Returns the announcement; its id cannot
         be used again."""
         announced, self.announced = self.announced, None
-        self.placements += announced is not None
+        if announced is not None:
+            self.placements += 1
+            self.core_id = announced.core_id
         return announced
 
     def decode_request(self) -> EngineCoreRequest:
         """Return the request for the decode engine: take the KV over and continue after the tokens
         that the user has."""
-        return self._with(
-            msgspec.structs.replace(self.original.sampling, extra_args=self._extra_args(self.lease))
-        )
+        return self._with(self._params(self.lease))
 
     def aggregated_request(self, source: KVTransferParams | None = None) -> EngineCoreRequest:
         """Return the request for one engine that does everything. source: the engine that may have
         the KV of a prefix."""
-        if self.prefill_only:
-            return self._with(None, source)
-        params = msgspec.structs.replace(self.original.sampling, extra_args=self._extra_args(None))
-        return self._with(params, source)
+        return self._with(None if self.prefill_only else self._params(None), source)
 
-    def _extra_args(self, kv_transfer_params: dict[str, Any] | None) -> dict[str, Any] | None:
-        extra = dict(self.original.sampling.extra_args or {})
+    def _params(self, kv_transfer_params: dict[str, Any] | None) -> SamplingParams:
+        """Return the user's sampling parameters with these parameters of a hand-off."""
+        params = self.original.sampling
+        extra = dict(params.extra_args or {})
         extra.pop("kv_transfer_params", None)
         if kv_transfer_params is not None:
             extra["kv_transfer_params"] = kv_transfer_params
-        return extra or None
+        return msgspec.structs.replace(params, extra_args=extra or None)
 
     def _with(
         self,
@@ -334,21 +320,17 @@ class RoutedRequest:
             and output.finish_reason is FinishReason.LENGTH
             and self.tokens_left > 0
         )
-        handed_off = is_hand_off(output)
+        lent = output.kv_transfer_params
+        # A decode engine let go of it, and lends its blocks to the engine that takes over.
+        handed_off = output.finish_reason is FinishReason.ABORT and lent is not None
         if prefill_done or handed_off:
-            self.lease = output.kv_transfer_params
+            self.lease = lent
             output.finish_reason = None
         elif self.stage is Stage.DECODE and output.new_token_ids:
             self.lease = None  # the engine that decodes now has read it
         output.kv_transfer_params = None
         output.request_id = self.original.request_id
         return prefill_done or handed_off
-
-
-def is_hand_off(output: EngineCoreOutput) -> bool:
-    """Whether a decode engine released a request, and lends its blocks to the engine that takes
-    over."""
-    return output.finish_reason is FinishReason.ABORT and output.kv_transfer_params is not None
 
 
 def is_given_up(output: EngineCoreOutput) -> bool:

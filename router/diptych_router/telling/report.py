@@ -74,8 +74,8 @@ def engine_report(pools: Pools, link: EngineLink) -> EngineReport:
         silent=link.silent,
         breaker=health.breaker.state,
         kept_out=link.kept_out,
-        node=link.place.node,
-        zone=link.place.zone,
+        node=link.location.node,
+        zone=link.location.zone,
         failures={str(kind): count for kind, count in health.failures.items()} | _doubts(link),
     )
 

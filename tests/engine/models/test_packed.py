@@ -32,7 +32,9 @@ from diptych_protocol import InvalidRequestError, LoRARequest
 
 ROUNDING = 1e-4
 """How far rounding inputs to 16 bits may move a result, relative to its norm."""
-KINDS = pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0], ids=lambda k: k.name)
+KINDS = pytest.mark.parametrize(
+    "kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0], ids=lambda k: k.name
+)
 
 
 def groups_of(values: Tensor, kind: Kind) -> Groups:

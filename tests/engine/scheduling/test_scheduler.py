@@ -20,7 +20,7 @@ from diptych_engine.scheduling.request import Request, RequestStatus, StepPlan, 
 from diptych_engine.scheduling.scheduler import Scheduler
 from diptych_engine.scheduling.step_results import stop_condition
 from diptych_protocol import FinishReason, KVTransferParams, SamplingParams
-from diptych_protocol.wire import MAX_TENANTS_TOLD
+from diptych_protocol.engine_stats import MAX_TENANTS_TOLD
 
 BLOCK = 4
 

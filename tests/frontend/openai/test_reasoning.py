@@ -148,7 +148,8 @@ async def test_contract_C05_what_the_engine_is_told_of_the_reasoning(
     generate = engine.generate
 
     def spy(*args: Any, **options: Any) -> Any:
-        seen.append((options["reasoning_ended"], options["reasoning_parser_kwargs"]))
+        names = ("reasoning_ended", "reasoning_parser_kwargs")
+        seen.append(tuple(map(options.get, names)))
         return generate(*args, **options)
 
     monkeypatch.setattr(engine, "generate", spy)

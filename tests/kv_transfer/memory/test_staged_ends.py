@@ -281,7 +281,9 @@ class World:
         for found, expected in zip(self.d.memory, self.expected, strict=True):
             np.testing.assert_array_equal(found, expected)
         loads = self.d.hinge.loads
-        assert loads.started == loads.completed + loads.failed + loads.in_flight
+        totals = loads.totals
+        ended = totals.loads_completed + totals.loads_failed
+        assert totals.loads_started == ended + loads.in_flight
 
     def settle(self) -> None:
         """Let P finish and everything arrive that still can; then let all deadlines pass."""

@@ -114,7 +114,7 @@ def test_a_forged_open_is_refused_and_changes_nothing(peer: int, message: Open) 
     assert isinstance(answer, Send)
     assert isinstance(answer.message, Refused)
     assert state(table) is LeaseState.GRANTED
-    assert table.stale_reads_refused == 1
+    assert table.totals.stale_reads_refused == 1
 
 
 @pytest.mark.parametrize("peer", [D, STRANGER])
@@ -153,7 +153,7 @@ def test_an_ended_lease_cannot_be_opened() -> None:
     table.receive(D, closing(), 0.0)
     [answer] = table.receive(D, opening(early=True), 1.0)
     assert answer == Send(D, Refused("lease", "the lease has released", TAG))
-    assert table.stale_reads_refused == 1
+    assert table.totals.stale_reads_refused == 1
 
 
 @pytest.mark.parametrize("how", ["reject", "revoke", "expiry", "peer lost"])
@@ -260,14 +260,14 @@ def test_a_promise_that_is_not_kept_is_withdrawn_and_its_reader_told(how: str) -
     assert table.grant("lease", BLOCKS, 1.0) == [], "too late"
     gone = LeaseEnded("request", BLOCKS[:1], "withdrawn", "lease")
     assert table.sends_ended("lease", TAG) == [gone]
-    assert table.rejections == (how == "reject")
+    assert table.totals.leases_rejected == (how == "reject")
 
 
 def test_who_has_a_copy_of_a_reference_does_not_end_it_under_its_reader() -> None:
     table = reading()
     assert table.receive(STRANGER, Reject("lease"), 0.0) == []
     assert state(table) is LeaseState.READING
-    assert table.rejections == 0
+    assert table.totals.leases_rejected == 0
     table.receive(D, closing(ok=False), 0.0)
     table.receive(STRANGER, Reject("lease"), 0.0)
     assert state(table) is LeaseState.REVOKED, "nobody reads it any more"

@@ -34,6 +34,7 @@ from diptych_kv_transfer.tables.messages import (
     Sending,
 )
 from diptych_kv_transfer.tables.prefix_asks import MAX_ASKS
+from diptych_protocol import KVTransferStats
 
 LEASE_SECONDS = 30.0
 READER, STRANGER = 1, 2
@@ -77,7 +78,7 @@ def refusal(actions: list[Action], peer: int = READER) -> str:
 def test_what_is_remembered_is_sent_as_far_as_it_is_lacked() -> None:
     table = lent()
     assert table.leases["lease"].state is LeaseState.READING
-    assert (table.prefixes_lent, table.prefixes_refused) == (1, 0)
+    assert (table.totals.prefixes_lent, table.totals.prefixes_refused) == (1, 0)
     table.sends_ended("lease", TAG)
     assert table.receive(READER, Close("lease", True, TAG), 1.0) == [
         Send(READER, Closed("lease", True, TAG)),
@@ -92,7 +93,7 @@ def test_a_prefix_of_which_nothing_is_remembered_is_refused_and_the_copy_of_the_
     assert "nothing of the prefix" in refusal(table.lend_prefix("lease", [], b"", 0.0))
     assert "withdrawn" in refusal(table.receive(READER, ASK, 0.1))
     assert not table.leases
-    assert (table.prefixes_lent, table.prefixes_refused) == (0, 1)
+    assert (table.totals.prefixes_lent, table.totals.prefixes_refused) == (0, 1)
 
 
 def test_repetitions_are_asked_and_lent_once() -> None:
@@ -143,7 +144,7 @@ def test_a_reader_that_leaves_before_the_answer_pins_nothing(leave: object) -> N
     leave(table)  # type: ignore[operator]
     assert table.lend_prefix("lease", BLOCKS, NAMES[3], 0.2) == [WITHDRAWN]
     assert table.counts[LeaseState.PROMISED] == table.counts[LeaseState.WITHDRAWN] == 1
-    assert table.prefixes_lent == 0
+    assert table.totals.prefixes_lent == 0
 
 
 def test_a_stranger_cannot_take_the_question_back() -> None:
@@ -226,7 +227,7 @@ def test_what_is_lent_of_a_prefix_is_all_that_is_waited_for(
     table = started()
     ended = read_part(table, *messages)
     assert ended == LoadEnded("r", True, "", num_blocks=2, seconds=3.0, num_tokens=64)
-    assert (table.started, table.completed, table.failed) == (0, 0, 0), "it is no hand-off"
+    assert table.totals == KVTransferStats(), "it is no hand-off"
     assert table.prefixes_started == 1
 
 

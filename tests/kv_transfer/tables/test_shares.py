@@ -161,7 +161,7 @@ def test_a_share_that_nobody_wants_ends_without_the_others(
     table = granted()
     table.receive(FIRST, opening(A, 100), 0.0)
     assert table.receive(SECOND, message, 0.0) == []
-    assert table.rejections == 1
+    assert table.totals.leases_rejected == 1
     table.sends_ended(A, 100)
     assert table.receive(FIRST, Close(A, True, 100), 0.0) == [
         Send(FIRST, Closed(A, True, 100)),

@@ -226,8 +226,9 @@ class Seat:
             return None
         return common_to_leases(self.engine.core.description, self.fingerprint)
 
-    def plan(self, more: int) -> None:
-        self.planned += more
+    def charge(self, tokens: int, planned: int = 0) -> None:
+        self.open_tokens += tokens
+        self.planned += planned
 
     @property
     def view(self) -> EngineView:

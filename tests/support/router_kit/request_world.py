@@ -53,8 +53,9 @@ class ToyEngine:
     announced: dict[str, EngineCoreRequest] = field(default_factory=dict)
     """What it was told to expect."""
 
-    def plan(self, more: int) -> None:
-        self.planned += more
+    def charge(self, tokens: int, planned: int = 0) -> None:
+        self.open_tokens += tokens
+        self.planned += planned
 
     @property
     def lends(self) -> KVTransferParams | None:

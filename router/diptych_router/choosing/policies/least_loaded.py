@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from diptych_router.choosing.policy import Duty, Engines, RequestView, Terms
+from diptych_router.choosing.policy import Duty, PoolView, RequestView, Terms
 from diptych_router.engines.engine_table import Floats
 
 
@@ -20,11 +20,11 @@ class LeastLoaded:
         """See `Policy.equal_within`."""
         return 0.0
 
-    def costs(self, request: RequestView, duty: Duty, engines: Engines) -> Terms:
+    def costs(self, request: RequestView, duty: Duty, engines: PoolView) -> Terms:
         """See `Policy.costs`."""
-        terms: dict[str, Floats] = {"open_tokens": engines.column("open_tokens").copy()}
+        terms: dict[str, Floats] = {"open_tokens": engines.table.column["open_tokens"].copy()}
         if engines.adapter_s is not None:
-            terms["adapter_tokens"] = engines.adapter_s / engines.column("prompt_token_s")
+            terms["adapter_tokens"] = engines.adapter_s / engines.table.column["prompt_token_s"]
         return terms
 
 

@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from diptych_router.choosing.policy import FETCH, Duty, Engines, RequestView, Terms
+from diptych_router.choosing.policy import FETCH, Duty, PoolView, RequestView, Terms
 from diptych_router.engines.engine_table import Floats
 
 EQUAL_PROMPT: Final = 0.1
@@ -31,7 +31,7 @@ class PrefixAware:
         is left to chance there."""
         return EQUAL_ANSWER if duty == "decode" else EQUAL_PROMPT
 
-    def costs(self, request: RequestView, duty: Duty, engines: Engines) -> Terms:
+    def costs(self, request: RequestView, duty: Duty, engines: PoolView) -> Terms:
         """See `Policy.costs`."""
         terms = self._without_adapter(request, duty, engines)
         if engines.adapter_s is not None:
@@ -39,47 +39,45 @@ class PrefixAware:
         return terms
 
     def _without_adapter(
-        self, request: RequestView, duty: Duty, engines: Engines
+        self, request: RequestView, duty: Duty, engines: PoolView
     ) -> dict[str, Floats]:
         if duty == "prefill":
-            return _prompt(request, engines)
+            return _prompt(engines)
         answer = engines.once("answer", lambda: _answer(request, engines))
         if duty == "decode":
-            trip = _lacking(request, engines) * engines.column("trip_token_s")
-            return {"transfer_s": trip + engines.column("trip_s")} | answer
-        terms = _prompt(request, engines)
+            column = engines.table.column
+            trip = engines.lacking * column["trip_token_s"]
+            return {"transfer_s": trip + column["trip_s"]} | answer
+        terms = _prompt(engines)
         return terms | {"stall_s": _rows(engines) * terms["compute_s"]} | answer
 
 
-def _lacking(request: RequestView, engines: Engines) -> Floats:
-    """[engines] Tokens of the prompt that each would have to compute or to fetch."""
-    return engines.once("lacking", lambda: request.prompt_tokens - engines.cached)
-
-
-def _rows(engines: Engines) -> Floats:
+def _rows(engines: PoolView) -> Floats:
     """[engines] Requests that decode there, with those that will in a moment."""
-    return engines.once("rows", lambda: engines.column("rows") + engines.column("coming"))
+    column = engines.table.column
+    return engines.once("rows", lambda: column["rows"] + column["coming"])
 
 
-def _prompt(request: RequestView, engines: Engines) -> dict[str, Floats]:
+def _prompt(engines: PoolView) -> dict[str, Floats]:
     """Seconds until the first token, and those that others wait longer: in a queue that is busy a
     part L of the time, a second of work makes those that come after it wait L/(1-L) seconds."""
-    token_s = engines.column("prompt_token_s")
+    column = engines.table.column
+    token_s = column["prompt_token_s"]
     load = engines.table.prompt_load(engines.now)
     others = load / (1.0 - load)
-    to_compute = _lacking(request, engines)
+    to_compute = engines.lacking
     fetch = None
     if engines.elsewhere is not engines.cached:
         missing = engines.elsewhere - engines.cached
-        trip = engines.column("trip_s") + missing * engines.column("trip_token_s")
+        trip = column["trip_s"] + missing * column["trip_token_s"]
         pays = trip < missing * token_s * (1.0 + others)
         if pays.any():
             fetch = trip * pays
             to_compute = to_compute - missing * pays
     compute = np.maximum(to_compute, 1.0) * token_s
     terms = {
-        "wait_s": np.maximum(engines.column("free_at") - engines.now, 0.0),
-        "compute_s": engines.column("step_s") + compute,
+        "wait_s": np.maximum(column["free_at"] - engines.now, 0.0),
+        "compute_s": column["step_s"] + compute,
         "delay_s": compute * others,
     }
     if fetch is not None:
@@ -87,21 +85,22 @@ def _prompt(request: RequestView, engines: Engines) -> dict[str, Floats]:
     return terms
 
 
-def _answer(request: RequestView, engines: Engines) -> dict[str, Floats]:
+def _answer(request: RequestView, engines: PoolView) -> dict[str, Floats]:
     """Seconds from the first token to the last, here and for the streams beside it."""
-    beside = _rows(engines) * engines.column("row_s")
+    column = engines.table.column
+    beside = _rows(engines) * column["row_s"]
     beside *= request.output_tokens
-    own = request.output_tokens * engines.column("step_s")
+    own = request.output_tokens * column["step_s"]
     own += beside
     terms = {"steps_s": own, "streams_s": beside}
-    wanted = _lacking(request, engines) + request.output_tokens
-    short = (engines.column("coming") + 1.0) * wanted
-    short -= engines.column("free_tokens")
+    wanted = engines.lacking + request.output_tokens
+    short = (column["coming"] + 1.0) * wanted
+    short -= column["free_tokens"]
     if short.max(initial=0.0) > 0:
         # Its streams give back all that they use within about as long as one of them takes, and
         # nothing before the first of them ends.
-        part = short / engines.column("used_tokens")
-        np.maximum(part, 1.0 / np.maximum(engines.column("rows"), 1.0), out=part)
+        part = short / column["used_tokens"]
+        np.maximum(part, 1.0 / np.maximum(column["rows"], 1.0), out=part)
         part *= own
         part[short <= 0] = 0.0
         terms["room_s"] = part

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from diptych_router.choosing.policy import Duty, Engines, RequestView, Terms
+from diptych_router.choosing.policy import Duty, PoolView, RequestView, Terms
 
 
 class RoundRobin:
@@ -18,9 +18,9 @@ class RoundRobin:
         """See `Policy.equal_within`."""
         return 0.0
 
-    def costs(self, request: RequestView, duty: Duty, engines: Engines) -> Terms:
+    def costs(self, request: RequestView, duty: Duty, engines: PoolView) -> Terms:
         """See `Policy.costs`."""
-        return {"given": engines.column("given").copy()}
+        return {"given": engines.table.column["given"].copy()}
 
 
 POLICY: Final = RoundRobin()

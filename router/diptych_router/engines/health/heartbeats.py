@@ -26,7 +26,7 @@ class Heartbeats:
         self.heard = False
         """It sends heartbeats at all: an engine of an older release does not."""
         self.in_call = False
-        """A control call keeps it from taking new requests."""
+        """Whether a control call keeps it from taking new requests."""
         self.silent = False
         """A heartbeat is overdue."""
         self._due = math.inf

@@ -137,8 +137,10 @@ class KnownPrefixes:
     def expect(self, engines: Iterable[str], keys: Keys) -> None:
         """Record that a prompt with these blocks was sent to some engines, which will
         cache them."""
-        places = {self._follower(engine).place for engine in engines}
-        self._index.expect(sum(1 << place for place in places), keys)
+        places = 0
+        for engine in engines:
+            places |= 1 << self._follower(engine).place
+        self._index.expect(places, keys)
 
     def age(self) -> None:
         """Forget expectations from before the last call."""

@@ -67,14 +67,11 @@ class BlockHolders:
         before."""
         if not len(hashes):
             return 0
-        return self._add(1 << engine, np.unique(hashes))
+        return self.add_chain(1 << engine, np.unique(hashes))
 
-    def add_chain(self, engines: int, hashes: Keys) -> None:
+    def add_chain(self, engines: int, hashes: Keys) -> int:
         """Record that some engines, as bits, hold these blocks of one prompt, which are all
-        different."""
-        self._add(engines, hashes)
-
-    def _add(self, engines: int, hashes: Keys) -> int:
+        different. Returns as `add`."""
         places = self._table.put(hashes)
         old = self._table.values[places]
         return self._change(places, old, self._sets.with_engines(old, engines))
@@ -163,7 +160,8 @@ class PrefixIndex:
     @property
     def num_known(self) -> int:
         """Blocks that are held or expected; those that are both count twice."""
-        return sum(layer.num_blocks for layer in (self.held, *self._expected))
+        newest, before = self._expected
+        return self.held.num_blocks + newest.num_blocks + before.num_blocks
 
     def expect(self, engines: int, hashes: Keys) -> None:
         """Record that a prompt with these blocks, beginning with its first one, was sent to some

@@ -19,7 +19,7 @@ from diptych_protocol import (
     InvalidRequestError,
     KVTransferParams,
 )
-from diptych_router.choosing.policy import FETCH, Decision
+from diptych_router.choosing.policy import FETCH, Decision, RequestView
 from diptych_router.requests.actions import (
     Abort,
     Action,
@@ -29,7 +29,7 @@ from diptych_router.requests.actions import (
     Release,
     WakeAt,
 )
-from diptych_router.requests.fleet import Engine, Fleet
+from diptych_router.requests.fleet import EngineAccount, Fleet
 from diptych_router.requests.placing.held_requests import HeldRequests
 from diptych_router.requests.placing.placements import Placements
 from diptych_router.requests.promises.promises import Promises
@@ -116,15 +116,16 @@ class Attempts:
             routed.crowded = self._tenants.is_crowded(routed.account.tenant)
             if routed.crowded:
                 return self._hold(routed, now, "", "your other requests keep the engines busy")
+        view = routed.view
         if decision is None:
-            decision = self._fleet.choose(routed.view, routed.avoided)
+            decision = self._fleet.choose(view, routed.avoided)
             if decision is None and routed.suspects:
-                decision = self._fleet.choose(routed.view, routed.full)
+                decision = self._fleet.choose(view, routed.full)
         decode = self._fleet.get(decision.decode) if decision is not None else None
         if decision is None or decode is None:
             return self._hold(routed, now, before)
         prefill = (self._fleet.get(decision.prefill) if decision.prefill else None) or decode
-        return self._start(routed, decision, prefill, decode, now)
+        return self._start(routed, view, decision, prefill, decode, now)
 
     def begin_crowded(self, now: float) -> list[Action]:
         """Begin requests whose tenant is next in turn."""
@@ -138,7 +139,13 @@ class Attempts:
         return actions
 
     def _start(
-        self, routed: RoutedRequest, decision: Decision, prefill: Engine, decode: Engine, now: float
+        self,
+        routed: RoutedRequest,
+        view: RequestView,
+        decision: Decision,
+        prefill: EngineAccount,
+        decode: EngineAccount,
+        now: float,
     ) -> list[Action]:
         """Start an attempt at these engines, which may be one and the same."""
         number = routed.record.num_attempts + 1
@@ -147,7 +154,6 @@ class Attempts:
             routed.account.served += routed.prompt_tokens
             routed.hold_until = None  # until now it may have waited for its tenant's turn
         routed.prefill_engine, routed.decode_engine = decision.prefill or "", decode.key
-        view = routed.view
         self._fleet.placed(view, decision)
         facts = {
             "prefill": prefill.name,
@@ -166,7 +172,7 @@ class Attempts:
         self._placements.place(routed, decode, Stage.DECODE, now)
         return [Add(decode.key, routed.aggregated_request(source))]
 
-    def _source_of(self, decision: Decision, computing: Engine) -> KVTransferParams | None:
+    def _source_of(self, decision: Decision, computing: EngineAccount) -> KVTransferParams | None:
         """Who the engine that computes the prompt may ask for a prefix; None: nobody.
 
         The router has no part in what follows: the two engines make the lease between them.
@@ -183,8 +189,8 @@ class Attempts:
     def _start_pair(
         self,
         routed: RoutedRequest,
-        prefill: Engine,
-        decode: Engine,
+        prefill: EngineAccount,
+        decode: EngineAccount,
         source: KVTransferParams | None,
         now: float,
     ) -> list[Action]:
@@ -192,9 +198,10 @@ class Attempts:
         self._placements.place(routed, prefill, Stage.PREFILL, now, planned=decode)
         lease_id = f"{self._random_bits(128):032x}"
         add = Add(prefill.key, routed.prefill_request(lease_id, source))
-        if prefill.lends is None or not routed.worth_announcing:
+        lends = prefill.lends
+        if lends is None or not routed.worth_announcing:
             return [add]
-        return [add, Announce(decode.key, routed.announce(decode.key, prefill.lends, lease_id))]
+        return [add, Announce(decode.key, routed.announce(decode.key, lends, lease_id))]
 
     def _hold(
         self, routed: RoutedRequest, now: float, before: str, why: str = "no engine is usable"
@@ -226,7 +233,7 @@ class Attempts:
         routed.decode_engine = taker.key
         return [*actions, Add(taker.key, routed.decode_request())]
 
-    def _taker(self, routed: RoutedRequest) -> Engine | None:
+    def _taker(self, routed: RoutedRequest) -> EngineAccount | None:
         """The planned engine if it still may, else one that fits, else the planned one after all
         (while it drains it still takes what was meant for it)."""
         fingerprint = (routed.lease or {}).get("compat")

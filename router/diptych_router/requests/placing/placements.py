@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from diptych_router.requests.fleet import Engine
+from diptych_router.requests.fleet import EngineAccount
 from diptych_router.requests.placing.tenant_places import TenantPlaces
 from diptych_router.requests.record.records import Records
 from diptych_router.requests.routed_request import MAX_LATE, RoutedRequest, Stage
@@ -15,8 +15,8 @@ class Charge(NamedTuple):
     """The work that a request adds to the accounts of engines, until it leaves."""
 
     tokens: int
-    engine: Engine
-    planned: Engine | None
+    engine: EngineAccount
+    planned: EngineAccount | None
     """The engine that is to take it over, if that is another one."""
 
 
@@ -46,10 +46,10 @@ class Placements:
     def place(
         self,
         routed: RoutedRequest,
-        engine: Engine,
+        engine: EngineAccount,
         stage: Stage,
         now: float,
-        planned: Engine | None = None,
+        planned: EngineAccount | None = None,
     ) -> None:
         """Charge a request to an engine's account, and to that of the engine that
         takes over later."""
@@ -63,10 +63,9 @@ class Placements:
         tokens = routed.prompt_tokens + len(routed.generated)
         self.charges[routed.request_id] = Charge(tokens, engine, planned)
         self.tenants.take(routed.account)
-        engine.open_tokens += tokens
+        engine.charge(tokens)
         if planned is not None:
-            planned.plan(1)
-            planned.open_tokens += tokens
+            planned.charge(tokens, planned=1)
 
     def silence(self, routed: RoutedRequest) -> None:
         """Record that its engine has sent its last output; later ones are ignored."""
@@ -76,10 +75,9 @@ class Placements:
         """Record that it is at no engine any more."""
         charge = self.charges.pop(routed.request_id, None)
         if charge is not None:
-            charge.engine.open_tokens -= charge.tokens
+            charge.engine.charge(-charge.tokens)
             if charge.planned is not None:
-                charge.planned.plan(-1)
-                charge.planned.open_tokens -= charge.tokens
+                charge.planned.charge(-charge.tokens, planned=-1)
             self.tenants.give_back(routed.account)
         self.by_core_id.pop(routed.core_id, None)
         routed.engine = ""

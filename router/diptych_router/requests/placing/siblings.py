@@ -19,14 +19,14 @@ class Siblings:
     """Tracks which requests wait for which one. Whatever happens to the first one, the others
     continue."""
 
-    _followers: dict[str, tuple[RoutedRequest, list[RoutedRequest]]] = field(default_factory=dict)
+    followers: dict[str, tuple[RoutedRequest, list[RoutedRequest]]] = field(default_factory=dict)
     """By the id of who goes ahead: itself, and who waits for it."""
 
     def wait(self, routed: RoutedRequest, leader: RoutedRequest | None) -> bool:
         """Let a request wait for another answer to its prompt; False if that is not necessary."""
         if leader is None or leader.has_decoded:
             return False
-        self._followers.setdefault(leader.request_id, (leader, []))[1].append(routed)
+        self.followers.setdefault(leader.request_id, (leader, []))[1].append(routed)
         return True
 
     def take_ready(
@@ -34,13 +34,11 @@ class Siblings:
     ) -> list[tuple[RoutedRequest, RoutedRequest]]:
         """Return the requests that need not wait any longer, each with the first one, of all open
         requests."""
-        if not self._followers:
-            return []
         ready = []
-        for name, (leader, followers) in list(self._followers.items()):
+        for name, (leader, followers) in list(self.followers.items()):
             open_still = requests.get(name) is leader
             if not open_still or leader.has_decoded or leader.record.num_attempts > 1:
-                del self._followers[name]
+                del self.followers[name]
                 ready += [(f, leader) for f in followers if requests.get(f.request_id) is f]
         return ready
 

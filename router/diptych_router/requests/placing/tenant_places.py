@@ -25,11 +25,11 @@ class TenantPlaces:
         """Number of requests at the engines, by tenant; only tenants that have some are listed."""
 
     def take(self, account: Account) -> None:
-        """One more request is at the engines."""
+        """Count one more request of a tenant at the engines."""
         self._num_placed[account.tenant] += 1
 
     def give_back(self, account: Account) -> None:
-        """One of the requests has left the engines."""
+        """Count one request of a tenant less at the engines."""
         self._num_placed[account.tenant] -= 1
         if not self._num_placed[account.tenant]:
             del self._num_placed[account.tenant]

@@ -131,7 +131,8 @@ class Pools:
 
     def usable(self, link: EngineLink) -> bool:
         """Whether it may get new requests."""
-        return link.open_to_work and self.serving.admits(link.revision) and self._trusted(link)
+        admits = self._serving.serving.admits
+        return link.open_to_work and admits(link.revision) and self._trusted(link)
 
     def _trusted(self, link: EngineLink) -> bool:
         """Verified, as far as the service wants that. A decode engine that has nobody to receive
@@ -360,7 +361,7 @@ class Pools:
         for link in self.links.values():
             if link.description is not None and self._followed.get(link.key) != link.times_up:
                 self._followed[link.key] = link.times_up
-                self.fleet.is_up(link.row, link.fingerprint, link.name, link.place)
+                self.fleet.is_up(link.row, link.fingerprint, link.name, link.location)
                 if self._follows_prefixes:
                     link.follow_prefixes()
 

@@ -54,13 +54,13 @@ class Tracer(Protocol):
     """Who sends the spans of requests."""
 
     def begin(self, request: EngineCoreRequest, now_s: float) -> Trace | None:
-        """The trace of a request that has come; None: nobody wants its spans."""
+        """Return the trace of a new request; None if nobody wants its spans."""
 
     def send(self, record: RequestRecord) -> None:
-        """Send the spans of a request that has ended. Its trace is forgotten."""
+        """Send the spans of a request that has ended, and forget its trace."""
 
     def close(self) -> None:
-        """Send what is left, within a few seconds. May block for so long."""
+        """Send what is left, within a few seconds. It may block that long."""
 
 
 @dataclass(slots=True)
