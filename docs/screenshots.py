@@ -37,7 +37,7 @@ def main() -> None:
                 scene.answered()
                 scene.page.screenshot(path=FOLDER / f"{name}.png")
         with Scene.opened(browser, service.url, "light", DESK) as scene:
-            scene.killed(tokens=120)  # so that the picture has room for it
+            scene.killed()
             scene.show_timeline()
             scene.page.screenshot(path=FOLDER / "page-killed.png")
 

@@ -1,6 +1,6 @@
-"""What an engine can do beyond generating tokens from tokens, and the refusal of what it cannot.
+"""What engines can do beyond generating tokens from tokens, and the refusal of what they cannot.
 
-A request that asks for more is refused when it comes, by name: every engine would refuse it.
+A request that needs more is refused by name when it arrives, because every engine would refuse it.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ class _Feature(NamedTuple):
 
     name: str
     field: str
-    """Where users ask for it."""
+    """The field by which users request it."""
     asks: Callable[[EngineCoreRequest], object]
-    """Whether a request asks for it."""
+    """Whether a request needs it."""
     has: Callable[[EngineDescription], bool]
-    """Whether an engine says that it can do it."""
+    """Whether an engine reports that it can do it."""
     remedy: str
     """What to do instead."""
 
 
 class Lack(NamedTuple):
-    """What engines of a service cannot do."""
+    """A feature that engines of a service do not have."""
 
     field: str
     asks: Callable[[EngineCoreRequest], object]
     message: str
-    """Why a request that asks for it is refused."""
+    """Why a request that needs it is refused."""
 
 
 def _sampled(field: str) -> Callable[[EngineCoreRequest], object]:
@@ -93,7 +93,7 @@ _FEATURES: Final = (
 
 
 def lacks_of(engines: Iterable[EngineDescription]) -> tuple[Lack, ...]:
-    """What one or more of these engines cannot do; mostly nothing."""
+    """Return what one or more of these engines cannot do; mostly nothing."""
     return tuple(
         Lack(
             feature.field,
@@ -108,7 +108,7 @@ def lacks_of(engines: Iterable[EngineDescription]) -> tuple[Lack, ...]:
 
 
 def check_abilities(lacks: Sequence[Lack], request: EngineCoreRequest) -> None:
-    """Raise `InvalidRequestError`, naming the field, if a request asks for one of these."""
+    """Raise `InvalidRequestError`, naming the field, if a request needs one of these."""
     for lack in lacks:
         if lack.asks(request):
             raise InvalidRequestError(lack.message, param=lack.field, code="unsupported_by_runtime")

@@ -1,4 +1,4 @@
-"""Fields of a configuration as options of a command line."""
+"""Turns fields of a configuration into options of a command line."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from diptych_protocol.errors import UNREADABLE
 
 
 def option(field: msgspec.structs.FieldInfo, kind: Any) -> dict[str, Any]:
-    """The arguments of `add_argument` for one field.
+    """Return the arguments of `add_argument` for one field.
 
-    kind: the field's type, without what its `Meta` says.
+    kind: the field's type, without its `Meta`.
     """
     about: dict[str, Any] = {"required": field.required}
     if field.default is not msgspec.NODEFAULT:

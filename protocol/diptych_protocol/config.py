@@ -23,7 +23,7 @@ from diptych_protocol.sampling import UNSAID, SamplingDefaults
 
 Staging = Literal["auto", "always"]
 MAX_PLACE_CHARACTERS: Final = 253
-"""A name of a node or of a zone has at most so many; no name in Kubernetes is longer."""
+"""The most characters in the name of a node or zone; no name in Kubernetes is longer."""
 
 LEASE_MEANING: Final = (
     "How long prefilled blocks stay pinned without a sign of life from the decode engine that is "
@@ -87,7 +87,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class EngineConfig(EngineSettings, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Everything an EngineCore process needs to start; travels to it as JSON."""
+    """Everything that an EngineCore process needs to start. It is sent to the process as JSON."""
 
     model: Annotated[
         str,
@@ -272,7 +272,8 @@ class EngineConfig(EngineSettings, frozen=True, forbid_unknown_fields=True, omit
 
     @property
     def observability_config(self) -> Self:
-        """vLLM has its settings in groups; here one struct is all of them."""
+        """The configuration itself. vLLM has its settings in groups; here one struct has all of
+        them."""
         return self
 
     parallel_config = scheduler_config = cache_config = lora_config = observability_config
@@ -298,7 +299,7 @@ class EngineConfig(EngineSettings, frozen=True, forbid_unknown_fields=True, omit
 
     @property
     def steps_together(self) -> bool:
-        """Several ranks compute a step."""
+        """Whether several ranks compute a step."""
         return self.tensor_parallel_size > 1 or self.data_parallel_lockstep
 
     def runs_ahead(self, *, on_gpu: bool) -> bool:
@@ -309,12 +310,12 @@ class EngineConfig(EngineSettings, frozen=True, forbid_unknown_fields=True, omit
 
     @property
     def follows_requests(self) -> bool:
-        """The core tells the stations of requests."""
+        """Whether the core reports the events of requests."""
         return self.journey_events or self.otlp_traces_endpoint is not None
 
     @property
     def name(self) -> str:
-        """The model's name as clients see it."""
+        """The model's name for clients."""
         return self.served_name or self.model.rstrip("/").rsplit("/", 1)[-1]
 
 
@@ -354,20 +355,20 @@ CONNECTORS: Final[dict[Runtime, tuple[Connector, ...]]] = {
     "diptych": ("diptych",),
     "vllm": ("diptych", "nixl", "none"),
 }
-"""What can hand KV over from a prefill to a decode engine."""
+"""The connectors that can transfer KV from a prefill to a decode engine."""
 LEAST_LEASE_OF_NIXL_S: Final = 6.0
-"""vLLM renews a lease each sixth of its time, in whole seconds."""
+"""The shortest lease: vLLM renews a lease after each sixth of its time, in whole seconds."""
 RANKS_OF_CONNECTOR: Final = (1, 2, 4, 8)
-"""Numbers of tensor-parallel ranks that our connector in vLLM takes; of any two, one divides the
-other. 1 and 2 were run in vLLM, and 4 and 8 without it. It refuses others when it starts, and the
-operator refuses a service that would start it so."""
+"""The numbers of tensor-parallel ranks that our connector in vLLM accepts; of any two, one divides
+the other. 1 and 2 were run in vLLM, and 4 and 8 without it. The connector and the operator refuse
+others."""
 SERVED_REVISION: Final = "revision/"
-"""How the further name begins under which vLLM serves the model: routers read the revision off it,
+"""The prefix of a second name under which vLLM serves the model. Routers read the revision from it,
 because vLLM has no other place for one."""
 
 
 class Batches(BatchSettings, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What the batches of a router may take, if it has a directory for them."""
+    """The limits of a router's batches, if it has a directory for them."""
 
     max_bytes: Annotated[
         int,
@@ -381,7 +382,7 @@ class Batches(BatchSettings, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 class RouterConfig(RouterSettings, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a router needs to know of the service it fronts; travels to it as JSON."""
+    """Everything that a router needs to know of its service. It is sent to the process as JSON."""
 
     model: Annotated[
         str,
@@ -472,9 +473,9 @@ class RouterConfig(RouterSettings, frozen=True, forbid_unknown_fields=True, omit
         check_fields(self)
 
     def check_pools(self, *, prefill: bool) -> None:
-        """Raise `InvalidRequestError` if the pools that a router is given are not for its engines.
+        """Raise `InvalidRequestError` if the router's pools do not fit its engines.
 
-        prefill: there is a prefill pool.
+        prefill: whether there is a prefill pool.
         """
         if prefill and self.connector == "none":
             raise InvalidRequestError(
@@ -504,14 +505,15 @@ class RouterConfig(RouterSettings, frozen=True, forbid_unknown_fields=True, omit
 
     @property
     def name(self) -> str:
-        """The model's name as clients see it."""
+        """The model's name for clients."""
         return self.served_name or self.model.rstrip("/").rsplit("/", 1)[-1]
 
 
 class CurveKeys(msgspec.Struct, frozen=True):
-    """The CURVE key pair (Z85) that all parties of one service share; proves membership.
+    """The CURVE key pair (Z85) that all parties of one service share, and which proves that they
+    belong to it.
 
-    The public key is as secret as the other: a server admits only clients that present it.
+    The public key is as secret as the other, because a server admits only clients that present it.
     """
 
     public: str
@@ -519,7 +521,7 @@ class CurveKeys(msgspec.Struct, frozen=True):
 
 
 class UsageContext(enum.Enum):
-    """What kind of program made an engine, in vLLM's words. Nobody is told."""
+    """The kind of program that made an engine, in vLLM's terms. It is reported to nobody."""
 
     UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"
     LLM_CLASS = "LLM_CLASS"

@@ -1,10 +1,11 @@
-"""What the owner of one engine may ask of its core, each call as one type.
+"""The control calls of an engine's owner to its core, each as one type.
 
-A call's fields are its arguments, in the order in which they travel (`UtilityCall.args`). Its class
-says what it answers, under which name it travels, how long the core may take, and where an engine's
-admin port has it. `ControlCalls` gives it a name. These follow from the two: the method of clients
-that wait, the method of clients that block, the HTTP route with its body and answer, and the
-refusal of a client that owns no engine. The core runs a function of the same name and parameters.
+A call's fields are its arguments, in the order of the message (`UtilityCall.args`). Its class
+declares its answer, its name in the message, how long the core may take, and its route on an
+engine's admin port. `ControlCalls` gives it a name. These are derived from the two: the method of
+clients that wait, the method of clients that block, the HTTP route with its body and answer, and
+the refusal of a client that owns no engine. The core runs a function of the same name and
+parameters.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ CALL_FUNCTION: Final = "call_function"
 APPLY_MODEL: Final = "apply_model"
 """Worker methods that run a named function; see `EngineConfig.allow_functions`."""
 REST_TIMEOUT_S: Final = 3600.0
-"""Until requests have come to rest: a pause that waits for them takes as long as they do."""
+"""The time limit for a pause that waits for running requests, which take as long as they do."""
 MOVE_TIMEOUT_S: Final = 1800.0
-"""Until weights are put aside or back; those of a large model come from a slow disk."""
+"""The time limit for saving or restoring weights; those of a large model come from a slow disk."""
 FILES_TIMEOUT_S: Final = 600.0
-"""Until files of weights are read or received."""
+"""The time limit for reading or receiving files of weights."""
 
 
 # --- what the admin port answers --------------------------------------------------------------
@@ -78,16 +79,16 @@ class Done(msgspec.Struct, frozen=True):
 
 
 class ControlCall(msgspec.Struct, Generic[A], frozen=True, forbid_unknown_fields=True):
-    """Base of all calls; `A` is what the caller gets for an answer."""
+    """The base of all calls; `A` is the type of the answer for the caller."""
 
     METHOD: ClassVar[str]
     """Its name in a `UtilityCall`."""
     PATH: ClassVar[str] = ""
-    """Its route on an engine's admin port, behind `/admin/`; empty: it has none of its own."""
+    """Its route on an engine's admin port, below `/admin/`; empty if it has none of its own."""
     READS: ClassVar[bool] = False
-    """It changes nothing, so its route is a GET."""
+    """Whether it changes nothing, so that its route is a GET."""
     SILENT: ClassVar[bool] = False
-    """The core may be too busy to answer anything else meanwhile, and yet be well."""
+    """Whether the core may be too busy to answer anything else meanwhile, and yet be well."""
     TIMEOUT_S: ClassVar[float] = CALL_TIMEOUT_S
 
     @property
@@ -102,18 +103,19 @@ class ControlCall(msgspec.Struct, Generic[A], frozen=True, forbid_unknown_fields
 
     @property
     def forgets_images(self) -> bool:
-        """The front-end, too, is to forget the images that it prepared."""
+        """Whether the front-end also has to forget the images that it prepared."""
         return False
 
     def read(self, answer: Any) -> A:
-        """Return what the caller of a method gets of the core's answer."""
+        """Return the answer for the caller of a method, from the core's answer."""
         (base,) = type(self).__orig_bases__  # type: ignore[attr-defined]
         (wanted,) = get_args(base)
         # A caller who gets nothing is not told what the core has to say about it.
         return cast(A, None if wanted is type(None) else msgspec.convert(answer, wanted))
 
     def report(self, answer: Any) -> msgspec.Struct | None:
-        """What the admin port makes of the core's answer; None: it shows the engine's state."""
+        """Return the admin port's answer, from the core's answer; None to show the
+        engine's state."""
         return None
 
 
@@ -129,7 +131,7 @@ class PauseGeneration(ControlCall[None], frozen=True):
         return self.clear_cache
 
     def __post_init__(self) -> None:
-        """Raises `InvalidRequestError` for a mode that does not exist."""
+        """Raise `InvalidRequestError` for a mode that does not exist."""
         _check_mode(self.mode)
 
 
@@ -155,7 +157,7 @@ class Sleep(ControlCall[None], frozen=True):
         return self.level != 0
 
     def __post_init__(self) -> None:
-        """Raises `InvalidRequestError` for a mode that does not exist."""
+        """Raise `InvalidRequestError` for a mode that does not exist."""
         _check_mode(self.mode)
 
 
@@ -178,7 +180,8 @@ class ResetPrefixCache(ControlCall[bool], frozen=True):
 
     @property
     def timeout_s(self) -> float:
-        """KV that was lent is called back first, and may be read until then."""
+        """Return how long the core may take: leases are revoked first, and may be
+        read until then."""
         return REST_TIMEOUT_S if self.reset_connector else CALL_TIMEOUT_S
 
     def report(self, answer: Any) -> ResetReport:
@@ -206,10 +209,10 @@ class ResetEncoderCache(ControlCall[None], frozen=True):
 class StartProfile(ControlCall[None], frozen=True):
     METHOD = PATH = "start_profile"
     profile_prefix: str | None = None
-    """The files' names begin with it; None or empty: with the engine's id."""
+    """The beginning of the files' names; None or empty: the engine's id."""
 
     def __post_init__(self) -> None:
-        """Raises `InvalidRequestError` for what cannot begin a file's name."""
+        """Raise `InvalidRequestError` for an invalid beginning of a file's name."""
         prefix = self.profile_prefix or ""
         if not PROFILE_PREFIX.fullmatch(prefix):
             raise InvalidRequestError(
@@ -304,7 +307,7 @@ class ReloadWeights(ControlCall[None], frozen=True):
 
 
 class Named(Generic[P, A]):
-    """A call as a method, which is awaited of an `AwaitedCalls` and blocks of a `BlockingCalls`."""
+    """A call as a method, which is awaited in an `AwaitedCalls` and blocks in a `BlockingCalls`."""
 
     def __init__(self, kind: Callable[P, ControlCall[A]]) -> None:
         self.kind = cast(type[ControlCall[Any]], kind)
@@ -373,19 +376,19 @@ CONTROL_CALLS: Final = tuple(
 
 
 class AwaitedCalls(ControlCalls, ABC):
-    """All calls, of a client for programs with an event loop."""
+    """All calls, for a client of programs with an event loop."""
 
     @abstractmethod
     async def control(self, call: ControlCall[Any]) -> Any:
-        """Have the engine do what a call says. Returns what the core answers, unread."""
+        """Make a call. Returns the core's answer as it is."""
 
 
 class BlockingCalls(ControlCalls, ABC):
-    """All calls, of an engine for programs without an event loop."""
+    """All calls, for an engine of programs without an event loop."""
 
     @abstractmethod
     def control(self, call: ControlCall[Any]) -> Any:
-        """Have the core do what a call says. Returns what it answers, unread."""
+        """Make a call. Returns the core's answer as it is."""
 
 
 def _check_mode(mode: str) -> None:

@@ -1,4 +1,4 @@
-"""The control calls of an `EngineClient`, under the names and with the arguments of vLLM's."""
+"""The control calls of an `EngineClient`, with the names and arguments of vLLM's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from diptych_protocol.pooling import PoolingRequestOutput
 
 
 class ControlledClient(AwaitedCalls, EngineClient):
-    """Every control call goes through one method."""
+    """A client whose control calls all go through one method."""
 
     async def pause_generation(
         self,
@@ -35,8 +35,8 @@ class ControlledClient(AwaitedCalls, EngineClient):
 class WithoutControl(ControlledClient):
     """An EngineClient over engines that it does not own.
 
-    It answers every control call with `UnsupportedFeatureError`: the call is for one engine, and
-    has to be sent there.
+    It answers every control call with `UnsupportedFeatureError`, because the call is for one engine
+    and has to be sent there.
     """
 
     async def control(self, call: ControlCall[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""What an engine tells of itself: each figure is one field, which says how Prometheus shows it.
+"""The statistics that an engine reports: each is one field, which declares its Prometheus metric.
 
 The structs are positional arrays, so the rules of `wire.py` hold for them. A figure is counted
 where it arises, in the engine or in its hinge; servers show every field that has a `ShownMetric`.
@@ -31,7 +31,7 @@ class ShownMetric:
     name: str
     meaning: str
     label: str = ""
-    """What tells fields of the same name apart; empty: there is only one."""
+    """The label that distinguishes fields of the same name; empty if there is only one."""
     value: str = ""
     """The value of the label."""
 

@@ -1,9 +1,9 @@
-"""How a router does its work: each setting once, with its type, its range and its meaning.
+"""The settings of a router: each is declared once, with its type, its range and its meaning.
 
 The router's configuration (`config.py`), its checks and its command line, the custom resource with
-its CRD, and the reference page follow from the fields of `RouterSettings`. A new one is a field
-here, and the code that obeys it. Names in backticks are fields or policies; where the custom
-resource shows a description they are written as there.
+its CRD, and the reference page are derived from the fields of `RouterSettings`. A new setting is a
+field here, and the code that uses it. Names in backticks are fields or policies. Where the custom
+resource shows a description, they are written in its form.
 """
 
 from __future__ import annotations

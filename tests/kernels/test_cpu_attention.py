@@ -37,7 +37,7 @@ chunks = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     sequences=st.tuples(decodes, chunks).map(lambda both: both[0] + both[1]).filter(bool),
     window=st.none() | st.integers(1, 2 * PARTITION),

@@ -93,7 +93,7 @@ async def test_prompts_go_where_their_beginning_is_remembered(service: Service) 
     homes: list[set[str]] = []
     for instructions in INSTRUCTIONS:
         # The other engine has something to do at this moment: so this one has the instructions.
-        busy = asyncio.create_task(generate(service.router, "word " * 900, max_tokens=1))
+        busy = asyncio.create_task(generate(service.router, "word " * 300, max_tokens=1))
         await asyncio.sleep(0)
         homes.append({(await course_of(service, instructions)).engine})
         await busy

@@ -109,17 +109,19 @@ class Scene:
         wait_until(lambda: picture.evaluate("image => image.naturalWidth") > 0)
         picture.scroll_into_view_if_needed()
 
-    def killed(self, tokens: int = 400) -> tuple[str, str]:
-        """The engine of a long answer is killed, and the answer goes on to its end. Returns the
-        name of that engine, and the text that there was before."""
-        self.set_numbers(temperature=0, max_tokens=tokens)
+    def killed(self) -> tuple[str, str]:
+        """The engine of a long answer is killed, the answer goes on, and is stopped then. Returns
+        the name of that engine, and the text that there was before."""
+        self.set_numbers(temperature=0, max_tokens=2000)
         self.ask(LONG)
         wait_until(lambda: len(self.answer.inner_text()) > 60)
         wait_until(lambda: sum(self.rows().values()) == 1)
         (victim,) = [name for name, rows in self.rows().items() if rows]
-        before = self.answer.inner_text()
         self.page.get_by_role("button", name=f"Kill {victim}").click()
         expect(self.card(victim)).not_to_have_attribute("data-state", "ok")
+        before = self.answer.inner_text()
+        wait_until(lambda: len(self.answer.inner_text()) > len(before) + 60)
+        self.page.click("#stop")
         self.wait_for_end()
         self.page.locator("#settings").evaluate("settings => { settings.open = false; }")
         expect(self.facts.locator(".setback")).to_contain_text(victim)

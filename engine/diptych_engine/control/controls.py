@@ -1,7 +1,7 @@
 """The utility calls that pause, put to sleep, reset and profile one engine.
 
-Calls that have to wait for steps or for the hinge return a `Future`; what they do then happens
-between two steps.
+Calls that have to wait for steps or for the hinge return a `Future`, and do their work between two
+steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NO_MULTIMODAL_MODEL = "no multimodal model is loaded: there is nothing to forget
 
 
 class Controls:
-    """What an owner may ask of one core."""
+    """The control calls of one core's owner."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
@@ -42,9 +42,9 @@ class Controls:
     # --- pause --------------------------------------------------------------------------------
 
     def pause_generation(self, mode: PauseMode = "abort", clear_cache: bool = True) -> Future[None]:
-        """Pause; answered when nothing runs any more, and the last outputs are on their way.
+        """Pause. The answer comes when nothing runs any more, and the last outputs are sent.
 
-        A pause replaces the one before. Requests that come from now on wait for its end.
+        A pause replaces the one before. New requests wait for its end.
         """
         self._close_gate(mode)
         return self._core.deferred.when(
@@ -86,11 +86,11 @@ class Controls:
     # --- sleep --------------------------------------------------------------------------------
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> Future[None]:
-        """Pause, then give memory back; answered when that is done.
+        """Pause, then release memory. The answer comes when that is done.
 
-        Nobody may read from the KV cache that goes, or write to it: KV that was lent is called
-        back, unless the mode is `wait`, which lets it be fetched first; and requests that receive
-        some, if they are kept, will compute it here.
+        Leases are revoked first, because nobody may read the KV cache while it goes; in the mode
+        `wait` they are read first. Requests that are kept and would receive KV compute it here
+        instead.
         """
         check_level(level)
         self._close_gate(mode)
@@ -131,7 +131,7 @@ class Controls:
             raise
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Take back what the tags name. Requests are served again when everything is back."""
+        """Restore what the tags name. Requests are served again when everything is back."""
         wanted = check_tags(tags)
         residency, runner = self._core.residency, self._core.runner
         if "weights" in wanted and residency.weights is not Weights.LOADED:
@@ -154,10 +154,10 @@ class Controls:
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool | Future[bool]:
-        """Forget every cached prefix; False, and nothing is done, if a block is in use.
+        """Forget every cached prefix. False, and nothing changes, if a block is in use.
 
-        reset_running_requests: what runs computes its KV again, and tells nothing twice; this
-            always succeeds. reset_connector: KV that was lent to others is called back first.
+        reset_running_requests: running requests compute their KV again and repeat no output; this
+        always succeeds. reset_connector: leases are revoked first.
         """
         connector = self._core.connector if reset_connector else None
         if connector is not None:
@@ -171,14 +171,14 @@ class Controls:
         return self._core.deferred.when(lambda: not len(lent), pool.forget_all)
 
     def reset_mm_cache(self) -> str:
-        """Forget images as they came: the next request has to bring its images again. Returns what
-        there is to say about it."""
+        """Forget received images: the next request has to bring its images again. Returns a note
+        for the user."""
         forgotten = self._core.images.forget()
         return self._note("reset_mm_cache", f"{forgotten} images have to be sent again")
 
     def reset_encoder_cache(self) -> str:
-        """Forget the features of images: whoever needs some encodes its images again. Returns what
-        there is to say about it."""
+        """Forget the features of images, which are then encoded again. Returns a note
+        for the user."""
         forgotten = self._forget_features()
         return self._note("reset_encoder_cache", f"{forgotten} images have to be encoded again")
 
@@ -194,10 +194,12 @@ class Controls:
         return self._core.scheduler.encoder.forget_all()
 
     def forget_everything(self) -> None:
-        """No KV and no features of images that were computed up to now will be used by any request
-        of this engine, and no image that has come will be found by its name. What
-        is lent out stays as it is, unless its prompt is still computed: KV of two kinds does not
-        go into one lease."""
+        """Forget all KV, all features of images and all received images. No request uses what was
+        computed before.
+
+        Lent blocks stay as they are, unless their prompt is still being computed, because KV from
+        before and after must not be in one lease.
+        """
         self._core.scheduler.preempt_all()
         self._core.hand_offs.withdraw_lent()
         self._discard_loads()
@@ -222,7 +224,7 @@ class Controls:
         self._core.runner.collective_rpc("_start_profile", (profile_prefix or "",))
 
     def stop_profile(self) -> list[str]:
-        """The files that were written, one a worker; none if no profile ran."""
+        """Return the files that were written, one per worker; none if no profile ran."""
         files = self._core.runner.collective_rpc("_stop_profile")
         return [file for file in files if file is not None]
 

@@ -1,4 +1,4 @@
-"""What a client may ask of an engine core about adapters."""
+"""The utility calls about an engine core's adapters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class LoraCalls:
     """The utility calls `add_lora`, `remove_lora`, `list_loras` and `pin_lora`."""
 
     def __init__(self, table: AdapterTable, running: Callable[[], Sequence[Request]]) -> None:
-        """`running` tells which requests run at the moment."""
+        """`running` returns the running requests."""
         self._table = table
         self._running = running
 
@@ -33,9 +33,9 @@ class LoraCalls:
         return self._table.remove(lora_id, busy_adapters(self._running()))
 
     def list_loras(self) -> list[int]:
-        """Ids of the loaded adapters."""
+        """Return the ids of the loaded adapters."""
         return self._table.listed()
 
     def pin_lora(self, lora_id: int) -> bool:
-        """Never unload an adapter for the sake of others; False if it is not loaded."""
+        """Keep an adapter loaded, even if others need its place; False if it is not loaded."""
         return self._table.pin(lora_id)

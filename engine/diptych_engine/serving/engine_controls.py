@@ -1,4 +1,4 @@
-"""The control calls of an LLMEngine: the blocking twins of an AsyncLLM's."""
+"""The blocking control calls of an LLMEngine, which correspond to AsyncLLM's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class EngineControls(BlockingCalls):
-    """Mixed into an engine that has a core. Every method raises `UtilityError` if the core refuses
+    """A mixin for an engine that has a core. Every method raises `UtilityError` if the core refuses
     or fails, `TimeoutError` if it takes too long, and `EngineDeadError` if it has ended."""
 
     vllm_config: EngineConfig
@@ -31,7 +31,7 @@ class EngineControls(BlockingCalls):
 
     @abstractmethod
     def call_core(self, method: str, *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
-        """A utility call."""
+        """Make a utility call."""
 
     def control(self, call: ControlCall[Any]) -> Any:
         return self.call_core(call.METHOD, *call.arguments, timeout_s=call.timeout_s)
@@ -39,7 +39,7 @@ class EngineControls(BlockingCalls):
     @property
     @abstractmethod
     def only_worker(self) -> Any:
-        """The runner of the whole model, if it is in this process. Otherwise None."""
+        """The runner of the whole model, if it is in this process; otherwise None."""
 
     def collective_rpc(
         self,
@@ -48,10 +48,9 @@ class EngineControls(BlockingCalls):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Run a method of every worker, or a function of every worker; the results in the order of
-        their ranks. A function must be one that can be imported, and `allow_functions` set, unless
-        the only worker is in this process. The method `apply_model` with a function is
-        `apply_model`."""
+        """Run a method or a function of every worker; return the results in the order of their
+        ranks. A function must be importable, and `allow_functions` set, unless the only worker is
+        in this process. The method `apply_model` with a function does the same as `apply_model`."""
         if method == APPLY_MODEL and args and callable(args[0]):
             return self.apply_model(*args, **(kwargs or {}))
         if callable(method):

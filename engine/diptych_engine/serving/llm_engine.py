@@ -1,4 +1,4 @@
-"""LLMEngine: one engine for programs without an event loop, driven step by step."""
+"""LLMEngine: one engine for programs without an event loop, which call it step by step."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class _Open:
 
 
 class LLMEngine(EngineReports):
-    """Requests are added, `step` is called until none is left; see `LLM` for whole batches.
+    """Add requests, and call `step` until none is left; see `LLM` for whole batches.
 
     The core runs in this process and thread, or with `multiprocess_mode` in a process of its own.
     End it with `shutdown()`; an engine that is dropped or left at exit ends too.
@@ -148,7 +148,8 @@ class LLMEngine(EngineReports):
         stat_loggers: Sequence[StatLoggerFactory] | None = None,
         disable_log_stats: bool = False,
     ) -> Self:
-        """As the constructor; the environment may ask for a process of the core's own."""
+        """Do the same as the constructor; the environment may request a separate process for the
+        core."""
         return cls(
             vllm_config,
             log_stats=not disable_log_stats,
@@ -165,7 +166,7 @@ class LLMEngine(EngineReports):
         stat_loggers: Sequence[StatLoggerFactory] | None = None,
         enable_multiprocessing: bool = False,
     ) -> Self:
-        """The engine that the arguments describe."""
+        """Create the engine that the arguments describe."""
         return cls(
             engine_args.create_engine_config(usage_context),
             log_stats=not engine_args.disable_log_stats,
@@ -190,12 +191,12 @@ class LLMEngine(EngineReports):
     ) -> str:
         """Queue a request; its outputs come from `step`, under `request_id`.
 
-        Returns the internal id, by which `abort_request` can tell it from others of the same
-        `request_id`. A prompt that is an `EngineCoreRequest` gets this id, too; its own parameters
-        count, if it has some, and `prompt_text` is its text: any other prompt brings its own.
+        Returns the internal id, by which `abort_request` can distinguish it from others of the same
+        `request_id`. A prompt that is an `EngineCoreRequest` gets this id too. Its own parameters,
+        if any, have precedence, and `prompt_text` is its text; any other prompt brings its own.
 
-        Raises as `EngineClient.generate` does; for an id that is no string that is a `TypeError`,
-        too.
+        Raises as `EngineClient.generate`; for an id that is not a string, the error is also a
+        `TypeError`.
         """
         check_id(request_id)
         check_whole(prompt)
@@ -243,9 +244,9 @@ class LLMEngine(EngineReports):
         return request.request_id
 
     def abort_request(self, request_ids: Iterable[str], internal: bool = False) -> None:
-        """End requests, of which `step` then tells nothing more; unknown ids are ignored.
+        """End requests. `step` returns nothing more of them; unknown ids are ignored.
 
-        The ids are the users', or with `internal` those that `add_request` returned.
+        The ids are the users' or, with `internal`, those that `add_request` returned.
         """
         aborted = self.output_processor.abort(ids_of(request_ids), internal)
         for request_id in aborted:
@@ -261,17 +262,17 @@ class LLMEngine(EngineReports):
             self._open.pop(request_id, None)
 
     def get_num_unfinished_requests(self) -> int:
-        """A request with n answers counts n times."""
+        """Return the number of unfinished requests; one with n answers counts n times."""
         return self.output_processor.num_unfinished
 
     def has_unfinished_requests(self) -> bool:
-        """Whether there is reason to `step`: in lock-step, work of any engine is one."""
+        """Whether to call `step`: in lock-step, because any engine has work."""
         return self.has_unfinished_requests_dp(bool(self._open))
 
     def has_unfinished_requests_dp(self, has_unfinished: bool) -> bool:
-        """Whether some engine of the group has work; in lock-step, all of them have to ask.
+        """Whether some engine of the group has work. In lock-step, all of them have to ask.
 
-        An engine that has none steps along with the others.
+        An engine without work makes steps along with the others.
         """
         if self._lockstep_peers is None:
             return has_unfinished
@@ -281,11 +282,11 @@ class LLMEngine(EngineReports):
         return anywhere
 
     def step(self) -> list[RequestOutput | PoolingRequestOutput]:
-        """Let the core take a step; what came of it, one output a request.
+        """Let the core make a step, and return its outputs, one per request.
 
         A request that failed in the engine, or that the core refused, has a last `RequestOutput`,
-        whose answers have the finish reason "error" and the message as their `stop_reason`; one
-        for a vector has it, too. Raises `EngineDeadError` when the core has ended.
+        whose answers have the finish reason "error" and the message as their `stop_reason`. So has
+        a request for a vector. Raises `EngineDeadError` when the core has ended.
         """
         if self.should_execute_dummy_batch:
             self.should_execute_dummy_batch = False
@@ -329,12 +330,12 @@ class LLMEngine(EngineReports):
     # --- facts --------------------------------------------------------------------------------
 
     def get_supported_tasks(self) -> tuple[str, ...]:
-        """What the model can do; known since the core said what it is."""
+        """Return what the model can do, from the core's description."""
         return self.description.tasks
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """None for a model without one, or with `skip_tokenizer_init`."""
+        """The tokenizer; None for a model without one, or with `skip_tokenizer_init`."""
         return self.renderer.tokenizer
 
     def get_tokenizer(self) -> Tokenizer:
@@ -343,7 +344,7 @@ class LLMEngine(EngineReports):
 
     @property
     def model_executor(self) -> Any:
-        """What runs the model. Raises `AbsentError` if that is in another process."""
+        """The object that runs the model. Raises `AbsentError` if that is in another process."""
         core = getattr(self.engine_core, "core", None)
         if core is None:
             raise AbsentError("the model runs in another process")

@@ -1,7 +1,8 @@
-"""What AsyncLLM and the router's PoolClient share: from prompts to requests, from tokens to text.
+"""The common part of AsyncLLM and the router's PoolClient: turns prompts into requests, and tokens
+into text.
 
-A subclass says how an `EngineCoreRequest` reaches an engine (`_submit`), how it is taken back
-(`_withdraw`), and feeds the outputs that come in to `_hand_out`.
+A subclass implements how an `EngineCoreRequest` reaches an engine (`_submit`) and is withdrawn
+(`_withdraw`), and passes arriving outputs to `_hand_out`.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ log = logging.getLogger(__name__)
 
 
 class Told(Protocol):
-    """What is known of a request beside its answer."""
+    """Facts about a request besides its answer."""
 
     facts: dict[str, Any]
     """Facts for the response headers."""
@@ -199,7 +200,8 @@ class AsyncEngine(EngineClient):
         truncate_prompt_tokens: int | None = None,
         **ours: Unpack[OurOptions],
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """As `EngineClient.encode`; `truncate_prompt_tokens` of older callers is ignored."""
+        """Do the same as `EngineClient.encode`; `truncate_prompt_tokens` of older callers is
+        ignored."""
         if truncate_prompt_tokens is not None:
             warn_of_truncation()
         if isinstance(prompt, EngineCoreRequest):
@@ -284,14 +286,14 @@ class AsyncEngine(EngineClient):
         prompt_text: str | None = None,
         **further: Unpack[FurtherOptions],
     ) -> Collector[Any]:
-        """Send a request on its way; its outputs come to the collector.
+        """Send a request; its outputs come to the collector.
 
-        Once the engine has started, the request is registered before anything is awaited. Whoever
-        reads the collector also sees to `abort` if he leaves early: `generate` does both. Raises as
-        `generate` does.
+        Once the engine has started, the request is registered before anything is awaited. A reader
+        of the collector that stops early has to call `abort`; `generate` does both. Raises as
+        `generate`.
 
-        A prompt that is an `EngineCoreRequest` gets the ids that the request has here, and
-        `prompt_text` is the text of it: any other prompt brings its own.
+        A prompt that is an `EngineCoreRequest` gets this request's ids, and `prompt_text` is its
+        text; any other prompt brings its own.
         """
         self._check_usable()
         await self._connect()
@@ -377,8 +379,8 @@ class AsyncEngine(EngineClient):
             self._told.pop(part_id, None)
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
-        """As `EngineClient.abort`; with `internal`, the ids are those of a collector or of the
-        parent of n answers."""
+        """Do the same as `EngineClient.abort`; with `internal`, the ids are those of a collector or
+        of the parent of n answers."""
         self._withdraw(self.output_processor.abort(ids_of(request_id), internal))
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""AsyncLLM: the asynchronous face of one EngineCore, or of several, in processes of their own."""
+"""AsyncLLM: the asynchronous client of one EngineCore, or of several, in processes of their own."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ NOTIFY_TIMEOUT_S = 5.0
 
 
 class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
-    """One engine. Its core starts with it; the first request waits until the core can serve.
+    """One engine. Its core starts with it, and the first request waits until the core can serve.
 
-    Where an early answer is wanted, create it with `await AsyncLLM.start(config)`. End it with
-    `shutdown()`; an engine that is dropped or left at exit ends too.
+    `await AsyncLLM.start(config)` waits for that instead. End it with `shutdown()`; an engine that
+    is dropped or left at exit ends too.
     """
 
     vllm_config: EngineConfig
     description: EngineDescription
-    """What the core says of itself; set once it is ready."""
+    """The core's description, set once it is ready."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
         client_count: int = 1,
         client_index: int = 0,
     ) -> Self:
-        """As the constructor."""
+        """Do the same as the constructor."""
         return cls(
             vllm_config,
             log_stats=not disable_log_stats,
@@ -179,7 +179,7 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
         usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
         stat_loggers: Sequence[StatLoggerFactory] | None = None,
     ) -> Self:
-        """The engine that the arguments describe."""
+        """Create the engine that the arguments describe."""
         return cls.from_vllm_config(
             engine_args.create_engine_config(usage_context),
             start_engine_loop,
@@ -251,7 +251,7 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
             )
 
     async def died(self) -> EngineDeadError:
-        """Wait for the end of a core, and return its cause."""
+        """Wait for the end of a core, and return the cause."""
         return await self._cores.died()
 
     @property
@@ -286,7 +286,7 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """None for a model without one, or with `skip_tokenizer_init`."""
+        """The tokenizer; None for a model without one, or with `skip_tokenizer_init`."""
         return self.renderer.tokenizer
 
     async def get_tokenizer(self) -> Tokenizer:
@@ -294,7 +294,7 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
         return self.renderer.get_tokenizer()
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
-        """As the core said when it was greeted: nobody is asked again."""
+        """Return the tasks of the core's description, without asking it again."""
         self._check_usable()
         await self._connect()
         return self.description.tasks
@@ -345,10 +345,10 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
     async def scale_elastic_ep(
         self, new_data_parallel_size: int, drain_timeout: float = 300
     ) -> None:
-        """Change the number of engine cores; no request is lost.
+        """Change the number of engine cores without losing a request.
 
-        drain_timeout: seconds that requests of a core that leaves may take to end there; the cores
-            that stay take over what is left.
+        drain_timeout: seconds within which requests of a removed core may end there; the remaining
+        cores take over the rest.
 
         Raises `InvalidRequestError` for a number or an engine with which this is not possible, and
         `EngineDeadError` if a new core does not start; the engine is as before then.

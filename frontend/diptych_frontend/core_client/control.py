@@ -10,7 +10,7 @@ from diptych_protocol import ControlCall, ControlledClient
 
 
 class CoreControl(ControlledClient):
-    """Sends each call to the core, which answers when it is done.
+    """Sends each call to the core, which answers when the call is done.
 
     All calls raise `UtilityError` when the core refuses, `TimeoutError` when it takes too long, and
     `EngineDeadError` when it is gone.
@@ -18,11 +18,11 @@ class CoreControl(ControlledClient):
 
     @abstractmethod
     async def call_core(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """A utility call to the core."""
+        """Make a utility call to the core."""
 
     @abstractmethod
     def silence_expected(self) -> contextlib.AbstractContextManager[None]:
-        """The core may be too busy to answer meanwhile, and yet be well."""
+        """During the block, the core may be too busy to answer, and yet be well."""
 
     async def control(self, call: ControlCall[Any]) -> Any:
         with self.silence_expected() if call.SILENT else contextlib.nullcontext():

@@ -29,10 +29,10 @@ OUR_NAMES: Final = {
 
 
 class EngineArgs(ForeignArgs, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An `EngineConfig` whose fields may also be given under vLLM's names, and what concerns the
-    client of the engine rather than the engine.
+    """An `EngineConfig` whose fields may also be given under vLLM's names, and further arguments
+    for the client of the engine.
 
-    Where both are given, the one under vLLM's name counts.
+    If both names are given, vLLM's has precedence.
     """
 
     served_model_name: str | None = None
@@ -47,10 +47,10 @@ class EngineArgs(ForeignArgs, frozen=True, kw_only=True, forbid_unknown_fields=T
     def create_engine_config(
         self, usage_context: UsageContext = UsageContext.ENGINE_CONTEXT
     ) -> EngineConfig:
-        """What the engine gets.
+        """Return the engine's configuration.
 
-        Raises `InvalidRequestError` for a value out of range, and `UnsupportedFeatureError` for one
-        of vLLM's that asks for what is not here.
+        Raises `InvalidRequestError` for a value out of range, and `UnsupportedFeatureError` for a
+        value of vLLM's that requests what does not exist here.
         """
         warn_of_environment()
         Foreign("it is the model's own", (self.model,)).judge("tokenizer", self.tokenizer)
@@ -66,7 +66,7 @@ class EngineArgs(ForeignArgs, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """One option for each field, which also answers to vLLM's name; returns the parser."""
+        """Add an option for each field, which also has vLLM's name; return the parser."""
         theirs = {ours: name for name, ours in OUR_NAMES.items()}
         types, meanings = get_type_hints(cls), descriptions(cls)
         for field in msgspec.structs.fields(cls):
@@ -87,7 +87,8 @@ class EngineArgs(ForeignArgs, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """From what a parser with `add_cli_args` has read; other attributes are left alone."""
+        """Return the arguments from the result of a parser with `add_cli_args`; other attributes
+        are ignored."""
         given = vars(args)
         return cls(**{name: given[name] for name in cls.__struct_fields__ if name in given})
 

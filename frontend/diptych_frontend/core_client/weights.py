@@ -1,4 +1,4 @@
-"""The part of AsyncLLM that changes what an engine computes with: adapters and weights."""
+"""The part of AsyncLLM that changes adapters and weights."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from diptych_protocol.wire import MAX_MESSAGE_BYTES
 
 MAX_ARRAYS = MAX_FRAMES - 1
 MAX_BATCH_BYTES = 4 * MAX_MESSAGE_BYTES
-"""Limit on the total size, in bytes, of the arrays in one message; larger messages would only lie
+"""Limit on the total size, in bytes, of the arrays in one message. Larger messages would only wait
 in queues."""
 
 
 def split_update(request: WeightTransferUpdateRequest) -> Iterator[WeightTransferUpdateRequest]:
-    """Messages that together say the same; the request itself if it carries no arrays.
+    """Return messages that together have the same content; the request itself if it has no arrays.
 
     Raises `InvalidRequestError` for an array that is too large for any message.
     """
@@ -57,24 +57,24 @@ def split_update(request: WeightTransferUpdateRequest) -> Iterator[WeightTransfe
 
 
 class CoreWeights(ControlledClient):
-    """Mixed into a client that owns its engine core."""
+    """A mixin for a client that owns its engine core."""
 
     _adapters: dict[str, LoRARequest]
 
     @abstractmethod
     async def call_each_core(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        """A utility call to every core; their answers in the order of their ranks."""
+        """Make a utility call to every core, and return the answers in the order of their ranks."""
 
     @abstractmethod
     def silence_expected(self) -> contextlib.AbstractContextManager[None]:
-        """The core may be too busy to answer meanwhile, and yet be well."""
+        """During the block, the core may be too busy to answer, and yet be well."""
 
     # --- adapters -----------------------------------------------------------------------------
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter; from then on its name may stand for the model's in API requests.
+        """Load an adapter. After that, API requests may use its name in place of the model's.
 
-        Raises `UtilityError` if its files are no good or there is no place for it.
+        Raises `UtilityError` if its files are invalid or there is no place for it.
         """
         if lora_request.lora_name == self.model_name:
             raise InvalidRequestError(
@@ -85,14 +85,14 @@ class CoreWeights(ControlledClient):
         return done
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """Unload an adapter; False if it is not loaded. Those that run with it end with it."""
+        """Unload an adapter; False if it is not loaded. Running requests keep it until they end."""
         for name, adapter in list(self._adapters.items()):
             if adapter.lora_int_id == lora_id:
                 del self._adapters[name]
         return await super().remove_lora(lora_id)
 
     async def load_adapter(self, name: str, path: str) -> LoRARequest:
-        """Load an adapter under a name, with an id of its own. Raises as `add_lora` does."""
+        """Load an adapter under a name, with a new id. Raises as `add_lora`."""
         known = self._adapters.get(name)
         if known is not None:
             raise InvalidRequestError(
@@ -123,13 +123,13 @@ class CoreWeights(ControlledClient):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Run a method of every worker; their results in the order of their ranks.
+        """Run a method of every worker; return the results in the order of their ranks.
 
-        The worker runs it between two steps, to its end; `timeout` (seconds) is how long the
-        caller waits for it.
+        The worker runs it between two steps, to its end; `timeout` (seconds) is how long the caller
+        waits for it.
 
         Raises:
-            UtilityError: it raised, or there is no such method; with the worker's message.
+            UtilityError: the method raised, or does not exist; with the worker's message.
             TimeoutError: it took longer.
         """
         wait_s = FILES_TIMEOUT_S if timeout is None else timeout

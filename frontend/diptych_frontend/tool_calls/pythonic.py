@@ -39,8 +39,8 @@ class _NotLiteralError(Exception):
 
 
 class PythonicCalls:
-    """See `OpenCall`. Without a marker, only a list of calls of the request's tools is one; any
-    other is part of the answer."""
+    """See `OpenCall`. Without a marker, a list counts only if it consists of calls of the request's
+    tools; any other is part of the answer."""
 
     def __init__(self, marker: str, tools: Tools) -> None:
         self._marker, self._tools = len(marker), tools

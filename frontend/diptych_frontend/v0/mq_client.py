@@ -1,7 +1,7 @@
-"""MQLLMEngineClient: a client of a core that somebody else has started, as vLLM's V0 had it.
+"""MQLLMEngineClient: a client of a core that somebody else has started, as in vLLM's V0.
 
-Its names, and its behaviour in failure, are that client's; its wire is that of `AsyncLLM`, without
-pickle. See docs/decisions/0053-v0-names-in-one-room.md.
+Its names and its behaviour in failures are those of V0's client. Its wire is that of `AsyncLLM`,
+without pickle. See docs/decisions/0053-v0-names-in-one-room.md.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ logger = logging.getLogger(__name__)
 
 
 def ENGINE_DEAD_ERROR(error: BaseException | None = None) -> MQEngineDeadError:
-    """What those who wait for a dead engine get; `error` is the first thing that went wrong."""
+    """Return the error for callers that wait for a dead engine; `error` is the first thing that
+    went wrong."""
     if error is None:
         return MQEngineDeadError("the engine is not running any more")
     dead = MQEngineDeadError(f"the engine is not running any more; the first error: {error!r}")
@@ -77,11 +78,11 @@ def ENGINE_DEAD_ERROR(error: BaseException | None = None) -> MQEngineDeadError:
 
 
 class MQLLMEngineClient(AsyncLLM):
-    """Connects to the core at `ipc_path`, a ZMQ endpoint; `close` leaves it running.
+    """Connects to the core at `ipc_path`, a ZMQ endpoint; `close` leaves the core running.
 
-    An id may be used by one running request at a time. The first thing that went wrong with the
-    engine is kept: `check_health` raises it, and everybody else gets a `dead_error` that names it.
-    Once `setup` has returned, two tasks hold the client until `close`.
+    Only one running request at a time may use an id. The first error of the engine is kept:
+    `check_health` raises it, and all other calls raise a `dead_error` that names it. After `setup`
+    has returned, two tasks keep the client alive until `close`.
     """
 
     def __init__(
@@ -93,10 +94,11 @@ class MQLLMEngineClient(AsyncLLM):
         rpc_timeout_ms: int = VLLM_RPC_TIMEOUT,
         heartbeat_ms: int = VLLM_RPC_TIMEOUT,
     ) -> None:
-        """Needs no event loop and no engine yet; `setup` waits for it.
+        """Needs no event loop and no engine yet; `setup` waits for the engine.
 
         rpc_timeout_ms: how long the core may take to answer a greeting.
-        heartbeat_ms: between two questions how the core is.
+
+        heartbeat_ms: the time between two questions about the core's health.
 
         Raises `InvalidRequestError` for a configuration or a model that cannot work.
         """
@@ -127,21 +129,22 @@ class MQLLMEngineClient(AsyncLLM):
 
     @staticmethod
     def is_unsupported_config(vllm_config: EngineConfig) -> bool:
-        """The layers of a model are not split over processes."""
+        """Whether the configuration is unsupported: the layers of a model cannot be split over
+        processes."""
         return vllm_config.parallel_config.pipeline_parallel_size > 1
 
     # --- setup --------------------------------------------------------------------------------
 
     @property
     def output_queues(self) -> Mapping[str, Collector[Any]]:
-        """The open requests of this moment by the caller's id, each with what was not read yet."""
+        """The present open requests by the caller's id, each with its unread outputs."""
         outputs = self.output_processor
         found = ((name, outputs.collector_of(name)) for name in outputs.open_ids)
         return {name: collector for name, collector in found if collector is not None}
 
     @contextlib.contextmanager
     def get_data_socket(self) -> Iterator[zmq.asyncio.Socket]:
-        """Another connection to the core, for one conversation; closed with the block."""
+        """Open another connection to the core, which is closed at the end of the block."""
         if self._closed:
             raise MQClientClosedError("this engine client was closed")
         socket = open_question_socket(self.context, self.data_ipc_path)
@@ -151,11 +154,11 @@ class MQLLMEngineClient(AsyncLLM):
             socket.close(linger=0)
 
     async def setup(self) -> None:
-        """Wait until the core can serve, and begin to watch its health; harmless when repeated.
+        """Wait until the core can serve, and begin to watch its health. Safe to call again.
 
         Raises:
             TimeoutError: it does not answer in time.
-            ValueError: what answers is no engine core.
+            ValueError: the other side is no engine core.
             UtilityError: the core refused.
             EngineDeadError: the process ended.
         """
@@ -181,8 +184,8 @@ class MQLLMEngineClient(AsyncLLM):
             self.health_loop = asyncio.create_task(beating, name="engine health")
 
     async def run_output_handler_loop(self) -> None:
-        """Take outputs from the engine, until something goes wrong for good: those who wait for an
-        output then get the `dead_error`."""
+        """Take outputs from the engine until a permanent error, which every waiting caller then
+        gets as the `dead_error`."""
         try:
             self._run_output_handler()
             await self._ended.wait()
@@ -190,10 +193,10 @@ class MQLLMEngineClient(AsyncLLM):
             logger.debug("outputs of the engine are not taken any more")
 
     async def run_heartbeat_loop(self, timeout: int) -> None:
-        """Look again and again whether the engine's process lives, and ask it how it is.
+        """Check regularly that the engine's process is alive, and ask about its health.
 
-        timeout: milliseconds until the next question. That a question is not answered proves
-            nothing: a step may take long. A process that stands still loses its connections.
+        timeout: milliseconds until the next question. An unanswered question proves nothing,
+        because a step may take long. A process that stands still loses its connections.
         """
         try:
             while (end := self._core.ended()) is None:
@@ -219,7 +222,8 @@ class MQLLMEngineClient(AsyncLLM):
         priority: int = 0,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As any client, in V0's order; `options` are what other clients take besides."""
+        """Do the same as any client, with V0's order of arguments; `options` are other clients'
+        further arguments."""
         no_prompt_adapter(prompt_adapter_request)
         outputs = super().generate(
             prompt, sampling_params, request_id, lora_request=lora_request,
@@ -239,7 +243,7 @@ class MQLLMEngineClient(AsyncLLM):
         *args: Any,
         **kwargs: Any,
     ) -> Collector[Any]:
-        """As any client, but raises `ValueError` for an id that is in use."""
+        """Do the same as any client, but raise `ValueError` for an id that is in use."""
         self._check_usable()
         await self._connect()
         check_id(request_id)
@@ -257,7 +261,7 @@ class MQLLMEngineClient(AsyncLLM):
             self._arriving.discard(request_id)
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
-        """Quiet after `close`: whoever closes aborts what he leaves behind."""
+        """Do the same as any client. After `close` nothing is open, and it does nothing."""
         with contextlib.suppress(MQClientClosedError):
             await super().abort(request_id, internal)
 
@@ -275,8 +279,8 @@ class MQLLMEngineClient(AsyncLLM):
     async def reset_prefix_cache(  # type: ignore[override]  # other arguments, and no answer
         self, device: Device | None = None
     ) -> None:
-        """Forget cached prefixes, unless blocks are in use. No blocks are ever swapped out, so
-        there are none on `Device.CPU`."""
+        """Forget cached prefixes, unless blocks are in use. Blocks are never swapped out, so there
+        are none on `Device.CPU`."""
         if not isinstance(device, Device | None):
             raise InvalidRequestError(
                 f"device must be a Device or None, not {device!r}", param="device"
@@ -285,7 +289,7 @@ class MQLLMEngineClient(AsyncLLM):
             await self._one_way(ResetPrefixCache())
 
     async def sleep(self, level: int = 1) -> None:  # type: ignore[override]
-        """Abort what runs, and sleep; see `EngineClient.sleep`."""
+        """Abort running requests, and sleep; see `EngineClient.sleep`."""
         await self._one_way(Sleep(level))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -316,7 +320,7 @@ class MQLLMEngineClient(AsyncLLM):
 
     @property
     def errored(self) -> bool:
-        """Something went wrong for good; `close` alone is no error."""
+        """Whether there was a permanent error; `close` is none."""
         _ = super().errored  # looks whether the engine has ended unseen
         return self._first_error is not None
 
@@ -325,7 +329,7 @@ class MQLLMEngineClient(AsyncLLM):
         return self._dead or ENGINE_DEAD_ERROR(self._first_error)
 
     async def check_health(self) -> None:
-        """Raise the first thing that went wrong, as it was; or say that the core is stalled."""
+        """Raise the first error unchanged, or raise because the core is stalled."""
         if self._first_error is not None:
             raise self._first_error
         if not self._closed:
@@ -354,7 +358,7 @@ class MQLLMEngineClient(AsyncLLM):
     async def do_log_stats(
         self, scheduler_outputs: Any = None, model_output: Sequence[Any] | None = None
     ) -> None:
-        """Nothing: the server logs its own."""
+        """Do nothing: the server logs its own statistics."""
 
     def close(self) -> None:
         """Disconnect. Safe to call twice."""
@@ -375,7 +379,7 @@ class MQLLMEngineClient(AsyncLLM):
         return self._tokenizers
 
     async def get_tokenizer(self, lora_request: LoRARequest | None = None) -> Tokenizer:
-        """The adapter's, if it brings one, or else the model's."""
+        """Return the adapter's tokenizer, if it has one, or else the model's."""
         return await self._tokenizers.get_lora_tokenizer_async(lora_request)
 
     async def get_input_preprocessor(self) -> InputProcessor:

@@ -1,9 +1,9 @@
-"""Arguments of `vllm serve` that a service may give, and those that are not its to give.
+"""Checks the arguments of `vllm serve` that a service gives.
 
-vLLM takes more than whole names: every beginning that only one name has (`--tensor-par=2`), and
-parts of a JSON argument (`--kv-transfer-config.kv_role=x`), which it puts behind all other
-arguments. Underscores are dashes to it. So a rule sees beginnings and parts of names as the names
-themselves, and underscores are no form of an argument here.
+vLLM accepts more than whole names: each unambiguous beginning (`--tensor-par=2`), and parts of a
+JSON argument (`--kv-transfer-config.kv_role=x`), which it appends to all other arguments. It also
+treats underscores as dashes. So the rules treat beginnings and parts of names as the names
+themselves, and refuse underscores.
 """
 
 from __future__ import annotations

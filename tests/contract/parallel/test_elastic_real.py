@@ -38,7 +38,7 @@ async def test_contract_C23_growing_and_shrinking_changes_no_answer() -> None:
     await engine.scale_elastic_ep(2)
     [_, leaves] = engine._cores.members
     while not leaves.open:  # the new core has its share
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
     during = len(answers)
     await engine.scale_elastic_ep(1, drain_timeout=0)
     assert leaves.process.ended() is not None

@@ -30,7 +30,7 @@ from diptych_protocol import KVTransferConfig
 
 HINGE = KVTransferConfig()
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 4}
-CHUNK, ANSWER_TOKENS = 32, 6
+CHUNK, ANSWER_TOKENS = 32, 4
 """Prompts are computed in chunks; of all but the last nobody waits for a result."""
 BOTH_WAYS = pytest.mark.parametrize(
     "ahead",
@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def asked(model: str) -> list[Question]:
-    return questions(model, 2, shortest=40, longest=60)
+    return questions(model, 2, shortest=36, longest=44)
 
 
 @pytest.fixture

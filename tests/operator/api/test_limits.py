@@ -193,8 +193,8 @@ def test_what_is_not_listed_is_refused_by_both_and_what_is_listed_by_none(
     refusal = by_operator(spec, DEFAULT)
     assert refusal is not None
     assert refusal.field == field
-    (message,) = by_policy(spec, DEFAULT)
     (name,) = listed
+    (message,) = by_policy(spec, DEFAULT, f"limits.allow.{name}")
     for words in (str(refusal), message):
         assert f"limits.allow.{name}" in words
     for lists in (DEFAULT | listed, DEFAULT | {name: ["*"]}):
@@ -332,8 +332,10 @@ POD_SECURITY = {
 @pytest.mark.parametrize("control", POD_SECURITY)
 def test_what_pod_security_standards_forbid_is_refused_by_both(control: str) -> None:
     for spec in map(with_model, POD_SECURITY[control]):
-        assert by_operator(spec, DEFAULT) is not None, spec
-        assert by_policy(spec, DEFAULT), spec
+        refusal = by_operator(spec, DEFAULT)
+        assert refusal is not None, spec
+        (remedy,) = re.findall(r"limits\.allow\.\w+", str(refusal))
+        assert by_policy(spec, DEFAULT, remedy), spec
 
 
 async def test_a_service_beyond_the_limits_can_be_stopped() -> None:
