@@ -31,7 +31,8 @@ from diptych_protocol import (
 from diptych_protocol.admin import DrainReport
 
 WAITING_WEIGHT = 3
-"""A request that waits for a place says more about the next one's fate than one that runs."""
+"""How much a waiting request counts as load, compared with a running one: a new request would wait
+behind it."""
 
 
 @dataclass(slots=True)
