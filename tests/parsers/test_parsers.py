@@ -208,7 +208,6 @@ ELSEWHERE = {
     "protocol/diptych_protocol/command_line.py": "the command line",
     "router/diptych_router/program/arguments.py": "what the operator or `diptych up` wrote",
     "frontend/diptych_frontend/model_files/fetch/cache.py": "our own record of a fetched model",
-    "router/diptych_router/__main__.py": "the operator's configuration",
     "router/diptych_router/telling/page/control.py": "what `diptych up` wrote",
     "engine/diptych_engine/__main__.py": "the operator's configuration",
     "engine/diptych_engine/parallel/worker.py": "the configuration, from the lead",
