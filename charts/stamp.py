@@ -52,8 +52,8 @@ def stamps(version: str, registry: str) -> Iterator[tuple[Path, str, str]]:
         yield dockerfile, r"^ARG VERSION=.*$", f"ARG VERSION={version}"
     for folder in CRDS:
         for crd in sorted((ROOT / folder).glob("*.yaml")):
-            line = f"    diptych.dev/version: {version}"
-            yield crd.relative_to(ROOT), r"^    diptych.dev/version: .*$", line
+            line = f"  annotations: {{diptych.dev/version: {version}}}"
+            yield crd.relative_to(ROOT), r"^  annotations: \{diptych.dev/version: .*\}$", line
     for name, images in EXAMPLES.items():
         for image in images:
             named = f"    image: {registry}/{image}:{version}  #"

@@ -65,13 +65,10 @@ def laptop() -> Laptop:
     return Laptop()
 
 
-@pytest.mark.parametrize("name", ["svc-decode-0", "127.0.0.1:9000"])
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
-async def test_the_page_kills_an_engine_by_its_name_or_address(
-    laptop: Laptop, name: str, host: str
-) -> None:
+async def test_the_page_kills_an_engine_by_its_name(laptop: Laptop, host: str) -> None:
     origin = f"http://{host}:8080"
-    answer = await laptop.order(name, origin=origin)
+    answer = await laptop.order("svc-decode-0", origin=origin)
     assert (answer.status_code, answer.json()) == (200, {"killed": "svc-decode-0"})
     assert answer.headers["access-control-allow-origin"] == origin
     assert laptop.killed == ["svc-decode-0"]

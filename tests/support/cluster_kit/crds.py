@@ -373,11 +373,6 @@ BROKEN: dict[str, Broken] = {
     "a connector that our own engine needs not": Broken(
         {"transfer": {"connectorImage": "a"}}, "spec.transfer.connectorImage", CONNECTOR_IMAGE
     ),
-    "a connector that NIXL needs not": Broken(
-        vllm_spec(prefill={}, transfer={"connector": "nixl", "connectorImage": "a"}),
-        "spec.transfer.connectorImage",
-        CONNECTOR_IMAGE,
-    ),
     "pools of our own engine that differ": Broken(
         {"prefill": {"engine": {"args": []}}}, "spec.prefill.engine", PREFILL_ENGINE_OF_VLLM
     ),
