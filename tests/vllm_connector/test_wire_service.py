@@ -18,7 +18,7 @@ from vllm_kit.sent import request
 
 from diptych_frontend.core_client.client import CoreClient, HandshakeFailedError
 from diptych_frontend.core_client.curve import new_keys
-from diptych_frontend.core_client.heartbeat_timer import WITHIN_S
+from diptych_frontend.core_client.heartbeat_timer import CALL_S, WITHIN_S
 from diptych_kv_transfer.signing.keys import PUBLIC_KEY
 from diptych_kv_transfer.signing.references import References
 from diptych_protocol import (
@@ -86,9 +86,14 @@ class Engine:
     death: Exception | None = None
     answers: asyncio.Event = field(default_factory=asyncio.Event)
     """Not set: the core is in a step."""
+    num_asked: int = 0
+    """How often the core was asked whether it is paused."""
+    calls_end: asyncio.Event = field(default_factory=asyncio.Event)
+    """Not set: calls go on."""
 
     def __post_init__(self) -> None:
         self.answers.set()
+        self.calls_end.set()
 
     @property
     def llm(self) -> Any:
@@ -99,12 +104,14 @@ class Engine:
         )
 
     async def _paused(self) -> bool:
+        self.num_asked += 1
         await self.answers.wait()
         if self.death is not None:
             raise self.death
         return self.is_paused
 
     async def _pause(self, *, is_paused: bool = True, **how: Any) -> None:
+        await self.calls_end.wait()
         self.is_paused = is_paused
 
     async def generate(self, asked: EngineCoreRequest) -> AsyncIterator[Any]:
@@ -365,6 +372,39 @@ async def test_a_core_in_a_long_step_is_promised_more_time(
     served.router.heard.clear()
     served.engine.answers.set()
     await eventually(lambda: any(within(x) == WITHIN_S for x in served.router.heard))
+
+
+async def test_a_call_keeps_its_promise_while_the_core_answers(
+    served: Served, eventually: Eventually
+) -> None:
+    served.router.client.tell(FOLLOW_HEARTBEAT)
+    await eventually(lambda: any(x.heartbeat for x in served.router.heard))
+    served.engine.calls_end.clear()
+    call = asyncio.ensure_future(served.router.client.call("pause_generation", "keep", False))
+    await eventually(lambda: promised(served) == CALL_S)
+    asked = served.engine.num_asked
+    await eventually(lambda: served.engine.num_asked >= asked + 3)
+    assert promised(served) == CALL_S
+    served.engine.calls_end.set()
+    await call
+    await eventually(lambda: promised(served) == WITHIN_S)
+
+
+async def test_the_beats_go_on_after_a_question_that_failed(
+    served: Served, eventually: Eventually
+) -> None:
+    served.router.client.tell(FOLLOW_HEARTBEAT)
+    await eventually(lambda: any(x.heartbeat for x in served.router.heard))
+    asked, served.engine.death = served.engine.num_asked, RuntimeError("no answer")
+    await eventually(lambda: served.engine.num_asked > asked + 1)
+    served.engine.death = None
+    served.router.heard.clear()
+    await eventually(lambda: any(within(x) == WITHIN_S for x in served.router.heard))
+
+
+def promised(served: Served) -> float:
+    """What the last beat promises."""
+    return [within(message) for message in served.router.heard if message.heartbeat][-1]
 
 
 def within(message: EngineCoreOutputs) -> float:

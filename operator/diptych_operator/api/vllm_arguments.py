@@ -34,7 +34,7 @@ OWNED_ARGUMENTS: Final[dict[str, tuple[str, ...]]] = {
     ),
     "set spec.engine.tensorParallelSize": ("tensor-parallel-size",),
     "a pod has one engine; set replicas, or spec.engine.tensorParallelSize": (
-        "data-parallel-*", "nnodes", "node-rank", "master-*",
+        "data-parallel-*", "nnodes", "node-rank", "master-*", "api-server-count",
     ),
     "set spec.availability.drainSeconds": ("shutdown-timeout",),
     "write each argument by itself": ("config",),

@@ -140,10 +140,12 @@ def _arguments(service: InferenceService, ranks: int) -> Iterator[str]:
     yield from ("--served-model-name", _as_it_is(service.served_name))
     yield f"--tensor-parallel-size={ranks}"
     yield f"--shutdown-timeout={service.spec.availability.drain_seconds}"
-    # vLLM chooses a port, at which its own API server listens.
+    # Events name the tokens of prompts, so they stay in the pod. On a laptop pods share /tmp, and
+    # have ports of their own.
+    place = f"ipc:///tmp/diptych-$({PORT_VARIABLES['core']})"
     yield (
         '--kv-events-config={"enable_kv_cache_events":true,"publisher":"zmq",'
-        '"endpoint":"tcp://*:0","replay_endpoint":"tcp://*:0"}'
+        f'"endpoint":"{place}.events","replay_endpoint":"{place}.replay"}}'
     )
     yield _MIDDLEWARE
 

@@ -30,7 +30,7 @@ from diptych_vllm.serve.requests import check_request
 log = logging.getLogger(__name__)
 
 EARLY_S: Final = 600.0
-"""A prompt that is fetched early has so long to come."""
+"""A prompt that is fetched early is given up after so long."""
 
 Key = tuple[bytes, str]
 """A client, and the id of its request."""
@@ -85,6 +85,7 @@ class VllmAnswers:
     def abort(self, client: bytes, request_id: str) -> None:
         """End a request, of which nothing more is said."""
         self._early.drop((client, request_id))
+        self._engine.received.pop(early_id(request_id), None)
         task = self._open.pop((client, request_id), None)
         if task is not None:
             task.cancel()
@@ -194,16 +195,19 @@ class VllmAnswers:
             await self._engine.reject(params)
 
     async def _fetch_early(self, request: EngineCoreRequest) -> bool:
+        ended = False
         try:
             async with asyncio.timeout(EARLY_S):
                 told = self._hand_offs.told(asked_of(request))
-                ended = False
                 async for news in self._engine.generate(self._salted(_with(request, told))):
                     ended = news.outputs[0].finish_reason == "length"
                 return ended
         except Exception as exc:  # the request then fetches its KV itself
             log.info("request %s: its KV did not come early: %r", request.request_id, exc)
             return False
+        finally:
+            if not ended:
+                self._engine.received.pop(request.request_id, None)
 
     def _salted(self, request: EngineCoreRequest) -> EngineCoreRequest:
         if not self._salt:

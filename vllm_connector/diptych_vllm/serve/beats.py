@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from diptych_frontend.core_client.heartbeat_timer import (
@@ -38,6 +39,8 @@ class CoreBeats:
         """
         self._ask, self._tell, self._stood_still = ask, tell, stood_still
         self._timer = HeartbeatTimer()
+        self._calls = 0
+        """Calls that are being carried out, but for quick ones."""
 
     def follow(self, client: bytes) -> bool:
         """A client wants to hear the beats; False: too many do already."""
@@ -46,10 +49,19 @@ class CoreBeats:
     def forget(self, client: bytes) -> None:
         self._timer.followers.discard(client)
 
-    def before_call(self, method: str) -> None:
-        """A call is about to be carried out."""
-        if method not in QUICK_CALLS:
-            self._promise(CALL_S, in_call=True)
+    @contextmanager
+    def during_call(self, method: str) -> Iterator[None]:
+        """Promise the time of a call while it is carried out, also where the core answers
+        meanwhile."""
+        if method in QUICK_CALLS:
+            yield
+            return
+        self._calls += 1
+        self._promise(CALL_S, in_call=True)
+        try:
+            yield
+        finally:
+            self._calls -= 1
 
     async def run(self) -> None:
         """Ask and tell, for ever. Raises what `ask` raises."""
@@ -58,7 +70,7 @@ class CoreBeats:
             asked = asyncio.ensure_future(self._ask())
             try:
                 done, _ = await asyncio.wait({asked}, timeout=BEAT_S)
-                if not done:
+                if not done and not self._calls:
                     bound_s = self._timer.steps.bound_s(ONE_SIZE)
                     self._promise(max(bound_s, UNSEEN_STEP_S))
                 await asked
@@ -67,7 +79,7 @@ class CoreBeats:
             now = time.monotonic()
             self._timer.steps.took(ONE_SIZE, now - begin)
             self._stood_still(now - begin)
-            heartbeat = self._timer.beat(now)
+            heartbeat = None if self._calls else self._timer.beat(now)
             if heartbeat is not None:
                 self._tell(heartbeat, self._timer.followers)
             await asyncio.sleep(max(0.0, BEAT_S - (now - begin)))

@@ -24,6 +24,7 @@ from vllm.sampling_params import StructuredOutputsParams as VllmForm
 from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
+from diptych_frontend.text.prompt_embeds import check_embeds
 from diptych_protocol import (
     EngineCoreRequest,
     EngineDescription,
@@ -200,7 +201,7 @@ class ServedVllm:
             fields["structured_outputs"] = VllmForm(**form)
         params = VllmSamplingParams(**fields, output_kind=VllmOutputKind.DELTA, skip_clone=True)
         answer: AsyncIterator[VllmOutput] = self._llm.generate(
-            _prompt_of(request),
+            self._prompt_of(request),
             params,
             request.request_id,
             lora_request=_adapter_of(request.lora_request),
@@ -219,7 +220,7 @@ class ServedVllm:
         )
         vectors: Any = None
         async for output in self._llm.encode(
-            _prompt_of(request),
+            self._prompt_of(request),
             wanted,
             request.request_id,
             lora_request=_adapter_of(request.lora_request),
@@ -229,6 +230,21 @@ class ServedVllm:
             vectors = output.outputs.data
         plain = vectors.detach().to("cpu", torch.float32).contiguous()
         return Array("float32", tuple(plain.shape), plain.numpy().tobytes())
+
+    def _prompt_of(self, request: EngineCoreRequest) -> Any:
+        """A prompt that vLLM need not render. Raises `InvalidRequestError` for embeddings that are
+        not those of the model: vLLM's core would die of them."""
+        prompt: dict[str, Any]
+        if request.prompt_embeds is None:
+            prompt = {"type": "token", "prompt_token_ids": token_ids_of(request)}
+        else:
+            size = self._config.model_config.get_inputs_embeds_size()
+            embeds = check_embeds(request.prompt_embeds, size)
+            raw = torch.frombuffer(bytearray(embeds.data), dtype=getattr(torch, embeds.dtype))
+            prompt = {"type": "embeds", "prompt_embeds": raw.reshape(embeds.shape)}
+        if request.cache_salt is not None:
+            prompt["cache_salt"] = request.cache_salt
+        return prompt
 
     async def reject(self, params: dict[str, Any]) -> None:
         """Tell the connector that nobody will read what these parameters name."""
@@ -254,20 +270,6 @@ class ServedVllm:
 
     async def add_lora(self, adapter: LoRARequest) -> bool:
         return bool(await self._llm.add_lora(_adapter_of(adapter)))
-
-
-def _prompt_of(request: EngineCoreRequest) -> Any:
-    """A prompt that vLLM need not render."""
-    prompt: dict[str, Any]
-    embeds = request.prompt_embeds
-    if embeds is None:
-        prompt = {"type": "token", "prompt_token_ids": token_ids_of(request)}
-    else:
-        raw = torch.frombuffer(bytearray(embeds.data), dtype=getattr(torch, embeds.dtype))
-        prompt = {"type": "embeds", "prompt_embeds": raw.reshape(embeds.shape)}
-    if request.cache_salt is not None:
-        prompt["cache_salt"] = request.cache_salt
-    return prompt
 
 
 def _adapter_of(adapter: LoRARequest | None) -> VllmLoRARequest | None:

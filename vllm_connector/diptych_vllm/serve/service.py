@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
+from diptych_frontend.core_client.heartbeat_timer import BEAT_S
 from diptych_frontend.core_client.prefix_news import PrefixNews, RemembersPrefixes
 from diptych_protocol import (
     UNREADABLE,
@@ -112,12 +113,15 @@ class WireService:
 
     async def watch(self) -> None:
         """Ask the core all the time, and tell those who want to hear it. Ends when it has died."""
-        try:
-            await self._beats.run()
-        except Exception as exc:
-            if not self._engine.has_died(exc):
-                raise
-            self._on_death()
+        while True:
+            try:
+                await self._beats.run()
+            except Exception as exc:
+                if self._engine.has_died(exc):
+                    self._on_death()
+                    return
+                log.exception("the core could not be asked")
+                await asyncio.sleep(BEAT_S)
 
     def take(self, client: bytes, frames: list[bytes], arrays: list[Frame]) -> None:
         """A message has come."""
@@ -227,8 +231,8 @@ class WireService:
         if call.method == "reject_kv_transfer":
             _request_id, lease = call.args
             return await self._answers.reject(lease)
-        self._beats.before_call(call.method)
-        result = await self._control.run(call.method, call.args)
+        with self._beats.during_call(call.method):
+            result = await self._control.run(call.method, call.args)
         await self._ask_core()
         return result
 
