@@ -29,6 +29,7 @@ from diptych_protocol import (
     UtilityOutput,
     wire,
 )
+from diptych_protocol.engine_stats import KVTransferStats, SchedulerStats
 
 REQUEST_FIELDS = """
     request_id prompt_token_ids mm_features sampling_params pooling_params eos_token_id arrival_time
@@ -51,7 +52,28 @@ def make_request(**kwargs: Any) -> EngineCoreRequest:
     )
 
 
+STATS_FIELDS = """
+    num_running num_waiting num_waiting_for_remote_kv blocks_total blocks_free queued_prompt_tokens
+    prompt_tokens_computed tokens_generated prefix_cache_queries prefix_cache_hits remote_kv_tokens
+    num_preemptions steps kv_transfer draining paused sleep_level num_waiting_for_input dummy_steps
+    cpu_level cpu_kernels_set_aside malformed_messages images_encoded encoder_cache_hits
+    encoder_cache_tokens seconds_stepping adapters_loaded seconds_loading_adapters queued_tokens_of
+"""
+KV_STATS_FIELDS = """
+    leases_held leases_granted leases_released leases_revoked leases_expired blocks_held
+    loads_in_flight loads_completed loads_failed blocks_received bytes_received seconds_receiving
+    blocks_sent bytes_sent stale_reads_refused transport leases_promised leases_withdrawn
+    leases_promised_now leases_draining leases_rejected loads_started leases_refused_here
+    early_loads early_loads_adopted early_loads_dropped early_loads_now hand_off_counts
+    loads_waiting_for_room staging_bytes prefix_fetches prefix_fetches_completed
+    prefix_fetches_failed prefix_fetches_now prefix_tokens_fetched prefix_seconds prefixes_lent
+    prefixes_refused newest_moves rejections_ignored late_reads
+"""
+
+
 FIELDS = {
+    SchedulerStats: STATS_FIELDS,
+    KVTransferStats: KV_STATS_FIELDS,
     EngineCoreRequest: REQUEST_FIELDS,
     EngineCoreOutput: OUTPUT_FIELDS,
     EngineCoreOutputs: OUTPUTS_FIELDS,
@@ -87,6 +109,11 @@ def test_contract_M04_the_contract_s_fields_come_first_and_in_order() -> None:
 
 def test_contract_M05_the_contract_s_fields_come_first_and_in_order() -> None:
     check_fields(EngineCoreOutputs)
+
+
+@pytest.mark.parametrize("stats", [SchedulerStats, KVTransferStats])
+def test_figures_of_engines_keep_their_places(stats: Any) -> None:
+    check_fields(stats)
 
 
 def test_contract_M03_golden_bytes() -> None:

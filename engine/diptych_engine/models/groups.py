@@ -35,7 +35,7 @@ def _bytes(blocks: Blocks) -> Levels:
 
 
 def _signed(blocks: Blocks) -> Levels:
-    """Levels of -128 to 127."""
+    """Levels of -128 to 127, moved to 0 to 255."""
     return _bytes(blocks) ^ np.uint8(128)
 
 
@@ -82,8 +82,8 @@ class Groups:
     """A matrix whose value at (r, c) is `level[r, c] * scale[r, c // 32] + offset[r, c // 32]`."""
 
     levels: Tensor
-    """[rows, groups, bytes] uint8, not negative. 32 bytes are a level each; in 16 bytes, the low
-    halves are the levels of the first 16 columns, and the high halves the rest."""
+    """[rows, groups, bytes] uint8. 32 bytes are a level each, 0 to 255; in 16 bytes, of levels 0
+    to 15, the low halves are the levels of the first 16 columns, and the high halves the rest."""
     scale: Tensor
     """[rows, groups] float32."""
     offset: Tensor

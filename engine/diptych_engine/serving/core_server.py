@@ -90,8 +90,7 @@ class CoreServer:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._clients: dict[bytes, int] = {}
-        """Who has sent something -> how many requests."""
-        """All that have spoken and are not known to be gone."""
+        """Client -> requests that it has sent. Those that are known to be gone are not here."""
         self._look_through_at = FEW_CLIENTS
         """At more clients than these, each is tried."""
         self._told: dict[bytes, Posture] = {}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from diptych_kernels.cpu_level import remembered
-from diptych_kernels.native.arguments import ChunkAttention, DecodeAttention, places_of
+from diptych_kernels.native.arguments import ChunkAttention, DecodeAttention
 from diptych_kernels.native.kernel import Call, Kernel, kernel_of
 from diptych_kernels.native.layout import is_known
 from diptych_kernels.native.prefill_chunk import ChunkNumbers
@@ -31,8 +31,6 @@ FLOAT = 4
 """Size in bytes."""
 WIDTH = 32
 """The kernel for chunks supports heads whose size is a multiple of this."""
-[CACHE] = places_of(DecodeAttention, "cache")
-"""The position of the address of the layer's keys and values in a table's row, also for chunks."""
 COMMON_DIMS = frozenset({64, 128})
 """Sizes of heads with a kernel of their own, which is a quarter faster."""
 HEADS, KV_HEADS, BLOCK_SIZE = 4, 2, 16
@@ -133,7 +131,7 @@ def calls(
     """Return the calls that compute the attention of a step, for what `fits` and sizes that have
     kernels.
 
-    For another layer, replace argument `calls.CACHE` by that layer's address.
+    For another layer, replace argument `rope_kv_write.CACHE` by that layer's address.
     """
     found = [_decode_call(queries, kv_layer, metadata, attended)] if metadata.num_decodes else []
     if metadata.num_decodes < len(metadata.context_lens):
