@@ -192,6 +192,7 @@ BY_ROUTES = (
     "frontend/diptych_frontend/openai/chat.py",
     "frontend/diptych_frontend/openai/embeddings.py",
     "frontend/diptych_frontend/openai/generation.py",
+    "frontend/diptych_frontend/openai/request_body.py",
     "frontend/diptych_frontend/openai/rejection.py",
     "frontend/diptych_frontend/openai/token_count.py",
     "frontend/diptych_frontend/vllm_api/scoring.py",

@@ -69,6 +69,12 @@ class ServerMetrics:
             ("model_name", "route", "status"),
             registry=self.registry,
         )
+        self._ignored_fields = Counter(
+            f"{PREFIX}ignored_fields",
+            "Fields of messages in requests that are not known here and were left out.",
+            ("model_name",),
+            registry=self.registry,
+        ).labels(model_name)
         self._answers: dict[tuple[str, int], Counter] = {}
         """The counters of `_http_requests`, whose labels take longer to look up."""
         self._of_tenants = Counter(
@@ -126,6 +132,9 @@ class ServerMetrics:
         counter.inc()
         if tenant:
             self._of_tenants.labels(self._model_name, tenant, str(status)).inc()
+
+    def count_ignored_fields(self, number: int) -> None:
+        self._ignored_fields.inc(number)
 
     def count_end(self, reason: str) -> None:
         self._finished.labels(self._model_name, reason).inc()

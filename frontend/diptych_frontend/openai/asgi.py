@@ -71,6 +71,8 @@ class Exchange:
     """The client: the name of the request's API key; empty without keys."""
     least_priority: int | None = None
     """The request is no more urgent than this, whatever its body says; None: as its body says."""
+    ignored_fields: int = 0
+    """Fields of messages in the body that are not known here and were left out."""
     admitted: bool = False
     """Whether an engine accepted the request, and so has to clean up after it."""
 

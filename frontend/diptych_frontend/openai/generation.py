@@ -209,6 +209,8 @@ class GenerationRoute(Generic[B, R]):
     def _decode(self, scope: Scope, body: bytes) -> Sound[B, R]:
         """All but the prompts."""
         read = decode_body(scope, body, self._decoder, most_values(self._engine.max_model_len))
+        if ignored := exchange_of(scope).ignored_fields:
+            self._metrics.count_ignored_fields(ignored)
         request = self._api.request(read, scope)
         if request.json_schemas is None:
             request.json_schemas = self._engine.json_schemas

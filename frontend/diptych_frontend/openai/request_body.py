@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 from starlette.types import Scope
 
-from diptych_frontend.openai.asgi import header
+from diptych_frontend.openai.asgi import exchange_of, header
 from diptych_frontend.openai.errors import from_decode_error
+from diptych_frontend.openai.ignored_fields import drop_unknown
 from diptych_protocol import UNREADABLE, InvalidRequestError
 
 T = TypeVar("T")
@@ -28,7 +29,7 @@ def decode_body(
     scope: Scope, body: bytes, decoder: msgspec.json.Decoder[T], max_values: int = MAX_VALUES
 ) -> T:
     """Decode a body. Raises `InvalidRequestError` for another content type, and for an invalid
-    body."""
+    body. Unknown fields of messages are left out; see `ignored_fields`."""
     content_type = header(scope, b"content-type") or ""
     if content_type.partition(";")[0].strip().lower() != "application/json":
         raise InvalidRequestError(
@@ -36,7 +37,20 @@ def decode_body(
             param="Content-Type",
             status=415,
         )
-    return decode_json(body, decoder, max_values)
+    try:
+        return decode_json(body, decoder, max_values)
+    except InvalidRequestError as exc:
+        if not isinstance(exc.__cause__, msgspec.ValidationError):
+            raise
+        raw = decode_json(body, _any, max_values)
+        dropped = drop_unknown(raw, decoder.type)
+        if not dropped:
+            raise
+        exchange_of(scope).ignored_fields = dropped
+        return decode_json(msgspec.json.encode(raw), decoder, max_values)
+
+
+_any: Final = msgspec.json.Decoder(Any)
 
 
 def decode_json(body: bytes, decoder: msgspec.json.Decoder[T], max_values: int = MAX_VALUES) -> T:

@@ -12,6 +12,7 @@ import msgspec
 
 from diptych_frontend.openai.api_types import MAX_MESSAGES, CacheSalt, Int64, Neutral
 from diptych_frontend.openai.errors import from_decode_error
+from diptych_frontend.openai.ignored_fields import drop_unknown
 from diptych_frontend.openai.response_format import JsonObjectFormat, TextFormat
 from diptych_frontend.tool_calls.tools import MAX_TOOLS, ToolName
 from diptych_protocol import InvalidRequestError, JsonSchemas
@@ -249,6 +250,11 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 def as_items(values: list[Any]) -> list[Item]:
     """Return items from plain values. Raises `InvalidRequestError` naming the part."""
     try:
-        return msgspec.convert({"input": values}, _Items).input
+        try:
+            return msgspec.convert({"input": values}, _Items).input
+        except msgspec.ValidationError:
+            if not drop_unknown({"input": values}, _Items):
+                raise
+            return msgspec.convert({"input": values}, _Items).input
     except (msgspec.ValidationError, UnicodeEncodeError) as exc:
         raise from_decode_error(exc) from exc

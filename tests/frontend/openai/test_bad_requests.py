@@ -114,7 +114,6 @@ ONLY = {
         messages({"role": "user"}),
         messages({"role": "user", "content": None}),
         messages({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}),
-        messages({"role": "user", "content": "hi", "mood": "good"}),
         messages({"role": "assistant", "content": "", "tool_calls": [{"id": "a"}]}),
         messages({"role": "user", "content": "x" * 3000}),
         {"top_logprobs": 3},

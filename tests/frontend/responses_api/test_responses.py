@@ -199,7 +199,6 @@ async def test_a_forced_call_is_a_form(http: httpx.AsyncClient, engine: Any, cho
         ({"input": ["hi"]}, "input"),
         ({"input": [{"role": "user"}]}, "input"),
         ({"input": [{"role": "robot", "content": "hi"}]}, "input"),
-        ({"input": [USER | {"mood": "good"}]}, "input"),
         ({"input": [{"type": "web_search_call", "id": "a"}]}, "input"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input"),
         ({"input": [RESULT | {"call_id": None}]}, "input"),
