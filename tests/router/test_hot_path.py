@@ -15,14 +15,14 @@ import pytest
 import pytest_asyncio
 from benchmarks.call_path import CHAT, COMPLETION, REQUESTS, STEP_MS, ask, routing, shortest
 
-CEILINGS = {False: 1340, True: 1420}
+CEILINGS = {False: 1390, True: 1470}
 """Whether the answer is streamed -> calls of Python and built-in functions for a request."""
 
-TOKENS, TOKEN_CEILING = 40, 161
+TOKENS, TOKEN_CEILING = 40, 178
 """Tokens of the longer of two streams, and the most calls for a token, with the event loop's
-part."""
+part. It is 155 alone, and more beside other work, because heartbeats come with time."""
 
-CHAT_CALLS, CHAT_FILES, CHAT_CHANGES = 810, 77, 500
+CHAT_CALLS, CHAT_FILES, CHAT_CHANGES = 840, 78, 520
 """A chat of four streamed tokens: calls of functions of ours, the files that they are in, and how
 often one is in another file than the one before."""
 

@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -259,7 +259,12 @@ class GenerationRoute(Generic[B, R]):
                     start = {"type": "http.response.start", "status": 200, "headers": headers}
                     await send(start)
                 tally.add(prompt_index, output)
-                events = writer.events(prompt_index, output, tally)
+                if len(output.outputs) > 1:
+                    # Clients look at the first choice of an event only.
+                    each = (replace(output, outputs=[choice]) for choice in output.outputs)
+                    events = b"".join(writer.events(prompt_index, one, tally) for one in each)
+                else:
+                    events = writer.events(prompt_index, output, tally)
                 await send({"type": "http.response.body", "body": events, "more_body": True})
         ending = writer.ending(tally)
         await send({"type": "http.response.body", "body": ending, "more_body": False})

@@ -60,15 +60,14 @@ async def test_a_stream_is_one_event_a_token_and_done(http_socket: httpx.AsyncCl
     assert all("usage" not in c for c in chunks)
 
 
-async def test_the_role_comes_once_with_the_first_chunk_of_each_choice(
+async def test_a_chunk_has_one_choice_and_the_first_of_each_its_role(
     http: httpx.AsyncClient,
 ) -> None:
     answer = await http.post(CHAT, json=chat(max_tokens=2, n=2, stream=True))
     *chunks, _ = events(answer.text)
-    assert [[c["delta"].get("role") for c in chunk["choices"]] for chunk in chunks] == [
-        ["assistant", "assistant"],
-        [None, None],
-    ]
+    told = [(c["index"], c["delta"].get("role")) for chunk in chunks for c in chunk["choices"]]
+    assert told == [(0, "assistant"), (1, "assistant"), (0, None), (1, None)]
+    assert len(chunks) == len(told)
 
 
 async def test_continuous_usage_counts_up_in_every_chunk(http: httpx.AsyncClient) -> None:
