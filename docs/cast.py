@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import select
 import shlex
 import shutil
@@ -143,7 +144,8 @@ def play(terminal: Terminal, folder: Path, *options: str) -> None:
     terminal.type(f"touch answer; (until {half}; do sleep 0.05; done; kill -9 {victim}) &")
     question = f"--temperature 0 --max-tokens {TOKENS} --once '{QUESTION}'"
     terminal.type(f"diptych chat {question} | tee answer")
-    terminal.wait(lambda _: "restarts 1" in log.read_text().rpartition("ready")[2])
+    came_again = re.compile(r"ready \(port \d+, restarts 1\)")
+    terminal.wait(lambda _: came_again.search(log.read_text()) is not None)
     terminal.type("tail -n 4 up.log")
     after = terminal.type("diptych status")
     if decode_engine(folder) == victim or "error" in after:
