@@ -138,6 +138,34 @@ def whole_engine(place: Place) -> None:
     compare(place, "steps ahead and step by step", made[True], made[False])
 
 
+def kv_in_eight_bits(place: Place) -> None:
+    """The same prompts with a KV cache in the model's dtype and in eight bits."""
+    made: dict[str, list[list[int]]] = {}
+    rows = place.either(64, 2)
+    for kept in ("auto", "fp8"):
+        started = time.perf_counter()
+        core = make_core(
+            dummy(place), kv_cache_dtype=kept, enable_prefix_caching=False, **options(place)
+        )
+        place.tell(f"start, {kept}", seconds=time.perf_counter() - started, gb=memory_gb(place))
+        try:
+            made[kept] = served(place, core, f"{kept}, recorded", rows, temperature=0.0)
+            again = served(place, core, f"{kept}, replayed", rows, temperature=0.0)
+            compare(place, f"{kept}, twice", made[kept], again)
+        finally:
+            core.close()
+    for what, count in (("equal tokens", None), ("equal first tokens", 1)):
+        place.tell(what, share=equal_share(*(flat(made[kept], count) for kept in made)))
+
+
+def flat(answers: list[list[int]], count: int | None) -> list[int]:
+    return [token for answer in answers for token in answer[:count]]
+
+
+def equal_share(one: list[int], other: list[int]) -> float:
+    return sum(a == b for a, b in zip(one, other, strict=True)) / len(one)
+
+
 @torch.inference_mode()
 def block_copies(place: Place) -> None:
     """Both ways, while the device rests and while a prefill is under way."""
@@ -197,9 +225,14 @@ def experts_and_adapters(place: Place) -> None:
 
 def hand_off(place: Place) -> None:
     """One prefill and one decode engine on one device; the tokens are those of one engine alone."""
+    for kept in ("auto", "fp8"):
+        hand_off_in(place, kept)
+
+
+def hand_off_in(place: Place, kept: str) -> None:
     model, hinge = dummy(place), KVTransferConfig()
     # In bfloat16 the last token of a prompt may differ by how many are computed with it.
-    exact = options(place, dtype="float32")
+    exact = options(place, dtype="float32", kv_cache_dtype=kept)
     both = Engines(model)
     try:
         prefill, decode = (
@@ -210,7 +243,7 @@ def hand_off(place: Place) -> None:
             alone = both.alone(prefill, prompt, max_tokens=6)
             started = time.perf_counter()
             passed = both.pass_on(prefill, decode, prompt, max_tokens=6)
-            place.tell(f"hand-off {i}", seconds=time.perf_counter() - started)
-            compare(place, f"hand-off {i}, tokens", passed, alone)
+            place.tell(f"hand-off {i}, {kept}", seconds=time.perf_counter() - started)
+            compare(place, f"hand-off {i}, {kept}, tokens", passed, alone)
     finally:
         both.close()

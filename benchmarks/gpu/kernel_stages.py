@@ -6,13 +6,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import torch
 from benchmarks.gpu.place import FEW, STEP_SIZES, Place
 from benchmarks.kernels.cases import EPS, Case, Sizes, Workload
-from benchmarks.kernels.measure import measured, told
+from benchmarks.kernels.measure import Timer, measured, told
 from benchmarks.kernels.steps import step_cases
 from torch import Tensor
 
@@ -150,11 +152,20 @@ def beside_torch(place: Place) -> None:
     """Every kernel, the products in either layout, and attention with skewed contexts."""
     sizes = place.either(Sizes(rows=(1, 64, 256, 8192)), FEW)
     rows_of(place, place.workload.cases(sizes))
+    rows_of(place, small_in_graphs(place), place.graph_timer)
+
+
+def small_in_graphs(place: Place) -> Iterator[Case]:
+    """What a decode step replays beside its products, whose launches cost it nothing."""
+    workload = place.workload
+    for rows in place.either((1, 64, 256), (3,)):
+        for case in chain(workload.rows(rows), workload.heads(rows)):
+            yield replace(case, kernel=f"{case.kernel} in a graph")
 
 
 @torch.inference_mode()
-def rows_of(place: Place, cases: Iterator[Case]) -> None:
+def rows_of(place: Place, cases: Iterator[Case], timer: Timer | None = None) -> None:
     torch.manual_seed(0)
     limits = place.limits()
-    for row in measured(cases, limits["bandwidth"], limits["rate"], place.timer):
+    for row in measured(cases, limits["bandwidth"], limits["rate"], timer or place.timer):
         place.tell(f"{row.pop('kernel')}, {row.pop('size')}", **row)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from benchmarks.kernels.cases import Sizes, Workload
 from benchmarks.kernels.costs import LLAMA_3_8B, Model
-from benchmarks.kernels.measure import Row, Timer, ceilings, timed
+from benchmarks.kernels.measure import Row, Timer, ceilings, timed, timed_as_graph
 
 TINY = Model(
     hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8, layers=2, vocabulary=700,
@@ -51,6 +51,10 @@ class Place:
     @property
     def timer(self) -> Timer:
         return by_the_clock if self.dry else timed
+
+    @property
+    def graph_timer(self) -> Timer:
+        return by_the_clock if self.dry else timed_as_graph
 
     @property
     def workload(self) -> Workload:
