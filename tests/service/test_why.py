@@ -286,9 +286,24 @@ async def test_the_command_shows_it(
         assert refused.exit_code == 0, "the file that the router reads is the one that is sent"
 
 
-def state_of_this_process(service: Service) -> RunState:
-    pod = PodState("svc-router-0", "router", "ready", 1, 0, {"admin": service.admin_port}, "/l")
+async def test_services_of_one_name_are_told_apart(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    name = (await service.ask(NEXT)).headers["x-request-id"]
+    with RunDirectory("svc") as one, RunDirectory("svc") as other:
+        one.save(state_of_this_process(service, port=8080))
+        other.save(state_of_this_process(service, port=9000))
+        for arguments in ([], [name]):
+            shown = (await run_command(*arguments)).stdout
+            assert "svc-router-0:8080" in shown
+            assert "svc-router-0:9000" in shown
+
+
+def state_of_this_process(service: Service, port: int = 1) -> RunState:
+    ports = {"http": port, "admin": service.admin_port}
+    pod = PodState("svc-router-0", "router", "ready", 1, 0, ports, "/l")
     return RunState(
-        "svc", "svc", "http://127.0.0.1:1/v1", True, 0.0, os.getpid(),
+        "svc", "svc", f"http://127.0.0.1:{port}/v1", True, 0.0, os.getpid(),
         psutil.Process().create_time(), [pod], admin_token_file=str(service.token_file),
     )  # fmt: skip
