@@ -11,7 +11,7 @@ from diptych.errors import BadInputError
 from diptych.known_models import KnownModel, Source
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_operator.api.errors import SpecError
-from diptych_operator.api.parse import parse
+from diptych_operator.api.parse import ServiceFile, parse_file
 from diptych_operator.api.service import InferenceService
 from diptych_operator.new_secrets import new_secrets
 from diptych_operator.render import render
@@ -19,11 +19,11 @@ from diptych_protocol import InvalidRequestError
 from diptych_protocol.model_uri import parse_model_uri
 
 
-def load(source: Source) -> InferenceService:
-    """Load the service of a YAML file, or of a known model. Raises `BadInputError` naming file and
+def load(source: Source) -> ServiceFile:
+    """Load a YAML file, or the service of a known model. Raises `BadInputError` naming file and
     field."""
     try:
-        return parse(_text(source))
+        return parse_file(_text(source))
     except SpecError as exc:
         raise BadInputError(f"{source}: {exc}") from exc
     except (OSError, UnicodeDecodeError) as exc:
