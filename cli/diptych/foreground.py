@@ -60,7 +60,7 @@ def _run(
         kinds = ", ".join(str(other.get("kind")) for other in others)
         board.say(f"of {source} only the {KIND} runs here, not: {kinds}")
     programs = other_programs(source, service)  # before anything is fetched in vain
-    service = with_local_model(service, cache, console)
+    service = with_local_model(source, service, cache, console)
     asyncio.run(up(source, service, api, programs, board, while_ready))
 
 
