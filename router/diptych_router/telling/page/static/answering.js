@@ -3,7 +3,7 @@
 /**
  * @typedef {object} Outcome
  * @property {string} text
- * @property {string} requestId empty if the request was refused
+ * @property {string} requestId by which the router knows it
  * @property {string} end why it ended: stop, length, ..., or stopped by the user
  * @property {number | null} firstTokenMs from the question to the first word, as seen here
  * @property {number | null} tokensPerSecond from the first word to the last
@@ -23,8 +23,7 @@ export async function readAnswer(service, body, signal, shown, outcome) {
   const began = performance.now();
   let first = 0;
   try {
-    const { requestId, chunks } = await service.chat(body, signal);
-    outcome.requestId = requestId;
+    const chunks = await service.chat(body, outcome.requestId, signal);
     for await (const chunk of chunks) {
       if (chunk.usage) takeUsage(outcome, chunk.usage);
       const choice = chunk.choices[0];
@@ -54,7 +53,7 @@ export async function readAnswer(service, body, signal, shown, outcome) {
 /** @returns {Outcome} */
 export function nothingYet() {
   const unknown = { firstTokenMs: null, tokensPerSecond: null, tokens: null, cachedTokens: null };
-  return { text: "", requestId: "", end: "", ...unknown };
+  return { text: "", requestId: newId(), end: "", ...unknown };
 }
 
 /**
@@ -64,4 +63,10 @@ export function nothingYet() {
 function takeUsage(outcome, usage) {
   outcome.tokens = usage.completion_tokens;
   outcome.cachedTokens = usage.prompt_tokens_details?.cached_tokens ?? null;
+}
+
+/** Also on pages without TLS, which have no `randomUUID`. */
+function newId() {
+  const bytes = crypto.getRandomValues(new Uint8Array(12));
+  return `page-${[...bytes].map((byte) => byte.toString(16).padStart(2, "0")).join("")}`;
 }

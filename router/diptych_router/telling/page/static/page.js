@@ -73,8 +73,10 @@ async function kill(control, engine) {
   try {
     await service.kill(control, engine);
     announced.textContent = `${engine} was killed.`;
+    return true;
   } catch (error) {
     say(error);
+    return false;
   }
 }
 
@@ -120,6 +122,7 @@ async function answer() {
   setAnswering(control);
   shown.setAnswering(true);
   announced.textContent = "The answer begins.";
+  panels?.answer.begin(outcome.requestId);
   try {
     const body = conversation.request(model.value, systemPrompt(), sampling());
     const see = {
@@ -134,6 +137,7 @@ async function answer() {
   }
   shown.setAnswering(false);
   setAnswering(null);
+  void panels?.answer.end();
   if (conversation.messages !== asked) return; // a new chat was begun meanwhile
   if (outcome.text) conversation.answered(outcome.text);
   else transcript.removeAnswer();

@@ -28,6 +28,8 @@ export class Recording {
   #zero = Infinity;
   /** Answers that were given and are given once: streams, and what was posted. */
   #given = new Set();
+  /** The recorded id of each request that this page has named anew. */
+  #ids = new Map();
 
   /** @param {Run} run */
   constructor(run) {
@@ -70,9 +72,12 @@ export class Recording {
    * @returns {Promise<Response>}
    */
   fetch = async (asked, options = {}) => {
-    const answer = this.#answerTo(options.method ?? "GET", String(asked));
+    const [path, id] = partsOf(String(asked));
+    const answer = this.#answerTo(options.method ?? "GET", path + (this.#ids.get(id) ?? id));
     if (!answer) return new Response(null, { status: 404 });
     if (isGivenOnce(answer)) this.#given.add(answer);
+    const named = new Headers(options.headers).get("x-request-id");
+    if (named) this.#ids.set(named, answer.headers["x-request-id"]);
     await this.#reach(answer.at);
     const init = { status: answer.status, headers: answer.headers };
     return new Response(this.#body(answer, options.signal ?? null), init);
@@ -149,6 +154,15 @@ export class Recording {
     }
     byId("composer", HTMLFormElement).requestSubmit();
   }
+}
+
+/**
+ * @param {string} url
+ * @returns {[string, string]} without its last part, and that part, which may be a request's id
+ */
+function partsOf(url) {
+  const at = url.lastIndexOf("/") + 1;
+  return [url.slice(0, at), url.slice(at)];
 }
 
 /** @param {Answer} answer */

@@ -58,12 +58,12 @@ export class Service {
   }
 
   /**
-   * When an answer was where, as an SVG.
+   * When an answer was where, also while it comes.
    * @param {string} requestId
-   * @returns {Promise<string>}
+   * @returns {Promise<import("./ribbon.js").Course | null>} null: the router does not know it
    */
   async timeline(requestId) {
-    return (await this.#get(`/ui/api/timelines/${encodeURIComponent(requestId)}`)).text();
+    return (await this.#get(`/ui/api/timelines/${encodeURIComponent(requestId)}`)).json();
   }
 
   /**
@@ -79,18 +79,18 @@ export class Service {
   /**
    * Begin an answer. The chunks are those of the OpenAI API.
    * @param {object} body
+   * @param {string} requestId under which the router is to know it
    * @param {AbortSignal} signal
-   * @returns {Promise<{requestId: string, chunks: AsyncGenerator<any>}>}
+   * @returns {Promise<AsyncGenerator<any>>}
    */
-  async chat(body, signal) {
+  async chat(body, requestId, signal) {
     const answer = await this.#get("/v1/chat/completions", {
       method: "POST",
-      headers: { "content-type": "application/json" },
+      headers: { "content-type": "application/json", "x-request-id": requestId },
       body: JSON.stringify(body),
       signal,
     });
-    const requestId = answer.headers.get("x-request-id") ?? "";
-    return { requestId, chunks: chunksOf(answer) };
+    return chunksOf(answer);
   }
 
   /**
