@@ -108,7 +108,9 @@ async def test_another_engine_is_tried_before_and_the_full_one_is_spared_until_i
             outputs = [await generate(client, PROMPT) for _ in range(2)]
         ways = [(x.metrics["prefill"], x.metrics["attempts"]) for x in outputs]
         assert ways == [("prefill-1", 2), ("prefill-1", 1)]
-        await eventually(lambda: prefill_of(client.pools.choose(FOR_A_PAIR)) == links["prefill-0"].key)
+        await eventually(
+            lambda: prefill_of(client.pools.choose(FOR_A_PAIR)) == links["prefill-0"].key
+        )
 
 
 def prefill_of(decision: Decision | None) -> str | None:

@@ -602,6 +602,8 @@ def test_the_tour_explains_what_is_on_the_page_and_gives_the_focus_back(open_pag
     expect(page.locator("#tour")).to_be_hidden()
     expect(page.locator("#tour-open")).to_be_focused()
     assert page.locator(".toured").count() == 0
+
+
 KILL_AT_ONCE = """card => {
   const before = card.getBoundingClientRect().height;
   card.querySelector(".kill").click();

@@ -19,7 +19,7 @@ const EXPLAIN_TRIES = 5;
 const EXPLAIN_AGAIN_MS = 300;
 
 const recording = await Recording.published();
-const service = new Service(recording?.fetch ?? ((...asked) => fetch(...asked)));
+const service = new Service(recording?.fetch);
 const conversation = new Conversation();
 const transcript = new Transcript();
 const comparison = new Comparison(service);

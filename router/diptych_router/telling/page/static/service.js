@@ -27,8 +27,8 @@ export class Service {
   /** The key of this tab; empty without one. */
   #key = sessionStorage.getItem(KEY_PLACE) ?? "";
 
-  /** @param {typeof fetch} ask the browser's, or a recording's */
-  constructor(ask) {
+  /** @param {typeof fetch} [ask] the browser's, or a recording's */
+  constructor(ask = (...asked) => fetch(...asked)) {
     this.ask = ask;
   }
 
