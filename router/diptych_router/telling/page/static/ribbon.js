@@ -41,12 +41,6 @@ export class Ribbon {
     });
     this.#told.textContent = toldOf(timeline);
   }
-
-  clear() {
-    this.#title.textContent = "";
-    this.#lanes.replaceChildren();
-    this.#told.textContent = "";
-  }
 }
 
 /** Asks for the course of the newest answer while it comes, and again when something happens. */
@@ -67,6 +61,11 @@ export class Following {
   begin(requestId) {
     this.#requestId = requestId;
     this.#again(ASK_MS / 5);
+  }
+
+  /** Whether no answer comes now. */
+  get isIdle() {
+    return !this.#requestId;
   }
 
   /** Until its end is in the router's record, which may be a moment later than here. */
