@@ -576,6 +576,39 @@ def test_a_killed_engine_does_not_break_an_answer(open_page: Open) -> None:
     expect(scene.card(victim)).to_have_attribute("data-state", "ok")
 
 
+def test_the_same_prompt_goes_both_ways_and_the_answers_are_equal(open_page: Open) -> None:
+    scene = open_page()
+    scene.page.fill("#words", WHOLE.words)
+    scene.page.click("#compare-open")
+    expect(scene.page.locator("#verdict")).to_contain_text("the same, word for word")
+    assert scene.page.locator(".compared .text").all_inner_texts() == [WHOLE.answer, WHOLE.answer]
+    scene.page.click("#compare-close")
+    expect(scene.page.locator("#compare")).to_be_hidden()
+    assert scene.page.locator("#words").input_value() == WHOLE.words
+
+
+def test_a_comparison_of_nothing_says_what_is_missing(open_page: Open) -> None:
+    scene = open_page()
+    scene.page.click("#compare-open")
+    expect(scene.page.locator("#problem")).to_have_text("Write what is to be compared.")
+    expect(scene.page.locator("#compare")).to_be_hidden()
+
+
+def test_the_tour_explains_what_is_on_the_page_and_gives_the_focus_back(open_page: Open) -> None:
+    page = open_page().page
+    page.click("#tour-open")
+    texts = []
+    for step in range(1, 6):
+        expect(page.locator("#tour-title")).to_contain_text(f"{step} of 5")
+        expect(page.locator(".toured")).to_be_visible()
+        texts.append(page.locator("#tour-text").inner_text())
+        page.keyboard.press("Enter")
+    assert "blocks of 16 tokens" in texts[1]
+    expect(page.locator("#tour")).to_be_hidden()
+    expect(page.locator("#tour-open")).to_be_focused()
+    assert page.locator(".toured").count() == 0
+
+
 KILL_AT_ONCE = """card => {
   const before = card.getBoundingClientRect().height;
   card.querySelector(".kill").click();

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from urllib.parse import urljoin
 
 import httpx
 import pytest
@@ -64,7 +65,7 @@ def test_the_files_load_each_other_and_nothing_else(assets: Assets) -> None:
     for file in FOLDER.iterdir():
         for found in re.findall(LOADS, file.read_text()):
             (target,) = filter(None, found)
-            path = target.replace("./", "/ui/") if target.startswith("./") else target
+            path = urljoin("/" if file.suffix == ".html" else "/ui/", target)
             assert path in assets.by_path, f"{file.name} loads {target}"
 
 

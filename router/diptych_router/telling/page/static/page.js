@@ -1,12 +1,15 @@
 /** The page: it joins the chat, the pools and the service behind them. */
 
 import { nothingYet, readAnswer } from "./answering.js";
+import { Comparison } from "./compare.js";
 import { Conversation } from "./conversation.js";
 import { byId } from "./dom.js";
 import { factsOf } from "./facts.js";
 import { Panels } from "./panels.js";
+import { Recording } from "./recording.js";
 import { sampling, showDefaults, systemPrompt } from "./settings.js";
 import { Refused, Service } from "./service.js";
+import { Tour } from "./tour.js";
 import { Transcript } from "./transcript.js";
 
 const MOST_IMAGE_BYTES = 2 << 20;
@@ -15,9 +18,11 @@ const MOST_IMAGE_BYTES = 2 << 20;
 const EXPLAIN_TRIES = 5;
 const EXPLAIN_AGAIN_MS = 300;
 
-const service = new Service();
+const recording = await Recording.published();
+const service = new Service(recording?.fetch);
 const conversation = new Conversation();
 const transcript = new Transcript();
+const comparison = new Comparison(service);
 
 const words = byId("words", HTMLTextAreaElement);
 const model = byId("model", HTMLSelectElement);
@@ -72,6 +77,23 @@ async function kill(control, engine) {
   } catch (error) {
     say(error);
     return false;
+  }
+}
+
+/** Ask what is written, or else what was asked last, in both ways. */
+async function compare() {
+  const text = words.value.trim() || conversation.messages.findLast(({ role }) => role === "user")?.text;
+  if (!text || answering) {
+    say(text ? "An answer is on its way: stop it first." : "Write what is to be compared.");
+    return;
+  }
+  try {
+    const alone = new Conversation();
+    alone.ask(text);
+    say(null);
+    await comparison.run(alone.request(model.value, systemPrompt(), sampling()));
+  } catch (error) {
+    say(error);
   }
 }
 
@@ -208,6 +230,7 @@ document.addEventListener("keydown", (event) => {
 });
 stop.addEventListener("click", () => answering?.abort());
 again.addEventListener("click", () => void regenerate());
+byId("compare-open", HTMLButtonElement).addEventListener("click", () => void compare());
 byId("clear", HTMLButtonElement).addEventListener("click", begin);
 image.addEventListener("change", () => {
   picked.hidden = !image.files?.length;
@@ -219,4 +242,12 @@ byId("door-form", HTMLFormElement).addEventListener("submit", (event) => {
   void open();
 });
 
-void open();
+new Tour(
+  () => panels?.pools,
+  (question) => {
+    words.value = question;
+    void ask();
+  },
+);
+await open();
+recording?.offer();
