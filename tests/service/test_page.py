@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -455,7 +456,11 @@ def test_the_squares_are_those_that_the_engine_reports(open_page: Open, service:
     scene.wait_for_end()
     wait_until(lambda: sum(scene.rows().values()) == 0)
     for engine in ENGINES:
-        wait_until(lambda engine=engine: blocks_shown(scene, engine) == blocks_of(service, engine))
+        wait_until(partial(shows_what_it_has, scene, service, engine))
+
+
+def shows_what_it_has(scene: Scene, service: Laptop, engine: str) -> bool:
+    return blocks_shown(scene, engine) == blocks_of(service, engine)
 
 
 def blocks_shown(scene: Scene, engine: str) -> tuple[int, int]:

@@ -42,7 +42,6 @@ export class Grid {
     this.foot = make("div", "foot", this.#scale);
     this.parts = [this.space, this.#legend, this.#told, this.foot];
     this.#canvas.setAttribute("role", "img");
-    this.#told.setAttribute("role", "status");
     this.#legend.setAttribute("aria-label", "What the blocks are for");
     new ResizeObserver(() => this.draw()).observe(this.space);
     this.#canvas.addEventListener("click", (event) => this.#select(this.#keyAt(event), false));
@@ -136,6 +135,7 @@ export class Grid {
     for (const [each, button] of this.#buttons) {
       button.setAttribute("aria-pressed", String(each === this.#selected));
     }
+    this.#told.setAttribute("aria-live", again ? "off" : "polite"); // counts change all the time
     const told = group ? this.#sentence(group) : "";
     if (this.#told.textContent !== told) this.#told.textContent = told;
     if (!again) this.draw();
@@ -151,7 +151,7 @@ export class Grid {
   #name({ kind, whose }) {
     if (this.#dead) return "gone";
     if (kind !== "filled" && kind !== "arriving") return WORDS[kind];
-    if (!whose) return `${WORDS[kind]}, others`;
+    if (!whose) return `${WORDS[kind]}, unnamed`;
     return `${WORDS[kind]}, ${this.idOf(whose) ? "this chat" : whose.slice(0, 4)}`;
   }
 

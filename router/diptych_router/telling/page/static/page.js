@@ -122,7 +122,7 @@ async function answer() {
   setAnswering(control);
   shown.setAnswering(true);
   announced.textContent = "The answer begins.";
-  panels?.answer.begin(outcome.requestId);
+  panels?.begin(outcome.requestId);
   try {
     const body = conversation.request(model.value, systemPrompt(), sampling());
     const see = {
@@ -137,7 +137,7 @@ async function answer() {
   }
   shown.setAnswering(false);
   setAnswering(null);
-  void panels?.answer.end();
+  void panels?.end();
   if (conversation.messages !== asked) return; // a new chat was begun meanwhile
   if (outcome.text) conversation.answered(outcome.text);
   else transcript.removeAnswer();

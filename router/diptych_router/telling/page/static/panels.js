@@ -26,6 +26,8 @@ export class Panels {
   #line = byId("pools-line", HTMLElement);
   #traces = byId("traces", HTMLElement);
   #ribbon = new Ribbon();
+  /** @type {Following} */
+  #answer;
   #stage = new Stage((engine) => this.#placeOf(engine));
 
   /**
@@ -35,7 +37,7 @@ export class Panels {
   constructor(service, kill) {
     this.service = service;
     this.kill = kill;
-    this.answer = new Following(
+    this.#answer = new Following(
       (requestId) => service.timeline(requestId),
       (course, requestId) => this.#showCourse(course, requestId),
     );
@@ -61,6 +63,17 @@ export class Panels {
       }
       await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
     }
+  }
+
+  /** @param {string} requestId of an answer that begins */
+  begin(requestId) {
+    this.#answer.begin(requestId);
+  }
+
+  /** The answer has ended, as far as this page can see. */
+  async end() {
+    await this.#answer.end();
+    if (this.#answer.isIdle) this.#stage.thread("");
   }
 
   /** @param {import("./pools.js").Change} change */

@@ -8,6 +8,9 @@ const END_TRIES = 8;
 
 const ROUTER = "router";
 const NEAR_END = 0.2;
+/** A mark in this last share of the time has its label before it. */
+const SHARE = 0.65;
+/** How much of the room between it and the one before it is left to that one's label. */
 
 /**
  * @typedef {{kind: string, began_s: number, ended_s: number, label: string}} Bar
@@ -41,12 +44,6 @@ export class Ribbon {
     });
     this.#told.textContent = toldOf(timeline);
   }
-
-  clear() {
-    this.#title.textContent = "";
-    this.#lanes.replaceChildren();
-    this.#told.textContent = "";
-  }
 }
 
 /** Asks for the course of the newest answer while it comes, and again when something happens. */
@@ -67,6 +64,11 @@ export class Following {
   begin(requestId) {
     this.#requestId = requestId;
     this.#again(ASK_MS / 5);
+  }
+
+  /** Whether no answer comes now. */
+  get isIdle() {
+    return !this.#requestId;
   }
 
   /** Until its end is in the router's record, which may be a moment later than here. */
@@ -177,10 +179,11 @@ function fillRow(row, lane, seconds) {
 function roomOf(marks, at, seconds) {
   const time = (/** @type {number} */ index) => Math.min(marks[index]?.at_s ?? seconds, seconds);
   const lastIsLate = time(marks.length - 1) > (1 - NEAR_END) * seconds;
-  const half = (/** @type {number} */ index) => (time(index) + (index ? time(index - 1) : 0)) / 2;
+  const before = (/** @type {number} */ index) => (index ? time(index - 1) : 0);
+  const parting = (/** @type {number} */ index) => time(index) * SHARE + before(index) * (1 - SHARE);
   const isLast = at === marks.length - 1;
-  if (isLast && lastIsLate) return { late: true, from: at ? half(at) : 0, to: time(at) };
-  const to = lastIsLate && at === marks.length - 2 ? half(at + 1) : time(at + 1);
+  if (isLast && lastIsLate) return { late: true, from: at ? parting(at) : 0, to: time(at) };
+  const to = lastIsLate && at === marks.length - 2 ? parting(at + 1) : time(at + 1);
   return { late: false, from: time(at), to };
 }
 
