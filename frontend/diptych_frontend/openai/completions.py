@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final
 
+from msgspec import UNSET
 from starlette.types import Scope
 
 from diptych_frontend.openai.api_types import CompletionRequest
@@ -103,7 +104,7 @@ class CompletionWriter(ResponseWriter):
         """By the choice's index."""
 
     def events(self, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:
-        if self._continuous_usage or not is_plain(output):
+        if self._continuous_usage or self.warnings or not is_plain(output):
             return self._event(prompt_index, output, tally)
         choice = output.outputs[0]
         index = self._index(prompt_index, choice)
@@ -119,6 +120,7 @@ class CompletionWriter(ResponseWriter):
             [self._choice(prompt_index, choice) for choice in output.outputs], output
         )
         message.usage = self._chunk_usage(tally)
+        message.warnings, self.warnings = self.warnings, UNSET
         return sse(message)
 
     def usage_event(self, usage: Usage) -> bytes:
@@ -134,7 +136,7 @@ class CompletionWriter(ResponseWriter):
             for choice in output.outputs
         ]
         message = self._message(sorted(choices, key=lambda c: c.index), outputs[0][-1])
-        message.usage = tally.usage()
+        message.usage, message.warnings = tally.usage(), self.warnings
         return encode(message)
 
     def _message(self, choices: list[CompletionChoice], output: RequestOutput | None) -> Completion:
