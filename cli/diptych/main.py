@@ -153,7 +153,8 @@ def demo(source: Source, port: int) -> None:
 def render(source: Source, output: str) -> None:
     """Print the Kubernetes objects of a service. They hold keys made for this call.
 
-    MODEL or FILE says which, as for `diptych up`.
+    MODEL or FILE says which, as for `diptych up`. Objects of other kinds in FILE, such as
+    autoscalers, follow as they are.
 
     \b
     Example:
@@ -163,7 +164,8 @@ def render(source: Source, output: str) -> None:
     """
     from diptych.manifest import load, rendered, to_yaml
 
-    objects = rendered(source, load(source))
+    service, others = load(source)
+    objects = [*rendered(source, service), *others]
     if output == "yaml":
         click.echo(to_yaml(objects), nl=False)
         return

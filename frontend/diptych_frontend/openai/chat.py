@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET
@@ -18,6 +18,7 @@ from diptych_frontend.openai.api_types import (
     ImagePart,
     TextPart,
 )
+from diptych_frontend.openai.asgi import exchange_of
 from diptych_frontend.openai.generation import Sound
 from diptych_frontend.openai.responses import (
     AnswerMessage,
@@ -47,6 +48,7 @@ from diptych_frontend.openai.responses import (
     transfer_params,
 )
 from diptych_frontend.reasoning.parser import ReasoningParser
+from diptych_frontend.reasoning.request_options import Effort, effort_kwargs, effort_variables
 from diptych_frontend.text.templates.chat_template import Arguments
 from diptych_frontend.tool_calls.formats import HERMES, ToolCallFormat
 from diptych_frontend.tool_calls.parser import ToolCallParser
@@ -65,6 +67,7 @@ from diptych_protocol import (
 )
 
 ASSISTANT = "assistant"
+Chat = TypeVar("Chat", bound=ChatCompletionRequest)
 
 
 def plain_message(message: ChatMessage, index: int) -> dict[str, Any]:
@@ -133,19 +136,33 @@ class ChatApi:
         reasoning: ReasoningParser | None = None,
         calls: ToolCallFormat = HERMES,
         sampling: SamplingDefaults = UNSAID,
+        template: str | None = None,
     ) -> None:
         """reasoning: separates the model's reasoning from its answers; None: it is not separated.
 
         calls: the model's format of tool calls.
 
         sampling: values for the fields that a request leaves out.
+
+        template: the source of the model's chat template.
         """
+        self._effort_variables = effort_variables(template)
         self.sampling = sampling
         self.reasoning = reasoning
         self._calls = calls
 
-    def request(self, body: ChatCompletionRequest, scope: Scope) -> ChatCompletionRequest:
+    def request(self, body: Chat, scope: Scope) -> Chat:
+        if body.reasoning_effort is not None:
+            self._set_effort(body.reasoning_effort, body, scope)
         return body
+
+    def _set_effort(self, effort: Effort, chat: ChatCompletionRequest, scope: Scope) -> None:
+        """Tell the chat template, if it has a variable for that; else tell the client."""
+        if self._effort_variables:
+            said = chat.chat_template_kwargs or {}
+            chat.chat_template_kwargs = effort_kwargs(effort, self._effort_variables) | said
+        elif self.reasoning is not None or effort != "none":
+            exchange_of(scope).warn({chat.effort_field: "the chat template has no switch for it"})
 
     def params(self, request: ChatCompletionRequest) -> SamplingParams:
         request.check(num_prompts=1)
@@ -248,6 +265,7 @@ class ChatWriter(ResponseWriter):
         tally.reasoning_tokens = self._parts.num_reasoning_tokens
         chunk = self._chunk(choices, self._chunk_usage(tally))
         chunk.kv_transfer_params = transfer_params(output)
+        chunk.warnings, self.warnings = self.warnings, UNSET
         return sse(chunk)
 
     def usage_event(self, usage: Usage) -> bytes:
@@ -265,6 +283,7 @@ class ChatWriter(ResponseWriter):
             usage=tally.usage(),
             kv_transfer_params=transfer_params(outputs[0][-1]),
             prompt_logprobs=prompt_logprobs(outputs[0][-1]),
+            warnings=self.warnings,
         )
         return encode(message)
 

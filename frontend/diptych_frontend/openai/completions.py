@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec import UNSET
 from starlette.types import Scope
 
 from diptych_frontend.openai.api_types import CompletionRequest
@@ -97,7 +98,7 @@ class CompletionWriter(ResponseWriter):
         """By the choice's index."""
 
     def events(self, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:
-        if self._continuous_usage or not is_plain(output):
+        if self._continuous_usage or self.warnings or not is_plain(output):
             return self._event(prompt_index, output, tally)
         choice = output.outputs[0]
         index = self._index(prompt_index, choice)
@@ -113,6 +114,7 @@ class CompletionWriter(ResponseWriter):
             [self._choice(prompt_index, choice) for choice in output.outputs], output
         )
         message.usage = self._chunk_usage(tally)
+        message.warnings, self.warnings = self.warnings, UNSET
         return sse(message)
 
     def usage_event(self, usage: Usage) -> bytes:
@@ -128,7 +130,7 @@ class CompletionWriter(ResponseWriter):
             for choice in output.outputs
         ]
         message = self._message(sorted(choices, key=lambda c: c.index), outputs[0][-1])
-        message.usage = tally.usage()
+        message.usage, message.warnings = tally.usage(), self.warnings
         return encode(message)
 
     def _message(self, choices: list[CompletionChoice], output: RequestOutput | None) -> Completion:

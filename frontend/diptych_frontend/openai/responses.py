@@ -25,6 +25,7 @@ LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot express."""
 
 KVParams = dict[str, Any] | UnsetType
+Warnings = Sequence[str] | UnsetType
 
 
 class PromptTokensDetails(msgspec.Struct, gc=False):
@@ -85,6 +86,7 @@ class Completion(msgspec.Struct):
     choices: list[CompletionChoice]
     usage: ChunkUsage = UNSET
     kv_transfer_params: KVParams = UNSET
+    warnings: Warnings = UNSET
 
 
 class TopLogprob(msgspec.Struct):
@@ -141,6 +143,7 @@ class ChatCompletion(msgspec.Struct):
     usage: Usage
     kv_transfer_params: KVParams = UNSET
     prompt_logprobs: PromptLogprobs = UNSET
+    warnings: Warnings = UNSET
 
 
 class Delta(msgspec.Struct):
@@ -166,6 +169,7 @@ class ChatChunk(msgspec.Struct):
     choices: list[ChatChunkChoice]
     usage: ChunkUsage = UNSET
     kv_transfer_params: KVParams = UNSET
+    warnings: Warnings = UNSET
 
 
 @dataclass(slots=True)
@@ -210,6 +214,8 @@ class Envelope:
 class AnswerWriter(ABC):
     """Turns engine outputs into the bytes of one answer. There is one per request."""
 
+    warnings: Warnings = UNSET
+    """What the answer says about fields of the request. In a stream its first event has it."""
     dialect: Dialect | None = None
     """The form of errors in a stream; None: as for other answers of its path."""
 

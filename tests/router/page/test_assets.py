@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import urljoin
 
 import httpx
 import pytest
@@ -60,7 +61,7 @@ async def test_a_browser_that_has_a_file_is_sent_nothing(assets: Assets) -> None
     assert other.content == first.content
 
 
-LOADS = r"""(?:src|href)="([^"]+)"|(?:from |import\()"([^"]+)"|url\(([^)]+)\)|"(/ui/[^"]+js)\""""
+LOADS = r"""(?:src|href)="([^"]+)"|(?:from |import\()"([^"]+)"|url\(([^)]+)\)|URL\("([^"]+)\""""
 VENDOR = FOLDER / "vendor"
 
 
@@ -68,7 +69,7 @@ def test_the_files_load_each_other_and_nothing_else(assets: Assets) -> None:
     for file in filter(Path.is_file, FOLDER.iterdir()):
         for found in re.findall(LOADS, file.read_text()):
             (target,) = filter(None, found)
-            path = target.replace("./", "/ui/") if target.startswith("./") else target
+            path = urljoin("/" if file.suffix == ".html" else "/ui/", target)
             assert path in assets.by_path, f"{file.name} loads {target}"
 
 

@@ -4,7 +4,7 @@
  * @typedef {object} Outcome
  * @property {string} text
  * @property {string} reasoning
- * @property {string} requestId empty if the request was refused
+ * @property {string} requestId by which the router knows it
  * @property {string} end why it ended: stop, length, ..., or stopped by the user
  * @property {number | null} firstTokenMs from the question to the first word, as seen here
  * @property {number | null} tokensPerSecond from the first word to the last
@@ -24,8 +24,7 @@ export async function readAnswer(service, body, signal, shown, outcome) {
   const began = performance.now();
   let first = 0;
   try {
-    const { requestId, chunks } = await service.chat(body, signal);
-    outcome.requestId = requestId;
+    const chunks = await service.chat(body, outcome.requestId, signal);
     for await (const chunk of chunks) {
       const now = performance.now();
       const choice = chunk.choices[0];
@@ -49,7 +48,7 @@ export async function readAnswer(service, body, signal, shown, outcome) {
 /** @returns {Outcome} */
 export function nothingYet() {
   const unknown = { firstTokenMs: null, tokensPerSecond: null, tokens: null, cachedTokens: null };
-  return { text: "", reasoning: "", requestId: "", end: "", ...unknown };
+  return { text: "", reasoning: "", requestId: newId(), end: "", ...unknown };
 }
 
 /**
@@ -61,4 +60,10 @@ function takeUsage(outcome, usage, sinceFirstMs) {
   outcome.tokens = usage.completion_tokens;
   outcome.cachedTokens = usage.prompt_tokens_details?.cached_tokens ?? outcome.cachedTokens;
   if (sinceFirstMs) outcome.tokensPerSecond = (usage.completion_tokens - 1) / (sinceFirstMs / 1000);
+}
+
+/** Also on pages without TLS, which have no `randomUUID`. */
+function newId() {
+  const bytes = crypto.getRandomValues(new Uint8Array(12));
+  return `page-${[...bytes].map((byte) => byte.toString(16).padStart(2, "0")).join("")}`;
 }

@@ -2,7 +2,7 @@
 
 import { make } from "./dom.js";
 
-const LIBRARY = "/ui/vendor/temml.min.js";
+const LIBRARY = new URL("./vendor/temml.min.js", import.meta.url).href;
 const MOST_CHARACTERS = 4000;
 /** A longer formula stays text. */
 

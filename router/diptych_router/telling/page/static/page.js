@@ -2,6 +2,7 @@
 
 import { nothingYet, readAnswer } from "./answering.js";
 import { showChats } from "./chats.js";
+import { Comparison } from "./compare.js";
 import { Conversation } from "./conversation.js";
 import { byId } from "./dom.js";
 import { factsOf } from "./facts.js";
@@ -9,15 +10,19 @@ import { keepChat, keptChat, openChat, setOpenChat } from "./history.js";
 import { offerImages, pickedImage, unpickImage } from "./images.js";
 import { Panels } from "./panels.js";
 import { showPrompts } from "./prompts.js";
+import { Recording } from "./recording.js";
 import { areFieldsValid, fields, fillFields, sampling, showDefaults, systemPrompt } from "./settings.js";
 import { Refused, Service } from "./service.js";
+import { Tour } from "./tour.js";
 import { isSend, Transcript } from "./transcript.js";
 
 const EXPLAIN_TRIES = 5;
 const EXPLAIN_AGAIN_MS = 300;
 
-const service = new Service();
+const recording = await Recording.published();
+const service = new Service(recording?.fetch);
 const transcript = new Transcript({ retry, edit, show });
+const comparison = new Comparison(service);
 let conversation = new Conversation();
 
 const words = byId("words", HTMLTextAreaElement);
@@ -40,7 +45,7 @@ async function enter() {
     model.replaceChildren(...models.map(({ id }) => new Option(id, id)));
     showDefaults(models[0]?.sampling ?? {});
     offerImages(about.images);
-    const kept = openChat();
+    const kept = recording ? null : openChat();
     if (kept) open(kept);
     document.title = `${about.model} · Diptych`;
     if (door.open) door.close();
@@ -68,6 +73,26 @@ async function kill(control, engine) {
   try {
     await service.kill(control, engine);
     announced.textContent = `${engine} was killed.`;
+    return true;
+  } catch (error) {
+    say(error);
+    return false;
+  }
+}
+
+/** Ask what is written, or else what was asked last, in both ways. */
+async function compare() {
+  const text = words.value.trim() || conversation.path.findLast(({ role }) => role === "user")?.text;
+  if (!areFieldsValid()) return;
+  if (!text || answering) {
+    say(text ? "An answer is on its way: stop it first." : "Write what is to be compared.");
+    return;
+  }
+  try {
+    const alone = new Conversation();
+    const question = alone.ask(text, undefined);
+    say(null);
+    await comparison.run(alone.request(question, model.value, systemPrompt(), sampling()));
   } catch (error) {
     say(error);
   }
@@ -130,6 +155,7 @@ async function answer(question) {
   setAnswering(control);
   transcript.showEnd();
   announced.textContent = "The answer begins.";
+  panels?.answer.begin(outcome.requestId);
   let setback = "";
   try {
     await readAnswer(service, body, control.signal, ({ content, reasoning }) => {
@@ -148,6 +174,7 @@ async function answer(question) {
   }
   shown.setAnswering(false);
   setAnswering(null);
+  void panels?.answer.end();
   const isThere = Boolean(outcome.text || outcome.reasoning);
   if (!isThere) into.drop(made);
   if (isThere && setback) made.problem = setback;
@@ -231,6 +258,7 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && !document.querySelector("dialog[open], .edit")) answering?.abort();
 });
 stop.addEventListener("click", () => answering?.abort());
+byId("compare-open", HTMLButtonElement).addEventListener("click", () => void compare());
 byId("clear", HTMLButtonElement).addEventListener("click", () => open(new Conversation()));
 byId("open-chats", HTMLButtonElement).addEventListener("click", () => {
   showChats({
@@ -249,4 +277,12 @@ byId("door-form", HTMLFormElement).addEventListener("submit", (event) => {
   void enter();
 });
 
-void enter();
+new Tour(
+  () => panels?.pools,
+  (question) => {
+    words.value = question;
+    void ask();
+  },
+);
+await enter();
+recording?.offer();
