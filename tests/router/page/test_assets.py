@@ -61,10 +61,7 @@ async def test_a_browser_that_has_a_file_is_sent_nothing(assets: Assets) -> None
     assert other.content == first.content
 
 
-LOADS = "|".join(
-    (r'(?:src|href)="([^"]+)"', r'(?:from |import\()"([^"]+)"', r"url\(([^)]+)\)",
-     r'"(\./vendor/[^"]+js)"'),
-)  # fmt: skip
+LOADS = r"""(?:src|href)="([^"]+)"|(?:from |import\()"([^"]+)"|url\(([^)]+)\)|URL\("([^"]+)\""""
 VENDOR = FOLDER / "vendor"
 
 
