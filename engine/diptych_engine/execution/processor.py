@@ -98,7 +98,6 @@ def _wanted(kv_dtype: torch.dtype, head_dim: int, packed: bool) -> list[tuple[st
             wanted.append(("amx_attention", head_dim))
     if packed:
         wanted.append(("run_calls", WIDTH))
-        wanted += [
-            (name, bits) for name in ("packed_product", "amx_product") for bits in LEVEL_BITS
-        ]
+        products = "packed_product", "packed_rows", "amx_product"
+        wanted += [(name, bits) for name in products for bits in LEVEL_BITS]
     return wanted

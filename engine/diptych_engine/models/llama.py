@@ -11,6 +11,7 @@ Projections that read the same input are fused: query, key and value; gate and u
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -68,11 +69,14 @@ class LlamaModel(torch.nn.Module):
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        self._embedding = empty(config.vocab_size, config.hidden_size)
-        self._published_head = self._embedding
+        self._embedding = Linear(empty(config.vocab_size, config.hidden_size).t())
+        self._head = self._embedding
+        self._token_rows = [("embedding", f"{self._prefix}embed_tokens.weight", self._embedding)]
+        """Matrices with a row for each token, by their own and published names. Under both they are
+        [vocabulary, hidden], the transpose of `Linear.weight`."""
         if not config.tie_word_embeddings:
-            self._published_head = empty(config.vocab_size, config.hidden_size)
-        self._head = Linear(self._published_head.t(), keeps_weight=True)
+            self._head = Linear(empty(config.vocab_size, config.hidden_size).t())
+            self._token_rows.append(("head", "lm_head.weight", self._head))
         self._final_norm = empty(config.hidden_size)
         stacked = stacks_pay(config, device, dtype)
         self._layers = [
@@ -94,11 +98,9 @@ class LlamaModel(torch.nn.Module):
 
     def _all_slots(self) -> dict[str, WeightSlot]:
         slots = {
-            f"{self._prefix}embed_tokens.weight": WeightSlot(self._embedding),
-            f"{self._prefix}norm.weight": WeightSlot(self._final_norm),
+            published: WeightSlot(matrix.weight.t()) for _, published, matrix in self._token_rows
         }
-        if not self.config.tie_word_embeddings:
-            slots["lm_head.weight"] = WeightSlot(self._published_head)
+        slots[f"{self._prefix}norm.weight"] = WeightSlot(self._final_norm)
         for index, layer in enumerate(self._layers):
             for name, slot in self._layer_slots(layer).items():
                 slots[f"{self._prefix}layers.{index}.{name}"] = slot
@@ -133,7 +135,8 @@ class LlamaModel(torch.nn.Module):
 
     @property
     def fused_slots(self) -> dict[str, WeightSlot]:
-        return {
+        tokens = {name: self.slots[published] for name, published, _ in self._token_rows}
+        return tokens | {
             name: WeightSlot(part.weight if isinstance(part, Linear) else part)
             for name, part in self._named_parts()
         }
@@ -143,15 +146,17 @@ class LlamaModel(torch.nn.Module):
     ) -> Iterator[tuple[str, Any]]:
         """As `CausalLM.named_parameters`, with the arguments of `torch.nn.Module`. The model has no
         modules of its own: its layers are tensors, which fused kernels read."""
-        for name, part in self._named_parts():
-            values = part.values() if isinstance(part, Linear) else part
+        tokens = ((name, matrix.values().t()) for name, _, matrix in self._token_rows)
+        others = (
+            (name, part.values() if isinstance(part, Linear) else part)
+            for name, part in self._named_parts()
+        )
+        for name, values in chain(tokens, others):
             yield f"{prefix}.{name}" if prefix else name, values
 
     def _named_parts(self) -> Iterator[tuple[str, Tensor | Linear]]:
-        yield "embedding", self._embedding
+        """All weights but the `_token_rows`."""
         yield "final_norm", self._final_norm
-        if not self.config.tie_word_embeddings:
-            yield "head", self._published_head
         for index, layer in enumerate(self._layers):
             for name, part in layer.parts():
                 yield f"layers.{index}.{name}", part
@@ -181,9 +186,7 @@ class LlamaModel(torch.nn.Module):
 
     @property
     def packables(self) -> list[Packable]:
-        tied = self.config.tie_word_embeddings
-        head = f"{self._prefix}embed_tokens.weight" if tied else "lm_head.weight"
-        packables = [Packable(self._head, (head,))]
+        packables = [Packable(matrix, (published,)) for _, published, matrix in self._token_rows]
         for index, layer in enumerate(self._layers):
             linears: list[tuple[Linear, tuple[str, ...]]] = [
                 (layer.qkv, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
@@ -205,12 +208,12 @@ class LlamaModel(torch.nn.Module):
 
     @property
     def weight_memory(self) -> Iterator[Tensor]:
-        for _, part in self._named_parts():
+        tokens = (matrix for _, _, matrix in self._token_rows)
+        for part in chain(tokens, (part for _, part in self._named_parts())):
             yield part.memory if isinstance(part, Linear) else part
-        yield self._head.memory
 
     def forward(self, inputs: StepInputs, kv_layers: Sequence[Tensor]) -> Tensor:
-        hidden = self._embedding.index_select(0, inputs.token_ids)
+        hidden = self._embedding.columns(inputs.token_ids)
         if inputs.given is not None:
             hidden.index_copy_(0, inputs.given.rows, inputs.given.values)
         rotations = self._rotations.index_select(0, inputs.positions)

@@ -109,7 +109,7 @@ def _load_gguf(
                 linear.unpack()
             else:
                 linear.pack(packed)
-        if linear is None or linear.has_weight:
+        if linear is None or linear.packed is None:
             for name, part in parts.items():
                 values = part.values() if isinstance(part, Groups) else part
                 fill(slots[name], values, name, reorder=reorder)
