@@ -95,13 +95,14 @@ def _load_gguf(
     for name, tensor in table.items():
         _require_shape(slots[name], tensor.shape, name)
     total = sum(tensor.nbytes for tensor in table.values())
-    file = np.memmap(source.path, dtype=np.uint8, mode="r")
+    paths = {tensor.path for tensor in table.values()}
+    files = {path: np.memmap(path, dtype=np.uint8, mode="r") for path in paths}
     reorder = not family.gguf_interleaves_pairs
     jobs = _jobs(table, packables)
 
     def load(names: tuple[str, ...]) -> int:
         """Tensors that belong together: what becomes of one depends on all of them."""
-        parts = {name: _read(file, table[name]) for name in names}
+        parts = {name: _read(files[table[name].path], table[name]) for name in names}
         linear = jobs[names]
         if linear is not None:
             packed = _packed(parts, slots, reorder=reorder)
