@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -308,13 +309,13 @@ def test_a_text_is_cut_into_the_words_of_its_vocabulary(
 def words_of(pre: str, text: str) -> list[str]:
     tokenizer = tokenizer_from_gguf(metadata(pre=pre))
     assert tokenizer is not None
-    words = tokenizer.backend.pre_tokenizer.pre_tokenize_str(text)  # type: ignore[union-attr]
+    words = tokenizer.backend.pre_tokenizer.pre_tokenize_str(text)
     return [text[begin:end] for _, (begin, end) in words]
 
 
 QWEN = transformers.models.qwen2.tokenization_qwen2.PRETOKENIZE_REGEX
 LLAMA3 = (
-    inspect.signature(transformers.convert_slow_tokenizer.TikTokenConverter)
+    inspect.signature(import_module("transformers.convert_slow_tokenizer").TikTokenConverter)
     .parameters["pattern"]
     .default
 )

@@ -52,7 +52,7 @@ class S3Source:
 
     def __init__(self, uri: ModelUri, credentials: Credentials) -> None:
         self._uri = uri
-        with self._mapped_errors():
+        with self._mapped_errors(uri.path):
             self._store = S3Store(
                 uri.host,
                 config=_config(credentials),
