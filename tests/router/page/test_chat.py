@@ -399,3 +399,26 @@ def test_wide_answers_fit_a_phone(open_page: Open) -> None:
     wait_until(
         lambda: scene.page.evaluate("() => document.documentElement.scrollWidth") <= PHONE["width"]
     )
+
+
+DISTANCE = (
+    "() => { const { scrollHeight, scrollTop, clientHeight } = document.getElementById('log');"
+)
+DISTANCE += " return scrollHeight - scrollTop - clientHeight; }"
+
+
+def test_a_long_answer_is_followed_unless_its_reader_is_elsewhere(
+    open_page: Open, echo: Echo
+) -> None:
+    scene = open_page()
+    scene.set_numbers(max_tokens=900)
+    asked_and_answered(scene, "line\n\n" * 30)
+    wait_until(lambda: scene.page.evaluate(DISTANCE) < 10)
+    echo.hold(True)
+    scene.ask("more")
+    expect(scene.page.locator(".message.answering")).to_have_count(1)
+    scene.page.locator("#log").evaluate("log => { log.scrollTop = 0; }")
+    scene.page.evaluate("() => new Promise(requestAnimationFrame)")
+    echo.hold(False)
+    scene.wait_for_end()
+    assert scene.page.locator("#log").evaluate("log => log.scrollTop") == 0
