@@ -28,6 +28,7 @@ from diptych_engine.models.packed import PackedMatrix
 from diptych_frontend.model_files.family_spec import FamilySpec
 from diptych_frontend.model_files.model_config import family_of
 from diptych_frontend.model_files.model_source import GGUFTensor, ModelSource
+from diptych_frontend.model_files.rope_scaling import DIVISORS
 from diptych_protocol import InvalidRequestError
 
 Progress = Callable[[int, int], None]
@@ -84,7 +85,11 @@ def _load_gguf(
         raise ValueError(f"{source.uri} has no path")
     family = family_of(source.config.architecture)
     table = separate_gguf(
-        {published_name(name, family): tensor for name, tensor in source.tensors().items()}
+        {
+            published_name(name, family): tensor
+            for name, tensor in source.tensors().items()
+            if name != DIVISORS  # the configuration has its values
+        }
     )
     _require_same_names(slots, table.keys())
     for name, tensor in table.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -44,11 +45,12 @@ from diptych_frontend.openai.responses import (
     logprob_value,
     prompt_logprobs,
     sse,
-    token_text,
+    token_name,
     transfer_params,
 )
 from diptych_frontend.reasoning.parser import ReasoningParser
 from diptych_frontend.reasoning.request_options import Effort, effort_kwargs, effort_variables
+from diptych_frontend.text.answer_tokens import AnswerToken, AnswerTokens
 from diptych_frontend.text.templates.chat_template import Arguments
 from diptych_frontend.tool_calls.formats import HERMES, ToolCallFormat
 from diptych_frontend.tool_calls.parser import ToolCallParser
@@ -68,6 +70,8 @@ from diptych_protocol import (
 
 ASSISTANT = "assistant"
 Chat = TypeVar("Chat", bound=ChatCompletionRequest)
+
+T = TypeVar("T", bound=TopLogprob)
 
 
 def plain_message(message: ChatMessage, index: int) -> dict[str, Any]:
@@ -244,6 +248,7 @@ class ChatWriter(ResponseWriter):
         self._top_logprobs = top_logprobs
         self._parts = parts
         self._begun: set[int] = set()
+        self._tokens = defaultdict[int, AnswerTokens](AnswerTokens)
         self._is_quick = parts.are_whole and not self._continuous_usage
         """The text of an answer goes into events as it is."""
         self._plain: dict[int, PlainEvents] = {}
@@ -336,19 +341,22 @@ class ChatWriter(ResponseWriter):
         )
 
     def _logprobs(self, output: CompletionOutput) -> ChatLogprobs | None:
-        if output.logprobs is None:
+        if output.logprobs is None and output.index not in self._tokens:
             return None
-        content = []
-        for token_id, candidates in zip(output.token_ids, output.logprobs, strict=True):
-            top = [
-                TopLogprob(*_token_facts(candidate_id, entry))
-                for candidate_id, entry in by_likelihood(candidates)[: self._top_logprobs]
-            ]
-            facts = _token_facts(token_id, candidates[token_id])
-            content.append(TokenLogprob(*facts, top_logprobs=top))
-        return ChatLogprobs(content)
+        told = self._tokens[output.index].push(output)
+        return ChatLogprobs([self._token_logprob(token) for token in told]) if told else None
+
+    def _token_logprob(self, token: AnswerToken) -> TokenLogprob:
+        top = [
+            _facts(TopLogprob, candidate, entry, token)
+            for candidate, entry in by_likelihood(token.candidates)[: self._top_logprobs]
+        ]
+        shaped = _facts(TokenLogprob, token.token_id, token.candidates[token.token_id], token)
+        shaped.top_logprobs = top
+        return shaped
 
 
-def _token_facts(token_id: int, entry: Logprob) -> tuple[str, float, list[int]]:
-    text = token_text(token_id, entry)
-    return text, logprob_value(entry), list(text.encode("utf-8", "replace"))
+def _facts(kind: type[T], candidate: int, entry: Logprob, token: AnswerToken) -> T:
+    """What is told of a candidate for the place of a token; it may be the token itself."""
+    said = token.said if candidate == token.token_id else entry.token_bytes or b""
+    return kind(token_name(candidate, entry), logprob_value(entry), list(said))

@@ -96,7 +96,7 @@ class TopLogprob(msgspec.Struct):
 
 
 class TokenLogprob(TopLogprob):
-    top_logprobs: list[TopLogprob]
+    top_logprobs: list[TopLogprob] = []
 
 
 class ChatLogprobs(msgspec.Struct):
@@ -307,9 +307,19 @@ def logprob_value(entry: Logprob) -> float:
     return max(entry.logprob, LEAST_LOGPROB)
 
 
-def token_text(token_id: int, entry: Logprob) -> str:
-    """Return the token as text, or its id where the engine sent no text."""
-    return f"token_id:{token_id}" if entry.decoded_token is None else entry.decoded_token
+def token_name(token_id: int, entry: Logprob, *, before_bytes: str = "") -> str:
+    """Return the token as text, its id where the engine sent no text, or its bytes in Python's
+    notation if they are only a part of a character.
+
+    before_bytes: what such a name begins with.
+    """
+    if entry.decoded_token is None:
+        return f"token_id:{token_id}"
+    try:
+        (entry.token_bytes or b"").decode()
+    except UnicodeDecodeError:
+        return before_bytes + repr(entry.token_bytes)[2:-1]
+    return entry.decoded_token
 
 
 def by_likelihood(candidates: dict[int, Logprob]) -> list[tuple[int, Logprob]]:

@@ -76,16 +76,13 @@ export class Comparison {
   async #answer(body, { text, figures }, signal) {
     const outcome = nothingYet();
     let [last, pause] = [0, 0];
-    const see = {
-      words: (/** @type {string} */ piece) => {
-        const now = performance.now();
-        if (last) pause = Math.max(pause, now - last);
-        last = now;
-        text.append(piece);
-      },
-      reasoning: () => {},
+    const shown = (/** @type {{content?: string}} */ { content }) => {
+      const now = performance.now();
+      if (last) pause = Math.max(pause, now - last);
+      last = now;
+      text.append(content ?? "");
     };
-    await readAnswer(this.service, body, signal, see, outcome);
+    await readAnswer(this.service, body, signal, shown, outcome);
     figures.replaceChildren(
       termsOf([
         ["first token", `${outcome.firstTokenMs?.toFixed(0) ?? "–"} ms`],

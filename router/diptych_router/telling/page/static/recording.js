@@ -131,6 +131,7 @@ export class Recording {
 
   /** Do what its user did. */
   async #play() {
+    byId("clear", HTMLButtonElement).click();
     this.#zero = performance.now();
     this.#begin(null);
     for (const deed of this.run.deeds) {
