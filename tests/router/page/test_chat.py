@@ -91,7 +91,8 @@ def sent_after(scene: Scene, action: Callable[[], None]) -> list[str]:
     with scene.page.expect_request("**/v1/chat/completions") as sent:
         action()
     scene.wait_for_end()
-    return [message["content"] for message in sent.value.post_data_json["messages"]]
+    body: Any = sent.value.post_data_json
+    return [message["content"] for message in body["messages"]]
 
 
 def test_an_answer_of_markup_is_drawn_and_harmless(open_page: Open) -> None:
