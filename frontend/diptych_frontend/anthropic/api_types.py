@@ -6,6 +6,7 @@ that are ignored or refused; see `openai/field_rules.py`.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -31,7 +32,7 @@ class _Block(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field
     """A block of content."""
 
     cache_control: Any = None
-    """Ignored: every prefix is cached."""
+    """Only counted: every prefix is cached."""
 
 
 class TextBlock(_Block, tag="text"):
@@ -177,6 +178,19 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     thinking: Thinking | AdaptiveThinking | NoThinking | None = None
     output_config: OutputConfig | None = None
     cache_control: Any = None
+
+    def num_cache_marks(self) -> int:
+        """Return how often `cache_control` is set anywhere in the request."""
+        system = self.system if isinstance(self.system, list) else []
+        turns = [turn.content for turn in self.messages if isinstance(turn.content, list)]
+        blocks = [*system, *chain.from_iterable(turns)]
+        results = [
+            block.content
+            for block in blocks
+            if isinstance(block, ToolResultBlock) and isinstance(block.content, list)
+        ]
+        marked = [self, *(self.tools or ()), *blocks, *chain.from_iterable(results)]
+        return sum(each.cache_control is not None for each in marked)
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):

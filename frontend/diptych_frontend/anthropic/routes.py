@@ -10,7 +10,7 @@ from starlette.types import Scope
 from diptych_frontend.anthropic.answers import MessageWriter
 from diptych_frontend.anthropic.api_types import CountTokensRequest, MessagesRequest
 from diptych_frontend.anthropic.conversation import TranslatedChat, as_chat
-from diptych_frontend.openai.asgi import header
+from diptych_frontend.openai.asgi import exchange_of, header
 from diptych_frontend.openai.chat import ChatApi
 from diptych_frontend.openai.generation import Sound
 from diptych_frontend.openai.responses import AnswerWriter
@@ -83,4 +83,5 @@ def counted_prompt(
 
 def _as_chat(chat: ChatApi, body: CountTokensRequest, scope: Scope) -> TranslatedChat:
     check_version(scope)
+    exchange_of(scope).ignored_fields += body.num_cache_marks()
     return chat.request(as_chat(body, reasons=chat.reasoning is not None), scope)

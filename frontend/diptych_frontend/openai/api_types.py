@@ -52,6 +52,7 @@ AlternativesCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
 NOBODY_ASKS: Final = "nobody here asks who it is"
 ALL_CACHED: Final = "every prefix is cached"
 ONE_TIER: Final = "all requests have one tier"
+LLGUIDANCE: Final = "llguidance writes answers with a form"
 NO_VERBOSITY: Final = "tell the model in words"
 """Reasons why several requests do not need or have a field."""
 CacheSalt = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -80,6 +81,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         "length_penalty": refused("answers are sampled", 1.0),
         "truncate_prompt_tokens": refused("prompts are not cut"),
         "allowed_token_ids": refused("use structured_outputs"),
+        "guided_decoding_backend": ignored(LLGUIDANCE),
+        "guided_whitespace_pattern": ignored(LLGUIDANCE),
+        "structural_tag": refused("use structured_outputs"),
         "logits_processors": refused("only programs may name them", []),
         "spaces_between_special_tokens": ignored("the tokenizer decides", True),
         "return_token_ids": refused("/tokenize knows them", False),
@@ -118,6 +122,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     prompt_logprobs: AlternativesCount | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    guided_json: str | dict[str, Any] | None = None
+    """The older names of `structured_outputs`, field by field."""
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     json_schemas: JsonSchemas | None = None
     """Whether keywords of a schema that cannot be enforced are refused or ignored; by default, the
     service's setting."""
@@ -161,6 +170,18 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         return {
             self.FORMAT_FIELD: form_of(self.response_format, lenient=self.is_lenient),
             "structured_outputs": self._own_form(),
+            **self._guided_forms(),
+        }
+
+    def _guided_forms(self) -> dict[str, StructuredOutputsParams | None]:
+        asked = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        if asked == (None, None, None, None):
+            return {}
+        lenient = self.is_lenient
+        return {
+            f"guided_{name}": StructuredOutputsParams(**{name: value}, lenient=lenient)  # type: ignore[arg-type]
+            for name, value in zip(("json", "regex", "choice", "grammar"), asked, strict=True)
+            if value is not None
         }
 
     def _own_form(self) -> StructuredOutputsParams | None:
@@ -210,7 +231,12 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
             if transfer is None
             else {"kv_transfer_params": KVTransferParams.parse(transfer).to_dict()},
         )
-        params.check()
+        try:
+            params.check()
+        except InvalidRequestError as exc:
+            if form is not None and exc.param == "structured_outputs":
+                exc.param = form[0]
+            raise
         return params
 
 

@@ -99,7 +99,7 @@ def new_response(request: ResponsesRequest, params: SamplingParams, created: int
         parallel_tool_calls=request.parallel_tool_calls is not False,
         previous_response_id=request.previous_response_id,
         reasoning=request.reasoning or Reasoning(),
-        store=bool(request.store),
+        store=request.is_stored,
         temperature=params.temperature,
         text=request.text or TextConfig(),
         tool_choice=request.tool_choice or "auto",

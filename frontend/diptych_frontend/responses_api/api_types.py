@@ -199,7 +199,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    """True keeps the answer for later requests. The default is false, unlike OpenAI's."""
+    """Whether the answer is kept for later requests; it is unless this is false."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_output_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)] | None = None
@@ -223,6 +223,10 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: Any = None
+
+    @property
+    def is_stored(self) -> bool:
+        return self.store is not False
 
     def items(self) -> list[Item]:
         """Return the items of the input. Raises `InvalidRequestError` naming the part."""

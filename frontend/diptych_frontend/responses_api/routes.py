@@ -43,7 +43,7 @@ class ResponsesApi:
         exchange = exchange_of(scope)
         before = self._before(body, exchange.tenant)
         chat = as_chat(body, () if before is None else before.items)
-        if body.store:
+        if body.is_stored:
             chat.tenant = exchange.tenant
             chat.size = len(exchange.body) + (0 if before is None else before.size)
         return self._chat.request(chat, scope)
@@ -87,7 +87,7 @@ class ResponsesApi:
 
     def _keep(self, sound: Sound[ResponsesRequest, ResponseChat]) -> Keep | None:
         store, request = self._store, sound.request
-        if not sound.body.store:
+        if not sound.body.is_stored:
             return None
 
         def keep(response: ResponseBody, body: bytes) -> None:

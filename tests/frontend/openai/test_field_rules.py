@@ -13,6 +13,7 @@ from engine_kit.echo_engine import EchoEngine
 
 from diptych_frontend.app import build_app
 from diptych_frontend.reasoning.request_options import effort_kwargs, effort_variables
+from diptych_protocol import StructuredOutputsParams
 
 CALL = {
     "id": "call_1", "type": "function", "index": 0,
@@ -170,6 +171,47 @@ async def test_a_service_may_refuse_unknown_fields(strict_http: httpx.AsyncClien
     # Those that are known to have no effect are ignored all the same.
     answer = await strict_http.post("/v1/chat/completions", json=CHAT | {"store": True})
     assert answer.headers["x-diptych-ignored"] == "store"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize(
+    "form", [{"json": {"type": "integer"}}, {"regex": "a+"}, {"choice": ["a", "b"]},
+             {"grammar": 'start: "a"'}], ids=lambda form: next(iter(form)),
+)  # fmt: skip
+async def test_vllms_older_names_of_forms_mean_the_same(
+    http: httpx.AsyncClient, engine: EchoEngine, path: str, form: dict[str, Any]
+) -> None:
+    guided = {f"guided_{name}": value for name, value in form.items()}
+    answer = await http.post(path, json=BODIES[path] | guided)
+    assert answer.status_code == 200, answer.text
+    [(_, params, _, _)] = engine.seen
+    assert params.structured_outputs == StructuredOutputsParams(**form)
+    assert "x-diptych-ignored" not in answer.headers
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_marks_of_anthropics_cache_are_taken_everywhere_and_counted(
+    http: httpx.AsyncClient, path: str
+) -> None:
+    mark = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    text = {"type": "text", "text": "hi", **mark}
+    use = {"type": "tool_use", "id": "t1", "name": "f", "input": {}, **mark}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [text], **mark}
+    sent: dict[str, Any] = {
+        "model": "echo", "system": [text], **mark,
+        "tools": [{"name": "f", "input_schema": {"type": "object"}, **mark}],
+        "messages": [
+            {"role": "user", "content": [text]},
+            {"role": "assistant", "content": [use]},
+            {"role": "user", "content": [result]},
+        ],
+    }  # fmt: skip
+    if "count" not in path:
+        sent["max_tokens"] = 1
+    answer = await http.post(path, json=sent)
+    assert answer.status_code == 200, answer.text
+    assert await num_ignored(http) == 7
+    assert "x-diptych-ignored" not in answer.headers
 
 
 def test_openais_client_shows_warnings(base_url: str) -> None:

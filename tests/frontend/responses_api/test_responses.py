@@ -179,7 +179,7 @@ async def test_options_reach_the_engine_and_are_told(http: httpx.AsyncClient, en
     assert (priority, prompt["cache_salt"]) == (3, "s")
     assert (told["temperature"], told["top_p"], told["metadata"]) == (0.5, 0.9, {"k": "v"})
     assert told["text"]["format"]["schema"] == SCHEMA
-    assert (told["instructions"], told["store"], told["tool_choice"]) == ("Go.", False, "auto")
+    assert (told["instructions"], told["store"], told["tool_choice"]) == ("Go.", True, "auto")
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "f"}])

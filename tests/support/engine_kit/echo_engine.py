@@ -145,6 +145,8 @@ class EchoEngine(WithoutControl):
                 sequence.step()
                 if steps == 1 and isinstance(self.failure, str):
                     sequence.finish_reason = self.failure
+                elif steps + 1 >= self.max_model_len - len(prompt):
+                    sequence.finish_reason = sequence.finish_reason or "length"
             steps += 1
             finished = all(s.finish_reason for s in sequences)
             if delta or finished:
