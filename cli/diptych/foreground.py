@@ -18,6 +18,7 @@ from diptych.laptop.programs import other_programs
 from diptych.laptop.rundir import RunState
 from diptych.manifest import load
 from diptych.up import WhileReady, up
+from diptych_operator.api.service import KIND
 
 
 def serve(source: Source, api: ApiAccess, cache: Path, *, plain: bool) -> None:
@@ -54,9 +55,12 @@ def _run(
     board: Board,
     while_ready: WhileReady,
 ) -> None:
-    service = load(source)
+    service, others = load(source)
+    if others:
+        kinds = ", ".join(str(other.get("kind")) for other in others)
+        board.say(f"of {source} only the {KIND} runs here, not: {kinds}")
     programs = other_programs(source, service)  # before anything is fetched in vain
-    service = with_local_model(service, cache, console)
+    service = with_local_model(source, service, cache, console)
     asyncio.run(up(source, service, api, programs, board, while_ready))
 
 

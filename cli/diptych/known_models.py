@@ -1,7 +1,7 @@
 """The table of models with a short name: their source and its pinned commit.
 
 Each model is pinned to a commit of its repository, and a single file also to its checksum. So a
-name means the same bytes on every machine. docs/decisions/0008 says why.
+name means the same bytes on every machine. docs/decisions/0008-model-sources.md says why.
 """
 
 from __future__ import annotations

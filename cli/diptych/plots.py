@@ -29,12 +29,14 @@ LINES: Final = ("#3a7ebf", "#d9622b", "#2f9e66", "#b066cc", "#c8475f", "#8a7f2b"
 """Colours of lines. Each has a contrast of at least 3 to both backgrounds."""
 MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X")
 
-_DRAWN: Final = Scheme("#010203", "#fdfefc")
-"""What matplotlib is told. Nothing else has these colours, so they can be found again."""
-_STYLE: Final = f"""<style>
-:root {{ --ink: {LIGHT.ink}; --paper: {LIGHT.paper}; }}
-@media (prefers-color-scheme: dark) {{ :root {{ --ink: {DARK.ink}; --paper: {DARK.paper}; }} }}
-</style>"""
+_DARK_RULES: Final = " ".join(
+    f'[style*="{use}: {light}"] {{ {use}: {dark} !important; }}'
+    for use in ("fill", "stroke")
+    for light, dark in zip(LIGHT, DARK, strict=True)
+)
+_STYLE: Final = f"<style>\n@media (prefers-color-scheme: dark) {{ {_DARK_RULES} }}\n</style>"
+"""What is drawn has the colours of a light page. Only browsers know others: other viewers know
+neither `var()` nor media queries."""
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -42,7 +44,7 @@ def new_figure(width: float, height: float) -> Figure:
     from matplotlib import rc
     from matplotlib.figure import Figure
 
-    ink, paper = _DRAWN
+    ink, paper = LIGHT
     rc("text", color=ink)
     rc("xtick", color=ink)
     rc("ytick", color=ink)
@@ -64,9 +66,6 @@ def save(figure: Figure, path: Path) -> None:
     """Write the figure as an SVG."""
     written = io.StringIO()
     figure.savefig(written, format="svg", metadata={"Date": None})
-    text = written.getvalue()
-    for drawn, name in zip(_DRAWN, ("ink", "paper"), strict=True):
-        text = text.replace(drawn, f"var(--{name})")
-    head, tag, rest = text.partition("<defs>")
+    head, tag, rest = written.getvalue().partition("<defs>")
     lines = (line.rstrip() for line in f"{head}{_STYLE}\n{tag}{rest}".splitlines())
     path.write_text("\n".join(lines) + "\n")

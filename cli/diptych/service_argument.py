@@ -8,6 +8,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from diptych.defaults import own_file
 from diptych.known_models import DEFAULT, KNOWN, KnownModel, Source, nearest, size_text
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -15,7 +16,8 @@ _SUFFIXES = (".yaml", ".yml", ".json")
 
 
 class ServiceArgument(click.ParamType[Source]):
-    """A known model's name, or else a file. `./NAME` is always a file."""
+    """A known model's name, or else a file. `./NAME` is always a file. What begins with
+    `examples/` is one of ours, wherever the user is, unless there is such a file."""
 
     name = "model or file"
 
@@ -27,6 +29,8 @@ class ServiceArgument(click.ParamType[Source]):
             return value
         if value in KNOWN:
             return KNOWN[value]
+        if value.startswith("examples/") and not Path(value).exists():
+            return Path(_FILE.convert(own_file(value), param, ctx))
         if "/" not in value and not value.endswith(_SUFFIXES) and not Path(value).exists():
             self.fail(_unknown(value), param, ctx)
         return Path(_FILE.convert(value, param, ctx))
@@ -55,5 +59,6 @@ def _unknown(name: str) -> str:
     meant = f"did you mean {' or '.join(near)}? " if near else ""
     return (
         f"{name!r} is neither a file nor a known model; {meant}`diptych models` lists all names, "
-        "and any other model is served from a file that names it (docs/models.md)"
+        "and any other model is served from a file that names it, such as those in "
+        f"{own_file('examples')}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -58,11 +59,19 @@ def _ask(path: str, kind: type[T]) -> tuple[list[tuple[str, T]], list[str]]:
 
 
 def _routers(states: list[RunState]) -> Iterator[tuple[str, Get]]:
-    for state in states:
-        for pod in state.pods:
-            if pod.role == "router" and "admin" in pod.ports:
-                url = f"http://{LOOPBACK}:{pod.ports['admin']}"
-                yield pod.name, partial(_get, url, Path(state.admin_token_file))
+    """The routers by their pods' names. Services of one name may run here, in one namespace or in
+    several; then the port of its API follows the name of each."""
+    found = [
+        (pod, state.admin_token_file)
+        for state in states
+        for pod in state.pods
+        if pod.role == "router" and "admin" in pod.ports
+    ]
+    count = Counter(pod.name for pod, _ in found)
+    for pod, token_file in found:
+        name = pod.name if count[pod.name] == 1 else f"{pod.name}:{pod.ports['http']}"
+        url = f"http://{LOOPBACK}:{pod.ports['admin']}"
+        yield name, partial(_get, url, Path(token_file))
 
 
 def _get(url: str, token_file: Path, path: str) -> tuple[int, bytes]:

@@ -52,6 +52,28 @@ vllm-decode-0          not ready 0s         1     0   16 1900/2000     45.2
 smollm2-135m-decode-1: compiling
 requests 12, hand-offs 13, moved 14.4 MB, first token 98 ms, 255.8 tokens/s
 """.splitlines()
+FORTY = """\
+POD                    STATE
+smollm2-135m-router-0  ready
+smollm2-135m-prefill-0 ready
+smollm2-135m-decode-0  restarting 3s
+smollm2-135m-decode-1  starting 12s
+vllm-decode-0          not ready 0s
+smollm2-135m-decode-1: compiling
+requests 12, hand-offs 13, moved 14.4
+MB, first token 98 ms, 255.8 tokens/s
+""".splitlines()
+SIXTY = """\
+POD                    STATE            BLOCKS TOKENS/S
+smollm2-135m-router-0  ready                 -        -
+smollm2-135m-prefill-0 ready          120/2912    210.5
+smollm2-135m-decode-0  restarting 3s         -        -
+smollm2-135m-decode-1  starting 12s          -        -
+vllm-decode-0          not ready 0s  1900/2000     45.2
+smollm2-135m-decode-1: compiling
+requests 12, hand-offs 13, moved 14.4 MB, first token 98 ms,
+255.8 tokens/s
+""".splitlines()
 WIDE = """\
 POD                     ROLE     STATE          RESTARTS  QUEUE  ROWS     BLOCKS  TOKENS/S
 smollm2-135m-router-0   router   ready                 0      -     -          -         -
@@ -64,7 +86,9 @@ requests 12, hand-offs 13, moved 14.4 MB, first token 98 ms, 255.8 tokens/s
 """.splitlines()
 
 
-@pytest.mark.parametrize(("columns", "lines"), [(80, EIGHTY), (120, WIDE)])
+@pytest.mark.parametrize(
+    ("columns", "lines"), [(40, FORTY), (60, SIXTY), (80, EIGHTY), (120, WIDE)]
+)
 def test_the_table_fits_the_terminal(columns: int, lines: list[str]) -> None:
     assert text(Picture(PODS, FIGURES, PACE), columns) == lines
     assert max(map(len, lines)) <= columns
@@ -72,11 +96,12 @@ def test_the_table_fits_the_terminal(columns: int, lines: list[str]) -> None:
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_a_long_name_is_cut_before_a_figure_is(columns: int) -> None:
-    pod = PodRow("a-very-long-name-" * 7, "decode", Phase.BACKING_OFF, 99, waited_s=30)
+    pod = PodRow("a-very-long-name-" * 7 + "9", "decode", Phase.BACKING_OFF, 99, waited_s=30)
     head, row, *_ = text(Picture([pod]), columns)
     assert head.endswith("TOKENS/S")
     assert "restarting 30s" in row
-    assert "…" in row
+    assert row.startswith("…")
+    assert row.split()[0].endswith("long-name-9"), "the end tells pods apart"
 
 
 def test_a_service_that_has_ended_keeps_its_last_figures() -> None:

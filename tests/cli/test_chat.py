@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from PIL import Image
+from waits import PATIENCE_S
 
 from diptych.api_service import Service, find_service
 from diptych.chat.conversation import Conversation
@@ -76,8 +80,28 @@ def test_the_prompt_reads_lines_until_the_end_of_input(url: str) -> None:
     lines = "count\n\nrefuse\ncount\n/reset\ncount\n"
     result = CliRunner().invoke(main, ["chat", "--url", url], input=lines)
     assert result.exit_code == 0
-    said = [line for line in result.stdout.replace("you> ", "\n").splitlines() if line]
-    assert said[1:] == ["1 messages", "error: HTTP 400: too long", "3 messages", "1 messages"]
+    assert result.stdout == "1 messages\n3 messages\n1 messages\n"
+    assert result.stderr.strip() == "error: HTTP 400: too long"
+
+
+def test_a_pipe_gets_the_answer_and_nothing_else(url: str) -> None:
+    chat = [sys.executable, "-m", "diptych.main", "chat", "--url", url]
+    done = subprocess.run(chat, input="count\n", capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.stdout, done.stderr.strip()) == ("1 messages\n", "")
+
+
+def test_who_types_into_a_chat_whose_answers_go_elsewhere_is_prompted_beside_them(
+    url: str,
+) -> None:
+    keyboard, own = os.openpty()
+    chat = [sys.executable, "-m", "diptych.main", "chat", "--url", url]
+    os.write(keyboard, b"count\n\x04")
+    done = subprocess.run(chat, stdin=own, capture_output=True, text=True, timeout=PATIENCE_S)
+    os.close(keyboard)
+    os.close(own)
+    assert done.stdout == "1 messages\n"
+    assert "you> " in done.stderr
+    assert "Ctrl-D ends" in done.stderr
 
 
 def test_an_image_is_a_part_of_one_message(url: str, tmp_path: Path) -> None:
@@ -85,7 +109,7 @@ def test_an_image_is_a_part_of_one_message(url: str, tmp_path: Path) -> None:
     lines = f"/image {tmp_path / 'dot.png'}\ncount\ncount\n"
     result = CliRunner().invoke(main, ["chat", "--url", url], input=lines)
     assert "1 messages, 1 images" in result.stdout
-    assert result.stdout.rstrip("you> \n").endswith("3 messages")
+    assert result.stdout.endswith("3 messages\n")
 
 
 def test_a_program_may_send_what_looks_like_a_command(url: str) -> None:

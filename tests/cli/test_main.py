@@ -16,6 +16,7 @@ from diptych.main import main
 from diptych_operator.api.parse import parse
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2.yaml"
+EXAMPLES = sorted(EXAMPLE.parent.glob("*.yaml"))
 
 
 def run(*arguments: str) -> Any:
@@ -33,6 +34,27 @@ def test_render_prints_the_objects_of_a_cluster(output: str) -> None:
     kinds = [item["kind"] for item in objects]
     assert kinds.count("Deployment") == 3
     assert kinds.count("Secret") == 1
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_render_shows_each_example_with_all_that_is_in_its_file(example: Path) -> None:
+    result = run("render", str(example))
+    assert result.exit_code == 0, result.output
+    objects = list(yaml.safe_load_all(result.stdout))
+    for written in yaml.safe_load_all(example.read_text()):
+        if written["kind"] != "InferenceService":
+            assert written in objects
+    assert "Deployment" in {item["kind"] for item in objects}
+
+
+def test_up_says_what_of_a_file_does_not_run_here(
+    service_file: Callable[[Any], Path], small_service: Callable[..., Any]
+) -> None:
+    file = service_file(small_service(model={"uri": "file:///nowhere.gguf"}))
+    file.write_text(file.read_text() + "\n---\nkind: HorizontalPodAutoscaler\n")
+    result = run("up", str(file))
+    assert "only the InferenceService runs here, not: HorizontalPodAutoscaler" in result.stdout
+    assert "/nowhere.gguf" in result.stderr
 
 
 @pytest.mark.parametrize("command", ["up", "demo", "render"])

@@ -12,33 +12,15 @@ import regex
 import transformers  # its classes are imported when they are used
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_kit.texts import TEXTS
 
 from diptych_frontend.model_files.gguf_header import read_header
 from diptych_frontend.model_files.model_source import ModelSource
+from diptych_frontend.text.gguf_tokenizer import tokenizer_from_gguf
 from diptych_frontend.text.tokenizer import Tokenizer
-from diptych_frontend.text.tokenizer_files import tokenizer_from_gguf, tokenizer_from_hf
+from diptych_frontend.text.tokenizer_files import tokenizer_from_hf
 from diptych_protocol import InvalidRequestError
 
-TEXTS = [
-    "Hello world",
-    "",
-    " ",
-    "   leading and trailing   ",
-    "It's 2024: we'll've 1234567890 things, don't they're I'm",
-    "digits12345in67words 3.14159 1e-9 0x7fff 一二三",
-    "naïve café Ünïcödé ǅ ﬁ ß İ",
-    "你好，世界。これは日本語です。안녕하세요 שלום مرحبا हिन्दी ภาษาไทย",
-    "😀 👩‍👩‍👧‍👦 🇩🇪 👍🏽 ❤️ \u200b\u200d\ufeff",
-    "tabs\tand\nnew\r\nlines\n\n\n   \n\t end",
-    "def f(x: int) -> int:\n    return x ** 2  # square\n\n\nif __name__ == '__main__':\n\tf(3)",
-    '{"key": [1, 2, {"nested": null}], "s": "\\u00e9"}',
-    "<div class='a'>&amp;</div> https://example.com/?q=a%20b&c=1#frag",
-    "combining e\u0301 o\u0308 and \u00a0 nbsp \u2003 em space",
-    "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
-    "text<|endoftext|>more <|im_end|> <|im_end", "<repo_name>a/b<file_sep>c.py\n1",
-    "a" * 500,
-    "\x00\x01\x1f\x7f",
-]  # fmt: skip
 OTHER_DIGITS = "x²³ ½ Ⅷ a٣٤٥b १२३"
 """transformers ignores GGUF's `pre`, so it does not set digits other than ASCII's apart; the model
 was trained with all of them apart."""
@@ -319,7 +301,8 @@ def test_control_tokens_are_special_and_user_defined_ones_are_text() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"model": "llama"}, "not byte-level BPE"),
+        ({"model": "t5"}, "'t5' tokenizer, not one of gpt2, llama; use the model's directory"),
+        ({"model": "llama"}, "scores"),
         ({"pre": "mystery"}, "'mystery'"),
         ({"merges": ["x1 y2"]}, "merges"),
         ({"merges": "x"}, "merges"),

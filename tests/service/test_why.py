@@ -26,6 +26,7 @@ from diptych_frontend.core_client.curve import read_keys
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.server import Site, listen, serve_sites
 from diptych_protocol.admin import Explanation, RequestList, RequestReport
+from diptych_router.choosing.policy import ALONE
 from diptych_router.requests.pool_client import PoolClient
 from diptych_router.requests.record.records import MOST_REQUESTS
 from diptych_router.telling.admin_port import admin_app
@@ -132,6 +133,17 @@ async def test_both_candidates_are_named_and_the_terms_add_up(service: Service) 
     assert attempt.hand_off_s is not None
     assert request.seconds is not None
     assert 0 < attempt.first_token_s + attempt.hand_off_s <= request.seconds
+
+
+@pytest.mark.parametrize(("remote_decode", "way"), [(False, ALONE), (True, "")])
+async def test_a_client_chooses_between_one_engine_and_a_pair(
+    service: Service, remote_decode: bool, way: str
+) -> None:
+    answer = await service.ask(FIRST, kv_transfer_params={"do_remote_decode": remote_decode})
+    [request] = await service.why(answer.headers["x-request-id"])
+    [attempt] = request.attempts
+    assert bool(attempt.prefill) is remote_decode
+    assert way in attempt.reason
 
 
 async def test_a_next_turn_shows_what_the_cache_had(service: Service) -> None:
@@ -286,9 +298,24 @@ async def test_the_command_shows_it(
         assert refused.exit_code == 0, "the file that the router reads is the one that is sent"
 
 
-def state_of_this_process(service: Service) -> RunState:
-    pod = PodState("svc-router-0", "router", "ready", 1, 0, {"admin": service.admin_port}, "/l")
+async def test_services_of_one_name_are_told_apart(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    name = (await service.ask(NEXT)).headers["x-request-id"]
+    with RunDirectory("svc") as one, RunDirectory("svc") as other:
+        one.save(state_of_this_process(service, port=8080))
+        other.save(state_of_this_process(service, port=9000))
+        for arguments in ([], [name]):
+            shown = (await run_command(*arguments)).stdout
+            assert "svc-router-0:8080" in shown
+            assert "svc-router-0:9000" in shown
+
+
+def state_of_this_process(service: Service, port: int = 1) -> RunState:
+    ports = {"http": port, "admin": service.admin_port}
+    pod = PodState("svc-router-0", "router", "ready", 1, 0, ports, "/l")
     return RunState(
-        "svc", "svc", "http://127.0.0.1:1/v1", True, 0.0, os.getpid(),
+        "svc", "svc", f"http://127.0.0.1:{port}/v1", True, 0.0, os.getpid(),
         psutil.Process().create_time(), [pod], admin_token_file=str(service.token_file),
     )  # fmt: skip

@@ -21,6 +21,10 @@ WIDE_COLUMNS = 100
 the name."""
 OTHERS, WIDE_OTHERS = 56, 72
 """The most columns that all but the name take."""
+LEAST_NAME = 24
+"""Figures are left out where a name would get less room, the least important ones first."""
+FIGURE_WIDTHS = {"RESTARTS": 8, "QUEUE": 5, "ROWS": 4, "BLOCKS": 9, "TOKENS/S": 8}
+"""Columns and their width, the least important first."""
 _STYLES = {
     Phase.READY: "green",
     Phase.STARTING: "yellow",
@@ -70,24 +74,35 @@ def drawn(picture: Picture, columns: int) -> RenderableType:
 def _table(picture: Picture, columns: int) -> Table:
     is_wide = columns >= WIDE_COLUMNS
     table = Table(box=None, pad_edge=False, padding=(0, 2 if is_wide else 1, 0, 0))
-    others = WIDE_OTHERS if is_wide else OTHERS
-    table.add_column("POD", no_wrap=True, overflow="ellipsis", max_width=columns - others)
+    longest = max((len(pod.name) for pod in picture.pods), default=0)
+    room, shown = columns - (WIDE_OTHERS if is_wide else OTHERS), dict(FIGURE_WIDTHS)
+    while shown and room < min(longest, LEAST_NAME):
+        room += 1 + shown.pop(next(iter(shown)))
+    table.add_column("POD", no_wrap=True)
     for column in ("ROLE", "STATE") if is_wide else ("STATE",):
         table.add_column(column, no_wrap=True, min_width=len(column))
-    for column in ("RESTARTS", "QUEUE", "ROWS", "BLOCKS", "TOKENS/S"):
+    for column in shown:
         table.add_column(column, no_wrap=True, justify="right", min_width=len(column))
     for pod in picture.pods:
-        sample = _known_of(pod, picture.figures.engines)
-        rate = _known_of(pod, picture.pace.tokens_per_s)
         table.add_row(
-            Text(pod.name),
+            Text(_end_of(pod.name, room)),
             *((pod.role,) if is_wide else ()),
             _state(pod, ended=picture.ended),
-            str(pod.restarts),
-            *_cells(sample),
-            "-" if rate is None else f"{rate:.1f}",
+            *_figures(pod, picture)[len(FIGURE_WIDTHS) - len(shown) :],
         )
     return table
+
+
+def _end_of(name: str, room: int) -> str:
+    """The end of a name is what tells one pod from another."""
+    return name if len(name) <= room else f"…{name[len(name) - room + 1 :]}"
+
+
+def _figures(pod: PodRow, picture: Picture) -> tuple[str, ...]:
+    """As in `FIGURE_WIDTHS`."""
+    rate = _known_of(pod, picture.pace.tokens_per_s)
+    cells = _cells(_known_of(pod, picture.figures.engines))
+    return str(pod.restarts), *cells, "-" if rate is None else f"{rate:.1f}"
 
 
 def _known_of(pod: PodRow, known: Mapping[str, T]) -> T | None:

@@ -14,8 +14,10 @@ from diptych.chat.stream import ChatError
 
 
 def converse(conversation: Conversation, console: Console) -> None:
-    """Talk with a person at a terminal, or answer each line of a pipe."""
+    """Talk with a person at a terminal, or answer each line of a pipe. If it is not both read and
+    seen on a terminal, only answers go to `console`; all else goes to standard error."""
     by_hand = sys.stdin.isatty() and console.is_terminal
+    aside = console if by_hand else Console(stderr=True)
     if by_hand:
         from diptych.chat.prompt import line_editor
 
@@ -23,46 +25,48 @@ def converse(conversation: Conversation, console: Console) -> None:
         read = line_editor()
     else:
         hints = "Ctrl-D ends, Ctrl-C cuts an answer short, /reset starts afresh."
-        read = _plain_reader(console)
-    console.print(hints, style="dim")
+        read = _plain_reader(aside)
+    if sys.stdin.isatty():
+        aside.print(hints, style="dim")
     while True:
         try:
             line = read()
         except (EOFError, KeyboardInterrupt):
-            console.print()
+            aside.print()
             return
         try:
-            _take(conversation, line, console, by_hand=by_hand)
+            _take(conversation, line, console, aside)
         except QuitChat:
             return
 
 
-def _plain_reader(console: Console) -> Callable[[], str]:
-    return lambda: console.input("[bold]you>[/] ")
+def _plain_reader(aside: Console) -> Callable[[], str]:
+    return lambda: aside.input("[bold]you>[/] " if sys.stdin.isatty() else "")
 
 
-def _take(conversation: Conversation, line: str, console: Console, *, by_hand: bool) -> None:
+def _take(conversation: Conversation, line: str, console: Console, aside: Console) -> None:
     """One line: a command, a message or nothing."""
     line = line.strip()
+    by_hand = aside is console
     try:
         order = order_in(line, by_hand=by_hand)
         if order is not None:
             told = obey(order, conversation)
             if by_hand or order.name != "/reset":
-                console.print(told, style="dim", markup=False, highlight=False)
+                aside.print(told, style="dim", markup=False, highlight=False)
         elif line:
-            _turn(conversation, line, console)
+            _turn(conversation, line, console, aside)
     except SlashError as exc:
-        console.print(f"error: {exc}", style="red", markup=False, highlight=False)
+        aside.print(f"error: {exc}", style="red", markup=False, highlight=False)
 
 
-def _turn(conversation: Conversation, line: str, console: Console) -> None:
+def _turn(conversation: Conversation, line: str, console: Console, aside: Console) -> None:
     try:
         asyncio.run(conversation.say(line, printer(console)))
     except ChatError as exc:
-        console.print(f"error: {exc}", style="red", markup=False)
+        aside.print(f"error: {exc}", style="red", markup=False)
     except KeyboardInterrupt:
-        console.print(" (cut short)", style="dim")
+        aside.print(" (cut short)", style="dim")
     else:
         console.print()
 

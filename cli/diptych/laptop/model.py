@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 import msgspec
 from rich.console import Console
@@ -16,14 +17,29 @@ from rich.progress import (
 from rich.progress import Progress as Bar
 
 from diptych.errors import BadInputError, RunError
-from diptych_frontend.model_files.fetch import BadSourceError, FetchError, Progress, fetch_model
+from diptych.known_models import Source
+from diptych.manifest import in_words_of
+from diptych.models import listed
+from diptych_frontend.model_files.fetch import (
+    BadSourceError,
+    FetchError,
+    Progress,
+    UnreachableError,
+    fetch_model,
+)
+from diptych_frontend.model_files.fetch.errors import URI
 from diptych_operator.api.model import ModelCache
 from diptych_operator.api.service import InferenceService
 from diptych_protocol import InvalidRequestError
 from diptych_protocol.model_uri import parse_model_uri
 
+ANSWER_WITHIN_S: Final = 10.0
+"""Somebody waits for it."""
 
-def with_local_model(service: InferenceService, cache: Path, console: Console) -> InferenceService:
+
+def with_local_model(
+    source: Source, service: InferenceService, cache: Path, console: Console
+) -> InferenceService:
     """Return the service with its model as a file of this machine, fetched into `cache` if
     necessary.
 
@@ -35,7 +51,8 @@ def with_local_model(service: InferenceService, cache: Path, console: Console) -
         return service
     columns = TextColumn("fetching {task.description}"), BarColumn(), DownloadColumn()
     speed = TransferSpeedColumn(), TimeRemainingColumn()
-    with Bar(*columns, *speed, console=console, transient=True) as bar:
+    quiet = not console.is_terminal
+    with Bar(*columns, *speed, console=console, transient=True, disable=quiet) as bar:
         task = bar.add_task(model.uri, total=None)
 
         def report(progress: Progress) -> None:
@@ -43,12 +60,23 @@ def with_local_model(service: InferenceService, cache: Path, console: Console) -
 
         try:
             path = fetch_model(
-                model.uri, cache, revision=model.revision, sha256=model.sha256, report=report
+                model.uri,
+                cache,
+                revision=model.revision,
+                sha256=model.sha256,
+                report=report,
+                answer_within_s=ANSWER_WITHIN_S,
             )
-        except (BadSourceError, InvalidRequestError) as exc:
-            raise BadInputError(f"spec.model: {exc}") from exc
+        except BadSourceError as exc:
+            problem = str(exc).removeprefix(f"{exc.field}: ")
+            raise BadInputError(in_words_of(source, exc.field, problem)) from exc
+        except InvalidRequestError as exc:
+            raise BadInputError(in_words_of(source, URI, str(exc))) from exc
+        except UnreachableError as exc:
+            problem = f"it is not on this machine, and {exc}; {_without_network(model.uri, cache)}"
+            raise RunError(in_words_of(source, URI, problem)) from exc
         except FetchError as exc:
-            raise RunError(f"spec.model.uri: {exc}") from exc
+            raise RunError(in_words_of(source, URI, str(exc))) from exc
     local = msgspec.structs.replace(
         model,
         uri=path.as_uri(),
@@ -59,3 +87,9 @@ def with_local_model(service: InferenceService, cache: Path, console: Console) -
         cache=ModelCache(),
     )
     return msgspec.structs.replace(service, spec=msgspec.structs.replace(service.spec, model=local))
+
+
+def _without_network(uri: str, cache: Path) -> str:
+    here = ", ".join(row.model.name for row in listed(cache) if row.here)
+    mirror = "set HF_ENDPOINT to a mirror of the Hub, " if uri.startswith("hf://") else ""
+    return f"connect to the network, {mirror}or serve what is here: {here or 'a file'}"

@@ -10,7 +10,6 @@ Projections that read the same input are fused: query, key and value; gate and u
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -30,6 +29,7 @@ from diptych_engine.models.layer_calls import LayerCalls, have_kernels, matrices
 from diptych_engine.models.linear import Linear
 from diptych_engine.models.low_rank import add_low_rank
 from diptych_engine.models.mixture import mixture, route, stacked_mixture, stacks_pay
+from diptych_engine.models.rotation import rotation_table
 from diptych_engine.models.shard import WHOLE, Shard, Span
 from diptych_frontend.model_files.model_config import ModelConfig, family_of
 from diptych_kernels.native.layout import is_known
@@ -38,49 +38,6 @@ from diptych_kernels.paged_attention.cpu import fills_vectors
 from diptych_kernels.rms_norm import rms_norm
 from diptych_kernels.rope_kv_write import rope_kv_write
 from diptych_kernels.silu_mul import silu_mul
-from diptych_protocol import InvalidRequestError
-
-
-def rotation_table(config: ModelConfig, max_positions: int, device: torch.device) -> Tensor:
-    """Return (cos, sin) of every position and frequency: [max_positions, 1, head_dim / 2, 2]
-    float32."""
-    frequencies = _frequencies(config)
-    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
-    return torch.stack((angles.cos(), angles.sin()), dim=-1).unsqueeze(1).to(device)
-
-
-def _frequencies(config: ModelConfig) -> Tensor:
-    """Radians per position for each pair of a head: [head_dim / 2] float32."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
-    scaling = config.rope_scaling
-    if scaling is None:
-        return frequencies
-    if scaling.get("rope_type") != "llama3":
-        raise InvalidRequestError(f"model not supported: RoPE scaling {scaling}", param="model")
-    return _llama3(
-        frequencies,
-        factor=scaling["factor"],
-        low_freq_factor=scaling["low_freq_factor"],
-        high_freq_factor=scaling["high_freq_factor"],
-        trained_positions=scaling["original_max_position_embeddings"],
-    )
-
-
-def _llama3(
-    frequencies: Tensor,
-    *,
-    factor: float,
-    low_freq_factor: float,
-    high_freq_factor: float,
-    trained_positions: float,
-) -> Tensor:
-    """Llama 3.1's stretch: slow frequencies are divided by `factor`, fast ones kept, the band
-    between blended linearly in the number of turns that a frequency makes in training."""
-    turns = trained_positions * frequencies / (2 * math.pi)
-    kept = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
-    kept = kept.clamp(0.0, 1.0)
-    return frequencies * kept + frequencies / factor * (1.0 - kept)
 
 
 class LlamaModel(torch.nn.Module):

@@ -29,6 +29,7 @@ from diptych_engine.models.packed_file import Matrices, file_for, shared_matrice
 from diptych_frontend.model_files.family_spec import FamilySpec
 from diptych_frontend.model_files.model_config import family_of
 from diptych_frontend.model_files.model_source import GGUFTensor, ModelSource
+from diptych_frontend.model_files.rope_scaling import DIVISORS
 from diptych_kernels.packed_product import is_available
 from diptych_protocol import InvalidRequestError
 
@@ -88,7 +89,11 @@ def _load_gguf(
         raise ValueError(f"{source.uri} has no path")
     family = family_of(source.config.architecture)
     table = separate_gguf(
-        {published_name(name, family): tensor for name, tensor in source.tensors().items()}
+        {
+            published_name(name, family): tensor
+            for name, tensor in source.tensors().items()
+            if name != DIVISORS  # the configuration has its values
+        }
     )
     _require_same_names(slots, table.keys())
     for name, tensor in table.items():

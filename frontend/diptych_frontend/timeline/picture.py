@@ -30,15 +30,21 @@ COLORS: Final[dict[Kind, str]] = {
     "decode": "#2f9e66",
     "preempted": "#c8475f",
 }
+BAD: Final = COLORS["preempted"]
 _NOT_XML: Final = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+INK: Final = "#1f2328"
+PAPER: Final = "#ffffff"
+LINE: Final = "#d0d7de"
 _STYLE: Final = """<style>
-:root { --ink: #1f2328; --paper: #ffffff; --line: #d0d7de; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --paper: #0d1117; --line: #30363d; } }
-text { font: 11px system-ui, sans-serif; fill: var(--ink); }
+text { font: 11px system-ui, sans-serif; }
 .title { font-weight: 600; font-size: 12px; }
-.on-bar { fill: #000000; }
-.bad { fill: #c8475f; }
+@media (prefers-color-scheme: dark) {
+.ink { fill: #e6edf3; } .paper { fill: #0d1117; }
+.edge { stroke: #0d1117; } .line { stroke: #30363d; }
+}
 </style>"""
+"""Attributes have the colours of a light page. Only browsers know others, and only they read the
+rules for a dark page: other viewers know neither `var()` nor media queries."""
 
 
 def svg(timeline: Timeline) -> str:
@@ -53,8 +59,8 @@ def svg(timeline: Timeline) -> str:
         f'<title id="title">{title}</title>',
         f'<desc id="description">{_text(described(timeline))}</desc>',
         _STYLE,
-        f'<rect width="{WIDTH}" height="{height}" fill="var(--paper)"/>',
-        f'<text class="title" x="8" y="18">{title}</text>',
+        f'<rect class="paper" width="{WIDTH}" height="{height}" fill="{PAPER}"/>',
+        f'<text class="ink title" x="8" y="18" fill="{INK}">{title}</text>',
         *_axis(scale, bottom),
     ]
     for number, lane in enumerate(timeline.lanes):
@@ -104,8 +110,8 @@ class _Scale:
 def _axis(scale: _Scale, bottom: int) -> Iterator[str]:
     for at_s in scale.steps():
         x = scale.x(at_s)
-        yield f'<path d="M{x:.1f} {TOP}V{bottom}" stroke="var(--line)"/>'
-        yield f'<text x="{x:.1f}" y="{bottom + 14}" text-anchor="middle">{_tick(at_s)}</text>'
+        yield f'<path class="line" d="M{x:.1f} {TOP}V{bottom}" stroke="{LINE}"/>'
+        yield _words(_tick(at_s), x, bottom + 14, "middle")
 
 
 def _tick(at_s: float) -> str:
@@ -114,8 +120,8 @@ def _tick(at_s: float) -> str:
 
 def _lane(lane: Lane, top: int, scale: _Scale) -> Iterator[str]:
     middle = top + 8 + BAR // 2
-    yield f'<text x="8" y="{middle + 4}">{_text(_cut(lane.name, NAMES - 16))}</text>'
-    yield f'<path d="M{NAMES} {middle}H{WIDTH - RIGHT}" stroke="var(--line)"/>'
+    yield _words(_cut(lane.name, NAMES - 16), 8, middle + 4)
+    yield f'<path class="line" d="M{NAMES} {middle}H{WIDTH - RIGHT}" stroke="{LINE}"/>'
     for bar in lane.bars:
         yield from _bar(bar, top + 8, scale)
     if lane.ticks_s:
@@ -131,23 +137,23 @@ def _bar(bar: Bar, top: int, scale: _Scale) -> Iterator[str]:
     width = max(1.0, scale.x(bar.ended_s) - x)
     took = milliseconds(bar.ended_s - bar.began_s)
     yield (
-        f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{BAR}" '
-        f'fill="{COLORS[bar.kind]}" stroke="var(--paper)">'
+        f'<rect class="edge" x="{x:.1f}" y="{top}" width="{width:.1f}" height="{BAR}" '
+        f'fill="{COLORS[bar.kind]}" stroke="{PAPER}">'
         f"<title>{_text(bar.label)}: {took}</title></rect>"
     )
     if len(bar.label) * LETTER + 8 <= width:
         text = _text(bar.label)
-        yield f'<text class="on-bar" x="{x + 4:.1f}" y="{top + 13}">{text}</text>'
+        yield f'<text x="{x + 4:.1f}" y="{top + 13}">{text}</text>'
 
 
 def _mark(mark: Mark, top: int, y: int, scale: _Scale) -> Iterator[str]:
     x = scale.x(mark.at_s)
-    bad = ' class="bad"' if mark.is_bad else ""
+    color = f'fill="{BAD}"' if mark.is_bad else f'class="ink" fill="{INK}"'
     anchor = "end" if x > (NAMES + WIDTH) / 2 else "start"
     label = _cut(mark.label, WIDTH - NAMES)
-    yield f'<path{bad} d="M{x:.1f} {top + 8}l-4 -6h8z" fill="var(--ink)"/>'
+    yield f'<path {color} d="M{x:.1f} {top + 8}l-4 -6h8z"/>'
     yield (
-        f'<text{bad} x="{x:.1f}" y="{y}" text-anchor="{anchor}">{_text(label)}'
+        f'<text {color} x="{x:.1f}" y="{y}" text-anchor="{anchor}">{_text(label)}'
         f"<title>{_text(mark.label)}</title></text>"
     )
 
@@ -158,8 +164,13 @@ def _legend(timeline: Timeline, y: int) -> Iterator[str]:
     for kind, meaning in MEANINGS.items():
         if kind in used:
             yield f'<rect x="{x:.1f}" y="{y - 9}" width="10" height="10" fill="{COLORS[kind]}"/>'
-            yield f'<text x="{x + 14:.1f}" y="{y}">{meaning}</text>'
+            yield _words(meaning, x + 14, y)
             x += 14 + len(meaning) * LETTER + 16
+
+
+def _words(text: str, x: float, y: float, anchor: str = "start") -> str:
+    place = f'x="{x:.1f}" y="{y}" text-anchor="{anchor}"'
+    return f'<text class="ink" {place} fill="{INK}">{_text(text)}</text>'
 
 
 def _cut(text: str, width: float) -> str:

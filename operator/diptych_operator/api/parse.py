@@ -15,7 +15,7 @@ import difflib
 import re
 from collections.abc import Hashable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import yaml
@@ -74,15 +74,37 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def parse(text: str) -> InferenceService:
-    """Parse one InferenceService from YAML (or JSON) text. Raises `SpecError`, in one line.
+class ServiceFile(NamedTuple):
+    """What a user's file holds."""
 
-    An unknown field is an error. Images that the text does not name are the published ones.
+    service: InferenceService
+    others: list[dict[str, Any]] = []
+    """Further objects, such as autoscalers, in their order. They are for a cluster, and unread."""
+
+
+def parse(text: str) -> InferenceService:
+    """Parse the InferenceService of `parse_file`."""
+    return parse_file(text).service
+
+
+def parse_file(text: str) -> ServiceFile:
+    """Parse YAML (or JSON) text with one InferenceService, and perhaps objects of other kinds.
+
+    Raises `SpecError`, in one line. An unknown field is an error. Images that the text does not
+    name are the published ones.
     """
-    raw = _load(text)
-    if not isinstance(raw, dict):
-        raise SpecError("file", f"must hold one {KIND} object, not {_JSON_NAMES.get(type(raw))}")
-    return _read(raw, Images())
+    objects = _load(text)
+    for raw in objects or [None]:
+        if not isinstance(raw, dict):
+            problem = f"must hold one {KIND} object, not {_JSON_NAMES.get(type(raw))}"
+            raise SpecError("file", problem)
+    others = [raw for raw in objects if raw.get("kind") != KIND] if len(objects) > 1 else []
+    services = [raw for raw in objects if raw not in others]
+    if len(services) != 1:
+        kinds = ", ".join(str(raw.get("kind")) for raw in objects)
+        problem = f"must hold one {KIND}, not {len(services)}; it has {kinds}"
+        raise SpecError("file", problem)
+    return ServiceFile(_read(services[0], Images()), others)
 
 
 def parse_object(raw: Mapping[str, Any], images: Images) -> InferenceService:
@@ -130,11 +152,12 @@ def _status(raw: Any) -> Status:
         return Status()
 
 
-def _load(text: str) -> Any:
+def _load(text: str) -> list[Any]:
+    """The documents that are not empty."""
     if len(text) > MAX_TEXT_BYTES:
         raise SpecError("file", f"is larger than {MAX_TEXT_BYTES} bytes; is it the right file?")
     try:
-        return yaml.load(text, Loader=_Loader)
+        return [raw for raw in yaml.load_all(text, Loader=_Loader) if raw is not None]
     except yaml.MarkedYAMLError as exc:
         line = exc.problem_mark.line + 1 if exc.problem_mark else 1
         problem = " ".join(part for part in (exc.problem, exc.context) if part)

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import shutil
+import socket
 import subprocess
 import threading
 import time
@@ -71,6 +72,18 @@ def test_a_folder_arrives_with_what_an_engine_reads_and_nothing_else(
     assert fetch(uri) == path
     assert store.served.keys() - {""} == {prefix + name for name in wanted}
     assert sum(store.served[prefix + name] for name in wanted) <= before
+
+
+def test_a_source_that_is_silent_is_given_up_when_somebody_waits(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(UnreachableError, match=r"no answer within 0\.2 s"):
+            fetch_model(
+                "hf://org/repo",
+                tmp_path,
+                credentials=Credentials(endpoint=endpoint),
+                answer_within_s=0.2,
+            )
 
 
 def test_a_router_gets_no_weights(store: Any, fetch: Fetch, folder_model: dict[str, bytes]) -> None:

@@ -8,11 +8,12 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
+from drawn_svg import paper_and_colors
 from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych_frontend.timeline.lanes import Timeline, timeline
-from diptych_frontend.timeline.picture import described, milliseconds, svg
+from diptych_frontend.timeline.picture import COLORS, INK, LINE, PAPER, described, milliseconds, svg
 from diptych_protocol.admin import AttemptReport, PlacementReport, RequestReport, StationReport
 
 
@@ -196,6 +197,12 @@ def test_the_picture_names_lanes_bars_and_marks_for_eyes_and_for_readers() -> No
     assert "d: KV of 900 tokens from 1100 ms to 1200 ms." in described(found)
     assert "prefers-color-scheme: dark" in text
     assert "<script" not in text
+
+
+def test_the_picture_has_its_colors_in_viewers_that_are_no_browsers() -> None:
+    paper, colors = paper_and_colors(svg(timeline(request(PREFILL, DECODE))))
+    assert paper == PAPER
+    assert {COLORS["prefill"], COLORS["decode"], INK, LINE} <= colors
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,47 @@ async def test_contract_C05_messages_and_responses_tell_the_same_calls(
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("by", ["max_tokens", "a stop string"])
+async def test_contract_C05_no_api_tells_an_unfinished_call(
+    family: Family, name: str, by: str
+) -> None:
+    answer = family.of(name).answer
+    length, stop = (
+        len(answer[: answer.index("<b>") + 1].encode()),
+        [] if by == "max_tokens" else ["b>"],
+    )
+    limit = length if not stop else 500
+    chat = CHAT | {"max_tokens": limit, "stop": stop or None}
+    [choice] = (await family.post("/v1/chat/completions", chat))["choices"]
+    assert choice["message"]["content"].strip() == "So."
+    assert not choice["message"].get("tool_calls")
+    assert choice["finish_reason"] == ("stop" if stop else "length")
+    if name != "deepseek":  # as above
+        chunks = await family.post("/v1/chat/completions", chat | {"stream": True})
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        assert "".join(delta["content"] or "" for delta in deltas).strip() == "So."
+        assert not any(delta.get("tool_calls") for delta in deltas)
+
+    asked = MESSAGES | {"max_tokens": limit, "stop_sequences": stop}
+    message = await family.post("/v1/messages", asked)
+    assert [block["text"].strip() for block in message["content"]] == ["So."]
+    assert message["stop_reason"] == ("stop_sequence" if stop else "max_tokens")
+    if stop:  # /v1/responses has none
+        return
+    response = await family.post("/v1/responses", RESPONSES | {"max_output_tokens": limit})
+    [item] = response["output"]
+    assert (item["status"], item["content"][0]["text"].strip()) == ("incomplete", "So.")
+    assert response["status"] == "incomplete"
+    if name != "deepseek":
+        events = await family.post(
+            "/v1/responses", RESPONSES | {"max_output_tokens": limit, "stream": True}
+        )
+        assert events[-1]["type"] == "response.incomplete"
+        [item] = events[-1]["response"]["output"]
+        assert item["content"][0]["text"].strip() == "So."
+
+
+@pytest.mark.parametrize("name", FORMATS)
 async def test_contract_C05_a_forced_call_has_one_form_in_every_family(
     family: Family, name: str
 ) -> None:

@@ -120,7 +120,7 @@ async def test_special_tokens_stay_in_the_text(
         ("/tokenize", {"messages": CHAT, "add_special_tokens": True}, 400, "add_special_tokens"),
         ("/tokenize", {"messages": CHAT, "chat_template": "{{ 1 }}"}, 400, "chat_template"),
         ("/tokenize", {"prompt": "a", "model": "nobody"}, 404, "model"),
-        ("/tokenize", {"prompt": "a", "loudly": True}, 400, "loudly"),
+        ("/tokenize", {"prompt": "a", "media_io_kwargs": {"a": {}}}, 400, "media_io_kwargs"),
         ("/detokenize", {}, 400, "tokens"),
         ("/detokenize", {"tokens": "a"}, 400, "tokens"),
         ("/detokenize", {"tokens": [-1]}, 400, "tokens"),

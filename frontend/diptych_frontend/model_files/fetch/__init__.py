@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from diptych_frontend.model_files.fetch.credentials import Credentials, read_credentials
-from diptych_frontend.model_files.fetch.errors import BadSourceError, FetchError
+from diptych_frontend.model_files.fetch.errors import BadSourceError, FetchError, UnreachableError
 from diptych_frontend.model_files.fetch.fetch import fetch_model, is_cached
 from diptych_frontend.model_files.fetch.progress import Progress
 
@@ -15,6 +15,7 @@ __all__ = [
     "Credentials",
     "FetchError",
     "Progress",
+    "UnreachableError",
     "fetch_model",
     "is_cached",
     "read_credentials",

@@ -102,6 +102,24 @@ def download_header(source: Source, file: RemoteFile, path: Path, advance: Advan
     raise BadSourceError(URI, f"{file.name} is not a usable GGUF file; name another")
 
 
+def with_deadline(call: Callable[[], T], seconds: float) -> T:
+    """Call once. Raises `UnreachableError` after so many seconds, whatever the network does: no
+    client's time limit covers the look-up of a name."""
+    answer: Future[T] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as exc:
+            answer.set_exception(exc)
+
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except TimeoutError:
+        raise UnreachableError(f"there is no answer within {seconds:g} s") from None
+
+
 def with_attempts(
     call: Callable[[], T], attempts: int = ATTEMPTS, *, given_up: threading.Event | None = None
 ) -> T:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+from diptych_frontend.installation import this_installation
 from diptych_frontend.model_files.fetch.cache import CacheEntry, Record
 from diptych_frontend.model_files.fetch.credentials import Credentials
 from diptych_frontend.model_files.fetch.download import (
@@ -18,6 +19,7 @@ from diptych_frontend.model_files.fetch.download import (
     download,
     download_header,
     with_attempts,
+    with_deadline,
 )
 from diptych_frontend.model_files.fetch.errors import (
     REVISION,
@@ -73,7 +75,8 @@ def open_source(uri: ModelUri, revision: str, credentials: Credentials) -> Sourc
                 raise BadSourceError(URI, f"{uri.text} needs no fetching; it is read in place")
     except ModuleNotFoundError as exc:
         raise FetchError(
-            f"{uri.scheme}:// needs the package {exc.name!r}; install diptych[fetch] in this image"
+            f"{uri.scheme}:// needs the package {exc.name!r}: "
+            f"{this_installation().add_extras('fetch')}"
         ) from exc
 
 
@@ -143,6 +146,7 @@ def fetch_model(
     recorded: bool = False,
     credentials: Credentials | None = None,
     report: Report = log_progress,
+    answer_within_s: float | None = None,
 ) -> Path:
     """Fetch the model into `cache`, and return what `resolve_model` opens: its folder or GGUF file.
 
@@ -154,6 +158,9 @@ def fetch_model(
     others write to, a copy is used only if it matches the source's listing: without an answer of
     the source there is no model. Where the source lists no checksums, those of what was fetched are
     used. With `recorded` they are also compared where nobody else vouches for a copy.
+
+    answer_within_s: give up a source that does not say in this time which files it has, because
+    somebody waits. None asks it again and again.
 
     Raises:
         InvalidRequestError: the URI is malformed.
@@ -180,7 +187,7 @@ def fetch_model(
         elif not shared:
             return path
     with closing(open_source(parsed, revision, credentials or Credentials())) as source:
-        files = _wanted(source, parsed, reader, sha256, None if shared else found)
+        files = _wanted(source, parsed, reader, sha256, None if shared else found, answer_within_s)
         if files is not None and not (verified and entry.holds(content_id(files), files)):
             _bring(entry, source, parsed, files, reader, report, verified=verified)
     return path
@@ -198,12 +205,20 @@ def is_cached(uri: str, cache: Path, *, revision: str = "", sha256: str = "") ->
 
 
 def _wanted(
-    source: Source, uri: ModelUri, reader: Reader, sha256: str, found: Record | None
+    source: Source,
+    uri: ModelUri,
+    reader: Reader,
+    sha256: str,
+    found: Record | None,
+    answer_within_s: float | None,
 ) -> list[RemoteFile] | None:
     """The files that must be fetched; None if what was found may serve."""
     try:
-        # Behind a copy that can serve, nobody should wait for a source that does not answer.
-        listed = with_attempts(source.files) if found is None else source.files()
+        if answer_within_s is not None:
+            listed = with_deadline(source.files, answer_within_s)
+        else:
+            # Behind a copy that can serve, nobody should wait for a source that does not answer.
+            listed = with_attempts(source.files) if found is None else source.files()
     except UnreachableError as exc:
         if found is None:
             raise

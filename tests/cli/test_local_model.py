@@ -1,0 +1,46 @@
+"""A model that is not on this machine, and a network that does not bring it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from waits import PATIENCE_S
+
+
+def up(what: str, home: Path) -> tuple[int, list[str]]:
+    done = subprocess.run(
+        [sys.executable, "-m", "diptych.main", "up", what],
+        env=os.environ | {"HOME": str(home), "HF_ENDPOINT": "http://127.0.0.1:1"},
+        capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    return done.returncode, (done.stdout + done.stderr).splitlines()
+
+
+def test_without_network_a_name_is_told_in_one_line_with_what_is_here(tmp_path: Path) -> None:
+    code, said = up("qwen3:0.6b", tmp_path)
+    (line,) = said
+    assert code == 1
+    assert line.startswith("Error: qwen3:0.6b: it is not on this machine, and http://127.0.0.1:1 ")
+    assert line.endswith("or serve what is here: smollm2:135m")
+    assert "spec." not in line, "who types a name has no fields"
+
+
+@pytest.mark.parametrize("uri", ["hf://org/repo", "https://127.0.0.1:1/model.gguf"])
+def test_without_network_a_file_is_told_with_its_field(
+    uri: str,
+    tmp_path: Path,
+    service_file: Callable[[Any], Path],
+    small_service: Callable[..., Any],
+) -> None:
+    file = service_file(small_service(model={"uri": uri}))
+    code, said = up(str(file), tmp_path)
+    (line,) = said
+    assert code == 1
+    assert line.startswith(f"Error: {file}: spec.model.uri: it is not on this machine, and http")
+    assert ("HF_ENDPOINT" in line) == uri.startswith("hf://")
