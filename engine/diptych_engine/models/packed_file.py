@@ -123,8 +123,8 @@ def _written(
 
 def _write(file: BinaryIO, tiles: Tensor) -> _Place:
     file.write(bytes(-file.tell() % ALIGNMENT))
-    start, content = file.tell(), tiles.numpy().reshape(-1)
-    file.write(content.data)
+    start, content = file.tell(), tiles.numpy().reshape(-1).data
+    file.write(content)
     rows, groups, num_bytes = tiles.shape
     return _Place(start, (rows, groups, num_bytes), hashlib.sha256(content).digest())
 
