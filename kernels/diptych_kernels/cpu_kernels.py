@@ -21,6 +21,7 @@ _COMPILED: Final = {
     silu_mul.CASE: (0,),
     call_table.CASE: (WIDTH,),
     packed_product.PACKED_PRODUCT: LEVEL_BITS,
+    packed_product.PACKED_ROWS: LEVEL_BITS,
     packed_product.AMX_PRODUCT: LEVEL_BITS,
     paged_attention.DECODES: (0, *_DIMS),
     paged_attention.BF16_DECODES: (0, *_DIMS),

@@ -19,6 +19,8 @@ HAND_OFF_BOUNDS_S: Final = (
 """Upper bounds of the buckets that count hand-offs by their length; one more is above all."""
 MAX_MOVES_TOLD: Final = 16
 """The most moves of KV that a report lists one by one."""
+MAX_HOLDERS_TOLD: Final = 16
+"""The most requests whose blocks a report counts one by one."""
 MAX_TENANTS_TOLD: Final = 32
 """The most tenants whose queues a report contains."""
 
@@ -66,6 +68,21 @@ class Move(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """This engine's blocks that were filled."""
     seconds: float
     """How long the request waited for it; 0 if all came before the request."""
+    moving_seconds: float = 0.0
+    """How long blocks were on their way, without the time in which the sender had none to send."""
+    is_prefix: bool = False
+    """Whether it was a prefix that the sender remembered, and no hand-off."""
+    request_id: str = ""
+
+
+class Holder(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A request that holds blocks."""
+
+    request_id: str
+    num_blocks: int
+    """All that it has, also those that it shares with others."""
+    num_arriving: int = 0
+    """Those of them that another engine is still to fill."""
 
 
 _LEASES: Final = counter("kv_transfer_leases", "Leases by the states they reached.", "state")
@@ -318,3 +335,10 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     queued_tokens_of: dict[str, int] = {}
     """The tokens of `queued_prompt_tokens` by tenant, of the `MAX_TENANTS_TOLD` tenants that have
     most; empty if no request names a tenant."""
+    blocks_remembered: int = 0
+    """Those of `blocks_free` that contain a prefix which a later prompt would find."""
+    blocks_arriving: int = 0
+    """Blocks reserved for KV that is on its way from another engine."""
+    holders: list[Holder] = []
+    """Requests with blocks, those under way before those that wait for KV, at most
+    `MAX_HOLDERS_TOLD`. Blocks of the others, and of leases, are only in the totals."""

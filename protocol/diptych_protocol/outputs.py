@@ -22,6 +22,9 @@ class Logprob:
     rank: int | None = None
     """1 = the most likely token."""
     decoded_token: str | None = None
+    token_bytes: bytes | None = None
+    """What it adds to a text, in UTF-8 or as a part of a character; empty for a special token that
+    the text leaves out. None without a tokenizer."""
 
 
 @dataclass(slots=True)
@@ -42,6 +45,9 @@ class CompletionOutput:
     answer, the likeliest first. The last sampled token went through no layer. -1: a layer without
     experts, or a token whose KV came from another engine, such as a prefix that an earlier request
     fetched."""
+    text_ends: list[int] | None = None
+    """Beside `logprobs`, if there is a text: how many characters of the answer were decoded after
+    each token. A stop string may have cut the text before."""
 
     @property
     def finished(self) -> bool:

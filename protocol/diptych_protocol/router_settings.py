@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 Disaggregate = Literal["auto", "always", "never"]
+UnknownFields = Literal["warn", "refuse"]
 CachePerKey = Annotated[
     bool,
     Meta(
@@ -103,6 +104,14 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "scaling to zero, before it is refused.",
         ),
     ] = 30.0
+    unknown_fields: Annotated[
+        UnknownFields,
+        Meta(
+            description="What becomes of a field of a request that nobody here knows, outside of "
+            "messages. warn: it is ignored, and the answer says so in `warnings` and the header "
+            "x-diptych-ignored. refuse: the answer is a 400."
+        ),
+    ] = "warn"
     allowed_hosts: HostNames = []
     allowed_origins: Origins = []
     ui: Annotated[

@@ -85,6 +85,14 @@ async def http(app: Any) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @pytest.fixture
+async def strict_http(engine: EchoEngine) -> AsyncIterator[httpx.AsyncClient]:
+    """As `http`, where unknown fields are refused."""
+    transport = httpx.ASGITransport(build_app(engine, unknown_fields="refuse"))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        yield client
+
+
+@pytest.fixture
 async def http_socket(app: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a real server."""
     async with (

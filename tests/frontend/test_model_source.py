@@ -20,6 +20,7 @@ from diptych_frontend.model_files.model_source import (
     ModelSource,
     resolve_model,
 )
+from diptych_frontend.model_files.rope_scaling import Llama3
 from diptych_frontend.text.tokenizer_files import load_tokenizer
 from diptych_protocol import UNSAID, InvalidRequestError, SamplingDefaults
 
@@ -172,7 +173,7 @@ def test_every_field_of_a_dummy_model_may_be_overridden() -> None:
     assert config.rope_theta == 1e6
     assert config.eos_token_ids == (3, 4)
     assert config.sliding_window == 128
-    assert config.rope_scaling == LLAMA3_ROPE
+    assert config.rope_scaling == Llama3(8.0, 1.0, 4.0, 8192.0)
     assert resolve_model("dummy://?head_dim=20").config.head_dim == 20
 
 
@@ -205,7 +206,7 @@ def test_hf_directory(tmp_path: Path) -> None:
         ({"model_type": "qwen2", "sliding_window": 512}, {"sliding_window": None}),
         (
             {"rope_scaling": LLAMA3_ROPE, "rope_theta": 5e5},
-            {"rope_scaling": LLAMA3_ROPE, "rope_theta": 5e5},
+            {"rope_scaling": Llama3(8.0, 1.0, 4.0, 8192.0), "rope_theta": 5e5},
         ),
         (
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
@@ -236,7 +237,11 @@ def test_hf_config_variants(
         ({"mlp_bias": True}, "mlp_bias"),
         ({"attention_bias": True}, "attention_bias in llama"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
+        ({"rope_scaling": {"rope_type": "divided", "divisors": [1.0]}}, "divided"),
+        ({"rope_scaling": {"type": "yarn"}}, "factor"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}, "rope_theta": 1.0}, "rope_theta"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": "1"}}, "rope_theta"),
         ({"rope_scaling": {**LLAMA3_ROPE, "factor": "8"}}, "factor"),
         ({"eos_token_id": 1000}, "outside the vocabulary"),
     ],
@@ -262,7 +267,7 @@ def test_gguf_flags_follow_the_architecture(tmp_path: Path) -> None:
     ("architecture", "changes", "says"),
     [
         ("falcon", {}, "architecture 'falcon'"),
-        ("llama", {"rope__scaling__type": "yarn"}, "scaled RoPE"),
+        ("llama", {"rope__scaling__type": "longrope"}, "longrope"),
         ("llama", {"rope__dimension_count": 4}, "part of each head"),
         ("llama", {"embedding_length": "wide"}, "embedding_length"),
     ],

@@ -61,8 +61,8 @@ def installed(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed
     venv.create(folder / "venv", with_pip=True)
     (wheel,) = dist.glob("*.whl")
     python = folder / "venv/bin/python"
-    pip = f"{python} -m pip install --quiet --no-deps --no-index {wheel}"
-    subprocess.run(pip.split(), check=True, cwd=folder)
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(pip, check=True, cwd=folder)
     (site,) = (folder / "venv").glob("lib/python*/site-packages")
     others = Path(pytest.__file__).parents[1]
     (site / "others.pth").write_text(f"{others}\n")

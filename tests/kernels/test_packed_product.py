@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diptych_kernels.packed_product import cpu, packed_product, reference, to_tiles
+from diptych_kernels.packed_product import cpu, packed_product, reference, rows_of, to_tiles
 from diptych_kernels.packed_product.reference import values_of
 
 pytestmark = pytest.mark.usefixtures("compiled_level")
@@ -40,6 +40,19 @@ def test_tiles_hold_the_matrix(bits: int) -> None:
     assert tiles is not None
     wanted = levels * scale[..., None] + offset[..., None]
     assert torch.equal(values_of(tiles), wanted.view(48, 96))
+
+
+@BITS
+@pytest.mark.parametrize("step", [1, 3])
+def test_rows_have_the_bits_of_the_matrix(bits: int, step: int) -> None:
+    """With factors from the smallest float16 to the largest; a row that is not there is NaN."""
+    scale = torch.tensor([[6e-8, -6e-8, 5e-5], [65504.0, -1.0, 0.0]]).repeat(24, 1)
+    levels = torch.arange(48 * 3 * 4 * bits).view(48, 3, 4 * bits).to(torch.uint8)
+    tiles = to_tiles(levels, scale, scale.flip(1))
+    assert tiles is not None
+    numbers = torch.tensor([47, 0, 1, 16, 31, 31, 32])[::step]
+    assert torch.equal(rows_of(tiles, numbers), values_of(tiles)[numbers])
+    assert rows_of(tiles, torch.tensor([48, -1])).isnan().all()
 
 
 @pytest.mark.parametrize(

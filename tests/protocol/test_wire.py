@@ -58,6 +58,7 @@ STATS_FIELDS = """
     num_preemptions steps kv_transfer draining paused sleep_level num_waiting_for_input dummy_steps
     cpu_level cpu_kernels_set_aside malformed_messages images_encoded encoder_cache_hits
     encoder_cache_tokens seconds_stepping adapters_loaded seconds_loading_adapters queued_tokens_of
+    blocks_remembered blocks_arriving holders
 """
 KV_STATS_FIELDS = """
     leases_held leases_granted leases_released leases_revoked leases_expired blocks_held

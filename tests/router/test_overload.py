@@ -16,6 +16,7 @@ from waits import FOR_EVER_S, PATIENCE_S
 from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_frontend.core_client.curve import new_keys
 from diptych_protocol import EngineOverloadedError, RequestOutput
+from diptych_router.choosing.fleet_table import FOR_A_PAIR
 from diptych_router.choosing.policy import Decision
 from diptych_router.engines.health import full_engines
 
@@ -107,7 +108,9 @@ async def test_another_engine_is_tried_before_and_the_full_one_is_spared_until_i
             outputs = [await generate(client, PROMPT) for _ in range(2)]
         ways = [(x.metrics["prefill"], x.metrics["attempts"]) for x in outputs]
         assert ways == [("prefill-1", 2), ("prefill-1", 1)]
-        await eventually(lambda: prefill_of(client.pools.choose()) == links["prefill-0"].key)
+        await eventually(
+            lambda: prefill_of(client.pools.choose(FOR_A_PAIR)) == links["prefill-0"].key
+        )
 
 
 def prefill_of(decision: Decision | None) -> str | None:

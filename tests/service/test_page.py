@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,11 +153,10 @@ def test_escape_stops_too(open_page: Open) -> None:
 def test_an_answer_is_made_again_in_its_place(open_page: Open) -> None:
     scene = open_page()
     page = scene.page
-    expect(page.locator("#again")).to_be_disabled()
     scene.ask(WHOLE.words)
     scene.wait_for_end()
     with page.expect_request("**/v1/chat/completions") as sent:
-        page.click("#again")
+        page.get_by_role("button", name="Retry this question").click()
     scene.wait_for_end()
     assert [m["role"] for m in body_of(sent)["messages"]] == ["user"]
     expect(page.locator(".message")).to_have_count(2)
@@ -198,20 +198,6 @@ def test_a_new_chat_forgets_the_old_one(open_page: Open) -> None:
     scene.wait_for_end()
 
 
-def test_what_is_refused_is_said_and_can_be_asked_again(open_page: Open) -> None:
-    scene = open_page()
-    page = scene.page
-    scene.set_numbers(temperature=3)
-    scene.ask(WHOLE.words)
-    expect(page.locator("#problem")).to_contain_text("Temperature")
-    expect(page.locator(".message.assistant")).to_have_count(0)
-    scene.set_numbers(temperature=0)
-    page.click("#again")
-    expect(scene.answer).to_have_text(WHOLE.answer)
-    scene.wait_for_end()
-    expect(page.locator("#problem")).to_be_empty()
-
-
 def test_a_model_without_images_is_offered_none(open_page: Open) -> None:
     expect(open_page().page.locator("#image-label")).to_be_hidden()
 
@@ -244,10 +230,10 @@ def test_it_works_by_keyboard_alone(open_page: Open) -> None:
     page.keyboard.press("Enter")
     scene.wait_for_end()
     seen = set()
-    for _ in range(40):
+    for _ in range(60):
         page.keyboard.press("Tab")
         seen.add(page.evaluate("() => document.activeElement.id"))
-    assert {"again", "clear", "send", "model", "words", "system", "temperature", "log"} <= seen
+    assert {"open-chats", "clear", "send", "model", "words", "system", "temperature", "log"} <= seen
 
 
 CONTRAST = """() => {
@@ -317,7 +303,7 @@ def test_it_looks_as_in_the_documents(
     scene.answered()
     shown = (PICTURES / f"{name}.png").read_bytes()
     styled = difference(scene.page.screenshot(), shown)
-    scene.page.evaluate("() => { document.styleSheets[0].disabled = true; }")
+    scene.page.evaluate("() => [...document.styleSheets].forEach((s) => { s.disabled = true; })")
     bare = difference(scene.page.screenshot(), shown)
     assert styled < ALIKE * bare
 
@@ -362,14 +348,124 @@ def test_both_pools_are_shown_and_blocks_as_they_cross(open_page: Open) -> None:
         expect(scene.card(engine)).to_have_attribute("data-state", "ok")
         role = engine.split("-")[1]
         expect(page.locator(f"#{role}").locator(scene.card(engine))).to_have_count(1)
-    assert page.locator("#crossed").inner_text() == "0"
-    sent = int(scene.figure("smollm2-prefill-0", "sent"))
+    expect(page.locator("#into-decode")).to_have_text("0")
+    sent = scene.number("smollm2-prefill-0", "sent")
     scene.set_numbers(max_tokens=4)
     scene.ask("Some words that nobody has said before. " * 10)
     scene.wait_for_end()
-    wait_until(lambda: int(page.locator("#crossed").inner_text()) > 0)
-    wait_until(lambda: int(scene.figure("smollm2-prefill-0", "sent")) > sent)
-    expect(page.locator("#crossed-bytes")).to_contain_text("B")
+    wait_until(lambda: page.locator("#into-decode").inner_text() != "0")
+    wait_until(lambda: scene.number("smollm2-prefill-0", "sent") > sent)
+    expect(page.locator("#bytes-decode")).to_contain_text("B")
+    trace = page.locator("#traces li").first
+    expect(trace).to_have_attribute("data-into", "decode")
+    expect(trace).to_have_text(re.compile(r"hand-off.*prefill-0 → .*decode-\d.*\d+ blocks?, .*B"))
+
+
+TURNS = 6
+
+
+def test_blocks_that_go_back_in_a_later_turn_are_drawn_from_their_sender(open_page: Open) -> None:
+    scene = open_page()
+    page = scene.page
+    scene.set_numbers(max_tokens=64)
+    back = page.locator('#traces [data-into="prefill"]')
+    received = scene.number("smollm2-prefill-0", "received")
+    for _ in range(TURNS):  # the router fetches what is cheaper to fetch than to compute
+        scene.ask(LONG)
+        scene.wait_for_end()
+        record = scene.explained()
+        if record["attempts"][-1]["fetch"]:
+            break
+    lender = record["attempts"][-1]["fetch"]
+    assert lender in DECODING
+    expect(back.first).to_have_text(re.compile(f"prefix{lender} → smollm2-prefill-0"))
+    wait_until(lambda: scene.number("smollm2-prefill-0", "received") > received)
+    gained = scene.number("smollm2-prefill-0", "received") - received
+    expect(page.locator("#into-prefill")).to_have_text(str(gained))
+    blocks = back.locator(".figures").all_inner_texts()
+    assert sum(int(text.split()[0]) for text in blocks) == gained
+
+
+WAYS = """async () => {
+  const { pointAt, wayBetween } = await import("/ui/wires.js");
+  const card = (role, left, top) => ({ role, left, right: left + 100, top, bottom: top + 50 });
+  const [p, d, e] = [card("prefill", 0, 0), card("decode", 500, 0), card("decode", 500, 100)];
+  const ends = (from, to) => [0, 1].map((at) => pointAt(wayBetween(from, to, 9), at).x);
+  const between = wayBetween(d, e, 9).every((point) => point.x > 400);
+  return { there: ends(p, d), back: ends(d, p), between };
+}"""
+
+
+def test_a_way_leads_from_the_sender_to_the_receiver_and_not_over_the_chat(
+    open_page: Open,
+) -> None:
+    found = open_page().page.evaluate(WAYS)
+    assert found == {"there": [100, 500], "back": [500, 100], "between": True}
+
+
+GROUPS = """async () => {
+  const { groupsOf, planOf } = await import("/ui/blocks.js");
+  const holders = [{ whose: "a", blocks: 6 }, { whose: "b", blocks: 4, arriving: 3 }];
+  const engine = { blocks_total: 100, blocks_used: 10, blocks_remembered: 7, blocks_lent: 2,
+    blocks_arriving: 3, holders };
+  const groups = groupsOf(engine);
+  const told = groups.map(({ kind, whose, blocks }) => `${kind} ${whose} ${blocks}`);
+  const [fits, scaled] = [planOf(groups, 400, 400), planOf(groups, 40, 25)];
+  const { perSquare, squares } = scaled;
+  return { told, fits: fits.perSquare, scaled: perSquare > 1 && !squares.includes(0) };
+}"""
+
+
+def test_squares_add_up_to_the_blocks_of_the_engine(open_page: Open) -> None:
+    found = open_page().page.evaluate(GROUPS)
+    assert found["told"] == [
+        "filled a 5", "arriving b 3", "lent  2", "remembered  7", "free  83",
+    ]  # fmt: skip
+    assert found["fits"] == 1
+    assert found["scaled"], "every group has a square, however many blocks it stands for"
+
+
+def test_the_squares_are_those_that_the_engine_reports(open_page: Open, service: Laptop) -> None:
+    scene = open_page()
+    page = scene.page
+    scene.set_numbers(max_tokens=2000)
+    scene.ask(LONG)
+    own = page.locator("#decode .legend button", has_text="in use, this chat")
+    expect(own).to_have_count(1)
+    own.focus()
+    page.keyboard.press("Enter")
+    expect(own).to_have_attribute("aria-pressed", "true")
+    told = page.locator("#decode .told", has_text="of this chat")
+    expect(told).to_contain_text("hold the KV of a request that is computed here. Request page-")
+    page.click("#stop")
+    scene.wait_for_end()
+    wait_until(lambda: sum(scene.rows().values()) == 0)
+    for engine in ENGINES:
+        wait_until(partial(shows_what_it_has, scene, service, engine))
+
+
+def shows_what_it_has(scene: Scene, service: Laptop, engine: str) -> bool:
+    return blocks_shown(scene, engine) == blocks_of(service, engine)
+
+
+def blocks_shown(scene: Scene, engine: str) -> tuple[int, int]:
+    """All blocks of an engine, and those of them that are in use."""
+    buttons = scene.card(engine).locator(".legend button")
+    shown = buttons.evaluate_all(
+        "all => all.map((x) => [x.dataset.kind, Number(x.dataset.blocks)])"
+    )
+    unused = ("remembered", "free")
+    return sum(n for _, n in shown), sum(n for kind, n in shown if kind not in unused)
+
+
+def blocks_of(service: Laptop, engine: str) -> tuple[int, int]:
+    lines = httpx.get(f"{service.url}/metrics", timeout=PATIENCE_S).text.splitlines()
+    mine = [line for line in lines if engine in line]
+    total, free = (
+        next(float(line.rpartition(" ")[2]) for line in mine if line.startswith(f"{name}{{"))
+        for name in ("diptych:kv_cache_blocks", "diptych:kv_cache_blocks_free")
+    )
+    return int(total), int(total - free)
 
 
 def test_rows_and_open_requests_are_shown_while_they_last(open_page: Open) -> None:
@@ -407,14 +503,32 @@ def test_an_answer_tells_where_it_was_computed_why_and_what_it_took(open_page: O
     assert total == pytest.approx(sum(terms), abs=0.05 * (len(terms) + 1))
 
 
-def test_a_picture_shows_when_an_answer_was_where(open_page: Open) -> None:
+def test_the_ribbon_grows_with_the_answer_and_is_the_record_at_its_end(
+    open_page: Open, service: Laptop
+) -> None:
     scene = open_page()
-    scene.ask(WHOLE.words)
+    page = scene.page
+    scene.set_numbers(max_tokens=2000)
+    scene.ask(LONG)
+    expect(page.locator("#ribbon .bar.decode")).to_have_count(1)
+    expect(page.locator("#ribbon .ribbon")).to_have_attribute("data-outcome", "")
+    first = page.locator("#ribbon .ribbon-title").inner_text()
+    wait_until(lambda: page.locator("#ribbon .ribbon-title").inner_text() != first)
+    page.click("#stop")
     scene.wait_for_end()
+    expect(page.locator("#ribbon .ribbon")).to_have_attribute("data-outcome", "abort")
+    url = f"{service.url}/ui/api/timelines/{scene.explained()['request_id']}"
+    alice = {"authorization": f"Bearer {KEYS['alice']}"}
+    record = httpx.get(url, headers=alice, timeout=PATIENCE_S).json()
+    lanes = record["timeline"]["lanes"]
     scene.show_timeline()
-    told = scene.facts.locator("img").get_attribute("alt") or ""
-    for word in ("smollm2-prefill-0: ", "tokens of the prompt", "first token", "router: stop"):
-        assert word in told
+    for ribbon in (page.locator("#ribbon"), scene.facts.locator(".ribbon")):
+        assert ribbon.locator(".ribbon-name").all_inner_texts() == [lane["name"] for lane in lanes]
+        bars = [bar["label"] for lane in lanes for bar in lane["bars"]]
+        assert ribbon.locator(".bar > span").all_text_contents() == bars
+        told = ribbon.locator(".ribbon-told").text_content() or ""
+        for label in (*bars, "first token", "abort"):
+            assert label in told
 
 
 def test_the_facts_of_an_answer_are_for_its_own_client(open_page: Open, service: Laptop) -> None:
@@ -434,11 +548,86 @@ def test_the_facts_of_an_answer_are_for_its_own_client(open_page: Open, service:
 
 def test_a_killed_engine_does_not_break_an_answer(open_page: Open) -> None:
     scene = open_page()
-    victim, before = scene.killed()
+    stage = scene.page.locator("#stage")
+    victim, before, threads = scene.killed()
     expect(scene.page.locator("#problem")).to_be_empty()
     after = scene.answer.inner_text()
     assert after.startswith(before)
     assert len(after) > len(before)
     (other,) = {*DECODING} - {victim}
+    assert threads == [victim, other], "the thread was seen to move while the answer came"
+    expect(stage).to_have_attribute("data-thread", "")
     expect(scene.facts.locator(".way .decode")).to_have_text(other)
     expect(scene.card(victim)).to_have_attribute("data-state", "ok")
+
+
+def test_the_same_prompt_goes_both_ways_and_the_answers_are_equal(open_page: Open) -> None:
+    scene = open_page()
+    scene.page.fill("#words", WHOLE.words)
+    scene.page.click("#compare-open")
+    expect(scene.page.locator("#verdict")).to_contain_text("the same, word for word")
+    assert scene.page.locator(".compared .text").all_inner_texts() == [WHOLE.answer, WHOLE.answer]
+    scene.page.click("#compare-close")
+    expect(scene.page.locator("#compare")).to_be_hidden()
+    assert scene.page.locator("#words").input_value() == WHOLE.words
+
+
+def test_a_comparison_of_nothing_says_what_is_missing(open_page: Open) -> None:
+    scene = open_page()
+    scene.page.click("#compare-open")
+    expect(scene.page.locator("#problem")).to_have_text("Write what is to be compared.")
+    expect(scene.page.locator("#compare")).to_be_hidden()
+
+
+def test_the_tour_explains_what_is_on_the_page_and_gives_the_focus_back(open_page: Open) -> None:
+    page = open_page().page
+    page.click("#tour-open")
+    texts = []
+    for step in range(1, 6):
+        expect(page.locator("#tour-title")).to_contain_text(f"{step} of 5")
+        expect(page.locator(".toured")).to_be_visible()
+        texts.append(page.locator("#tour-text").inner_text())
+        page.keyboard.press("Enter")
+    assert "blocks of 16 tokens" in texts[1]
+    expect(page.locator("#tour")).to_be_hidden()
+    expect(page.locator("#tour-open")).to_be_focused()
+    assert page.locator(".toured").count() == 0
+
+
+KILL_AT_ONCE = """card => {
+  const before = card.getBoundingClientRect().height;
+  card.querySelector(".kill").click();
+  const { state } = card.dataset;
+  return { state, jumped: card.getBoundingClientRect().height - before };
+}"""
+
+
+def test_a_kill_is_seen_before_the_router_knows_of_it(open_page: Open) -> None:
+    scene = open_page()
+    card = scene.card(DECODING[0])
+    expect(card).to_have_attribute("data-state", "ok")
+    assert card.evaluate(KILL_AT_ONCE) == {"state": "killed", "jumped": 0}
+    expect(card).to_have_attribute("data-state", "away")
+    expect(card.locator(".legend button")).to_have_text("2,912 gone")
+    expect(card).to_have_attribute("data-state", "ok")
+
+
+COUNT_FRAMES = """() => {
+  const request = window.requestAnimationFrame.bind(window);
+  window.frames_asked = 0;
+  window.requestAnimationFrame = (draw) => { window.frames_asked += 1; return request(draw); };
+}"""
+
+
+def test_nothing_is_drawn_while_nothing_moves(open_page: Open) -> None:
+    scene = open_page()
+    page = scene.page
+    page.evaluate(COUNT_FRAMES)
+    scene.ask("Other words that nobody has said before. " * 10)
+    scene.wait_for_end()
+    wait_until(lambda: page.evaluate("() => window.frames_asked") > 0)
+    expect(page.locator("#stage")).to_have_attribute("data-drawn", "")
+    drawn = page.evaluate("() => window.frames_asked")
+    wait_until(lambda: sum(scene.rows().values()) == 0)
+    page.wait_for_timeout(1000)
+    assert page.evaluate("() => window.frames_asked") == drawn

@@ -14,7 +14,6 @@ from waits import PATIENCE_S
 
 from diptych_protocol import TokensPrompt
 from diptych_protocol.admin import EngineReport
-from diptych_router.choosing.fleet_table import ANY_REQUEST
 from diptych_router.choosing.policy import Decision, RequestView
 from diptych_router.requests.pool_client import PoolClient
 from diptych_router.telling.report import router_report
@@ -25,7 +24,7 @@ def send_by_way_of(client: PoolClient, prefill: Core, holder: Core | None) -> No
     pools = client.pools
     honest = type(pools).choose
 
-    def choose(request: RequestView = ANY_REQUEST, full: Collection[str] = ()) -> Decision | None:
+    def choose(request: RequestView, full: Collection[str] = ()) -> Decision | None:
         decision = honest(pools, request, full)
         if decision is None:
             return None

@@ -15,6 +15,7 @@ from waits import PATIENCE_S
 
 from diptych_frontend.core_client.curve import new_keys, read_keys
 from diptych_protocol import EngineOverloadedError, KVTransferConfig
+from diptych_router.choosing.fleet_table import FOR_A_PAIR
 from diptych_router.telling.report import router_report
 
 NOBODY = "127.0.0.1:1"
@@ -88,7 +89,7 @@ async def test_a_hinge_that_does_not_work_keeps_users_away_and_says_why(
             smollm2, keys_dir, [broken.address, sound.address], [decode.address]
         ) as client:
             await healthy(client)
-            assert client.pools.choose() is not None
+            assert client.pools.choose(FOR_A_PAIR) is not None
             usable = [e.engine_id for e in router_report(client).engines if e.usable]
             assert usable == ["prefill-0", "decode-0"]
 
@@ -157,7 +158,7 @@ async def test_a_stream_goes_on_when_its_revision_may_serve_no_more(
         stream = Streaming(client, PROMPT, max_tokens=400)
         await eventually(lambda: len(stream.token_ids) > 3)
         say(serving, revisions=["r2"])
-        await eventually(lambda: client.pools.choose() is None)
+        await eventually(lambda: client.pools.choose(FOR_A_PAIR) is None)
         assert len(stream.token_ids) < 400
         await stream.done()
         assert len(stream.token_ids) == 400

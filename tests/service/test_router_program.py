@@ -63,7 +63,9 @@ def engines(smollm2: str, keys_dir: Path) -> Iterator[list[Core]]:
 @pytest.fixture
 def router(smollm2: str, keys_dir: Path, engines: list[Core], tmp_path: Path) -> Iterator[Router]:
     (keys_dir / "admin-token").write_text("sesame")
-    config = RouterConfig(model=smollm2, served_name="smollm2", drain_seconds=PATIENCE_S)
+    config = RouterConfig(
+        model=smollm2, served_name="smollm2", drain_seconds=PATIENCE_S, unknown_fields="refuse"
+    )
     (tmp_path / "router.json").write_bytes(msgspec.json.encode(config))
     port, admin_port = free_port(), free_port()
     process = subprocess.Popen(
@@ -96,6 +98,10 @@ async def test_its_life(router: Router, eventually: Any) -> None:
     assert report.ready
     assert [engine.engine_id for engine in report.engines] == ["prefill-0", "decode-0"]
     assert [canary.ok for canary in report.canaries] == [True]
+
+    # It does what its configuration says.
+    answer = router.http.post(f"{router.url}/v1/completions", json={**QUESTION, "tempratur": 1})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tempratur")
 
     # It is told to end while it answers.
     async with httpx.AsyncClient(base_url=router.url, timeout=PATIENCE_S) as client:

@@ -163,6 +163,22 @@ def test_completions_stop_n_and_logprobs(served: Served) -> None:
     assert all(value <= 0 for value in logprobs.token_logprobs)
 
 
+def test_the_tokens_of_both_pools_are_the_bytes_of_the_answer(served: Served) -> None:
+    form = {"structured_outputs": {"choice": ["🦄 देवनागरी, 你好"]}}
+    asked: dict[str, Any] = {"model": "smollm2", "max_tokens": 60, "extra_body": form}
+    asked |= {"stop": ["你"]}
+    chat = served.client.chat.completions.create(
+        **asked, messages=FRANCE, logprobs=True, top_logprobs=2
+    )
+    tokens = chat.choices[0].logprobs.content
+    assert chat.choices[0].message.content == "🦄 देवनागरी, "
+    assert b"".join(bytes(token.bytes) for token in tokens).decode() == "🦄 देवनागरी, "
+    assert tokens[0].token.startswith("\\xf0")
+    plain = served.client.completions.create(**asked, prompt="A unicorn:", logprobs=2).choices[0]
+    assert plain.logprobs.tokens[0].startswith("bytes:\\xf0")
+    assert set(plain.logprobs.text_offset) <= set(range(len(plain.text) + 1))
+
+
 @pytest.mark.parametrize(
     ("change", "error", "param"),
     [

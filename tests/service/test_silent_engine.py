@@ -25,6 +25,7 @@ from service_kit import (
     routing,
 )
 
+from diptych_router.choosing.fleet_table import FOR_A_PAIR
 from diptych_router.engines.engine_link import EngineLink
 from diptych_router.requests.pool_client import PoolClient
 
@@ -88,7 +89,7 @@ async def test_streams_of_an_engine_that_hangs_in_a_step_go_on_elsewhere(
     assert pair_of(await generate(service.client, "Who answers?")) == other.name
     # Alone it is better than nobody.
     other.listed = False
-    decision = service.client.pools.choose()
+    decision = service.client.pools.choose(FOR_A_PAIR)
     assert decision is not None
     assert decision.decode == hanging.key
     in_vain.cancel()

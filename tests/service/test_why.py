@@ -26,6 +26,7 @@ from diptych_frontend.core_client.curve import read_keys
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.server import Site, listen, serve_sites
 from diptych_protocol.admin import Explanation, RequestList, RequestReport
+from diptych_router.choosing.policy import ALONE
 from diptych_router.requests.pool_client import PoolClient
 from diptych_router.requests.record.records import MOST_REQUESTS
 from diptych_router.telling.admin_port import admin_app
@@ -132,6 +133,17 @@ async def test_both_candidates_are_named_and_the_terms_add_up(service: Service) 
     assert attempt.hand_off_s is not None
     assert request.seconds is not None
     assert 0 < attempt.first_token_s + attempt.hand_off_s <= request.seconds
+
+
+@pytest.mark.parametrize(("remote_decode", "way"), [(False, ALONE), (True, "")])
+async def test_a_client_chooses_between_one_engine_and_a_pair(
+    service: Service, remote_decode: bool, way: str
+) -> None:
+    answer = await service.ask(FIRST, kv_transfer_params={"do_remote_decode": remote_decode})
+    [request] = await service.why(answer.headers["x-request-id"])
+    [attempt] = request.attempts
+    assert bool(attempt.prefill) is remote_decode
+    assert way in attempt.reason
 
 
 async def test_a_next_turn_shows_what_the_cache_had(service: Service) -> None:

@@ -17,6 +17,15 @@ from waits import PATIENCE_S, wait_until
 DESK, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 LONG = "Write a long story about a lighthouse keeper and the sea."
 DECODING = ("smollm2-decode-0", "smollm2-decode-1")
+WATCH_THREAD = """() => {
+  const stage = document.getElementById("stage");
+  const led = [stage.dataset.thread];
+  new MutationObserver(() => {
+    if (stage.dataset.thread !== led.at(-1)) led.push(stage.dataset.thread);
+  }).observe(stage, { attributes: true });
+  return led;
+}"""
+"""Notes the engines that the thread of the answer leads to."""
 expect.set_options(timeout=PATIENCE_S * 1000)
 
 
@@ -72,6 +81,17 @@ class Scene:
         return self.page.locator(".message.assistant .text").last
 
     @property
+    def written(self) -> str:
+        """The newest answer as the model wrote it, with the marks that are drawn as something
+        else."""
+        return str(
+            self.page.evaluate("""() => {
+          const kept = localStorage.getItem(`diptych.chat.${sessionStorage["diptych.open-chat"]}`);
+          return JSON.parse(kept).messages.at(-1).text;
+        }""")
+        )
+
+    @property
     def facts(self) -> Locator:
         """What is told of the newest answer."""
         return self.page.locator(".facts").last
@@ -82,11 +102,25 @@ class Scene:
     def figure(self, engine: str, term: str) -> str:
         """What the card of an engine says under a term."""
         of_card = self.card(engine).locator("dt", has_text=term)
-        return str(of_card.locator("xpath=following-sibling::dd[1]").inner_text())
+        return str(of_card.locator("xpath=following-sibling::dd[1]").text_content())
+
+    def number(self, engine: str, term: str) -> int:
+        """The number with which that begins; 0 while nobody answers there."""
+        first = self.figure(engine, term).split()[0].replace(",", "")
+        return int(first) if first.isdecimal() else 0
 
     def rows(self) -> dict[str, int]:
         """Rows of the decode engines, as they are shown."""
-        return {name: int(self.figure(name, "rows")) for name in self.decoding}
+        return {name: self.number(name, "rows") for name in self.decoding}
+
+    def explained(self) -> dict[str, Any]:
+        """What the router has recorded of the newest answer, asked as the page does."""
+        found = self.page.evaluate("""async () => {
+          const { Service } = await import("/ui/service.js");
+          const title = document.querySelector("#ribbon .ribbon-title").textContent;
+          return (await new Service().answer(title.split(":")[0])).requests[0];
+        }""")
+        return dict(found)
 
     # --- whole scenes -------------------------------------------------------------------------
 
@@ -103,20 +137,20 @@ class Scene:
         wait_until(lambda: sum(self.rows().values()) == 0)
 
     def show_timeline(self) -> None:
-        """The picture of the newest answer's way, in view."""
+        """The timeline of the newest answer, in view."""
         self.facts.locator("summary", has_text="Timeline").click()
-        picture = self.facts.locator("img")
-        wait_until(lambda: picture.evaluate("image => image.naturalWidth") > 0)
-        picture.scroll_into_view_if_needed()
+        self.facts.locator(".ribbon").scroll_into_view_if_needed()
 
-    def killed(self) -> tuple[str, str]:
+    def killed(self) -> tuple[str, str, list[str]]:
         """The engine of a long answer is killed, the answer goes on, and is stopped then. Returns
-        the name of that engine, and the text that there was before."""
+        the name of that engine, the text that there was before, and which decode engines the thread
+        led to, one after the other."""
         self.set_numbers(temperature=0, max_tokens=2000)
         self.ask(LONG)
         wait_until(lambda: len(self.answer.inner_text()) > 60)
         wait_until(lambda: sum(self.rows().values()) == 1)
         (victim,) = [name for name, rows in self.rows().items() if rows]
+        threads = self.page.evaluate_handle(WATCH_THREAD)
         self.page.get_by_role("button", name=f"Kill {victim}").click()
         expect(self.card(victim)).not_to_have_attribute("data-state", "ok")
         before = self.answer.inner_text()
@@ -125,4 +159,5 @@ class Scene:
         self.wait_for_end()
         self.page.locator("#settings").evaluate("settings => { settings.open = false; }")
         expect(self.facts.locator(".setback")).to_contain_text(victim)
-        return victim, before
+        led = [name for name in threads.json_value() if name in self.decoding]
+        return victim, before, led

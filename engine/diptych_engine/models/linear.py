@@ -19,12 +19,6 @@ class Linear:
     weight: Tensor
     """[in, out]. Without memory while `packed` replaces it; views of it stay valid."""
     packed: PackedMatrix | None = None
-    keeps_weight: bool = False
-    """The weight always has its memory, because it is used for more than products."""
-
-    @property
-    def has_weight(self) -> bool:
-        return self.packed is None or self.keeps_weight
 
     @property
     def memory(self) -> Tensor:
@@ -38,15 +32,20 @@ class Linear:
     def pack(self, packed: PackedMatrix) -> None:
         """Use this packed matrix from now on."""
         self.packed = packed
-        if not self.keeps_weight:
-            self.weight.untyped_storage().resize_(0)
+        self.weight.untyped_storage().resize_(0)
 
     def unpack(self) -> None:
         """Use the plain weight from now on. If memory runs out, it stays packed."""
-        if self.packed is not None and not self.keeps_weight:
+        if self.packed is not None:
             self.weight.untyped_storage().resize_(self.weight.nbytes)
             self.weight.copy_(self.packed.values().t())
         self.packed = None
+
+    def columns(self, numbers: Tensor) -> Tensor:
+        """[n] int64 -> [n, in]: of an output matrix, the embeddings of tokens."""
+        if self.packed is None:
+            return self.weight.t().index_select(0, numbers)
+        return self.packed.rows(numbers)
 
     def product(self, x: Tensor, num_decodes: int) -> Tensor:
         """Return [rows, out] of x's type."""

@@ -10,8 +10,8 @@ Projections that read the same input are fused: query, key and value; gate and u
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from diptych_engine.models.layer_calls import LayerCalls, have_kernels, matrices
 from diptych_engine.models.linear import Linear
 from diptych_engine.models.low_rank import add_low_rank
 from diptych_engine.models.mixture import mixture, route, stacked_mixture, stacks_pay
+from diptych_engine.models.rotation import rotation_table
 from diptych_engine.models.shard import WHOLE, Shard, Span
 from diptych_frontend.model_files.model_config import ModelConfig, family_of
 from diptych_kernels.native.layout import is_known
@@ -37,49 +38,6 @@ from diptych_kernels.paged_attention.cpu import fills_vectors
 from diptych_kernels.rms_norm import rms_norm
 from diptych_kernels.rope_kv_write import rope_kv_write
 from diptych_kernels.silu_mul import silu_mul
-from diptych_protocol import InvalidRequestError
-
-
-def rotation_table(config: ModelConfig, max_positions: int, device: torch.device) -> Tensor:
-    """Return (cos, sin) of every position and frequency: [max_positions, 1, head_dim / 2, 2]
-    float32."""
-    frequencies = _frequencies(config)
-    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
-    return torch.stack((angles.cos(), angles.sin()), dim=-1).unsqueeze(1).to(device)
-
-
-def _frequencies(config: ModelConfig) -> Tensor:
-    """Radians per position for each pair of a head: [head_dim / 2] float32."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
-    scaling = config.rope_scaling
-    if scaling is None:
-        return frequencies
-    if scaling.get("rope_type") != "llama3":
-        raise InvalidRequestError(f"model not supported: RoPE scaling {scaling}", param="model")
-    return _llama3(
-        frequencies,
-        factor=scaling["factor"],
-        low_freq_factor=scaling["low_freq_factor"],
-        high_freq_factor=scaling["high_freq_factor"],
-        trained_positions=scaling["original_max_position_embeddings"],
-    )
-
-
-def _llama3(
-    frequencies: Tensor,
-    *,
-    factor: float,
-    low_freq_factor: float,
-    high_freq_factor: float,
-    trained_positions: float,
-) -> Tensor:
-    """Llama 3.1's stretch: slow frequencies are divided by `factor`, fast ones kept, the band
-    between blended linearly in the number of turns that a frequency makes in training."""
-    turns = trained_positions * frequencies / (2 * math.pi)
-    kept = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
-    kept = kept.clamp(0.0, 1.0)
-    return frequencies * kept + frequencies / factor * (1.0 - kept)
 
 
 class LlamaModel(torch.nn.Module):
@@ -111,11 +69,14 @@ class LlamaModel(torch.nn.Module):
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        self._embedding = empty(config.vocab_size, config.hidden_size)
-        self._published_head = self._embedding
+        self._embedding = Linear(empty(config.vocab_size, config.hidden_size).t())
+        self._head = self._embedding
+        self._token_rows = [("embedding", f"{self._prefix}embed_tokens.weight", self._embedding)]
+        """Matrices with a row for each token, by their own and published names. Under both they are
+        [vocabulary, hidden], the transpose of `Linear.weight`."""
         if not config.tie_word_embeddings:
-            self._published_head = empty(config.vocab_size, config.hidden_size)
-        self._head = Linear(self._published_head.t(), keeps_weight=True)
+            self._head = Linear(empty(config.vocab_size, config.hidden_size).t())
+            self._token_rows.append(("head", "lm_head.weight", self._head))
         self._final_norm = empty(config.hidden_size)
         stacked = stacks_pay(config, device, dtype)
         self._layers = [
@@ -137,11 +98,9 @@ class LlamaModel(torch.nn.Module):
 
     def _all_slots(self) -> dict[str, WeightSlot]:
         slots = {
-            f"{self._prefix}embed_tokens.weight": WeightSlot(self._embedding),
-            f"{self._prefix}norm.weight": WeightSlot(self._final_norm),
+            published: WeightSlot(matrix.weight.t()) for _, published, matrix in self._token_rows
         }
-        if not self.config.tie_word_embeddings:
-            slots["lm_head.weight"] = WeightSlot(self._published_head)
+        slots[f"{self._prefix}norm.weight"] = WeightSlot(self._final_norm)
         for index, layer in enumerate(self._layers):
             for name, slot in self._layer_slots(layer).items():
                 slots[f"{self._prefix}layers.{index}.{name}"] = slot
@@ -176,7 +135,8 @@ class LlamaModel(torch.nn.Module):
 
     @property
     def fused_slots(self) -> dict[str, WeightSlot]:
-        return {
+        tokens = {name: self.slots[published] for name, published, _ in self._token_rows}
+        return tokens | {
             name: WeightSlot(part.weight if isinstance(part, Linear) else part)
             for name, part in self._named_parts()
         }
@@ -186,15 +146,17 @@ class LlamaModel(torch.nn.Module):
     ) -> Iterator[tuple[str, Any]]:
         """As `CausalLM.named_parameters`, with the arguments of `torch.nn.Module`. The model has no
         modules of its own: its layers are tensors, which fused kernels read."""
-        for name, part in self._named_parts():
-            values = part.values() if isinstance(part, Linear) else part
+        tokens = ((name, matrix.values().t()) for name, _, matrix in self._token_rows)
+        others = (
+            (name, part.values() if isinstance(part, Linear) else part)
+            for name, part in self._named_parts()
+        )
+        for name, values in chain(tokens, others):
             yield f"{prefix}.{name}" if prefix else name, values
 
     def _named_parts(self) -> Iterator[tuple[str, Tensor | Linear]]:
-        yield "embedding", self._embedding
+        """All weights but the `_token_rows`."""
         yield "final_norm", self._final_norm
-        if not self.config.tie_word_embeddings:
-            yield "head", self._published_head
         for index, layer in enumerate(self._layers):
             for name, part in layer.parts():
                 yield f"layers.{index}.{name}", part
@@ -224,9 +186,7 @@ class LlamaModel(torch.nn.Module):
 
     @property
     def packables(self) -> list[Packable]:
-        tied = self.config.tie_word_embeddings
-        head = f"{self._prefix}embed_tokens.weight" if tied else "lm_head.weight"
-        packables = [Packable(self._head, (head,))]
+        packables = [Packable(matrix, (published,)) for _, published, matrix in self._token_rows]
         for index, layer in enumerate(self._layers):
             linears: list[tuple[Linear, tuple[str, ...]]] = [
                 (layer.qkv, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
@@ -248,12 +208,12 @@ class LlamaModel(torch.nn.Module):
 
     @property
     def weight_memory(self) -> Iterator[Tensor]:
-        for _, part in self._named_parts():
+        tokens = (matrix for _, _, matrix in self._token_rows)
+        for part in chain(tokens, (part for _, part in self._named_parts())):
             yield part.memory if isinstance(part, Linear) else part
-        yield self._head.memory
 
     def forward(self, inputs: StepInputs, kv_layers: Sequence[Tensor]) -> Tensor:
-        hidden = self._embedding.index_select(0, inputs.token_ids)
+        hidden = self._embedding.columns(inputs.token_ids)
         if inputs.given is not None:
             hidden.index_copy_(0, inputs.given.rows, inputs.given.values)
         rotations = self._rotations.index_select(0, inputs.positions)

@@ -13,6 +13,7 @@ from diptych_kernels.packed_product import (
     TILE_ROWS,
     is_available,
     packed_product,
+    rows_of,
     to_tiles,
     values_of,
 )
@@ -39,6 +40,10 @@ class PackedMatrix:
     def values(self) -> Tensor:
         """Return [out, in] float32."""
         return values_of(self.tiles)
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """[n] int64 -> [n, in] float32."""
+        return rows_of(self.tiles, numbers)
 
     def product(self, x: Tensor, num_decodes: int) -> Tensor:
         """[rows, in] -> [rows, out] float32."""

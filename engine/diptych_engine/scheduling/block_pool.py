@@ -21,6 +21,8 @@ class BlockPool:
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.num_remembered = 0
+        """How many of the free blocks contain a prefix that `match` would find."""
         self._changes: dict[bytes, bool] | None = None
         """Hash -> whether it is remembered, where it was not so at the last `take_changes`; None:
         nobody wants to know."""
@@ -65,6 +67,7 @@ class BlockPool:
         for block in block_ids:
             if self._holders[block] == 0:
                 del self._free[block]
+                self.num_remembered -= self._hash_of[block] is not None
             self._holders[block] += 1
 
     def allocate(self, count: int) -> list[int]:
@@ -90,6 +93,8 @@ class BlockPool:
                 if self._hash_of[block] is None:
                     # Nothing to remember: reuse it before any block that holds a prefix.
                     self._free.move_to_end(block, last=False)
+                else:
+                    self.num_remembered += 1
 
     def remember(self, block: int, block_hash: bytes) -> None:
         """Record that a held block now contains the prefix with this hash.
@@ -113,6 +118,7 @@ class BlockPool:
     def _forget(self, block: int) -> None:
         block_hash = self._hash_of[block]
         if block_hash is not None:
+            self.num_remembered -= self._holders[block] == 0
             del self._block_of[block_hash]
             self._hash_of[block] = None
             self._note(block_hash, remembered=False)
@@ -149,5 +155,7 @@ class BlockPool:
             block_hash = self._hash_of[block]
             if block_hash is not None and self._block_of.get(block_hash) != block:
                 raise RuntimeError(f"block {block} remembers a hash that points elsewhere")
+        if self.num_remembered != sum(self._hash_of[block] is not None for block in self._free):
+            raise RuntimeError(f"{self.num_remembered} free blocks are said to be remembered")
         if len(self._block_of) != sum(h is not None for h in self._hash_of):
             raise RuntimeError("a hash points to a block that does not remember it")

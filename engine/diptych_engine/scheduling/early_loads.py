@@ -56,6 +56,11 @@ class EarlyLoads:
         """The number of those whose request may still come."""
         return sum(load.state is not EarlyState.DROPPED for load in self.loads.values())
 
+    @property
+    def coming(self) -> list[Request]:
+        """The announced requests whose blocks are on their way."""
+        return [x.announced for x in self.loads.values() if x.state is EarlyState.LOADING]
+
     def reserve(self, announced: Request) -> LoadOrder | None:
         """Reserve blocks for a request to come; None if there is not enough room.
 

@@ -69,7 +69,7 @@ from diptych_protocol import (
     SchedulingPolicy,
 )
 from diptych_protocol.admin import DrainReport
-from diptych_protocol.engine_stats import MAX_TENANTS_TOLD
+from diptych_protocol.engine_stats import MAX_HOLDERS_TOLD, MAX_TENANTS_TOLD, Holder
 
 CREDIT_STEPS = 8
 """A returning tenant may be behind others by the tokens of this many steps, so that a prompt of
@@ -845,6 +845,11 @@ class Scheduler:
     def snapshot(self) -> SchedulerStats:
         """Return the running totals with the present gauges. The caller may change them."""
         queued = self.prefixes.queued_prompt_tokens(self.requests.values())
+        coming = [*self.loading.values(), *self.early.coming]
+        arriving = [len(x.block_ids) - self._blocks_for(x.num_computed_tokens) for x in coming]
+        awaited = zip(coming, arriving, strict=True)
+        holders = [Holder(x.request_id, len(x.block_ids)) for x in self.running[:MAX_HOLDERS_TOLD]]
+        holders += [Holder(x.request_id, len(x.block_ids), n) for x, n in awaited]
         return msgspec.structs.replace(
             self.stats,
             num_running=len(self.running),
@@ -858,6 +863,9 @@ class Scheduler:
             encoder_cache_tokens=self.encoder.num_tokens,
             queued_prompt_tokens=queued.total(),
             queued_tokens_of=dict(queued.most_common(MAX_TENANTS_TOLD)) if any(queued) else {},
+            blocks_remembered=self.pool.num_remembered,
+            blocks_arriving=sum(arriving),
+            holders=holders[:MAX_HOLDERS_TOLD],
         )
 
     # --- pauses --------------------------------------------------------------------------------

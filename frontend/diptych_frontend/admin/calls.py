@@ -97,7 +97,7 @@ class AdminToken:
         return [b"Bearer " + token for token in tokens if token]
 
 
-def _count_nothing(route: str, status: int, tenant: str) -> None:
+def _count_nothing(route: str, status: int, tenant: str, ignored: int) -> None:
     """The admin port is not part of the server's metrics."""
 
 

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from diptych_frontend.openai.answer_parts import AnswerParts
-from diptych_frontend.openai.responses import AnswerWriter, PlainEvents, Tally, encode
+from diptych_frontend.openai.responses import AnswerWriter, PlainEvents, Tally, Warnings, encode
 from diptych_frontend.tool_calls.calls import ParsedCall
 from diptych_protocol import EngineGenerateError, RequestOutput
 
@@ -69,6 +69,7 @@ class Message(_Typed, tag="message"):
     stop_sequence: str | None
     usage: Usage
     role: Literal["assistant"] = "assistant"
+    warnings: Warnings = UNSET
 
 
 class MessageStart(_Typed, tag="message_start"):
@@ -204,7 +205,8 @@ class MessageWriter(AnswerWriter):
         return read
 
     def _message(self, content: list[Content], tally: Tally) -> Message:
-        return Message(self._id, self._model, content, None, None, Usage.of(tally))
+        usage = Usage.of(tally)
+        return Message(self._id, self._model, content, None, None, usage, warnings=self.warnings)
 
     def _why_stopped(self, tally: Tally) -> tuple[str, str | None]:
         full = tally.completion_tokens < self._max_tokens

@@ -1,16 +1,26 @@
 """The requests of the Messages API, as strict msgspec structs.
 
-As in `openai/api_types.py`, a field is honoured, harmless and ignored, or known and refused unless
-its value asks for nothing (`NEUTRAL`). A field that is none of these is refused by name.
+Their fields are honoured, but for those that `RULES` calls taken. `RULES` also has the known fields
+that are ignored or refused; see `openai/field_rules.py`.
 """
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from diptych_frontend.openai.api_types import MAX_MESSAGES, CacheSalt, Int64, Neutral
+from diptych_frontend.openai.api_types import (
+    ALL_CACHED,
+    MAX_MESSAGES,
+    NOBODY_ASKS,
+    ONE_TIER,
+    CacheSalt,
+    Int64,
+)
+from diptych_frontend.openai.field_rules import Rules, ignored, refused, taken
+from diptych_frontend.reasoning.request_options import Effort
 from diptych_frontend.tool_calls.tools import MAX_TOOLS, ToolName
 from diptych_protocol import JsonSchemas
 from diptych_protocol.sampling import MAX_STOP_CHARS, MAX_STOPS
@@ -22,7 +32,7 @@ class _Block(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field
     """A block of content."""
 
     cache_control: Any = None
-    """Ignored: every prefix is cached."""
+    """Only counted: every prefix is cached."""
 
 
 class TextBlock(_Block, tag="text"):
@@ -78,11 +88,11 @@ class Turn(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    NEUTRAL: ClassVar[Neutral] = {
-        "type": ("custom",),
-        "defer_loading": (False,),
-        "allowed_callers": (["direct"], []),
-        "input_examples": ([],),
+    RULES: ClassVar[Rules] = {
+        "type": refused("no tool is run here", "custom"),
+        "defer_loading": refused("no tool is run here", False),
+        "allowed_callers": refused("no tool is run here", ["direct"], []),
+        "input_examples": refused("write them into the description", []),
     }
 
     name: ToolName
@@ -93,11 +103,6 @@ class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache_control: Any = None
     eager_input_streaming: bool | None = None
     """Ignored: a call comes as a whole."""
-
-    type: Any = None
-    defer_loading: Any = None
-    allowed_callers: Any = None
-    input_examples: Any = None
 
 
 class _Choice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
@@ -145,21 +150,24 @@ class JsonSchemaFormat(
 
 
 class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    NEUTRAL: ClassVar[Neutral] = {"effort": (), "task_budget": ()}
+    RULES: ClassVar[Rules] = {
+        "task_budget": refused("only max_tokens limits answers"),
+    }
 
+    effort: Effort | None = None
     format: JsonSchemaFormat | None = None
-
-    effort: Any = None
-    task_budget: Any = None
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/messages/count_tokens."""
 
-    NEUTRAL: ClassVar[Neutral] = {
-        "context_management": (),
-        "mcp_servers": ([],),
-        "speed": ("standard",),
+    RULES: ClassVar[Rules] = {
+        "cache_control": taken(ALL_CACHED),
+        "context_management": refused("nothing is cut from conversations"),
+        "mcp_servers": refused("no tool is run here", []),
+        "speed": ignored(ONE_TIER, "standard"),
+        "thread": refused("messages are not stored"),
+        "compaction": refused("nothing is cut from conversations"),
     }
 
     model: str
@@ -170,21 +178,34 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     thinking: Thinking | AdaptiveThinking | NoThinking | None = None
     output_config: OutputConfig | None = None
     cache_control: Any = None
-    """Ignored: every prefix is cached."""
 
-    context_management: Any = None
-    mcp_servers: Any = None
-    speed: Any = None
+    def num_cache_marks(self) -> int:
+        """Return how often `cache_control` is set anywhere in the request."""
+        system = self.system if isinstance(self.system, list) else []
+        turns = [turn.content for turn in self.messages if isinstance(turn.content, list)]
+        blocks = [*system, *chain.from_iterable(turns)]
+        results = [
+            block.content
+            for block in blocks
+            if isinstance(block, ToolResultBlock) and isinstance(block.content, list)
+        ]
+        marked = [self, *(self.tools or ()), *blocks, *chain.from_iterable(results)]
+        return sum(each.cache_control is not None for each in marked)
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
     """Body of POST /v1/messages."""
 
-    NEUTRAL: ClassVar[Neutral] = CountTokensRequest.NEUTRAL | {
-        "container": (),
-        "diagnostics": (),
-        "inference_geo": (),
-        "service_tier": ("auto", "standard_only"),
+    RULES: ClassVar[Rules] = {
+        **CountTokensRequest.RULES,
+        "metadata": taken(NOBODY_ASKS),
+        "container": refused("no tool is run here"),
+        "diagnostics": ignored("headers explain an answer"),
+        "inference_geo": refused("where it runs is the service's"),
+        "service_tier": ignored(ONE_TIER, "auto", "standard_only"),
+        "billing_policy": ignored("nobody here bills"),
+        "fallbacks": ignored("one model is served", []),
+        "fallback_credit_token": ignored("nobody here bills"),
     }
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
@@ -199,9 +220,3 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     """See `GenerationRequest`."""
 
     metadata: Any = None
-    """Ignored."""
-
-    container: Any = None
-    diagnostics: Any = None
-    inference_geo: Any = None
-    service_tier: Any = None

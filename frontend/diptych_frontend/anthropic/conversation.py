@@ -36,9 +36,7 @@ from diptych_frontend.openai.api_types import (
     ImagePart,
     ImageUrl,
     TextPart,
-    check_neutral,
 )
-from diptych_frontend.reasoning.request_options import SWITCHES
 from diptych_frontend.tool_calls import tools
 from diptych_protocol import InvalidRequestError
 
@@ -53,6 +51,10 @@ class TranslatedChat(ChatCompletionRequest, kw_only=True):
     FORMAT_FIELD: ClassVar[str] = "output_config"
     TOOL_FIELD: ClassVar[str] = "tools[{}].input_schema"
 
+    @property
+    def effort_field(self) -> str:
+        return "thinking" if self.reasoning_effort == "none" else "output_config.effort"
+
 
 def as_chat(request: CountTokensRequest, *, reasons: bool) -> TranslatedChat:
     """Return a conversation as a chat.
@@ -60,7 +62,6 @@ def as_chat(request: CountTokensRequest, *, reasons: bool) -> TranslatedChat:
     reasons: whether the model's reasoning is separated from its answers. Raises
     `InvalidRequestError` for what a chat cannot express.
     """
-    check_neutral(request, request.NEUTRAL)
     messages = _messages(request)
     if len(messages) > MAX_MESSAGES:
         raise InvalidRequestError(
@@ -76,8 +77,10 @@ def as_chat(request: CountTokensRequest, *, reasons: bool) -> TranslatedChat:
     )
     if messages[-1].role == "assistant":
         _continue(request, chat)
-    if reasons and isinstance(request.thinking, NoThinking):
-        chat.chat_template_kwargs = dict.fromkeys(SWITCHES, False)
+    if isinstance(request.thinking, NoThinking):
+        chat.reasoning_effort = "none"
+    elif request.output_config is not None:
+        chat.reasoning_effort = request.output_config.effort
     _choose_tools(request, chat)
     if isinstance(request, MessagesRequest):
         _set_options(request, chat)
@@ -139,7 +142,6 @@ def _format(request: CountTokensRequest) -> response_format.JsonSchemaFormat | N
     config = request.output_config
     if config is None:
         return None
-    check_neutral(config, config.NEUTRAL)
     if config.format is None:
         return None
     schema = response_format.NamedSchema(name="output", schema=config.format.schema)
@@ -147,7 +149,6 @@ def _format(request: CountTokensRequest) -> response_format.JsonSchemaFormat | N
 
 
 def _tool(tool: Tool) -> tools.Tool:
-    check_neutral(tool, tool.NEUTRAL)
     function = tools.FunctionTool(
         name=tool.name, description=tool.description, parameters=tool.input_schema
     )

@@ -10,7 +10,7 @@ from starlette.types import Scope
 from diptych_frontend.anthropic.answers import MessageWriter
 from diptych_frontend.anthropic.api_types import CountTokensRequest, MessagesRequest
 from diptych_frontend.anthropic.conversation import TranslatedChat, as_chat
-from diptych_frontend.openai.asgi import header
+from diptych_frontend.openai.asgi import exchange_of, header
 from diptych_frontend.openai.chat import ChatApi
 from diptych_frontend.openai.generation import Sound
 from diptych_frontend.openai.responses import AnswerWriter
@@ -47,8 +47,7 @@ class MessagesApi:
         self._chat = chat
 
     def request(self, body: MessagesRequest, scope: Scope) -> TranslatedChat:
-        check_version(scope)
-        return as_chat(body, reasons=self._chat.reasoning is not None)
+        return _as_chat(self._chat, body, scope)
 
     def params(self, request: TranslatedChat) -> SamplingParams:
         return self._chat.params(request)
@@ -78,6 +77,11 @@ def counted_prompt(
     chat: ChatApi, renderer: Renderer, body: CountTokensRequest, scope: Scope
 ) -> TokensPrompt:
     """Return the prompt whose tokens are counted. Raises `InvalidRequestError`."""
-    check_version(scope)
-    [prompt] = chat.render(as_chat(body, reasons=chat.reasoning is not None), renderer)
+    [prompt] = chat.render(_as_chat(chat, body, scope), renderer)
     return prompt
+
+
+def _as_chat(chat: ChatApi, body: CountTokensRequest, scope: Scope) -> TranslatedChat:
+    check_version(scope)
+    exchange_of(scope).ignored_fields += body.num_cache_marks()
+    return chat.request(as_chat(body, reasons=chat.reasoning is not None), scope)

@@ -30,7 +30,6 @@ PARTS: Final = (
 """Parts of requests for which the server's checks require more than their types do."""
 ITEMS: Final[tuple[Kind, ...]] = get_args(responses.Item)
 """The possible items in the input of a response."""
-NOT_OFFERED: Final = "Not offered: only a value that asks for nothing is accepted."
 
 Schema = dict[str, Any]
 
@@ -40,7 +39,7 @@ def openapi_document() -> Schema:
     kinds = _kinds(OPERATIONS)
     refs, schemas = msgspec.json.schema_components(kinds, ref_template=REFS)
     for kind, ref in zip(kinds, refs, strict=True):
-        _limit_neutral(kind, schemas[_name(ref)])
+        _add_rules(kind, schemas[_name(ref)])
     ref_of = dict(zip(kinds, refs, strict=True))
     _type_items(schemas, ref_of)
     narrow({kind: schemas[_name(ref)] for kind, ref in ref_of.items()})
@@ -86,10 +85,13 @@ def _name(ref: Schema) -> str:
     return str(ref["$ref"]).rpartition("/")[2]
 
 
-def _limit_neutral(kind: Kind, schema: Schema) -> None:
-    """Say of each field that is known but not offered what it may be."""
-    for field, values in getattr(kind, "NEUTRAL", {}).items():
-        schema["properties"][field] = {"enum": [*values, None], "description": NOT_OFFERED}
+def _add_rules(kind: Kind, schema: Schema) -> None:
+    """Say of each field that has no effect why, and of one that is refused what it may be."""
+    for field, rule in getattr(kind, "RULES", {}).items():
+        described = schema["properties"].setdefault(field, {})
+        described["description"] = f"{rule.outcome}: {rule.why}"
+        if rule.outcome == "refused":
+            described["enum"] = [*rule.neutral, None]
 
 
 def _described(operation: Operation, ref_of: dict[Kind, Schema]) -> Schema:

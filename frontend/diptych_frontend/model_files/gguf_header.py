@@ -34,6 +34,9 @@ MAX_VALUES: Final = 8 << 20
 """The most elements of all arrays, pairs and tensors: each takes more memory than its bytes in the
 file."""
 DEFAULT_ALIGNMENT: Final = 32
+FLOAT32: Final = 0
+"""The type of a tensor that is not quantised."""
+MAX_FLOATS: Final = 1 << 16
 
 
 class GGUFError(ValueError):
@@ -111,6 +114,19 @@ def read_header(path: Path) -> GGUFHeader:
                 raise GGUFError("it ends inside its header") from None
             except UnicodeDecodeError:
                 raise GGUFError("a string in its header is not UTF-8") from None
+
+
+def read_floats(path: Path, raw: RawTensor) -> tuple[float, ...]:
+    """Return the values of a small vector of float32. Raises `GGUFError` if it is something
+    else."""
+    if raw.ggml_type != FLOAT32 or len(raw.shape) != 1 or raw.shape[0] > MAX_FLOATS:
+        raise GGUFError(f"tensor {raw.name} is no vector of at most {MAX_FLOATS} float32")
+    with path.open("rb") as file:
+        file.seek(raw.offset)
+        content = file.read(4 * raw.shape[0])
+    if len(content) < 4 * raw.shape[0]:
+        raise GGUFError(f"tensor {raw.name} ends after the file does: it is truncated")
+    return struct.unpack(f"<{raw.shape[0]}f", content)
 
 
 class _Cursor:

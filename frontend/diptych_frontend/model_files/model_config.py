@@ -9,14 +9,20 @@ import msgspec
 
 from diptych_frontend.model_files.families import FAMILIES, GGUF_ARCHITECTURES
 from diptych_frontend.model_files.family_spec import FamilySpec
+from diptych_frontend.model_files.rope_scaling import (
+    DIVISORS,
+    Divided,
+    GGUFScaling,
+    RopeScaling,
+    Yarn,
+    scaling_from_gguf,
+    scaling_from_hf,
+)
 from diptych_frontend.model_files.vision_config import VisionConfig, vision_from_hf
 from diptych_protocol import UNREADABLE, InvalidRequestError
 
 T = TypeVar("T")
 
-LLAMA3_ROPE_KEYS: Final = (
-    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
-)  # fmt: skip
 MAX_EXPERTS: Final = 1 << 12
 MAX_SIZE: Final = 1 << 24
 """More than any dimension of a real model, so that a damaged file cannot request huge memory."""
@@ -37,9 +43,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_position_embeddings: int
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    rope_scaling: dict[str, Any] | None = None
-    """None, or the `llama3` rule: rope_type, factor, low_freq_factor, high_freq_factor and
-    original_max_position_embeddings."""
+    rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     """The q, k and v projections add a bias (Qwen2)."""
@@ -87,6 +91,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise _unsupported(f"head_dim is {self.head_dim}; RoPE needs an even one")
         if self.rms_norm_eps <= 0 or self.rope_theta <= 0:
             raise _unsupported("rms_norm_eps and rope_theta must be positive")
+        self._check_rope_scaling()
         if self.sliding_window is not None and self.sliding_window < 1:
             raise _unsupported(f"sliding_window is {self.sliding_window}")
         outside = [t for t in self.eos_token_ids if not 0 <= t < self.vocab_size]
@@ -98,6 +103,15 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise _unsupported(fault)
             if not 0 <= self.vision.image_token_id < self.vocab_size:
                 raise _unsupported(f"image_token_id {self.vision.image_token_id}")
+
+    def _check_rope_scaling(self) -> None:
+        scaling = self.rope_scaling
+        if isinstance(scaling, Yarn) and self.rope_theta <= 1.0:
+            raise _unsupported(f"rope_theta is {self.rope_theta}; YaRN needs more than 1")
+        if isinstance(scaling, Divided) and 2 * len(scaling.divisors) != self.head_dim:
+            raise _unsupported(
+                f"{DIVISORS} has {len(scaling.divisors)} values, not {self.head_dim // 2}"
+            )
 
     def _check_experts(self, family: FamilySpec) -> None:
         if not self.num_experts:
@@ -142,7 +156,9 @@ def config_from_query(query: Mapping[str, str]) -> ModelConfig:
         if name in query:
             fields[name] = [part for part in query[name].split(",") if part]
     if "rope_scaling" in query:
-        fields["rope_scaling"] = _rope_scaling(_json_object(query["rope_scaling"]))
+        fields["rope_scaling"] = scaling_from_hf(
+            _json_object(query["rope_scaling"]), fields["max_position_embeddings"]
+        )
     if "head_dim" not in query:
         sizes = _convert(fields, DummySizes, strict=False)
         fields["head_dim"] = _head_dim(sizes.hidden_size, sizes.num_attention_heads)
@@ -169,7 +185,6 @@ class GGUFKeys(msgspec.Struct):
     head_dim: int | None = msgspec.field(name="attention.key_length", default=None)
     rope_dim: int | None = msgspec.field(name="rope.dimension_count", default=None)
     rope_theta: float = msgspec.field(name="rope.freq_base", default=10000.0)
-    rope_scaling: str = msgspec.field(name="rope.scaling.type", default="none")
     rms_norm_eps: float = msgspec.field(name="attention.layer_norm_rms_epsilon", default=1e-5)
     sliding_window: int | None = msgspec.field(name="attention.sliding_window", default=None)
     vocab_size: int | None = None
@@ -186,11 +201,15 @@ class GGUFVocabularyKeys(msgspec.Struct):
     num_files: int = msgspec.field(name="split.count", default=1)
 
 
-def config_from_gguf(metadata: Mapping[str, Any], tensor_names: set[str]) -> ModelConfig:
+def config_from_gguf(
+    metadata: Mapping[str, Any],
+    tensor_names: set[str],
+    rope_divisors: tuple[float, ...] | None = None,
+) -> ModelConfig:
     """Return a configuration from GGUF metadata (`llama.block_count` and the like).
 
-    `tensor_names` supplies what the metadata leaves out: without an output matrix the embeddings
-    are tied, and factors for RoPE mean a scaling rule whose parameters the file does not contain.
+    Tensors supply what the metadata leaves out: without an output matrix in `tensor_names` the
+    embeddings are tied, and `rope_divisors` are the values of `DIVISORS`, if the file has it.
     """
     name = metadata.get("general.architecture")
     family = family_of(GGUF_ARCHITECTURES.get(name, name) if isinstance(name, str) else name)
@@ -199,8 +218,6 @@ def config_from_gguf(metadata: Mapping[str, Any], tensor_names: set[str]) -> Mod
     keys = _convert(own, GGUFKeys)
     vocabulary = _convert(metadata, GGUFVocabularyKeys)
     head_dim = keys.head_dim or _head_dim(keys.hidden_size, keys.num_attention_heads)
-    if keys.rope_scaling != "none" or "rope_freqs.weight" in tensor_names:
-        raise _unsupported("a GGUF file with scaled RoPE; use the directory of safetensors")
     if keys.rope_dim not in (None, head_dim):
         raise _unsupported("RoPE over a part of each head")
     if vocabulary.num_files > 1:
@@ -219,6 +236,9 @@ def config_from_gguf(metadata: Mapping[str, Any], tensor_names: set[str]) -> Mod
             max_position_embeddings=keys.max_position_embeddings,
             rms_norm_eps=keys.rms_norm_eps,
             rope_theta=keys.rope_theta,
+            rope_scaling=scaling_from_gguf(
+                _convert(own, GGUFScaling), keys.max_position_embeddings, rope_divisors
+            ),
             tie_word_embeddings="output.weight" not in tensor_names,
             attention_bias=family.attention_bias,
             qk_norm=family.qk_norm,
@@ -297,8 +317,8 @@ def config_from_hf(
             head_dim=config.head_dim or _head_dim(config.hidden_size, config.num_attention_heads),
             max_position_embeddings=config.max_position_embeddings,
             rms_norm_eps=config.rms_norm_eps,
-            rope_theta=_number(rope, "rope_theta", config.rope_theta),
-            rope_scaling=_rope_scaling(rope),
+            rope_theta=_rope_theta(rope, config.rope_theta),
+            rope_scaling=scaling_from_hf(rope, config.max_position_embeddings),
             tie_word_embeddings=config.tie_word_embeddings,
             attention_bias=family.attention_bias,
             qk_norm=family.qk_norm,
@@ -361,19 +381,10 @@ def _require_plain(config: HFConfig, family: FamilySpec) -> None:
         raise _unsupported(f"use_sliding_window in {config.model_type}")
 
 
-def _rope_scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise _unsupported(f"RoPE scaling {kind!r}, not llama3")
-    return {"rope_type": "llama3", **{key: _number(rope, key) for key in LLAMA3_ROPE_KEYS}}
-
-
-def _number(values: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = values.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise _unsupported(f"RoPE parameter {key} is {value!r}")
+def _rope_theta(rope: Mapping[str, Any], default: float) -> float:
+    value = rope.get("rope_theta", default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _unsupported(f"RoPE parameter rope_theta is {value!r}")
     return value
 
 

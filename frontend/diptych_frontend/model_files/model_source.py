@@ -14,13 +14,14 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 import msgspec
 
 from diptych_frontend.installation import this_installation
-from diptych_frontend.model_files.gguf_header import GGUFError, GGUFTensor, read_header
+from diptych_frontend.model_files.gguf_header import GGUFError, GGUFTensor, read_floats, read_header
 from diptych_frontend.model_files.model_config import (
     ModelConfig,
     config_from_gguf,
     config_from_hf,
     config_from_query,
 )
+from diptych_frontend.model_files.rope_scaling import DIVISORS
 from diptych_protocol import UNREADABLE, UNSAID, InvalidRequestError, SamplingDefaults
 
 log = logging.getLogger(__name__)
@@ -108,8 +109,11 @@ def resolve_model(uri: str, *, weights: bool = True) -> ModelSource:
         if not path.is_file():
             raise _refuse(f"{path} does not exist; check the path, or mount the volume it is on")
         header = read_header(path)
-        names = {tensor.name for tensor in header.raw_tensors}
-        config = config_from_gguf(header.metadata, names)
+        tensors = {tensor.name: tensor for tensor in header.raw_tensors}
+        # A router may have the header only, and computes no logits.
+        scaled = weights and DIVISORS in tensors
+        divisors = read_floats(path, tensors[DIVISORS]) if scaled else None
+        config = config_from_gguf(header.metadata, set(tensors), divisors)
         return ModelSource(uri, "gguf", path, config, sampling_from_gguf(header.metadata))
 
 

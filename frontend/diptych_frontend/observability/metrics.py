@@ -71,7 +71,7 @@ class ServerMetrics:
         )
         self._ignored_fields = Counter(
             f"{PREFIX}ignored_fields",
-            "Fields of messages in requests that are not known here and were left out.",
+            "Fields of requests that have no effect here and were left out.",
             ("model_name",),
             registry=self.registry,
         ).labels(model_name)
@@ -122,9 +122,9 @@ class ServerMetrics:
             f"{PREFIX}e2e_request_latency_seconds", "Arrival to last token.", _E2E_BUCKETS_S
         )
 
-    def count_answer(self, route: str, status: int, tenant: str = "") -> None:
+    def count_answer(self, route: str, status: int, tenant: str = "", ignored: int = 0) -> None:
         """Count one HTTP answer; `route` is the route's pattern and `tenant` the name of a key or
-        empty, so that labels stay few."""
+        empty, so that labels stay few. `ignored`: the fields of the request without an effect."""
         counter = self._answers.get((route, status))
         if counter is None:
             counter = self._http_requests.labels(self._model_name, route, str(status))
@@ -132,9 +132,8 @@ class ServerMetrics:
         counter.inc()
         if tenant:
             self._of_tenants.labels(self._model_name, tenant, str(status)).inc()
-
-    def count_ignored_fields(self, number: int) -> None:
-        self._ignored_fields.inc(number)
+        if ignored:
+            self._ignored_fields.inc(ignored)
 
     def count_end(self, reason: str) -> None:
         self._finished.labels(self._model_name, reason).inc()

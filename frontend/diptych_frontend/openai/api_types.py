@@ -1,8 +1,7 @@
 """The requests of clients, as strict msgspec structs.
 
-There are three kinds of fields: honoured ones; harmless ones that are ignored (`user`, `metadata`,
-...); and known ones that are not offered, which are accepted only with a value that asks for
-nothing (`NEUTRAL`). Any other field is refused by name.
+Their fields are honoured, but for those that `RULES` calls taken. `RULES` also has the known fields
+that are ignored or refused; see `field_rules.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,9 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 
+from diptych_frontend.openai.field_rules import Rules, ignored, refused, taken
 from diptych_frontend.openai.response_format import ResponseFormat, check_format, form_of
+from diptych_frontend.reasoning.request_options import Effort
 from diptych_frontend.tool_calls.tools import (
     MAX_TOOLS,
     Tool,
@@ -48,8 +49,13 @@ has its value from there."""
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """Wider integers do not fit into a message to the engine."""
 AlternativesCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
+NOBODY_ASKS: Final = "nobody here asks who it is"
+ALL_CACHED: Final = "every prefix is cached"
+ONE_TIER: Final = "all requests have one tier"
+LLGUIDANCE: Final = "llguidance writes answers with a form"
+NO_VERBOSITY: Final = "tell the model in words"
+"""Reasons why several requests do not need or have a field."""
 CacheSalt = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-Neutral = dict[str, tuple[object, ...]]
 Forms = list[tuple[str, StructuredOutputsParams]]
 """Forms, by the fields of a body."""
 
@@ -69,15 +75,23 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     FORMAT_FIELD: ClassVar[str] = "response_format"
     """The field of the body that `response_format` stands for."""
 
-    NEUTRAL: ClassVar[Neutral] = {
-        "use_beam_search": (False,),
-        "length_penalty": (1.0,),
-        "truncate_prompt_tokens": (),
-        "allowed_token_ids": (),
-        "spaces_between_special_tokens": (True,),
-        "return_token_ids": (False,),
-        "return_tokens_as_token_ids": (False,),
-        "echo": (False,),
+    RULES: ClassVar[Rules] = {
+        "user": taken(NOBODY_ASKS),
+        "use_beam_search": refused("answers are sampled", False),
+        "length_penalty": refused("answers are sampled", 1.0),
+        "truncate_prompt_tokens": refused("prompts are not cut"),
+        "allowed_token_ids": refused("use structured_outputs"),
+        "guided_decoding_backend": ignored(LLGUIDANCE),
+        "guided_whitespace_pattern": ignored(LLGUIDANCE),
+        "structural_tag": refused("use structured_outputs"),
+        "logits_processors": refused("only programs may name them", []),
+        "spaces_between_special_tokens": ignored("the tokenizer decides", True),
+        "return_token_ids": refused("/tokenize knows them", False),
+        "return_tokens_as_token_ids": refused("/tokenize knows them", False),
+        "request_id": ignored("send it as X-Request-Id"),
+        "vllm_xargs": ignored("there is no such plugin", {}),
+        "repetition_detection": ignored("nobody looks for it"),
+        "echo": refused("the answer alone comes back", False),
     }
 
     model: str
@@ -108,20 +122,16 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     prompt_logprobs: AlternativesCount | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    guided_json: str | dict[str, Any] | None = None
+    """The older names of `structured_outputs`, field by field."""
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     json_schemas: JsonSchemas | None = None
     """Whether keywords of a schema that cannot be enforced are refused or ignored; by default, the
     service's setting."""
 
     user: str | None = None
-
-    use_beam_search: Any = None
-    length_penalty: Any = None
-    truncate_prompt_tokens: Any = None
-    allowed_token_ids: Any = None
-    spaces_between_special_tokens: Any = None
-    return_token_ids: Any = None
-    return_tokens_as_token_ids: Any = None
-    echo: Any = None
 
     @property
     def has_images(self) -> bool:
@@ -129,11 +139,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         return False
 
     def check(self, num_prompts: int) -> None:
-        """Refuse known fields that are not offered, and fields that contradict each other.
+        """Refuse fields that contradict each other.
 
         Raises `InvalidRequestError` naming the field.
         """
-        check_neutral(self, self.NEUTRAL)
         check_format(self.response_format, self.FORMAT_FIELD)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError(
@@ -161,6 +170,18 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         return {
             self.FORMAT_FIELD: form_of(self.response_format, lenient=self.is_lenient),
             "structured_outputs": self._own_form(),
+            **self._guided_forms(),
+        }
+
+    def _guided_forms(self) -> dict[str, StructuredOutputsParams | None]:
+        asked = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        if asked == (None, None, None, None):
+            return {}
+        lenient = self.is_lenient
+        return {
+            f"guided_{name}": StructuredOutputsParams(**{name: value}, lenient=lenient)  # type: ignore[arg-type]
+            for name, value in zip(("json", "regex", "choice", "grammar"), asked, strict=True)
+            if value is not None
         }
 
     def _own_form(self) -> StructuredOutputsParams | None:
@@ -210,19 +231,13 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
             if transfer is None
             else {"kv_transfer_params": KVTransferParams.parse(transfer).to_dict()},
         )
-        params.check()
+        try:
+            params.check()
+        except InvalidRequestError as exc:
+            if form is not None and exc.param == "structured_outputs":
+                exc.param = form[0]
+            raise
         return params
-
-
-def check_neutral(request: msgspec.Struct, neutral: Neutral) -> None:
-    """Raise `InvalidRequestError` for a known field that is not offered, unless its value asks for
-    nothing."""
-    for name, values in neutral.items():
-        value = getattr(request, name)
-        if value is not None and value not in values:
-            raise InvalidRequestError(
-                f"{name} is not supported by this server; leave it out", param=name
-            )
 
 
 def check_continues(request: Any) -> None:
@@ -239,18 +254,15 @@ def check_continues(request: Any) -> None:
 class CompletionRequest(GenerationRequest, kw_only=True):
     """Body of POST /v1/completions."""
 
-    NEUTRAL: ClassVar[Neutral] = GenerationRequest.NEUTRAL | {
-        "best_of": (1,),
-        "suffix": ("",),
-        "add_special_tokens": (True,),
+    RULES: ClassVar[Rules] = {
+        **GenerationRequest.RULES,
+        "best_of": refused("use n", 1),
+        "suffix": refused("models here go on with a text", ""),
+        "add_special_tokens": refused("send the tokens of /tokenize", True),
     }
 
     prompt: str | list[str | Int64 | list[Int64]]
     logprobs: AlternativesCount | None = None
-
-    best_of: Any = None
-    suffix: Any = None
-    add_special_tokens: Any = None
 
 
 class TextPart(
@@ -306,22 +318,29 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     TOOL_FIELD: ClassVar[str] = "tools[{}].function.parameters"
     """The path of a tool's schema in the body."""
 
-    NEUTRAL: ClassVar[Neutral] = GenerationRequest.NEUTRAL | {
-        "functions": ([],),
-        "function_call": ("none", "auto"),
-        "audio": (),
-        "modalities": (["text"],),
-        "prediction": (),
-        "reasoning_effort": ("none",),
-        "verbosity": ("medium",),
-        "web_search_options": (),
-        "moderation": (),
-        "store": (False,),
-        "service_tier": ("auto", "default"),
-        "prompt_cache_options": ({},),
-        "add_special_tokens": (False,),
-        "chat_template": (),
-        "documents": ([],),
+    RULES: ClassVar[Rules] = {
+        **GenerationRequest.RULES,
+        "metadata": taken("chats are not stored"),
+        "safety_identifier": taken(NOBODY_ASKS),
+        "prompt_cache_key": taken(ALL_CACHED),
+        "prompt_cache_retention": taken(ALL_CACHED),
+        "prompt_cache_options": ignored(ALL_CACHED, {}),
+        "service_tier": ignored(ONE_TIER, "auto", "default"),
+        "store": ignored("only responses are stored", False),
+        "prediction": ignored("the answer is the same without"),
+        "verbosity": ignored(NO_VERBOSITY, "medium"),
+        "functions": refused("use tools", []),
+        "function_call": refused("use tool_choice", "none", "auto"),
+        "audio": refused("answers are texts"),
+        "modalities": refused("answers are texts", ["text"]),
+        "web_search_options": refused("give it a tool of yours"),
+        "moderation": refused("nobody here judges texts"),
+        "add_special_tokens": refused("the chat template writes them", False),
+        "chat_template": refused("the model's is used"),
+        "documents": refused("write them into messages", []),
+        "media_io_kwargs": refused("the model's processor decides", {}),
+        "mm_processor_kwargs": refused("the model's processor decides", {}),
+        "thinking_token_budget": ignored("only max_tokens limits answers"),
     }
 
     messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -340,27 +359,12 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     """Further variables of the model's chat template."""
     include_reasoning: bool | None = None
     """False: the answer omits the model's reasoning."""
+    reasoning_effort: Effort | None = None
 
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-
-    functions: Any = None
-    function_call: Any = None
-    audio: Any = None
-    modalities: Any = None
-    prediction: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
-    moderation: Any = None
-    store: Any = None
-    service_tier: Any = None
-    prompt_cache_options: Any = None
-    add_special_tokens: Any = None
-    chat_template: Any = None
-    documents: Any = None
 
     def check(self, num_prompts: int) -> None:
         """See `GenerationRequest.check`."""
@@ -386,6 +390,11 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
             if isinstance(message.content, list)
             for part in message.content
         )
+
+    @property
+    def effort_field(self) -> str:
+        """The path of the field that `reasoning_effort` stands for."""
+        return "reasoning_effort"
 
     @property
     def callable_tools(self) -> list[Tool]:

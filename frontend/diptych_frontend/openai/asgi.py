@@ -15,6 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -37,6 +38,8 @@ LOOKED_THROUGH = 4
 """A body that is too large is still read up to this many times the limit, because it may name
 blocks that wait for it elsewhere."""
 EXCHANGE_KEY = "diptych.exchange"
+
+MAX_WARNINGS = 16
 
 AccessLogStyle = Literal["off", "plain", "json"]
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -71,8 +74,12 @@ class Exchange:
     """The client: the name of the request's API key; empty without keys."""
     least_priority: int | None = None
     """The request is no more urgent than this, whatever its body says; None: as its body says."""
+    refuses_unknown: bool = False
+    """Whether an unknown field of the body is an error, outside of messages."""
     ignored_fields: int = 0
-    """Fields of messages in the body that are not known here and were left out."""
+    """Fields of the body that were left out because they have no effect here."""
+    warnings: tuple[str, ...] = ()
+    """What the answer says about them."""
     admitted: bool = False
     """Whether an engine accepted the request, and so has to clean up after it."""
 
@@ -81,6 +88,13 @@ class Exchange:
         first."""
         floor = self.least_priority
         return (asked or 0) if floor is None else max(asked or 0, floor)
+
+    def warn(self, why_ignored: Mapping[str, str]) -> None:
+        """Tell the client of fields without an effect: in a header of the answer and, where it has
+        room for `warnings`, in the answer."""
+        told = dict(islice(why_ignored.items(), MAX_WARNINGS))
+        self.warnings += tuple(f"{name} is ignored: {why}" for name, why in told.items())
+        self.headers += ((b"x-diptych-ignored", ", ".join(told).encode()),)
 
 
 def exchange_of(scope: Scope) -> Exchange:
@@ -111,17 +125,21 @@ class Boundary:
         self,
         app: ASGIApp,
         *,
-        on_answer: Callable[[str, int, str], None],
+        on_answer: Callable[[str, int, str, int], None],
         access_log: AccessLogStyle,
         dialects: Mapping[str, Dialect] | None = None,
+        refuses_unknown: bool = False,
     ) -> None:
-        """`on_answer(route path, status, tenant)` is called once for each answered request.
+        """`on_answer(route path, status, tenant, ignored fields)` is called once for each answered
+        request.
 
         dialects: error formats by the beginning of a path; OpenAI's for all others.
+        refuses_unknown: see `Exchange`.
         """
         self._app = app
         self._dialects = tuple((dialects or {}).items())
         self._on_answer = on_answer
+        self._refuses_unknown = refuses_unknown
         self._access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -131,6 +149,7 @@ class Boundary:
         offered_id = header(scope, b"x-request-id")
         usable = offered_id is not None and _REQUEST_ID.fullmatch(offered_id)
         exchange = Exchange(offered_id if offered_id and usable else secrets.token_hex(16))
+        exchange.refuses_unknown = self._refuses_unknown
         exchange.deadline.task.set_name(f"request {exchange.request_id}")
         for beginning, dialect in self._dialects:
             if scope["path"].startswith(beginning):
@@ -159,7 +178,7 @@ class Boundary:
     def _record(self, scope: Scope, exchange: Exchange) -> None:
         status = exchange.status or 499  # the client left before there was an answer
         route = getattr(scope.get("route"), "path", "other")
-        self._on_answer(route, status, exchange.tenant)
+        self._on_answer(route, status, exchange.tenant, exchange.ignored_fields)
         if self._access_log == "off":
             return
         seconds = time.perf_counter() - exchange.started_at

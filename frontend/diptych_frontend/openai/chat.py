@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET
@@ -18,6 +19,7 @@ from diptych_frontend.openai.api_types import (
     ImagePart,
     TextPart,
 )
+from diptych_frontend.openai.asgi import exchange_of
 from diptych_frontend.openai.generation import Sound
 from diptych_frontend.openai.responses import (
     AnswerMessage,
@@ -43,12 +45,14 @@ from diptych_frontend.openai.responses import (
     logprob_value,
     prompt_logprobs,
     sse,
-    token_text,
+    token_name,
     transfer_params,
 )
 from diptych_frontend.reasoning.parser import ReasoningParser
+from diptych_frontend.reasoning.request_options import Effort, effort_kwargs, effort_variables
+from diptych_frontend.text.answer_tokens import AnswerToken, AnswerTokens
 from diptych_frontend.text.templates.chat_template import Arguments
-from diptych_frontend.tool_calls.formats import HERMES, ToolCallFormat
+from diptych_frontend.tool_calls.formats import HERMES, ToolCallFormat, takes_tools
 from diptych_frontend.tool_calls.parser import ToolCallParser
 from diptych_protocol import (
     UNREADABLE,
@@ -65,6 +69,9 @@ from diptych_protocol import (
 )
 
 ASSISTANT = "assistant"
+Chat = TypeVar("Chat", bound=ChatCompletionRequest)
+
+T = TypeVar("T", bound=TopLogprob)
 
 
 def plain_message(message: ChatMessage, index: int) -> dict[str, Any]:
@@ -133,19 +140,33 @@ class ChatApi:
         reasoning: ReasoningParser | None = None,
         calls: ToolCallFormat = HERMES,
         sampling: SamplingDefaults = UNSAID,
+        template: str | None = None,
     ) -> None:
         """reasoning: separates the model's reasoning from its answers; None: it is not separated.
 
         calls: the model's format of tool calls.
 
         sampling: values for the fields that a request leaves out.
+
+        template: the source of the model's chat template.
         """
+        self._effort_variables = effort_variables(template)
         self.sampling = sampling
         self.reasoning = reasoning
         self._calls = calls
 
-    def request(self, body: ChatCompletionRequest, scope: Scope) -> ChatCompletionRequest:
+    def request(self, body: Chat, scope: Scope) -> Chat:
+        if body.reasoning_effort is not None:
+            self._set_effort(body.reasoning_effort, body, scope)
         return body
+
+    def _set_effort(self, effort: Effort, chat: ChatCompletionRequest, scope: Scope) -> None:
+        """Tell the chat template, if it has a variable for that; else tell the client."""
+        if self._effort_variables:
+            said = chat.chat_template_kwargs or {}
+            chat.chat_template_kwargs = effort_kwargs(effort, self._effort_variables) | said
+        elif self.reasoning is not None or effort != "none":
+            exchange_of(scope).warn({chat.effort_field: "the chat template has no switch for it"})
 
     def params(self, request: ChatCompletionRequest) -> SamplingParams:
         request.check(num_prompts=1)
@@ -166,11 +187,18 @@ class ChatApi:
 
     def render(self, request: ChatCompletionRequest, renderer: Renderer) -> list[TokensPrompt]:
         messages = [plain_message(message, index) for index, message in enumerate(request.messages)]
+        tools = request.callable_tools
+        if tools and not request.must_call and not takes_tools(renderer.chat_template):
+            raise InvalidRequestError(
+                f"the chat template of {request.model or 'this model'} has no place for tools, so "
+                "it would not learn of them: leave tools out, or force a call with tool_choice",
+                param="tools",
+            )
         prompt = renderer.render_chat(
             self._calls.prepare(messages),
             add_generation_prompt=_begins_message(request),
             continue_final_message=request.continue_final_message is True,
-            tools=msgspec.to_builtins(request.callable_tools) or None,
+            tools=msgspec.to_builtins(tools) or None,
             template_kwargs=request.chat_template_kwargs,
         )
         return [prompt]
@@ -227,6 +255,7 @@ class ChatWriter(ResponseWriter):
         self._top_logprobs = top_logprobs
         self._parts = parts
         self._begun: set[int] = set()
+        self._tokens = defaultdict[int, AnswerTokens](AnswerTokens)
         self._is_quick = parts.are_whole and not self._continuous_usage
         """The text of an answer goes into events as it is."""
         self._plain: dict[int, PlainEvents] = {}
@@ -248,6 +277,7 @@ class ChatWriter(ResponseWriter):
         tally.reasoning_tokens = self._parts.num_reasoning_tokens
         chunk = self._chunk(choices, self._chunk_usage(tally))
         chunk.kv_transfer_params = transfer_params(output)
+        chunk.warnings, self.warnings = self.warnings, UNSET
         return sse(chunk)
 
     def usage_event(self, usage: Usage) -> bytes:
@@ -265,6 +295,7 @@ class ChatWriter(ResponseWriter):
             usage=tally.usage(),
             kv_transfer_params=transfer_params(outputs[0][-1]),
             prompt_logprobs=prompt_logprobs(outputs[0][-1]),
+            warnings=self.warnings,
         )
         return encode(message)
 
@@ -317,19 +348,22 @@ class ChatWriter(ResponseWriter):
         )
 
     def _logprobs(self, output: CompletionOutput) -> ChatLogprobs | None:
-        if output.logprobs is None:
+        if output.logprobs is None and output.index not in self._tokens:
             return None
-        content = []
-        for token_id, candidates in zip(output.token_ids, output.logprobs, strict=True):
-            top = [
-                TopLogprob(*_token_facts(candidate_id, entry))
-                for candidate_id, entry in by_likelihood(candidates)[: self._top_logprobs]
-            ]
-            facts = _token_facts(token_id, candidates[token_id])
-            content.append(TokenLogprob(*facts, top_logprobs=top))
-        return ChatLogprobs(content)
+        told = self._tokens[output.index].push(output)
+        return ChatLogprobs([self._token_logprob(token) for token in told]) if told else None
+
+    def _token_logprob(self, token: AnswerToken) -> TokenLogprob:
+        top = [
+            _facts(TopLogprob, candidate, entry, token)
+            for candidate, entry in by_likelihood(token.candidates)[: self._top_logprobs]
+        ]
+        shaped = _facts(TokenLogprob, token.token_id, token.candidates[token.token_id], token)
+        shaped.top_logprobs = top
+        return shaped
 
 
-def _token_facts(token_id: int, entry: Logprob) -> tuple[str, float, list[int]]:
-    text = token_text(token_id, entry)
-    return text, logprob_value(entry), list(text.encode("utf-8", "replace"))
+def _facts(kind: type[T], candidate: int, entry: Logprob, token: AnswerToken) -> T:
+    """What is told of a candidate for the place of a token; it may be the token itself."""
+    said = token.said if candidate == token.token_id else entry.token_bytes or b""
+    return kind(token_name(candidate, entry), logprob_value(entry), list(said))

@@ -3,8 +3,11 @@ bytes."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from typing import Final
 
+from msgspec import UNSET
 from starlette.types import Scope
 
 from diptych_frontend.openai.api_types import CompletionRequest
@@ -25,12 +28,14 @@ from diptych_frontend.openai.responses import (
     logprob_value,
     prompt_logprobs,
     sse,
-    token_text,
+    token_name,
     transfer_params,
 )
+from diptych_frontend.text.answer_tokens import AnswerTokens
 from diptych_protocol import (
     UNSAID,
     CompletionOutput,
+    Logprob,
     Renderer,
     RequestOptions,
     RequestOutput,
@@ -41,6 +46,8 @@ from diptych_protocol import (
 
 DEFAULT_MAX_TOKENS = 16
 OBJECT = "text_completion"
+BYTES: Final = "bytes:"
+"""Begins the name of a token that is only a part of a character."""
 
 
 def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
@@ -92,12 +99,12 @@ class CompletionApi:
 class CompletionWriter(ResponseWriter):
     def __init__(self, envelope: Envelope) -> None:
         super().__init__(envelope)
-        self._text_offsets: dict[int, int] = {}
+        self._tokens = defaultdict[int, AnswerTokens](AnswerTokens)
         self._plain: dict[int, PlainEvents] = {}
         """By the choice's index."""
 
     def events(self, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:
-        if self._continuous_usage or not is_plain(output):
+        if self._continuous_usage or self.warnings or not is_plain(output):
             return self._event(prompt_index, output, tally)
         choice = output.outputs[0]
         index = self._index(prompt_index, choice)
@@ -113,6 +120,7 @@ class CompletionWriter(ResponseWriter):
             [self._choice(prompt_index, choice) for choice in output.outputs], output
         )
         message.usage = self._chunk_usage(tally)
+        message.warnings, self.warnings = self.warnings, UNSET
         return sse(message)
 
     def usage_event(self, usage: Usage) -> bytes:
@@ -128,7 +136,7 @@ class CompletionWriter(ResponseWriter):
             for choice in output.outputs
         ]
         message = self._message(sorted(choices, key=lambda c: c.index), outputs[0][-1])
-        message.usage = tally.usage()
+        message.usage, message.warnings = tally.usage(), self.warnings
         return encode(message)
 
     def _message(self, choices: list[CompletionChoice], output: RequestOutput | None) -> Completion:
@@ -159,21 +167,24 @@ class CompletionWriter(ResponseWriter):
         )
 
     def _logprobs(self, index: int, output: CompletionOutput) -> CompletionLogprobs | None:
-        if output.logprobs is None:
+        if output.logprobs is None and index not in self._tokens:
+            return None
+        told = self._tokens[index].push(output)
+        if not told:
             return None
         shaped = CompletionLogprobs([], [], [], [])
-        offset = self._text_offsets.get(index, 0)
-        for token_id, candidates in zip(output.token_ids, output.logprobs, strict=True):
-            sampled = candidates[token_id]
-            text = token_text(token_id, sampled)
+        for token in told:
+            sampled = token.candidates[token.token_id]
             top: dict[str, float] = {}
-            for candidate_id, entry in by_likelihood(candidates):
+            for candidate_id, entry in by_likelihood(token.candidates):
                 # Different tokens may read alike; the likeliest of them keeps the name.
-                top.setdefault(token_text(candidate_id, entry), logprob_value(entry))
-            shaped.tokens.append(text)
+                top.setdefault(_name(candidate_id, entry), logprob_value(entry))
+            shaped.tokens.append(_name(token.token_id, sampled))
             shaped.token_logprobs.append(logprob_value(sampled))
             shaped.top_logprobs.append(top)
-            shaped.text_offset.append(offset)
-            offset += len(text)
-        self._text_offsets[index] = offset
+            shaped.text_offset.append(token.offset)
         return shaped
+
+
+def _name(token_id: int, entry: Logprob) -> str:
+    return token_name(token_id, entry, before_bytes=BYTES)

@@ -9,19 +9,21 @@ from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, ClassVar, Final, Literal, TypeVar
 
 import msgspec
+from msgspec import UNSET
 from starlette.types import Receive, Scope, Send
 
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.observability.tracing import trace_context
-from diptych_frontend.openai.api_types import CacheSalt, Int64
+from diptych_frontend.openai.api_types import NOBODY_ASKS, CacheSalt, Int64
 from diptych_frontend.openai.asgi import Exchange, UntilDisconnect, exchange_of, header, send_bytes
+from diptych_frontend.openai.field_rules import Rules, refused, taken
 from diptych_frontend.openai.generation import adapter_of
 from diptych_frontend.openai.request_body import decode_body, most_values, split_prompts
 from diptych_frontend.openai.request_workers import INLINE_BYTES, RequestWorkers
-from diptych_frontend.openai.responses import encode
+from diptych_frontend.openai.responses import Warnings, encode
 from diptych_protocol import (
     Array,
     EngineClient,
@@ -47,6 +49,13 @@ ABORT_TIMEOUT_S: Final = 10.0
 class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/embeddings."""
 
+    RULES: ClassVar[Rules] = {
+        "user": taken(NOBODY_ASKS),
+        "truncate_prompt_tokens": refused("prompts are not cut"),
+        "add_special_tokens": refused("send the tokens of /tokenize", True),
+        "kv_transfer_params": refused("one engine makes it, so there is nothing to hand off"),
+    }
+
     model: str
     input: str | list[str | Int64 | list[Int64]]
     encoding_format: Literal["float", "base64"] | None = None
@@ -55,17 +64,9 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     cache_salt: CacheSalt | None = None
 
     user: str | None = None
-    """Ignored."""
-    kv_transfer_params: Any = None
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts. Raises `InvalidRequestError` for what is not offered, and for too
-        many inputs."""
-        if self.kv_transfer_params is not None:
-            raise InvalidRequestError(
-                "an embedding is made by one engine: there is nothing to hand off",
-                param="kv_transfer_params",
-            )
+        """Return the prompts. Raises `InvalidRequestError` for too many inputs."""
         prompts = split_prompts(self.input, "input")
         if len(prompts) > MAX_INPUTS:
             raise InvalidRequestError(
@@ -92,6 +93,7 @@ class EmbeddingList(msgspec.Struct):
     data: list[Embedding]
     usage: EmbeddingUsage
     object: str = "list"
+    warnings: Warnings = UNSET
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +209,9 @@ class EmbeddingRoute:
             embeddings = [Embedding(index, vector) for index, vector in enumerate(vectors)]
             num_tokens = sum(len(prompt["prompt_token_ids"]) for prompt in prompts)
             usage = EmbeddingUsage(num_tokens, num_tokens)
-            await send_bytes(send, 200, encode(EmbeddingList(request.model, embeddings, usage)), [])
+            body = EmbeddingList(request.model, embeddings, usage)
+            body.warnings = exchange.warnings or UNSET
+            await send_bytes(send, 200, encode(body), [])
         if client.gone:
             logger.info("%s: the client left; request aborted", exchange.request_id)
 

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
+from msgspec import UNSET
 from starlette.types import Receive, Scope, Send
 
 from diptych_frontend.observability.metrics import ServerMetrics
@@ -165,6 +166,7 @@ class GenerationRoute(Generic[B, R]):
             tenant=exchange.tenant,
         )
         writer = self._api.writer(sound, exchange.request_id, int(time.time()))
+        writer.warnings = exchange.warnings or UNSET
         deliver = self._stream if request.stream else self._answer
         async with UntilDisconnect(receive, exchange) as client:
             await deliver(job, writer, exchange, send)
@@ -209,8 +211,6 @@ class GenerationRoute(Generic[B, R]):
     def _decode(self, scope: Scope, body: bytes) -> Sound[B, R]:
         """All but the prompts."""
         read = decode_body(scope, body, self._decoder, most_values(self._engine.max_model_len))
-        if ignored := exchange_of(scope).ignored_fields:
-            self._metrics.count_ignored_fields(ignored)
         request = self._api.request(read, scope)
         if request.json_schemas is None:
             request.json_schemas = self._engine.json_schemas

@@ -10,7 +10,7 @@ from starlette.types import Scope
 
 from diptych_frontend.openai.asgi import exchange_of, header
 from diptych_frontend.openai.errors import from_decode_error
-from diptych_frontend.openai.ignored_fields import drop_unknown
+from diptych_frontend.openai.field_rules import leave_out
 from diptych_protocol import UNREADABLE, InvalidRequestError
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ def decode_body(
     scope: Scope, body: bytes, decoder: msgspec.json.Decoder[T], max_values: int = MAX_VALUES
 ) -> T:
     """Decode a body. Raises `InvalidRequestError` for another content type, and for an invalid
-    body. Unknown fields of messages are left out; see `ignored_fields`."""
+    body. Fields that have no effect are left out; see `field_rules`."""
     content_type = header(scope, b"content-type") or ""
     if content_type.partition(";")[0].strip().lower() != "application/json":
         raise InvalidRequestError(
@@ -43,10 +43,13 @@ def decode_body(
         if not isinstance(exc.__cause__, msgspec.ValidationError):
             raise
         raw = decode_json(body, _any, max_values)
-        dropped = drop_unknown(raw, decoder.type)
-        if not dropped:
+        exchange = exchange_of(scope)
+        left_out = leave_out(raw, decoder.type, refuses_unknown=exchange.refuses_unknown)
+        if not left_out:
             raise
-        exchange_of(scope).ignored_fields = dropped
+        exchange.ignored_fields = len(left_out)
+        if left_out.elsewhere:
+            exchange.warn(left_out.elsewhere)
         return decode_json(msgspec.json.encode(raw), decoder, max_values)
 
 

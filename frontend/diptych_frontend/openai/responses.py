@@ -25,6 +25,7 @@ LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot express."""
 
 KVParams = dict[str, Any] | UnsetType
+Warnings = Sequence[str] | UnsetType
 
 
 class PromptTokensDetails(msgspec.Struct, gc=False):
@@ -85,6 +86,7 @@ class Completion(msgspec.Struct):
     choices: list[CompletionChoice]
     usage: ChunkUsage = UNSET
     kv_transfer_params: KVParams = UNSET
+    warnings: Warnings = UNSET
 
 
 class TopLogprob(msgspec.Struct):
@@ -94,7 +96,7 @@ class TopLogprob(msgspec.Struct):
 
 
 class TokenLogprob(TopLogprob):
-    top_logprobs: list[TopLogprob]
+    top_logprobs: list[TopLogprob] = []
 
 
 class ChatLogprobs(msgspec.Struct):
@@ -141,6 +143,7 @@ class ChatCompletion(msgspec.Struct):
     usage: Usage
     kv_transfer_params: KVParams = UNSET
     prompt_logprobs: PromptLogprobs = UNSET
+    warnings: Warnings = UNSET
 
 
 class Delta(msgspec.Struct):
@@ -166,6 +169,7 @@ class ChatChunk(msgspec.Struct):
     choices: list[ChatChunkChoice]
     usage: ChunkUsage = UNSET
     kv_transfer_params: KVParams = UNSET
+    warnings: Warnings = UNSET
 
 
 @dataclass(slots=True)
@@ -210,6 +214,8 @@ class Envelope:
 class AnswerWriter(ABC):
     """Turns engine outputs into the bytes of one answer. There is one per request."""
 
+    warnings: Warnings = UNSET
+    """What the answer says about fields of the request. In a stream its first event has it."""
     dialect: Dialect | None = None
     """The form of errors in a stream; None: as for other answers of its path."""
 
@@ -301,9 +307,19 @@ def logprob_value(entry: Logprob) -> float:
     return max(entry.logprob, LEAST_LOGPROB)
 
 
-def token_text(token_id: int, entry: Logprob) -> str:
-    """Return the token as text, or its id where the engine sent no text."""
-    return f"token_id:{token_id}" if entry.decoded_token is None else entry.decoded_token
+def token_name(token_id: int, entry: Logprob, *, before_bytes: str = "") -> str:
+    """Return the token as text, its id where the engine sent no text, or its bytes in Python's
+    notation if they are only a part of a character.
+
+    before_bytes: what such a name begins with.
+    """
+    if entry.decoded_token is None:
+        return f"token_id:{token_id}"
+    try:
+        (entry.token_bytes or b"").decode()
+    except UnicodeDecodeError:
+        return before_bytes + repr(entry.token_bytes)[2:-1]
+    return entry.decoded_token
 
 
 def by_likelihood(candidates: dict[int, Logprob]) -> list[tuple[int, Logprob]]:

@@ -1,8 +1,9 @@
-"""A request's options about reasoning: `reasoning_ended` and `reasoning_parser_kwargs`."""
+"""A request's options about reasoning: its end, the parser's arguments, and the effort."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+import re
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -11,6 +12,28 @@ from diptych_protocol import InvalidRequestError
 KWARGS: Final = "reasoning_parser_kwargs"
 SWITCHES: Final = ("enable_thinking", "thinking")
 """Names, in templates, of the variable that turns reasoning off."""
+EFFORT: Final = "reasoning_effort"
+"""The name, in templates, of the variable that says how much to reason."""
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+_BEGIN, _END = re.compile(r"\{[%{]"), re.compile(r"[%}]\}")
+_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
+
+
+def effort_variables(template: str | None) -> frozenset[str]:
+    """Return the names of the variables by which a chat template is told of an effort.
+
+    The template is only looked at: names in its statements and expressions that are neither quoted
+    nor an attribute's.
+    """
+    code = (_END.split(part, 1)[0] for part in _BEGIN.split(template or "")[1:])
+    bare = " ".join(_QUOTED.sub("''", each) for each in code)
+    names = (EFFORT, *SWITCHES)
+    return frozenset(name for name in names if re.search(rf"(?<![\w.]){name}(?!\w)", bare))
+
+
+def effort_kwargs(effort: Effort, variables: frozenset[str]) -> dict[str, Any]:
+    """Return what to set of these variables, so that a model makes this effort."""
+    return {name: effort if name == EFFORT else effort != "none" for name in variables}
 
 
 class ReasoningParserKwargs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

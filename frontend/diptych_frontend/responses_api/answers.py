@@ -10,7 +10,7 @@ import msgspec
 
 from diptych_frontend.openai.answer_parts import AnswerParts
 from diptych_frontend.openai.errors import OPENAI, Dialect, ErrorAnswer
-from diptych_frontend.openai.responses import AnswerWriter, Tally, encode
+from diptych_frontend.openai.responses import AnswerWriter, Tally, Warnings, encode
 from diptych_frontend.responses_api.api_types import (
     FunctionChoice,
     FunctionTool,
@@ -83,6 +83,7 @@ class Response(msgspec.Struct, kw_only=True):
     top_p: float
     truncation: Literal["disabled"] = "disabled"
     usage: Usage | None = None
+    warnings: Warnings = msgspec.UNSET
 
 
 def new_response(request: ResponsesRequest, params: SamplingParams, created: int) -> Response:
@@ -98,7 +99,7 @@ def new_response(request: ResponsesRequest, params: SamplingParams, created: int
         parallel_tool_calls=request.parallel_tool_calls is not False,
         previous_response_id=request.previous_response_id,
         reasoning=request.reasoning or Reasoning(),
-        store=bool(request.store),
+        store=request.is_stored,
         temperature=params.temperature,
         text=request.text or TextConfig(),
         tool_choice=request.tool_choice or "auto",
@@ -154,6 +155,7 @@ class ResponsesWriter(AnswerWriter):
         begin = b""
         if not self._begun:
             self._begun = True
+            self._response.warnings = self.warnings
             begin = self._output.event(Created(response=self._response))
             begin += self._output.event(InProgress(response=self._response))
         return begin + self._add(output, tally)
@@ -168,6 +170,7 @@ class ResponsesWriter(AnswerWriter):
         return last
 
     def answer(self, outputs: Sequence[Sequence[RequestOutput]], tally: Tally) -> bytes:
+        self._response.warnings = self.warnings
         for output in outputs[0]:
             self._add(output, tally)
         self._close(tally)

@@ -1,7 +1,7 @@
 """The requests of the Responses API, as strict msgspec structs.
 
-As in `openai/api_types.py`, a field is honoured, harmless and ignored, or known and refused unless
-its value asks for nothing (`NEUTRAL`). A field that is none of these is refused by name.
+Their fields are honoured, but for those that `RULES` calls taken. `RULES` also has the known fields
+that are ignored or refused; see `openai/field_rules.py`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,19 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 
-from diptych_frontend.openai.api_types import MAX_MESSAGES, CacheSalt, Int64, Neutral
+from diptych_frontend.openai.api_types import (
+    ALL_CACHED,
+    MAX_MESSAGES,
+    NO_VERBOSITY,
+    NOBODY_ASKS,
+    ONE_TIER,
+    CacheSalt,
+    Int64,
+)
 from diptych_frontend.openai.errors import from_decode_error
-from diptych_frontend.openai.ignored_fields import drop_unknown
+from diptych_frontend.openai.field_rules import Rules, ignored, leave_out, refused, taken
 from diptych_frontend.openai.response_format import JsonObjectFormat, TextFormat
+from diptych_frontend.reasoning.request_options import Effort
 from diptych_frontend.tool_calls.tools import MAX_TOOLS, ToolName
 from diptych_protocol import InvalidRequestError, JsonSchemas
 
@@ -105,10 +114,10 @@ class _Items(msgspec.Struct):
 class FunctionTool(
     msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="function"
 ):
-    NEUTRAL: ClassVar[Neutral] = {
-        "defer_loading": (False,),
-        "allowed_callers": (["direct"], []),
-        "output_schema": (),
+    RULES: ClassVar[Rules] = {
+        "defer_loading": refused("no tool is run here", False),
+        "allowed_callers": refused("no tool is run here", ["direct"], []),
+        "output_schema": ignored("what a tool says is not checked"),
     }
 
     name: ToolName
@@ -117,10 +126,6 @@ class FunctionTool(
     strict: bool | None = None
     """The schema must declare, for each object, all of its properties as required and no others as
     allowed."""
-
-    defer_loading: Any = None
-    allowed_callers: Any = None
-    output_schema: Any = None
 
 
 class FunctionChoice(
@@ -141,30 +146,24 @@ class JsonSchemaFormat(
 
 
 class TextConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    NEUTRAL: ClassVar[Neutral] = {"verbosity": ("medium",)}
+    RULES: ClassVar[Rules] = {"verbosity": ignored(NO_VERBOSITY, "medium")}
 
     format: TextFormat | JsonObjectFormat | JsonSchemaFormat = msgspec.field(
         default_factory=TextFormat
     )
 
-    verbosity: Any = None
-
 
 class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    NEUTRAL: ClassVar[Neutral] = {
-        "effort": ("none",),
-        "context": ("auto",),
-        "mode": ("standard",),
+    RULES: ClassVar[Rules] = {
+        "context": ignored("the chat template decides", "auto"),
+        "mode": ignored("there is one mode", "standard"),
     }
 
-    effort: Any = None
-    """`none` turns reasoning off."""
+    effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     """Ignored: the reasoning is returned as it is."""
     generate_summary: Any = None
     """Ignored."""
-    context: Any = None
-    mode: Any = None
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -175,19 +174,24 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/responses."""
 
-    NEUTRAL: ClassVar[Neutral] = {
-        "access_programs": (),
-        "background": (False,),
-        "context_management": ([],),
-        "conversation": (),
-        "image": (),
-        "include": ([], ["reasoning.encrypted_content"]),
-        "max_tool_calls": (),
-        "moderation": (),
-        "prompt": (),
-        "service_tier": ("auto", "default"),
-        "top_logprobs": (0,),
-        "truncation": ("disabled",),
+    RULES: ClassVar[Rules] = {
+        "user": taken(NOBODY_ASKS),
+        "safety_identifier": taken(NOBODY_ASKS),
+        "prompt_cache_key": taken(ALL_CACHED),
+        "prompt_cache_retention": taken(ALL_CACHED),
+        "prompt_cache_options": taken(ALL_CACHED),
+        "service_tier": ignored(ONE_TIER, "auto", "default"),
+        "include": ignored("nothing more can be included", [], ["reasoning.encrypted_content"]),
+        "access_programs": refused("no tool is run here"),
+        "background": refused("use a batch", False),
+        "context_management": refused("nothing is cut from conversations", []),
+        "conversation": refused("use previous_response_id"),
+        "image": refused("answers are texts"),
+        "max_tool_calls": refused("no tool is run here"),
+        "moderation": refused("nobody here judges texts"),
+        "prompt": refused("prompts are not stored"),
+        "top_logprobs": refused("use chats", 0),
+        "truncation": refused("nothing is cut from conversations", "disabled"),
     }
 
     model: str
@@ -195,7 +199,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    """True keeps the answer for later requests. The default is false, unlike OpenAI's."""
+    """Whether the answer is kept for later requests; it is unless this is false."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_output_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)] | None = None
@@ -215,24 +219,14 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     """See `GenerationRequest`."""
 
     user: str | None = None
-    """Ignored, as are the next ones."""
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: Any = None
 
-    access_programs: Any = None
-    background: Any = None
-    context_management: Any = None
-    conversation: Any = None
-    image: Any = None
-    include: Any = None
-    max_tool_calls: Any = None
-    moderation: Any = None
-    prompt: Any = None
-    service_tier: Any = None
-    top_logprobs: Any = None
-    truncation: Any = None
+    @property
+    def is_stored(self) -> bool:
+        return self.store is not False
 
     def items(self) -> list[Item]:
         """Return the items of the input. Raises `InvalidRequestError` naming the part."""
@@ -253,7 +247,7 @@ def as_items(values: list[Any]) -> list[Item]:
         try:
             return msgspec.convert({"input": values}, _Items).input
         except msgspec.ValidationError:
-            if not drop_unknown({"input": values}, _Items):
+            if not leave_out({"input": values}, _Items, refuses_unknown=True):
                 raise
             return msgspec.convert({"input": values}, _Items).input
     except (msgspec.ValidationError, UnicodeEncodeError) as exc:

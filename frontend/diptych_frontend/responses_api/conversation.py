@@ -18,9 +18,7 @@ from diptych_frontend.openai.api_types import (
     ImagePart,
     ImageUrl,
     TextPart,
-    check_neutral,
 )
-from diptych_frontend.reasoning.request_options import SWITCHES
 from diptych_frontend.responses_api.api_types import (
     FunctionCall,
     FunctionCallOutput,
@@ -54,14 +52,16 @@ class ResponseChat(ChatCompletionRequest, kw_only=True):
     size: int = 0
     """The conversation's size in bytes, if it is to be stored."""
 
+    @property
+    def effort_field(self) -> str:
+        return "reasoning.effort"
 
-def as_chat(request: ResponsesRequest, before: Sequence[Item], *, reasons: bool) -> ResponseChat:
+
+def as_chat(request: ResponsesRequest, before: Sequence[Item]) -> ResponseChat:
     """Return the chat that a request continues.
 
-    before: the conversation so far. reasons: whether the model's reasoning is separated from its
-    answers. Raises `InvalidRequestError` for what a chat cannot express.
+    before: the conversation so far. Raises `InvalidRequestError` for what a chat cannot express.
     """
-    check_neutral(request, request.NEUTRAL)
     items = [*before, *request.items()]
     messages = [*_instructions(request), *messages_of(items)]
     if len(messages) > MAX_MESSAGES:
@@ -82,7 +82,7 @@ def as_chat(request: ResponsesRequest, before: Sequence[Item], *, reasons: bool)
         tool_choice=_tool_choice(request),
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=_format(request),
-        chat_template_kwargs=_template_kwargs(request, reasons),
+        reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         priority=request.priority,
         cache_salt=request.cache_salt,
         json_schemas=request.json_schemas,
@@ -95,16 +95,7 @@ def _instructions(request: ResponsesRequest) -> list[ChatMessage]:
     return [ChatMessage(role="system", content=request.instructions)]
 
 
-def _template_kwargs(request: ResponsesRequest, reasons: bool) -> dict[str, bool] | None:
-    if request.reasoning is None:
-        return None
-    check_neutral(request.reasoning, request.reasoning.NEUTRAL)
-    is_off = request.reasoning.effort == "none"
-    return dict.fromkeys(SWITCHES, False) if reasons and is_off else None
-
-
 def _tool(tool: FunctionTool) -> tools.Tool:
-    check_neutral(tool, tool.NEUTRAL)
     function = tools.FunctionTool(
         name=tool.name,
         description=tool.description,
@@ -126,7 +117,6 @@ def _format(request: ResponsesRequest) -> response_format.ResponseFormat | None:
     config = request.text
     if config is None:
         return None
-    check_neutral(config, config.NEUTRAL)
     if isinstance(config.format, JsonSchemaFormat):
         schema = response_format.NamedSchema(
             name=config.format.name, schema=config.format.schema, strict=config.format.strict

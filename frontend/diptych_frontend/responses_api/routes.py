@@ -42,12 +42,11 @@ class ResponsesApi:
     def request(self, body: ResponsesRequest, scope: Scope) -> ResponseChat:
         exchange = exchange_of(scope)
         before = self._before(body, exchange.tenant)
-        reasons = self._chat.reasoning is not None
-        chat = as_chat(body, () if before is None else before.items, reasons=reasons)
-        if body.store:
+        chat = as_chat(body, () if before is None else before.items)
+        if body.is_stored:
             chat.tenant = exchange.tenant
             chat.size = len(exchange.body) + (0 if before is None else before.size)
-        return chat
+        return self._chat.request(chat, scope)
 
     def _before(self, body: ResponsesRequest, tenant: str) -> StoredResponse | None:
         if body.previous_response_id is None:
@@ -88,7 +87,7 @@ class ResponsesApi:
 
     def _keep(self, sound: Sound[ResponsesRequest, ResponseChat]) -> Keep | None:
         store, request = self._store, sound.request
-        if not sound.body.store:
+        if not sound.body.is_stored:
             return None
 
         def keep(response: ResponseBody, body: bytes) -> None:

@@ -108,6 +108,8 @@ def _append(old: CompletionOutput, new: CompletionOutput) -> None:
     old.cumulative_logprob = new.cumulative_logprob
     if new.logprobs is not None:
         old.logprobs = (old.logprobs or []) + new.logprobs
+    if new.text_ends is not None:
+        old.text_ends = (old.text_ends or []) + new.text_ends
     if new.routed_experts is not None:
         old.routed_experts = new.routed_experts
     old.finish_reason = new.finish_reason

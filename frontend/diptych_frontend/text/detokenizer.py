@@ -131,7 +131,15 @@ class StopMatcher:
 class Detokenizer:
     """The text of one answer, token by token."""
 
-    __slots__ = ("_include_stop", "_matcher", "_min_tokens", "_stream", "num_tokens")
+    __slots__ = (
+        "_include_stop",
+        "_length",
+        "_matcher",
+        "_min_tokens",
+        "_stream",
+        "num_tokens",
+        "text_ends",
+    )
 
     def __init__(
         self,
@@ -139,9 +147,11 @@ class Detokenizer:
         params: SamplingParams,
         context: Sequence[int],
         kept_token_ids: Collection[int] = (),
+        *,
+        traced: bool = False,
     ) -> None:
         """`context`: the tokens before the answer, that is, the prompt. `kept_token_ids`: see
-        `TextStream`."""
+        `TextStream`. `traced`: keep `text_ends`."""
         self._stream = TextStream(
             tokenizer,
             context,
@@ -156,6 +166,10 @@ class Detokenizer:
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self.num_tokens = 0
+        self._length = 0
+        self.text_ends: list[int] | None = [] if traced else None
+        """For each token of the last `push`, how many characters were decoded after it. Some of
+        them may be held back, or cut off by a stop string."""
 
     def push(
         self, token_ids: Sequence[int], *, finished: bool, stop_token: bool
@@ -172,7 +186,9 @@ class Detokenizer:
             The text to emit, how many of the tokens belong to the answer, and the stop string that
             ended it, if one did.
         """
-        if self._matcher is None and not finished:  # most steps are like this
+        if self.text_ends is not None:
+            self.text_ends.clear()
+        elif self._matcher is None and not finished:  # most steps are like this
             self.num_tokens += len(token_ids)
             texts = [self._stream.push(token_id) for token_id in token_ids]
             return "".join(texts), len(token_ids), None
@@ -180,9 +196,11 @@ class Detokenizer:
         pieces = []
         for index, token_id in enumerate(token_ids):
             self.num_tokens += 1
-            if index == silent:
-                break
-            text, stop = self._match(self._stream.push(token_id))
+            piece = "" if index == silent else self._stream.push(token_id)
+            if self.text_ends is not None:
+                self._length += len(piece)
+                self.text_ends.append(self._length)
+            text, stop = self._match(piece)
             pieces.append(text)
             if stop is not None:
                 return "".join(pieces), index + 1, stop

@@ -8,11 +8,11 @@ from typing import overload
 
 from diptych_protocol import Logprob, LogprobsLists, LogprobsTensors
 
-TokenText = Callable[[int], str | None]
-"""A function to the text of a token; None without a tokenizer."""
+TokenWords = Callable[[int], tuple[str, bytes] | tuple[None, None]]
+"""A function to the text of a token and to its bytes; None without a tokenizer."""
 
 
-def of_output(lists: LogprobsLists, count: int, text_of: TokenText) -> list[dict[int, Logprob]]:
+def of_output(lists: LogprobsLists, count: int, words_of: TokenWords) -> list[dict[int, Logprob]]:
     """Return one row for each of the first `count` tokens, which the end of an output
     may cut off."""
     rows = zip(
@@ -21,7 +21,7 @@ def of_output(lists: LogprobsLists, count: int, text_of: TokenText) -> list[dict
         lists.sampled_token_ranks,
         strict=False,  # `count` may cut the first of them
     )
-    return [_row(*row, text_of) for row in rows]
+    return [_row(*row, words_of) for row in rows]
 
 
 Row = dict[int, Logprob] | None
@@ -34,9 +34,9 @@ class PromptLogprobs(Sequence[Row]):
     an event loop, so the reader has to choose where to read them.
     """
 
-    def __init__(self, tensors: LogprobsTensors, text_of: TokenText) -> None:
+    def __init__(self, tensors: LogprobsTensors, words_of: TokenWords) -> None:
         self._tensors = tensors
-        self._text_of = text_of
+        self._words_of = words_of
 
     def __len__(self) -> int:
         return 1 + self._tensors.selected_token_ranks.shape[0]
@@ -62,15 +62,15 @@ class PromptLogprobs(Sequence[Row]):
         if at < 0:
             return None
         token_ids, values, ranks = self._columns
-        return _row(token_ids[at], values[at], ranks[at], self._text_of)
+        return _row(token_ids[at], values[at], ranks[at], self._words_of)
 
 
 def _row(
-    token_ids: Sequence[int], values: Sequence[float], rank: int, text_of: TokenText
+    token_ids: Sequence[int], values: Sequence[float], rank: int, words_of: TokenWords
 ) -> dict[int, Logprob]:
     """The token itself with its rank, then the likeliest ones in their order."""
     row: dict[int, Logprob] = {}
     for position, (token_id, value) in enumerate(zip(token_ids, values, strict=True)):
         if token_id not in row:
-            row[token_id] = Logprob(value, position or rank, text_of(token_id))
+            row[token_id] = Logprob(value, position or rank, *words_of(token_id))
     return row

@@ -225,10 +225,12 @@ class _Answer:
         "_kind",
         "_kv_transfer_params",
         "_logprobs",
+        "_omitted",
         "_prompt_text",
         "_prompt_token_ids",
         "_routed",
         "_text",
+        "_text_ends",
         "_token_ids",
         "_tokenizer",
         "_unsent",
@@ -264,12 +266,18 @@ class _Answer:
         self._kind = params.output_kind
         self._tokenizer = tokenizer
         self._detokenizer: Detokenizer | None = None
+        self._omitted: Collection[int] = ()
+        """Special tokens that the text leaves out."""
         if tokenizer is not None and params.detokenize:
             made_elsewhere = request.generated_token_ids or []
             context = [*prompt, *made_elsewhere]
             kept = tokenizer.special_ids_of(markers) if markers else ()
-            self._detokenizer = Detokenizer(tokenizer, params, context, kept)
+            self._detokenizer = Detokenizer(
+                tokenizer, params, context, kept, traced=params.logprobs is not None
+            )
             self._detokenizer.num_tokens = len(made_elsewhere)
+            if params.skip_special_tokens:
+                self._omitted = tokenizer.all_special_ids.difference(kept)
         self._wants_logprobs = params.logprobs is not None
         self._cumulative_logprob = 0.0
         self.stream_interval = 1
@@ -278,6 +286,7 @@ class _Answer:
         self._text = ""
         self._token_ids: list[int] = []
         self._logprobs: list[dict[int, Logprob]] = []
+        self._text_ends: list[int] = []
         self._routed: list[Array] = []
         self.prompt_logprobs: PromptLogprobs | None = None
         self.num_cached_tokens: int | None = None
@@ -300,15 +309,17 @@ class _Answer:
             if stop is not None:
                 token_ids = token_ids[:num_kept]
                 finish, stop_reason = FinishReason.STOP, stop
-        logprobs = None
+        logprobs = text_ends = None
         if self._wants_logprobs and output.new_logprobs is not None:
-            logprobs = of_output(output.new_logprobs, len(token_ids), self._token_text)
+            if self._detokenizer is not None and self._detokenizer.text_ends is not None:
+                text_ends = self._detokenizer.text_ends[: len(token_ids)]
+            logprobs = of_output(output.new_logprobs, len(token_ids), self._token_words)
             for token_id, row in zip(token_ids, logprobs, strict=True):
                 self._cumulative_logprob += row[token_id].logprob
         shared = self.parent or self  # what all answers to a prompt have in common
         if output.new_prompt_logprobs_tensors is not None:
             shared.prompt_logprobs = PromptLogprobs(
-                output.new_prompt_logprobs_tensors, self._token_text
+                output.new_prompt_logprobs_tensors, self._token_words
             )
         if output.routed_experts is not None:
             self._routed.append(output.routed_experts)
@@ -320,17 +331,19 @@ class _Answer:
         ended = reason is not None and piece_finish is None
         is_delta = self._kind is RequestOutputKind.DELTA
         if is_delta and self.stream_interval == 1:
-            self._emit(text, list(token_ids), logprobs, reason, stop_reason, ended)
+            self._emit(text, list(token_ids), logprobs, text_ends, reason, stop_reason, ended)
             return ended
         self._text += text
         self._token_ids += token_ids
         if logprobs is not None:
             self._logprobs += logprobs
+            self._text_ends += text_ends or ()
         if reason is not None or self._is_due(len(token_ids)):
             so_far = list(self._logprobs) if self._wants_logprobs else None
-            self._emit(self._text, list(self._token_ids), so_far, reason, stop_reason, ended)
+            ends = list(self._text_ends) or None
+            self._emit(self._text, list(self._token_ids), so_far, ends, reason, stop_reason, ended)
             if is_delta:
-                self._text, self._token_ids, self._logprobs = "", [], []
+                self._text, self._token_ids, self._logprobs, self._text_ends = "", [], [], []
         return ended
 
     def _is_due(self, num_new: int) -> bool:
@@ -347,6 +360,7 @@ class _Answer:
         text: str,
         token_ids: list[int],
         logprobs: list[dict[int, Logprob]] | None,
+        text_ends: list[int] | None,
         finish_reason: str | None,
         stop_reason: int | str | None,
         ended: bool,
@@ -360,6 +374,7 @@ class _Answer:
             finish_reason,
             stop_reason,
             None if finish_reason is None else joined(self._routed),
+            text_ends,
         )
         answers = [answer]
         all_finished = ended
@@ -386,8 +401,12 @@ class _Answer:
         if delta:
             shared.prompt_logprobs = None  # said once
 
-    def _token_text(self, token_id: int) -> str | None:
-        return None if self._tokenizer is None else self._tokenizer.token_text(token_id)
+    def _token_words(self, token_id: int) -> tuple[str, bytes] | tuple[None, None]:
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            return None, None
+        added = b"" if token_id in self._omitted else tokenizer.token_bytes(token_id)
+        return tokenizer.token_text(token_id), added
 
 
 def failure_of(output: EngineCoreOutput) -> DiptychError:

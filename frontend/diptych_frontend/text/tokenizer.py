@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from typing import Any, Final
 
@@ -18,6 +19,15 @@ MANY_TOKENS: Final = 4096
 """More tokens than a step yields; decoding them takes milliseconds."""
 SEAM_TOKENS: Final = 16
 """The most tokens that cutting a text in two may add, by a generous estimate."""
+
+PRINTABLE: Final = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+"""The bytes that a vocabulary of byte-level BPE writes as the characters of these numbers."""
+BYTE_OF: Final = {chr(byte): byte for byte in PRINTABLE} | {
+    chr(0x100 + at): byte for at, byte in enumerate(sorted({*range(0x100)} - {*PRINTABLE}))
+}
+"""The byte for each character of such a vocabulary."""
+FALLBACK: Final = re.compile("<0x([0-9A-Fa-f]{2})>")
+"""A byte in a vocabulary that has bytes beside pieces of words."""
 
 
 class Tokenizer:
@@ -49,6 +59,8 @@ class Tokenizer:
             None if chat_template is None else ConfinedTemplate(chat_template, bos_token, eos_token)
         )
         self._token_texts: dict[int, str] = {}
+        self._token_bytes: dict[int, bytes] = {}
+        self._decoder = b"" if backend.decoder is None else backend.decoder.__getstate__()
         self._longest_token = max(map(len, backend.get_vocab()), default=1)
 
     def special_ids_of(self, texts: Collection[str]) -> frozenset[int]:
@@ -105,6 +117,21 @@ class Tokenizer:
             # Some decoders strip a sentence's first space; the second copy still has it.
             text = self._token_texts[token_id] = twice[len(once) :]
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what a token adds to a text inside a sentence; it may be a part of a character."""
+        added = self._token_bytes.get(token_id)
+        if added is None:
+            added = self._token_bytes[token_id] = self._bytes_of(token_id)
+        return added
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        name = self.backend.id_to_token(token_id) or ""
+        if b'"ByteLevel"' in self._decoder and BYTE_OF.keys() >= set(name):
+            return bytes(BYTE_OF[letter] for letter in name)
+        if b'"ByteFallback"' in self._decoder and (byte := FALLBACK.fullmatch(name)):
+            return bytes.fromhex(byte[1])
+        return self.token_text(token_id).encode()
 
     def render_chat(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, ClassVar, Final
 
 import msgspec
 import numpy as np
@@ -15,9 +15,10 @@ from starlette.types import Receive, Scope, Send
 
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.observability.tracing import trace_context
-from diptych_frontend.openai.api_types import CacheSalt, Int64, Neutral, check_neutral
+from diptych_frontend.openai.api_types import NOBODY_ASKS, CacheSalt, Int64
 from diptych_frontend.openai.asgi import UntilDisconnect, exchange_of, header, send_bytes
 from diptych_frontend.openai.embeddings import MAX_INPUTS, Embedder, EmbeddingUsage, Job, called
+from diptych_frontend.openai.field_rules import Rules, refused, taken
 from diptych_frontend.openai.generation import adapter_of
 from diptych_frontend.openai.request_body import decode_body, most_values
 from diptych_frontend.openai.request_workers import INLINE_BYTES, RequestWorkers
@@ -44,12 +45,13 @@ SECOND: Final = ("documents", "text_2", "data_2", "items")
 class _Scoring(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What both requests share."""
 
-    NEUTRAL: ClassVar[Neutral] = {
-        "truncate_prompt_tokens": (),
-        "max_tokens_per_query": (0,),
-        "max_tokens_per_doc": (0,),
-        "instruction": (),
-        "chat_template_kwargs": ({},),
+    RULES: ClassVar[Rules] = {
+        "user": taken(NOBODY_ASKS),
+        "truncate_prompt_tokens": refused("prompts are not cut"),
+        "max_tokens_per_query": refused("prompts are not cut", 0),
+        "max_tokens_per_doc": refused("prompts are not cut", 0),
+        "instruction": refused("write it into the texts"),
+        "chat_template_kwargs": refused("texts are no chats", {}),
     }
 
     model: str
@@ -57,13 +59,6 @@ class _Scoring(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: CacheSalt | None = None
 
     user: str | None = None
-    """Ignored."""
-
-    truncate_prompt_tokens: Any = None
-    max_tokens_per_query: Any = None
-    max_tokens_per_doc: Any = None
-    instruction: Any = None
-    chat_template_kwargs: Any = None
 
 
 class Score(msgspec.Struct):
@@ -118,7 +113,6 @@ class ScoreRequest(_Scoring, kw_only=True):
 
         Raises `InvalidRequestError` naming the field.
         """
-        check_neutral(self, self.NEUTRAL)
         first, second = self._only(FIRST), self._only(SECOND)
         if len(first) not in (1, len(second)):
             raise InvalidRequestError(
@@ -153,7 +147,6 @@ class RerankRequest(_Scoring, kw_only=True):
 
     def texts(self) -> tuple[list[str], list[str]]:
         """Return the query and the documents. Raises `InvalidRequestError` naming the field."""
-        check_neutral(self, self.NEUTRAL)
         return [self.query], _listed(self.documents, "documents")
 
     def answer(self, request_id: str, scores: list[float], tokens: int) -> bytes:

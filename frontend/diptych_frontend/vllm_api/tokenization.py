@@ -16,12 +16,11 @@ from diptych_frontend.openai.api_types import (
     MAX_MESSAGES,
     ChatCompletionRequest,
     ChatMessage,
-    Neutral,
     check_continues,
-    check_neutral,
 )
 from diptych_frontend.openai.asgi import exchange_of, send_bytes
 from diptych_frontend.openai.chat import ChatApi
+from diptych_frontend.openai.field_rules import Rules
 from diptych_frontend.openai.generation import adapter_of
 from diptych_frontend.openai.request_body import decode_body, most_values
 from diptych_frontend.openai.request_workers import RequestWorkers
@@ -40,10 +39,9 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     OF_CHATS: ClassVar = (
         "add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs",
     )  # fmt: skip
-    NEUTRAL: ClassVar[Neutral] = {
-        "chat_template": (),
-        "media_io_kwargs": ({},),
-        "mm_processor_kwargs": ({},),
+    RULES: ClassVar[Rules] = {
+        name: ChatCompletionRequest.RULES[name]
+        for name in ("chat_template", "media_io_kwargs", "mm_processor_kwargs")
     }
 
     model: str | None = None
@@ -60,16 +58,11 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tools: Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    chat_template: Any = None
-    media_io_kwargs: Any = None
-    mm_processor_kwargs: Any = None
-
     def check(self) -> None:
-        """Refuse what is not offered, and fields that contradict each other.
+        """Refuse fields that contradict each other.
 
         Raises `InvalidRequestError` naming the field.
         """
-        check_neutral(self, self.NEUTRAL)
         check_continues(self)
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequestError("send either prompt or messages", param="prompt")

@@ -133,6 +133,16 @@ class PackedProduct(Arguments):
 
 
 @record
+class PackedRows(Arguments):
+    rows: int
+    num_rows: int
+    groups: int
+    tiles: int
+    num_tiles: int
+    out: int
+
+
+@record
 class AmxProduct(Arguments):
     x: int
     x_stride: int

@@ -14,12 +14,24 @@ from diptych_kernels.native.tile_layout import TILE_ROWS
 from diptych_kernels.packed_product import cpu
 from diptych_kernels.packed_product.reference import levels_of, to_tiles, values_of
 
-__all__ = ["TILE_ROWS", "is_available", "levels_of", "packed_product", "to_tiles", "values_of"]
+__all__ = [
+    "TILE_ROWS", "is_available", "levels_of", "packed_product", "rows_of", "to_tiles", "values_of",
+]  # fmt: skip
 
 
 def is_available() -> bool:
     """Whether there is a kernel for this processor, and threads to run it."""
     return cpu.is_available()
+
+
+def rows_of(tiles: Tensor, rows: Tensor) -> Tensor:
+    """Return the rows of a matrix that `rows` [n] int64 names, as from a table of embeddings.
+
+    tiles: [out / 16, columns / 32, bytes] uint8, as `to_tiles` makes them; there is a kernel.
+    Returns [n, columns] float32, bit for bit if float16 holds the matrix's factors. A row that the
+    matrix does not have is NaN.
+    """
+    return cpu.rows_of(tiles, rows)
 
 
 def packed_product(

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from diptych_kernels.cpu_level import remembered
-from diptych_kernels.native.arguments import AmxProduct, PackedProduct, places_of
+from diptych_kernels.native.arguments import (
+    AmxProduct,
+    PackedProduct,
+    PackedRows,
+    places_of,
+)
 from diptych_kernels.native.kernel import Call, Kernel, kernel_of
 from diptych_kernels.native.tile_layout import GROUP, LEVEL_BITS, TILE_ROWS, group_bytes
 from diptych_kernels.packed_product import reference
@@ -78,6 +83,15 @@ def chunk_call(
     return chunk_kernel(BITS_OF[num_bytes]), arguments
 
 
+def rows_call(tiles: Tensor, rows: Tensor, out: Tensor) -> Call:
+    """Return the call that unpacks rows [n] int64 to `out` [n, columns]; both are contiguous."""
+    num_tiles, groups, num_bytes = tiles.shape
+    arguments = PackedRows(
+        rows.data_ptr(), len(rows), groups, tiles.data_ptr(), num_tiles, out.data_ptr()
+    )
+    return rows_kernel(BITS_OF[num_bytes]), arguments
+
+
 def _rounded_bytes(rows: int, columns: int) -> int:
     """Size, in bytes, of inputs rounded to bfloat16, in blocks of 16 rows."""
     return -(-rows // TILE_ROWS) * TILE_ROWS * columns * BFLOAT
@@ -90,6 +104,12 @@ def decode_kernel(bits: int) -> Kernel:
 
 
 @remembered
+def rows_kernel(bits: int) -> Kernel:
+    """Return the kernel of `rows_of`; otherwise as `decode_kernel`."""
+    return kernel_of("packed_rows", bits)
+
+
+@remembered
 def chunk_kernel(bits: int) -> Kernel:
     """Return the kernel of chunk calls; otherwise as `decode_kernel`."""
     return kernel_of("amx_product", bits)
@@ -97,8 +117,10 @@ def chunk_kernel(bits: int) -> Kernel:
 
 @remembered
 def is_available() -> bool:
-    """Whether the level in use has the packed product, and all of its kernels are trusted."""
-    return all(is_trusted(PACKED_PRODUCT, bits) for bits in LEVEL_BITS)
+    """Whether the level in use has packed matrices, and all of their kernels are trusted."""
+    return all(
+        is_trusted(case, bits) for case in (PACKED_PRODUCT, PACKED_ROWS) for bits in LEVEL_BITS
+    )
 
 
 @remembered
@@ -111,6 +133,14 @@ def integer_rows(num_decodes: int, rows: int) -> int:
     """Return how many of `rows` rows, of which `num_decodes` are decodes, are summed up in
     integers."""
     return num_decodes if has_matrix_unit() else rows
+
+
+def rows_of(tiles: Tensor, rows: Tensor) -> Tensor:
+    """As `diptych_kernels.packed_product.rows_of`."""
+    rows, out = rows.contiguous(), torch.empty(len(rows), tiles.shape[1] * GROUP)
+    own, arguments = rows_call(tiles, rows, out)
+    own.run(arguments, 1)  # a row takes a microsecond
+    return out
 
 
 def packed_product(
@@ -140,6 +170,14 @@ def _factors(bits: int) -> tuple[Tensor, Tensor]:
     return random_values(19, groups * GROUP), tiles
 
 
+def _rows(kernel: Kernel) -> Results:
+    _, tiles = _factors(kernel.number)
+    rows, out = torch.arange(47, -1, -5), unwritten(10, tiles.shape[1] * GROUP)
+    _, arguments = rows_call(tiles, rows, out)
+    kernel.run(arguments, 1)
+    return out, reference.rows_of(tiles, rows)
+
+
 def _product(kernel: Kernel) -> Results:
     x, tiles = _factors(kernel.number)
     workspace = torch.empty(workspace_bytes(*x.shape), dtype=torch.int8)
@@ -161,4 +199,5 @@ def _product_in_tiles(kernel: Kernel) -> Results:
 
 
 PACKED_PRODUCT = KnownCase("packed_product", _product, tolerance=1e-4)
+PACKED_ROWS = KnownCase("packed_rows", _rows, tolerance=0.0)
 AMX_PRODUCT = KnownCase("amx_product", _product_in_tiles, tolerance=1e-4)

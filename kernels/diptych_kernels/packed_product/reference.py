@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from diptych_kernels.native.tile_layout import FACTOR_BYTES, GROUP, QUAD, QUADS, TILE_ROWS
+from diptych_kernels.native.tile_layout import FACTOR_BYTES, GROUP, QUAD, TILE_ROWS
 
 MAX_HALF: Final = torch.finfo(torch.float16).max
 LEVELS: Final = 32767
@@ -50,17 +50,22 @@ def to_tiles(levels: Tensor, scale: Tensor, offset: Tensor) -> Tensor | None:
     return tiles
 
 
-def values_of(tiles: Tensor) -> Tensor:
-    """Return the matrix again: [rows, columns] float32, bit for bit if float16 holds
-    its factors."""
+def rows_of(tiles: Tensor, rows: Tensor) -> Tensor:
+    """As `diptych_kernels.packed_product.rows_of`."""
     num_tiles, groups, num_bytes = tiles.shape
     bits = (num_bytes - FACTOR_BYTES) * 8 // (TILE_ROWS * GROUP)
-    levels = tiles[:, :, :-FACTOR_BYTES]
-    levels = levels_of(levels, bits).reshape(num_tiles, groups, QUADS, TILE_ROWS, QUAD)
-    levels = levels.permute(0, 3, 1, 2, 4).reshape(num_tiles, TILE_ROWS, groups, GROUP)
-    factors = tiles[:, :, -FACTOR_BYTES:].contiguous().view(torch.float16).float()
-    scale, offset = factors.transpose(1, 2).view(num_tiles, 2, TILE_ROWS, groups, 1).unbind(1)
-    return (levels * scale + offset).reshape(num_tiles * TILE_ROWS, groups * GROUP)
+    tile, row = rows // TILE_ROWS, rows % TILE_ROWS
+    # After the quads of levels, two rows of factors in float16 are as long as one of quads.
+    quads = tiles.view(torch.int32).view(num_tiles, groups, -1, TILE_ROWS)
+    halves = tiles.view(torch.float16).view(num_tiles, groups, -1, TILE_ROWS)
+    levels = levels_of(quads[tile, :, :-1, row].view(torch.uint8), bits)
+    factors = halves[tile, :, -2:, row].float()
+    return (levels * factors[..., :1] + factors[..., 1:]).view(len(rows), -1)
+
+
+def values_of(tiles: Tensor) -> Tensor:
+    """Return the whole matrix: [rows, columns] float32, as `rows_of`."""
+    return rows_of(tiles, torch.arange(tiles.shape[0] * TILE_ROWS))
 
 
 def packed_product(

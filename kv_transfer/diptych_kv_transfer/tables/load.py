@@ -130,6 +130,10 @@ class Load:
     """The first tag of every announced batch."""
     receiving: set[int] = field(default_factory=set)
     """The batches whose receives are posted and have not ended."""
+    moving_since: float = 0.0
+    """When `receiving` was empty last."""
+    moving_seconds: float = 0.0
+    """For how long it was not empty."""
     over: bool = False
     """The prefill engine will send nothing more."""
     last_chance: bool = False

@@ -231,6 +231,8 @@ class LoadTable:
         if load is None or tag not in load.receiving:
             return []
         load.receiving.remove(tag)
+        if not load.receiving:
+            load.moving_seconds += now - load.moving_since
         if not ok:
             load.problem = load.problem or "receiving blocks failed"
         peer = self.remotes.get(load.lease.address, Remote()).peer
@@ -339,6 +341,8 @@ class LoadTable:
             load.problem = load.problem or f"the prefill engine broke the protocol: {exc}"
             return self._go_on(load, peer, now)
         load.batches.add(message.first)
+        if not load.receiving:
+            load.moving_since = now
         load.receiving.add(message.first)
         receive = ReceiveBlocks(
             peer, load.request_id, message.first, places, load.staged, load.part

@@ -30,4 +30,14 @@ class Waits:
             self.hand_off_counts[bisect_left(HAND_OFF_BOUNDS_S, seconds)] += 1
             self.hand_off_seconds += seconds
         self.num_moves += 1
-        self.moves.append(Move(self.num_moves, load.lease.engine_id, load.num_blocks, seconds))
+        self.moves.append(
+            Move(
+                self.num_moves,
+                load.lease.engine_id,
+                load.num_blocks,
+                seconds,
+                load.moving_seconds,
+                load.prefix is not None,
+                load.request_id,
+            )
+        )

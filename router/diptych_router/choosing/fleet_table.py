@@ -34,7 +34,7 @@ from diptych_router.engines.prefixes.block_keys import BlockNaming
 from diptych_router.engines.prefixes.known_prefixes import KnownPrefixes
 from diptych_router.engines.prefixes.prefix_index import Leading, lengths, members
 
-ANY_REQUEST = RequestView()
+FOR_A_PAIR = RequestView(disaggregate="always")
 Tokens = dict[Role, Floats]
 """Role -> [engines] tokens of a prompt."""
 
@@ -120,16 +120,14 @@ class FleetTable:
         request: RequestView,
         now: float,
         full: Collection[str] = (),
-        disaggregate: Disaggregate | None = None,
     ) -> Decision | None:
         """Return the engines for a new attempt; None if there are none now. Engines that may hang
         come last.
 
         full: keys of engines without room. If all prefill engines are full, decode engines do not
-        compute the prompt instead, because that would slow all streams. disaggregate: overrides
-        this router's setting.
+        compute the prompt instead, because that would slow all streams.
         """
-        how = disaggregate or self._disaggregate
+        how = request.disaggregate or self._disaggregate
         full_at = [self._rows[key] for key in full if key in self._rows]
         if how == "auto" and any(role == "prefill" for role, _ in full_at):
             how = "always"

@@ -54,6 +54,8 @@ class RequestView:
     adapter: str = ""
     """The name of its adapter."""
     tenant: str = ""
+    disaggregate: Disaggregate | None = None
+    """Overrides the router's setting."""
 
 
 @dataclass(frozen=True, slots=True)

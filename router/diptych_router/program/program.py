@@ -87,6 +87,7 @@ async def started(config: RouterConfig, args: argparse.Namespace) -> AsyncIterat
         batches=batches,
         extra_routes=page.routes() if page is not None else (),
         extra_open_paths=page.open_paths if page is not None else frozenset(),
+        unknown_fields=config.unknown_fields,
         browsers=BrowserRules(frozenset(config.allowed_hosts), frozenset(config.allowed_origins)),
     )
     leaving = Leaving(app, client, args.linger_seconds, batches)

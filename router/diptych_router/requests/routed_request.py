@@ -27,6 +27,8 @@ from diptych_protocol import (
     KVTransferParams,
     SamplingParams,
 )
+from diptych_protocol.kv_transfer_params import PARAM
+from diptych_protocol.router_settings import Disaggregate
 from diptych_protocol.wire import ErrorKind
 from diptych_router.choosing.policy import RequestView
 from diptych_router.engines.prefixes.block_keys import BlockNaming, block_keys
@@ -152,6 +154,7 @@ class RoutedRequest:
             keys=self._keys if self.original.prompt_embeds is None else None,
             adapter="" if adapter is None else adapter.lora_name,
             tenant=self.original.tenant,
+            disaggregate=wanted_way(self.original.sampling_params),
         )
 
     def _keys(self, naming: BlockNaming) -> Keys:
@@ -280,9 +283,9 @@ class RoutedRequest:
         """Return the user's sampling parameters with these parameters of a hand-off."""
         params = self.original.sampling
         extra = dict(params.extra_args or {})
-        extra.pop("kv_transfer_params", None)
+        extra.pop(PARAM, None)
         if kv_transfer_params is not None:
-            extra["kv_transfer_params"] = kv_transfer_params
+            extra[PARAM] = kv_transfer_params
         return msgspec.structs.replace(params, extra_args=extra or None)
 
     def _with(
@@ -336,3 +339,15 @@ class RoutedRequest:
 def is_given_up(output: EngineCoreOutput) -> bool:
     """Whether an engine ended a request unasked, because it shuts down."""
     return output.finish_reason is FinishReason.ABORT and output.kv_transfer_params is None
+
+
+def wanted_way(params: SamplingParams | None) -> Disaggregate | None:
+    """Return what a client's `kv_transfer_params` say of the way of its request; None if nothing.
+
+    With do_remote_decode, another engine decodes than the one that prefills; without it and without
+    do_remote_prefill, one engine does both.
+    """
+    asked = None if params is None else (params.extra_args or {}).get(PARAM)
+    if asked is None or asked.get("do_remote_prefill"):
+        return None
+    return "always" if asked.get("do_remote_decode") else "never"

@@ -63,7 +63,7 @@ def test_experts_stay_packed(tmp_path: Path, lone_sequence: Callable[..., Any], 
     source = resolve_model(save_mixture_gguf(tmp_path / "model.gguf", model, kind))
     packed, plain = lone_sequence(source, 48, packs=True), lone_sequence(source, 48)
     assert all(packable.linear.packed for packable in packed.model.packables)
-    assert len(packed.model.packables) == 1 + 3 * (2 + 6 * 2)
+    assert len(packed.model.packables) == 2 + 3 * (2 + 6 * 2)
     sizes = [30, *[1] * 10]
     actual, expected = (x.logits_in_chunks(PROMPT, sizes) for x in (packed, plain))
     of_each_token = (actual.log_softmax(-1) - expected.log_softmax(-1)).abs().mean(-1)

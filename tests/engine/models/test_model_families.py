@@ -34,6 +34,13 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 EXPERTS: dict[str, Any] = {
     "head_dim": 16,
     "num_experts": 7,
@@ -47,6 +54,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama wide heads": ("LlamaConfig", SIZES | {"head_dim": 16}),
     "llama no sharing": ("LlamaConfig", SIZES | {"num_key_value_heads": 6}),
     "llama3 rope": ("LlamaConfig", SIZES | {"rope_parameters": LLAMA3_ROPE}),
+    "linear rope": ("LlamaConfig", SIZES | {"rope_parameters": LINEAR_ROPE}),
+    "yarn rope": ("Qwen3Config", SIZES | {"head_dim": 16, "rope_parameters": YARN_ROPE}),
+    "yarn rope of its own kind": (
+        "LlamaConfig",
+        SIZES
+        | {"head_dim": 32}
+        | {
+            "rope_parameters": YARN_ROPE
+            | {"beta_fast": 8, "beta_slow": 0.5, "truncate": False}
+            | {"mscale": 1.5, "mscale_all_dim": 0.5}
+        },
+    ),
     "mistral": ("MistralConfig", SIZES | {"sliding_window": None}),
     "mistral window": ("MistralConfig", SIZES | {"sliding_window": 20}),
     "qwen2": ("Qwen2Config", SIZES | {"rms_norm_eps": 1e-6}),

@@ -24,6 +24,8 @@ from diptych_protocol import Array, InvalidRequestError, WeightTransferUpdateReq
 PROMPT = [1, 2, 3]
 LAYERS, IN_LAYER = 2, 4
 """Projections of a layer."""
+PACKED = LAYERS * IN_LAYER + 2
+"""With embeddings and the output matrix."""
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="nothing is packed on this processor")
 
@@ -57,6 +59,17 @@ def bytes_of_weights(model: CausalLM) -> list[int]:
     return [linear.weight.untyped_storage().nbytes() for linear in in_layers(model)]
 
 
+def resident_bytes(mapped: list[Tensor]) -> int:
+    """Bytes of the files that tensors are mappings of, as far as this process has them."""
+    starts = {f"{tensor.untyped_storage().data_ptr():x}-" for tensor in mapped}
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    found = 0
+    for line in lines:
+        if any(line.startswith(start) for start in starts):
+            found += next(int(x.split()[1]) for x in lines if x.startswith("Rss:"))
+    return found << 10
+
+
 def parameters(owner: Owner) -> dict[str, Tensor]:
     return {name: own.clone() for name, own in model_of(owner).named_parameters()}
 
@@ -79,17 +92,14 @@ def replace(owner: Owner, tensors: dict[str, Tensor], *, published: bool = True)
 
 
 def test_what_is_packed_is_in_memory_once(model: str) -> None:
-    """But the output matrix: its rows are embeddings, or make the best logits exact."""
+    """Also the output matrix, and embeddings."""
     own = model_of(owner_of(model))
-    assert bytes_of_weights(own) == [0] * LAYERS * IN_LAYER
-    [head] = [p.linear for p in own.packables if "layers" not in p.published[0]]
-    assert head.packed
-    assert head.weight.untyped_storage().nbytes() == head.weight.nbytes
-    sizes = {name: tensor.numel() for name, tensor in own.named_parameters()}
-    plain = sum(n for name, n in sizes.items() if "layers" not in name or "norm" in name)
+    assert [p.linear.weight.untyped_storage().nbytes() for p in own.packables] == [0] * PACKED
+    plain = sum(t.nbytes for name, t in own.named_parameters() if "norm" in name)
     tiles = sum(p.linear.packed.tiles.nbytes for p in own.packables if p.linear.packed)
     memory = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in own.weight_memory}
-    assert sum(storage.nbytes() for storage in memory.values()) == 4 * plain + tiles
+    beside_tiles = sum(storage.nbytes() for storage in memory.values()) - plain - tiles
+    assert 0 <= beside_tiles < 4096  # the index of the mapped file
 
 
 def test_parameters_can_be_read_while_they_are_packed(model: str) -> None:
@@ -121,10 +131,11 @@ def test_sleep_gives_the_memory_of_packed_weights_back(model: str, level: int) -
     answer = generate(owner.core, PROMPT)
     held = tiles_of(owner)
     owner.call("sleep", level)
-    assert {tensor.untyped_storage().nbytes() for tensor in held} == {0}
+    assert resident_bytes(held) == 0
     owner.call("wake_up", None)
     after = tiles_of(owner)
-    assert len(after) == len(before) == 9
+    assert resident_bytes(after) > 0
+    assert len(after) == len(before) == PACKED
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert bytes_of_weights(model_of(owner)) == [0] * LAYERS * IN_LAYER
     assert generate(owner.core, PROMPT) == answer
@@ -140,7 +151,7 @@ def test_new_weights_are_used_plainly_until_those_of_the_file_are_back(model: st
     array = Array("float32", (1,), bytes(4))
     with pytest.raises(InvalidRequestError):
         owner.call("update_weights", WeightTransferUpdateRequest(["nonsense"], [array]))
-    assert len(tiles_of(owner)) == 9  # nothing was changed
+    assert len(tiles_of(owner)) == PACKED  # nothing was changed
 
     replace(owner, new)
     assert tiles_of(owner) == []
@@ -149,7 +160,7 @@ def test_new_weights_are_used_plainly_until_those_of_the_file_are_back(model: st
     owner.call("pause_generation")
     owner.call("reload_weights")
     owner.call("resume_generation")
-    assert len(tiles_of(owner)) == 9
+    assert len(tiles_of(owner)) == PACKED
     assert bytes_of_weights(model_of(owner)) == [0] * LAYERS * IN_LAYER
     assert generate(owner.core, PROMPT) == old
 
@@ -200,7 +211,7 @@ def test_without_its_file_an_engine_goes_on_as_it_was(tmp_path: Path, kept: floa
     with pytest.raises((InvalidRequestError, ValueError)):
         owner.call("reload_weights")
     owner.call("resume_generation")
-    assert len(tiles_of(owner)) == 9
+    assert len(tiles_of(owner)) == PACKED
     assert generate(owner.core, PROMPT) == answer
     owner.call("sleep", 2)
     with pytest.raises((InvalidRequestError, ValueError)):

@@ -374,6 +374,25 @@ def test_queued_prompt_tokens_are_told_by_tenant_if_there_are_any() -> None:
     assert told["a"] == 40
 
 
+def test_blocks_are_told_by_what_they_are_for_and_by_request() -> None:
+    scheduler, runner = make_scheduler(32), ToyRunner()
+    scheduler.add(make_request("before", PROMPT, 1))
+    run(scheduler, runner)
+    told = scheduler.snapshot()
+    assert (told.blocks_remembered, told.holders) == (len(PROMPT) // BLOCK, [])
+    scheduler.add(make_request("runs", PROMPT, 8))
+    scheduler.add(make_request("comes", [9, *PROMPT[1:]], 1, kv_transfer=REMOTE))
+    plan = scheduler.schedule()
+    scheduler.update(plan, runner.execute(plan))
+    told = scheduler.snapshot()
+    remote = len(PROMPT) // BLOCK
+    assert {x.request_id: x.num_arriving for x in told.holders} == {"runs": 0, "comes": remote}
+    assert told.blocks_arriving == remote
+    assert sum(x.num_blocks for x in told.holders) == told.blocks_total - told.blocks_free
+    scheduler.load_ended("comes", ok=True)
+    assert scheduler.snapshot().blocks_arriving == 0
+
+
 def test_queued_prompt_tokens_follow_what_is_remembered_and_forgotten() -> None:
     scheduler, runner = make_scheduler(10, budget=8), ToyRunner()
     scheduler.add(make_request("first", PROMPT, 1))

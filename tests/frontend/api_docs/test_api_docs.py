@@ -15,7 +15,7 @@ import pytest
 from starlette.routing import Route, Router
 
 from diptych_frontend import app as app_module
-from diptych_frontend.api_docs.document import NOT_OFFERED, openapi_document
+from diptych_frontend.api_docs.document import openapi_document
 from diptych_frontend.api_docs.page import page_of, type_text
 from diptych_frontend.app import build_app
 from diptych_frontend.openai.api_keys import OPEN_PATHS, ApiKeys
@@ -110,7 +110,7 @@ async def test_what_is_sent_and_answered_is_as_described(
     whole = await http.post(path, json=body)
     assert whole.status_code == 200, whole.text
     validator(document, told["$ref"].rpartition("/")[2]).validate(whole.json())
-    wrong = body | {"no_such_field": 1}
+    wrong = body | {"model": 5}
     assert not validator(document, sent["$ref"].rpartition("/")[2]).is_valid(wrong)
     failure = post["responses"]["default"]["content"]["application/json"]["schema"]
     refused = (await http.post(path, json=wrong)).json()
@@ -196,15 +196,16 @@ def structs(kind: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]:
         yield from structs(below)
 
 
-def test_fields_that_are_not_offered_are_said_to_be_so(document: Any) -> None:
+def test_fields_without_an_effect_are_said_to_have_none(document: Any) -> None:
     """By name, since types are not told by their schemas."""
     schemas = document["components"]["schemas"]
     checked = set()
     for kind in structs(msgspec.Struct):
         for name in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}"):
-            for field in getattr(kind, "NEUTRAL", {}) if name in schemas else ():
+            rules = getattr(kind, "RULES", {}) if name in schemas else {}
+            for field, rule in rules.items():
                 described = schemas[name]["properties"][field]
-                assert described["description"] == NOT_OFFERED, (name, field)
+                assert described["description"] == f"{rule.outcome}: {rule.why}", (name, field)
                 checked.add(name.rpartition(".")[2])
     assert checked >= {"ChatCompletionRequest", "ResponsesRequest", "MessagesRequest", "Tool"}
     background = schemas["ResponsesRequest"]["properties"]["background"]

@@ -93,6 +93,10 @@ BOTH = [
     {"structured_outputs": {"regex": "("}},
     {"structured_outputs": {"regex": "a", "choice": ["b"]}},
     {"structured_outputs": {"shape": "round"}},
+    {"guided_choice": []},
+    {"guided_regex": "("},
+    {"guided_json": {"type": "odd"}},
+    {"guided_grammar": "start: nothing", "structured_outputs": {"regex": "a"}},
     {"prompt_logprobs": 21},
     {"prompt_logprobs": 1, "stream": True},
     {"echo": True},
@@ -141,7 +145,8 @@ ONLY = {
         messages({"role": "assistant", "content": None}),
         messages({"role": "assistant", "tool_calls": [CALL_OF_NO_JSON]}),
         {"functions": [{"name": "f"}]},
-        {"reasoning_effort": "high"},
+        {"reasoning_effort": "much"},
+        {"tools": [TOOL | {"odd": 1}]},
         {"modalities": ["text", "audio"]},
         {"chat_template": "{{ messages }}"},
         {"chat_template_kwargs": [1]},
@@ -181,9 +186,9 @@ def case_name(value: Any) -> str:
 
 @pytest.mark.parametrize(("path", "changes"), CASES, ids=case_name)
 async def test_a_wrong_field_is_named(
-    http: httpx.AsyncClient, engine: Any, path: str, changes: dict[str, Any]
+    strict_http: httpx.AsyncClient, engine: Any, path: str, changes: dict[str, Any]
 ) -> None:
-    answer = await http.post(path, json=body(path, **changes))
+    answer = await strict_http.post(path, json=body(path, **changes))
     error = answer.json()["error"]
     assert answer.status_code == 400, error
     assert set(error) == {"message", "type", "param", "code"}
@@ -298,9 +303,11 @@ async def test_neutral_values_of_unsupported_fields_pass(http: httpx.AsyncClient
         assert answer.status_code == 200, answer.text
 
 
-async def test_only_so_much_of_a_request_is_quoted_in_its_refusal(http: httpx.AsyncClient) -> None:
+async def test_only_so_much_of_a_request_is_quoted_in_its_refusal(
+    strict_http: httpx.AsyncClient,
+) -> None:
     for changes in ({"y" * 50_000: 1}, {"stop": "y" * 50_000}, {"model": "y" * 50_000}):
-        answer = await http.post(COMPLETIONS, json=body(COMPLETIONS, **changes))
+        answer = await strict_http.post(COMPLETIONS, json=body(COMPLETIONS, **changes))
         assert answer.status_code in (400, 404)
         assert len(answer.content) < 2000
 

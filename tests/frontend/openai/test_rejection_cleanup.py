@@ -56,7 +56,7 @@ async def settled(engine: Any, count: int) -> None:
     "changes",
     [
         {"temperature": -1},
-        {"no_such_field": 1},
+        {"allowed_token_ids": [1]},
         {"model": "nobody"},
         {"n": 2},
         {"prompt": "x" * 3000, "messages": [{"role": "user", "content": "x" * 3000}]},

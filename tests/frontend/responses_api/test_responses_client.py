@@ -111,11 +111,11 @@ def test_calls_of_tools_are_items(client: openai.OpenAI, model: str, stream: boo
 def test_a_stored_response_is_gone_on_with_read_and_deleted(
     client: openai.OpenAI, model: str
 ) -> None:
-    first = client.responses.create(model=model, input="one", max_output_tokens=9, store=True)
+    first = client.responses.create(model=model, input="one", max_output_tokens=9)
     again = client.responses.retrieve(first.id)
     assert again.to_dict() == first.to_dict()
     second = client.responses.create(
-        model=model, input="two", max_output_tokens=1, previous_response_id=first.id, store=True
+        model=model, input="two", max_output_tokens=1, previous_response_id=first.id
     )
     assert second.previous_response_id == first.id
     assert second.usage is not None
@@ -136,15 +136,15 @@ def test_a_stored_response_is_gone_on_with_read_and_deleted(
     )  # fmt: skip
 
 
-def test_nothing_is_stored_unless_it_is_asked_for(client: openai.OpenAI, model: str) -> None:
-    response = client.responses.create(model=model, input="one", max_output_tokens=1)
+def test_nothing_is_stored_if_that_is_asked_for(client: openai.OpenAI, model: str) -> None:
+    response = client.responses.create(model=model, input="one", max_output_tokens=1, store=False)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(response.id)
 
 
 def test_a_streamed_response_is_stored_too(client: openai.OpenAI, model: str) -> None:
     with client.responses.create(
-        model=model, input="one", max_output_tokens=5, stream=True, store=True
+        model=model, input="one", max_output_tokens=5, stream=True
     ) as stream:
         *_, last = stream
     assert last.type == "response.incomplete"

@@ -85,7 +85,12 @@ async def test_options_reach_the_engine(http: httpx.AsyncClient, engine: Any) ->
         (SCORE, {"queries": "a", "documents": ["b"] * (MAX_INPUTS + 1)}, 400, "documents"),
         (SCORE, {"queries": "a", "documents": "b", "model": "nobody"}, 404, "model"),
         (SCORE, {"queries": "a", "documents": "b", "instruction": "c"}, 400, "instruction"),
-        (SCORE, {"queries": "a", "documents": "b", "loudly": True}, 400, "loudly"),
+        (
+            SCORE,
+            {"queries": "a", "documents": "b", "max_tokens_per_query": 1},
+            400,
+            "max_tokens_per_query",
+        ),
         (RERANK, {"documents": "b"}, 400, "query"),
         (RERANK, {"query": "a"}, 400, "documents"),
         (RERANK, {"query": "a", "documents": "b", "top_n": -1}, 400, "top_n"),

@@ -68,7 +68,6 @@ async def test_special_tokens_come_unless_they_are_not_wanted(
     [
         {},
         {"add_generation_prompt": False},
-        {"tools": [TOOL]},
         {"chat_template_kwargs": {"a": 1}},
         {
             "messages": [*CHAT, {"role": "assistant", "content": "It"}],
@@ -103,6 +102,7 @@ async def test_special_tokens_stay_in_the_text(
         ("/tokenize", {"prompt": ""}, 400, "prompt"),
         ("/tokenize", {"prompt": ["a"]}, 400, "prompt"),
         ("/tokenize", {"prompt": "a", "tools": [TOOL]}, 400, "tools"),
+        ("/tokenize", {"messages": CHAT, "tools": [TOOL]}, 400, "tools"),
         ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, 400, "add_generation_prompt"),
         ("/tokenize", {"messages": []}, 400, "messages"),
         (
@@ -120,7 +120,7 @@ async def test_special_tokens_stay_in_the_text(
         ("/tokenize", {"messages": CHAT, "add_special_tokens": True}, 400, "add_special_tokens"),
         ("/tokenize", {"messages": CHAT, "chat_template": "{{ 1 }}"}, 400, "chat_template"),
         ("/tokenize", {"prompt": "a", "model": "nobody"}, 404, "model"),
-        ("/tokenize", {"prompt": "a", "loudly": True}, 400, "loudly"),
+        ("/tokenize", {"prompt": "a", "media_io_kwargs": {"a": {}}}, 400, "media_io_kwargs"),
         ("/detokenize", {}, 400, "tokens"),
         ("/detokenize", {"tokens": "a"}, 400, "tokens"),
         ("/detokenize", {"tokens": [-1]}, 400, "tokens"),

@@ -310,7 +310,7 @@ def test_each_completed_load_is_told_with_its_sender_and_what_its_request_waited
         opened = 10.0 * number + 1.0
         table.receive(PEER, Opened(name, TAG), opened)
         table.receive(PEER, Sending(name, TAG, TAG, RUNS), opened)
-        table.receives_ended(name, TAG, ok=True, now=opened)
+        table.receives_ended(name, TAG, ok=True, now=opened + 0.5)
         table.receive(PEER, Closed(name, number != 4, TAG), opened + 2.0)
         if early:
             table.adopt(name, opened + 3.0)
@@ -320,6 +320,8 @@ def test_each_completed_load_is_told_with_its_sender_and_what_its_request_waited
     assert [move.number for move in told] == list(range(last - MAX_MOVES_TOLD + 1, last + 1))
     assert {(move.sender, move.num_blocks) for move in told} == {("prefill", 3)}
     assert {move.seconds for move in told} == {3.0, 0.0}, "nobody waited for the early ones"
+    assert {(move.moving_seconds, move.is_prefix) for move in told} == {(0.5, False)}
+    assert [move.request_id for move in told] == [f"r{n}" for n in range(2, 19) if n != 4]
 
 
 def test_an_early_load_that_nobody_adopts_ends_once_more() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
+from pathlib import Path
 from typing import Any
+from urllib.parse import urljoin
 
 import httpx
 import pytest
@@ -57,14 +61,15 @@ async def test_a_browser_that_has_a_file_is_sent_nothing(assets: Assets) -> None
     assert other.content == first.content
 
 
-LOADS = r"""(?:src|href)="([^"]+)"|from "([^"]+)"|import\("([^"]+)"\)|url\(([^)]+)\)"""
+LOADS = r"""(?:src|href)="([^"]+)"|(?:from |import\()"([^"]+)"|url\(([^)]+)\)|URL\("([^"]+)\""""
+VENDOR = FOLDER / "vendor"
 
 
 def test_the_files_load_each_other_and_nothing_else(assets: Assets) -> None:
-    for file in FOLDER.iterdir():
+    for file in filter(Path.is_file, FOLDER.iterdir()):
         for found in re.findall(LOADS, file.read_text()):
             (target,) = filter(None, found)
-            path = target.replace("./", "/ui/") if target.startswith("./") else target
+            path = urljoin("/" if file.suffix == ".html" else "/ui/", target)
             assert path in assets.by_path, f"{file.name} loads {target}"
 
 
@@ -80,3 +85,30 @@ def test_text_is_never_taken_for_html() -> None:
         if word in file.read_text()
     ]  # fmt: skip
     assert found == []
+
+
+def test_what_others_wrote_is_unchanged_and_licensed() -> None:
+    """Each file is one of a package whose version and licence are told beside it."""
+    packages = json.loads((VENDOR / "versions.json").read_text())
+    told = {
+        name: file["sha256"] for package in packages.values()
+        for name, file in package["files"].items()
+    }  # fmt: skip
+    files = {
+        path.relative_to(VENDOR).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in VENDOR.rglob("*.js")
+    }
+    assert files == told
+    notice = (VENDOR / "NOTICE.txt").read_text()
+    for name, package in packages.items():
+        assert f"======== {name}\n" in notice
+        assert package["version"]
+        assert package["license"] in {"MIT", "BSD-3-Clause"}
+
+
+def test_every_language_has_its_file(assets: Assets) -> None:
+    source = (FOLDER / "code.js").read_text()
+    (listed,) = re.findall(r"Object.entries\(\{\n(.*?)\}\)", source, re.DOTALL)
+    names = set(re.findall(r"^  (\w+):", listed, re.MULTILINE))
+    assert names == {path.name.split(".")[0] for path in (VENDOR / "languages").iterdir()}
+    assert all(f"/ui/vendor/languages/{name}.min.js" in assets.by_path for name in names)

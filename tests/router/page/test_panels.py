@@ -11,9 +11,12 @@ from diptych_router.telling.page.panels import (
     MOST_ENGINES,
     Change,
     EngineFigures,
+    HolderFigures,
+    MoveFigures,
     Panels,
     change,
     panels_of,
+    whose,
 )
 
 
@@ -62,15 +65,36 @@ def test_only_what_changed_is_told(now: Panels, engines: list[str], gone: list[s
     assert (news.open_requests, news.held_requests) == (now.open_requests, now.held_requests)
 
 
+def move(number: int, sender: str = "p", receiver: str = "d") -> MoveFigures:
+    return MoveFigures(
+        number=number, sender=sender, receiver=receiver, whose="w", blocks=3, bytes=300, ms=0.5
+    )
+
+
+def test_a_move_is_told_once_and_none_that_was_before_the_page() -> None:
+    there, back = move(1), move(1, "d", "p")
+    before = panels_of([P, D], 0, 0, [there])
+    assert told(None, before).moves == []
+    assert told(before, panels_of([P, D], 0, 0, [there, back])).moves == [back]
+    assert change(before, panels_of([P, D], 0, 0, [there])) is None
+
+
+def test_a_request_has_the_same_name_at_all_engines_and_it_is_not_its_id() -> None:
+    assert whose("r") == whose("r/1") == whose("r/2") != whose("s/1")
+    assert "r" not in whose("r")
+
+
 def test_an_event_of_two_working_engines_has_a_few_hundred_bytes() -> None:
     busy: dict[str, Any] = {
         "running": 64, "waiting": 100, "queued_tokens": 100_000, "blocks_used": 10_000,
         "blocks_total": 12_000, "block_tokens": 16, "blocks_sent": 10**7, "blocks_received": 10**7,
-        "bytes_received": 10**13, "leases": 64,
+        "bytes_received": 10**13, "leases": 64, "blocks_lent": 1000, "blocks_arriving": 100,
+        "blocks_remembered": 9000, "tokens_computed": 10**9, "tokens_generated": 10**9,
+        "holders": [HolderFigures(whose=whose("r"), blocks=900)],
     }  # fmt: skip
     name = "a-service-with-a-long-name-prefill-0"
     news = told(None, panels(engine(name, "prefill", **busy), engine(f"{name}1", **busy)))
-    assert len(msgspec.json.encode(news)) < 800
+    assert len(msgspec.json.encode(news)) < 1200
 
 
 def test_a_large_fleet_is_cut_and_the_rest_is_counted() -> None:

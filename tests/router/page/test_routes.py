@@ -14,10 +14,11 @@ from diptych_frontend.browsers.gate import BrowserGate
 from diptych_frontend.browsers.rules import BrowserRules
 from diptych_frontend.openai.api_keys import OPEN_PATHS, ApiKeys, KeyGate
 from diptych_frontend.openai.asgi import Boundary
+from diptych_frontend.timeline.lanes import timeline
 from diptych_protocol import InvalidRequestError
 from diptych_protocol.admin import Explanation, RequestReport
 from diptych_router.telling.page.control import CONTROL_VARIABLE, Control, read_control
-from diptych_router.telling.page.panels import panels_of
+from diptych_router.telling.page.panels import panels_of, whose
 from diptych_router.telling.page.routes import Page
 
 ALICE, BOB = ({"authorization": f"Bearer {key}"} for key in ("sk-a", "sk-b"))
@@ -100,20 +101,22 @@ async def test_everybody_sees_his_own_requests_only(
     assert known["core_id"] == f"core of {name}"
 
 
-@pytest.mark.parametrize("what", REMEMBERED)
+@pytest.mark.parametrize(("what", "status"), [("answers", 404), ("timelines", 200)])
 async def test_a_request_of_others_is_as_one_that_is_not_there(
-    http: httpx.AsyncClient, what: str
+    http: httpx.AsyncClient, what: str, status: int
 ) -> None:
     others = await http.get(f"/ui/api/{what}/of-bob", headers=ALICE)
     unknown = await http.get(f"/ui/api/{what}/nobodys", headers=ALICE)
-    assert others.status_code == unknown.status_code == 404
+    assert others.status_code == unknown.status_code == status
     assert others.json() == unknown.json()
 
 
-async def test_a_timeline_is_a_picture(http: httpx.AsyncClient) -> None:
-    answer = await http.get("/ui/api/timelines/shared", headers=BOB)
-    assert answer.headers["content-type"] == "image/svg+xml"
-    assert answer.text.startswith("<svg ")
+async def test_a_timeline_is_that_of_the_record(http: httpx.AsyncClient) -> None:
+    told = (await http.get("/ui/api/timelines/shared", headers=BOB)).json()
+    (known,) = explained("of-bob").requests
+    lanes = msgspec.to_builtins(timeline(known))["lanes"]
+    assert told["timeline"]["lanes"] == lanes
+    assert (told["whose"], told["engine"], told["outcome"]) == (whose(known.core_id), "", "")
 
 
 @pytest.mark.parametrize("what", REMEMBERED)

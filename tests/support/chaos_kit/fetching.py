@@ -10,7 +10,6 @@ from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import replace
 
-from diptych_router.choosing.fleet_table import ANY_REQUEST
 from diptych_router.choosing.policy import Decision, RequestView
 from diptych_router.engines.prefixes.block_keys import BlockNaming
 from diptych_router.requests.pools.pools import Pools
@@ -27,7 +26,7 @@ def order_fetches(pools: Pools, rng: random.Random, block_size: int) -> None:
     had: OrderedDict[int, set[str]] = OrderedDict()
     """The key of a prompt's first block -> keys of engines that got it."""
 
-    def choose(request: RequestView = ANY_REQUEST, full: Collection[str] = ()) -> Decision | None:
+    def choose(request: RequestView, full: Collection[str] = ()) -> Decision | None:
         decision = honest(request, full)
         if decision is None or request.keys is None:
             return decision

@@ -145,6 +145,8 @@ class EchoEngine(WithoutControl):
                 sequence.step()
                 if steps == 1 and isinstance(self.failure, str):
                     sequence.finish_reason = self.failure
+                elif steps + 1 >= self.max_model_len - len(prompt):
+                    sequence.finish_reason = sequence.finish_reason or "length"
             steps += 1
             finished = all(s.finish_reason for s in sequences)
             if delta or finished:
@@ -269,15 +271,25 @@ class Sequence:
             logprobs=None if self._params.logprobs is None else [self._logprobs(i) for i in ids],
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
+            text_ends=None if self._params.logprobs is None else self._ends(len(ids)),
         )
+
+    def _ends(self, count: int) -> list[int]:
+        """How long the text was after each of the last tokens."""
+        numbers = range(len(self._ids) - count + 1, len(self._ids) + 1)
+        return [len(self._renderer.decode(self._ids[:number])) for number in numbers]
 
     def _logprobs(self, token: int) -> dict[int, Logprob]:
         """The sampled token, said to be the second likeliest, and the likeliest others."""
-        found = {token: Logprob(-1.0, 2, self._renderer.decode([token]))}
+        found = {token: self._candidate(token, -1.0, 2)}
         for rank in range(1, (self._params.logprobs or 0) + 1):
             other = (token + rank) % 128
             if rank == 2:
                 continue
             value = -0.5 if rank == 1 else float("-inf")
-            found[other] = Logprob(value, rank, self._renderer.decode([other]))
+            found[other] = self._candidate(other, value, rank)
         return found
+
+    def _candidate(self, token: int, value: float, rank: int) -> Logprob:
+        text = self._renderer.decode([token])
+        return Logprob(value, rank, text, text.encode())

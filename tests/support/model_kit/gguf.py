@@ -67,8 +67,20 @@ def random_tensors(seed: int = 0) -> dict[str, Tensor]:
     return tensors
 
 
-def save_gguf(path: Path, kind_of: Callable[[str], Kind] = quantised) -> str:
-    """A Llama model with random weights, as llama.cpp's converter would write it; its path."""
+def unquantised(name: str) -> Kind:
+    """Every tensor as it is."""
+    return Kind.F32
+
+
+def save_gguf(
+    path: Path,
+    kind_of: Callable[[str], Kind] = quantised,
+    add: Callable[[gguf.GGUFWriter], None] | None = None,
+) -> str:
+    """A Llama model with random weights, as llama.cpp's converter would write it; its path.
+
+    add: writes further metadata and tensors.
+    """
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, SIZES["num_hidden_layers"])
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(SIZES["num_hidden_layers"])
@@ -79,6 +91,8 @@ def save_gguf(path: Path, kind_of: Callable[[str], Kind] = quantised) -> str:
     writer.add_head_count_kv(SIZES["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_vocab_size(SIZES["vocab_size"])
+    if add is not None:
+        add(writer)
     for name, tensor in random_tensors().items():
         values = tensor.numpy()
         if "q_proj" in name or "k_proj" in name:

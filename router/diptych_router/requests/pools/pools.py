@@ -25,7 +25,7 @@ from diptych_protocol import (
 )
 from diptych_protocol.wire import PrefixChanges
 from diptych_router.choosing.first_token import FirstToken
-from diptych_router.choosing.fleet_table import ANY_REQUEST, FleetTable
+from diptych_router.choosing.fleet_table import FOR_A_PAIR, FleetTable
 from diptych_router.choosing.policies import policy_of
 from diptych_router.choosing.policy import Decision, RequestView
 from diptych_router.engines.descriptions import compat_mismatch
@@ -148,9 +148,7 @@ class Pools:
         """Whether this engine may get new requests, and does not hang."""
         return self._may_get_work(key) and not self.links[key].is_bad
 
-    def choose(
-        self, request: RequestView = ANY_REQUEST, full: Collection[str] = ()
-    ) -> Decision | None:
+    def choose(self, request: RequestView, full: Collection[str] = ()) -> Decision | None:
         """Do the same as `FleetTable.choose`, for the engines that are usable now. Those that
         refused a request a moment ago are tried if no other has room."""
         now = time.monotonic()
@@ -350,7 +348,7 @@ class Pools:
         self._doubt_late_readers()
         now = time.monotonic()
         self.health.look(now)
-        decision = self.fleet.choose(ANY_REQUEST, now, disaggregate="always")
+        decision = self.fleet.choose(FOR_A_PAIR, now)
         if decision is not None:
             self._usable_at = now
             self.had_pair |= decision.prefill is not None or not self._targets["prefill"]

@@ -58,7 +58,8 @@ class Assets:
 
     def __init__(self, connect_to: str = "") -> None:
         """`connect_to`: see `content_policy`."""
-        self.by_path = {_path_of(file): _read(file) for file in sorted(FOLDER.iterdir())}
+        files = (file for file in sorted(FOLDER.rglob("*")) if file.suffix in TYPES)
+        self.by_path = {_path_of(file): _read(file) for file in files}
         self._headers = {
             "content-security-policy": content_policy(connect_to),
             "x-content-type-options": "nosniff",
@@ -79,7 +80,7 @@ class Assets:
 
 
 def _path_of(file: Path) -> str:
-    return "/" if file.name == INDEX else PREFIX + file.name
+    return "/" if file.name == INDEX else PREFIX + file.relative_to(FOLDER).as_posix()
 
 
 def _read(file: Path) -> Asset:

@@ -14,13 +14,12 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from diptych_frontend.openai.asgi import UntilDisconnect, client_of, exchange_of
-from diptych_frontend.timeline.lanes import timeline
-from diptych_frontend.timeline.picture import svg
+from diptych_frontend.timeline.lanes import Timeline, timeline
 from diptych_protocol import InvalidRequestError
-from diptych_protocol.admin import Explanation
+from diptych_protocol.admin import Explanation, RequestReport
 from diptych_router.telling.page.assets import Assets
 from diptych_router.telling.page.control import Control
-from diptych_router.telling.page.panels import Panels
+from diptych_router.telling.page.panels import Panels, whose
 from diptych_router.telling.page.watchers import Watchers
 
 MOST_ID_CHARACTERS: Final = 256
@@ -41,6 +40,18 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     control: Control | None
     """Where engines can be killed; None if nowhere."""
+
+
+class Course(msgspec.Struct, frozen=True, kw_only=True):
+    """When an answer was where, until now or to its end."""
+
+    whose: str
+    """Its name among the holders of blocks."""
+    engine: str
+    """The engine that had it last; empty: none yet."""
+    outcome: str
+    """Empty if it has not ended."""
+    timeline: Timeline
 
 
 class Page:
@@ -90,16 +101,25 @@ class Page:
     async def answer(self, request: Request) -> Response:
         """Explain why the engines of an answer were chosen, and what came true. Only the caller's
         own requests are found, and the answer does not reveal whether there are others."""
-        return _json(self._own(request))
+        own = self._own(request)
+        if not own.requests:
+            raise InvalidRequestError(
+                "this router remembers no such request of yours",
+                param="request_id",
+                status=404,
+                code="not_found",
+            )
+        return _json(own)
 
     async def timeline(self, request: Request) -> Response:
-        """Draw the timeline of the caller's own request."""
-        found = self._own(request)
-        picture = svg(timeline(found.requests[0]))
-        return Response(picture, media_type="image/svg+xml", headers=UNKEPT)
+        """Return the timeline of the caller's own request, which may still be under way. None: it
+        has not been heard of, as a page that chose the id itself may find."""
+        found = self._own(request).requests
+        return _json(_course(found[0]) if found else None)
 
     def _own(self, request: Request) -> Explanation:
-        """What is remembered under the id in the path. Raises `InvalidRequestError`."""
+        """What is remembered of the caller under the id in the path. Raises
+        `InvalidRequestError`."""
         request_id = request.path_params["request_id"]
         if len(request_id) > MOST_ID_CHARACTERS:
             raise InvalidRequestError(
@@ -108,14 +128,16 @@ class Page:
         found = self._explained(request_id)
         tenant = exchange_of(request.scope).tenant
         own = [known for known in found.requests if known.tenant == tenant]
-        if not own:
-            raise InvalidRequestError(
-                "this router remembers no such request of yours",
-                param="request_id",
-                status=404,
-                code="not_found",
-            )
         return msgspec.structs.replace(found, requests=own)
+
+
+def _course(own: RequestReport) -> Course:
+    return Course(
+        whose=whose(own.core_id),
+        engine=own.placements[-1].engine if own.placements else "",
+        outcome=own.outcome,
+        timeline=timeline(own),
+    )
 
 
 def _only_get(route: Route) -> Route:
@@ -146,5 +168,5 @@ class _Events:
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _json(value: About | Explanation) -> Response:
+def _json(value: About | Explanation | Course | None) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json", headers=UNKEPT)

@@ -3,7 +3,8 @@
 /**
  * @typedef {object} Outcome
  * @property {string} text
- * @property {string} requestId empty if the request was refused
+ * @property {string} reasoning
+ * @property {string} requestId by which the router knows it
  * @property {string} end why it ended: stop, length, ..., or stopped by the user
  * @property {number | null} firstTokenMs from the question to the first word, as seen here
  * @property {number | null} tokensPerSecond from the first word to the last
@@ -16,52 +17,53 @@
  * @param {import("./service.js").Service} service
  * @param {object} body
  * @param {AbortSignal} signal
- * @param {{words: (text: string) => void, reasoning: (text: string) => void}} shown
+ * @param {(piece: {content?: string, reasoning?: string}) => void} shown
  * @param {Outcome} outcome filled while the answer comes, so that it is known after a failure too
  */
 export async function readAnswer(service, body, signal, shown, outcome) {
   const began = performance.now();
   let first = 0;
   try {
-    const { requestId, chunks } = await service.chat(body, signal);
-    outcome.requestId = requestId;
+    const chunks = await service.chat(body, outcome.requestId, signal);
     for await (const chunk of chunks) {
-      if (chunk.usage) takeUsage(outcome, chunk.usage);
+      const now = performance.now();
       const choice = chunk.choices[0];
-      if (!choice) continue;
-      const { content, reasoning_content: reasoning } = choice.delta;
+      const { content, reasoning_content: reasoning } = choice?.delta ?? {};
       if ((content || reasoning) && !first) {
-        first = performance.now();
+        first = now;
         outcome.firstTokenMs = first - began;
       }
-      if (reasoning) shown.reasoning(reasoning);
-      if (content) {
-        outcome.text += content;
-        shown.words(content);
-      }
-      if (choice.finish_reason) outcome.end = choice.finish_reason;
+      if (chunk.usage) takeUsage(outcome, chunk.usage, choice && first ? now - first : 0);
+      outcome.text += content ?? "";
+      outcome.reasoning += reasoning ?? "";
+      if (content || reasoning) shown({ content, reasoning });
+      if (choice?.finish_reason) outcome.end = choice.finish_reason;
     }
   } catch (error) {
     if (!signal.aborted) throw error;
     outcome.end = "stopped by you";
-  }
-  const seconds = (performance.now() - first) / 1000;
-  if (first && outcome.tokens && outcome.tokens > 1) {
-    outcome.tokensPerSecond = (outcome.tokens - 1) / seconds;
   }
 }
 
 /** @returns {Outcome} */
 export function nothingYet() {
   const unknown = { firstTokenMs: null, tokensPerSecond: null, tokens: null, cachedTokens: null };
-  return { text: "", requestId: "", end: "", ...unknown };
+  return { text: "", reasoning: "", requestId: newId(), end: "", ...unknown };
 }
 
 /**
  * @param {Outcome} outcome
- * @param {any} usage of the API
+ * @param {any} usage of the API, so far
+ * @param {number} sinceFirstMs 0: this is not the moment of a token
  */
-function takeUsage(outcome, usage) {
+function takeUsage(outcome, usage, sinceFirstMs) {
   outcome.tokens = usage.completion_tokens;
-  outcome.cachedTokens = usage.prompt_tokens_details?.cached_tokens ?? null;
+  outcome.cachedTokens = usage.prompt_tokens_details?.cached_tokens ?? outcome.cachedTokens;
+  if (sinceFirstMs) outcome.tokensPerSecond = (usage.completion_tokens - 1) / (sinceFirstMs / 1000);
+}
+
+/** Also on pages without TLS, which have no `randomUUID`. */
+function newId() {
+  const bytes = crypto.getRandomValues(new Uint8Array(12));
+  return `page-${[...bytes].map((byte) => byte.toString(16).padStart(2, "0")).join("")}`;
 }

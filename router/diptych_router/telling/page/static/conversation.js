@@ -1,54 +1,146 @@
-/** A conversation, and what is sent of it. Nothing here knows the document. */
+/**
+ * A conversation, and what is sent of it. It is a tree: a question that is asked in other words, and
+ * an answer that is made anew, stand beside the first ones. Nothing here knows the document.
+ */
 
 /**
- * @typedef {{role: "user" | "assistant", text: string, image?: string}} Message image: a data: URL
  * @typedef {Record<string, number>} Sampling by the names of the API
+ * @typedef {object} Message
+ * @property {number} id
+ * @property {number} parent the id of the message before; 0 for a first question
+ * @property {"user" | "assistant"} role
+ * @property {string} text
+ * @property {string} [image] a data: URL
+ * @property {string} [reasoning]
+ * @property {string} [problem] why a question has no answer, or why an answer is not whole
+ * @typedef {Record<string, string>} Fields what the settings say, by the ids of their fields
  */
 
 export class Conversation {
-  /** @type {Message[]} */
+  id = crypto.getRandomValues(new Uint32Array(3)).join("-");
+  /** When the last question was asked, in ms of Unix time. */
+  changed = 0;
+  /** @type {Fields} */
+  fields = {};
+  /** @type {Message[]} in the order in which they were made */
   messages = [];
+  /** @type {Map<number, number>} which of the messages after one, or after 0, is shown */
+  #shown = new Map();
+
+  /** The messages that are shown: one of each fork. */
+  get path() {
+    /** @type {Message[]} */
+    const path = [];
+    for (let at = this.#after(0); at; at = this.#after(at.id)) path.push(at);
+    return path;
+  }
+
+  get title() {
+    return this.messages[0]?.text.slice(0, 80) ?? "";
+  }
 
   /**
-   * @param {string} text
-   * @param {string} [image]
+   * All messages that stand at the place of this one.
+   * @param {Message} message
    */
-  ask(text, image) {
-    this.messages.push({ role: "user", text, ...(image ? { image } : {}) });
+  versions({ parent }) {
+    return this.messages.filter((other) => other.parent === parent);
   }
 
-  /** @param {string} text an answer, whole or cut short */
-  answered(text) {
-    this.messages.push({ role: "assistant", text });
-  }
-
-  /** Forget the newest answer, so that it can be made anew. */
-  forgetAnswer() {
-    if (this.messages.at(-1)?.role === "assistant") this.messages.pop();
-  }
-
-  /** Whether there is a question that an answer can be made to. */
-  get canRegenerate() {
-    return this.messages.length > 0;
+  /** @param {Message} message */
+  show(message) {
+    this.#shown.set(message.parent, message.id);
   }
 
   /**
-   * The body of /v1/chat/completions.
+   * Ask after the last answer. A question at the end that has none is left beside the path.
+   * @param {string} text
+   * @param {string | undefined} image
+   * @param {Message} [instead] the question that is asked in other words
+   */
+  ask(text, image, instead) {
+    const last = instead ?? this.path.at(-1);
+    const parent = last?.role === "user" ? last.parent : (last?.id ?? 0);
+    this.changed = Date.now();
+    return this.#add({ parent, role: "user", text, ...(image && { image }) });
+  }
+
+  /**
+   * A new answer to a question, without words yet.
+   * @param {Message} question
+   */
+  answer(question) {
+    return this.#add({ parent: question.id, role: "assistant", text: "" });
+  }
+
+  /** @param {Message} answer that has no words */
+  drop(answer) {
+    this.messages = this.messages.filter((other) => other !== answer);
+    const left = this.versions(answer).at(-1);
+    if (left) this.show(left);
+    else this.#shown.delete(answer.parent);
+  }
+
+  /**
+   * The body of /v1/chat/completions that has a question as its last message.
+   * @param {Message} question
    * @param {string} model
    * @param {string} system
    * @param {Sampling} sampling
    */
-  request(model, system, sampling) {
-    const messages = this.messages.map(asSent);
+  request(question, model, system, sampling) {
+    const path = this.path;
+    const messages = path.slice(0, path.indexOf(question) + 1).map(asSent);
     if (system) messages.unshift({ role: "system", content: system });
-    const stream = { stream: true, stream_options: { include_usage: true } };
-    return { model, messages, ...stream, ...sampling };
+    const stream_options = { include_usage: true, continuous_usage_stats: true };
+    return { model, messages, stream: true, stream_options, ...sampling };
+  }
+
+  toJSON() {
+    const { id, changed, title, fields, messages } = this;
+    return { id, changed, title, fields, messages, shown: [...this.#shown] };
+  }
+
+  /**
+   * A conversation that was kept. Throws if it is none.
+   * @param {ReturnType<Conversation["toJSON"]>} kept
+   */
+  static from(kept) {
+    const made = new Conversation();
+    Object.assign(made, { id: String(kept.id), changed: Number(kept.changed) });
+    made.fields = { ...kept.fields };
+    made.messages = kept.messages.filter(isMessage);
+    made.#shown = new Map(kept.shown);
+    return made;
+  }
+
+  /** @param {Omit<Message, "id">} message */
+  #add(message) {
+    const added = { id: Math.max(0, ...this.messages.map(({ id }) => id)) + 1, ...message };
+    this.messages.push(added);
+    this.show(added);
+    return added;
+  }
+
+  /** @param {number} parent */
+  #after(parent) {
+    const shown = this.#shown.get(parent);
+    return this.messages.find((message) => message.parent === parent && message.id === shown);
   }
 }
 
 /**
+ * Whether something kept is a message. Parents come first, so that no path is endless.
+ * @param {any} kept
+ */
+function isMessage({ id, parent, role, text, image = "data:image/" }) {
+  const known = role === "user" || role === "assistant";
+  return known && parent >= 0 && parent < id && typeof text === "string" && image.startsWith("data:image/");
+}
+
+/**
  * @param {Message} message
- * @returns {{role: string, content: unknown}}
+ * @returns {Record<string, unknown>}
  */
 function asSent({ role, text, image }) {
   if (!image) return { role, content: text };

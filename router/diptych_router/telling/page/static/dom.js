@@ -1,4 +1,4 @@
-/** Two helpers for the document. Text is always set as text, never as HTML. */
+/** Helpers for the document. Text is always set as text, never as HTML. */
 
 /**
  * The element of the page with this id.
@@ -38,4 +38,31 @@ export function termsOf(pairs) {
     make("div", "", make("dt", "", term), make("dd", "", value)),
   );
   return make("dl", "", ...rows);
+}
+
+/**
+ * A button that copies a text.
+ * @param {string} label
+ * @param {() => string} text
+ */
+export function copyButton(label, text) {
+  const button = make("button", "small", "Copy");
+  button.type = "button";
+  button.ariaLabel = label;
+  button.addEventListener("click", async () => {
+    button.textContent = (await copied(text())) ? "Copied" : "Not copied";
+    setTimeout(() => (button.textContent = "Copy"), 2000);
+  });
+  return button;
+}
+
+/** @param {string} text */
+async function copied(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text).then(() => true, () => false);
+  const field = make("textarea", "hidden", text); // without TLS a browser has only the older way
+  document.body.append(field);
+  field.select();
+  const done = document.execCommand("copy");
+  field.remove();
+  return done;
 }

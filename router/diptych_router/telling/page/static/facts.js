@@ -2,7 +2,7 @@
 
 import { make, termsOf } from "./dom.js";
 import { inBytes } from "./pools.js";
-import { timelineOf } from "./timeline.js";
+import { inTime, timelineOf } from "./ribbon.js";
 
 /**
  * @typedef {object} Candidate
@@ -39,7 +39,7 @@ const DUTIES = { prefill: "To compute the prompt", decode: "To decode", both: "T
  * @param {import("./answering.js").Outcome} outcome
  * @param {Explanation | null} explanation null: the router does not say
  * @param {import("./pools.js").Pools} pools
- * @param {() => Promise<string>} askTimeline an SVG
+ * @param {() => Promise<import("./ribbon.js").Course | null>} askTimeline
  * @returns {HTMLElement}
  */
 export function factsOf(outcome, explanation, pools, askTimeline) {
@@ -84,7 +84,7 @@ function figuresOf(outcome, attempts, pools) {
   /** @type {[string, string][]} */
   const figures = [];
   if (outcome.firstTokenMs !== null) {
-    figures.push(["first token", inMs(outcome.firstTokenMs / 1000)]);
+    figures.push(["first token", inTime(outcome.firstTokenMs / 1000)]);
   }
   if (outcome.tokensPerSecond) figures.push(["tokens/s", outcome.tokensPerSecond.toFixed(0)]);
   if (outcome.tokens !== null) figures.push(["tokens", String(outcome.tokens)]);
@@ -163,8 +163,8 @@ function truthOf(attempt) {
     ["hand-off", attempt.hand_off_expected_s, attempt.hand_off_s],
   ])) {
     if (real === null) continue;
-    const predicted = expected === null ? "" : `, ${inMs(expected)} were expected`;
-    pairs.push([what, inMs(real) + predicted]);
+    const predicted = expected === null ? "" : `, ${inTime(expected)} were expected`;
+    pairs.push([what, inTime(real) + predicted]);
   }
   return pairs.length ? [termsOf(pairs)] : [];
 }
@@ -181,9 +181,4 @@ function headingOf(term) {
 function amountOf(term, value) {
   if (value === undefined) return "–";
   return term.endsWith("_s") ? (value * 1000).toFixed(1) : String(value);
-}
-
-/** @param {number} seconds */
-function inMs(seconds) {
-  return seconds >= 1 ? `${seconds.toFixed(2)} s` : `${(seconds * 1000).toFixed(0)} ms`;
 }

@@ -1,31 +1,34 @@
 /** The page: it joins the chat, the pools and the service behind them. */
 
 import { nothingYet, readAnswer } from "./answering.js";
+import { showChats } from "./chats.js";
+import { Comparison } from "./compare.js";
 import { Conversation } from "./conversation.js";
 import { byId } from "./dom.js";
 import { factsOf } from "./facts.js";
+import { keepChat, keptChat, openChat, setOpenChat } from "./history.js";
+import { offerImages, pickedImage, unpickImage } from "./images.js";
 import { Panels } from "./panels.js";
-import { sampling, showDefaults, systemPrompt } from "./settings.js";
+import { showPrompts } from "./prompts.js";
+import { Recording } from "./recording.js";
+import { areFieldsValid, fields, fillFields, sampling, showDefaults, systemPrompt } from "./settings.js";
 import { Refused, Service } from "./service.js";
-import { Transcript } from "./transcript.js";
-
-const MOST_IMAGE_BYTES = 2 << 20;
-/** A request has at most 4 MiB, and an image grows by a third on its way. */
+import { Tour } from "./tour.js";
+import { isSend, Transcript } from "./transcript.js";
 
 const EXPLAIN_TRIES = 5;
 const EXPLAIN_AGAIN_MS = 300;
 
-const service = new Service();
-const conversation = new Conversation();
-const transcript = new Transcript();
+const recording = await Recording.published();
+const service = new Service(recording?.fetch);
+const transcript = new Transcript({ retry, edit, show });
+const comparison = new Comparison(service);
+let conversation = new Conversation();
 
 const words = byId("words", HTMLTextAreaElement);
 const model = byId("model", HTMLSelectElement);
 const send = byId("send", HTMLButtonElement);
 const stop = byId("stop", HTMLButtonElement);
-const again = byId("again", HTMLButtonElement);
-const image = byId("image", HTMLInputElement);
-const picked = byId("picked", HTMLElement);
 const problem = byId("problem", HTMLElement);
 const announced = byId("status", HTMLElement);
 const door = byId("door", HTMLDialogElement);
@@ -36,12 +39,14 @@ let answering = null;
 let panels = null;
 
 /** Learn what the service is; ask for a key where it wants one. */
-async function open() {
+async function enter() {
   try {
     const [about, models] = await Promise.all([service.about(), service.models()]);
     model.replaceChildren(...models.map(({ id }) => new Option(id, id)));
     showDefaults(models[0]?.sampling ?? {});
-    byId("image-label", HTMLElement).hidden = !about.images;
+    offerImages(about.images);
+    const kept = recording ? null : openChat();
+    if (kept) open(kept);
     document.title = `${about.model} · Diptych`;
     if (door.open) door.close();
     words.focus();
@@ -68,6 +73,26 @@ async function kill(control, engine) {
   try {
     await service.kill(control, engine);
     announced.textContent = `${engine} was killed.`;
+    return true;
+  } catch (error) {
+    say(error);
+    return false;
+  }
+}
+
+/** Ask what is written, or else what was asked last, in both ways. */
+async function compare() {
+  const text = words.value.trim() || conversation.path.findLast(({ role }) => role === "user")?.text;
+  if (!areFieldsValid()) return;
+  if (!text || answering) {
+    say(text ? "An answer is on its way: stop it first." : "Write what is to be compared.");
+    return;
+  }
+  try {
+    const alone = new Conversation();
+    const question = alone.ask(text, undefined);
+    say(null);
+    await comparison.run(alone.request(question, model.value, systemPrompt(), sampling()));
   } catch (error) {
     say(error);
   }
@@ -75,51 +100,98 @@ async function kill(control, engine) {
 
 async function ask() {
   const text = words.value.trim();
-  if (!text || answering) return;
+  if (!text || answering || !areFieldsValid()) return;
   say(null);
   try {
-    conversation.ask(text, await pickedImage());
+    const question = conversation.ask(text, await pickedImage());
+    words.value = "";
+    unpickImage();
+    await answer(question);
   } catch (error) {
     say(error);
-    return;
   }
-  transcript.add({ role: "user", text, image: conversation.messages.at(-1)?.image });
-  words.value = "";
-  unpick();
-  await answer();
 }
 
-/** Make the answer to what was asked last. */
-async function answer() {
+/** @param {import("./conversation.js").Message} question */
+function retry(question) {
+  if (!answering && areFieldsValid()) void answer(question);
+}
+
+/**
+ * @param {import("./conversation.js").Message} question
+ * @param {string} text what it is asked instead
+ * @returns {boolean} whether it is asked
+ */
+function edit(question, text) {
+  if (answering || !areFieldsValid()) return false;
+  void answer(conversation.ask(text, question.image, question));
+  return true;
+}
+
+/** @param {import("./conversation.js").Message} version */
+function show(version) {
+  conversation.show(version);
+  keepChat(conversation);
+  transcript.show(conversation);
+}
+
+/**
+ * Make an answer to a question, beside those that there are.
+ * @param {import("./conversation.js").Message} question
+ */
+async function answer(question) {
+  const into = conversation;
   const outcome = nothingYet();
-  const asked = conversation.messages;
-  const shown = transcript.add({ role: "assistant", text: "" });
+  const made = into.answer(question);
+  const body = into.request(question, model.value, systemPrompt(), sampling());
+  const shown = transcript.shown(made);
   const control = new AbortController();
-  setAnswering(control);
+  delete question.problem;
+  into.fields = fields();
+  keepChat(into);
+  setOpenChat(into);
+  transcript.show(into);
   shown.setAnswering(true);
+  setAnswering(control);
+  transcript.showEnd();
   announced.textContent = "The answer begins.";
+  panels?.begin(outcome.requestId);
+  let setback = "";
   try {
-    const body = conversation.request(model.value, systemPrompt(), sampling());
-    const see = {
-      words: (/** @type {string} */ piece) => shown.append(piece),
-      reasoning: (/** @type {string} */ piece) => shown.appendReasoning(piece),
-    };
-    await readAnswer(service, body, control.signal, see, outcome);
+    await readAnswer(service, body, control.signal, ({ content, reasoning }) => {
+      made.text = outcome.text;
+      if (content) shown.append(content);
+      if (reasoning) {
+        made.reasoning = outcome.reasoning;
+        shown.appendReasoning(reasoning);
+      }
+      shown.setPace(paceOf(outcome));
+    }, outcome);
     announced.textContent = `The answer is complete. ${outcome.text}`;
   } catch (error) {
-    say(error);
-    announced.textContent = "";
+    setback = wordsOf(error);
+    announced.textContent = setback;
   }
   shown.setAnswering(false);
   setAnswering(null);
-  if (conversation.messages !== asked) return; // a new chat was begun meanwhile
-  if (outcome.text) conversation.answered(outcome.text);
-  else transcript.removeAnswer();
-  again.disabled = !conversation.canRegenerate;
+  void panels?.end();
+  const isThere = Boolean(outcome.text || outcome.reasoning);
+  if (!isThere) into.drop(made);
+  if (isThere && setback) made.problem = setback;
+  else if (!isThere) question.problem = setback || `No answer: ${outcome.end || "it was empty"}.`;
+  keepChat(into);
+  if (conversation === into) transcript.show(into);
   if (outcome.text && panels) {
     const ask = () => service.timeline(outcome.requestId);
     shown.attach(factsOf(outcome, await explained(outcome), panels.pools, ask));
   }
+}
+
+/** @param {import("./answering.js").Outcome} outcome so far */
+function paceOf({ tokens, tokensPerSecond }) {
+  if (!tokens) return "";
+  const rate = tokensPerSecond && Number.isFinite(tokensPerSecond) ? tokensPerSecond : 0;
+  return `${tokens} tokens${rate ? `, ${rate.toFixed(1)} tokens/s` : ""}`;
 }
 
 /**
@@ -144,49 +216,33 @@ function setAnswering(control) {
   answering = control;
   send.disabled = control !== null;
   stop.disabled = control === null;
-  again.disabled = control !== null || !conversation.canRegenerate;
+  transcript.setAnswering(control !== null);
 }
 
-async function regenerate() {
-  if (answering || !conversation.canRegenerate) return;
-  say(null);
-  conversation.forgetAnswer();
-  transcript.removeAnswer();
-  await answer();
-}
-
-function begin() {
+/**
+ * Show a conversation; an answer that is coming elsewhere is stopped.
+ * @param {Conversation} chosen
+ */
+function open(chosen) {
   answering?.abort();
-  conversation.messages = [];
-  transcript.clear();
+  conversation = chosen;
+  setOpenChat(chosen);
+  fillFields(chosen.fields);
+  showPrompts();
+  transcript.show(chosen);
+  transcript.showEnd();
   say(null);
-  again.disabled = true;
   words.focus();
-}
-
-/** @returns {Promise<string | undefined>} the chosen image as a data: URL */
-async function pickedImage() {
-  const file = image.files?.[0];
-  if (!file) return undefined;
-  if (file.size > MOST_IMAGE_BYTES) {
-    throw new Error(`the image has more than ${MOST_IMAGE_BYTES >> 20} MiB`);
-  }
-  return new Promise((resolve, reject) => {
-    const reader = new FileReader();
-    reader.onload = () => resolve(String(reader.result));
-    reader.onerror = () => reject(new Error("the image cannot be read"));
-    reader.readAsDataURL(file);
-  });
-}
-
-function unpick() {
-  image.value = "";
-  picked.hidden = true;
 }
 
 /** @param {unknown} error null: nothing is wrong */
 function say(error) {
-  problem.textContent = error === null ? "" : error instanceof Error ? error.message : String(error);
+  problem.textContent = error === null ? "" : wordsOf(error);
+}
+
+/** @param {unknown} error */
+function wordsOf(error) {
+  return error instanceof Error ? error.message : String(error);
 }
 
 byId("composer", HTMLFormElement).addEventListener("submit", (event) => {
@@ -194,25 +250,39 @@ byId("composer", HTMLFormElement).addEventListener("submit", (event) => {
   void ask();
 });
 words.addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-    event.preventDefault();
-    void ask();
-  }
+  if (!isSend(event)) return;
+  event.preventDefault();
+  void ask();
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && !door.open) answering?.abort();
+  if (event.key === "Escape" && !document.querySelector("dialog[open], .edit")) answering?.abort();
 });
 stop.addEventListener("click", () => answering?.abort());
-again.addEventListener("click", () => void regenerate());
-byId("clear", HTMLButtonElement).addEventListener("click", begin);
-image.addEventListener("change", () => {
-  picked.hidden = !image.files?.length;
-  picked.textContent = `Image: ${image.files?.[0]?.name ?? ""}`;
+byId("compare-open", HTMLButtonElement).addEventListener("click", () => void compare());
+byId("clear", HTMLButtonElement).addEventListener("click", () => open(new Conversation()));
+byId("open-chats", HTMLButtonElement).addEventListener("click", () => {
+  showChats({
+    open: (id) => open(keptChat(id) ?? new Conversation()),
+    forgotten: (id) => {
+      if (id !== conversation.id) return;
+      conversation.messages = []; // so that an answer that ends now is not kept
+      open(new Conversation());
+    },
+  });
 });
+addEventListener("pagehide", () => answering && keepChat(conversation));
 byId("door-form", HTMLFormElement).addEventListener("submit", (event) => {
   event.preventDefault();
   service.useKey(byId("key", HTMLInputElement).value.trim());
-  void open();
+  void enter();
 });
 
-void open();
+new Tour(
+  () => panels?.pools,
+  (question) => {
+    words.value = question;
+    void ask();
+  },
+);
+await enter();
+recording?.offer();

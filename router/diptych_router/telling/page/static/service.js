@@ -27,6 +27,11 @@ export class Service {
   /** The key of this tab; empty without one. */
   #key = sessionStorage.getItem(KEY_PLACE) ?? "";
 
+  /** @param {typeof fetch} [ask] the browser's, or a recording's */
+  constructor(ask = (...asked) => fetch(...asked)) {
+    this.ask = ask;
+  }
+
   /** @param {string} key */
   useKey(key) {
     this.#key = key;
@@ -35,12 +40,12 @@ export class Service {
 
   /** @returns {Promise<About>} */
   async about() {
-    return (await this.#ask("/ui/api/about")).json();
+    return (await this.#get("/ui/api/about")).json();
   }
 
   /** @returns {Promise<ModelCard[]>} the model and its adapters */
   async models() {
-    return (await (await this.#ask("/v1/models")).json()).data;
+    return (await (await this.#get("/v1/models")).json()).data;
   }
 
   /**
@@ -49,16 +54,16 @@ export class Service {
    * @returns {Promise<import("./facts.js").Explanation>}
    */
   async answer(requestId) {
-    return (await this.#ask(`/ui/api/answers/${encodeURIComponent(requestId)}`)).json();
+    return (await this.#get(`/ui/api/answers/${encodeURIComponent(requestId)}`)).json();
   }
 
   /**
-   * When an answer was where, as an SVG.
+   * When an answer was where, also while it comes.
    * @param {string} requestId
-   * @returns {Promise<string>}
+   * @returns {Promise<import("./ribbon.js").Course | null>} null: the router does not know it
    */
   async timeline(requestId) {
-    return (await this.#ask(`/ui/api/timelines/${encodeURIComponent(requestId)}`)).text();
+    return (await this.#get(`/ui/api/timelines/${encodeURIComponent(requestId)}`)).json();
   }
 
   /**
@@ -66,7 +71,7 @@ export class Service {
    * @returns {AsyncGenerator<import("./pools.js").Change>}
    */
   async *changes() {
-    const answer = await this.#ask("/ui/api/events");
+    const answer = await this.#get("/ui/api/events");
     if (!answer.body) return;
     for await (const data of eventsOf(answer.body)) yield JSON.parse(data);
   }
@@ -74,18 +79,18 @@ export class Service {
   /**
    * Begin an answer. The chunks are those of the OpenAI API.
    * @param {object} body
+   * @param {string} requestId under which the router is to know it
    * @param {AbortSignal} signal
-   * @returns {Promise<{requestId: string, chunks: AsyncGenerator<any>}>}
+   * @returns {Promise<AsyncGenerator<any>>}
    */
-  async chat(body, signal) {
-    const answer = await this.#ask("/v1/chat/completions", {
+  async chat(body, requestId, signal) {
+    const answer = await this.#get("/v1/chat/completions", {
       method: "POST",
-      headers: { "content-type": "application/json" },
+      headers: { "content-type": "application/json", "x-request-id": requestId },
       body: JSON.stringify(body),
       signal,
     });
-    const requestId = answer.headers.get("x-request-id") ?? "";
-    return { requestId, chunks: chunksOf(answer) };
+    return chunksOf(answer);
   }
 
   /**
@@ -94,7 +99,7 @@ export class Service {
    * @param {string} engine
    */
   async kill(control, engine) {
-    const answer = await fetch(`${control.url}/engines/${encodeURIComponent(engine)}/kill`, {
+    const answer = await this.ask(`${control.url}/engines/${encodeURIComponent(engine)}/kill`, {
       method: "POST",
       headers: { authorization: `Bearer ${control.token}` },
     });
@@ -105,11 +110,11 @@ export class Service {
    * @param {string} path
    * @param {RequestInit} [options]
    */
-  async #ask(path, options = {}) {
+  async #get(path, options = {}) {
     const headers = new Headers(options.headers);
     if (this.#key) headers.set("authorization", `Bearer ${this.#key}`);
     const always = /** @type {const} */ ({ cache: "no-store", credentials: "omit" });
-    const answer = await fetch(path, { ...options, ...always, headers });
+    const answer = await this.ask(path, { ...options, ...always, headers });
     if (!answer.ok) throw await refusalOf(answer);
     return answer;
   }

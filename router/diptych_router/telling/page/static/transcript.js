@@ -1,97 +1,246 @@
 /** The conversation as it is seen. */
 
-import { byId, make } from "./dom.js";
+import { byId, copyButton, make } from "./dom.js";
+import { StreamedText } from "./streamed.js";
 
 const NEAR_PX = 80;
 /** Who has scrolled further up than this is reading, and is left there. */
 
+const log = byId("log", HTMLElement);
+const empty = byId("empty", HTMLElement);
+
+/**
+ * @typedef {import("./conversation.js").Message} Message
+ * @typedef {import("./conversation.js").Conversation} Conversation
+ * @typedef {object} Actions what can be done with a message
+ * @property {(question: Message) => void} retry
+ * @property {(question: Message, text: string) => boolean} edit false: it is not sent yet
+ * @property {(version: Message) => void} show
+ */
+
 export class Transcript {
-  #log = byId("log", HTMLElement);
-  #empty = byId("empty", HTMLElement);
+  /** @type {WeakMap<Message, Shown>} */
+  #boxes = new WeakMap();
+  #actions;
 
-  /** @param {import("./conversation.js").Message} message */
-  add(message) {
-    this.#empty.hidden = true;
-    const text = make("div", "text", message.text);
-    const box = make("article", `message ${message.role}`, whoOf(message.role), text);
-    if (message.image) {
-      const image = make("img", "");
-      image.src = message.image;
-      image.alt = "The image of this message";
-      box.append(image);
+  /** @param {Actions} actions */
+  constructor(actions) {
+    this.#actions = actions;
+  }
+
+  /** @param {Conversation} conversation */
+  show(conversation) {
+    const { path } = conversation;
+    empty.hidden = path.length > 0;
+    const boxes = path.map((message) => this.shown(message).box);
+    for (const old of log.querySelectorAll(".message")) {
+      if (!boxes.includes(/** @type {HTMLElement} */ (old))) old.remove();
     }
-    this.#log.append(box);
-    box.scrollIntoView({ block: "nearest" });
-    return new Shown(box, text, this.#log);
+    log.append(...boxes.filter((box, at) => log.children[at + 1] !== box));
+    path.forEach((message, at) => {
+      const versions = conversation.versions(message);
+      this.shown(message).showTools(versions, path[at - 1], this.#actions);
+    });
   }
 
-  /** Take the newest message away if it is an answer. */
-  removeAnswer() {
-    const last = this.#log.lastElementChild;
-    if (last?.classList.contains("assistant")) last.remove();
+  /** @param {Message} message */
+  shown(message) {
+    const known = this.#boxes.get(message);
+    if (known) return known;
+    const made = new Shown(message);
+    this.#boxes.set(message, made);
+    return made;
   }
 
-  clear() {
-    for (const box of [...this.#log.querySelectorAll(".message")]) box.remove();
-    this.#empty.hidden = false;
+  /**
+   * Nothing is changed while an answer comes.
+   * @param {boolean} isAnswering
+   */
+  setAnswering(isAnswering) {
+    for (const button of log.querySelectorAll(".tools button")) {
+      if (button instanceof HTMLButtonElement) button.disabled = isAnswering || isEnd(button);
+    }
+  }
+
+  showEnd() {
+    log.scrollTop = log.scrollHeight;
   }
 }
 
 /** A message on the page. */
 export class Shown {
-  /**
-   * @param {HTMLElement} box
-   * @param {HTMLElement} text
-   * @param {HTMLElement} log
-   */
-  constructor(box, text, log) {
-    this.box = box;
-    this.text = text;
-    this.log = log;
-    /** @type {HTMLElement | null} */
-    this.reasoning = null;
+  #message;
+  #text = make("div", "text");
+  #tools = make("div", "tools");
+  #pace = make("p", "pace quiet");
+  #words;
+  /** @type {HTMLElement | null} */
+  #reasoning = null;
+  #follows = false;
+
+  /** @param {Message} message */
+  constructor(message) {
+    this.#message = message;
+    const { role, text, image, reasoning } = message;
+    const who = make("p", "who", role === "user" ? "You" : "Model");
+    this.box = make("article", `message ${role}`, who, this.#text);
+    const [before, after] = [() => this.#look(), () => this.#follow()];
+    this.#words = new StreamedText(this.#text, before, after);
+    if (role === "user") {
+      this.#text.dir = "auto";
+      this.#text.textContent = text;
+    } else if (text || reasoning) {
+      if (reasoning) this.appendReasoning(reasoning);
+      this.append(text);
+      this.setAnswering(false);
+    }
+    if (image) {
+      const picture = make("img", "");
+      picture.src = image;
+      picture.alt = "The image of this message";
+      this.box.append(picture);
+    }
+    this.box.append(this.#tools);
   }
 
   /** @param {boolean} answering */
   setAnswering(answering) {
+    if (!answering) this.#words.finish();
     this.box.classList.toggle("answering", answering);
     this.box.setAttribute("aria-busy", String(answering));
+    if (answering) this.#tools.before(this.#pace);
+    else this.#pace.remove();
   }
 
   /** @param {string} words */
   append(words) {
-    const follows = this.#isNearEnd();
-    this.text.append(words);
-    if (follows) this.#showEnd();
+    this.#words.append(words);
   }
 
   /** @param {string} words what the model thinks before it answers */
   appendReasoning(words) {
-    if (!this.reasoning) {
-      this.reasoning = make("div", "text quiet");
-      this.text.before(make("details", "", make("summary", "", "Reasoning"), this.reasoning));
+    if (!this.#reasoning) {
+      this.#reasoning = make("div", "thoughts quiet");
+      this.#reasoning.dir = "auto";
+      this.#text.before(make("details", "reasoning", make("summary", "", "Reasoning"), this.#reasoning));
     }
-    this.reasoning.append(words);
+    this.#reasoning.append(words);
+  }
+
+  /** @param {string} words how fast the answer comes */
+  setPace(words) {
+    this.#pace.textContent = words;
   }
 
   /** @param {Node} node */
   attach(node) {
-    const follows = this.#isNearEnd();
-    this.box.append(node);
-    if (follows) this.#showEnd();
+    this.#look();
+    this.#tools.before(node);
+    this.#follow();
   }
 
-  #isNearEnd() {
-    const { scrollHeight, scrollTop, clientHeight } = this.log;
-    return scrollHeight - scrollTop - clientHeight < NEAR_PX;
+  /**
+   * What can be done with the message now, and what became of it.
+   * @param {Message[]} versions all that stand at its place
+   * @param {Message | undefined} before the message before
+   * @param {Actions} actions
+   */
+  showTools(versions, before, actions) {
+    const message = this.#message;
+    const isQuestion = message.role === "user";
+    const question = isQuestion ? message : before;
+    /** @type {Node[]} */
+    const tools = [];
+    if (message.problem) tools.push(make("p", "problem", message.problem));
+    if (versions.length > 1) tools.push(versionsOf(message, versions, actions.show));
+    if (isQuestion) tools.push(button("Edit", "Edit this question", () => this.#edit(actions)));
+    else tools.push(copyButton("Copy this answer", () => message.text));
+    if (question && (!isQuestion || message.problem)) {
+      tools.push(button("Retry", "Retry this question", () => actions.retry(question)));
+    }
+    this.#tools.replaceChildren(...tools);
   }
 
-  #showEnd() {
-    this.log.scrollTop = this.log.scrollHeight;
+  /** @param {Actions} actions */
+  #edit(actions) {
+    const field = make("textarea", "");
+    field.value = this.#message.text;
+    field.rows = Math.min(12, field.value.split("\n").length + 1);
+    field.ariaLabel = "The question in other words";
+    field.dir = "auto";
+    const send = make("button", "main small", "Send");
+    const cancel = button("Cancel", "", () => end());
+    const form = make("form", "edit", field, make("div", "buttons", cancel, send));
+    const end = () => {
+      form.replaceWith(this.#text);
+      this.#tools.hidden = false;
+      this.#tools.querySelector("button")?.focus();
+    };
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      const text = field.value.trim();
+      if (text && actions.edit(this.#message, text)) end();
+    });
+    field.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") end();
+      if (!isSend(event)) return;
+      event.preventDefault();
+      form.requestSubmit();
+    });
+    this.#text.replaceWith(form);
+    this.#tools.hidden = true;
+    field.focus();
+  }
+
+  #look() {
+    const { scrollHeight, scrollTop, clientHeight } = log;
+    this.#follows = scrollHeight - scrollTop - clientHeight < NEAR_PX;
+  }
+
+  #follow() {
+    if (this.#follows) log.scrollTop = log.scrollHeight;
   }
 }
 
-/** @param {"user" | "assistant"} role */
-function whoOf(role) {
-  return make("p", "who", role === "user" ? "You" : "Model");
+/**
+ * Whether a key sends what is written: Enter, but not with Shift, and not while a word is composed.
+ * @param {KeyboardEvent} event
+ */
+export function isSend({ key, shiftKey, isComposing }) {
+  return key === "Enter" && !shiftKey && !isComposing;
+}
+
+/**
+ * The way to the other versions of a message.
+ * @param {Message} message
+ * @param {Message[]} versions
+ * @param {(version: Message) => void} show
+ */
+function versionsOf(message, versions, show) {
+  const at = versions.indexOf(message);
+  const before = button("‹", "The version before", () => show(versions[at - 1]));
+  const after = button("›", "The next version", () => show(versions[at + 1]));
+  before.dataset.end = String(at === 0);
+  after.dataset.end = String(at === versions.length - 1);
+  for (const way of [before, after]) way.disabled = isEnd(way);
+  const count = make("span", "quiet", `${at + 1} of ${versions.length}`);
+  return make("span", "versions", before, count, after);
+}
+
+/** @param {HTMLButtonElement} way whether it leads nowhere */
+function isEnd(way) {
+  return way.dataset.end === "true";
+}
+
+/**
+ * @param {string} words
+ * @param {string} label longer words for who does not see where it is
+ * @param {() => void} act
+ */
+function button(words, label, act) {
+  const made = make("button", "small", words);
+  made.type = "button";
+  if (label) made.ariaLabel = label;
+  made.addEventListener("click", act);
+  return made;
 }

@@ -1,0 +1,170 @@
+"""Decides what becomes of the fields of a request that its struct does not have.
+
+`RULES` of a struct lists those of the known APIs, with the reason why they are refused or ignored;
+the table in docs/apis.md is written from it. Any other field is unknown. Client libraries add
+fields to the messages of an answer, such as `index` and `parsed_arguments`, and send them back with
+the next request: there an unknown field is left out. Elsewhere a service refuses it, or warns.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Final, Literal
+
+import msgspec
+from msgspec.inspect import Field, ListType, StructType, Type, UnionType, type_info
+
+from diptych_protocol import InvalidRequestError
+
+log = logging.getLogger(__name__)
+
+CONVERSATIONS: Final = ("messages", "input")
+"""The fields of requests that hold messages."""
+MAX_LOGGED: Final = 8
+UNKNOWN: Final = "nobody here knows it"
+_UNPRINTED = re.compile(r"[^!-~]")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What becomes of a known field that has no effect on the answer."""
+
+    outcome: Literal["taken", "ignored", "refused"]
+    """A field that is taken asks for nothing that a client would miss; its struct has it. One that
+    is ignored is left out, with a warning."""
+    why: str
+    neutral: tuple[object, ...] = ()
+    """Values, beside null, that ask for nothing: they are left out, without a warning."""
+
+
+Rules = Mapping[str, Rule]
+
+
+def refused(why: str, *neutral: object) -> Rule:
+    return Rule("refused", why, neutral)
+
+
+def ignored(why: str, *neutral: object) -> Rule:
+    return Rule("ignored", why, neutral)
+
+
+def taken(why: str) -> Rule:
+    return Rule("taken", why)
+
+
+@dataclass(slots=True)
+class LeftOut:
+    """Fields that were taken out of a body."""
+
+    num_neutral: int = 0
+    of_messages: list[str] = field(default_factory=list)
+    elsewhere: dict[str, str] = field(default_factory=dict)
+    """Where a field was -> why it has no effect. The client is told."""
+
+    def __bool__(self) -> bool:
+        return bool(self.num_neutral or self.of_messages or self.elsewhere)
+
+    def __len__(self) -> int:
+        """Return how many fields are counted as ignored."""
+        return len(self.of_messages) + len(self.elsewhere)
+
+
+def leave_out(body: Any, kind: type, *, refuses_unknown: bool) -> LeftOut:
+    """Take the fields that have no effect out of a decoded body.
+
+    kind: the struct that the body is to become. refuses_unknown: unknown fields outside of messages
+    stay, so that whoever decodes the body refuses them. Raises `InvalidRequestError` for a field
+    that is known and refused.
+    """
+    left_out = LeftOut()
+    _Sieve(left_out, refuses_unknown).sift(body, type_info(kind))
+    if left_out.of_messages:
+        log.debug("fields of messages that are not known: %s", left_out.of_messages[:MAX_LOGGED])
+    return left_out
+
+
+class _Sieve:
+    """Goes through a body and its types."""
+
+    def __init__(self, left_out: LeftOut, refuses_unknown: bool) -> None:
+        self._left_out = left_out
+        self._refuses_unknown = refuses_unknown
+
+    def sift(self, value: Any, info: Type, where: str = "", *, is_said: bool = False) -> None:
+        """where: the value's place in the body. is_said: it is a part of messages."""
+        if isinstance(value, list):
+            for items in (arm for arm in _arms(info) if isinstance(arm, ListType)):
+                for index, item in enumerate(value if _has_structs(items.item_type) else ()):
+                    self.sift(item, items.item_type, f"{where}[{index}]", is_said=is_said)
+        elif isinstance(value, dict) and (struct := _struct_of(value, info)) is not None:
+            fields = _fields_of(struct.cls)
+            for name in [*value]:
+                path = f"{where}.{name}" if where else name
+                if name in fields:
+                    within = is_said or (not where and name in CONVERSATIONS)
+                    self.sift(value[name], fields[name].type, path, is_said=within)
+                elif name != struct.tag_field and not self._stays(
+                    value[name], _rules_of(struct.cls).get(name), _printed(path), is_said
+                ):
+                    del value[name]
+
+    def _stays(self, value: Any, rule: Rule | None, where: str, is_said: bool) -> bool:
+        """Note a field that the struct has not. Return whether it stays, for want of a rule."""
+        if rule is None:
+            if is_said:
+                self._left_out.of_messages.append(where)
+            elif self._refuses_unknown:
+                return True
+            else:
+                self._left_out.elsewhere[where] = UNKNOWN
+        elif value is None or value in rule.neutral:
+            self._left_out.num_neutral += 1
+        elif rule.outcome == "refused":
+            raise InvalidRequestError(
+                f"{where} is not supported by this server: {rule.why}",
+                param=re.split(r"[.\[]", where, maxsplit=1)[0],
+            )
+        else:
+            self._left_out.elsewhere[where] = rule.why
+        return False
+
+
+def _printed(path: str) -> str:
+    """The end of a path, as it may stand in a header."""
+    return _UNPRINTED.sub("?", path[-64:])
+
+
+@cache
+def _fields_of(kind: type[msgspec.Struct]) -> dict[str, Field]:
+    info = type_info(kind)
+    return {each.encode_name: each for each in info.fields} if isinstance(info, StructType) else {}
+
+
+def _rules_of(kind: type) -> Rules:
+    rules: Rules = getattr(kind, "RULES", {})
+    return rules
+
+
+def _has_structs(info: Type) -> bool:
+    return any(
+        isinstance(arm, StructType) or (isinstance(arm, ListType) and _has_structs(arm.item_type))
+        for arm in _arms(info)
+    )
+
+
+def _struct_of(value: dict[str, Any], info: Type) -> StructType | None:
+    """Return the struct that an object is to become; None if no struct has its tag."""
+    for arm in _arms(info):
+        if isinstance(arm, StructType) and (
+            arm.tag_field is None or value.get(arm.tag_field) == arm.tag
+        ):
+            return arm
+    return None
+
+
+def _arms(info: Type) -> tuple[Type, ...]:
+    return info.types if isinstance(info, UnionType) else (info,)

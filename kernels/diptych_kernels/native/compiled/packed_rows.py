@@ -1,0 +1,70 @@
+"""Rows of a packed matrix for CPUs, as Numba compiles it; `packed_product.cpu` calls it."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, njit
+
+from diptych_kernels.native.arguments import PackedRows, record_of
+from diptych_kernels.native.compiled.primitives import (
+    FLOAT,
+    float_of,
+    floats,
+    halves_of,
+    ints,
+    num_threads,
+    small_ints,
+    thread_index,
+)
+from diptych_kernels.native.tile_layout import FACTOR_BYTES, GROUP, QUAD, TILE_ROWS, group_bytes
+
+ARGUMENTS = record_of(PackedRows)
+POWER, NAN = np.float32(2.0**112), np.float32(np.nan)
+"""What the exponents of float32 are ahead of those of float16."""
+
+
+def entry(bits):
+    """Return the kernel for a matrix whose levels have 4 or 8 bits."""
+    of_group, parts = group_bytes(bits), 8 // bits
+    quads, mask = GROUP // QUAD // parts, (1 << bits) - 1
+
+    @njit(error_model="numpy")
+    def unpack(source, row, out):
+        """One row of a group."""
+        factors = halves_of(source + of_group - FACTOR_BYTES, 2 * TILE_ROWS)
+        scale, offset = _float_of_half(factors[row]), _float_of_half(factors[TILE_ROWS + row])
+        values = floats(out, GROUP)
+        for quad in range(quads):
+            levels = small_ints(source + (quad * TILE_ROWS + row) * QUAD, QUAD)
+            for column in range(QUAD):
+                for part in range(parts):
+                    level = (np.int32(levels[column]) >> (part * bits)) & mask
+                    place = (part * quads + quad) * QUAD + column
+                    values[place] = np.float32(level) * scale + offset
+
+    @njit(error_model="numpy")
+    def read(given):
+        """What each thread does: some of the rows."""
+        groups, thread, threads = given.groups, thread_index(), num_threads()
+        rows = ints(given.rows, given.num_rows)
+        for index in range(len(rows) * thread // threads, len(rows) * (thread + 1) // threads):
+            tile, row = rows[index] // TILE_ROWS, rows[index] % TILE_ROWS
+            out = given.out + index * groups * GROUP * FLOAT
+            if not 0 <= tile < given.num_tiles:
+                floats(out, groups * GROUP)[:] = NAN
+                continue
+            for group in range(groups):
+                source = given.tiles + (tile * groups + group) * of_group
+                unpack(source, row, out + group * GROUP * FLOAT)
+
+    def packed_rows(address):
+        read(carray(address, 1, ARGUMENTS)[0])
+
+    return packed_rows
+
+
+@njit
+def _float_of_half(bits):
+    """Return the float32 of a finite float16."""
+    number = float_of((np.int32(bits) & np.int32(0x7FFF)) << 13) * POWER
+    return -number if bits < 0 else number

@@ -1,0 +1,193 @@
+/** What moves over the page: blocks from engine to engine, and the thread of the answer. Frames are
+ * drawn only while something moves. */
+
+import { byId } from "./dom.js";
+import { pointAt, wayBetween, wayToLane } from "./wires.js";
+
+const FLIGHT_MS = 1100;
+const APART_MS = 55;
+/** From one block of a flight to the next. */
+const MOVE_MS = 700;
+/** For the thread, from one engine to another. */
+const MOST_SQUARES = 16;
+/** More blocks that cross at once are shown as so many squares. */
+const MOST_FLYING = 160;
+const SLOW_FRAME_MS = 40;
+const SLOW_FRAMES = 8;
+/** After so many slow frames one after the other flights are no longer drawn, only told. */
+
+/**
+ * @typedef {{way: import("./wires.js").Point[], began: number, colour: string}} Square
+ * @typedef {{engine: string, before: string, since: number}} Thread
+ */
+
+export class Stage {
+  #canvas = byId("stage", HTMLCanvasElement);
+  #lane = byId("lane", HTMLElement);
+  #still = matchMedia("(prefers-reduced-motion: reduce)");
+  /** @type {Square[]} */
+  #squares = [];
+  /** @type {Thread | null} */
+  #thread = null;
+  #frame = 0;
+  #last = 0;
+  #slow = 0;
+
+  /** @param {(engine: string) => import("./wires.js").Place | null} placeOf by name */
+  constructor(placeOf) {
+    this.placeOf = placeOf;
+    const redraw = () => this.#wake();
+    addEventListener("resize", redraw);
+    document.addEventListener("scroll", redraw, { capture: true, passive: true });
+  }
+
+  /** Whether the machine is too busy for motion. */
+  get isSlow() {
+    return this.#slow >= SLOW_FRAMES;
+  }
+
+  /**
+   * Let blocks fly from their sender to their receiver.
+   * @param {import("./pools.js").Move} move
+   */
+  fly({ sender, receiver, blocks }) {
+    const [from, to] = [this.placeOf(sender), this.placeOf(receiver)];
+    if (!from || !to || this.#still.matches || document.hidden || this.isSlow) return;
+    const way = wayBetween(from, to, this.#laneAt(from.role === "prefill" ? 0.67 : 0.86));
+    const colour = getComputedStyle(document.documentElement).getPropertyValue(`--${from.role}`).trim();
+    const now = performance.now();
+    for (let at = 0; at < Math.min(blocks, MOST_SQUARES) && this.#squares.length < MOST_FLYING; at += 1) {
+      this.#squares.push({ way, began: now + at * APART_MS, colour });
+    }
+    this.#wake();
+  }
+
+  /**
+   * Show which engine the answer comes from.
+   * @param {string} engine by name; empty: there is no answer now
+   */
+  thread(engine) {
+    if (engine === (this.#thread?.engine ?? "")) return;
+    const before = this.#thread?.engine ?? "";
+    this.#thread = engine ? { engine, before, since: performance.now() } : null;
+    this.#canvas.dataset.thread = engine;
+    this.#wake();
+  }
+
+  #wake() {
+    if (this.#frame || !(this.#thread || this.#squares.length || this.#canvas.dataset.drawn)) return;
+    this.#last = 0;
+    this.#frame = requestAnimationFrame((now) => this.#draw(now));
+  }
+
+  /** @param {number} now */
+  #draw(now) {
+    this.#frame = 0;
+    if (this.#last) this.#slow = now - this.#last > SLOW_FRAME_MS ? this.#slow + 1 : 0;
+    this.#last = now;
+    const pen = this.#clear();
+    if (!pen) return;
+    this.#squares = this.#squares.filter((square) => now < square.began + FLIGHT_MS);
+    const moves = this.#thread ? this.#drawThread(pen, this.#thread, now) : false;
+    for (const square of this.#squares) drawFlying(pen, square, now);
+    this.#canvas.dataset.drawn = this.#thread || this.#squares.length ? "yes" : "";
+    if (this.isSlow) this.#squares = [];
+    if (moves || this.#squares.length) {
+      this.#frame = requestAnimationFrame((next) => this.#draw(next));
+    }
+  }
+
+  #clear() {
+    const sharp = window.devicePixelRatio || 1;
+    const [width, height] = [innerWidth * sharp, innerHeight * sharp];
+    if (this.#canvas.width !== width || this.#canvas.height !== height) {
+      this.#canvas.width = width;
+      this.#canvas.height = height;
+    }
+    const pen = this.#canvas.getContext("2d");
+    pen?.setTransform(sharp, 0, 0, sharp, 0, 0);
+    pen?.clearRect(0, 0, innerWidth, innerHeight);
+    return pen;
+  }
+
+  /**
+   * @param {CanvasRenderingContext2D} pen
+   * @param {Thread} thread
+   * @param {number} now
+   * @returns {boolean} whether it still moves
+   */
+  #drawThread(pen, { engine, before, since }, now) {
+    const [place, last] = [this.placeOf(engine), this.placeOf(before)];
+    if (!place) return false;
+    const share = this.#still.matches ? 1 : Math.min(1, (now - since) / MOVE_MS);
+    const style = getComputedStyle(document.documentElement);
+    const middle = this.#middle();
+    /** @param {import("./wires.js").Place} to */
+    const wayTo = (to) => [middle, ...wayToLane(to, middle.y).reverse()];
+    if (last && last !== place && share < 1) {
+      strokeWay(pen, wayTo(last), 1 - share, style.getPropertyValue("--bad").trim());
+    }
+    strokeWay(pen, wayTo(place), last ? share : 1, style.getPropertyValue(`--${place.role}`).trim());
+    return share < 1;
+  }
+
+  #middle() {
+    const { left, width } = this.#lane.getBoundingClientRect();
+    return { x: left + width / 2, y: this.#laneAt(0.48) };
+  }
+
+  /** @param {number} share of the lane's height */
+  #laneAt(share) {
+    const { top, height } = this.#lane.getBoundingClientRect();
+    return top + height * share;
+  }
+}
+
+/**
+ * @param {CanvasRenderingContext2D} pen
+ * @param {Square} square
+ * @param {number} now
+ */
+function drawFlying(pen, { way, began, colour }, now) {
+  if (now < began) return;
+  const share = (now - began) / FLIGHT_MS;
+  const eased = share < 0.5 ? 2 * share * share : 1 - 2 * (1 - share) * (1 - share);
+  const { x, y } = pointAt(way, eased);
+  pen.fillStyle = colour;
+  pen.fillRect(x - 5, y - 5, 10, 10);
+}
+
+/**
+ * @param {CanvasRenderingContext2D} pen
+ * @param {import("./wires.js").Point[]} way
+ * @param {number} share how much of it, from its beginning
+ * @param {string} colour
+ */
+function strokeWay(pen, way, share, colour) {
+  const end = pointAt(way, share);
+  pen.strokeStyle = pen.fillStyle = colour;
+  pen.lineWidth = 2;
+  pen.lineJoin = "round";
+  pen.beginPath();
+  pen.moveTo(way[0].x, way[0].y);
+  let length = share * lengthOf(way);
+  for (let at = 1; at < way.length; at += 1) {
+    const step = Math.hypot(way[at].x - way[at - 1].x, way[at].y - way[at - 1].y);
+    if (step > length) break;
+    pen.lineTo(way[at].x, way[at].y);
+    length -= step;
+  }
+  pen.lineTo(end.x, end.y);
+  pen.stroke();
+  pen.beginPath();
+  pen.arc(way[0].x, way[0].y, 5, 0, 2 * Math.PI);
+  pen.fill();
+  pen.beginPath();
+  pen.arc(end.x, end.y, 3.5, 0, 2 * Math.PI);
+  pen.fill();
+}
+
+/** @param {import("./wires.js").Point[]} way */
+function lengthOf(way) {
+  return way.slice(1).reduce((sum, { x, y }, at) => sum + Math.hypot(x - way[at].x, y - way[at].y), 0);
+}
