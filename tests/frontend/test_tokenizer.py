@@ -14,6 +14,7 @@ import transformers  # its classes are imported when they are used
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_kit.texts import TEXTS
+from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from diptych_frontend.model_files.gguf_header import read_header
 from diptych_frontend.model_files.model_source import ModelSource
@@ -308,16 +309,12 @@ def test_a_text_is_cut_into_the_words_of_its_vocabulary(
 def words_of(pre: str, text: str) -> list[str]:
     tokenizer = tokenizer_from_gguf(metadata(pre=pre))
     assert tokenizer is not None
-    words = tokenizer.backend.pre_tokenizer.pre_tokenize_str(text)  # type: ignore[union-attr]
+    words = tokenizer.backend.pre_tokenizer.pre_tokenize_str(text)
     return [text[begin:end] for _, (begin, end) in words]
 
 
 QWEN = transformers.models.qwen2.tokenization_qwen2.PRETOKENIZE_REGEX
-LLAMA3 = (
-    inspect.signature(transformers.convert_slow_tokenizer.TikTokenConverter)
-    .parameters["pattern"]
-    .default
-)
+LLAMA3 = inspect.signature(TikTokenConverter).parameters["pattern"].default
 
 
 @settings(max_examples=100)

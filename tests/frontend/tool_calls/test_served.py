@@ -238,7 +238,8 @@ async def test_tools_that_a_template_cannot_show_are_refused_unless_a_call_is_fo
     family: Family, path: str, body: Any, forced: Any, none: Any
 ) -> None:
     family.of("hermes")
-    family.engine.renderer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    renderer: Any = family.engine.renderer
+    renderer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     transport = httpx.ASGITransport(build_app(family.engine))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         refused = await client.post(path, json=body)
