@@ -307,7 +307,7 @@ def test_what_a_browser_keeps_is_bounded_and_the_oldest_goes(
 
 MALFORMED = [
     "", "null", "[]", "{", '{"messages": [], "shown": 7}', '{"messages": [null], "shown": []}',
-    '{"messages": [{"id": 1, "parent": 1, "role": "user", "text": "x"}], "shown": [[1, 1]]}',
+    '{"messages": [{"id": 0, "parent": 0, "role": "user", "text": "x"}], "shown": [[0, 0]]}',
     '{"messages": [{"id": 1, "parent": 0, "role": "system", "text": 7}], "shown": [[0, 1]]}',
 ]  # fmt: skip
 
@@ -322,6 +322,7 @@ def test_what_is_no_conversation_is_not_opened(open_page: Open) -> None:
         scene.page.reload()
         expect(scene.page.locator("#model")).to_have_value("echo")
         expect(scene.page.locator(".message")).to_have_count(0)
+        expect(scene.page.locator("#problem")).to_be_empty()
     scene.page.click("#open-chats")
     scene.page.click("#chats-close")
     asked_and_answered(scene, "one")
