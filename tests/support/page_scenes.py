@@ -81,6 +81,17 @@ class Scene:
         return self.page.locator(".message.assistant .text").last
 
     @property
+    def written(self) -> str:
+        """The newest answer as the model wrote it, with the marks that are drawn as something
+        else."""
+        return str(
+            self.page.evaluate("""() => {
+          const kept = localStorage.getItem(`diptych.chat.${sessionStorage["diptych.open-chat"]}`);
+          return JSON.parse(kept).messages.at(-1).text;
+        }""")
+        )
+
+    @property
     def facts(self) -> Locator:
         """What is told of the newest answer."""
         return self.page.locator(".facts").last

@@ -152,9 +152,10 @@ def bench(url: str | None, model: str | None, api_key: str | None, **options: An
     from diptych.bench.figures import Goal, summary
     from diptych.bench.run import Plan
     from diptych.errors import BadInputError
+    from diptych_frontend.installation import this_installation
 
     if options["svg"] and find_spec("matplotlib") is None:
-        raise BadInputError("--svg needs matplotlib: pip install 'diptych[plots]'")
+        raise BadInputError(f"--svg needs matplotlib: {this_installation().add_extras('plots')}")
     goal = Goal(options["ttft_ms"], options["inter_token_ms"])
     requests = _requests(options)
     service = find_service(url, model, api_key)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from diptych.defaults import own_file
 from diptych.doctor.facts import Facts, Package
 
 GIB: Final = 1 << 30
@@ -18,7 +19,7 @@ ENOUGH_DISK: Final = 4 * GIB
 """A model of two billion parameters in 16 bits."""
 LEAST_DISK: Final = GIB // 4
 """The example's model."""
-INSTALL: Final = "pip install 'diptych[cli,engine,router]' --constraint requirements.lock"
+INSTALL_PAGE: Final = own_file("docs/install.md")
 
 
 class State(StrEnum):
@@ -43,7 +44,7 @@ def check_system(facts: Facts) -> Check:
     found = f"{facts.system} on {facts.machine}, {facts.libc or 'no glibc'}"
     if facts.system == "Linux" and facts.machine in ("x86_64", "aarch64") and facts.libc:
         return Check("system", State.OK, found)
-    remedy = "use Linux with glibc on x86_64 or aarch64; docs/install.md says how on macOS, Windows"
+    remedy = f"use Linux with glibc on x86_64 or aarch64; {INSTALL_PAGE} says how on macOS, Windows"
     return Check("system", State.FAIL, found, remedy)
 
 
@@ -56,12 +57,23 @@ def check_packages(facts: Facts) -> Check:
     versions = ", ".join(f"{each.name} {each.found}" for each in shown if each.found)
     if missing:
         found = f"not installed: {', '.join(sorted(missing))}"
-        return Check("packages", State.FAIL, found, INSTALL)
+        return Check("packages", State.FAIL, found, _install(facts, missing))
     if others:
         found = f"not the versions that were tested: {', '.join(map(_differs, others))}"
-        return Check("packages", State.WARN, found, INSTALL)
+        names = [package.name for package in others]
+        return Check("packages", State.WARN, found, _install(facts, names))
     found = f"Python {facts.python}, {versions}; all {len(needed)} have the tested versions"
     return Check("packages", State.OK, found)
+
+
+def _install(facts: Facts, names: Sequence[str]) -> str:
+    needed = {package.name: package for own in facts.packages.values() for package in own}
+    return facts.installation.add(*(f"{name}{needed[name].wanted}" for name in names))
+
+
+def _again(facts: Facts, name: str) -> str:
+    """For a package that is there, and broken."""
+    return facts.installation.add("--force-reinstall", name, alone=True)
 
 
 def _differs(package: Package) -> str:
@@ -75,7 +87,7 @@ def check_cpu(facts: Facts) -> Check:
         return Check("cpu", State.FAIL, cpu.problem, "unset DIPTYCH_CPU_LEVEL, or set it to auto")
     if cpu.level == "none":
         found = "no level of compiled kernels: torch computes everything, in float32"
-        remedy = "none for ARM; an x86-64 needs AVX2 (docs/kernels.md)"
+        remedy = f"none for ARM; an x86-64 needs AVX2 ({own_file('docs/kernels.md')})"
         if cpu.highest != "none":
             remedy = f"unset DIPTYCH_CPU_LEVEL: this machine has {cpu.highest}"
         return Check("cpu", State.WARN, found, remedy)
@@ -110,10 +122,10 @@ def check_ucx(facts: Facts) -> Check:
     memory."""
     ucx = facts.ucx
     if ucx.problem:
-        return Check("ucx", State.FAIL, ucx.problem, INSTALL)
+        return Check("ucx", State.FAIL, ucx.problem, _again(facts, "libucx-cu13"))
     if not ucx.transports:
         found = f"libucp {ucx.version} starts; its program ucx_info does not say what it finds"
-        return Check("ucx", State.WARN, found, INSTALL)
+        return Check("ucx", State.WARN, found, _again(facts, "libucx-cu13"))
     names = ", ".join(ucx.transports)
     if "tcp" not in ucx.transports:
         found = f"libucp {ucx.version} has no tcp, only {names}"
@@ -147,11 +159,11 @@ def check_gpu(facts: Facts) -> Check:
         return Check("gpu", State.WARN, found, "install NVIDIA's driver, or give the container it")
     if not gpu.torch_sees:
         found += f"; torch does not use it: {gpu.torch_problem}"
-        remedy = "install torch with CUDA: docs/install.md#on-one-machine"
+        remedy = f"install torch with CUDA: {INSTALL_PAGE}, On one machine"
         return Check("gpu", State.WARN, found, remedy)
     if not gpu.triton or not gpu.compiler:
         missing = "a C compiler" if gpu.triton else "triton"
-        remedy = "install gcc" if gpu.triton else "pip install 'diptych[gpu]'"
+        remedy = "install gcc" if gpu.triton else facts.installation.add_extras("gpu")
         return Check("gpu", State.WARN, f"{found}; Diptych's kernels need {missing}", remedy)
     return Check("gpu", State.OK, f"{found}; triton {gpu.triton}. Diptych never ran on a GPU yet")
 
@@ -159,7 +171,8 @@ def check_gpu(facts: Facts) -> Check:
 def check_vllm(facts: Facts) -> Check:
     vllm = facts.vllm
     if vllm.problem:
-        remedy = "docs/vllm.md says which versions were tested, and DIPTYCH_VLLM which one is used"
+        page = own_file("docs/vllm.md")
+        remedy = f"{page} says which versions were tested, and DIPTYCH_VLLM which one is used"
         return Check("vllm", State.WARN, vllm.problem, remedy)
     if not vllm.program:
         return Check("vllm", State.OK, "not installed; only services with runtime: vllm need it")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from diptych_frontend.installation import Installation
+
 
 @dataclass(frozen=True, slots=True)
 class Package:
@@ -106,5 +108,6 @@ class Facts:
     gpu: Gpu
     vllm: Vllm
     disk: Disk
+    installation: Installation
     run_directory_problem: str = ""
     """Why `diptych up` could not write its state."""

@@ -8,7 +8,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +22,7 @@ from diptych.errors import BadInputError
 from diptych.laptop import rundir
 from diptych.laptop.ports import free_ports, is_free
 from diptych.laptop.programs import vllm_program
+from diptych_frontend.installation import this_installation
 from diptych_frontend.processors import (
     CONTROL_GROUPS,
     OWN_GROUPS,
@@ -43,34 +44,28 @@ CACHE_FIELD: Final = "inactive_file"
 
 def gather(api_port: int, models: Path) -> Facts:
     """Gather all facts. `models`: the folder of fetched models, which need not exist."""
+    installation = this_installation()
     return Facts(
         system=platform.system(),
         machine=platform.machine(),
         libc=" ".join(filter(None, platform.libc_ver())),
         python=platform.python_version(),
-        packages={extra: tuple(packages_of(extra)) for extra in EXTRAS},
+        packages={extra: tuple(packages_of(installation.extras[extra])) for extra in EXTRAS},
         cpu=_cpu(),
-        memory=_memory(),
+        memory=memory(),
         ucx=_ucx(),
         ports=_ports(api_port),
         gpu=_gpu(),
         vllm=_vllm(),
         disk=_disk(models),
+        installation=installation,
         run_directory_problem=_unwritable(rundir.base_directory()),
     )
 
 
-def packages_of(extra: str) -> Iterator[Package]:
-    """Return the requirements of `diptych[extra]` on this machine, including those of the extras
-    that it names."""
-    for line in metadata.requires("diptych") or ():
-        wanted = Requirement(line)
-        if wanted.marker is not None and not wanted.marker.evaluate({"extra": extra}):
-            continue
-        if wanted.name == "diptych":
-            for inner in wanted.extras:
-                yield from packages_of(inner)
-            continue
+def packages_of(requirements: Iterable[str]) -> Iterator[Package]:
+    """Return what is here of these requirements."""
+    for wanted in map(Requirement, requirements):
         found = _version(wanted.name)
         fits = bool(found) and wanted.specifier.contains(found, prereleases=True)
         yield Package(wanted.name, str(wanted.specifier), found, fits)
@@ -96,7 +91,8 @@ def _cpu() -> Cpu:
         return Cpu("", highest, str(exc), usable)
 
 
-def _memory() -> Memory:
+def memory() -> Memory:
+    """Return what this process may use, by its control groups."""
     found = psutil.virtual_memory()
     try:
         own = OWN_GROUPS.read_text()

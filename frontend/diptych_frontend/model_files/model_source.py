@@ -13,6 +13,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 import msgspec
 
+from diptych_frontend.installation import this_installation
 from diptych_frontend.model_files.gguf_header import GGUFError, GGUFTensor, read_floats, read_header
 from diptych_frontend.model_files.model_config import (
     ModelConfig,
@@ -158,7 +159,8 @@ def _locate_in_package(package: str, name: str) -> Path:
     except ValueError:  # it is in memory, but from no file
         spec = None
     if spec is None or spec.submodule_search_locations is None:
-        raise _refuse(f"the Python package {package!r} is not installed; install it in this image")
+        remedy = this_installation().add(package, alone=True)
+        raise _refuse(f"the Python package {package!r} is not installed: {remedy}")
     for location in map(Path, spec.submodule_search_locations):
         path = location / name
         if path.exists():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from diptych_frontend.installation import this_installation
 from diptych_protocol import EngineConfig, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def start_sender(endpoint: str | None) -> SpanSender | None:
         from diptych_frontend.observability.span_sender import SpanSender, otlp_exporter
     except ModuleNotFoundError as exc:
         raise InvalidRequestError(
-            f"otlp_traces_endpoint needs {exc.name}: install `diptych[tracing]`",
+            f"otlp_traces_endpoint needs {exc.name}: {this_installation().add_extras('tracing')}",
             param="otlp_traces_endpoint",
         ) from exc
     return SpanSender(otlp_exporter(endpoint))

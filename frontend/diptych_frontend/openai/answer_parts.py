@@ -53,7 +53,8 @@ class AnswerParts:
         parser = self._parsers.get(output.index)
         if parser is None:
             parser = self._parsers[output.index] = self._new_parser()
-        text, calls = parser.push(text, last=output.finished)
+        is_cut = finish_reason != "stop" or isinstance(output.stop_reason, str)
+        text, calls = parser.push(text, last=output.finished, cut=is_cut)
         if finish_reason == "stop" and parser.num_calls:
             finish_reason = "tool_calls"
         return reasoning, text, calls, finish_reason

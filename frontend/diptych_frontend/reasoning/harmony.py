@@ -74,8 +74,6 @@ class HarmonySplitter:
         certain = len(self._held) if last else certain_length(self._held, MARKERS)
         self._text(self._held[:certain], reasoning, answer)
         self._held = self._held[certain:]
-        if last:
-            answer.append(self._end_of_call())
         return "".join(reasoning), "".join(answer)
 
     def _look_for_recipient(self, last: bool) -> bool:

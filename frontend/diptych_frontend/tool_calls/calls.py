@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
+from diptych_frontend.reasoning.splitter import certain_length
 from diptych_protocol import UNREADABLE
 
 MAX_CALL: Final = 256 << 10
 """A text with more characters than this is no call."""
+MAX_BEGIN: Final = 256
+"""The beginning of a call, with the name of its function and blanks, is in so many characters."""
 FUNCTION_NAME: Final = r"[a-zA-Z0-9_.-]{1,64}"
 
 Tools = Mapping[str, Mapping[str, Any]]
@@ -53,6 +56,10 @@ class OpenCall(Protocol):
         the next, in any pieces.
         """
 
+    def unfinished(self, text: str) -> list[ParsedCall] | None:
+        """Return what it is if the answer ends before it does: calls that lack no more than the
+        marker at their end, none for an unfinished call, and None for what may be text."""
+
 
 class Marker:
     """A marker around calls that has no meaning of its own."""
@@ -64,13 +71,21 @@ class Marker:
         """See `OpenCall`."""
         return Ended(self._length, [])
 
+    def unfinished(self, text: str) -> None:
+        """See `OpenCall`: it ends at once."""
+
 
 class BetweenMarkers:
     """A call between a marker at its beginning and one at its end."""
 
-    def __init__(self, begin: str, end: str, read: Callable[[str], ParsedCall | None]) -> None:
-        """read: parses the text between the markers as a call, if it is one."""
-        self._begin, self._end, self._read = len(begin), end, read
+    def __init__(
+        self, begin: str, end: str, read: Callable[[str], ParsedCall | None], inside: str = ""
+    ) -> None:
+        """read: parses the text between the markers as a call, if it is one.
+
+        inside: how that text begins.
+        """
+        self._begin, self._end, self._read, self._inside = len(begin), end, read, inside
         self._searched = self._begin
 
     def end(self, text: str) -> Ended | None:
@@ -83,6 +98,21 @@ class BetweenMarkers:
             return Ended(MAX_CALL, None)
         call = self._read(text[self._begin : found])
         return Ended(found + len(self._end), None if call is None else [call])
+
+    def unfinished(self, text: str) -> list[ParsedCall] | None:
+        """See `OpenCall`."""
+        written = text[self._begin :]
+        written = written[: certain_length(written, (self._end,))]
+        call = self._read(written)
+        if call is not None:
+            return [call]
+        return [] if may_begin(written, (self._inside,)) else None
+
+
+def may_begin(text: str, beginnings: Iterable[str]) -> bool:
+    """Whether a text, blanks aside, begins like one of these, as far as it goes."""
+    written = "".join(text[:MAX_BEGIN].split())
+    return any(each[: len(written)] == written[: len(each)] for each in beginnings)
 
 
 def call_of_json(written: str) -> ParsedCall | None:

@@ -13,4 +13,4 @@ MARKERS: Final = (BEGIN,)
 
 def open_call(marker: str, tools: Tools) -> BetweenMarkers:
     """Return the call that begins with the marker."""
-    return BetweenMarkers(BEGIN, END, call_of_json)
+    return BetweenMarkers(BEGIN, END, call_of_json, "{")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from diptych_frontend.tool_calls.calls import Ended, Tools, call_of_json
+from diptych_frontend.tool_calls.calls import Ended, ParsedCall, Tools, call_of_json, may_begin
 from diptych_frontend.tool_calls.json_end import JsonEnd
 
 TAG: Final = "<|python_tag|>"
@@ -40,6 +40,12 @@ class LlamaCall:
         if call is None or call.name not in self._tools:
             return Ended(part.end, None)
         return Ended(part.end, [call])
+
+    def unfinished(self, text: str) -> list[ParsedCall] | None:
+        """See `OpenCall`."""
+        names = [f'"name":"{name}"' for name in self._tools]
+        beginnings = [f"{{{kind}{name}" for kind in ("", '"type":"function",') for name in names]
+        return [] if self._marker or may_begin(text, beginnings) else None
 
 
 def open_call(marker: str, tools: Tools) -> LlamaCall:

@@ -49,6 +49,10 @@ class MistralCalls:
             return None
         return Ended(part.end, self._calls(text[self._begin : part.end]) if part.is_whole else None)
 
+    def unfinished(self, text: str) -> list[ParsedCall]:
+        """See `OpenCall`."""
+        return []
+
     def _calls(self, written: str) -> list[ParsedCall] | None:
         if self._name is None:
             return calls_of_json(written)

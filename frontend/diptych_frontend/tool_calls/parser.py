@@ -14,7 +14,7 @@ class ToolCallParser:
     """Separates an answer's text from its calls.
 
     A call is reported as a whole, once it is complete. A text that only begins like a call remains
-    text.
+    text, unless the answer was cut within it: then it is an unfinished call, which nobody can use.
     """
 
     def __init__(self, style: ToolCallFormat, tools: Tools, *, parallel: bool) -> None:
@@ -31,10 +31,12 @@ class ToolCallParser:
         self._begins_line = True
         """There is nothing but blanks before the held text in its line."""
 
-    def push(self, piece: str, *, last: bool = False) -> tuple[str, list[ParsedCall]]:
+    def push(
+        self, piece: str, *, last: bool = False, cut: bool = False
+    ) -> tuple[str, list[ParsedCall]]:
         """Add text, and return the text that is certain now, and the calls that are complete.
 
-        last: this is the end.
+        last: this is the end. cut: the model did not choose it.
         """
         self._held += piece
         text: list[str] = []
@@ -43,6 +45,7 @@ class ToolCallParser:
             if not self._end(text, calls):
                 break
         if last:
+            self._finish(calls, cut)
             self._tell(len(self._held), text)
         elif self._open is None:
             self._tell(certain_length(self._held, self._style.markers), text)
@@ -82,11 +85,26 @@ class ToolCallParser:
             return True
         self._held = self._held[ended.length :]
         self._after_call = self._begins_line = True
-        for call in ended.calls:
+        self._report(ended.calls, calls)
+        return True
+
+    def _report(self, found: list[ParsedCall], calls: list[ParsedCall]) -> None:
+        for call in found:
             if self._parallel or self.num_calls == 0:
                 self.num_calls += 1
                 calls.append(call)
-        return True
+
+    def _finish(self, calls: list[ParsedCall], cut: bool) -> None:
+        """Take what is left of a call out of the held text."""
+        if self._open is not None:
+            found = self._open.unfinished(self._held)
+            if found or (cut and found is not None):
+                self._report(found, calls)
+                self._held = ""
+        elif cut:
+            certain = certain_length(self._held, self._style.markers)
+            if len(self._held) - certain > 1:  # one character may be anything
+                self._held = self._held[:certain]
 
     def _tell(self, length: int, text: list[str]) -> None:
         """So much of the held text is certain to be text. Blanks after a call only part it from

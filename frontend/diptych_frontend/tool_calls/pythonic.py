@@ -21,6 +21,7 @@ from diptych_frontend.tool_calls.calls import (
     Tools,
     WrittenCall,
     called,
+    may_begin,
 )
 from diptych_frontend.tool_calls.json_end import PythonEnd
 
@@ -64,6 +65,11 @@ class PythonicCalls:
         if calls is None or not all(call.name in self._tools for call in calls):
             return Ended(part.end, None)
         return Ended(part.end, calls)
+
+    def unfinished(self, text: str) -> list[ParsedCall] | None:
+        """See `OpenCall`."""
+        is_call = self._marker or may_begin(text, (f"[{name}(" for name in self._tools))
+        return [] if is_call else None
 
 
 def calls_in(written: str) -> list[ParsedCall] | None:

@@ -30,7 +30,7 @@ _WORDS: Final = {"True": "true", "False": "false", "None": "null"}
 
 def open_call(marker: str, tools: Tools) -> BetweenMarkers:
     """Return the call that begins with the marker."""
-    return BetweenMarkers(BEGIN, END, lambda written: _read(written, tools))
+    return BetweenMarkers(BEGIN, END, lambda written: _read(written, tools), FUNCTION)
 
 
 def _read(written: str, tools: Tools) -> ParsedCall | None:

@@ -76,7 +76,8 @@ CASES: list[tuple[str, str, str, list[ParsedCall]]] = [
     ("hermes", f"First. {CALL}\n{OTHER}\n", "First. ", [F, G]),
     ("hermes", f"{CALL}\n then", "then", [F]),
     ("hermes", "a < b <tool", "a < b <tool", []),
-    ("hermes", CALL[:-3], CALL[:-3], []),
+    ("hermes", CALL[:-3], "", [F]),
+    ("hermes", CALL[:-15], CALL[:-15], []),
     ("hermes", "<tool_call>{no json}</tool_call>", "<tool_call>{no json}</tool_call>", []),
     ("hermes", '<tool_call>{"name": 1}</tool_call>!', '<tool_call>{"name": 1}</tool_call>!', []),
     ("hermes", f"<tool_<tool_call>[]</tool_call>{OTHER}", "<tool_<tool_call>[]</tool_call>", [G]),
@@ -120,13 +121,15 @@ CASES: list[tuple[str, str, str, list[ParsedCall]]] = [
     ("deepseek", f"{V31}then", "then", [F]),
     ("deepseek", V31.replace("{", "("), V31.replace("{", "("), []),
     ("deepseek", V31.replace("f<", "f f<"), V31.replace("f<", "f f<"), []),
-    ("deepseek", V31[:-1], V31[:-1], []),
+    ("deepseek", V31[:-1], "", [F]),
+    ("deepseek", V31[:-20], V31[:-20], []),
     ("qwen3_coder", XML, "", [F]),
     ("qwen3_coder", f"First. {XML}\n{XML_G}\nthen", "First. then", [F, G]),
     ("qwen3_coder", VALUES, "", [TYPED]),
     ("qwen3_coder", CALL, CALL, []),
     ("qwen3_coder", XML.replace("</par", "<par"), XML.replace("</par", "<par"), []),
-    ("qwen3_coder", XML[:-1], XML[:-1], []),
+    ("qwen3_coder", XML[:-1], "", [F]),
+    ("qwen3_coder", XML[:-20], XML[:-20], []),
     ("harmony", TO_F, "", [F]),
     ("harmony", TO_F.removesuffix("<|call|>"), "", [F]),
     ("harmony", TO_F.replace(" <|constrain|>", "<|constrain|>"), "", [F]),
@@ -141,7 +144,9 @@ CASES: list[tuple[str, str, str, list[ParsedCall]]] = [
 ]  # fmt: skip
 
 
-def parse(name: str, pieces: list[str], *, parallel: bool = True) -> tuple[str, list[ParsedCall]]:
+def parse(
+    name: str, pieces: list[str], *, parallel: bool = True, cut: bool = False
+) -> tuple[str, list[ParsedCall]]:
     """The text and the calls of an answer. In harmony, what reads reasoning comes first."""
     parser = ToolCallParser(FORMATS[name], TOOLS, parallel=parallel)
     before = HarmonySplitter(None, shows_calls=True) if name == "harmony" else None
@@ -150,7 +155,7 @@ def parse(name: str, pieces: list[str], *, parallel: bool = True) -> tuple[str, 
         last, answer = piece is None, piece or ""
         if before is not None:
             _, answer = before.push(answer, last=last)
-        told, found = parser.push(answer, last=last)
+        told, found = parser.push(answer, last=last, cut=cut)
         text += told
         calls += found
     assert parser.num_calls == len(calls)
@@ -193,6 +198,56 @@ def test_contract_C05_calls_are_found_however_an_answer_is_cut(
     assert parse(name, list(answer)) == (text, calls)
     for place in range(1, len(answer)):
         assert parse(name, [answer[:place], answer[place:]]) == (text, calls)
+
+
+TYPED_LLAMA = LLAMA.replace("{", '{ "type": "function", ', 1)
+CUT = {
+    "hermes": f"So.\n{CALL}\n{OTHER}",
+    "llama": f"So.\n{LLAMA}; {LLAMA_G}",
+    "llama, with a tag": f"So.\n<|python_tag|>{LLAMA}<|python_tag|>{LLAMA_G}",
+    "llama, with a type": f"So.\n{TYPED_LLAMA};{LLAMA_G}",
+    "mistral": f"So.\n{NAMED}[TOOL_CALLS]g{{}}",
+    "mistral, in a list": f'So.\n{LIST[:-1]}, {{"name": "g", "arguments": {{}}}}]',
+    "deepseek": f"So.\n{ALL}{V31}\n{V31_G}{END}",
+    "deepseek, in a fence": f"So.\n{ALL}{V3}\n{V31_G}{END}",
+    "pythonic": "So.\n[f(x='<b>'), g()]",
+    "pythonic, with markers": f"So.\n{START}[f(x='<b>'), g()]{PYTHON_END}",
+    "qwen3_coder": f"So.\n{XML}\n{XML_G}",
+    "harmony": f"So.\n{TO_F}{TO_G}",
+}
+
+
+@pytest.mark.parametrize("case", CUT)
+def test_contract_C05_an_answer_cut_within_a_call_has_its_whole_calls_and_no_part_of_one(
+    case: str,
+) -> None:
+    name, answer = case.partition(",")[0], CUT[case]
+    found = []
+    for end in range(len("So.\n"), len(answer) + 1):
+        text, calls = parse(name, [answer[:end]], cut=True)
+        left = text.removeprefix("So.").strip()
+        # One character may be anything. A marker of harmony is one token, so it is never cut.
+        assert len(left) < 2 or (name == "harmony" and "<|start|>".startswith(left)), answer[:end]
+        assert parse(name, list(answer[:end]), cut=True) == (text, calls)
+        assert calls == [F, G][: len(calls)]
+        found.append(len(calls))
+    assert found[-1] == 2
+    # Within the fence's end the arguments are whole no more.
+    assert found == sorted(found) or "fence" in case
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("llama", '{"name": "nobody", "a'), ("llama", '{"answer": {"name": "f"'),
+        ("pythonic", "[1, 2"), ("pythonic", "[fine, words"), ("hermes", "<tool_call> is one"),
+        ("qwen3_coder", "<tool_call> is a tag"), ("deepseek", "a <"), ("mistral", "x = ["),
+    ],
+)  # fmt: skip
+def test_contract_C05_what_cannot_become_a_call_stays_when_an_answer_is_cut(
+    name: str, answer: str
+) -> None:
+    assert parse(name, [answer], cut=True) == (answer, [])
 
 
 PARTS: dict[str, list[str]] = {

@@ -68,7 +68,7 @@ class Family:
     def of(self, name: str) -> Family:
         """The template of a model shows its format, but for harmony."""
         sign = next((sign for sign, sign_name in SIGNS if sign_name == name), None)
-        self._change(self.engine.renderer, "chat_template", sign)
+        self._change(self.engine.renderer, "chat_template", f"{{{{ tools }}}}{sign or ''}")
         self.engine.reasoning_parser = "harmony" if name == "harmony" else "none"
         self.answer = ANSWERS[name]
         return self
@@ -120,6 +120,47 @@ async def test_contract_C05_messages_and_responses_tell_the_same_calls(
     response = await family.post("/v1/responses", RESPONSES)
     [call] = [item for item in response["output"] if item["type"] == "function_call"]
     assert (call["name"], json.loads(call["arguments"])) == ("f", ARGUMENTS)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("by", ["max_tokens", "a stop string"])
+async def test_contract_C05_no_api_tells_an_unfinished_call(
+    family: Family, name: str, by: str
+) -> None:
+    answer = family.of(name).answer
+    length, stop = (
+        len(answer[: answer.index("<b>") + 1].encode()),
+        [] if by == "max_tokens" else ["b>"],
+    )
+    limit = length if not stop else 500
+    chat = CHAT | {"max_tokens": limit, "stop": stop or None}
+    [choice] = (await family.post("/v1/chat/completions", chat))["choices"]
+    assert choice["message"]["content"].strip() == "So."
+    assert not choice["message"].get("tool_calls")
+    assert choice["finish_reason"] == ("stop" if stop else "length")
+    if name != "deepseek":  # as above
+        chunks = await family.post("/v1/chat/completions", chat | {"stream": True})
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        assert "".join(delta["content"] or "" for delta in deltas).strip() == "So."
+        assert not any(delta.get("tool_calls") for delta in deltas)
+
+    asked = MESSAGES | {"max_tokens": limit, "stop_sequences": stop}
+    message = await family.post("/v1/messages", asked)
+    assert [block["text"].strip() for block in message["content"]] == ["So."]
+    assert message["stop_reason"] == ("stop_sequence" if stop else "max_tokens")
+    if stop:  # /v1/responses has none
+        return
+    response = await family.post("/v1/responses", RESPONSES | {"max_output_tokens": limit})
+    [item] = response["output"]
+    assert (item["status"], item["content"][0]["text"].strip()) == ("incomplete", "So.")
+    assert response["status"] == "incomplete"
+    if name != "deepseek":
+        events = await family.post(
+            "/v1/responses", RESPONSES | {"max_output_tokens": limit, "stream": True}
+        )
+        assert events[-1]["type"] == "response.incomplete"
+        [item] = events[-1]["response"]["output"]
+        assert item["content"][0]["text"].strip() == "So."
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -183,3 +224,26 @@ async def test_earlier_calls_reach_the_template_in_its_familys_shape(
     called = [call["id"] for message in rendered for call in message.get("tool_calls", ())]
     assert ids == called
     assert (ids == ["call_1", "call_2"]) == (name != "mistral")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "forced", "none"),
+    [
+        ("/v1/chat/completions", CHAT, "required", "none"),
+        ("/v1/messages", MESSAGES, {"type": "any"}, {"type": "none"}),
+        ("/v1/responses", RESPONSES, "required", "none"),
+    ],
+)
+async def test_tools_that_a_template_cannot_show_are_refused_unless_a_call_is_forced(
+    family: Family, path: str, body: Any, forced: Any, none: Any
+) -> None:
+    family.of("hermes")
+    family.engine.renderer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    transport = httpx.ASGITransport(build_app(family.engine))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        refused = await client.post(path, json=body)
+    assert refused.status_code == 400
+    message = refused.json()["error"]["message"]
+    assert "the chat template of echo has no place for tools" in message
+    for choice in (forced, none):
+        await family.post(path, body | {"tool_choice": choice})

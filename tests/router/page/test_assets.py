@@ -61,7 +61,7 @@ async def test_a_browser_that_has_a_file_is_sent_nothing(assets: Assets) -> None
     assert other.content == first.content
 
 
-LOADS = r"""(?:src|href)="([^"]+)"|(?:from |import\()"([^"]+)"|url\(([^)]+)\)|"(\./vendor/[^"]+js)\""""
+LOADS = r"""(?:src|href)="([^"]+)"|(?:from |import\()"([^"]+)"|url\(([^)]+)\)|URL\("([^"]+)\""""
 VENDOR = FOLDER / "vendor"
 
 

@@ -43,9 +43,10 @@ from diptych_frontend.model_files.model_source import readable, resolve_model
 from diptych_frontend.openai.promised_prefill import PromiseFinder, promised_prefill
 from diptych_frontend.openai.request_body import decode_json
 from diptych_frontend.reasoning.formats import FORMATS as REASONING_FORMATS
+from diptych_frontend.text.gguf_tokenizer import tokenizer_from_gguf
 from diptych_frontend.text.structured_outputs import check_structured_outputs
 from diptych_frontend.text.templates.chat_template import ChatTemplate
-from diptych_frontend.text.tokenizer_files import load_tokenizer, tokenizer_from_gguf
+from diptych_frontend.text.tokenizer_files import load_tokenizer
 from diptych_frontend.tool_calls.formats import FORMATS as CALL_FORMATS
 from diptych_kv_transfer.signing.handshake import AuthenticationError, Handshake, Session
 from diptych_kv_transfer.signing.keys import HingeKey

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+from diptych_frontend.installation import this_installation
 from diptych_frontend.model_files.fetch.cache import CacheEntry, Record
 from diptych_frontend.model_files.fetch.credentials import Credentials
 from diptych_frontend.model_files.fetch.download import (
@@ -74,7 +75,8 @@ def open_source(uri: ModelUri, revision: str, credentials: Credentials) -> Sourc
                 raise BadSourceError(URI, f"{uri.text} needs no fetching; it is read in place")
     except ModuleNotFoundError as exc:
         raise FetchError(
-            f"{uri.scheme}:// needs the package {exc.name!r}; install diptych[fetch] in this image"
+            f"{uri.scheme}:// needs the package {exc.name!r}: "
+            f"{this_installation().add_extras('fetch')}"
         ) from exc
 
 

@@ -1,1 +1,1 @@
-"""The page at `/` of a router: a chat, and both pools beside it; docs/decisions/0077."""
+"""The page at `/` of a router: a chat, and both pools beside it; docs/page.md describes it."""

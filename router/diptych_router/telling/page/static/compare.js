@@ -76,13 +76,14 @@ export class Comparison {
   async #answer(body, { text, figures }, signal) {
     const outcome = nothingYet();
     let [last, pause] = [0, 0];
-    const shown = (/** @type {{content?: string}} */ { content }) => {
+    const see = (/** @type {{content?: string}} */ { content }) => {
+      if (!content) return;
       const now = performance.now();
       if (last) pause = Math.max(pause, now - last);
       last = now;
-      text.append(content ?? "");
+      text.append(content);
     };
-    await readAnswer(this.service, body, signal, shown, outcome);
+    await readAnswer(this.service, body, signal, see, outcome);
     figures.replaceChildren(
       termsOf([
         ["first token", `${outcome.firstTokenMs?.toFixed(0) ?? "–"} ms`],

@@ -2,7 +2,7 @@
 
 import { make } from "./dom.js";
 
-const LIBRARY = "./vendor/temml.min.js";
+const LIBRARY = new URL("./vendor/temml.min.js", import.meta.url).href;
 const MOST_CHARACTERS = 4000;
 /** A longer formula stays text. */
 
@@ -57,7 +57,7 @@ function library() {
 function load() {
   loading ??= new Promise((resolve, reject) => {
     const script = make("script", "");
-    script.src = new URL(LIBRARY, import.meta.url).href;
+    script.src = LIBRARY;
     script.addEventListener("load", () => resolve());
     script.addEventListener("error", () => {
       loading = undefined;

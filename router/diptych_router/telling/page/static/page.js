@@ -21,8 +21,8 @@ const EXPLAIN_AGAIN_MS = 300;
 
 const recording = await Recording.published();
 const service = new Service(recording?.fetch);
-const comparison = new Comparison(service);
 const transcript = new Transcript({ retry, edit, show });
+const comparison = new Comparison(service);
 let conversation = new Conversation();
 
 const words = byId("words", HTMLTextAreaElement);
@@ -45,7 +45,7 @@ async function enter() {
     model.replaceChildren(...models.map(({ id }) => new Option(id, id)));
     showDefaults(models[0]?.sampling ?? {});
     offerImages(about.images);
-    const kept = openChat();
+    const kept = recording ? null : openChat();
     if (kept) open(kept);
     document.title = `${about.model} · Diptych`;
     if (door.open) door.close();

