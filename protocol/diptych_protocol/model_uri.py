@@ -31,6 +31,7 @@ FORMS: Final[dict[str, str]] = {
 }
 """Scheme -> the form of such a URI."""
 
+_FIRST_PART = re.compile(r"(.+)-00001-of-(\d{5})\.gguf")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DIGEST = re.compile(r".+@sha256:[0-9a-f]{64}")
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\?#]")
@@ -71,6 +72,16 @@ def parse_model_uri(uri: str) -> ModelUri:
     if scheme != "dummy" and not (_well_formed(parsed) and _safe(path)):
         raise _refuse(f"{uri!r} is not of the form {FORMS[scheme]}")
     return parsed
+
+
+def parts_of(name: str) -> list[str]:
+    """Return the names of the files that a GGUF model is split into, from that of the first; of a
+    model in one file, its own name."""
+    found = _FIRST_PART.fullmatch(name)
+    if found is None:
+        return [name]
+    stem, count = found[1], int(found[2])
+    return [name, *(f"{stem}-{part:05}-of-{count:05}.gguf" for part in range(2, count + 1))]
 
 
 def is_pinned(uri: ModelUri, revision: str, sha256: str) -> bool:

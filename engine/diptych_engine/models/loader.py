@@ -98,41 +98,44 @@ def _load_gguf(
     _require_same_names(slots, table.keys())
     for name, tensor in table.items():
         _require_shape(slots[name], tensor.shape, name)
-    file = np.memmap(source.path, dtype=np.uint8, mode="r")
+    files = {
+        path: np.memmap(path, dtype=np.uint8, mode="r")
+        for path in sorted({tensor.path for tensor in table.values()})
+    }
     reorder = not family.gguf_interleaves_pairs
-    _GGUFLoad(slots, table, file, packables, reorder=reorder, progress=progress).run(source.path)
+    _GGUFLoad(slots, table, files, packables, reorder=reorder, progress=progress).run()
 
 
 class _GGUFLoad:
-    """The way of a file's tensors into a model."""
+    """The way of the tensors of a file, or of several, into a model."""
 
     def __init__(
         self,
         slots: Mapping[str, WeightSlot],
         table: Mapping[str, GGUFTensor],
-        file: NDArray[np.uint8],
+        files: Mapping[Path, NDArray[np.uint8]],
         packables: Sequence[Packable],
         *,
         reorder: bool,
         progress: Progress,
     ) -> None:
-        self._slots, self._table, self._file, self._reorder = slots, table, file, reorder
+        self._slots, self._table, self._files, self._reorder = slots, table, files, reorder
         self._jobs = _jobs(table, packables)
         self._packable = [names for names, linear in self._jobs.items() if linear is not None]
         self._untold = {names: sum(table[x].nbytes for x in names) for names in self._jobs}
         self._progress, self._total, self._done = progress, sum(self._untold.values()), 0
 
-    def run(self, path: Path) -> None:
+    def run(self) -> None:
         # NumPy lets go of the interpreter while it de-quantises, so threads help.
         with ThreadPoolExecutor(LOADER_THREADS) as pool:
             packed: Callable[[Names], PackedMatrix | None] = self._pack
-            shared = self._shared(path, pool) if self._packable and is_available() else None
+            shared = self._shared(pool) if self._packable and is_available() else None
             if shared is not None:
                 packed = lambda names: shared.get(names[0])  # noqa: E731
             for names in pool.map(lambda names: self._load(names, packed), self._jobs):
                 self._tell(names)
 
-    def _shared(self, path: Path, pool: ThreadPoolExecutor) -> Matrices | None:
+    def _shared(self, pool: ThreadPoolExecutor) -> Matrices | None:
         """All that can be packed, from the file that all engines of this machine map."""
         recipe = [
             (name, self._table[name], self._slots[name].order)
@@ -149,7 +152,7 @@ class _GGUFLoad:
                     yield names[0], own
 
         num_bytes = sum(self._untold[names] for names in self._packable)
-        return shared_matrices(file_for(path, (self._reorder, recipe)), num_bytes, make)
+        return shared_matrices(file_for(self._files, (self._reorder, recipe)), num_bytes, make)
 
     def _load(self, names: Names, packed: Callable[[Names], PackedMatrix | None]) -> Names:
         """Tensors that belong together: what becomes of one depends on all of them."""
@@ -180,7 +183,7 @@ class _GGUFLoad:
 
     def _raw(self, name: str) -> NDArray[np.uint8]:
         tensor = self._table[name]
-        return self._file[tensor.offset : tensor.offset + tensor.nbytes]
+        return self._files[tensor.path][tensor.offset : tensor.offset + tensor.nbytes]
 
     def _tell(self, names: Names) -> None:
         self._done += self._untold.pop(names, 0)

@@ -64,17 +64,17 @@ class _Index(msgspec.Struct, frozen=True):
     matrices: dict[str, _Place]
 
 
-def file_for(source: Path, recipe: object) -> Path:
-    """Return the path for the packed matrices of a model's file.
+def file_for(sources: Iterable[Path], recipe: object) -> Path:
+    """Return the path for the packed matrices of a model's files.
 
     recipe: all else that decides what is in them; its `repr` is the same in every process. The
-    name depends on the file's inode and times instead of its content, which no start reads twice.
-    Nobody can change a file and keep the time of its last change (`st_ctime`).
+    name depends on the files' inodes and times instead of their content, which no start reads
+    twice. Nobody can change a file and keep the time of its last change (`st_ctime`).
     """
-    found = source.stat()
-    digest = hashlib.sha256(
-        repr((found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns, recipe)).encode()
-    )
+    digest = hashlib.sha256(repr(recipe).encode())
+    for found in (source.stat() for source in sources):
+        times = found.st_mtime_ns, found.st_ctime_ns
+        digest.update(repr((found.st_ino, found.st_size, *times)).encode())
     folder = Path(__file__).parent
     makers = reference.__file__, tile_layout.__file__, folder / "groups.py", folder / "loader.py"
     for maker in (*makers, __file__):

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from diptych_protocol.model_uri import parts_of
+
 if TYPE_CHECKING:
     from gguf.constants import GGMLQuantizationType
 
@@ -47,6 +49,8 @@ class GGUFError(ValueError):
 class GGUFTensor:
     """The position of one tensor in the file."""
 
+    path: Path
+    """The file: one of several, if the model is split."""
     name: str
     type: GGMLQuantizationType
     shape: tuple[int, ...]
@@ -68,6 +72,7 @@ class RawTensor:
 
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
+    path: Path
     metadata: dict[str, Any]
     """Key -> str, int, float, bool, or a list of them."""
     raw_tensors: list[RawTensor]
@@ -94,7 +99,9 @@ class GGUFHeader:
             nbytes = elements // block_elements * block_bytes
             if raw.offset + nbytes > self.file_size:
                 raise GGUFError(f"tensor {raw.name} ends after the file does: it is truncated")
-            table[raw.name] = GGUFTensor(raw.name, ggml_type, raw.shape, raw.offset, nbytes)
+            table[raw.name] = GGUFTensor(
+                self.path, raw.name, ggml_type, raw.shape, raw.offset, nbytes
+            )
         return table
 
 
@@ -109,11 +116,38 @@ def read_header(path: Path) -> GGUFHeader:
             raise GGUFError("it does not start with 'GGUF'")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
-                return _Cursor(data).header()
+                return _Cursor(data).header(path)
             except struct.error:
                 raise GGUFError("it ends inside its header") from None
             except UnicodeDecodeError:
                 raise GGUFError("a string in its header is not UTF-8") from None
+
+
+def read_parts(path: Path) -> list[GGUFHeader]:
+    """Parse the headers of a model's files: one, or several named `X-00001-of-0000N.gguf`, of which
+    `path` is the first. Raises as `read_header`; the error names a missing part."""
+    first = read_header(path)
+    count, names = first.metadata.get("split.count", 1) or 1, parts_of(path.name)
+    if count != len(names):
+        raise GGUFError(
+            f"it is one of {count} files; name the first, and it X-00001-of-{count:05}.gguf"
+            if isinstance(count, int)
+            else f"split.count is {count!r}"
+        )
+    headers = [first]
+    for number, name in enumerate(names[1:], start=1):
+        part = path.with_name(name)
+        if not part.is_file():
+            raise GGUFError(f"its part {name} is missing beside it")
+        header = read_header(part)
+        if (header.metadata.get("split.no"), header.metadata.get("split.count")) != (number, count):
+            raise GGUFError(f"{name} is not its part {number + 1} of {count}")
+        headers.append(header)
+    found = [raw.name for header in headers for raw in header.raw_tensors]
+    expected = first.metadata.get("split.tensors.count", len(found))
+    if not len(found) == len(set(found)) == expected:
+        raise GGUFError(f"its parts have {len(set(found))} different tensors, not {expected}")
+    return headers
 
 
 def read_floats(path: Path, raw: RawTensor) -> tuple[float, ...]:
@@ -138,7 +172,7 @@ class _Cursor:
         self._at = len(MAGIC)
         self._values_left = MAX_VALUES
 
-    def header(self) -> GGUFHeader:
+    def header(self, path: Path) -> GGUFHeader:
         version = self._number("I")
         if version not in VERSIONS:
             raise GGUFError(f"version {version} is not one of {VERSIONS}")
@@ -151,6 +185,7 @@ class _Cursor:
         rows = [self._tensor_row() for _ in range(num_tensors)]
         start = self._align(metadata.get("general.alignment", DEFAULT_ALIGNMENT))
         return GGUFHeader(
+            path,
             metadata,
             [RawTensor(row.name, row.ggml_type, row.shape, start + row.offset) for row in rows],
             len(self._data),

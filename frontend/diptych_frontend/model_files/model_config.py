@@ -198,7 +198,6 @@ class GGUFVocabularyKeys(msgspec.Struct):
     bos: int | None = msgspec.field(name="tokenizer.ggml.bos_token_id", default=None)
     eos: int | None = msgspec.field(name="tokenizer.ggml.eos_token_id", default=None)
     eot: int | None = msgspec.field(name="tokenizer.ggml.eot_token_id", default=None)
-    num_files: int = msgspec.field(name="split.count", default=1)
 
 
 def config_from_gguf(
@@ -220,8 +219,6 @@ def config_from_gguf(
     head_dim = keys.head_dim or _head_dim(keys.hidden_size, keys.num_attention_heads)
     if keys.rope_dim not in (None, head_dim):
         raise _unsupported("RoPE over a part of each head")
-    if vocabulary.num_files > 1:
-        raise _unsupported("a GGUF model split over files; merge them with gguf-split --merge")
     ends = dict.fromkeys(t for t in (vocabulary.eos, vocabulary.eot) if t is not None)
     return _checked(
         ModelConfig(

@@ -14,7 +14,13 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 import msgspec
 
 from diptych_frontend.installation import this_installation
-from diptych_frontend.model_files.gguf_header import GGUFError, GGUFTensor, read_floats, read_header
+from diptych_frontend.model_files.gguf_header import (
+    GGUFError,
+    GGUFTensor,
+    read_floats,
+    read_header,
+    read_parts,
+)
 from diptych_frontend.model_files.model_config import (
     ModelConfig,
     config_from_gguf,
@@ -71,7 +77,8 @@ class ModelSource:
     uri: str
     format: Literal["gguf", "safetensors", "dummy"]
     path: Path | None
-    """The GGUF file, or the directory of safetensors; None for dummy weights."""
+    """The GGUF file, or the first of several; the directory of safetensors; None for dummy
+    weights."""
     config: ModelConfig
     sampling: SamplingDefaults = UNSAID
     """How to sample where a request does not say."""
@@ -82,7 +89,11 @@ class ModelSource:
         if self.format != "gguf" or self.path is None:
             raise ValueError(f"{self.uri} is not a GGUF file")
         with readable(self.path):
-            return read_header(self.path).tensors()
+            return {
+                name: tensor
+                for header in read_parts(self.path)
+                for name, tensor in header.tensors().items()
+            }
 
 
 def resolve_model(uri: str, *, weights: bool = True) -> ModelSource:
@@ -108,13 +119,16 @@ def resolve_model(uri: str, *, weights: bool = True) -> ModelSource:
             return ModelSource(uri, "safetensors", path, *_read_hf_config(path, weights))
         if not path.is_file():
             raise _refuse(f"{path} does not exist; check the path, or mount the volume it is on")
-        header = read_header(path)
-        tensors = {tensor.name: tensor for tensor in header.raw_tensors}
-        # A router may have the header only, and computes no logits.
-        scaled = weights and DIVISORS in tensors
-        divisors = read_floats(path, tensors[DIVISORS]) if scaled else None
-        config = config_from_gguf(header.metadata, set(tensors), divisors)
-        return ModelSource(uri, "gguf", path, config, sampling_from_gguf(header.metadata))
+        # A router may have the first header only, and computes no logits.
+        headers = read_parts(path) if weights else [read_header(path)]
+        tensors = {tensor.name: (at, tensor) for at in headers for tensor in at.raw_tensors}
+        divisors = None
+        if weights and DIVISORS in tensors:
+            header, tensor = tensors[DIVISORS]
+            divisors = read_floats(header.path, tensor)
+        metadata = headers[0].metadata
+        config = config_from_gguf(metadata, set(tensors), divisors)
+        return ModelSource(uri, "gguf", path, config, sampling_from_gguf(metadata))
 
 
 def _split(uri: str) -> SplitResult:

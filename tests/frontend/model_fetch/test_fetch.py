@@ -107,6 +107,34 @@ def test_of_a_gguf_file_a_router_gets_the_header_only(
     assert fetch(uri).read_bytes() == gguf_bytes
 
 
+@pytest.mark.parametrize("scheme", ["hf://org/repo", "s3://bucket"])
+def test_all_files_of_a_split_model_arrive_and_a_router_gets_the_first(
+    store: Any, fetch: Fetch, gguf_bytes: bytes, scheme: str
+) -> None:
+    first, second = (f"q/m-0000{part}-of-00002.gguf" for part in (1, 2))
+    store.files = {first: gguf_bytes, second: b"more", "q/other.gguf": b"else"}
+    path = fetch(f"{scheme}/{first}")
+    assert names(path.parent) == {Path(first).name, Path(second).name}
+    assert (path.read_bytes(), path.with_name(Path(second).name).read_bytes()) == (
+        gguf_bytes,
+        b"more",
+    )
+    router = fetch(f"{scheme}/{first}", reader="router")
+    assert names(router.parent) == {Path(first).name}
+    with pytest.raises(BadSourceError, match=r"spec\.model\.sha256: .* is one of 2 files"):
+        fetch(f"{scheme}/{first}", sha256=64 * "0")
+
+
+def test_a_missing_part_of_a_split_model_is_named(
+    store: Any, fetch: Fetch, gguf_bytes: bytes
+) -> None:
+    store.files = {"m-00001-of-00002.gguf": gguf_bytes}
+    with pytest.raises(BadSourceError, match=r"lacks its part m-00002-of-00002\.gguf"):
+        fetch("hf://org/repo/m-00001-of-00002.gguf")
+    with pytest.raises(BadSourceError, match=r"has no m-00002-of-00002\.gguf"):
+        fetch("s3://bucket/m-00001-of-00002.gguf")
+
+
 def test_a_pinned_model_is_not_asked_for_again(store: Any, fetch: Fetch, gguf_bytes: bytes) -> None:
     store.files = {"model.gguf": gguf_bytes}
     sha256 = hashlib.sha256(gguf_bytes).hexdigest()

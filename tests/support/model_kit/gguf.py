@@ -76,13 +76,14 @@ def save_gguf(
     path: Path,
     kind_of: Callable[[str], Kind] = quantised,
     add: Callable[[gguf.GGUFWriter], None] | None = None,
+    tensors_a_file: int = 0,
 ) -> str:
     """A Llama model with random weights, as llama.cpp's converter would write it; its path.
 
-    add: writes further metadata and tensors.
+    add: writes further metadata and tensors. tensors_a_file: more go into further files.
     """
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, SIZES["num_hidden_layers"])
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, "llama", split_max_tensors=tensors_a_file)
     writer.add_block_count(SIZES["num_hidden_layers"])
     writer.add_context_length(SIZES["max_position_embeddings"])
     writer.add_embedding_length(SIZES["hidden_size"])

@@ -38,6 +38,7 @@ from diptych_protocol.model_uri import (
     cached_path,
     is_pinned,
     parse_model_uri,
+    parts_of,
 )
 
 SMALL_FILES: Final = (
@@ -88,7 +89,7 @@ def select_files(
     Raises `BadSourceError` if there is no model among them, or not the one with this checksum.
     """
     if uri.is_file:
-        return [_single_file(uri, files, sha256)]
+        return _gguf_files(uri, files, reader, sha256)
     if sha256:
         raise BadSourceError(SHA256, "a folder has no checksum; remove it, or name one file")
     weights = [file for file in files if _is_weights(file.name)]
@@ -107,10 +108,27 @@ def content_id(files: Iterable[RemoteFile]) -> str:
     return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
-def _single_file(uri: ModelUri, files: Sequence[RemoteFile], sha256: str) -> RemoteFile:
-    found = next((file for file in files if file.name == uri.path), None)
-    if found is None:
+def _gguf_files(
+    uri: ModelUri, files: Sequence[RemoteFile], reader: Reader, sha256: str
+) -> list[RemoteFile]:
+    """The GGUF file, or all those that the model is split into; a router reads only the first."""
+    listed = {file.name: file for file in files}
+    if uri.path not in listed:
         raise BadSourceError(URI, f"{uri.text} does not exist{_gguf_hint(uri, files)}")
+    parts = parts_of(uri.path)
+    if sha256 and len(parts) > 1:
+        raise BadSourceError(
+            SHA256, f"{uri.text} is one of {len(parts)} files; remove it, and pin a commit"
+        )
+    missing = [part for part in parts if part not in listed]
+    if missing:
+        raise BadSourceError(URI, f"{uri.text} lacks its part {missing[0]}; name a complete model")
+    wanted = parts[:1] if reader == "router" else parts
+    return [_in_folder(uri, listed[part], sha256) for part in wanted]
+
+
+def _in_folder(uri: ModelUri, found: RemoteFile, sha256: str) -> RemoteFile:
+    """A file by its name in the model's folder, with the service's checksum if there is one."""
     named = replace(found, name=PurePosixPath(found.name).name)
     if not sha256:
         return named

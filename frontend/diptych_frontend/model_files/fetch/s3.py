@@ -27,7 +27,7 @@ from diptych_frontend.model_files.fetch.errors import (
     UnreachableError,
 )
 from diptych_frontend.model_files.fetch.source import RemoteFile
-from diptych_protocol.model_uri import ModelUri
+from diptych_protocol.model_uri import ModelUri, parts_of
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -63,16 +63,20 @@ class S3Source:
 
     def files(self) -> Sequence[RemoteFile]:
         """See `Source`."""
-        with self._mapped_errors():
-            if self._uri.is_file:
-                return [_remote_file(obstore.head(self._store, self._uri.path), self._uri.path)]
+        if self._uri.is_file:
+            return [self._file(name) for name in parts_of(self._uri.path)]
+        with self._mapped_errors(self._uri.path):
             folder = f"{self._uri.path}/"
             found = obstore.list_with_delimiter(self._store, folder)["objects"]
             return [_remote_file(meta, meta["path"].removeprefix(folder)) for meta in found]
 
+    def _file(self, name: str) -> RemoteFile:
+        with self._mapped_errors(name):
+            return _remote_file(obstore.head(self._store, name), name)
+
     def read(self, file: RemoteFile, start: int, end: int) -> bytes:
         """See `Source`."""
-        with self._mapped_errors():
+        with self._mapped_errors(file.locator):
             got = obstore.get(
                 self._store,
                 file.locator,
@@ -87,7 +91,7 @@ class S3Source:
         """See `Source`. The store's connections are closed with the object."""
 
     @contextmanager
-    def _mapped_errors(self) -> Iterator[None]:
+    def _mapped_errors(self, name: str) -> Iterator[None]:
         where = f"s3://{self._uri.host}"
         try:
             yield
@@ -97,7 +101,7 @@ class S3Source:
             ) from None
         except FileNotFoundError:
             raise BadSourceError(
-                URI, f"{where} has no {self._uri.path}; check bucket, key, region and endpoint"
+                URI, f"{where} has no {name}; check bucket, key, region and endpoint"
             ) from None
         except PreconditionError:
             raise ChangedError(f"{where} has another version of the file than before") from None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from diptych_frontend.model_files.fetch.credentials import Credentials
 from diptych_frontend.model_files.fetch.http_ranges import HttpRanges
 from diptych_frontend.model_files.fetch.source import RemoteFile
-from diptych_protocol.model_uri import ModelUri
+from diptych_protocol.model_uri import ModelUri, parts_of
 
 
 class WebSource:
@@ -18,11 +18,15 @@ class WebSource:
         self._ranges = HttpRanges(credentials.token)
 
     def files(self) -> Sequence[RemoteFile]:
-        """See `Source`. Returns one file, whose version is the server's entity tag."""
-        url = self._uri.text
+        """See `Source`. Returns the file, or all those that the model is split into. A file's
+        version is the server's entity tag."""
+        return [self._remote_file(name) for name in parts_of(self._uri.path)]
+
+    def _remote_file(self, name: str) -> RemoteFile:
+        url = self._uri.text.removesuffix(self._uri.path) + name
         head = self._ranges.head(url)
         version = head.version or f"of {head.size} bytes"
-        return [RemoteFile(self._uri.path, head.size, version, url)]
+        return RemoteFile(name, head.size, version, url)
 
     def read(self, file: RemoteFile, start: int, end: int) -> bytes:
         """See `Source`."""
