@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -282,6 +283,55 @@ def test_how_digits_are_grouped_depends_on_the_family(pre: str, expected: list[s
     assert tokens_of("a123", pre=pre) == expected
 
 
+@pytest.mark.parametrize(
+    ("pre", "text", "expected"),
+    [
+        ("trillion", "HelloWorld's 123\n\n x", ["HelloWorld", "'s", " 123", "\n\n", " x"]),
+        ("minerva-7b", "ab 12", ["ab", " ", "1", "2"]),
+        ("refact", "ab 12", ["ab", " ", "1", "2"]),
+        ("falcon3", "HelloWorld'S 1234", ["HelloWorld", "'S", " ", "123", "4"]),
+        ("smaug-bpe", "a.\n\nb", ["a", ".\n\n", "b"]),
+        ("deepseek-r1-qwen", "HelloWorld'S 12", ["HelloWorld", "'S", " ", "1", "2"]),
+        ("tekken", "HelloWorld's 12/\n", ["Hello", "World", "'s", " ", "1", "2", "/\n"]),
+        ("tekken", "ÀÉe\u0301漢字ABC d", ["ÀÉe\u0301漢字", "ABC", " d"]),
+        ("gpt-4o", "HelloWorld'S 1234//\n", ["Hello", "World'S", " ", "123", "4", "//\n"]),
+        ("seed-coder", "ab;\n12", ["ab", ";", "\n", "1", "2"]),
+        ("deepseek-coder", "ab c;漢字12\n", ["ab", " c", ";", "漢字", "1", "2", "\n"]),
+    ],
+)
+def test_a_text_is_cut_into_the_words_of_its_vocabulary(
+    pre: str, text: str, expected: list[str]
+) -> None:
+    assert words_of(pre, text) == expected
+
+
+def words_of(pre: str, text: str) -> list[str]:
+    tokenizer = tokenizer_from_gguf(metadata(pre=pre))
+    assert tokenizer is not None
+    words = tokenizer.backend.pre_tokenizer.pre_tokenize_str(text)  # type: ignore[union-attr]
+    return [text[begin:end] for _, (begin, end) in words]
+
+
+QWEN = transformers.models.qwen2.tokenization_qwen2.PRETOKENIZE_REGEX
+LLAMA3 = (
+    inspect.signature(transformers.convert_slow_tokenizer.TikTokenConverter)
+    .parameters["pattern"]
+    .default
+)
+
+
+@settings(max_examples=100)
+@given(text=st.lists(st.one_of(st.text(assigned), st.sampled_from(TEXTS)), max_size=3).map("".join))
+def test_any_text_is_cut_into_the_words_that_transformers_publishes(text: str) -> None:
+    for pre, pattern in (("deepseek-r1-qwen", QWEN), ("llama-v3", LLAMA3)):
+        assert words_of(pre, text) == regex.findall(pattern, text)
+
+
+def test_a_rule_says_whether_a_text_begins_with_bos() -> None:
+    assert tokens_of("a", pre="tekken") == ["<s>", "a"]
+    assert tokens_of("a", pre="smaug-bpe") == ["a"]
+
+
 def test_bos_and_eos_stand_where_the_file_says() -> None:
     assert tokens_of("a", add_bos_token=True) == ["<s>", "a"]
     assert tokens_of("a", add_bos_token=True, add_eos_token=True) == ["<s>", "a", "</s>"]
@@ -303,7 +353,7 @@ def test_control_tokens_are_special_and_user_defined_ones_are_text() -> None:
     [
         ({"model": "t5"}, "'t5' tokenizer, not one of gpt2, llama; use the model's directory"),
         ({"model": "llama"}, "scores"),
-        ({"pre": "mystery"}, "'mystery'"),
+        ({"pre": "mystery"}, "'mystery' is not one of default, .*; use the model's directory"),
         ({"merges": ["x1 y2"]}, "merges"),
         ({"merges": "x"}, "merges"),
         ({"tokens": 3}, "tokens"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
@@ -29,13 +30,67 @@ SPACE: Final = "\u2581"
 LONGEST_PIECE: Final = 128
 """The most characters of a token that is merged out of others; real ones have at most 64."""
 
+CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+SIGNS: Final = r" ?[^\s\p{L}\p{N}]+[\r\n%s]*"
+SPACES: Final = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 WORD_SPLIT: Final = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,%d}}|{SIGNS % ''}|{SPACES}"
 )
-"""The patterns by which Llama 3 and Qwen 2 split words; they differ in how many digits stay
-together."""
-DIGITS_TOGETHER: Final = {"qwen2": 1, "llama-bpe": 3}
+"""Words of any case; %d is how many digits stay together."""
+UPPER: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+CASE_SPLIT: Final = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*%s"
+    rf"|\p{{N}}{{1,%d}}|{SIGNS % '/'}|{SPACES}"
+)
+"""Words end where a capital follows a small letter; what follows a word is %s."""
+
+
+@dataclass(frozen=True, slots=True)
+class WordRule:
+    """How a text is cut into words before BPE."""
+
+    patterns: tuple[str, ...] = ()
+    """Each cuts out what it finds of what those before it left whole."""
+    as_gpt2: bool = False
+    """What the patterns leave is cut as GPT-2 does."""
+    keeps_whole: bool = False
+    """A word that is a token is not made out of merges."""
+    adds_bos: bool = False
+    """Unless the file says otherwise."""
+    composes: bool = False
+    """Characters are composed (NFC) first."""
+
+
+_QWEN: Final = WordRule((WORD_SPLIT % 1,))
+_LLAMA3: Final = WordRule((WORD_SPLIT % 3,), keeps_whole=True, adds_bos=True)
+_DIGITS_APART: Final = WordRule((r"\p{N}",), as_gpt2=True)
+WORD_RULES: Final = {
+    **dict.fromkeys(("default", "gpt-2", "a.x-4.0", "mellum", "trillion"), WordRule(as_gpt2=True)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "minerva-7b"), _DIGITS_APART),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0"), _LLAMA3),
+    "smaug-bpe": WordRule((WORD_SPLIT % 3,)),
+    "qwen2": replace(_QWEN, composes=True),
+    **dict.fromkeys(("deepseek-r1-qwen", "megrez", "kormo", "f2llmv2"), _QWEN),
+    "tekken": WordRule((CASE_SPLIT % ("", "", 1),), keeps_whole=True, adds_bos=True),
+    "gpt-4o": WordRule((CASE_SPLIT % (f"{CONTRACTIONS}?", f"{CONTRACTIONS}?", 3),)),
+    "seed-coder": WordRule(
+        (
+            rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}"
+            r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",
+        )
+    ),
+    "deepseek-coder": WordRule(
+        (
+            r"[\r\n]",
+            r"\s?\p{L}+",
+            r"\s?\p{P}+",
+            r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+            r"\p{N}",
+        )
+    ),
+}
+"""GGUF's `tokenizer.ggml.pre` -> the rule, for vocabularies of the families that are served."""
 
 
 class GGUFTokenizer(msgspec.Struct, rename=lambda field: "tokenizer." + field.replace("__", ".")):
@@ -92,19 +147,21 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer | None:
 
 
 def _byte_level_bpe(keys: GGUFTokenizer) -> Backend:
-    family = keys.ggml__pre
+    rule = _word_rule(keys.ggml__pre)
     vocabulary = {token: token_id for token_id, token in enumerate(keys.ggml__tokens)}
     merges = [(left, right) for left, _, right in (m.partition(" ") for m in keys.ggml__merges)]
     try:
-        model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=family == "llama-bpe")
+        model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule.keeps_whole)
     except Exception as exc:
         raise unusable_tokenizer(
             f"the GGUF file's merges do not fit its vocabulary: {exc}"
         ) from exc
     backend = Backend(model)
-    backend.pre_tokenizer = _pre_tokenizer(family)
+    cuts = [pre_tokenizers.Split(Regex(cut), behavior="isolated") for cut in rule.patterns]
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule.as_gpt2)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, letters])
     backend.decoder = decoders.ByteLevel()
-    if family == "qwen2":
+    if rule.composes:
         backend.normalizer = normalizers.NFC()
     return backend
 
@@ -177,38 +234,21 @@ BUILDERS: Final = {"gpt2": _byte_level_bpe, "llama": _sentencepiece}
 """`tokenizer.ggml.model` -> how such a tokenizer is built."""
 
 
-def _pre_tokenizer(family: str) -> pre_tokenizers.PreTokenizer:
-    """How a text is cut into words before BPE; the names are those of GGUF's `pre`."""
-    match family:
-        case "gpt-2" | "default":
-            return pre_tokenizers.ByteLevel(add_prefix_space=False)
-        case "smollm":
-            return pre_tokenizers.Sequence(
-                [
-                    pre_tokenizers.Digits(individual_digits=True),
-                    pre_tokenizers.ByteLevel(add_prefix_space=False),
-                ]
-            )
-        case "qwen2" | "llama-bpe":
-            pattern = WORD_SPLIT % DIGITS_TOGETHER[family]
-            return pre_tokenizers.Sequence(
-                [
-                    pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-                    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-                ]
-            )
-        case _:
-            raise unusable_tokenizer(
-                f"the GGUF file's pre-tokenizer {family!r} is not known; "
-                "use the model's directory with its tokenizer.json"
-            )
+def _word_rule(name: str) -> WordRule:
+    rule = WORD_RULES.get(name)
+    if rule is None:
+        raise unusable_tokenizer(
+            f"the GGUF file's pre-tokenizer {name!r} is not one of {', '.join(WORD_RULES)}; "
+            "use the model's directory with its tokenizer.json"
+        )
+    return rule
 
 
 def _add_post_processor(backend: Backend, keys: GGUFTokenizer) -> None:
     """Put BOS before and EOS after a text where the model was trained that way."""
     add_bos = keys.ggml__add_bos_token
     if add_bos is None:
-        add_bos = keys.ggml__model == "llama" or keys.ggml__pre == "llama-bpe"
+        add_bos = keys.ggml__model == "llama" or _word_rule(keys.ggml__pre).adds_bos
     bos, eos = keys.text_of(keys.ggml__bos_token_id), keys.text_of(keys.ggml__eos_token_id)
     before = [bos] if add_bos and bos else []
     after = [eos] if keys.ggml__add_eos_token and eos else []

@@ -68,7 +68,7 @@ class Family:
     def of(self, name: str) -> Family:
         """The template of a model shows its format, but for harmony."""
         sign = next((sign for sign, sign_name in SIGNS if sign_name == name), None)
-        self._change(self.engine.renderer, "chat_template", sign)
+        self._change(self.engine.renderer, "chat_template", f"{{{{ tools }}}}{sign or ''}")
         self.engine.reasoning_parser = "harmony" if name == "harmony" else "none"
         self.answer = ANSWERS[name]
         return self
@@ -224,3 +224,26 @@ async def test_earlier_calls_reach_the_template_in_its_familys_shape(
     called = [call["id"] for message in rendered for call in message.get("tool_calls", ())]
     assert ids == called
     assert (ids == ["call_1", "call_2"]) == (name != "mistral")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "forced", "none"),
+    [
+        ("/v1/chat/completions", CHAT, "required", "none"),
+        ("/v1/messages", MESSAGES, {"type": "any"}, {"type": "none"}),
+        ("/v1/responses", RESPONSES, "required", "none"),
+    ],
+)
+async def test_tools_that_a_template_cannot_show_are_refused_unless_a_call_is_forced(
+    family: Family, path: str, body: Any, forced: Any, none: Any
+) -> None:
+    family.of("hermes")
+    family.engine.renderer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    transport = httpx.ASGITransport(build_app(family.engine))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        refused = await client.post(path, json=body)
+    assert refused.status_code == 400
+    message = refused.json()["error"]["message"]
+    assert "the chat template of echo has no place for tools" in message
+    for choice in (forced, none):
+        await family.post(path, body | {"tool_choice": choice})
