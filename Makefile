@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-JOBS   ?= 3
+JOBS   ?= 4
 RUNS   ?= 200
 VLLM   ?= .vllm
 CLIENTS ?= langchain litellm guidellm aiperf axolotl check-jsonschema validate-pyproject-schema-store

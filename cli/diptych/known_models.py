@@ -16,6 +16,9 @@ from diptych_protocol.model_uri import parse_model_uri
 
 DEFAULT: Final = "smollm2:135m"
 """The default model, which is that of examples/smollm2.yaml."""
+PREFERRED: Final = "qwen3:0.6b"
+"""What `diptych up` serves instead where that costs nobody a surprise: its answers are worth
+reading."""
 APACHE: Final = "Apache-2.0"
 
 
@@ -43,9 +46,9 @@ class KnownModel:
         return self.name
 
     def manifest(self) -> dict[str, Any]:
-        """Return its InferenceService, with one engine in each pool. The default model has two
-        decode engines, so that one can be killed in a trial. The table's name is the model's name
-        for clients."""
+        """Return its InferenceService, with one engine in each pool. The defaults have two decode
+        engines, so that one can be killed in a trial. The table's name is the model's name for
+        clients."""
         pins = {"revision": self.revision, "sha256": self.sha256}
         written: dict[str, Any] = {field: pin for field, pin in pins.items() if pin}
         if self.sampling:
@@ -57,7 +60,7 @@ class KnownModel:
             "spec": {
                 "model": {"uri": self.uri, "servedName": self.name, **written},
                 "prefill": {"replicas": 1},
-                "decode": {"replicas": 2 if self.name == DEFAULT else 1},
+                "decode": {"replicas": 2 if self.name in (DEFAULT, PREFERRED) else 1},
             },
         }
 

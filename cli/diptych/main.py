@@ -16,7 +16,7 @@ from diptych.chat.command import chat
 from diptych.defaults import DEFAULT_PORT, MODEL_CACHE, own_file
 from diptych.doctor.command import doctor
 from diptych.request_trace import trace
-from diptych.service_argument import service_argument
+from diptych.service_argument import service_argument, service_or_none
 from diptych.top import top
 from diptych.watching import console_for_tables
 
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 @main.command()
-@service_argument
+@service_or_none
 @PORT_OPTION
 @click.option(
     "--host",
@@ -92,7 +92,7 @@ def main() -> None:
 )
 @click.option("--plain", is_flag=True, help="Lines instead of a live table, as in a pipe.")
 def up(
-    source: Source,
+    source: Source | None,
     port: int,
     host: str,
     api_keys: Path | None,
@@ -103,8 +103,10 @@ def up(
 ) -> None:
     """Run a service on this machine until Ctrl-C.
 
-    MODEL is a name that `diptych models` lists, FILE an InferenceService in YAML; without either,
-    smollm2:135m is served. A model that is not here is fetched first, into ~/.cache/diptych/models.
+    MODEL is a name that `diptych models` lists, FILE an InferenceService in YAML. Without either,
+    qwen3:0.6b is served to a terminal whose machine has it or can fetch it, and has 8 GiB of free
+    memory; else smollm2:135m. A model that is not here is fetched first, into
+    ~/.cache/diptych/models.
 
     On a terminal one live table shows the pods and their figures: restarts, queue and rows
     (requests that wait and that are computed), blocks of KV in use, tokens computed a second, and
@@ -127,6 +129,12 @@ def up(
     from diptych.foreground import serve
     from diptych.laptop.api_access import ApiAccess
 
+    if source is None:
+        from diptych.default_model import default_choice
+
+        choice = default_choice(MODEL_CACHE.expanduser())
+        click.echo(choice)
+        source = choice.model
     access = ApiAccess(port, host, api_keys, tls, hosts, origins)
     serve(source, access, MODEL_CACHE.expanduser(), plain=plain)
 
@@ -190,12 +198,16 @@ def models(as_json: bool) -> None:
       diptych models --json | jq -r '.[] | select(.here) | .name'
     """
     from diptych import models as view
+    from diptych.default_model import default_choice
 
-    rows = view.listed(MODEL_CACHE.expanduser())
+    cache = MODEL_CACHE.expanduser()
+    rows, choice = view.listed(cache), default_choice(cache)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(view.as_json(rows)), indent=2))
+        shown = view.as_json(rows, choice.model)
+        click.echo(msgspec.json.format(msgspec.json.encode(shown), indent=2))
     else:
-        console_for_tables().print(view.table(rows))
+        console_for_tables().print(view.table(rows, choice.model))
+        click.echo(f"`diptych up` without a name: {choice}", err=True)
 
 
 @main.command()

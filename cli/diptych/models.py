@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from diptych.known_models import DEFAULT, KNOWN, KnownModel, size_text
+from diptych.known_models import KNOWN, KnownModel, size_text
 from diptych.manifest import in_package
 from diptych_frontend.model_files.fetch import is_cached
 
@@ -25,30 +25,28 @@ class Listed:
 
 def listed(cache: Path, models: Iterable[KnownModel] = KNOWN.values()) -> list[Listed]:
     """Look each model up in the cache, or among the installed packages."""
-    return [Listed(model, _is_here(model, cache)) for model in models]
+    return [Listed(model, is_here(model, cache)) for model in models]
 
 
-def _is_here(model: KnownModel, cache: Path) -> bool:
+def is_here(model: KnownModel, cache: Path) -> bool:
     if model.package:
         return in_package(model)
     return is_cached(model.uri, cache, revision=model.revision, sha256=model.sha256)
 
 
-def table(rows: Iterable[Listed]) -> Table:
+def table(rows: Iterable[Listed], default: KnownModel) -> Table:
     """Format one line for each model."""
     shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in ("NAME", "SIZE", "HERE", "LICENSE", "WHERE"):
         shown.add_column(column, no_wrap=True, justify="right" if column == "SIZE" else "left")
     for row in rows:
         model = row.model
-        name = f"{model.name} (default)" if model.name == DEFAULT else model.name
+        name = f"{model.name} (default)" if model == default else model.name
         here = "yes" if row.here else "no"
         shown.add_row(name, size_text(model.size_bytes), here, model.license, model.where)
     return shown
 
 
-def as_json(rows: Iterable[Listed]) -> list[dict[str, Any]]:
+def as_json(rows: Iterable[Listed], default: KnownModel) -> list[dict[str, Any]]:
     """Return whole values, for programs."""
-    return [
-        asdict(row.model) | {"default": row.model.name == DEFAULT, "here": row.here} for row in rows
-    ]
+    return [asdict(row.model) | {"default": row.model == default, "here": row.here} for row in rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,15 @@ class ServiceArgument(click.ParamType[Source]):
 
 def service_argument(command: Any) -> Any:
     """Decorate a command that takes a service. Without it, the service is the default model's."""
-    return click.argument(
-        "source", type=ServiceArgument(), default=DEFAULT, metavar="[MODEL|FILE]"
-    )(command)
+    return _ARGUMENT(default=DEFAULT)(command)
+
+
+def service_or_none(command: Any) -> Any:
+    """Decorate a command that chooses the service itself if none is given."""
+    return _ARGUMENT(required=False)(command)
+
+
+_ARGUMENT = partial(click.argument, "source", type=ServiceArgument(), metavar="[MODEL|FILE]")
 
 
 def _unknown(name: str) -> str:

@@ -11,7 +11,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -25,13 +28,16 @@ CI_RUN = (ROOT / ".ci" / "run").read_text()
 VERSION = yaml.safe_load((CHART / "Chart.yaml").read_text())["version"]
 OWNER = "SomeBody"
 NEEDS_A_RUNNER = re.compile(
-    r"\b(docker|kind|kubectl) |^helm (registry|push)|mkdocs gh-deploy|e2e/kind/(up|smoke)\.sh", re.M
+    r"\b(docker|kind|kubectl) |^helm (registry|push)|^gh release|mkdocs gh-deploy"
+    r"|e2e/kind/(up|smoke)\.sh",
+    re.M,
 )
 PINNED = re.compile(r"[\w.-]+/[\w.-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+")
+STAMP = 'python3 charts/stamp.py --registry "${REGISTRY}"'
 TIMEOUT_S = 120
 WRITES = {
     ("release.yml", "image"): {"packages"},
-    ("release.yml", "publish"): {"packages"},
+    ("release.yml", "publish"): {"contents", "packages"},
     ("docs.yml", "site"): {"contents"},
 }
 """What a job may write to, by workflow and name."""
@@ -113,7 +119,12 @@ def test_what_is_published_was_tried_before() -> None:
     assert any(run.startswith("helm package") for run in tried[:build])
     assert build < install
     assert jobs["image"]["needs"] == "chart"
-    assert set(jobs["publish"]["needs"]) == {"chart", "image"}
+    assert set(jobs["publish"]["needs"]) == {"wheel", "chart", "image"}
+    for job in ("wheel", "chart"):
+        runs = [step.get("run", "") for step in jobs[job]["steps"]]
+        checked, stamped = runs.index(".github/release-version.sh"), runs.index(STAMP)
+        made = "make dist" if job == "wheel" else "helm package charts/diptych --destination dist"
+        assert checked < stamped < runs.index(made), "of one version, under a name that is ours"
 
 
 def test_every_script_is_a_verb_of_ci_or_executed_here_or_needs_a_runner() -> None:
@@ -132,9 +143,11 @@ def test_no_script_is_put_together_from_expressions(workflow: str, step: dict[st
 
 
 class Bare:
-    """A machine with a copy of the repository, Python, helm, and nothing in its environment."""
+    """A machine with a copy of the repository, Python, helm, a Python index without our name, and
+    nothing in its environment."""
 
-    def __init__(self, folder: Path, helm: Helm) -> None:
+    def __init__(self, folder: Path, helm: Helm, index: str) -> None:
+        self.index = index
         self.root, self.home, self.output = folder / "root", folder / "home", folder / "output"
         programs = folder / "bin"
         programs.mkdir()
@@ -149,7 +162,12 @@ class Bare:
     def run(self, script: str, tag: str = f"v{VERSION}") -> subprocess.CompletedProcess[str]:
         """As GitHub runs a step, for a tag that somebody with capitals in the name has pushed."""
         given = {"IMAGE": "diptych-router", "VERSION": VERSION, "REGISTRY": f"ghcr.io/{OWNER}"}
-        of_github = {"GITHUB_OUTPUT": str(self.output), "GITHUB_REF_NAME": tag}
+        of_github = {
+            "GITHUB_OUTPUT": str(self.output),
+            "GITHUB_REF_NAME": tag,
+            "GITHUB_REPOSITORY": f"{OWNER}/diptych",
+            "INDEX": self.index,
+        }
         return subprocess.run(
             ["bash", "--noprofile", "--norc", "-e", "-o", "pipefail", "-c", script],
             cwd=self.root,
@@ -161,8 +179,20 @@ class Bare:
 
 
 @pytest.fixture
-def bare(tmp_path: Path, helm: Helm) -> Bare:
-    return Bare(tmp_path, helm)
+def index(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """The address of a Python index, and the file in which it would tell about our name."""
+    about = tmp_path / "index/pypi/diptych/json"
+    about.parent.mkdir(parents=True)
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "index"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, args=(0.01,)).start()
+        yield f"http://127.0.0.1:{server.server_port}", about
+        server.shutdown()
+
+
+@pytest.fixture
+def bare(tmp_path: Path, helm: Helm, index: tuple[str, Path]) -> Bare:
+    return Bare(tmp_path, helm, index[0])
 
 
 @pytest.mark.parametrize(("workflow", "job", "scripts"), JOBS, ids=lambda value: str(value)[:20])
@@ -195,6 +225,30 @@ def test_a_tag_that_is_not_the_version_is_refused_with_the_remedy(bare: Bare) ->
     done = bare.run(".github/release-version.sh", tag="v0.0.7")
     assert done.returncode == 1
     assert f"tag v{VERSION}, or correct the file" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("told", "code"),
+    [
+        (f'{{"project_urls": {{"Repository": "https://github.com/{OWNER}/diptych"}}}}', 0),
+        ('{"project_urls": {"Repository": "https://github.com/stranger/diptych"}}', 1),
+        (f'{{"project_urls": {{"Repository": "https://github.com/{OWNER}/diptych-2"}}}}', 1),
+        ('{"project_urls": null}', 1),
+    ],
+)
+def test_a_name_that_a_stranger_has_is_not_published_under(
+    bare: Bare, index: tuple[str, Path], told: str, code: int
+) -> None:
+    index[1].write_text(told)
+    done = bare.run(".github/release-version.sh")
+    assert done.returncode == code
+    assert ("choose another name" in done.stderr) == bool(code)
+
+
+def test_a_name_of_which_nobody_knows_whose_it_is_is_not_published_under(bare: Bare) -> None:
+    bare.index = "http://127.0.0.1:1"
+    assert bare.run(".github/release-version.sh").returncode != 0
+    assert not bare.output.exists()
 
 
 @pytest.mark.parametrize("workflow", ["images.yml", "release.yml"])

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from diptych.errors import BadInputError
-from diptych.known_models import DEFAULT, KNOWN, KnownModel, nearest
+from diptych.known_models import DEFAULT, KNOWN, PREFERRED, KnownModel, nearest
 from diptych.main import main
 from diptych.manifest import check_model, load
 from diptych.models import listed
@@ -51,7 +51,7 @@ def test_a_name_is_a_service_of_its_model(model: KnownModel) -> None:
         model.sha256,
     )
     assert service.spec.prefill is not None
-    decoding = 2 if model.name == DEFAULT else 1
+    decoding = 2 if model.name in (DEFAULT, PREFERRED) else 1
     assert (service.spec.prefill.replicas, service.spec.decode.replicas) == (1, decoding)
 
 

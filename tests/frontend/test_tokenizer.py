@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import transformers  # its classes are imported when they are used
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_kit.texts import TEXTS
+from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from diptych_frontend.model_files.gguf_header import read_header
 from diptych_frontend.model_files.model_source import ModelSource
@@ -314,11 +314,7 @@ def words_of(pre: str, text: str) -> list[str]:
 
 
 QWEN = transformers.models.qwen2.tokenization_qwen2.PRETOKENIZE_REGEX
-LLAMA3 = (
-    inspect.signature(import_module("transformers.convert_slow_tokenizer").TikTokenConverter)
-    .parameters["pattern"]
-    .default
-)
+LLAMA3 = inspect.signature(TikTokenConverter).parameters["pattern"].default
 
 
 @settings(max_examples=100)

@@ -61,7 +61,7 @@ def installed(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed
     venv.create(folder / "venv", with_pip=True)
     (wheel,) = dist.glob("*.whl")
     python = folder / "venv/bin/python"
-    pip = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel]
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
     subprocess.run(pip, check=True, cwd=folder)
     (site,) = (folder / "venv").glob("lib/python*/site-packages")
     others = Path(pytest.__file__).parents[1]

@@ -45,7 +45,7 @@ def test_tiles_hold_the_matrix(bits: int) -> None:
 @BITS
 @pytest.mark.parametrize("step", [1, 3])
 def test_rows_have_the_bits_of_the_matrix(bits: int, step: int) -> None:
-    """Of factors from the smallest float16 to the largest; a row that is not there is NaN."""
+    """With factors from the smallest float16 to the largest; a row that is not there is NaN."""
     scale = torch.tensor([[6e-8, -6e-8, 5e-5], [65504.0, -1.0, 0.0]]).repeat(24, 1)
     levels = torch.arange(48 * 3 * 4 * bits).view(48, 3, 4 * bits).to(torch.uint8)
     tiles = to_tiles(levels, scale, scale.flip(1))

@@ -201,6 +201,7 @@ BY_ROUTES = (
 """Bodies of requests: these are fed through the routes."""
 ELSEWHERE = {
     "protocol/diptych_protocol/threads.py": "decodes nothing",
+    "engine/diptych_engine/models/packed_file.py": "our own, with digests; test_packed_file.py",
     "frontend/diptych_frontend/api_docs/document.py": "our own schema",
     "frontend/diptych_frontend/batches_api/batch_store.py": "our own state on the disk",
     "frontend/diptych_frontend/batches_api/file_store.py": "our own state on the disk",

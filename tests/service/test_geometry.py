@@ -88,8 +88,15 @@ def test_what_the_taker_remembers_is_not_fetched_and_stays_as_it_is(
     assert totals(decode).blocks_received - before == num_blocks
 
 
-@pytest.mark.parametrize(("holder", "taker"), list(product(GEOMETRIES, repeat=2)))
-@pytest.mark.parametrize("remembered", [0, 40, 100])
+@pytest.mark.parametrize(
+    ("remembered", "holder", "taker"),
+    [
+        # Each pair once, and each part of the prompt, in `make test`.
+        pytest.param(part, *pair, marks=[] if number == at % 3 else pytest.mark.slow)
+        for number, part in enumerate((0, 40, 100))
+        for at, pair in enumerate(product(GEOMETRIES, repeat=2))
+    ],
+)
 def test_a_prefix_is_fetched_from_blocks_of_any_geometry(
     engines: Engines, asked: list[Question], holder: Geometry, taker: Geometry, remembered: int
 ) -> None:

@@ -153,9 +153,7 @@ async def test_anthropics_client_gets_a_call_that_fits_its_schema(
     result = {"type": "tool_result", "tool_use_id": use.id, "content": "sunny"}
     turns = [*asked["messages"], {"role": "assistant", "content": message.content}]
     turns.append({"role": "user", "content": [result]})
-    after = await claude.messages.create(
-        model="smollm2", messages=turns, tools=[WEATHER], max_tokens=5
-    )
+    after = await claude.messages.create(model="smollm2", messages=turns, max_tokens=5)
     assert after.usage.output_tokens > 0
 
 
@@ -186,6 +184,29 @@ async def test_openais_client_gets_responses_whole_and_streamed(client: openai.A
     assert last.usage.total_tokens == whole.usage.total_tokens
 
 
+async def test_a_benchmark_gets_the_log_probabilities_of_what_it_sent(
+    http: httpx.AsyncClient, client: openai.AsyncOpenAI
+) -> None:
+    """As lm-evaluation-harness's local-completions asks: context and continuation as tokens."""
+    told = await http.post("/tokenize", json={"prompt": "The capital of France is Paris."})
+    ids: list[int] = told.json()["tokens"]
+    asked = [ids, ids[:4]]
+    answer = await client.completions.create(
+        model="smollm2", prompt=asked, echo=True, max_tokens=1, logprobs=1, temperature=0,
+        extra_body={"prompt_logprobs": 1},
+    )  # fmt: skip
+    for choice, sent in zip(answer.choices, asked, strict=True):
+        logprobs, rows = choice.logprobs, (choice.model_extra or {})["prompt_logprobs"]
+        assert logprobs is not None
+        values, tops = logprobs.token_logprobs or [], logprobs.top_logprobs or []
+        assert len(values) == len(tops) == len(sent) + 1
+        of_prompt = [rows[at][str(token)]["logprob"] for at, token in enumerate(sent) if at]
+        assert values[:-1] == [None, *of_prompt]
+        assert all(max(tops[at].values()) >= values[at] for at in range(1, len(values)))
+        for token, offset in zip(logprobs.tokens or [], logprobs.text_offset or [], strict=True):
+            assert choice.text[offset:].startswith(token)
+
+
 async def test_openais_client_goes_on_with_a_call_in_a_stored_response(
     client: openai.AsyncOpenAI,
 ) -> None:
@@ -213,7 +234,6 @@ async def test_openais_client_goes_on_with_a_call_in_a_stored_response(
     second = await client.responses.create(
         model="smollm2",
         input=[result],
-        tools=[tool],
         previous_response_id=first.id,
         max_output_tokens=5,
     )

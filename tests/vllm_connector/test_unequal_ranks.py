@@ -34,8 +34,16 @@ def cpu_bus() -> Bus:
 @pytest.mark.parametrize(
     ("there", "here", "heads", "copied"),
     [
-        *((*pair, heads, "") for pair in PAIRS for heads in (1, 2, 4)),
-        *((*pair, 2, "pd") for pair in PAIRS),
+        # Each pair once, and each number of heads, in `make test`.
+        *(
+            pytest.param(*pair, heads, "", marks=[] if heads == 1 << at % 3 else pytest.mark.slow)
+            for at, pair in enumerate(PAIRS)
+            for heads in (1, 2, 4)
+        ),
+        *(
+            pytest.param(*pair, 2, "pd", marks=[] if at % 2 else pytest.mark.slow)
+            for at, pair in enumerate(PAIRS)
+        ),
         *((*pair, 2, end) for pair in ((2, 1), (1, 2)) for end in ("p", "d")),
     ],
 )

@@ -52,7 +52,7 @@ def gather(api_port: int, models: Path) -> Facts:
         python=platform.python_version(),
         packages={extra: tuple(packages_of(installation.extras[extra])) for extra in EXTRAS},
         cpu=_cpu(),
-        memory=_memory(),
+        memory=memory(),
         ucx=_ucx(),
         ports=_ports(api_port),
         gpu=_gpu(),
@@ -91,7 +91,8 @@ def _cpu() -> Cpu:
         return Cpu("", highest, str(exc), usable)
 
 
-def _memory() -> Memory:
+def memory() -> Memory:
+    """Return what this process may use, by its control groups."""
     found = psutil.virtual_memory()
     try:
         own = OWN_GROUPS.read_text()

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import mmap
+import re
 import subprocess
 import time
+from pathlib import Path
 from threading import Thread
 
 import torch
@@ -28,24 +31,41 @@ from diptych_protocol import EngineConfig, InvalidRequestError
 
 log = logging.getLogger(__name__)
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 """From glibc's malloc.h."""
+START_LIBRARIES = ("/torch/lib/", "/libllvmlite.so")
+"""Parts of paths: of these libraries a start reads far more than a step. No process unloads them,
+so that nothing else can come to their addresses."""
+MAPPING = re.compile(
+    r"^([0-9a-f]+)-([0-9a-f]+) r-.p .*?(/.*)\n(?:[A-Z].*\n)*?Anonymous: +0 kB$", re.MULTILINE
+)
+"""In /proc/PID/smaps: pages of a file that this process neither has changed nor can change."""
 
 
 def keep_freed_memory() -> None:
     """Make glibc keep a step's freed memory: page faults for allocating it again cost more than the
-    step of a small model. Other C libraries stay as they are."""
+    step of a small model. All threads share it, so that `give_freed_memory_back` finds all of it:
+    glibc returns nothing of what is free at the end of another thread's own memory. Threads that
+    run already keep theirs. Other C libraries stay as they are."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, 32 << 20)  # glibc accepts no more
         mallopt(M_TRIM_THRESHOLD, 512 << 20)
+        mallopt(M_ARENA_MAX, 1)
 
 
 def give_freed_memory_back() -> None:
-    """Return free memory to the kernel, after an event that will not occur again soon."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    """Return to the kernel free memory, and pages of libraries that come again when they are used,
+    after an event that will not occur again soon."""
+    library = ctypes.CDLL(None)
+    trim = getattr(library, "malloc_trim", None)
     if trim is not None:  # glibc
         trim(0)
+    with contextlib.suppress(OSError):  # not Linux
+        for start, end, path in MAPPING.findall(Path("/proc/self/smaps").read_text()):
+            if any(part in path for part in START_LIBRARIES):
+                first, size = int(start, 16), int(end, 16) - int(start, 16)
+                library.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
 def choose_level(config: EngineConfig) -> CpuLevel:

@@ -1,7 +1,7 @@
 """What a worker does to sleep and to wake up, with its own memory.
 
 While a weight's storage has no bytes, its tensor and all views of it stay. So code that holds one
-need not know of it.
+need not know of it. A mapped file keeps its addresses: its pages leave this process, and come back.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ import ctypes
 import mmap
 import tempfile
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from diptych_engine.execution.kv_memory import KVMemory
 from diptych_engine.execution.processor import give_freed_memory_back
+
+MADV_POPULATE_READ: Final = 22
+"""From Linux's mman.h: map all pages now."""
 
 
 class WorkerMemory:
@@ -50,7 +53,7 @@ class WorkerMemory:
 
         Raises `OSError` if the disk has no room; nothing has changed then.
         """
-        storages = _storages_of(self._weights())
+        storages, _ = _storages_of(self._weights())
         on_cpu = storages[0].device.type == "cpu"
         self._aside = _to_file(storages) if on_cpu else [_tensor_of(s).cpu() for s in storages]
         self._release_weights()
@@ -77,6 +80,8 @@ class WorkerMemory:
                 storage.resize_(0)
             raise
         self._away, self._aside = [], None
+        for storage in _storages_of(self._weights())[1]:
+            _advise(storage, MADV_POPULATE_READ)  # before the next step wants it
 
     def _fill(self, storages: list[torch.UntypedStorage]) -> None:
         match self._aside:
@@ -100,7 +105,9 @@ class WorkerMemory:
         """Harmless if they are away."""
         if self._away:
             return
-        storages = _storages_of(self._weights())
+        storages, mapped = _storages_of(self._weights())
+        for storage in mapped:
+            _advise(storage, mmap.MADV_DONTNEED)
         self._away = [(storage, storage.nbytes()) for storage in storages]
         for storage in storages:
             storage.resize_(0)
@@ -109,10 +116,21 @@ class WorkerMemory:
         give_freed_memory_back()
 
 
-def _storages_of(weights: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """Each memory once: tensors may be parts of a larger one."""
+def _storages_of(
+    weights: Iterable[Tensor],
+) -> tuple[list[torch.UntypedStorage], list[torch.UntypedStorage]]:
+    """Each memory once, because tensors may be parts of a larger one: first what can be given up,
+    then files that are mapped."""
     found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in weights}
-    return list(found.values())
+    own = [storage for storage in found.values() if storage.resizable()]
+    return own, [storage for storage in found.values() if not storage.resizable()]
+
+
+def _advise(mapped: torch.UntypedStorage, advice: int) -> None:
+    """Tell the kernel about a mapping. It may not know the advice, which changes no content."""
+    ctypes.CDLL(None).madvise(
+        ctypes.c_void_p(mapped.data_ptr()), ctypes.c_size_t(mapped.nbytes()), advice
+    )
 
 
 def _to_file(storages: list[torch.UntypedStorage]) -> mmap.mmap:

@@ -73,6 +73,11 @@ class WeightSlot:
                 shape[dim] = span.whole
         return tuple(shape)
 
+    @property
+    def order(self) -> tuple[int, Span | None, Span | None]:
+        """Which of the published values are here, and in which order."""
+        return self.rotary_dim, self.rows, self.columns
+
     def share_of(self, published: Tensor) -> Tensor:
         """Return the part of a published tensor that belongs here."""
         for dim, span in enumerate((self.rows, self.columns)):

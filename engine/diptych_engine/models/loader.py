@@ -1,13 +1,13 @@
 """Fills a model's weights from a GGUF file, from safetensors, or with random numbers.
 
 Each tensor is read through a memory map, de-quantised, and copied straight into its place in the
-model's fused tensors, or packed: besides the model, only the tensors in flight are in memory.
+model's fused tensors. Those that stay packed come from a file that all engines of a machine map.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,12 +25,16 @@ from diptych_engine.models.groups import Groups, has_groups, read_groups
 from diptych_engine.models.interface import Packable, WeightSlot, share
 from diptych_engine.models.linear import Linear
 from diptych_engine.models.packed import PackedMatrix
+from diptych_engine.models.packed_file import Matrices, file_for, shared_matrices
 from diptych_frontend.model_files.family_spec import FamilySpec
 from diptych_frontend.model_files.model_config import family_of
 from diptych_frontend.model_files.model_source import GGUFTensor, ModelSource
 from diptych_frontend.model_files.rope_scaling import DIVISORS
+from diptych_kernels.packed_product import is_available
 from diptych_protocol import InvalidRequestError
 
+Names = tuple[str, ...]
+"""Published tensors that are loaded at once."""
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and the total."""
 
@@ -94,68 +98,108 @@ def _load_gguf(
     _require_same_names(slots, table.keys())
     for name, tensor in table.items():
         _require_shape(slots[name], tensor.shape, name)
-    total = sum(tensor.nbytes for tensor in table.values())
-    paths = {tensor.path for tensor in table.values()}
-    files = {path: np.memmap(path, dtype=np.uint8, mode="r") for path in paths}
+    files = {
+        path: np.memmap(path, dtype=np.uint8, mode="r")
+        for path in sorted({tensor.path for tensor in table.values()})
+    }
     reorder = not family.gguf_interleaves_pairs
-    jobs = _jobs(table, packables)
+    _GGUFLoad(slots, table, files, packables, reorder=reorder, progress=progress).run()
 
-    def load(names: tuple[str, ...]) -> int:
+
+class _GGUFLoad:
+    """The way of the tensors of a file, or of several, into a model."""
+
+    def __init__(
+        self,
+        slots: Mapping[str, WeightSlot],
+        table: Mapping[str, GGUFTensor],
+        files: Mapping[Path, NDArray[np.uint8]],
+        packables: Sequence[Packable],
+        *,
+        reorder: bool,
+        progress: Progress,
+    ) -> None:
+        self._slots, self._table, self._files, self._reorder = slots, table, files, reorder
+        self._jobs = _jobs(table, packables)
+        self._packable = [names for names, linear in self._jobs.items() if linear is not None]
+        self._untold = {names: sum(table[x].nbytes for x in names) for names in self._jobs}
+        self._progress, self._total, self._done = progress, sum(self._untold.values()), 0
+
+    def run(self) -> None:
+        # NumPy lets go of the interpreter while it de-quantises, so threads help.
+        with ThreadPoolExecutor(LOADER_THREADS) as pool:
+            packed: Callable[[Names], PackedMatrix | None] = self._pack
+            shared = self._shared(pool) if self._packable and is_available() else None
+            if shared is not None:
+                packed = lambda names: shared.get(names[0])  # noqa: E731
+            for names in pool.map(lambda names: self._load(names, packed), self._jobs):
+                self._tell(names)
+
+    def _shared(self, pool: ThreadPoolExecutor) -> Matrices | None:
+        """All that can be packed, from the file that all engines of this machine map."""
+        recipe = [
+            (name, self._table[name], self._slots[name].order)
+            for names in self._packable
+            for name in names
+        ]
+
+        def make() -> Iterator[tuple[str, PackedMatrix]]:
+            for names, own in zip(
+                self._packable, pool.map(self._pack, self._packable), strict=True
+            ):
+                self._tell(names)
+                if own is not None:
+                    yield names[0], own
+
+        num_bytes = sum(self._untold[names] for names in self._packable)
+        return shared_matrices(file_for(self._files, (self._reorder, recipe)), num_bytes, make)
+
+    def _load(self, names: Names, packed: Callable[[Names], PackedMatrix | None]) -> Names:
         """Tensors that belong together: what becomes of one depends on all of them."""
-        parts = {name: _read(files[table[name].path], table[name]) for name in names}
-        linear = jobs[names]
+        linear = self._jobs[names]
+        own = None if linear is None else packed(names)
+        if linear is not None and own is not None:
+            linear.pack(own)
+            return names
         if linear is not None:
-            packed = _packed(parts, slots, reorder=reorder)
-            if packed is None:
-                linear.unpack()
-            else:
-                linear.pack(packed)
-        if linear is None or linear.packed is None:
-            for name, part in parts.items():
-                values = part.values() if isinstance(part, Groups) else part
-                fill(slots[name], values, name, reorder=reorder)
-        return sum(table[name].nbytes for name in names)
+            linear.unpack()
+        for name in names:
+            values = _values(self._raw(name), self._table[name])
+            fill(self._slots[name], values, name, reorder=self._reorder)
+        return names
 
-    done = 0
-    # NumPy lets go of the interpreter while it de-quantises, so threads help.
-    with ThreadPoolExecutor(LOADER_THREADS) as pool:
-        for nbytes in pool.map(load, jobs):
-            done += nbytes
-            progress(done, total)
+    def _pack(self, names: Names) -> PackedMatrix | None:
+        """A projection of these tensors; None if it cannot be packed."""
+        shares = []
+        for name in names:
+            tensor = self._table[name]
+            groups = read_groups(self._raw(name), tensor.type, tensor.shape)
+            slot = self._slots[name]
+            own = None if groups is None else share_of(groups, slot, reorder=self._reorder)
+            if own is None:
+                return None
+            shares.append(own)
+        return PackedMatrix.of(shares)
+
+    def _raw(self, name: str) -> NDArray[np.uint8]:
+        tensor = self._table[name]
+        return self._files[tensor.path][tensor.offset : tensor.offset + tensor.nbytes]
+
+    def _tell(self, names: Names) -> None:
+        self._done += self._untold.pop(names, 0)
+        self._progress(self._done, self._total)
 
 
-def _jobs(
-    names: Iterable[str], packables: Sequence[Packable]
-) -> dict[tuple[str, ...], Linear | None]:
+def _jobs(names: Iterable[str], packables: Sequence[Packable]) -> dict[Names, Linear | None]:
     """What is loaded at once, in the order of the file; with the projection that it might be."""
     owners = {name: packable for packable in packables for name in packable.published}
-    jobs: dict[tuple[str, ...], Linear | None] = {}
+    jobs: dict[Names, Linear | None] = {}
     for name in names:
         if name in owners:
             jobs[owners[name].published] = owners[name].linear
         else:
             jobs[name,] = None
     return jobs
-
-
-def _read(file: NDArray[np.uint8], tensor: GGUFTensor) -> Groups | Tensor:
-    """A tensor, quantised if its groups can be packed."""
-    raw = file[tensor.offset : tensor.offset + tensor.nbytes]
-    groups = read_groups(raw, tensor.type, tensor.shape)
-    return _dequantize(raw, tensor) if groups is None else groups
-
-
-def _packed(
-    parts: Mapping[str, Groups | Tensor], slots: Mapping[str, WeightSlot], *, reorder: bool
-) -> PackedMatrix | None:
-    """A projection of these tensors; None if it cannot be packed."""
-    shares = []
-    for name, part in parts.items():
-        own = share_of(part, slots[name], reorder=reorder) if isinstance(part, Groups) else None
-        if own is None:
-            return None
-        shares.append(own)
-    return PackedMatrix.of(shares)
 
 
 def published_name(name: str, family: FamilySpec) -> str:
@@ -168,8 +212,11 @@ def published_name(name: str, family: FamilySpec) -> str:
     return name if known is None else f"{known.replace('.N.', f'.{layer}.')}.{kind}"
 
 
-def _dequantize(raw: NDArray[np.uint8], tensor: GGUFTensor) -> Tensor:
+def _values(raw: NDArray[np.uint8], tensor: GGUFTensor) -> Tensor:
     """The values of a tensor, float32, whatever type the file holds."""
+    groups = read_groups(raw, tensor.type, tensor.shape)
+    if groups is not None:
+        return groups.values()
     rows = raw.reshape(*tensor.shape[:-1], -1)
     try:
         values = dequantize(rows, tensor.type)

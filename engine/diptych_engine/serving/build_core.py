@@ -12,6 +12,7 @@ from diptych_engine.control.weight_calls import WeightCalls
 from diptych_engine.control.worker_calls import WorkerCalls
 from diptych_engine.execution.grammar_compiler import GrammarCompiler
 from diptych_engine.execution.named import named
+from diptych_engine.execution.processor import keep_freed_memory
 from diptych_engine.execution.runner import ModelRunner
 from diptych_engine.handoff.block_copies import for_the_hinge
 from diptych_engine.lora.calls import LoraCalls
@@ -57,6 +58,7 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
     config.check()
     source = resolve_model(config.model)
     model = source.config
+    keep_freed_memory()  # before there are threads
     grammars = GrammarCompiler(source, config.reasoning_parser)
     runner = executor_class(config)(config, source)
     runner.warm_up()

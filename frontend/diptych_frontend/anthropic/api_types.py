@@ -89,9 +89,9 @@ class Turn(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     RULES: ClassVar[Rules] = {
-        "type": refused("no tool is run here", "custom"),
-        "defer_loading": refused("no tool is run here", False),
-        "allowed_callers": refused("no tool is run here", ["direct"], []),
+        "type": refused("tools are the client's", "custom"),
+        "defer_loading": refused("tools are the client's", False),
+        "allowed_callers": refused("tools are the client's", ["direct"], []),
         "input_examples": refused("write them into the description", []),
     }
 
@@ -151,7 +151,7 @@ class JsonSchemaFormat(
 
 class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     RULES: ClassVar[Rules] = {
-        "task_budget": refused("only max_tokens limits answers"),
+        "task_budget": refused("use max_tokens"),
     }
 
     effort: Effort | None = None
@@ -163,11 +163,11 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
 
     RULES: ClassVar[Rules] = {
         "cache_control": taken(ALL_CACHED),
-        "context_management": refused("nothing is cut from conversations"),
-        "mcp_servers": refused("no tool is run here", []),
+        "context_management": refused("conversations stay whole"),
+        "mcp_servers": refused("tools are the client's", []),
         "speed": ignored(ONE_TIER, "standard"),
         "thread": refused("messages are not stored"),
-        "compaction": refused("nothing is cut from conversations"),
+        "compaction": refused("conversations stay whole"),
     }
 
     model: str
@@ -199,13 +199,13 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     RULES: ClassVar[Rules] = {
         **CountTokensRequest.RULES,
         "metadata": taken(NOBODY_ASKS),
-        "container": refused("no tool is run here"),
-        "diagnostics": ignored("headers explain an answer"),
-        "inference_geo": refused("where it runs is the service's"),
+        "container": refused("tools are the client's"),
+        "diagnostics": ignored("see headers"),
+        "inference_geo": refused("not offered"),
         "service_tier": ignored(ONE_TIER, "auto", "standard_only"),
-        "billing_policy": ignored("nobody here bills"),
+        "billing_policy": ignored("not needed"),
         "fallbacks": ignored("one model is served", []),
-        "fallback_credit_token": ignored("nobody here bills"),
+        "fallback_credit_token": ignored("not needed"),
     }
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]

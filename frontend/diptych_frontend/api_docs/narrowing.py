@@ -68,7 +68,7 @@ def _prompts(most: Schema) -> Schema:
 NARROWER: Final[Mapping[type, Mapping[str, Narrower]]] = MappingProxyType(
     {
         ChatCompletionRequest: _SAMPLING,
-        CompletionRequest: _SAMPLING,
+        CompletionRequest: {**_SAMPLING, "max_tokens": {"integer": {"minimum": 0}}},
         MessagesRequest: {name: _SAMPLING[name] for name in ("temperature", "top_p", "top_k")},
         ResponsesRequest: {
             "temperature": _SAMPLING["temperature"],

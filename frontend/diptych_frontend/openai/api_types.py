@@ -49,10 +49,10 @@ has its value from there."""
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """Wider integers do not fit into a message to the engine."""
 AlternativesCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
-NOBODY_ASKS: Final = "nobody here asks who it is"
+NOBODY_ASKS: Final = "not needed"
 ALL_CACHED: Final = "every prefix is cached"
 ONE_TIER: Final = "all requests have one tier"
-LLGUIDANCE: Final = "llguidance writes answers with a form"
+LLGUIDANCE: Final = "llguidance decides"
 NO_VERBOSITY: Final = "tell the model in words"
 """Reasons why several requests do not need or have a field."""
 CacheSalt = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -84,14 +84,13 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         "guided_decoding_backend": ignored(LLGUIDANCE),
         "guided_whitespace_pattern": ignored(LLGUIDANCE),
         "structural_tag": refused("use structured_outputs"),
-        "logits_processors": refused("only programs may name them", []),
+        "logits_processors": refused("programs only", []),
         "spaces_between_special_tokens": ignored("the tokenizer decides", True),
-        "return_token_ids": refused("/tokenize knows them", False),
-        "return_tokens_as_token_ids": refused("/tokenize knows them", False),
-        "request_id": ignored("send it as X-Request-Id"),
-        "vllm_xargs": ignored("there is no such plugin", {}),
-        "repetition_detection": ignored("nobody looks for it"),
-        "echo": refused("the answer alone comes back", False),
+        "return_token_ids": refused("use /tokenize", False),
+        "return_tokens_as_token_ids": refused("use /tokenize", False),
+        "request_id": ignored("use X-Request-Id"),
+        "vllm_xargs": ignored("no plugins", {}),
+        "repetition_detection": ignored("not offered"),
     }
 
     model: str
@@ -257,12 +256,14 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     RULES: ClassVar[Rules] = {
         **GenerationRequest.RULES,
         "best_of": refused("use n", 1),
-        "suffix": refused("models here go on with a text", ""),
-        "add_special_tokens": refused("send the tokens of /tokenize", True),
+        "suffix": refused("not offered", ""),
+        "add_special_tokens": refused("use /tokenize", True),
     }
 
     prompt: str | list[str | Int64 | list[Int64]]
     logprobs: AlternativesCount | None = None
+    echo: bool | None = None
+    """Each answer begins with its prompt, and `logprobs` with those of the prompt's tokens."""
 
 
 class TextPart(
@@ -327,20 +328,21 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         "prompt_cache_options": ignored(ALL_CACHED, {}),
         "service_tier": ignored(ONE_TIER, "auto", "default"),
         "store": ignored("only responses are stored", False),
-        "prediction": ignored("the answer is the same without"),
+        "prediction": ignored("not needed"),
         "verbosity": ignored(NO_VERBOSITY, "medium"),
+        "echo": refused("answers only", False),
         "functions": refused("use tools", []),
         "function_call": refused("use tool_choice", "none", "auto"),
         "audio": refused("answers are texts"),
         "modalities": refused("answers are texts", ["text"]),
-        "web_search_options": refused("give it a tool of yours"),
-        "moderation": refused("nobody here judges texts"),
-        "add_special_tokens": refused("the chat template writes them", False),
+        "web_search_options": refused("use tools"),
+        "moderation": refused("not offered"),
+        "add_special_tokens": refused("the template decides", False),
         "chat_template": refused("the model's is used"),
-        "documents": refused("write them into messages", []),
+        "documents": refused("use messages", []),
         "media_io_kwargs": refused("the model's processor decides", {}),
         "mm_processor_kwargs": refused("the model's processor decides", {}),
-        "thinking_token_budget": ignored("only max_tokens limits answers"),
+        "thinking_token_budget": ignored("use max_tokens"),
     }
 
     messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]

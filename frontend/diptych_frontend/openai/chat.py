@@ -52,7 +52,7 @@ from diptych_frontend.reasoning.parser import ReasoningParser
 from diptych_frontend.reasoning.request_options import Effort, effort_kwargs, effort_variables
 from diptych_frontend.text.answer_tokens import AnswerToken, AnswerTokens
 from diptych_frontend.text.templates.chat_template import Arguments
-from diptych_frontend.tool_calls.formats import HERMES, ToolCallFormat
+from diptych_frontend.tool_calls.formats import HERMES, ToolCallFormat, takes_tools
 from diptych_frontend.tool_calls.parser import ToolCallParser
 from diptych_protocol import (
     UNREADABLE,
@@ -187,11 +187,18 @@ class ChatApi:
 
     def render(self, request: ChatCompletionRequest, renderer: Renderer) -> list[TokensPrompt]:
         messages = [plain_message(message, index) for index, message in enumerate(request.messages)]
+        tools = request.callable_tools
+        if tools and not request.must_call and not takes_tools(renderer.chat_template):
+            raise InvalidRequestError(
+                f"the chat template of {request.model or 'this model'} has no place for tools, so "
+                "it would not learn of them: leave tools out, or force a call with tool_choice",
+                param="tools",
+            )
         prompt = renderer.render_chat(
             self._calls.prepare(messages),
             add_generation_prompt=_begins_message(request),
             continue_final_message=request.continue_final_message is True,
-            tools=msgspec.to_builtins(request.callable_tools) or None,
+            tools=msgspec.to_builtins(tools) or None,
             template_kwargs=request.chat_template_kwargs,
         )
         return [prompt]

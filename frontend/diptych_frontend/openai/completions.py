@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
 from typing import Final
 
 from msgspec import UNSET
@@ -31,10 +32,11 @@ from diptych_frontend.openai.responses import (
     token_name,
     transfer_params,
 )
-from diptych_frontend.text.answer_tokens import AnswerTokens
+from diptych_frontend.text.answer_tokens import AnswerTokens, is_continuation
 from diptych_protocol import (
     UNSAID,
     CompletionOutput,
+    InvalidRequestError,
     Logprob,
     Renderer,
     RequestOptions,
@@ -75,12 +77,35 @@ class CompletionApi:
     def params(self, request: CompletionRequest) -> SamplingParams:
         request.check(len(prompts_of(request)))
         max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-        return request.to_sampling_params(
-            self._sampling, max_tokens=max_tokens, logprobs=request.logprobs
+        params = request.to_sampling_params(
+            # No engine answers nothing: the writer leaves the only token out.
+            self._sampling,
+            max_tokens=max_tokens or 1,
+            logprobs=request.logprobs,
         )
+        if request.echo and request.logprobs is not None:
+            if request.stream:
+                raise InvalidRequestError(
+                    "the logprobs of an echo come with whole answers only: leave out stream",
+                    param="echo",
+                )
+            if params.prompt_logprobs is None:
+                params.prompt_logprobs = request.logprobs
+        return params
 
     def render(self, request: CompletionRequest, renderer: Renderer) -> list[TokensPrompt]:
-        return [renderer.render_prompt(prompt) for prompt in prompts_of(request)]
+        given = prompts_of(request)
+        prompts = [renderer.render_prompt(prompt) for prompt in given]
+        if request.echo:
+            skipped = request.skip_special_tokens is not False
+            for said, prompt in zip(given, prompts, strict=True):
+                ids = prompt["prompt_token_ids"]
+                prompt["prompt"] = (
+                    said
+                    if isinstance(said, str)
+                    else renderer.decode(ids, skip_special_tokens=skipped)
+                )
+        return prompts
 
     def options(self, request: CompletionRequest) -> RequestOptions:
         # Completions do not separate reasoning, so a form applies to the whole text.
@@ -93,18 +118,42 @@ class CompletionApi:
         envelope = Envelope(
             f"cmpl-{request_id}", created, request.model, request.n or 1, request.stream_options
         )
-        return CompletionWriter(envelope)
+        return CompletionWriter(
+            envelope,
+            [prompt["prompt"] for prompt in sound.prompts] if request.echo else [],
+            says_nothing=request.max_tokens == 0,
+            shows_prompt_logprobs=request.prompt_logprobs is not None,
+        )
 
 
 class CompletionWriter(ResponseWriter):
-    def __init__(self, envelope: Envelope) -> None:
+    def __init__(
+        self,
+        envelope: Envelope,
+        echoes: Sequence[str] = (),
+        *,
+        says_nothing: bool = False,
+        shows_prompt_logprobs: bool = True,
+    ) -> None:
+        """echoes: the texts of the prompts, with which their answers begin.
+
+        says_nothing: what the engine said is left out.
+        """
         super().__init__(envelope)
+        self._says_nothing = says_nothing
+        self._shows_prompt_logprobs = shows_prompt_logprobs
+        self._unsaid = {
+            prompt * envelope.n + number: text
+            for prompt, text in enumerate(echoes)
+            for number in range(envelope.n)
+        }
+        """The echo of each choice that has not begun."""
         self._tokens = defaultdict[int, AnswerTokens](AnswerTokens)
         self._plain: dict[int, PlainEvents] = {}
         """By the choice's index."""
 
     def events(self, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:
-        if self._continuous_usage or self.warnings or not is_plain(output):
+        if self._continuous_usage or self.warnings or self._unsaid or not is_plain(output):
             return self._event(prompt_index, output, tally)
         choice = output.outputs[0]
         index = self._index(prompt_index, choice)
@@ -116,6 +165,7 @@ class CompletionWriter(ResponseWriter):
         return plain.event(choice.text)
 
     def _event(self, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:
+        self._silence(output, tally)
         message = self._message(
             [self._choice(prompt_index, choice) for choice in output.outputs], output
         )
@@ -128,7 +178,22 @@ class CompletionWriter(ResponseWriter):
         message.usage = usage
         return sse(message)
 
+    def _silence(self, output: RequestOutput, tally: Tally) -> None:
+        if self._says_nothing:
+            tally.completion_tokens = 0
+            for choice in output.outputs:
+                choice.text, choice.token_ids, choice.logprobs, choice.text_ends = (
+                    "",
+                    [],
+                    None,
+                    None,
+                )
+                choice.finish_reason = choice.finish_reason and "length"
+                choice.stop_reason = None
+
     def answer(self, outputs: Sequence[Sequence[RequestOutput]], tally: Tally) -> bytes:
+        for output in chain.from_iterable(outputs):
+            self._silence(output, tally)
         choices = [
             self._whole_choice(prompt_index, choice, output)
             for prompt_index, of_prompt in enumerate(outputs)
@@ -149,8 +214,19 @@ class CompletionWriter(ResponseWriter):
     def _whole_choice(
         self, prompt_index: int, choice: CompletionOutput, output: RequestOutput
     ) -> CompletionChoice:
+        echo = self._unsaid.get(self._index(prompt_index, choice))
         shaped = self._choice(prompt_index, choice)
-        shaped.prompt_logprobs = prompt_logprobs(output)
+        if echo is not None and output.prompt_logprobs is not None:
+            told = echoed(echo, output.prompt_token_ids, output.prompt_logprobs)
+            answered = shaped.logprobs or CompletionLogprobs([], [], [], [])
+            shaped.logprobs = CompletionLogprobs(
+                told.tokens + answered.tokens,
+                told.token_logprobs + answered.token_logprobs,
+                told.top_logprobs + answered.top_logprobs,
+                told.text_offset + [len(echo) + offset for offset in answered.text_offset],
+            )
+        if self._shows_prompt_logprobs:
+            shaped.prompt_logprobs = prompt_logprobs(output)
         return shaped
 
     def _index(self, prompt_index: int, output: CompletionOutput) -> int:
@@ -160,7 +236,7 @@ class CompletionWriter(ResponseWriter):
         index = self._index(prompt_index, output)
         return CompletionChoice(
             index=index,
-            text=output.text,
+            text=self._unsaid.pop(index, "") + output.text,
             logprobs=self._logprobs(index, output),
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
@@ -174,16 +250,44 @@ class CompletionWriter(ResponseWriter):
             return None
         shaped = CompletionLogprobs([], [], [], [])
         for token in told:
-            sampled = token.candidates[token.token_id]
-            top: dict[str, float] = {}
-            for candidate_id, entry in by_likelihood(token.candidates):
-                # Different tokens may read alike; the likeliest of them keeps the name.
-                top.setdefault(_name(candidate_id, entry), logprob_value(entry))
-            shaped.tokens.append(_name(token.token_id, sampled))
-            shaped.token_logprobs.append(logprob_value(sampled))
-            shaped.top_logprobs.append(top)
-            shaped.text_offset.append(token.offset)
+            _add_token(shaped, token.token_id, token.candidates, token.offset)
         return shaped
+
+
+def echoed(
+    text: str, token_ids: Sequence[int], rows: Sequence[dict[int, Logprob] | None]
+) -> CompletionLogprobs:
+    """Return the log-probabilities of a prompt's tokens.
+
+    text: the prompt. rows: see `RequestOutput.prompt_logprobs`.
+    """
+    _, *known = zip(token_ids, rows, strict=True)
+    sizes = [
+        sum(not is_continuation(byte) for byte in row[token].token_bytes or b"") if row else 0
+        for token, row in known
+    ]
+    # Nobody tells about the first token, so it has what the others leave.
+    offset = max(len(text) - sum(sizes), 0)
+    shaped = CompletionLogprobs([text[:offset]], [None], [None], [0])
+    for (token, row), size in zip(known, sizes, strict=True):
+        if row is not None:
+            _add_token(shaped, token, row, offset)
+        offset += size
+    return shaped
+
+
+def _add_token(
+    shaped: CompletionLogprobs, token_id: int, candidates: dict[int, Logprob], offset: int
+) -> None:
+    said = candidates[token_id]
+    top: dict[str, float] = {}
+    for candidate_id, entry in by_likelihood(candidates):
+        # Different tokens may read alike; the likeliest of them keeps the name.
+        top.setdefault(_name(candidate_id, entry), logprob_value(entry))
+    shaped.tokens.append(_name(token_id, said))
+    shaped.token_logprobs.append(logprob_value(said))
+    shaped.top_logprobs.append(top)
+    shaped.text_offset.append(offset)
 
 
 def _name(token_id: int, entry: Logprob) -> str:

@@ -52,8 +52,8 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     RULES: ClassVar[Rules] = {
         "user": taken(NOBODY_ASKS),
         "truncate_prompt_tokens": refused("prompts are not cut"),
-        "add_special_tokens": refused("send the tokens of /tokenize", True),
-        "kv_transfer_params": refused("one engine makes it, so there is nothing to hand off"),
+        "add_special_tokens": refused("use /tokenize", True),
+        "kv_transfer_params": refused("no hand-off"),
     }
 
     model: str

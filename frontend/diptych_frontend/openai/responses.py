@@ -50,8 +50,9 @@ ChunkUsage = Usage | UnsetType | None
 
 class CompletionLogprobs(msgspec.Struct):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    """None for the first token of a prompt that is echoed, which nothing precedes."""
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 

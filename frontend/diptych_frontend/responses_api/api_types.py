@@ -115,9 +115,9 @@ class FunctionTool(
     msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="function"
 ):
     RULES: ClassVar[Rules] = {
-        "defer_loading": refused("no tool is run here", False),
-        "allowed_callers": refused("no tool is run here", ["direct"], []),
-        "output_schema": ignored("what a tool says is not checked"),
+        "defer_loading": refused("tools are the client's", False),
+        "allowed_callers": refused("tools are the client's", ["direct"], []),
+        "output_schema": ignored("not checked"),
     }
 
     name: ToolName
@@ -155,7 +155,7 @@ class TextConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     RULES: ClassVar[Rules] = {
-        "context": ignored("the chat template decides", "auto"),
+        "context": ignored("the template decides", "auto"),
         "mode": ignored("there is one mode", "standard"),
     }
 
@@ -181,17 +181,17 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
         "prompt_cache_retention": taken(ALL_CACHED),
         "prompt_cache_options": taken(ALL_CACHED),
         "service_tier": ignored(ONE_TIER, "auto", "default"),
-        "include": ignored("nothing more can be included", [], ["reasoning.encrypted_content"]),
-        "access_programs": refused("no tool is run here"),
+        "include": ignored("nothing more is offered", [], ["reasoning.encrypted_content"]),
+        "access_programs": refused("tools are the client's"),
         "background": refused("use a batch", False),
-        "context_management": refused("nothing is cut from conversations", []),
+        "context_management": refused("conversations stay whole", []),
         "conversation": refused("use previous_response_id"),
         "image": refused("answers are texts"),
-        "max_tool_calls": refused("no tool is run here"),
-        "moderation": refused("nobody here judges texts"),
+        "max_tool_calls": refused("tools are the client's"),
+        "moderation": refused("not offered"),
         "prompt": refused("prompts are not stored"),
         "top_logprobs": refused("use chats", 0),
-        "truncation": refused("nothing is cut from conversations", "disabled"),
+        "truncation": refused("conversations stay whole", "disabled"),
     }
 
     model: str

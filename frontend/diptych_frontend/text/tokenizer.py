@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final
 
-import msgspec
 from tokenizers import Tokenizer as Backend
 
 from diptych_frontend.text.templates.confined_templates import ConfinedTemplate
@@ -61,7 +60,7 @@ class Tokenizer:
         )
         self._token_texts: dict[int, str] = {}
         self._token_bytes: dict[int, bytes] = {}
-        self._decoders = frozenset(_decoders_of(backend))
+        self._decoder = b"" if backend.decoder is None else backend.decoder.__getstate__()
         self._longest_token = max(map(len, backend.get_vocab()), default=1)
 
     def special_ids_of(self, texts: Collection[str]) -> frozenset[int]:
@@ -128,9 +127,9 @@ class Tokenizer:
 
     def _bytes_of(self, token_id: int) -> bytes:
         name = self.backend.id_to_token(token_id) or ""
-        if "ByteLevel" in self._decoders and BYTE_OF.keys() >= set(name):
+        if b'"ByteLevel"' in self._decoder and BYTE_OF.keys() >= set(name):
             return bytes(BYTE_OF[letter] for letter in name)
-        if "ByteFallback" in self._decoders and (byte := FALLBACK.fullmatch(name)):
+        if b'"ByteFallback"' in self._decoder and (byte := FALLBACK.fullmatch(name)):
             return bytes.fromhex(byte[1])
         return self.token_text(token_id).encode()
 
@@ -155,14 +154,3 @@ class Tokenizer:
             tools=tools,
             template_kwargs=template_kwargs,
         )
-
-
-def _decoders_of(backend: Backend) -> Iterator[str]:
-    """The kinds of the steps by which a tokenizer decodes."""
-    if backend.decoder is None:
-        return
-    steps = [msgspec.json.decode(backend.decoder.__getstate__())]
-    while steps:
-        step = steps.pop()
-        yield step["type"]
-        steps += step.get("decoders", ())

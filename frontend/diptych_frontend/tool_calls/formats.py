@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -79,6 +80,8 @@ SIGNS: Final = (
     ("<|python_tag|>", "llama"),
 )
 """Texts that only the chat templates of one kind contain, the surest first."""
+_NAMES_TOOLS: Final = re.compile(r"\btools\b")
+"""The variable by which templates get tools. One that only says the word is not found out."""
 
 
 def format_of(tool_call_parser: str, reasoning_parser: str, template: str | None) -> str:
@@ -92,6 +95,11 @@ def format_of(tool_call_parser: str, reasoning_parser: str, template: str | None
     if reasoning_parser == "harmony":
         return "harmony"
     return next((name for sign, name in SIGNS if sign in (template or "")), "hermes")
+
+
+def takes_tools(template: str | None) -> bool:
+    """Whether a chat template may show tools to the model. Without a template nothing is known."""
+    return template is None or _NAMES_TOOLS.search(template) is not None
 
 
 def format_for(engine: EngineClient) -> ToolCallFormat:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import itertools
 import logging
@@ -18,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from diptych_kernels.cpu_level import CpuLevel
+from diptych_kernels.made_once import locked, user_folder, whole
 from diptych_kernels.native.targets import Target, target_of
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 COMPILE_TIMEOUT_S = 600.0
 """Time limit, in seconds, for all kernels that one process compiles, which takes about half a
 minute. Nobody waits longer for another process that compiles."""
-LOCK_POLL_S = 0.1
 DIGEST_BYTES = hashlib.sha256().digest_size
 """The size of the digest before an object file's content."""
 
@@ -60,47 +59,14 @@ def _the_only_one(places: Mapping[str, Sequence[Path]]) -> Iterator[None]:
         for name in sorted(places):
             for place in places[name]:
                 with contextlib.suppress(OSError):
-                    locks.enter_context(_locked(place.with_name(f"{place.name}.lock"), deadline))
+                    locks.enter_context(locked(place.with_name(f"{place.name}.lock"), deadline))
                     break
         yield
 
 
-@contextlib.contextmanager
-def _locked(path: Path, deadline: float) -> Iterator[None]:
-    """Hold a lock, which the system frees however this process ends; after the deadline go on
-    without it. Raises `OSError` where there can be no lock."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        told = False
-        while not _try_lock(lock):
-            if time.monotonic() > deadline:
-                log.warning("another process has held %s for too long; not waiting for it", path)
-                break
-            if not told:
-                log.info("another process compiles %s; waiting for it", path.stem)
-                told = True
-            threading.Event().wait(LOCK_POLL_S)
-        yield
-    finally:
-        # Who has opened this file, or opens the next one of its name, looks for the kernel again
-        # when it has the lock.
-        path.unlink(missing_ok=True)
-        os.close(lock)
-
-
-def _try_lock(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def _places(names: Sequence[str], level: CpuLevel) -> dict[str, list[Path]]:
     sources = Path(__file__).parent
-    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folders = sources / "__pycache__", user_cache / "diptych" / "kernels"
+    folders = sources / "__pycache__", user_folder("kernels")
     targets = {name: target_of(name, level) for name in names}
     digests = {target: _fingerprint(sources, target) for target in set(targets.values())}
     return {
@@ -188,13 +154,8 @@ def _leave_anywhere(compiled: bytes, places: Sequence[Path]) -> None:
 
 
 def _leave(compiled: bytes, place: Path) -> None:
-    """Write a file whole or not at all: other processes may look for it."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=place.parent)
-    with os.fdopen(descriptor, "wb") as file:
-        os.fchmod(descriptor, 0o644)  # an image is built by one user and used by another
+    with whole(place, 0o644) as file:  # an image is built by one user and used by another
         file.write(hashlib.sha256(compiled).digest() + compiled)
-    Path(temporary).rename(place)
 
 
 def _fingerprint(sources: Path, target: Target) -> str:

@@ -59,6 +59,17 @@ def bytes_of_weights(model: CausalLM) -> list[int]:
     return [linear.weight.untyped_storage().nbytes() for linear in in_layers(model)]
 
 
+def resident_bytes(mapped: list[Tensor]) -> int:
+    """Bytes of the files that tensors are mappings of, as far as this process has them."""
+    starts = {f"{tensor.untyped_storage().data_ptr():x}-" for tensor in mapped}
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    found = 0
+    for line in lines:
+        if any(line.startswith(start) for start in starts):
+            found += next(int(x.split()[1]) for x in lines if x.startswith("Rss:"))
+    return found << 10
+
+
 def parameters(owner: Owner) -> dict[str, Tensor]:
     return {name: own.clone() for name, own in model_of(owner).named_parameters()}
 
@@ -87,7 +98,8 @@ def test_what_is_packed_is_in_memory_once(model: str) -> None:
     plain = sum(t.nbytes for name, t in own.named_parameters() if "norm" in name)
     tiles = sum(p.linear.packed.tiles.nbytes for p in own.packables if p.linear.packed)
     memory = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in own.weight_memory}
-    assert sum(storage.nbytes() for storage in memory.values()) == plain + tiles
+    beside_tiles = sum(storage.nbytes() for storage in memory.values()) - plain - tiles
+    assert 0 <= beside_tiles < 4096  # the index of the mapped file
 
 
 def test_parameters_can_be_read_while_they_are_packed(model: str) -> None:
@@ -119,9 +131,10 @@ def test_sleep_gives_the_memory_of_packed_weights_back(model: str, level: int) -
     answer = generate(owner.core, PROMPT)
     held = tiles_of(owner)
     owner.call("sleep", level)
-    assert {tensor.untyped_storage().nbytes() for tensor in held} == {0}
+    assert resident_bytes(held) == 0
     owner.call("wake_up", None)
     after = tiles_of(owner)
+    assert resident_bytes(after) > 0
     assert len(after) == len(before) == PACKED
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert bytes_of_weights(model_of(owner)) == [0] * LAYERS * IN_LAYER

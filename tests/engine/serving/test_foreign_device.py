@@ -29,7 +29,9 @@ from diptych_kernels.sampling import triton as sampling
 from diptych_protocol import KVTransferConfig
 
 HINGE = KVTransferConfig()
-OPTIONS: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 4}
+OPTIONS: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 1}
+"""An engine records a decode of each number of rows when it starts, which takes most of its time
+in the interpreter. One test has several rows."""
 CHUNK, ANSWER_TOKENS = 32, 4
 """Prompts are computed in chunks; of all but the last nobody waits for a result."""
 BOTH_WAYS = pytest.mark.parametrize(
@@ -96,7 +98,8 @@ def test_a_core_answers_there_as_on_the_cpu(
         for i, each in enumerate(asked)
     ]
     drawn = {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "seed": 5, "max_tokens": 4}
-    core = make_core(model, async_scheduling=ahead, max_num_batched_tokens=CHUNK, **OPTIONS)
+    options = {**OPTIONS, "max_num_seqs": 4, "max_num_batched_tokens": CHUNK}
+    core = make_core(model, async_scheduling=ahead, **options)
     assert core.runner.kv_cache.device == DEVICE  # type: ignore[attr-defined]
     try:
         foreign_device.device.waits.clear()
@@ -182,7 +185,7 @@ def test_serving_goes_on_with_what_was_recorded_until_it_has_moved(
         return record(pools, graph, pool, **options)
 
     foreign.setattr(torch.cuda, "graph", partial(counted, foreign_device.Pools()))
-    core = make_core(model, **{**OPTIONS, "max_num_seqs": 1})
+    core = make_core(model, **OPTIONS)
     try:
         [question, *_] = asked
         assert list(recorded.values()) == [1], "warm-up has recorded a decode"
@@ -213,7 +216,7 @@ def test_either_kernel_that_draws_is_called_before_anybody_asks(
         return sample(*args)
 
     foreign.setattr(sampling, "sample", counted)
-    make_core(model, **{**OPTIONS, "max_num_seqs": 1}).close()
+    make_core(model, **OPTIONS).close()
     assert set(drawn) == {False, True}
 
 

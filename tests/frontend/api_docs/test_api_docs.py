@@ -256,7 +256,10 @@ FORMS: tuple[list[Any], list[Any]] = (
 )  # fmt: skip
 DEMANDED: list[tuple[tuple[str, dict[str, Any]], dict[str, Any]]] = [
     *((CHAT, {name: values}) for name, values in SAMPLING.items()),
-    *((COMPLETION, {name: values}) for name, values in SAMPLING.items()),
+    *(
+        (COMPLETION, {name: values})
+        for name, values in {**SAMPLING, "max_tokens": ([0, 1], [-1])}.items()
+    ),
     *((MESSAGE, {name: values}) for name, values in RANGES.items()),
     *((RESPONSE, {name: RANGES[name]}) for name in ("temperature", "top_p")),
     (COMPLETION, {"prompt": PROMPTS}),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import httpx2
+import openai
 import pytest
 from engine_kit.echo_engine import EOS, EchoEngine
 
@@ -29,6 +32,8 @@ ANSWERS = {
 }
 USER: Any = [{"role": "user", "content": "hi"}]
 FUNCTION: Any = {"name": "f", "parameters": SCHEMA}
+STRICT: Any = {"strict": True, "parameters": {**SCHEMA, "additionalProperties": False}}
+STRICT["parameters"]["required"] = [*SCHEMA["properties"]]
 CHAT: Any = {
     "model": "echo", "max_tokens": 500, "messages": USER,
     "tools": [{"type": "function", "function": FUNCTION}],
@@ -68,7 +73,7 @@ class Family:
     def of(self, name: str) -> Family:
         """The template of a model shows its format, but for harmony."""
         sign = next((sign for sign, sign_name in SIGNS if sign_name == name), None)
-        self._change(self.engine.renderer, "chat_template", sign)
+        self._change(self.engine.renderer, "chat_template", f"{{{{ tools }}}}{sign or ''}")
         self.engine.reasoning_parser = "harmony" if name == "harmony" else "none"
         self.answer = ANSWERS[name]
         return self
@@ -224,3 +229,104 @@ async def test_earlier_calls_reach_the_template_in_its_familys_shape(
     called = [call["id"] for message in rendered for call in message.get("tool_calls", ())]
     assert ids == called
     assert (ids == ["call_1", "call_2"]) == (name != "mistral")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "forced", "none"),
+    [
+        ("/v1/chat/completions", CHAT, "required", "none"),
+        ("/v1/messages", MESSAGES, {"type": "any"}, {"type": "none"}),
+        ("/v1/responses", RESPONSES, "required", "none"),
+    ],
+)
+async def test_tools_that_a_template_cannot_show_are_refused_unless_a_call_is_forced(
+    family: Family, path: str, body: Any, forced: Any, none: Any
+) -> None:
+    family.of("hermes")
+    renderer: Any = family.engine.renderer
+    renderer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    transport = httpx.ASGITransport(build_app(family.engine))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        refused = await client.post(path, json=body)
+    assert refused.status_code == 400
+    message = refused.json()["error"]["message"]
+    assert "the chat template of echo has no place for tools" in message
+    for choice in (forced, none):
+        await family.post(path, body | {"tool_choice": choice})
+
+
+@pytest.fixture
+async def web(family: Family) -> AsyncIterator[httpx2.AsyncClient]:
+    """What official clients connect with to a server that always answers the same call."""
+    app: Any = build_app(family.of("hermes").engine)
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app)) as client:
+        yield client
+
+
+async def test_what_openais_client_makes_of_a_chat_goes_back_as_it_is(
+    family: Family, web: httpx2.AsyncClient
+) -> None:
+    client: Any = openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=web)
+    create = client.chat.completions.create
+    asked = {**CHAT, "tools": [{"type": "function", "function": {**FUNCTION, **STRICT}}]}
+    made: list[Any] = []
+    whole = (await create(**asked)).choices[0].message
+    made += [whole, whole.model_dump(), whole.model_dump(exclude_none=True)]
+    async with client.chat.completions.stream(**asked) as stream:
+        helped = (await stream.get_final_completion()).choices[0].message
+    made += [helped, helped.model_dump()]
+    parsed = (await client.chat.completions.parse(**asked)).choices[0].message
+    made += [parsed, parsed.model_dump()]
+    streamed = [chunk.choices[0].delta async for chunk in await create(**asked, stream=True)]
+    pieces = [call for delta in streamed for call in delta.tool_calls or []]
+    made.append(
+        {"role": "assistant", "content": "", "tool_calls": [c.model_dump() for c in pieces]}
+    )
+    for message in made:
+        calls = message["tool_calls"] if isinstance(message, dict) else message.tool_calls
+        call_id = calls[0]["id"] if isinstance(message, dict) else calls[0].id
+        result = {"role": "tool", "tool_call_id": call_id, "content": "done"}
+        again = await create(**{**asked, "messages": [*USER, message, result]})
+        assert "warnings" not in (again.model_extra or {})
+        [earlier] = family.rendered[-1][1]["tool_calls"]
+        assert (earlier["id"], earlier["function"]["arguments"]) == (call_id, ARGUMENTS)
+
+
+async def test_what_openais_client_makes_of_a_response_goes_back_as_it_is(
+    family: Family, web: httpx2.AsyncClient
+) -> None:
+    client: Any = openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=web)
+    whole = await client.responses.create(**RESPONSES)
+    async with client.responses.stream(**RESPONSES) as stream:
+        helped = await stream.get_final_response()
+    for output in (whole.output, helped.output):
+        items = [item.model_dump() for item in output]
+        [call_id] = [item["call_id"] for item in items if item["type"] == "function_call"]
+        result = {"type": "function_call_output", "call_id": call_id, "output": "done"}
+        for earlier in (output, items):
+            given = [*USER, *earlier, result]
+            again = await client.responses.create(**{**RESPONSES, "input": given})
+            assert "warnings" not in (again.model_extra or {})
+
+
+async def test_what_anthropics_client_makes_of_a_message_goes_back_as_it_is(
+    family: Family, web: httpx2.AsyncClient
+) -> None:
+    import anthropic  # takes two seconds, which each worker of pytest would spend
+
+    client: Any = anthropic.AsyncAnthropic(base_url="http://test", api_key="none", http_client=web)
+    whole = await client.messages.create(**MESSAGES)
+    async with client.messages.stream(**MESSAGES) as stream:
+        helped = await stream.get_final_message()
+    for message in (whole, helped):
+        for content in (message.content, [block.model_dump() for block in message.content]):
+            use = message.content[-1]
+            result = {"type": "tool_result", "tool_use_id": use.id, "content": "done"}
+            turns = [
+                *USER,
+                {"role": "assistant", "content": content},
+                {"role": "user", "content": [result]},
+            ]
+            await client.messages.create(**{**MESSAGES, "messages": turns})
+            [earlier] = family.rendered[-1][1]["tool_calls"]
+            assert earlier["function"]["arguments"] == ARGUMENTS

@@ -143,7 +143,7 @@ async def test_only_calls_in_json_between_ordinary_texts_are_held_to_it(
     engine: EchoEngine, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     sign = next((sign for sign, sign_name in SIGNS if sign_name == name), None)
-    monkeypatch.setattr(engine.renderer, "chat_template", sign)
+    monkeypatch.setattr(engine.renderer, "chat_template", f"{{{{ tools }}}}{sign}")
     engine.reasoning_parser = "harmony" if name == "harmony" else "none"
     transport = httpx.ASGITransport(build_app(engine))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:

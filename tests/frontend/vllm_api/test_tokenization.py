@@ -68,7 +68,6 @@ async def test_special_tokens_come_unless_they_are_not_wanted(
     [
         {},
         {"add_generation_prompt": False},
-        {"tools": [TOOL]},
         {"chat_template_kwargs": {"a": 1}},
         {
             "messages": [*CHAT, {"role": "assistant", "content": "It"}],
@@ -103,6 +102,7 @@ async def test_special_tokens_stay_in_the_text(
         ("/tokenize", {"prompt": ""}, 400, "prompt"),
         ("/tokenize", {"prompt": ["a"]}, 400, "prompt"),
         ("/tokenize", {"prompt": "a", "tools": [TOOL]}, 400, "tools"),
+        ("/tokenize", {"messages": CHAT, "tools": [TOOL]}, 400, "tools"),
         ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, 400, "add_generation_prompt"),
         ("/tokenize", {"messages": []}, 400, "messages"),
         (

@@ -91,7 +91,8 @@ def sent_after(scene: Scene, action: Callable[[], None]) -> list[str]:
     with scene.page.expect_request("**/v1/chat/completions") as sent:
         action()
     scene.wait_for_end()
-    return [message["content"] for message in sent.value.post_data_json["messages"]]
+    body: Any = sent.value.post_data_json
+    return [message["content"] for message in body["messages"]]
 
 
 def test_an_answer_of_markup_is_drawn_and_harmless(open_page: Open) -> None:
@@ -306,7 +307,7 @@ def test_what_a_browser_keeps_is_bounded_and_the_oldest_goes(
 
 MALFORMED = [
     "", "null", "[]", "{", '{"messages": [], "shown": 7}', '{"messages": [null], "shown": []}',
-    '{"messages": [{"id": 1, "parent": 1, "role": "user", "text": "x"}], "shown": [[1, 1]]}',
+    '{"messages": [{"id": 0, "parent": 0, "role": "user", "text": "x"}], "shown": [[0, 0]]}',
     '{"messages": [{"id": 1, "parent": 0, "role": "system", "text": 7}], "shown": [[0, 1]]}',
 ]  # fmt: skip
 
@@ -321,6 +322,7 @@ def test_what_is_no_conversation_is_not_opened(open_page: Open) -> None:
         scene.page.reload()
         expect(scene.page.locator("#model")).to_have_value("echo")
         expect(scene.page.locator(".message")).to_have_count(0)
+        expect(scene.page.locator("#problem")).to_be_empty()
     scene.page.click("#open-chats")
     scene.page.click("#chats-close")
     asked_and_answered(scene, "one")
@@ -399,3 +401,26 @@ def test_wide_answers_fit_a_phone(open_page: Open) -> None:
     wait_until(
         lambda: scene.page.evaluate("() => document.documentElement.scrollWidth") <= PHONE["width"]
     )
+
+
+DISTANCE = (
+    "() => { const { scrollHeight, scrollTop, clientHeight } = document.getElementById('log');"
+)
+DISTANCE += " return scrollHeight - scrollTop - clientHeight; }"
+
+
+def test_a_long_answer_is_followed_unless_its_reader_is_elsewhere(
+    open_page: Open, echo: Echo
+) -> None:
+    scene = open_page()
+    scene.set_numbers(max_tokens=900)
+    asked_and_answered(scene, "line\n\n" * 30)
+    wait_until(lambda: scene.page.evaluate(DISTANCE) < 10)
+    echo.hold(True)
+    scene.ask("more")
+    expect(scene.page.locator(".message.answering")).to_have_count(1)
+    scene.page.locator("#log").evaluate("log => { log.scrollTop = 0; }")
+    scene.page.evaluate("() => new Promise(requestAnimationFrame)")
+    echo.hold(False)
+    scene.wait_for_end()
+    assert scene.page.locator("#log").evaluate("log => log.scrollTop") == 0

@@ -62,7 +62,11 @@ def calls(url: str, question: str) -> dict[str, Any]:
         first = first + piece
     told["streamed calls"] = first.tool_calls
     result = ToolMessage("sunny", tool_call_id=answer.tool_calls[0]["id"])
-    told["after a call"] = chat.bind_tools([WEATHER]).invoke([asked, answer, result]).usage_metadata
+    told["after a call"] = (
+        chat.bind_tools([WEATHER], tool_choice="none")
+        .invoke([asked, answer, result])
+        .usage_metadata
+    )
     return told
 
 

@@ -14,8 +14,6 @@ export class StreamedText {
   /** The text as it came. */
   text = "";
   #box;
-  #before;
-  #after;
   #settled = 0;
   /** @type {ChildNode[]} what may still change, at the end of the box */
   #open = [];
@@ -27,15 +25,9 @@ export class StreamedText {
   #frame = 0;
   #restsUntil = 0;
 
-  /**
-   * @param {HTMLElement} box
-   * @param {() => void} [before] called before the box changes
-   * @param {() => void} [after] called when it has changed
-   */
-  constructor(box, before = () => {}, after = () => {}) {
+  /** @param {HTMLElement} box */
+  constructor(box) {
     this.#box = box;
-    this.#before = before;
-    this.#after = after;
   }
 
   /** @param {string} words */
@@ -66,26 +58,22 @@ export class StreamedText {
   }
 
   #show() {
-    this.#before();
     const rest = this.text.slice(this.#settled).replaceAll("\r", " ");
     const parts = partsOf(rest, { __proto__: null, ...this.#links });
     const last = parts.findLastIndex(({ type }) => type !== "space");
-    if (!this.#grow(parts, last)) {
-      for (const node of this.#open) node.remove();
-      this.#codes = [];
-      this.#open = [];
-      parts.forEach((part, at) => this.#add(part, at < last, rest));
-    }
-    this.#after();
+    if (this.#grow(parts, last)) return;
+    for (const node of this.#open) node.remove();
+    this.#codes = [];
+    this.#open = [];
+    parts.forEach((part, at) => this.#add(part, at < last));
   }
 
   /**
    * Show a part at the end of the box.
    * @param {import("./markdown.js").Token} part
    * @param {boolean} isOver whether nothing that comes can change it
-   * @param {string} rest the text from the settled part on
    */
-  #add(part, isOver, rest) {
+  #add(part, isOver) {
     const where = { ...this.#where };
     const nodes = /** @type {ChildNode[]} */ (elementsOf(part, where, this.#codes));
     this.#box.append(...nodes);

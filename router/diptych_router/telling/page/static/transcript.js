@@ -9,6 +9,21 @@ const NEAR_PX = 80;
 const log = byId("log", HTMLElement);
 const empty = byId("empty", HTMLElement);
 
+let isAtEnd = true;
+let lastTop = 0;
+log.addEventListener("scroll", () => {
+  const isNear = log.scrollHeight - log.scrollTop - log.clientHeight < NEAR_PX;
+  if (isNear || log.scrollTop < lastTop) isAtEnd = isNear; // what grows scrolls nobody up
+  lastTop = log.scrollTop;
+});
+log.addEventListener("click", ({ target }) => {
+  if (target instanceof Element && target.closest("summary")) isAtEnd = false; // is read, too
+});
+const sizes = new ResizeObserver(() => {
+  if (isAtEnd) log.scrollTop = log.scrollHeight;
+});
+sizes.observe(log);
+
 /**
  * @typedef {import("./conversation.js").Message} Message
  * @typedef {import("./conversation.js").Conversation} Conversation
@@ -63,6 +78,7 @@ export class Transcript {
   }
 
   showEnd() {
+    isAtEnd = true;
     log.scrollTop = log.scrollHeight;
   }
 }
@@ -76,7 +92,6 @@ export class Shown {
   #words;
   /** @type {HTMLElement | null} */
   #reasoning = null;
-  #follows = false;
 
   /** @param {Message} message */
   constructor(message) {
@@ -84,8 +99,8 @@ export class Shown {
     const { role, text, image, reasoning } = message;
     const who = make("p", "who", role === "user" ? "You" : "Model");
     this.box = make("article", `message ${role}`, who, this.#text);
-    const [before, after] = [() => this.#look(), () => this.#follow()];
-    this.#words = new StreamedText(this.#text, before, after);
+    sizes.observe(this.box);
+    this.#words = new StreamedText(this.#text);
     if (role === "user") {
       this.#text.dir = "auto";
       this.#text.textContent = text;
@@ -134,9 +149,7 @@ export class Shown {
 
   /** @param {Node} node */
   attach(node) {
-    this.#look();
     this.#tools.before(node);
-    this.#follow();
   }
 
   /**
@@ -190,15 +203,6 @@ export class Shown {
     this.#text.replaceWith(form);
     this.#tools.hidden = true;
     field.focus();
-  }
-
-  #look() {
-    const { scrollHeight, scrollTop, clientHeight } = log;
-    this.#follows = scrollHeight - scrollTop - clientHeight < NEAR_PX;
-  }
-
-  #follow() {
-    if (this.#follows) log.scrollTop = log.scrollHeight;
   }
 }
 

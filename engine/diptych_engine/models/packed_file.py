@@ -1,0 +1,199 @@
+"""Files of packed matrices in the user's cache directory. The engines of a machine map them, so
+that a model is packed once, and is in memory once.
+
+    matrix, matrix, ...     each at a multiple of 64 bytes
+    index                   `_Index` in msgpack
+    tail                    SHA-256 of the index, and its length
+
+A file is named for all that its bytes depend on, and written by one rename. A file that is damaged,
+or that others may have written, is not used but written anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import math
+import mmap
+import os
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import msgspec
+import torch
+from torch import Tensor
+
+from diptych_engine.models.packed import PackedMatrix
+from diptych_kernels.made_once import locked, user_folder, whole
+from diptych_kernels.native import tile_layout
+from diptych_kernels.packed_product import reference
+from diptych_protocol import UNREADABLE
+
+log = logging.getLogger(__name__)
+
+Matrices = Mapping[str, PackedMatrix]
+"""By the name of the first published tensor in each."""
+
+ALIGNMENT: Final = 64
+TAIL: Final = hashlib.sha256().digest_size + 8
+THREADS: Final = 2
+PACKING_TIMEOUT_S: Final = 600.0
+"""Nobody waits longer for another process that packs."""
+LOCK: Final = ".lock"
+KEPT_FILES: Final = 16
+KEPT_BYTES: Final = 64 << 30
+"""Most files, and bytes of files, that are kept: those that were used last."""
+
+
+class _Place(msgspec.Struct, frozen=True):
+    start: int
+    shape: tuple[int, int, int]
+    digest: bytes
+    """SHA-256 of the tiles."""
+
+
+class _Index(msgspec.Struct, frozen=True):
+    name: str
+    """The file's own."""
+    matrices: dict[str, _Place]
+
+
+def file_for(sources: Iterable[Path], recipe: object) -> Path:
+    """Return the path for the packed matrices of a model's files.
+
+    recipe: all else that decides what is in them; its `repr` is the same in every process. The
+    name depends on the files' inodes and times instead of their content, which no start reads
+    twice. Nobody can change a file and keep the time of its last change (`st_ctime`).
+    """
+    digest = hashlib.sha256(repr(recipe).encode())
+    for found in (source.stat() for source in sources):
+        times = found.st_mtime_ns, found.st_ctime_ns
+        digest.update(repr((found.st_ino, found.st_size, *times)).encode())
+    folder = Path(__file__).parent
+    makers = reference.__file__, tile_layout.__file__, folder / "groups.py", folder / "loader.py"
+    for maker in (*makers, __file__):
+        digest.update(Path(maker).read_bytes())
+    return user_folder("weights") / f"{digest.hexdigest()[:32]}.packed"
+
+
+def shared_matrices(
+    path: Path, num_bytes: int, make: Callable[[], Iterable[tuple[str, PackedMatrix]]]
+) -> Matrices | None:
+    """Map the matrices of a file, which is written first if it is not there. They stay valid when
+    the file is removed.
+
+    num_bytes: about how many it needs. make: packs all of them. None if files cannot be kept here,
+    or are not safe here; `make` may have been called.
+    """
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_own(path.parent.lstat()):
+            raise PermissionError(f"others may write to {path.parent}")
+        found = _mapped(path)
+        if found is None:
+            with locked(path.with_suffix(LOCK), time.monotonic() + PACKING_TIMEOUT_S):
+                found = _mapped(path) or _written(path, num_bytes, make)
+    except (OSError, RuntimeError) as exc:  # RuntimeError: the user has no home
+        log.warning("packed weights are not shared with other engines: %s", exc)
+        return None
+    return found
+
+
+def _written(
+    path: Path, num_bytes: int, make: Callable[[], Iterable[tuple[str, PackedMatrix]]]
+) -> Matrices | None:
+    free = shutil.disk_usage(path.parent).free
+    if free < 2 * num_bytes:
+        raise OSError(f"{path.parent} has {free >> 20} MB free, {2 * num_bytes >> 20} are wanted")
+    places = {}
+    with whole(path, 0o600) as file:
+        for name, matrix in make():
+            places[name] = _write(file, matrix.tiles)
+        index = msgspec.msgpack.encode(_Index(path.name, places))
+        file.write(index + hashlib.sha256(index).digest() + len(index).to_bytes(8, "little"))
+    _forget_oldest(path)
+    return _mapped(path)
+
+
+def _write(file: BinaryIO, tiles: Tensor) -> _Place:
+    file.write(bytes(-file.tell() % ALIGNMENT))
+    start, content = file.tell(), tiles.numpy().reshape(-1).data
+    file.write(content)
+    rows, groups, num_bytes = tiles.shape
+    return _Place(start, (rows, groups, num_bytes), hashlib.sha256(content.data).digest())
+
+
+def _forget_oldest(newest: Path) -> None:
+    """Remove files beyond the limits. Engines that map one keep it."""
+    files = []
+    for path in newest.parent.iterdir():
+        if path.suffix == LOCK:
+            continue
+        with contextlib.suppress(FileNotFoundError):  # another engine does the same
+            files.append((path.stat().st_mtime_ns, path.stat().st_size, path))
+    total = 0
+    for number, (_, size, path) in enumerate(sorted(files, reverse=True)):
+        total += size
+        if path != newest and (number >= KEPT_FILES or total > KEPT_BYTES):
+            path.unlink(missing_ok=True)
+
+
+def _mapped(path: Path) -> Matrices | None:
+    """The matrices of a file; None if there is no such file, or it cannot be trusted."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:  # there is none, or it is a link
+        return None
+    try:
+        found = os.fstat(handle)
+        if not _is_own(found) or not stat.S_ISREG(found.st_mode):
+            log.warning("%s is not used: others may have written it", path)
+            return None
+        if found.st_size < TAIL:
+            return None
+        # Private, because torch knows no memory that cannot be written. Nobody writes it.
+        pages = mmap.mmap(handle, 0, access=mmap.ACCESS_COPY)
+        os.utime(handle)  # it was used now
+    finally:
+        os.close(handle)
+    matrices = _checked(pages, path.name)
+    if matrices is None:
+        log.warning("%s is damaged", path)
+    return matrices
+
+
+def _checked(pages: mmap.mmap, name: str) -> Matrices | None:
+    """The matrices, if everything is as it was written. All pages are read for it, once."""
+    end = len(pages) - TAIL
+    digest, length = pages[end:-8], int.from_bytes(pages[-8:], "little")
+    index = pages[max(0, end - length) : end]
+    if hashlib.sha256(index).digest() != digest:
+        return None
+    try:
+        found = msgspec.msgpack.decode(index, type=_Index)
+    except UNREADABLE:
+        return None
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    tiles = {}
+    for key, place in found.matrices.items():
+        last = place.start + math.prod(place.shape)
+        if found.name != name or not 0 <= place.start <= last <= end:
+            return None
+        tiles[key] = memory[place.start : last].view(place.shape)
+    with ThreadPoolExecutor(THREADS) as pool:
+        digests = pool.map(lambda each: hashlib.sha256(each.numpy()).digest(), tiles.values())
+        if list(digests) != [place.digest for place in found.matrices.values()]:
+            return None
+    return {key: PackedMatrix(own) for key, own in tiles.items()}
+
+
+def _is_own(found: os.stat_result) -> bool:
+    """Whether nobody but this user, and root, can write it."""
+    writable = stat.S_IWGRP | stat.S_IWOTH
+    return found.st_uid == os.geteuid() and not found.st_mode & writable

@@ -1,0 +1,70 @@
+"""Files that one process of a machine makes for all: compiled kernels, packed weights."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Final
+
+log = logging.getLogger(__name__)
+
+LOCK_POLL_S: Final = 0.1
+
+
+def user_folder(kind: str) -> Path:
+    """Return the folder of the user's cache directory for a kind of files. It may not exist."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return caches / "diptych" / kind
+
+
+@contextlib.contextmanager
+def locked(path: Path, deadline: float) -> Iterator[None]:
+    """Hold a lock, which the system frees however this process ends; after the deadline go on
+    without it. Raises `OSError` where there can be no lock."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        told = False
+        while not _try_lock(lock):
+            if time.monotonic() > deadline:
+                log.warning("another process has held %s for too long; not waiting for it", path)
+                break
+            if not told:
+                log.info("another process makes %s; waiting for it", path.stem)
+                told = True
+            threading.Event().wait(LOCK_POLL_S)
+        yield
+    finally:
+        # Who has opened this file, or opens the next one of its name, looks for what it guards
+        # again when it has the lock.
+        path.unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _try_lock(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def whole(place: Path, mode: int) -> Iterator[BinaryIO]:
+    """Write a file whole or not at all: other processes may look for it. Raises `OSError`."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=place.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, mode)
+            yield file
+        Path(temporary).rename(place)
+    finally:
+        Path(temporary).unlink(missing_ok=True)

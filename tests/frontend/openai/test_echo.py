@@ -1,0 +1,103 @@
+"""Completions that begin with their prompt, and those without a token of the model's."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from engine_kit.echo_engine import EchoEngine
+
+from diptych_frontend.openai.completions import echoed
+from diptych_protocol import Logprob
+
+PATH = "/v1/completions"
+
+
+async def ask(http: httpx.AsyncClient, **fields: Any) -> Any:
+    answer = await http.post(PATH, json={"model": "echo", "prompt": "hi", **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize("prompt", ["abc", [97, 98, 99]])
+async def test_an_answer_begins_with_its_prompt(http: httpx.AsyncClient, prompt: Any) -> None:
+    told = await ask(http, prompt=prompt, echo=True, max_tokens=2)
+    assert told["choices"][0]["text"] == "abcab"
+    assert told["usage"]["completion_tokens"] == 2
+
+
+async def test_so_does_each_of_several_answers_to_several_prompts(
+    http: httpx.AsyncClient,
+) -> None:
+    told = await ask(http, prompt=["ab", "xyz"], n=2, echo=True, max_tokens=1)
+    assert [each["text"] for each in told["choices"]] == ["aba", "abb", "xyzx", "xyzy"]
+
+
+async def test_a_stream_begins_with_it_too(http: httpx.AsyncClient) -> None:
+    body = {"model": "echo", "prompt": "abc", "echo": True, "max_tokens": 4, "stream": True, "n": 2}
+    answer = await http.post(PATH, json=body)
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line[6:7] == "{"]
+    texts = ["", ""]
+    for event in events:
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == ["abcabca", "abcbcab"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_no_token_is_answered_where_none_is_wanted(
+    http: httpx.AsyncClient, engine: EchoEngine, stream: bool
+) -> None:
+    asked = {"model": "echo", "prompt": "abc", "echo": True, "max_tokens": 0, "stream": stream}
+    if stream:
+        asked["stream_options"] = {"include_usage": True}
+    answer = await http.post(PATH, json=asked)
+    assert answer.status_code == 200, answer.text
+    if stream:
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line[6:7] == "{"]
+        choices = [choice for event in events for choice in event["choices"]]
+        usage = events[-1]["usage"]
+    else:
+        choices, usage = answer.json()["choices"], answer.json()["usage"]
+    assert "".join(choice["text"] for choice in choices) == "abc"
+    assert choices[-1]["finish_reason"] == "length"
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (3, 0)
+    assert engine.seen[0][1].max_tokens == 1
+    assert (await ask(http, max_tokens=0))["choices"][0]["text"] == ""
+
+
+async def test_the_prompts_log_probabilities_are_asked_for(
+    http: httpx.AsyncClient, engine: EchoEngine
+) -> None:
+    await ask(http, echo=True, logprobs=3)
+    await ask(http, echo=True, logprobs=3, prompt_logprobs=5)
+    await ask(http, echo=True)
+    assert [seen[1].prompt_logprobs for seen in engine.seen] == [3, 5, None]
+
+
+def row(*entries: tuple[int, float, bytes]) -> dict[int, Logprob]:
+    return {
+        token: Logprob(value, rank, data.decode(errors="replace"), data)
+        for rank, (token, value, data) in enumerate(entries, 1)
+    }
+
+
+def test_an_echos_tokens_have_their_places_in_the_text() -> None:
+    unicorn = "\U0001f984".encode()
+    rows = [
+        None,
+        row((7, -1.0, unicorn[:2]), (9, -0.5, b"x")),
+        row((8, -2.0, unicorn[2:])),
+        row((6, -3.0, b"!")),
+    ]
+    told = echoed("ab\U0001f984!", [5, 7, 8, 6], rows)
+    assert told.tokens[0] == "ab"
+    assert told.token_logprobs == [None, -1.0, -2.0, -3.0]
+    assert told.text_offset == [0, 2, 3, 3]
+    assert told.top_logprobs[0] is None
+    assert list((told.top_logprobs[1] or {}).values()) == [-0.5, -1.0]
+    # A model that begins every prompt with a token of its own.
+    begun = echoed("!", [1, 6], [None, row((6, -3.0, b"!"))])
+    assert (begun.tokens, begun.text_offset) == (["", "!"], [0, 0])

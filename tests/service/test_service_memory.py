@@ -1,0 +1,59 @@
+"""What a service of the default model has in memory after its first answers."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from browser_kit import served
+from free_ports import free_port
+from model_kit.questions import WHOLE
+from waits import PATIENCE_S
+
+from diptych_kernels.packed_product import is_available
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not is_available(), reason="nothing is packed on this processor"),
+]
+ENGINE_MIB, SERVICE_MIB = 450, 1500
+
+
+def mib_of(process: psutil.Process, kind: str) -> float:
+    rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+    found = re.search(rf"^{kind}:\s+(\d+) kB$", rollup, re.MULTILINE)
+    assert found
+    return int(found[1]) / 1024
+
+
+def test_engines_are_small_and_share_their_weights(tmp_path: Path) -> None:
+    """One engine prefills and two decode. What they share counts once in the sum of all processes
+    (PSS), and for each engine in what it has resident (RSS). Nothing here is forked from the test's
+    own process."""
+    command, port = [str(Path(sys.executable).parent / "diptych"), "up"], free_port()
+    with served(command, tmp_path, port) as service:
+        question = {"messages": [{"role": "user", "content": WHOLE.words}], "max_tokens": 16}
+        models = httpx.get(f"{service.url}/v1/models", timeout=PATIENCE_S).json()
+        chat = question | {"model": models["data"][0]["id"], "temperature": 0}
+        for _ in range(4):  # both decode engines answer
+            url = f"{service.url}/v1/chat/completions"
+            answer = httpx.post(url, json=chat, timeout=PATIENCE_S).json()
+            assert answer["choices"][0]["message"]["content"] == WHOLE.answer
+        processes = [
+            process
+            for process in psutil.Process().children(recursive=True)
+            if process.environ().get("XDG_RUNTIME_DIR") == str(tmp_path)
+        ]
+        engines = [each for each in processes if "core_process" in " ".join(each.cmdline())]
+        assert len(engines) == 3
+        for engine in engines:
+            assert mib_of(engine, "Rss") < ENGINE_MIB
+        assert sum(mib_of(process, "Pss") for process in processes) < SERVICE_MIB
+        mapped = [psutil.Process(each.pid).memory_maps() for each in engines]
+        files = [{x.path for x in maps if x.path.endswith(".packed")} for maps in mapped]
+        assert len(set.union(*files)) == 1
+        assert all(files)
