@@ -1,4 +1,4 @@
-"""A GGUF model that is split over files."""
+"""GGUF models that are split over files, and tensors of each type."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
-from model_kit.gguf import save_gguf
+from gguf import GGMLQuantizationType as Kind
+from model_kit.gguf import random_tensors, save_gguf
 
+from diptych_engine.models import build_model, load_weights
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_protocol import InvalidRequestError
 
@@ -50,3 +54,16 @@ def test_parts_that_do_not_fit_together_are_named(parts: list[Path]) -> None:
         InvalidRequestError, match=r"its part model-00003-of-00003\.gguf is missing"
     ):
         resolve_model(str(parts[0]))
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q5_0", "Q5_1", "MXFP4"])
+def test_a_tensor_has_the_values_that_the_gguf_package_reads(kind: str, tmp_path: Path) -> None:
+    stored = Kind[kind]
+    uri = save_gguf(tmp_path / "model.gguf", lambda name: Kind.F32 if "norm" in name else stored)
+    source = resolve_model(uri)
+    model = build_model(source.config, 64, torch.float32, torch.device("cpu"))
+    load_weights(model.slots, source)
+    name = "model.layers.1.mlp.down_proj.weight"
+    raw = gguf.quants.quantize(random_tensors()[name].numpy(), stored)
+    expected = gguf.quants.dequantize(raw, stored)
+    np.testing.assert_array_equal(model.slots[name].target.numpy(), expected)
