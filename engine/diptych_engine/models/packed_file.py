@@ -126,7 +126,7 @@ def _write(file: BinaryIO, tiles: Tensor) -> _Place:
     start, content = file.tell(), tiles.numpy().reshape(-1).data
     file.write(content)
     rows, groups, num_bytes = tiles.shape
-    return _Place(start, (rows, groups, num_bytes), hashlib.sha256(content.data).digest())
+    return _Place(start, (rows, groups, num_bytes), hashlib.sha256(content).digest())
 
 
 def _forget_oldest(newest: Path) -> None:
