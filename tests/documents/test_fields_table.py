@@ -1,4 +1,4 @@
-"""docs/apis.md has every field that the official clients and vLLM can send."""
+"""Every field that the official clients and vLLM can send is known, or in docs/apis.md."""
 
 from __future__ import annotations
 

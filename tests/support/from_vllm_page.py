@@ -65,7 +65,7 @@ A core answers a program that writes vLLM's messages by hand over a ZMQ DEALER, 
   of 0.33 are other bytes.
 - Its parameters are a map. **The parameters that vLLM's own front-end writes are refused today**:
   they have private fields (`_all_stop_token_ids`, …), and an unknown field is never guessed at.
-  The fields that are read: {fields}.
+  The fields that are read are the sampling parameters that work, listed above.
 - There is no handshake (HELLO, READY): the utility call `describe` greets a core. Utility calls are
   `(client_index, call_id, method, args)`, aborts a list of ids.
 """
@@ -130,7 +130,7 @@ def _newer() -> Iterator[str]:
 
 def _wire() -> str:
     num_theirs = 1 + EngineCoreRequest.__struct_fields__.index("external_req_id")
-    return WIRE.format(num_theirs=num_theirs, fields=_listed(SamplingParams.__mro__[1]))
+    return WIRE.format(num_theirs=num_theirs)
 
 
 def _listed(kind: Any) -> str:
