@@ -22,7 +22,7 @@ STAGES = {
     1: Stage("imports and compiles", "first:imports_and_compiles", 45),
     2: Stage("ceilings", "first:ceilings_of_the_machine", 15),
     3: Stage("kernels beside float64", "kernel_stages:beside_float64", 25),
-    4: Stage("tests of the kernels", "kernel_stages:tests_of_kernels", 140),
+    4: Stage("tests of the kernels", "kernel_stages:tests_of_kernels", 100),
     5: Stage("graphs, sleep and wake", "engine_stages:graphs_and_sleep", 30),
     6: Stage("steps of an 8B shape", "kernel_stages:steps_of_8b", 30),
     7: Stage("kernels beside torch", "kernel_stages:beside_torch", 50),

@@ -103,7 +103,7 @@ def test_a_server_that_does_not_answer_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("status", "body", "path", "words"),
     [
-        (404, b"404 page not found\n", SERVICES, "install Diptych first: its CRD by kubectl apply"),
+        (404, b"404 page not found\n", SERVICES, "install Diptych first: helm install diptych"),
         (
             404,
             b'{"message": "inferenceservices.diptych.dev \\"svc\\" not found", '

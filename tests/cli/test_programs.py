@@ -131,5 +131,5 @@ def test_where_a_package_is_missing_the_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("diptych.laptop.vllm_packages.IMPORTED", ("libucx_of_nobody",))
-    with pytest.raises(BadInputError, match=r"libucx_of_nobody.*pip install 'diptych\[vllm\]'"):
+    with pytest.raises(BadInputError, match=r"libucx_of_nobody.* -m pip install .*libucx-cu13=="):
         connector_packages(FILE, POOLS)

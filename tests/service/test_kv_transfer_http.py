@@ -315,7 +315,6 @@ async def until_free(pods: Pods) -> None:
 
 REFUSALS: dict[str, tuple[Refuse, int | None]] = {
     "bad value": (changed(temperature=-1), 400),
-    "unknown field": (changed(no_such_field=1), 400),
     "unknown model or adapter": (changed(model="nobody"), 404),
     "several answers": (changed(n=2), 400),
     "form that cannot be": (changed(response_format={"type": "no such type"}), 400),

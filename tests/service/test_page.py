@@ -116,11 +116,13 @@ SIZES = """() => {
 def test_an_answer_comes_word_by_word(open_page: Open) -> None:
     scene = open_page()
     page = scene.page
+    scene.set_numbers(max_tokens=60)
     page.evaluate(SIZES)
-    scene.ask(WHOLE.words)
-    expect(scene.answer).to_have_text(WHOLE.answer)
+    scene.ask(LONG)
     scene.wait_for_end()
     assert page.evaluate("() => window.sizes.size") > 3
+    scene.ask(WHOLE.words)
+    scene.wait_for_end()
     expect(page.locator("#status")).to_contain_text(WHOLE.answer)
     expect(page.locator("#words")).to_have_value("")
 
