@@ -354,7 +354,9 @@ def test_control_tokens_are_special_and_user_defined_ones_are_text() -> None:
         ({"merges": ["x1 y2"]}, "merges"),
         ({"merges": "x"}, "merges"),
         ({"tokens": 3}, "tokens"),
+        ({"merges": ["1 2"] * (1 << 20) + ["2 3"]}, "more than 1048576 merges"),
     ],
+    ids=["model", "scores", "pre", "merges", "type of merges", "tokens", "many merges"],
 )
 def test_a_tokenizer_that_cannot_be_built_is_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidRequestError, match=says):
