@@ -265,6 +265,9 @@ def _add_post_processor(backend: Backend, keys: GGUFTokenizer) -> None:
     bos, eos = keys.text_of(keys.ggml__bos_token_id), keys.text_of(keys.ggml__eos_token_id)
     before = [bos] if add_bos and bos else []
     after = [eos] if keys.ggml__add_eos_token and eos else []
+    for text in (*before, *after):
+        if ":" in text or text.startswith("$"):  # the library's own signs
+            raise unusable_tokenizer(f"the GGUF file's token {text!r} cannot be put around a text")
     if before or after:
         backend.post_processor = processors.TemplateProcessing(
             single=[*before, "$A", *after],
