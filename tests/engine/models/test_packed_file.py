@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from diptych_engine.models import CausalLM, build_model, load_weights, packed_fi
 from diptych_engine.models.packed import PackedMatrix
 from diptych_engine.models.packed_file import shared_matrices
 from diptych_frontend.model_files.model_source import resolve_model
+from diptych_kernels.made_once import whole
 from diptych_kernels.packed_product import is_available
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="nothing is packed on this processor")
@@ -186,6 +189,51 @@ def test_only_the_files_that_were_used_last_are_kept(
     monkeypatch.setattr(packed_file, "KEPT_BYTES", 1)
     shared_matrices(folder / "e", 0, lambda: [("x", MATRIX)])
     assert [path.name for path in folder.iterdir()] == ["e"]
+
+
+def test_what_engines_use_is_kept_beyond_the_limits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else two models that exceed them together would be packed at every start."""
+    monkeypatch.setattr(packed_file, "KEPT_BYTES", 1)
+    used = [shared_matrices(folder / name, 0, lambda: [("x", MATRIX)]) for name in "ab"]
+    assert {path.name for path in folder.iterdir()} == {"a", "b"}
+    del used[0]
+    shared_matrices(folder / "c", 0, lambda: [("x", MATRIX)])
+    assert {path.name for path in folder.iterdir()} == {"b", "c"}
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from diptych_kernels.made_once import whole
+with whole(Path(sys.argv[1]), 0o600) as file:
+    file.write(bytes(10))
+    file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_writer_leaves_is_removed_before_space_is_wanted(folder: Path) -> None:
+    for name in "aab":
+        subprocess.run([sys.executable, "-c", KILLED, str(folder / name)], check=False)
+    assert len(list(folder.iterdir())) == 2, "one of each"
+    folder.chmod(0o700)
+    assert shared_matrices(folder / "c", 1 << 60, list) is None
+    assert not list(folder.iterdir())
+
+
+def test_what_another_engine_writes_is_not_taken_from_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_file, "KEPT_BYTES", 1)
+    folder.mkdir(mode=0o700, parents=True)
+    with whole(folder / "a", 0o600) as first, whole(folder / "a", 0o600) as second:
+        assert shared_matrices(folder / "b", 0, lambda: [("x", MATRIX)])
+        first.write(b"1")
+        second.write(b"2")
+    assert (folder / "a").read_bytes() == b"1", "whoever was last"
+    assert {path.name for path in folder.iterdir()} == {"a", "b"}
 
 
 def test_another_file_of_the_same_name_has_another_packed_one(folder: Path, tmp_path: Path) -> None:
