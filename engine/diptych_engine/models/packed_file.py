@@ -49,6 +49,10 @@ LOCK: Final = ".lock"
 KEPT_FILES: Final = 16
 KEPT_BYTES: Final = 64 << 30
 """Most files, and bytes of files, that are kept: those that were used last, and are used now."""
+OF_NETWORKS: Final = ("nfs", "cifs", "smb", "fuse", "ceph", "lustre", "gpfs", "afs")
+"""How the names of file systems begin on which another machine may remove a file that is mapped
+here, whose next reader gets SIGBUS."""
+MOUNTS: Final = Path("/proc/self/mountinfo")
 
 
 class _Place(msgspec.Struct, frozen=True):
@@ -95,6 +99,9 @@ def shared_matrices(
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_own(path.parent.lstat()):
             raise PermissionError(f"others may write to {path.parent}")
+        kind = kind_of_file_system(MOUNTS.read_text(), path.parent.stat().st_dev)
+        if kind.startswith(OF_NETWORKS):
+            raise OSError(f"{path.parent} is on a network ({kind})")
         found = _mapped(path)
         if found is None:
             with locked(path.with_suffix(LOCK), time.monotonic() + PACKING_TIMEOUT_S):
@@ -103,6 +110,15 @@ def shared_matrices(
         log.warning("packed weights are not shared with other engines: %s", exc)
         return None
     return found
+
+
+def kind_of_file_system(mounts: str, device: int) -> str:
+    """Return what `mountinfo` calls a device's file system; empty if it has no such device."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for mount, _, system in (line.partition(" - ") for line in mounts.splitlines()):
+        if mount.split()[2] == number:
+            return system.split()[0]
+    return ""
 
 
 def _written(

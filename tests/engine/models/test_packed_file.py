@@ -16,7 +16,7 @@ from model_kit.gguf import quantised, save_gguf
 
 from diptych_engine.models import CausalLM, build_model, load_weights, packed_file
 from diptych_engine.models.packed import PackedMatrix
-from diptych_engine.models.packed_file import shared_matrices
+from diptych_engine.models.packed_file import kind_of_file_system, shared_matrices
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_kernels.made_once import whole
 from diptych_kernels.packed_product import is_available
@@ -144,6 +144,30 @@ def test_without_a_place_for_files_an_engine_packs_for_itself(
         own = loaded(model)
         assert_as_in_the_file(own, model)
         assert not is_mapped(own)
+
+
+MOUNTED = """\
+27 1 254:0 / / rw,relatime - ext4 /dev/vda rw
+28 27 0:25 / /cache\\040files rw shared:1 master:2 - nfs4 server:/a/-/b rw,vers=4.2
+"""
+
+
+@pytest.mark.parametrize(("device", "kind"), [((254, 0), "ext4"), ((0, 25), "nfs4"), ((0, 2), "")])
+def test_the_kernel_names_the_file_system(device: tuple[int, int], kind: str) -> None:
+    assert kind_of_file_system(MOUNTED, os.makedev(*device)) == kind
+
+
+def test_nothing_is_kept_where_another_machine_may_remove_it(
+    folder: Path, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = tmp_path.stat().st_dev
+    mounted = f"9 1 {os.major(device)}:{os.minor(device)} / / rw - nfs4 server:/ rw"
+    (tmp_path / "mountinfo").write_text(mounted)
+    monkeypatch.setattr(packed_file, "MOUNTS", tmp_path / "mountinfo")
+    own = loaded(model)
+    assert_as_in_the_file(own, model)
+    assert not is_mapped(own)
+    assert not list(folder.iterdir())
 
 
 def test_a_full_disk_keeps_nothing(folder: Path) -> None:
