@@ -16,6 +16,8 @@ from typing import BinaryIO, Final
 log = logging.getLogger(__name__)
 
 LOCK_POLL_S: Final = 0.1
+PART: Final = ".part"
+"""The suffix of a file that is being written."""
 
 
 def user_folder(kind: str) -> Path:
@@ -58,13 +60,35 @@ def _try_lock(lock: int) -> bool:
 
 @contextlib.contextmanager
 def whole(place: Path, mode: int) -> Iterator[BinaryIO]:
-    """Write a file whole or not at all: other processes may look for it. Raises `OSError`."""
+    """Write a file whole or not at all: other processes may look for it. What writers of it left
+    that were killed is removed. Raises `OSError`."""
     place.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=place.parent)
+    for left in place.parent.glob(f"{place.name}.*{PART}"):
+        remove_unused(left)
+    descriptor, temporary = tempfile.mkstemp(PART, f"{place.name}.", place.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
+            use(descriptor)
             os.fchmod(descriptor, mode)
             yield file
         Path(temporary).rename(place)
     finally:
         Path(temporary).unlink(missing_ok=True)
+
+
+def use(descriptor: int) -> None:
+    """Keep a file from `remove_unused`, as long as any copy of this descriptor is open (a mapping
+    has one), where there are locks."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def remove_unused(path: Path) -> None:
+    """Remove a file unless a process uses it, or it cannot be removed."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            if _try_lock(descriptor):
+                path.unlink()
+        finally:
+            os.close(descriptor)

@@ -14,7 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych_frontend.model_files.gguf_header import GGUFError, read_header
+from diptych_frontend.model_files.gguf_header import (
+    GGUFError,
+    RawTensor,
+    read_floats,
+    read_header,
+)
 from diptych_frontend.model_files.model_source import ModelSource
 
 MATRIX = np.arange(64 * 3, dtype=np.float32).reshape(3, 64)
@@ -125,6 +130,13 @@ def test_a_truncated_file_is_noticed_before_its_weights_are_read(
     path.write_bytes(small_file.read_bytes()[:-200])
     with pytest.raises(GGUFError, match="truncated"):
         read_header(path).tensors()
+
+
+@pytest.mark.parametrize("offset", [2**63, 2**64, 2**40])
+def test_a_vector_beyond_the_file_is_noticed(small_file: Path, offset: int) -> None:
+    """As a damaged offset or alignment makes it."""
+    with pytest.raises(GGUFError, match="vector ends after the file does"):
+        read_floats(small_file, RawTensor("vector", 0, (5,), offset))
 
 
 @settings(max_examples=200)

@@ -186,3 +186,12 @@ def test_lists_that_differ_in_length_are_refused(
 ) -> None:
     with pytest.raises(InvalidRequestError, match="tokens, scores and token types"):
         built(spm, **{key: [1]})
+
+
+def test_a_small_file_with_millions_of_ways_to_merge_is_refused(
+    spm: sentencepiece.SentencePieceProcessor,
+) -> None:
+    tokens = ["a" * min(length, 128) for length in range(1, 20_000)]
+    count = len(tokens)
+    with pytest.raises(InvalidRequestError, match="more than 1048576 merges"):
+        built(spm, tokens=tokens, scores=[0.0] * count, token_type=[1] * count)

@@ -303,6 +303,9 @@ def test_an_unsupported_gguf_model_is_refused_by_name(
         ("dummy://?hidden_size=wide", "hidden_size"),
         ("dummy://?num_attention_heads=0", "num_attention_heads is 0"),
         ("dummy://?rope_scaling=3", "object"),
+        ("dummy://?rope_theta=nan", "positive and finite"),
+        ("dummy://?rms_norm_eps=nan", "positive and finite"),
+        ("dummy://?rope_theta=inf", "positive and finite"),
         ("dummy://?architecture=rnn", "architecture 'rnn'"),
     ],
 )

@@ -354,7 +354,11 @@ def test_control_tokens_are_special_and_user_defined_ones_are_text() -> None:
         ({"merges": ["x1 y2"]}, "merges"),
         ({"merges": "x"}, "merges"),
         ({"tokens": 3}, "tokens"),
+        ({"merges": ["1 2"] * (1 << 20) + ["2 3"]}, "more than 1048576 merges"),
+        ({"tokens": ["a:b"], "merges": [], "add_bos_token": True}, "'a:b' cannot"),
+        ({"tokens": ["$"], "merges": [], "add_bos_token": True}, "'[$]' cannot"),
     ],
+    ids=["model", "scores", "pre", "merges", "type", "tokens", "many merges", "a:b", "$"],
 )
 def test_a_tokenizer_that_cannot_be_built_is_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidRequestError, match=says):

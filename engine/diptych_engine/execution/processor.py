@@ -37,9 +37,12 @@ START_LIBRARIES = ("/torch/lib/", "/libllvmlite.so")
 """Parts of paths: of these libraries a start reads far more than a step. No process unloads them,
 so that nothing else can come to their addresses."""
 MAPPING = re.compile(
-    r"^([0-9a-f]+)-([0-9a-f]+) r-.p .*?(/.*)\n(?:[A-Z].*\n)*?Anonymous: +0 kB$", re.MULTILINE
+    r"^([0-9a-f]+)-([0-9a-f]+) r-.p .*?(/.*)\n"
+    r"(?:[A-Z].*\n)*?Anonymous: +0 kB\n(?:[A-Z].*\n)*?Swap: +0 kB$",
+    re.MULTILINE,
 )
-"""In /proc/PID/smaps: pages of a file that this process neither has changed nor can change."""
+"""In /proc/PID/smaps: pages of a file that this process neither has changed nor can change. Changed
+ones (a linker's relocations) are anonymous, or swapped out."""
 
 
 def keep_freed_memory() -> None:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from diptych_engine.models.packed import PackedMatrix
-from diptych_kernels.made_once import locked, user_folder, whole
+from diptych_kernels.made_once import PART, locked, remove_unused, use, user_folder, whole
 from diptych_kernels.native import tile_layout
 from diptych_kernels.packed_product import reference
 from diptych_protocol import UNREADABLE
@@ -48,7 +48,11 @@ PACKING_TIMEOUT_S: Final = 600.0
 LOCK: Final = ".lock"
 KEPT_FILES: Final = 16
 KEPT_BYTES: Final = 64 << 30
-"""Most files, and bytes of files, that are kept: those that were used last."""
+"""Most files, and bytes of files, that are kept: those that were used last, and are used now."""
+OF_NETWORKS: Final = ("nfs", "cifs", "smb", "fuse", "ceph", "lustre", "gpfs", "afs")
+"""How the names of file systems begin on which another machine may remove a file that is mapped
+here, whose next reader gets SIGBUS."""
+MOUNTS: Final = Path("/proc/self/mountinfo")
 
 
 class _Place(msgspec.Struct, frozen=True):
@@ -95,6 +99,9 @@ def shared_matrices(
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_own(path.parent.lstat()):
             raise PermissionError(f"others may write to {path.parent}")
+        kind = kind_of_file_system(MOUNTS.read_text(), path.parent.stat().st_dev)
+        if kind.startswith(OF_NETWORKS):
+            raise OSError(f"{path.parent} is on a network ({kind})")
         found = _mapped(path)
         if found is None:
             with locked(path.with_suffix(LOCK), time.monotonic() + PACKING_TIMEOUT_S):
@@ -105,9 +112,19 @@ def shared_matrices(
     return found
 
 
+def kind_of_file_system(mounts: str, device: int) -> str:
+    """Return what `mountinfo` calls a device's file system; empty if it has no such device."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for mount, _, system in (line.partition(" - ") for line in mounts.splitlines()):
+        if mount.split()[2] == number:
+            return system.split()[0]
+    return ""
+
+
 def _written(
     path: Path, num_bytes: int, make: Callable[[], Iterable[tuple[str, PackedMatrix]]]
 ) -> Matrices | None:
+    _forget_oldest(path, num_bytes)
     free = shutil.disk_usage(path.parent).free
     if free < 2 * num_bytes:
         raise OSError(f"{path.parent} has {free >> 20} MB free, {2 * num_bytes >> 20} are wanted")
@@ -117,7 +134,6 @@ def _written(
             places[name] = _write(file, matrix.tiles)
         index = msgspec.msgpack.encode(_Index(path.name, places))
         file.write(index + hashlib.sha256(index).digest() + len(index).to_bytes(8, "little"))
-    _forget_oldest(path)
     return _mapped(path)
 
 
@@ -129,19 +145,20 @@ def _write(file: BinaryIO, tiles: Tensor) -> _Place:
     return _Place(start, (rows, groups, num_bytes), hashlib.sha256(content).digest())
 
 
-def _forget_oldest(newest: Path) -> None:
-    """Remove files beyond the limits. Engines that map one keep it."""
+def _forget_oldest(newest: Path, num_bytes: int) -> None:
+    """Remove what no engine uses: files beyond the limits, of which there will be one more, and
+    parts of files."""
     files = []
     for path in newest.parent.iterdir():
-        if path.suffix == LOCK:
+        if path == newest or path.suffix == LOCK:
             continue
         with contextlib.suppress(FileNotFoundError):  # another engine does the same
             files.append((path.stat().st_mtime_ns, path.stat().st_size, path))
-    total = 0
-    for number, (_, size, path) in enumerate(sorted(files, reverse=True)):
+    total = num_bytes
+    for number, (_, size, path) in enumerate(sorted(files, reverse=True), start=1):
         total += size
-        if path != newest and (number >= KEPT_FILES or total > KEPT_BYTES):
-            path.unlink(missing_ok=True)
+        if path.suffix == PART or number >= KEPT_FILES or total > KEPT_BYTES:
+            remove_unused(path)
 
 
 def _mapped(path: Path) -> Matrices | None:
@@ -157,6 +174,7 @@ def _mapped(path: Path) -> Matrices | None:
             return None
         if found.st_size < TAIL:
             return None
+        use(handle)
         # Private, because torch knows no memory that cannot be written. Nobody writes it.
         pages = mmap.mmap(handle, 0, access=mmap.ACCESS_COPY)
         os.utime(handle)  # it was used now

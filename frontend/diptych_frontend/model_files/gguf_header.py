@@ -155,12 +155,12 @@ def read_floats(path: Path, raw: RawTensor) -> tuple[float, ...]:
     else."""
     if raw.ggml_type != FLOAT32 or len(raw.shape) != 1 or raw.shape[0] > MAX_FLOATS:
         raise GGUFError(f"tensor {raw.name} is no vector of at most {MAX_FLOATS} float32")
+    size = 4 * raw.shape[0]
+    if raw.offset + size > path.stat().st_size:
+        raise GGUFError(f"tensor {raw.name} ends after the file does: it is truncated")
     with path.open("rb") as file:
         file.seek(raw.offset)
-        content = file.read(4 * raw.shape[0])
-    if len(content) < 4 * raw.shape[0]:
-        raise GGUFError(f"tensor {raw.name} ends after the file does: it is truncated")
-    return struct.unpack(f"<{raw.shape[0]}f", content)
+        return struct.unpack(f"<{raw.shape[0]}f", file.read(size))
 
 
 class _Cursor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
@@ -89,8 +90,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.head_dim % 2:
             raise _unsupported(f"head_dim is {self.head_dim}; RoPE needs an even one")
-        if self.rms_norm_eps <= 0 or self.rope_theta <= 0:
-            raise _unsupported("rms_norm_eps and rope_theta must be positive")
+        if not (0 < self.rms_norm_eps < math.inf and 0 < self.rope_theta < math.inf):
+            raise _unsupported("rms_norm_eps and rope_theta must be positive and finite")
         self._check_rope_scaling()
         if self.sliding_window is not None and self.sliding_window < 1:
             raise _unsupported(f"sliding_window is {self.sliding_window}")

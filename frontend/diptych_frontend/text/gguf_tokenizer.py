@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from itertools import islice
+from typing import Any, Final, TypeVar
 
 import msgspec
 from tokenizers import (
@@ -21,6 +22,8 @@ from tokenizers import Tokenizer as Backend
 from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_protocol import InvalidRequestError
 
+T = TypeVar("T")
+
 TOKEN_TYPE_NORMAL: Final = 1
 TOKEN_TYPE_UNKNOWN: Final = 2
 TOKEN_TYPE_CONTROL: Final = 3
@@ -29,6 +32,8 @@ SPACE: Final = "\u2581"
 """How SentencePiece writes a space."""
 LONGEST_PIECE: Final = 128
 """The most characters of a token that is merged out of others; real ones have at most 64."""
+MAX_MERGES: Final = 1 << 20
+"""Each takes half a kilobyte of memory, and a small file may have many; Gemma's has 580 000."""
 
 CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 SIGNS: Final = r" ?[^\s\p{L}\p{N}]+[\r\n%s]*"
@@ -149,7 +154,8 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer | None:
 def _byte_level_bpe(keys: GGUFTokenizer) -> Backend:
     rule = _word_rule(keys.ggml__pre)
     vocabulary = {token: token_id for token_id, token in enumerate(keys.ggml__tokens)}
-    merges = [(left, right) for left, _, right in (m.partition(" ") for m in keys.ggml__merges)]
+    parts = (merge.partition(" ") for merge in keys.ggml__merges)
+    merges = _within_limit((left, right) for left, _, right in parts)
     try:
         model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule.keeps_whole)
     except Exception as exc:
@@ -199,7 +205,7 @@ def _merges_by_score(keys: GGUFTokenizer, vocabulary: Mapping[str, int]) -> list
     one, the longest left part is first: SentencePiece takes the leftmost pair."""
     if not len(keys.ggml__scores) == len(keys.ggml__token_type) == len(keys.ggml__tokens):
         raise unusable_tokenizer("the GGUF file's tokens, scores and token types differ in number")
-    merges = [
+    merges = _within_limit(
         (score, at, token)
         for token, score, kind in zip(
             keys.ggml__tokens, keys.ggml__scores, keys.ggml__token_type, strict=True
@@ -207,9 +213,16 @@ def _merges_by_score(keys: GGUFTokenizer, vocabulary: Mapping[str, int]) -> list
         if kind == TOKEN_TYPE_NORMAL and len(token) <= LONGEST_PIECE
         for at in range(1, len(token))
         if token[:at] in vocabulary and token[at:] in vocabulary
-    ]
+    )
     merges.sort(reverse=True)
     return [(token[:at], token[at:]) for _, at, token in merges]
+
+
+def _within_limit(found: Iterable[T]) -> list[T]:
+    merges = list(islice(found, MAX_MERGES + 1))
+    if len(merges) > MAX_MERGES:
+        raise unusable_tokenizer(f"the GGUF file's vocabulary has more than {MAX_MERGES} merges")
+    return merges
 
 
 def _with_special_tokens(backend: Backend, keys: GGUFTokenizer) -> Backend:
@@ -252,6 +265,9 @@ def _add_post_processor(backend: Backend, keys: GGUFTokenizer) -> None:
     bos, eos = keys.text_of(keys.ggml__bos_token_id), keys.text_of(keys.ggml__eos_token_id)
     before = [bos] if add_bos and bos else []
     after = [eos] if keys.ggml__add_eos_token and eos else []
+    for text in (*before, *after):
+        if ":" in text or text.startswith("$"):  # the library's own signs
+            raise unusable_tokenizer(f"the GGUF file's token {text!r} cannot be put around a text")
     if before or after:
         backend.post_processor = processors.TemplateProcessing(
             single=[*before, "$A", *after],

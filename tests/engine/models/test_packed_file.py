@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +16,9 @@ from model_kit.gguf import quantised, save_gguf
 
 from diptych_engine.models import CausalLM, build_model, load_weights, packed_file
 from diptych_engine.models.packed import PackedMatrix
-from diptych_engine.models.packed_file import shared_matrices
+from diptych_engine.models.packed_file import kind_of_file_system, shared_matrices
 from diptych_frontend.model_files.model_source import resolve_model
+from diptych_kernels.made_once import whole
 from diptych_kernels.packed_product import is_available
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="nothing is packed on this processor")
@@ -143,6 +146,30 @@ def test_without_a_place_for_files_an_engine_packs_for_itself(
         assert not is_mapped(own)
 
 
+MOUNTED = """\
+27 1 254:0 / / rw,relatime - ext4 /dev/vda rw
+28 27 0:25 / /cache\\040files rw shared:1 master:2 - nfs4 server:/a/-/b rw,vers=4.2
+"""
+
+
+@pytest.mark.parametrize(("device", "kind"), [((254, 0), "ext4"), ((0, 25), "nfs4"), ((0, 2), "")])
+def test_the_kernel_names_the_file_system(device: tuple[int, int], kind: str) -> None:
+    assert kind_of_file_system(MOUNTED, os.makedev(*device)) == kind
+
+
+def test_nothing_is_kept_where_another_machine_may_remove_it(
+    folder: Path, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = tmp_path.stat().st_dev
+    mounted = f"9 1 {os.major(device)}:{os.minor(device)} / / rw - nfs4 server:/ rw"
+    (tmp_path / "mountinfo").write_text(mounted)
+    monkeypatch.setattr(packed_file, "MOUNTS", tmp_path / "mountinfo")
+    own = loaded(model)
+    assert_as_in_the_file(own, model)
+    assert not is_mapped(own)
+    assert not list(folder.iterdir())
+
+
 def test_a_full_disk_keeps_nothing(folder: Path) -> None:
     def make() -> Iterator[tuple[str, PackedMatrix]]:
         yield "x", MATRIX
@@ -186,6 +213,51 @@ def test_only_the_files_that_were_used_last_are_kept(
     monkeypatch.setattr(packed_file, "KEPT_BYTES", 1)
     shared_matrices(folder / "e", 0, lambda: [("x", MATRIX)])
     assert [path.name for path in folder.iterdir()] == ["e"]
+
+
+def test_what_engines_use_is_kept_beyond_the_limits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else two models that exceed them together would be packed at every start."""
+    monkeypatch.setattr(packed_file, "KEPT_BYTES", 1)
+    used = [shared_matrices(folder / name, 0, lambda: [("x", MATRIX)]) for name in "ab"]
+    assert {path.name for path in folder.iterdir()} == {"a", "b"}
+    del used[0]
+    shared_matrices(folder / "c", 0, lambda: [("x", MATRIX)])
+    assert {path.name for path in folder.iterdir()} == {"b", "c"}
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from diptych_kernels.made_once import whole
+with whole(Path(sys.argv[1]), 0o600) as file:
+    file.write(bytes(10))
+    file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_writer_leaves_is_removed_before_space_is_wanted(folder: Path) -> None:
+    for name in "aab":
+        subprocess.run([sys.executable, "-c", KILLED, str(folder / name)], check=False)
+    assert len(list(folder.iterdir())) == 2, "one of each"
+    folder.chmod(0o700)
+    assert shared_matrices(folder / "c", 1 << 60, list) is None
+    assert not list(folder.iterdir())
+
+
+def test_what_another_engine_writes_is_not_taken_from_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_file, "KEPT_BYTES", 1)
+    folder.mkdir(mode=0o700, parents=True)
+    with whole(folder / "a", 0o600) as first, whole(folder / "a", 0o600) as second:
+        assert shared_matrices(folder / "b", 0, lambda: [("x", MATRIX)])
+        first.write(b"1")
+        second.write(b"2")
+    assert (folder / "a").read_bytes() == b"1", "whoever was last"
+    assert {path.name for path in folder.iterdir()} == {"a", "b"}
 
 
 def test_another_file_of_the_same_name_has_another_packed_one(folder: Path, tmp_path: Path) -> None:
