@@ -113,7 +113,7 @@ async def routing(model: str, step_ms: int | None = None) -> AsyncIterator[Any]:
     ports: dict[Role, int] = {"prefill": free_port(), "decode": free_port()}
     with engines("benchmarks.instant_core", list(ports.values()), step_ms):
         client = PoolClient(
-            RouterConfig(model=model, served_name="smollm2", verify="off"),
+            RouterConfig(model=model, served_name="smollm2", verify="Off"),
             inputs,
             OutputProcessor(renderer.tokenizer),
             targets={role: parse_targets(f"127.0.0.1:{port}") for role, port in ports.items()},

@@ -71,7 +71,7 @@ def on_one_core(system: System) -> System:
 
 
 def our_router(prefill: int, decode: int) -> System:
-    config = {"model": MODEL, "served_name": "smollm2", "verify": "off"}
+    config = {"model": MODEL, "served_name": "smollm2", "verify": "Off"}
 
     def command(port: int, folder: Path) -> list[str]:
         path = folder / "router.json"

@@ -6,7 +6,7 @@ import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TextIO
 
 import httpx
 
@@ -30,7 +30,8 @@ class Circumstances:
     """Whether somebody is at the terminal, who can read what is fetched, and stop it."""
     in_ci: bool = False
     preferred_is_here: bool = False
-    network: bool = False
+    obstacle: str = ""
+    """Why the preferred model cannot be fetched; empty if it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,41 +53,43 @@ def choose(found: Circumstances) -> Choice:
         return Choice(small, f"CI is set; {PREFERRED} answers better")
     if found.available_memory < ENOUGH_MEMORY:
         return Choice(small, f"{PREFERRED} wants {ENOUGH_MEMORY >> 30} GiB of free memory")
+    if not found.is_attended:  # what a script serves does not depend on the cache
+        return Choice(small, f"a terminal alone gets {PREFERRED} unasked")
     if found.preferred_is_here:
         return Choice(larger, f"it answers better than {DEFAULT}, and is here")
-    if not found.is_attended:
-        return Choice(small, f"nobody is here to see {PREFERRED} fetched ({size})")
-    if not found.network:
-        return Choice(small, f"{PREFERRED} ({size}) cannot be fetched now")
+    if found.obstacle:
+        return Choice(small, f"{PREFERRED} ({size}) cannot be fetched now: {found.obstacle}")
     return Choice(larger, f"it answers better than {DEFAULT}; {size} are fetched once")
 
 
-def default_choice(cache: Path) -> Choice:
-    """Choose on this machine. The network is asked last, only if it matters, and not for long."""
+def default_choice(cache: Path, told: TextIO) -> Choice:
+    """Choose on this machine. `told`: where the choice is written. The network is asked last, only
+    if it matters, and not for long."""
     from diptych.doctor.gather import memory
 
     found = Circumstances(
         available_memory=memory().available,
-        is_attended=sys.stdin.isatty(),
+        is_attended=sys.stdin.isatty() and told.isatty(),
         in_ci=bool(os.environ.get("CI")),
         preferred_is_here=is_here(KNOWN[PREFERRED], cache),
-        network=True,
     )
     choice = choose(found)
     if choice.model.name == DEFAULT or found.preferred_is_here:
         return choice
-    return choose(replace(found, network=_is_offered(choice.model)))
+    return choose(replace(found, obstacle=_obstacle(choice.model)))
 
 
-def _is_offered(model: KnownModel) -> bool:
-    """Whether the Hub has the file for us."""
+def _obstacle(model: KnownModel) -> str:
+    """Why the Hub would not send the file to us; empty if it would."""
     if os.environ.get("HF_HUB_OFFLINE"):
-        return False
+        return "HF_HUB_OFFLINE is set"
     uri = parse_model_uri(model.uri)
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     url = f"{hub}/{uri.host}/resolve/{model.revision}/{uri.path}"
     try:
         answer = with_deadline(lambda: httpx.head(url, timeout=ANSWER_WITHIN_S), ANSWER_WITHIN_S)
-    except (UnreachableError, httpx.HTTPError, httpx.InvalidURL):
-        return False
-    return answer.status_code < 400
+    except (UnreachableError, httpx.HTTPError, httpx.InvalidURL) as exc:
+        return str(exc) or type(exc).__name__
+    except (ImportError, ValueError, OSError) as exc:  # as httpx reads ALL_PROXY, SSL_CERT_FILE, …
+        return f"the environment's proxy or certificates: {exc}".rstrip(".")
+    return f"the Hub answers {answer.status_code}" if answer.is_error else ""

@@ -3,6 +3,7 @@ instant."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -132,7 +133,7 @@ def up(
     if source is None:
         from diptych.default_model import default_choice
 
-        choice = default_choice(MODEL_CACHE.expanduser())
+        choice = default_choice(MODEL_CACHE.expanduser(), sys.stdout)
         click.echo(choice)
         source = choice.model
     access = ApiAccess(port, host, api_keys, tls, hosts, origins)
@@ -201,7 +202,7 @@ def models(as_json: bool) -> None:
     from diptych.default_model import default_choice
 
     cache = MODEL_CACHE.expanduser()
-    rows, choice = view.listed(cache), default_choice(cache)
+    rows, choice = view.listed(cache), default_choice(cache, sys.stderr)
     if as_json:
         shown = view.as_json(rows, choice.model)
         click.echo(msgspec.json.format(msgspec.json.encode(shown), indent=2))

@@ -11,10 +11,11 @@ from msgspec import Meta
 from diptych_protocol.engine_settings import (
     MAX_RANKS,
     EngineSettings,
-    JsonSchemas,
+    LoraModules,
     ReasoningParserName,
     ToolCallParserName,
     TracesEndpoint,
+    UsualJsonSchemas,
 )
 from diptych_protocol.errors import InvalidRequestError
 from diptych_protocol.field_ranges import check_fields
@@ -25,11 +26,24 @@ Staging = Literal["auto", "always"]
 MAX_PLACE_CHARACTERS: Final = 253
 """The most characters in the name of a node or zone; no name in Kubernetes is longer."""
 
-LEASE_MEANING: Final = (
-    "How long prefilled blocks stay pinned without a sign of life from the decode engine that is "
-    "to read them."
+# The custom resource has these settings too, under the same names.
+LEASE: Final = Meta(
+    le=3600,
+    description="How long prefilled blocks stay pinned without a sign of life from the decode "
+    "engine that is to read them.",
 )
-"""The custom resource has this setting too, under the same name."""
+DRAIN: Final = Meta(
+    le=86400,
+    description="How long a pod that is to go may take to end or move its work: prefill until its "
+    "blocks are read, decode until its streams have ended or moved.",
+)
+Verify = Annotated[
+    Literal["Required", "Warn", "Off"],
+    Meta(
+        description="Before an engine serves, a real request crosses the hinge through it. "
+        "Required keeps the engine out until that worked; Warn only reports; Off sends none."
+    ),
+]
 
 
 class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -46,7 +60,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             "A name is looked up once, when the engine starts."
         ),
     ] = ""
-    lease_seconds: Annotated[float, Meta(ge=0.001, le=3600, description=LEASE_MEANING)] = 30.0
+    lease_seconds: Annotated[float, LEASE, Meta(ge=0.001)] = 30.0
     load_timeout_s: Annotated[
         float,
         Meta(
@@ -192,15 +206,7 @@ class EngineConfig(EngineSettings, frozen=True, forbid_unknown_fields=True, omit
         str,
         Meta(description="Names the deployment's revision; engines exchange KV only within one."),
     ] = ""
-    drain_seconds: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=86400,
-            description="After SIGTERM, how long requests and leases may take to end or move "
-            "elsewhere.",
-        ),
-    ] = 30.0
+    drain_seconds: Annotated[float, DRAIN, Meta(ge=0)] = 30.0
     worker_extension: Annotated[
         str,
         Meta(description="module:Class with worker methods of your own for collective_rpc."),
@@ -386,41 +392,15 @@ class RouterConfig(RouterSettings, frozen=True, forbid_unknown_fields=True, omit
     served_name: Annotated[
         str, Meta(description="The name clients use; empty means the last part of `model`.")
     ] = ""
-    verify: Annotated[
-        Literal["required", "warn", "off"],
-        Meta(
-            description="Before an engine gets requests, a canary crosses the hinge through it. "
-            "required keeps an engine out until that worked; warn only reports; off sends none."
-        ),
-    ] = "required"
+    verify: Verify = "Required"
     max_held: Annotated[
         int, Meta(ge=0, description="More waiting requests than this are refused at once.")
     ] = 512
-    drain_seconds: Annotated[
-        float, Meta(ge=0, le=86400, description="After SIGTERM, how long answers may take to end.")
-    ] = 30.0
-    lora_modules: Annotated[
-        dict[str, str],
-        Meta(
-            description="Adapters that clients may ask for as models; the same as the engines' "
-            "`lora_modules`."
-        ),
-    ] = msgspec.field(default_factory=dict)
-    reasoning_parser: Annotated[
-        ReasoningParserName,
-        Meta(description="How the model marks its reasoning; the same as the engines'."),
-    ] = "none"
-    tool_call_parser: Annotated[
-        ToolCallParserName,
-        Meta(description="How the model writes calls of tools; the same as the engines'."),
-    ] = "auto"
-    json_schemas: Annotated[
-        JsonSchemas,
-        Meta(
-            description="What happens to keywords of JSON schemas that cannot be enforced; the "
-            "same as the engines'."
-        ),
-    ] = "exact"
+    drain_seconds: Annotated[float, DRAIN, Meta(ge=0)] = 30.0
+    lora_modules: LoraModules = msgspec.field(default_factory=dict)
+    reasoning_parser: ReasoningParserName = "none"
+    tool_call_parser: ToolCallParserName = "auto"
+    json_schemas: UsualJsonSchemas = "exact"
     otlp_traces_endpoint: TracesEndpoint | None = None
     slo: Annotated[Slo, Meta(description="What is promised to each request.")] = Slo()
     sampling: Annotated[

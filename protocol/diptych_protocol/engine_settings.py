@@ -17,11 +17,41 @@ MAX_RANKS = 64
 """Limit on the ranks of tensor and of data parallelism."""
 BlockSize = Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 SchedulingPolicy = Literal["fcfs", "priority"]
-ReasoningParserName = Literal["none", "think", "harmony"]
-ToolCallParserName = Literal[
-    "auto", "hermes", "llama", "mistral", "deepseek", "pythonic", "qwen3_coder"
-]
 JsonSchemas = Literal["exact", "lenient"]
+
+# What routers have, too (`RouterConfig`).
+ReasoningParserName = Annotated[
+    Literal["none", "think", "harmony"],
+    Meta(
+        description="How the model marks its reasoning, which chats then tell apart from the "
+        "answer, and which no structured output constrains. think: between tags of this name, "
+        "as Qwen and DeepSeek models do; harmony: in channels, as gpt-oss does; none: all text "
+        "is the answer."
+    ),
+]
+ToolCallParserName = Annotated[
+    Literal["auto", "hermes", "llama", "mistral", "deepseek", "pythonic", "qwen3_coder"],
+    Meta(
+        description="How the model writes calls of tools (docs/answers.md). auto: as its chat "
+        "template shows, or in channels where `reasoning_parser` is harmony."
+    ),
+]
+UsualJsonSchemas = Annotated[
+    JsonSchemas,
+    Meta(
+        description="What happens to a request whose JSON schema has keywords that cannot be "
+        "enforced, unless it says so itself. exact: it is refused; lenient: they are left out, "
+        "and the answer's header x-diptych-not-enforced names them."
+    ),
+]
+LoraModules = Annotated[
+    dict[str, Annotated[str, Meta(max_length=4096, description="Where it is.")]],
+    Meta(
+        max_length=1024,
+        description="Adapters that are there from the start: name -> directory in the engine. "
+        "Clients ask for them as models.",
+    ),
+]
 TracesEndpoint = Annotated[
     str,
     Meta(
@@ -167,30 +197,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "the last token, mean the mean of all."
         ),
     ] = "last"
-    reasoning_parser: Annotated[
-        ReasoningParserName,
-        Meta(
-            description="How the model marks its reasoning, which chats then tell apart from the "
-            "answer, and which no structured output constrains. think: between tags of this name, "
-            "as Qwen and DeepSeek models do; harmony: in channels, as gpt-oss does; none: all text "
-            "is the answer."
-        ),
-    ] = "none"
-    tool_call_parser: Annotated[
-        ToolCallParserName,
-        Meta(
-            description="How the model writes calls of tools (docs/answers.md). auto: as its chat "
-            "template shows, or in channels where `reasoning_parser` is harmony."
-        ),
-    ] = "auto"
-    json_schemas: Annotated[
-        JsonSchemas,
-        Meta(
-            description="What happens to a request whose JSON schema has keywords that cannot be "
-            "enforced, unless it says so itself. exact: it is refused; lenient: they are left out, "
-            "and the answer's header x-diptych-not-enforced names them."
-        ),
-    ] = "exact"
+    reasoning_parser: ReasoningParserName = "none"
+    tool_call_parser: ToolCallParserName = "auto"
+    json_schemas: UsualJsonSchemas = "exact"
     seed: Annotated[
         int, Meta(description="Seeds dummy weights and requests that bring no seed.")
     ] = 0
@@ -206,14 +215,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     max_lora_rank: Annotated[
         int, Meta(ge=1, le=4096, description="Adapters of a higher rank are refused.")
     ] = 64
-    lora_modules: Annotated[
-        dict[str, Annotated[str, Meta(max_length=4096, description="Where it is.")]],
-        Meta(
-            max_length=1024,
-            description="Adapters that are there from the start: name -> directory in the engine. "
-            "Clients ask for them as models.",
-        ),
-    ] = {}
+    lora_modules: LoraModules = {}
     tensor_parallel_size: Annotated[
         int,
         Meta(

@@ -62,28 +62,33 @@ def _fields(kind: type[msgspec.Struct]) -> list[tuple[str, Any, str]]:
     return [(name, hint, _wanted(hint)) for name, hint in hints.items()]
 
 
-def _wanted(hint: Any, meta: Meta | None = None) -> str:
+def _wanted(hint: Any, *metas: Meta) -> str:
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return _wanted(parts[0], parts[1])
+        return _wanted(*parts)
     if origin in (Union, UnionType):
         return " or ".join(_wanted(part) for part in parts)
-    if meta is not None and meta.title:
-        return meta.title
+    if title := _said(metas, "title"):
+        return str(title)
     if origin is Literal:
         *rest, last = map(str, parts)
         return f"{', '.join(rest)} or {last}" if rest else last
     if hint is type(None):
         return "left out"
     if hint is str:
-        return "set" if meta is not None and meta.min_length else "text"
+        return "set" if _said(metas, "min_length") else "text"
     if hint is bool:
         return "true or false"
     if hint in (int, float):
-        return "a number" if meta is None else _between(meta.ge, meta.le)
+        return _between(_said(metas, "ge"), _said(metas, "le"))
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
         return f"a {hint.__name__}"
     return "names with texts" if origin is dict else "of its type"
+
+
+def _said(metas: tuple[Meta, ...], what: str) -> Any:
+    """What one of them says; msgspec refuses two that say it."""
+    return next((said for meta in metas if (said := getattr(meta, what)) is not None), None)
 
 
 def _between(low: float | None, high: float | None) -> str:

@@ -108,6 +108,13 @@ def test_what_is_wrong_is_said_with_a_remedy(
     assert name in verdict(checks)
 
 
+def test_a_broken_ucx_is_replaced_by_the_version_that_was_tested() -> None:
+    packages = {"engine": (Package("libucx-cu13", "==1.21.0", "1.21.0", True),)}
+    broken = dataclasses.replace(GOOD, packages=packages, ucx=Ucx("", problem="no libucp.so.0"))
+    [found] = [check for check in examine(broken) if check.name == "ucx"]
+    assert found.remedy.endswith(" --no-deps --force-reinstall libucx-cu13==1.21.0")
+
+
 @pytest.mark.parametrize(
     ("name", "other", "said"),
     [

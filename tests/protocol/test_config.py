@@ -7,7 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from diptych_protocol import EngineConfig, InvalidRequestError, KVTransferConfig, RouterConfig
+from diptych_protocol import (
+    EngineConfig,
+    EngineSettings,
+    InvalidRequestError,
+    KVTransferConfig,
+    RouterConfig,
+)
 from diptych_protocol.field_ranges import descriptions, ranges
 
 
@@ -44,6 +50,20 @@ def test_a_value_out_of_its_range_is_refused_by_name(changes: dict[str, Any], me
         config.check()
     assert str(refusal.value).startswith(message)
     assert refusal.value.param == message.partition(" ")[0]
+
+
+def test_what_routers_have_of_engines_has_one_meaning_range_and_default() -> None:
+    engines, routers = (
+        {field.name: field for field in msgspec.structs.fields(kind)}
+        for kind in (EngineSettings, RouterConfig)
+    )
+    shared = engines.keys() & routers.keys()
+    assert len(shared) == 5
+    for name in shared:
+        assert (routers[name].type, routers[name].default) == (
+            engines[name].type,
+            engines[name].default,
+        )
 
 
 def test_a_router_refuses_what_an_engine_would() -> None:

@@ -79,7 +79,7 @@ async def test_a_router_refuses_what_its_engines_say_they_cannot_do(
         for port, said in zip(ports, (ABLE, unable), strict=True)
     ]
     prefill, decode = (f"127.0.0.1:{port}" for port in ports)
-    router = make_router(smollm2, prefill, decode, None, verify="off")
+    router = make_router(smollm2, prefill, decode, None, verify="Off")
     try:
         router.start()
         await eventually(lambda: len(router.pools.usable_engines()) == 2)

@@ -97,7 +97,7 @@ async def test_another_engine_is_tried_before_and_the_full_one_is_spared_until_i
 ) -> None:
     monkeypatch.setattr(full_engines, "REMEMBERED_S", FOR_EVER_S)
     (busy, at_busy), (_, at_free), (_, at_d) = engines.values()
-    async with routing(smollm2, keys_dir, [at_busy, at_free], [at_d], verify="warn") as client:
+    async with routing(smollm2, keys_dir, [at_busy, at_free], [at_d], verify="Warn") as client:
         await healthy(client)
         await eventually(lambda: len(client.pools.of("prefill")) == 2)
         links = {link.name: link for link in client.pools.of("prefill")}

@@ -45,7 +45,7 @@ async def test_a_prompt_waits_for_an_engine_and_takes_the_first_that_can(
     """A held prompt to pool passes a held generation that still lacks a decode engine; without a
     prefill engine, one of the decode pool will do."""
     first, second = (core.address for core in two)
-    async with routing(MODEL, keys_dir, [first], [NOBODY], verify="off") as client:
+    async with routing(MODEL, keys_dir, [first], [NOBODY], verify="Off") as client:
         generating = asyncio.create_task(anext(client.generate([1, 2], SamplingParams(), "g")))
         pooling = asyncio.create_task(embed(client, LONG[:20]))
         await eventually(lambda: client.num_held > 0)
@@ -53,7 +53,7 @@ async def test_a_prompt_waits_for_an_engine_and_takes_the_first_that_can(
         assert client.num_held == 1
         generating.cancel()
         await asyncio.wait((generating,))
-    async with routing(MODEL, keys_dir, [NOBODY], [second], verify="off") as client:
+    async with routing(MODEL, keys_dir, [NOBODY], [second], verify="Off") as client:
         assert (await asyncio.wait_for(embed(client, LONG[:20]), PATIENCE_S)).finished
     async with routing(MODEL, keys_dir, [NOBODY], [NOBODY], hold_seconds=0) as client:
         with pytest.raises(EngineOverloadedError, match="no engine is usable"):
@@ -67,7 +67,7 @@ async def test_a_prompt_goes_to_another_engine_when_its_own_is_lost(
 ) -> None:
     """There is no decode engine at all: nothing is to be decoded."""
     addresses = [core.address for core in two]
-    async with routing(MODEL, keys_dir, addresses, [NOBODY], verify="off") as client:
+    async with routing(MODEL, keys_dir, addresses, [NOBODY], verify="Off") as client:
         await eventually(lambda: len(client.pools.of("prefill")) == 2)
         asked = asyncio.create_task(embed(client, LONG))
         chosen = await eventually(

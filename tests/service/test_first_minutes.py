@@ -19,6 +19,8 @@ from model_kit.questions import WHOLE
 from page_scenes import Scene
 from playwright.sync_api import expect
 
+from diptych.known_models import DEFAULT
+
 ROOT = Path(__file__).parents[2]
 INSTALL_S = 1800
 DECODING = ("smollm2-135m-decode-0", "smollm2-135m-decode-1")
@@ -58,7 +60,8 @@ def test_from_a_clone_to_an_answer_that_outlives_its_engine(
         subprocess.run(["make", "demo"], cwd=clone, check=True, timeout=INSTALL_S)
     with contextlib.ExitStack() as open_things:
         with record.step("diptych up: ready"):
-            command = [str(clone / ".venv" / "bin" / "diptych"), "up"]
+            # Named, because at a terminal `up` alone may serve another.
+            command = [str(clone / ".venv" / "bin" / "diptych"), "up", DEFAULT]
             service = open_things.enter_context(served(command, run_folder, port))
         with record.step("the page is open, and shows the engines"):
             browser = open_things.enter_context(chromium())

@@ -19,7 +19,7 @@ async def test_a_router_avoids_paused_engines_and_takes_their_streams_elsewhere(
     names = ("prefill-0", "decode-0", "decode-1")
     with cores(keys_dir, *(engine_config(name, MODEL) for name in names)) as started:
         [prefill, *decode] = [core.address for core in started]
-        async with routing(MODEL, keys_dir, [prefill], decode, verify="warn") as client:
+        async with routing(MODEL, keys_dir, [prefill], decode, verify="Warn") as client:
             await healthy(client)
             await eventually(lambda: len(client.pools.of("decode")) == 2)
             alone = (await generate(client, PROMPT, max_tokens=LONG, ignore_eos=True)).outputs[0]

@@ -81,7 +81,7 @@ async def test_a_hinge_that_does_not_work_keeps_users_away_and_says_why(
             with pytest.raises(EngineOverloadedError, match="no engine within"):
                 await generate(client, PROMPT)
         async with routing(
-            smollm2, keys_dir, [broken.address], [decode.address], verify="warn"
+            smollm2, keys_dir, [broken.address], [decode.address], verify="Warn"
         ) as client:
             await eventually(lambda: client.pools.canaries)
             assert all(engine.usable for engine in router_report(client).engines)
@@ -110,7 +110,7 @@ async def test_the_longest_request_is_what_every_usable_engine_can_take(
     prefill, decode = two_pools.values()
     with cores(keys_dir, engine_config("small", smollm2, num_blocks=8)) as (small,):
         async with routing(
-            smollm2, keys_dir, [prefill.address], [decode.address, small.address], verify="warn"
+            smollm2, keys_dir, [prefill.address], [decode.address, small.address], verify="Warn"
         ) as client:
             await eventually(lambda: client.max_model_len == 8 * 16)
             small.kill()

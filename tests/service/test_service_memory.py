@@ -14,6 +14,7 @@ from free_ports import free_port
 from model_kit.questions import WHOLE
 from waits import PATIENCE_S
 
+from diptych.known_models import DEFAULT
 from diptych_kernels.packed_product import is_available
 
 pytestmark = [
@@ -34,7 +35,8 @@ def test_engines_are_small_and_share_their_weights(tmp_path: Path) -> None:
     """One engine prefills and two decode. What they share counts once in the sum of all processes
     (PSS), and for each engine in what it has resident (RSS). Nothing here is forked from the test's
     own process."""
-    command, port = [str(Path(sys.executable).parent / "diptych"), "up"], free_port()
+    program, port = str(Path(sys.executable).parent / "diptych"), free_port()
+    command = [program, "up", DEFAULT]
     with served(command, tmp_path, port) as service:
         question = {"messages": [{"role": "user", "content": WHOLE.words}], "max_tokens": 16}
         models = httpx.get(f"{service.url}/v1/models", timeout=PATIENCE_S).json()

@@ -66,7 +66,7 @@ async def test_an_engine_that_sends_slowly_gets_no_long_prompts_while_another_ca
     keys = read_keys(keys_dir)
     router = make_router(
         smollm2, f"{at0},{at1}", at_d, lambda: [keys],
-        policy="prefix_aware", disaggregate="always", verify="off",
+        policy="prefix_aware", disaggregate="always", verify="Off",
     )  # fmt: skip
     router.start()
     try:

@@ -67,13 +67,17 @@ def check_packages(facts: Facts) -> Check:
 
 
 def _install(facts: Facts, names: Sequence[str]) -> str:
-    needed = {package.name: package for own in facts.packages.values() for package in own}
-    return facts.installation.add(*(f"{name}{needed[name].wanted}" for name in names))
+    return facts.installation.add(*_as_wanted(facts, names))
 
 
 def _again(facts: Facts, name: str) -> str:
     """For a package that is there, and broken."""
-    return facts.installation.add("--force-reinstall", name, alone=True)
+    return facts.installation.add("--force-reinstall", *_as_wanted(facts, [name]), alone=True)
+
+
+def _as_wanted(facts: Facts, names: Sequence[str]) -> list[str]:
+    wanted = {package.name: package.wanted for own in facts.packages.values() for package in own}
+    return [name + wanted.get(name, "") for name in names]
 
 
 def _differs(package: Package) -> str:

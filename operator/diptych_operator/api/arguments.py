@@ -35,21 +35,22 @@ _CHAPTERS = (
     (
         "RouterConfig",
         RouterConfig,
-        "A router, which reads them from the file that `--config` names. Those with a link are "
-        "options of its command line, too, such as `--hold-seconds 60`.",
+        "A router, which reads them from the file that `--config` names. From "
+        f"`{RouterSettings.__struct_fields__[0]}` on, they are options of its command line, too, "
+        "such as `--hold-seconds 60`.",
     ),
     ("Slo", Slo, "What a router promises, its `slo`."),
     ("SamplingDefaults", SamplingDefaults, "How tokens are sampled, a router's `sampling`."),
 )
 _OF_SERVICES = {
-    EngineConfig: {
-        name: f"[`{camel_case(name)}`](reference.md#specengine)"
-        for name in EngineSettings.__struct_fields__
-    },
-    RouterConfig: {
-        name: f"[`{camel_case(name)}`](reference.md#specrouter)"
-        for name in RouterSettings.__struct_fields__
-    },
+    name: f"[`{camel_case(name)}`](reference.md#{part})"
+    for part, names in {
+        "specengine": EngineSettings.__struct_fields__,
+        "specrouter": RouterSettings.__struct_fields__,
+        "spectransfer": ("verify", "lease_seconds"),
+        "specavailability": ("drain_seconds",),
+    }.items()
+    for name in names
 }
 """Where the reference says what a setting means that services have, too."""
 _BAR = "\\|"
@@ -67,7 +68,7 @@ def arguments() -> str:
 
 
 def _rows(kind: type[msgspec.Struct]) -> Iterator[str]:
-    wanted, meanings = ranges(kind), descriptions(kind) | _OF_SERVICES.get(kind, {})
+    wanted, meanings = ranges(kind), descriptions(kind) | _OF_SERVICES
     for field in msgspec.structs.fields(kind):
         cells = (f"`{field.name}`", wanted[field.name], _default(field), meanings[field.name])
         yield f"| {' | '.join(cell.replace('|', _BAR) for cell in cells)} |"

@@ -20,7 +20,7 @@ from diptych_operator.api.pools import ONE_SCALE, DecodePool, Pool, PoolName, Pr
 from diptych_operator.api.router import ONE_ROUTER_WITHOUT_VOLUME, Router
 from diptych_operator.api.runtimes import RUNTIME_RULES
 from diptych_operator.api.status import Status
-from diptych_protocol.config import LEASE_MEANING, Connector
+from diptych_protocol.config import DRAIN, LEASE, Connector, Verify
 from diptych_protocol.config import Slo as RouterSlo
 
 GROUP = "diptych.dev"
@@ -43,10 +43,7 @@ else:
 
 
 class Transfer(SpecPart, frozen=True):
-    lease_seconds: Annotated[
-        float,
-        Meta(ge=1, le=3600, description=LEASE_MEANING),
-    ] = 30.0
+    lease_seconds: Annotated[float, LEASE, Meta(ge=1)] = 30.0
     connector: Annotated[
         Connector,
         Meta(
@@ -74,13 +71,7 @@ class Transfer(SpecPart, frozen=True):
             "fails rather than falls back; shm joins processes of one machine outside containers."
         ),
     ] = "auto"
-    verify: Annotated[
-        Literal["Required", "Warn", "Off"],
-        Meta(
-            description="Before an engine serves, a real request crosses the hinge through it. "
-            "Required keeps the engine out until that worked; Warn only reports; Off sends none."
-        ),
-    ] = "Required"
+    verify: Verify = "Required"
 
 
 class Rollout(SpecPart, frozen=True):
@@ -116,15 +107,7 @@ class Availability(SpecPart, frozen=True):
         Literal["Managed", "None"],
         Meta(description="Managed: voluntary evictions take one pod of a pool at a time."),
     ] = "Managed"
-    drain_seconds: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=86400,
-            description="How long a pod that is to go may take to end or move its work: prefill "
-            "until its blocks are read, decode until its streams have ended or moved.",
-        ),
-    ] = 60
+    drain_seconds: Annotated[int, DRAIN, Meta(ge=1)] = 60
 
 
 class Network(SpecPart, frozen=True):
@@ -366,7 +349,7 @@ class InferenceService(SpecPart, frozen=True):
         )
 
     @property
-    def verification(self) -> Literal["Required", "Warn", "Off"]:
+    def verification(self) -> Verify:
         """What canaries are sent for, as in `transfer.verify`. Without a hand-off of KV none are
         sent."""
         return "Off" if self.spec.prefill is None else self.spec.transfer.verify

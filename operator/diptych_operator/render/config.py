@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from decimal import Decimal
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -39,11 +39,6 @@ _UNITS = {
     "m": Decimal("0.001"), "k": Decimal(10**3), "M": Decimal(10**6), "G": Decimal(10**9),
     "T": Decimal(10**12),
 }  # fmt: skip
-_VERIFY: dict[str, Literal["required", "warn", "off"]] = {
-    "Required": "required",
-    "Warn": "warn",
-    "Off": "off",
-}
 
 
 def engine_config(service: InferenceService, pool: Pool, revision: str, model: str) -> EngineConfig:
@@ -82,7 +77,7 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
     return RouterConfig(
         model=model,
         served_name=service.served_name,
-        verify=_VERIFY[service.verification],
+        verify=service.verification,
         cache_per_key=_cache_per_key(service),
         batches=_batches(service),
         drain_seconds=service.spec.availability.drain_seconds,

@@ -47,13 +47,13 @@ async def test_contract_Q19_a_router_takes_priorities_if_all_its_engines_look_at
     )
     (_, at_p), (_, at_d), (_, at_f) = started
     try:
-        async with routing(DUMMY, keys_dir, [at_p], [at_d], verify="off") as client:
+        async with routing(DUMMY, keys_dir, [at_p], [at_d], verify="Off") as client:
             await healthy(client)
             answer = await final(client.generate([1, 2, 3], PARAMS, "r", priority=5))
             assert len(answer.outputs[0].token_ids) == 4
             with pytest.raises(InvalidRequestError, match="in pieces"):
                 await final(client.generate(pieces(), PARAMS, "r"))
-        async with routing(DUMMY, keys_dir, [at_p], [at_f], verify="off") as client:
+        async with routing(DUMMY, keys_dir, [at_p], [at_f], verify="Off") as client:
             await healthy(client)
             with pytest.raises(InvalidRequestError, match="scheduling_policy"):
                 await final(client.generate([1, 2, 3], PARAMS, "r", priority=5))

@@ -33,7 +33,13 @@ from diptych_operator.api.engine import Engine
 from diptych_operator.api.images import Images
 from diptych_operator.api.parse import parse_object
 from diptych_operator.api.router import Router
-from diptych_protocol import EngineSettings, RouterSettings
+from diptych_protocol import (
+    EngineConfig,
+    EngineSettings,
+    KVTransferConfig,
+    RouterConfig,
+    RouterSettings,
+)
 
 ROOT = Path(__file__).parents[3]
 VERSION = custom_resource_definition()["spec"]["versions"][0]
@@ -104,6 +110,25 @@ def test_a_setting_has_the_same_limits_and_default_wherever_it_is_given(
             assert shown.get(limit) == one.get(limit), (name, limit)
         default = getattr(part(), name)
         assert (snake_case(default) if name == "policy" else default) == getattr(settings(), name)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "configs"),
+    [
+        ("transfer", "verify", (RouterConfig,)),
+        ("transfer", "lease_seconds", (KVTransferConfig,)),
+        ("availability", "drain_seconds", (EngineConfig, RouterConfig)),
+    ],
+)
+def test_a_setting_among_others_has_the_same_meaning_and_most(
+    part: str, name: str, configs: tuple[type[msgspec.Struct], ...]
+) -> None:
+    """The least may differ: a pod has a second or more."""
+    shown = SCHEMA["properties"]["spec"]["properties"][part]["properties"][camel_case(name)]
+    for config in configs:
+        said = msgspec.json.schema(config)["$defs"][config.__name__]["properties"][name]
+        for key in ("description", "maximum", "enum"):
+            assert said.get(key) == shown.get(key)
 
 
 @both

@@ -186,7 +186,7 @@ def test_routers_are_told_of_one_pool() -> None:
     wanted = service(transfer={"verify": "Required"})
     (text,) = rendered(wanted, "ConfigMap")["svc-router"]["data"].values()
     config = msgspec.json.decode(text, type=RouterConfig)
-    assert config.verify == "off"
+    assert config.verify == "Off"
     router = rendered(wanted, "Deployment")["svc-router"]["spec"]["template"]["spec"]
     (container,) = router["containers"]
     variables = {variable["name"]: variable.get("value") for variable in container["env"]}

@@ -203,10 +203,10 @@ def test_only_the_services_own_pods_reach_engines(spec: dict[str, Any]) -> None:
 
 
 ROUTERS = [
-    (DIPTYCH, "required"),
-    ({"transfer": {"connector": "nixl", "leaseSeconds": 12.7, "verify": "Warn"}}, "warn"),
-    ({"transfer": {"leaseSeconds": 12.5, "verify": "Off"}}, "off"),
-    ({"prefill": None, **NIXL}, "off"),
+    (DIPTYCH, "Required"),
+    ({"transfer": {"connector": "nixl", "leaseSeconds": 12.7, "verify": "Warn"}}, "Warn"),
+    ({"transfer": {"leaseSeconds": 12.5, "verify": "Off"}}, "Off"),
+    ({"prefill": None, **NIXL}, "Off"),
 ]  # fmt: skip
 
 

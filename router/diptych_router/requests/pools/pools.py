@@ -87,7 +87,7 @@ class Pools:
             release=self.release,
             spawn=self.spawn,
             on_change=self._changed,
-            pairs=config.verify != "off",
+            pairs=config.verify != "Off",
         )
         self._late_reads: dict[str, int] = {}
         """Epoch of a prefill engine -> the late reads that it has told."""
@@ -137,7 +137,7 @@ class Pools:
     def _trusted(self, link: EngineLink) -> bool:
         """Verified, as far as the service wants that. A decode engine that has nobody to receive
         KV from needs no proof: it will compute the prompts itself."""
-        if self._config.verify != "required" or self._verification.verified(link):
+        if self._config.verify != "Required" or self._verification.verified(link):
             return True
         return link.role == "decode" and not any(p.open_to_work for p in self.of("prefill"))
 
@@ -341,7 +341,7 @@ class Pools:
 
     def _changed(self) -> None:
         """Something is different: verify who is new, and tell."""
-        if self._config.verify != "off":
+        if self._config.verify != "Off":
             self._verification.begin(self.links.values())
         self._greet()
         self._refresh_rows()
