@@ -99,6 +99,24 @@ async def test_a_stream_names_them_in_its_header_and_at_first(
         assert not any("warnings" in event for event in events[1:])
 
 
+FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    "change", [{"response_format": FORM}, {"response_format": FORM, "reasoning_effort": "low"}]
+)
+async def test_a_body_with_a_form_is_warned_of_once(
+    http: httpx.AsyncClient, change: dict[str, Any]
+) -> None:
+    """Such a body is read twice."""
+    path = "/v1/chat/completions"
+    answer = await http.post(path, json=BODIES[path] | change | {"odd": 1})
+    named = ["odd", *(name for name in change if name == "reasoning_effort")]
+    assert answer.headers.get_list("x-diptych-ignored") == named
+    assert [line.split(" ", 1)[0] for line in answer.json()["warnings"]] == named
+    assert await num_ignored(http) == 1
+
+
 async def test_other_answers_have_them_in_their_header(http: httpx.AsyncClient) -> None:
     body = {"model": "echo", "prompt": "hi", "odd": 1}
     answer = await http.post("/tokenize", json=body)
