@@ -9,9 +9,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from benchmarks.call_path import path_of
 from engine_kit.echo_engine import EchoEngine
 
 from diptych_frontend.app import build_app
+from diptych_frontend.openai.api_types import ChatCompletionRequest
+from diptych_frontend.openai.field_rules import leave_out
 from diptych_frontend.reasoning.request_options import effort_kwargs, effort_variables
 from diptych_protocol import StructuredOutputsParams
 
@@ -115,6 +118,15 @@ async def test_a_body_with_a_form_is_warned_of_once(
     assert answer.headers.get_list("x-diptych-ignored") == named
     assert [line.split(" ", 1)[0] for line in answer.json()["warnings"]] == named
     assert await num_ignored(http) == 1
+
+
+async def test_the_types_of_fields_are_looked_up_once() -> None:
+    async def read() -> None:
+        body = {**CHAT, "store": False, "user": None}
+        assert len(leave_out(body, ChatCompletionRequest, refuses_unknown=True)) == 0
+
+    await read()
+    assert (await path_of(read())).total < 200, "it would be thousands"
 
 
 async def test_other_answers_have_them_in_their_header(http: httpx.AsyncClient) -> None:
