@@ -19,8 +19,10 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 from diptych_frontend.model_files.gguf_header import read_header
 from diptych_frontend.model_files.model_source import ModelSource
 from diptych_frontend.text.gguf_tokenizer import tokenizer_from_gguf
+from diptych_frontend.text.templates.chat_template import ChatTemplate
 from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_frontend.text.tokenizer_files import tokenizer_from_hf
+from diptych_frontend.tool_calls.formats import takes_tools
 from diptych_protocol import InvalidRequestError
 
 OTHER_DIGITS = "x²³ ½ Ⅷ a٣٤٥b १२३"
@@ -209,6 +211,27 @@ def test_a_directory_gives_the_same_tokenizer(tokenizer: Tokenizer, tmp_path: Pa
     newer = tokenizer_from_hf(tmp_path, ())
     assert newer is not None
     assert newer.render_chat([]) == "from a file"
+
+
+@pytest.mark.parametrize("said", ["x", "\nx\n\n", "  {% set x = 1 %}\n{{ x }}\n  ", "x\r\n"])
+def test_of_several_templates_one_is_for_tools(
+    tokenizer: Tokenizer, tmp_path: Path, said: str
+) -> None:
+    default, with_tools = said + "{{ eos_token }}" + said, said + "{{ tools[0] }}" + said
+    named = [{"name": "default", "template": default}, {"name": "tool_use", "template": with_tools}]
+    for templates in (named, named[::-1]):
+        save_hf(tokenizer, tmp_path, {"eos_token": "<|im_end|>", "chat_template": templates})
+        loaded = tokenizer_from_hf(tmp_path, ())
+        assert loaded is not None
+        assert takes_tools(loaded.chat_template)
+        alone = {source: ChatTemplate(source, "", "<|im_end|>") for source in (default, with_tools)}
+        for source, tools in ((default, None), (with_tools, [{"a": 1}])):
+            expected = alone[source].render([], add_generation_prompt=True, tools=tools)
+            assert loaded.render_chat([], tools=tools) == expected
+    save_hf(tokenizer, tmp_path, {"chat_template": named[:1]})
+    loaded = tokenizer_from_hf(tmp_path, ())
+    assert loaded is not None
+    assert not takes_tools(loaded.chat_template)
 
 
 def test_truncation_and_padding_of_a_training_run_are_undone(

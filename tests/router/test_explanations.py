@@ -30,7 +30,7 @@ from diptych_router.requests.record.predictions import BOUNDS, Predictions, Rati
 from diptych_router.requests.record.records import MOST_ATTEMPTS, MOST_PLACEMENTS, Records
 from diptych_router.requests.record.request_record import RequestRecord, Setback
 from diptych_router.telling.explained import MOST_CANDIDATES, MOST_CHARACTERS
-from diptych_router.telling.explanations import Explanations
+from diptych_router.telling.explanations import MOST_FOUND, Explanations
 from diptych_router.telling.metrics import PredictionMetrics, add_buckets
 
 OUTPUT_TOKENS = 10.0
@@ -71,10 +71,12 @@ class Router:
         self.explanations = Explanations(self.records, policy="any", disaggregate="always")
         self.open: dict[str, RequestRecord] = {}
 
-    def begin(self, name: str = "r", external: str | None = None, now: float = 0.0) -> None:
+    def begin(
+        self, name: str = "r", external: str | None = None, now: float = 0.0, tenant: str = ""
+    ) -> None:
         made = EngineCoreRequest(
             name, [1] * 50, None, SamplingParams(), None, None, 0.0, None, None, None,
-            external_req_id=external,
+            external_req_id=external, tenant=tenant,
         )  # fmt: skip
         self.open[name] = self.records.begin(made, now)
 
@@ -253,6 +255,17 @@ def test_placements_are_told_with_what_their_engines_say_and_when_tokens_came() 
     assert (known.token_times_s, known.token_counts) == ([2.0, 3.0], [1, 3])
     router.records.told("d", [journey(at_d, Station.QUEUED, math.nan)], 13.0)
     assert router.ask()[0].placements[1].stations == []
+
+
+def test_a_tenants_request_is_found_behind_many_of_others_with_its_id() -> None:
+    router = Router()
+    router.begin("own", external="chosen", tenant="alice")
+    for number in range(MOST_FOUND):
+        router.begin(f"other {number}", external="chosen", tenant="bob")
+    for tenant, first in (("alice", "own"), ("bob", f"other {MOST_FOUND - 1}")):
+        told = router.explanations.explanation("chosen", str, tenant).requests
+        assert (told[0].core_id, {x.tenant for x in told}) == (first, {tenant})
+    assert len(router.ask("chosen")) == MOST_FOUND
 
 
 def test_engines_of_a_forgotten_request_are_not_heard_and_many_are_not_kept() -> None:

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from diptych_frontend.openai.api_types import CompletionRequest
 from diptych_protocol import (
+    UNSAID,
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
@@ -21,6 +23,7 @@ from diptych_router.requests.routed_request import (
     RoutedRequest,
     Stage,
     is_given_up,
+    wanted_way,
 )
 
 LEASE = {"lease_id": "ab", "do_remote_prefill": True}
@@ -32,6 +35,28 @@ def routed(prompt: int = 10, max_model_len: int = 100, **params: Any) -> RoutedR
         None, 2, 0.0, None, None, None,
     )  # fmt: skip
     return RoutedRequest(request, max_model_len, record_of(request, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("said", "way"),
+    [
+        ({"do_remote_decode": True}, "always"),
+        ({"do_remote_decode": False}, "never"),
+        ({"do_remote_decode": False, "do_remote_prefill": False}, "never"),
+        ({"do_remote_decode": None}, None),
+        ({"do_remote_prefill": False}, None),
+        ({"lease_seconds": 5}, None),
+        ({}, None),
+        (None, None),
+    ],
+)
+def test_only_a_client_that_speaks_of_remote_decoding_chooses_the_way_of_its_request(
+    said: dict[str, Any] | None, way: str | None
+) -> None:
+    request = CompletionRequest(model="m", prompt="hi", kv_transfer_params=said)
+    params = request.to_sampling_params(UNSAID, max_tokens=1, logprobs=None)
+    assert wanted_way(params) == way
+    assert wanted_way(SamplingParams(extra_args={"kv_transfer_params": said})) == way
 
 
 def transfer_params(request: EngineCoreRequest) -> dict[str, Any]:

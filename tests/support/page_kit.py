@@ -49,7 +49,7 @@ class Echo:
     async def serve(self, ready: threading.Event, stop: asyncio.Event) -> None:
         page = Page(
             lambda: panels_of([], 0, 0),
-            lambda _: Explanation(policy="none", disaggregate="never", requests=[]),
+            lambda _, tenant: Explanation(policy="none", disaggregate="never", requests=[]),
             model="echo",
             images=lambda: False,
             leaving=stop.is_set,

@@ -32,6 +32,7 @@ from diptych_protocol import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from diptych_protocol.kv_transfer_params import PARAM
 from diptych_protocol.sampling import MAX_LOGPROBS
 
 MAX_MESSAGES = 4096
@@ -226,9 +227,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
             logit_bias=self.logit_bias or None,
             structured_outputs=None if form is None else form[1],
             output_kind=RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
-            extra_args=None
-            if transfer is None
-            else {"kv_transfer_params": KVTransferParams.parse(transfer).to_dict()},
+            extra_args=None if transfer is None else {PARAM: _said(transfer)},
         )
         try:
             params.check()
@@ -237,6 +236,13 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
                 exc.param = form[0]
             raise
         return params
+
+
+def _said(transfer: dict[str, Any]) -> dict[str, Any]:
+    """What a request says of a hand-off, without defaults: to a router, false is not unsaid. Raises
+    `InvalidRequestError`."""
+    known = KVTransferParams.parse(transfer).to_dict()
+    return {name: value for name, value in known.items() if transfer.get(name) is not None}
 
 
 def check_continues(request: Any) -> None:

@@ -93,7 +93,10 @@ class Exchange:
         """Tell the client of fields without an effect: in a header of the answer and, where it has
         room for `warnings`, in the answer."""
         told = dict(islice(why_ignored.items(), MAX_WARNINGS))
-        self.warnings += tuple(f"{name} is ignored: {why}" for name, why in told.items())
+        lines = tuple(f"{name} is ignored: {why}" for name, why in told.items())
+        if {*lines} <= {*self.warnings}:
+            return  # the body is read for a second time
+        self.warnings += lines
         self.headers += ((b"x-diptych-ignored", ", ".join(told).encode()),)
 
 

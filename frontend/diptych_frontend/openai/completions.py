@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Final
 
-from msgspec import UNSET
+from msgspec import UNSET, Raw
 from starlette.types import Scope
 
 from diptych_frontend.openai.api_types import CompletionRequest
@@ -47,6 +47,9 @@ from diptych_protocol import (
 )
 
 DEFAULT_MAX_TOKENS = 16
+MAX_PROMPT_LOGPROBS: Final = 2 << 20
+"""Limit on the log-probabilities of prompts in one answer, which has them once for each choice:
+100 MB."""
 OBJECT = "text_completion"
 BYTES: Final = "bytes:"
 """Begins the name of a token that is only a part of a character."""
@@ -96,6 +99,7 @@ class CompletionApi:
     def render(self, request: CompletionRequest, renderer: Renderer) -> list[TokensPrompt]:
         given = prompts_of(request)
         prompts = [renderer.render_prompt(prompt) for prompt in given]
+        _check_logprobs(request, sum(len(prompt["prompt_token_ids"]) for prompt in prompts))
         if request.echo:
             skipped = request.skip_special_tokens is not False
             for said, prompt in zip(given, prompts, strict=True):
@@ -124,6 +128,19 @@ class CompletionApi:
             says_nothing=request.max_tokens == 0,
             shows_prompt_logprobs=request.prompt_logprobs is not None,
         )
+
+
+def _check_logprobs(request: CompletionRequest, num_tokens: int) -> None:
+    """Refuse more log-probabilities of the prompts' tokens than an answer may have."""
+    echoed = request.logprobs if request.echo else None
+    for field, asked in (("logprobs", echoed), ("prompt_logprobs", request.prompt_logprobs)):
+        wanted = 0 if asked is None else num_tokens * (request.n or 1) * (asked + 1)
+        if wanted > MAX_PROMPT_LOGPROBS:
+            raise InvalidRequestError(
+                f"{field}={asked} asks for {wanted} log-probabilities of prompt tokens, and "
+                f"{MAX_PROMPT_LOGPROBS} are the most: lower it, or n",
+                param=field,
+            )
 
 
 class CompletionWriter(ResponseWriter):
@@ -195,10 +212,10 @@ class CompletionWriter(ResponseWriter):
         for output in chain.from_iterable(outputs):
             self._silence(output, tally)
         choices = [
-            self._whole_choice(prompt_index, choice, output)
+            choice
             for prompt_index, of_prompt in enumerate(outputs)
             for output in of_prompt
-            for choice in output.outputs
+            for choice in self._whole_choices(prompt_index, output)
         ]
         message = self._message(sorted(choices, key=lambda c: c.index), outputs[0][-1])
         message.usage, message.warnings = tally.usage(), self.warnings
@@ -211,23 +228,26 @@ class CompletionWriter(ResponseWriter):
             message.kv_transfer_params = transfer_params(output)
         return message
 
-    def _whole_choice(
-        self, prompt_index: int, choice: CompletionOutput, output: RequestOutput
-    ) -> CompletionChoice:
-        echo = self._unsaid.get(self._index(prompt_index, choice))
-        shaped = self._choice(prompt_index, choice)
-        if echo is not None and output.prompt_logprobs is not None:
-            told = echoed(echo, output.prompt_token_ids, output.prompt_logprobs)
-            answered = shaped.logprobs or CompletionLogprobs([], [], [], [])
-            shaped.logprobs = CompletionLogprobs(
-                told.tokens + answered.tokens,
-                told.token_logprobs + answered.token_logprobs,
-                told.top_logprobs + answered.top_logprobs,
-                told.text_offset + [len(echo) + offset for offset in answered.text_offset],
-            )
+    def _whole_choices(self, prompt_index: int, output: RequestOutput) -> list[CompletionChoice]:
+        """The choices have one prompt, whose log-probabilities are shaped once for all of them."""
+        rows = output.prompt_logprobs
+        echo = self._unsaid.get(self._index(prompt_index, output.outputs[0]))
+        choices = [self._choice(prompt_index, choice) for choice in output.outputs]
+        if echo is not None and rows is not None:
+            told = echoed(echo, output.prompt_token_ids, rows)
+            for choice in choices:
+                answered = choice.logprobs or CompletionLogprobs([], [], [], [])
+                choice.logprobs = CompletionLogprobs(
+                    told.tokens + answered.tokens,
+                    told.token_logprobs + answered.token_logprobs,
+                    told.top_logprobs + answered.top_logprobs,
+                    told.text_offset + [len(echo) + offset for offset in answered.text_offset],
+                )
         if self._shows_prompt_logprobs:
-            shaped.prompt_logprobs = prompt_logprobs(output)
-        return shaped
+            shown = prompt_logprobs(output)
+            for choice in choices:
+                choice.prompt_logprobs = shown
+        return choices
 
     def _index(self, prompt_index: int, output: CompletionOutput) -> int:
         return prompt_index * self._envelope.n + output.index
@@ -273,6 +293,7 @@ def echoed(
         if row is not None:
             _add_token(shaped, token, row, offset)
         offset += size
+    shaped.top_logprobs = [top and Raw(encode(top)) for top in shaped.top_logprobs]
     return shaped
 
 

@@ -81,7 +81,7 @@ def leave_out(body: Any, kind: type, *, refuses_unknown: bool) -> LeftOut:
     that is known and refused.
     """
     left_out = LeftOut()
-    _Sieve(left_out, refuses_unknown).sift(body, type_info(kind))
+    _Sieve(left_out, refuses_unknown).sift(body, _info_of(kind))
     if left_out.of_messages:
         log.debug("fields of messages that are not known: %s", left_out.of_messages[:MAX_LOGGED])
     return left_out
@@ -138,9 +138,13 @@ def _printed(path: str) -> str:
     return _UNPRINTED.sub("?", path[-64:])
 
 
+_info_of: Final = cache(type_info)
+"""It takes milliseconds the first time."""
+
+
 @cache
 def _fields_of(kind: type[msgspec.Struct]) -> dict[str, Field]:
-    info = type_info(kind)
+    info = _info_of(kind)
     return {each.encode_name: each for each in info.fields} if isinstance(info, StructType) else {}
 
 

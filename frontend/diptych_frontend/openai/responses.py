@@ -52,7 +52,8 @@ class CompletionLogprobs(msgspec.Struct):
     tokens: list[str]
     token_logprobs: list[float | None]
     """None for the first token of a prompt that is echoed, which nothing precedes."""
-    top_logprobs: list[dict[str, float] | None]
+    top_logprobs: list[dict[str, float] | msgspec.Raw | None]
+    """Those of a prompt are encoded one by one, like `PromptLogprobs`."""
     text_offset: list[int]
 
 

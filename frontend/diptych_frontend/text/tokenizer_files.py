@@ -43,7 +43,7 @@ def tokenizer_from_hf(folder: Path, eos_token_ids: tuple[int, ...]) -> Tokenizer
         eos_token=_token_text(config.eos_token),
         chat_template=_read_template(template)
         if template.is_file()
-        else _default_template(config.chat_template),
+        else _only_template(config.chat_template),
     )
 
 
@@ -84,7 +84,14 @@ def _token_text(token: str | SpecialToken | None) -> str:
     return token.content if isinstance(token, SpecialToken) else token or ""
 
 
-def _default_template(template: str | list[NamedTemplate] | None) -> str | None:
-    if isinstance(template, list):
-        return next((named.template for named in template if named.name == "default"), None)
-    return template
+def _only_template(template: str | list[NamedTemplate] | None) -> str | None:
+    """Return the default template or, if there is one for conversations with tools, a template that
+    chooses between both."""
+    if not isinstance(template, list):
+        return template
+    # Each has lines of its own, without the last line break, as when Jinja loads it alone.
+    named = {each.name: each.template.removesuffix("\n").removesuffix("\r") for each in template}
+    default, with_tools = named.get("default"), named.get("tool_use")
+    if default is None or with_tools is None:
+        return default
+    return f"{{% if tools %}}\n{with_tools}{{%+ else %}}\n{default}{{%+ endif %}}"

@@ -134,7 +134,7 @@ def build_page(config: RouterConfig, client: PoolClient, explanations: Explanati
     invalid."""
     return Page(
         partial(panels_now, client),
-        partial(explanations.explanation, name_of=client.name_of),
+        lambda name, tenant: explanations.explanation(name, client.name_of, tenant),
         model=client.model_name,
         images=lambda: client.takes_images,
         leaving=lambda: client.leaving,

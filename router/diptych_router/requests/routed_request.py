@@ -344,10 +344,11 @@ def is_given_up(output: EngineCoreOutput) -> bool:
 def wanted_way(params: SamplingParams | None) -> Disaggregate | None:
     """Return what a client's `kv_transfer_params` say of the way of its request; None if nothing.
 
-    With do_remote_decode, another engine decodes than the one that prefills; without it and without
-    do_remote_prefill, one engine does both.
+    With do_remote_decode, another engine decodes than the one that prefills; where it is false and
+    nothing was prefilled, one engine does both.
     """
     asked = None if params is None else (params.extra_args or {}).get(PARAM)
     if asked is None or asked.get("do_remote_prefill"):
         return None
-    return "always" if asked.get("do_remote_decode") else "never"
+    ways: dict[bool | None, Disaggregate] = {True: "always", False: "never"}
+    return ways.get(asked.get("do_remote_decode"))

@@ -23,19 +23,28 @@ class Explanations:
         self.policy, self.disaggregate = policy, disaggregate
         self._records = records
 
-    def of(self, request_id: str, name_of: NameOf) -> list[RequestReport]:
+    def of(
+        self, request_id: str, name_of: NameOf, tenant: str | None = None
+    ) -> list[RequestReport]:
         """Return the records of an id, the newest first. The id is the client's, with or without
-        the API's prefix, or the router's own. name_of: from an engine's key to its name."""
+        the API's prefix, or the router's own. name_of: from an engine's key to its name. tenant:
+        whose records; None: anybody's."""
         wanted = {request_id, *(request_id.removeprefix(prefix) for prefix in API_PREFIXES)}
-        found = (record for record in self._records if _is_called(record, wanted))
+        found = (
+            record
+            for record in self._records
+            if tenant in (None, record.tenant) and _is_called(record, wanted)
+        )
         return [report_of(record, name_of) for record in islice(found, MOST_FOUND)]
 
-    def explanation(self, request_id: str, name_of: NameOf) -> Explanation:
+    def explanation(
+        self, request_id: str, name_of: NameOf, tenant: str | None = None
+    ) -> Explanation:
         """Return the same records with the settings that governed the choice."""
         return Explanation(
             policy=self.policy,
             disaggregate=self.disaggregate,
-            requests=self.of(request_id, name_of),
+            requests=self.of(request_id, name_of, tenant),
         )
 
     def newest(self, limit: int) -> RequestList:

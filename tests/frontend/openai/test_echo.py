@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 from engine_kit.echo_engine import EchoEngine
 
-from diptych_frontend.openai.completions import echoed
-from diptych_protocol import Logprob
+from diptych_frontend.openai.completions import CompletionWriter, echoed
+from diptych_frontend.openai.responses import Envelope, Tally, encode
+from diptych_protocol import CompletionOutput, Logprob, RequestOutput
 
 PATH = "/v1/completions"
 
@@ -97,7 +99,45 @@ def test_an_echos_tokens_have_their_places_in_the_text() -> None:
     assert told.token_logprobs == [None, -1.0, -2.0, -3.0]
     assert told.text_offset == [0, 2, 3, 3]
     assert told.top_logprobs[0] is None
-    assert list((told.top_logprobs[1] or {}).values()) == [-0.5, -1.0]
+    assert list(json.loads(encode(told.top_logprobs[1])).values()) == [-0.5, -1.0]
     # A model that begins every prompt with a token of its own.
     begun = echoed("!", [1, 6], [None, row((6, -3.0, b"!"))])
     assert (begun.tokens, begun.text_offset) == (["", "!"], [0, 0])
+
+
+class CountedRows(list[dict[int, Logprob] | None]):
+    """Log-probabilities of a prompt, and how often somebody went through all of them."""
+
+    times_read = 0
+
+    def __iter__(self) -> Iterator[dict[int, Logprob] | None]:
+        self.times_read += 1
+        return super().__iter__()
+
+
+def test_a_prompts_log_probabilities_are_read_once_for_all_choices() -> None:
+    rows = CountedRows([None, row((98, -1.0, b"b"))])
+    choices = [CompletionOutput(index, "!", [33], None, None, "length") for index in range(3)]
+    output = RequestOutput("r", "ab", [97, 98], choices, True, prompt_logprobs=rows)
+    writer = CompletionWriter(Envelope("c", 0, "m", len(choices), None), ["ab"])
+    told = json.loads(writer.answer([[output]], Tally(2)))["choices"]
+    assert rows.times_read == 2, "for logprobs, and for prompt_logprobs"
+    for choice in told:
+        assert choice["text"] == "ab!"
+        assert choice["logprobs"]["tokens"] == ["a", "b"]
+        assert choice["logprobs"]["top_logprobs"] == [None, {"b": -1.0}]
+        assert choice["prompt_logprobs"][1]["98"]["logprob"] == -1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [({"logprobs": 20}, "logprobs"), ({"prompt_logprobs": 20}, "prompt_logprobs")],
+)
+async def test_log_probabilities_of_a_prompt_are_not_multiplied_without_bound(
+    http: httpx.AsyncClient, engine: EchoEngine, change: dict[str, Any], field: str
+) -> None:
+    asked = {"model": "echo", "prompt": ["x" * 1000] * 2, "echo": True, "max_tokens": 1, **change}
+    refused = await http.post(PATH, json=asked | {"n": 50})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+    assert not engine.seen
+    assert (await http.post(PATH, json=asked | {"n": 49})).status_code == 200

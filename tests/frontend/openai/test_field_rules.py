@@ -9,9 +9,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from benchmarks.call_path import path_of
 from engine_kit.echo_engine import EchoEngine
 
 from diptych_frontend.app import build_app
+from diptych_frontend.openai.api_types import ChatCompletionRequest
+from diptych_frontend.openai.field_rules import leave_out
 from diptych_frontend.reasoning.request_options import effort_kwargs, effort_variables
 from diptych_protocol import StructuredOutputsParams
 
@@ -97,6 +100,33 @@ async def test_a_stream_names_them_in_its_header_and_at_first(
     assert told["warnings"] == ["tempratur is ignored: nobody here knows it"]
     if "response" not in first:  # whose last event is the whole response once more
         assert not any("warnings" in event for event in events[1:])
+
+
+FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    "change", [{"response_format": FORM}, {"response_format": FORM, "reasoning_effort": "low"}]
+)
+async def test_a_body_with_a_form_is_warned_of_once(
+    http: httpx.AsyncClient, change: dict[str, Any]
+) -> None:
+    """Such a body is read twice."""
+    path = "/v1/chat/completions"
+    answer = await http.post(path, json=BODIES[path] | change | {"odd": 1})
+    named = ["odd", *(name for name in change if name == "reasoning_effort")]
+    assert answer.headers.get_list("x-diptych-ignored") == named
+    assert [line.split(" ", 1)[0] for line in answer.json()["warnings"]] == named
+    assert await num_ignored(http) == 1
+
+
+async def test_the_types_of_fields_are_looked_up_once() -> None:
+    async def read() -> None:
+        body = {**CHAT, "store": False, "user": None}
+        assert len(leave_out(body, ChatCompletionRequest, refuses_unknown=True)) == 0
+
+    await read()
+    assert (await path_of(read())).total < 200, "it would be thousands"
 
 
 async def test_other_answers_have_them_in_their_header(http: httpx.AsyncClient) -> None:

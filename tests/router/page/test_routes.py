@@ -25,7 +25,7 @@ ALICE, BOB = ({"authorization": f"Bearer {key}"} for key in ("sk-a", "sk-b"))
 CONTROL = Control("http://127.0.0.1:9", "a-token-of-sixteen")
 
 
-def explained(request_id: str) -> Explanation:
+def explained(request_id: str, tenant: str) -> Explanation:
     """A router's memory of one request of alice and one of bob, under the same id."""
     names = {"shared": ["alice", "bob"], "of-bob": ["bob"]}.get(request_id, [])
     requests = [
@@ -34,6 +34,7 @@ def explained(request_id: str) -> Explanation:
             tenant=name,
         )
         for name in names
+        if name == tenant
     ]  # fmt: skip
     return Explanation(policy="p", disaggregate="d", requests=requests)
 
@@ -113,7 +114,7 @@ async def test_a_request_of_others_is_as_one_that_is_not_there(
 
 async def test_a_timeline_is_that_of_the_record(http: httpx.AsyncClient) -> None:
     told = (await http.get("/ui/api/timelines/shared", headers=BOB)).json()
-    (known,) = explained("of-bob").requests
+    (known,) = explained("of-bob", "bob").requests
     lanes = msgspec.to_builtins(timeline(known))["lanes"]
     assert told["timeline"]["lanes"] == lanes
     assert (told["whose"], told["engine"], told["outcome"]) == (whose(known.core_id), "", "")

@@ -60,14 +60,15 @@ class Page:
     def __init__(
         self,
         look: Callable[[], Panels],
-        explained: Callable[[str], Explanation],
+        explained: Callable[[str, str], Explanation],
         *,
         model: str,
         images: Callable[[], bool],
         leaving: Callable[[], bool],
         control: Control | None,
     ) -> None:
-        """look, leaving: see `Watchers`. explained: returns the records of a request's id."""
+        """look, leaving: see `Watchers`. explained: returns the records of a request's id that
+        are of this tenant."""
         self._explained = explained
         self._model, self._images, self._control = model, images, control
         self._assets = Assets(control.url if control is not None else "")
@@ -125,10 +126,7 @@ class Page:
             raise InvalidRequestError(
                 f"a request id has at most {MOST_ID_CHARACTERS} characters", param="request_id"
             )
-        found = self._explained(request_id)
-        tenant = exchange_of(request.scope).tenant
-        own = [known for known in found.requests if known.tenant == tenant]
-        return msgspec.structs.replace(found, requests=own)
+        return self._explained(request_id, exchange_of(request.scope).tenant)
 
 
 def _course(own: RequestReport) -> Course:
