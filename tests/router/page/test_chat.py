@@ -200,6 +200,52 @@ def test_escape_leaves_a_question_as_it_was(open_page: Open) -> None:
     assert messages(scene)[0] == "one"
 
 
+@pytest.mark.parametrize("opened", ["Edit this question", "Tour"])
+def test_escape_in_what_was_opened_does_not_stop_an_answer(
+    open_page: Open, echo: Echo, opened: str
+) -> None:
+    scene = open_page()
+    page = scene.page
+    asked_and_answered(scene, "one")
+    act(scene, opened)
+    echo.hold(True)
+    scene.ask("two")
+    expect(page.locator(".message.answering")).to_have_count(1)
+    inside = page.locator(".edit textarea, #tour-next").locator("visible=true")
+    inside.press("Escape")
+    expect(inside).to_have_count(0)
+    echo.hold(False)
+    scene.wait_for_end()
+    expect(page.locator(".message.assistant")).to_have_count(2)
+    expect(page.locator(".message .problem")).to_have_count(0)
+
+
+def test_the_focus_stays_with_a_message_that_is_changed(open_page: Open) -> None:
+    scene = open_page()
+    page = scene.page
+    for words in ("one", "two", "three"):
+        if words == "one":
+            asked_and_answered(scene, words)
+        else:
+            act(scene, "Edit this question")
+            page.get_by_label("The question in other words").fill(words)
+            page.keyboard.press("Enter")
+            scene.wait_for_end()
+            expect(page.locator(".message.user")).to_be_focused()
+    back = page.get_by_role("button", name="The version before")
+    back.focus()
+    page.keyboard.press("Enter")
+    expect(page.locator(".message.user .text")).to_have_text("two")
+    expect(back).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.locator(".message.user .text")).to_have_text("one")
+    expect(page.locator(".message.user")).to_be_focused()
+    page.get_by_role("button", name="Retry this question").focus()
+    page.keyboard.press("Enter")
+    scene.wait_for_end()
+    expect(page.locator(".message.assistant")).to_be_focused()
+
+
 def test_both_answers_to_a_question_stay(open_page: Open) -> None:
     scene = open_page()
     asked_and_answered(scene, "one")
@@ -305,10 +351,61 @@ def test_what_a_browser_keeps_is_bounded_and_the_oldest_goes(
     assert titles == list(range(count - 1, count - 1 - left, -1))
 
 
+ROOM = 5_000_000
+"""Characters that browsers keep for all of a site, about."""
+
+
+def test_a_chat_that_is_too_long_to_keep_displaces_no_other(open_page: Open) -> None:
+    scene = open_page()
+    scene.page.evaluate(FILL, [3, 10])
+    assert scene.page.evaluate(FILL, [1, ROOM]) == [False, [2, 1, 0]]
+
+
+def test_the_oldest_chat_goes_where_the_browser_has_no_room(open_page: Open) -> None:
+    page = open_page().page
+    page.evaluate("most => localStorage.setItem('x', 'x'.repeat(most))", ROOM - 2_500_000)
+    assert page.evaluate(FILL, [9, 500_000]) == [True, [8, 7, 6, 5, 4]]
+
+
+def test_two_tabs_of_one_chat_keep_what_both_have_asked(open_page: Open) -> None:
+    scene = open_page()
+    asked_and_answered(scene, "one")
+    name = scene.page.evaluate("() => sessionStorage['diptych.open-chat']")
+    other = Scene(scene.page.context.new_page())
+    other.page.add_init_script(f"sessionStorage['diptych.open-chat'] ??= '{name}'")
+    other.page.goto(scene.page.url)
+    expect(other.answer).to_contain_text("user: one")
+    asked_and_answered(other, "two")
+    asked_and_answered(scene, "three")
+    asked_and_answered(other, "four")
+    for tab, words in ((scene, ["one", "three"]), (other, ["one", "two", "four"])):
+        tab.page.reload()
+        expect(tab.page.locator(".message.user .text")).to_have_text(words)
+
+
+def test_the_open_chat_is_chosen_again_during_its_answer(open_page: Open, echo: Echo) -> None:
+    scene = open_page()
+    scene.set_numbers(max_tokens=1500)
+    echo.hold(True)
+    scene.ask("one")
+    expect(scene.page.locator(".message.answering")).to_have_count(1)
+    scene.page.click("#open-chats")
+    scene.page.locator("#chats-list .title").click()
+    echo.hold(False)
+    scene.wait_for_end()
+    expect(scene.answer).to_contain_text("user: one")
+    asked_and_answered(scene, "two")
+    assert messages(scene)[:3] == ["one", "user: one", "two"]
+
+
 MALFORMED = [
     "", "null", "[]", "{", '{"messages": [], "shown": 7}', '{"messages": [null], "shown": []}',
     '{"messages": [{"id": 0, "parent": 0, "role": "user", "text": "x"}], "shown": [[0, 0]]}',
     '{"messages": [{"id": 1, "parent": 0, "role": "system", "text": 7}], "shown": [[0, 1]]}',
+    '{"id": "8", "title": "x", "changed": "x", "messages": [], "shown": []}',
+    '{"id": "9", "title": 7, "changed": 7, "messages": [], "shown": []}',
+    '{"id": "other", "title": "x", "changed": 7, "messages": [], "shown": []}',
+    '{"id": "11", "title": "x", "changed": 1e300, "messages": [], "shown": []}',
 ]  # fmt: skip
 
 
@@ -324,17 +421,21 @@ def test_what_is_no_conversation_is_not_opened(open_page: Open) -> None:
         expect(scene.page.locator(".message")).to_have_count(0)
         expect(scene.page.locator("#problem")).to_be_empty()
     scene.page.click("#open-chats")
+    expect(scene.page.locator("#chats-list li")).to_have_count(0)
     scene.page.click("#chats-close")
     asked_and_answered(scene, "one")
 
 
-def test_a_browser_that_keeps_nothing_still_answers(open_page: Open) -> None:
+def test_a_browser_that_keeps_nothing_says_so_and_still_answers(open_page: Open) -> None:
     scene = open_page()
     scene.page.evaluate(
         "() => { Storage.prototype.setItem = () => { throw new DOMException('full'); }; }"
     )
     asked_and_answered(scene, "one")
     expect(scene.answer).to_contain_text("user: one")
+    expect(scene.page.locator("#problem")).to_have_text(
+        "This browser has no room to keep this chat."
+    )
 
 
 def test_system_prompts_are_saved_chosen_and_deleted(open_page: Open) -> None:
@@ -401,6 +502,27 @@ def test_wide_answers_fit_a_phone(open_page: Open) -> None:
     wait_until(
         lambda: scene.page.evaluate("() => document.documentElement.scrollWidth") <= PHONE["width"]
     )
+
+
+def test_deeply_nested_blocks_and_the_tour_leave_a_phone_its_width_and_send(
+    open_page: Open,
+) -> None:
+    scene = open_page(viewport=PHONE)
+    nested = "".join(f"{'  ' * depth}- a\n" for depth in range(24)) + f"\n{'> ' * 24}b"
+    scene.page.evaluate(NEST, nested)
+    expect(scene.page.locator("#log blockquote")).to_have_count(24)
+    assert scene.page.locator("#log").evaluate("log => log.scrollWidth - log.clientWidth") == 0
+    scene.page.click("#tour-open")
+    scene.page.fill("#words", "one")
+    scene.page.click("#send")
+    expect(scene.page.locator(".message.user")).to_have_count(1)
+
+
+NEST = """async (text) => {
+  const { Shown } = await import("/ui/transcript.js");
+  document.getElementById("log").append(
+    new Shown({ id: 2, parent: 1, role: "assistant", text }).box);
+}"""
 
 
 DISTANCE = (

@@ -222,6 +222,8 @@ HUGE = {
     "nested list": "\n".join("  " * depth + "- a" for depth in range(300)),
     "code": "```python\n" + "x = 1\n" * 16_000,
     "dollars": "$a" * 40_000,
+    "lines of dollars": "\n$$a" * 300_000,
+    "item of lines": "- a\n" + "b\n" * 300_000,
     "open formulas": r"\(" * 40_000,
     "right to left": "שלום עולם " * 9000,
 }

@@ -59,6 +59,10 @@ def test_a_recorded_run_plays_to_its_end_without_a_service(site: str) -> None:
         assert [text.strip() for text in questions.all_inner_texts()] == asked
         for shown in page.locator(".message.assistant .text").all():
             assert shown.inner_text()
+        page.click("#tour-open")
+        expect(page.locator("#tour-next")).to_be_visible()
+        for other in ("#tour-ask", ".tools", ".kill"):
+            assert not page.locator(f"{other} >> visible=true").count()
         expect(page.locator(".setback").last).to_contain_text(victim)
         assert complaints == []
 

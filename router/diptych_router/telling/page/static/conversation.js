@@ -16,8 +16,13 @@
  * @typedef {Record<string, string>} Fields what the settings say, by the ids of their fields
  */
 
+/** An id that no other conversation has. */
+export function newId() {
+  return crypto.getRandomValues(new Uint32Array(3)).join("-");
+}
+
 export class Conversation {
-  id = crypto.getRandomValues(new Uint32Array(3)).join("-");
+  id = newId();
   /** When the last question was asked, in ms of Unix time. */
   changed = 0;
   /** @type {Fields} */

@@ -1,6 +1,6 @@
 /** Conversations that this browser keeps: the newest ones, as many as have room. */
 
-import { Conversation } from "./conversation.js";
+import { Conversation, newId } from "./conversation.js";
 
 const PLACE = "diptych.chat.";
 const OPEN = "diptych.open-chat";
@@ -11,7 +11,13 @@ const MOST_CHARACTERS = 4_000_000;
 const MOST_WITH_IMAGES = 1_500_000;
 /** A longer conversation is kept without its images. */
 
+const LAST_DATE = 8.64e15;
+/** No later time has a date. */
+
 /** @typedef {ReturnType<Conversation["toJSON"]>} Kept */
+
+/** @type {WeakMap<Conversation, string>} what this tab has read or written of each last */
+const ownCopies = new WeakMap();
 
 /** All that is kept, the newest first. @returns {Kept[]} */
 export function keptChats() {
@@ -20,27 +26,32 @@ export function keptChats() {
 }
 
 /**
+ * Keep a conversation; the oldest ones make room for it. What another tab has made of it stays as it
+ * is: this one is then kept beside it, with an id of its own.
  * @param {Conversation} conversation
- * @returns {boolean} whether it was kept
+ * @returns {boolean} false: the browser does not keep it as it is now
  */
 export function keepChat(conversation) {
-  if (!conversation.messages.length) return false;
+  if (!conversation.messages.length) return true;
+  const stored = localStorage.getItem(PLACE + conversation.id);
+  if (stored !== null && stored !== ownCopies.get(conversation)) conversation.id = newId();
   const whole = JSON.stringify(conversation);
   const text = whole.length > MOST_WITH_IMAGES ? JSON.stringify(conversation, withoutImages) : whole;
-  const key = PLACE + conversation.id;
+  if (text.length > MOST_CHARACTERS) return false;
   const others = keptChats().filter(({ id }) => id !== conversation.id);
-  let characters = text.length + others.reduce((sum, other) => sum + sizeOf(other.id), 0);
-  while (others.length >= MOST || characters > MOST_CHARACTERS) {
+  let characters = text.length + others.reduce((sum, { id }) => sum + sizeOf(id), 0);
+  const canMakeRoom = characters + sizeOf(conversation.id) >= 2 * text.length;
+  for (;;) {
+    const isBounded = others.length < MOST && characters <= MOST_CHARACTERS;
+    if (isBounded) {
+      const problem = write(conversation, text);
+      if (!problem) return true;
+      if (problem !== "QuotaExceededError" || !canMakeRoom) return false;
+    }
     const oldest = others.pop();
     if (!oldest) return false;
     characters -= sizeOf(oldest.id);
     forgetChat(oldest.id);
-  }
-  try {
-    localStorage.setItem(key, text);
-    return true;
-  } catch {
-    return false; // the browser keeps nothing, or has no room
   }
 }
 
@@ -48,7 +59,10 @@ export function keepChat(conversation) {
 export function keptChat(id) {
   try {
     const kept = read(PLACE + id);
-    return kept ? Conversation.from(kept) : null;
+    if (!kept) return null;
+    const made = Conversation.from(kept);
+    ownCopies.set(made, localStorage.getItem(PLACE + id) ?? "");
+    return made;
   } catch {
     return null; // it was made by something else
   }
@@ -83,16 +97,37 @@ function sizeOf(id) {
 }
 
 /**
+ * @param {Conversation} conversation
+ * @param {string} text
+ * @returns {string} the name of what went wrong; empty: nothing
+ */
+function write(conversation, text) {
+  try {
+    localStorage.setItem(PLACE + conversation.id, text);
+    ownCopies.set(conversation, text);
+    return "";
+  } catch (error) {
+    return error instanceof Error ? error.name : "Error";
+  }
+}
+
+/**
  * @param {string} key
  * @returns {Kept | null}
  */
 function read(key) {
   try {
     const kept = JSON.parse(localStorage.getItem(key) ?? "null");
-    return Array.isArray(kept?.messages) && Array.isArray(kept.shown) ? kept : null;
+    const isListed = PLACE + kept?.id === key && typeof kept.title === "string" && isDate(kept.changed);
+    return isListed && Array.isArray(kept.messages) && Array.isArray(kept.shown) ? kept : null;
   } catch {
     return null;
   }
+}
+
+/** @param {unknown} value */
+function isDate(value) {
+  return typeof value === "number" && Math.abs(value) <= LAST_DATE;
 }
 
 /**

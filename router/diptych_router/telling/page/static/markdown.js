@@ -6,10 +6,16 @@
 import { CodeBlock } from "./code.js";
 import { make } from "./dom.js";
 import { formulaOf } from "./math.js";
-import { Lexer, Marked } from "./vendor/marked.esm.js";
+import { Lexer, Marked, Tokenizer } from "./vendor/marked.esm.js";
 
 const MOST_INLINE_CHARACTERS = 20_000;
 /** A longer run of words has no bold words or links, because to find them might take long. */
+
+const MOST_CHARACTERS = 50_000;
+/** A longer part stays text: to find what is in some kinds takes the square of their length. */
+
+const MOST_AHEAD_CHARACTERS = 1000;
+/** No heading is longer that is underlined, nor the words before a formula with lines of its own. */
 
 const MOST_DEPTH = 24;
 /** Lists and quotes nested more deeply stay text. */
@@ -27,6 +33,40 @@ const MOST_DEPTH = 24;
  * @returns {Token[]}
  */
 export function partsOf(text, links) {
+  /** @type {Token[]} */
+  const parts = [];
+  let rest = text;
+  while (rest.length > MOST_CHARACTERS) {
+    const found = overIn(rest, links);
+    parts.push(...found);
+    rest = rest.slice(found.reduce((sum, { raw }) => sum + raw.length, 0));
+  }
+  return parts.concat(foundIn(rest, links));
+}
+
+/**
+ * The first parts of a long text: those that what comes behind them cannot change.
+ * @param {string} text
+ * @param {Links} links
+ * @returns {Token[]}
+ */
+function overIn(text, links) {
+  const code = new Lexer(DIALECT).tokenizer.fences(text);
+  if (code) return [code];
+  const begin = text.slice(0, MOST_CHARACTERS);
+  const found = foundIn(begin, links);
+  const last = found.findLastIndex(({ type }) => type !== "space");
+  if (last > 0) return found.slice(0, last);
+  const raw = begin.slice(0, begin.lastIndexOf("\n") + 1) || begin;
+  return [{ type: "html", raw, text: raw }];
+}
+
+/**
+ * @param {string} text
+ * @param {Links} links
+ * @returns {Token[]}
+ */
+function foundIn(text, links) {
   const lexer = /** @type {any} */ (new Lexer(DIALECT));
   lexer.tokens.links = links;
   try {
@@ -213,14 +253,23 @@ const INLINE = /^(?:\\\(([^]{1,2000}?)\\\)|\$(?![\s$])((?:\\.|[^\\$\n]){1,1000}?
 
 const DIALECT = new Marked({
   gfm: true,
+  tokenizer: {
+    /** Each line of a list is asked about, and the library would look for an underline to its end. */
+    lheading(src) {
+      const near = src.slice(0, MOST_AHEAD_CHARACTERS);
+      const lines = src.length > near.length ? near.slice(0, near.lastIndexOf("\n") + 1) : near;
+      return Tokenizer.prototype.lheading.call(this, lines);
+    },
+  },
   extensions: [
     {
       name: "formula",
       level: "block",
       start: (/** @type {string} */ src) => {
-        const paragraph = src.slice(0, (src.indexOf("\n\n") + 1 || src.length + 1) - 1);
+        // This is asked for each line of a list, so it looks at no more than a few of them.
+        const [paragraph] = src.slice(0, MOST_AHEAD_CHARACTERS).split("\n\n", 1);
         const at = paragraph.search(/(?<=\n) {0,3}(?:\$\$|\\\[)/);
-        return at < 0 ? undefined : at;
+        return at >= 0 && BLOCK.test(src.slice(at)) ? at : undefined;
       },
       tokenizer: (/** @type {string} */ src) => formulaIn(src, BLOCK, true),
     },

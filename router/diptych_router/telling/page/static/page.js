@@ -131,7 +131,7 @@ function edit(question, text) {
 /** @param {import("./conversation.js").Message} version */
 function show(version) {
   conversation.show(version);
-  keepChat(conversation);
+  keep(conversation);
   transcript.show(conversation);
 }
 
@@ -148,8 +148,7 @@ async function answer(question) {
   const control = new AbortController();
   delete question.problem;
   into.fields = fields();
-  keepChat(into);
-  setOpenChat(into);
+  keep(into);
   transcript.show(into);
   shown.setAnswering(true);
   setAnswering(control);
@@ -179,7 +178,7 @@ async function answer(question) {
   if (!isThere) into.drop(made);
   if (isThere && setback) made.problem = setback;
   else if (!isThere) question.problem = setback || `No answer: ${outcome.end || "it was empty"}.`;
-  keepChat(into);
+  keep(into);
   if (conversation === into) transcript.show(into);
   if (outcome.text && panels) {
     const ask = () => service.timeline(outcome.requestId);
@@ -235,6 +234,12 @@ function open(chosen) {
   words.focus();
 }
 
+/** @param {Conversation} chat that may get another id by this */
+function keep(chat) {
+  if (!keepChat(chat)) say("This browser has no room to keep this chat.");
+  if (chat === conversation) setOpenChat(chat);
+}
+
 /** @param {unknown} error null: nothing is wrong */
 function say(error) {
   problem.textContent = error === null ? "" : wordsOf(error);
@@ -255,14 +260,16 @@ words.addEventListener("keydown", (event) => {
   void ask();
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && !document.querySelector("dialog[open], .edit")) answering?.abort();
+  if (event.key === "Escape" && !document.querySelector("dialog[open]")) answering?.abort();
 });
 stop.addEventListener("click", () => answering?.abort());
 byId("compare-open", HTMLButtonElement).addEventListener("click", () => void compare());
 byId("clear", HTMLButtonElement).addEventListener("click", () => open(new Conversation()));
 byId("open-chats", HTMLButtonElement).addEventListener("click", () => {
   showChats({
-    open: (id) => open(keptChat(id) ?? new Conversation()),
+    open: (id) => {
+      if (id !== conversation.id) open(keptChat(id) ?? new Conversation());
+    },
     forgotten: (id) => {
       if (id !== conversation.id) return;
       conversation.messages = []; // so that an answer that ends now is not kept
@@ -270,7 +277,7 @@ byId("open-chats", HTMLButtonElement).addEventListener("click", () => {
     },
   });
 });
-addEventListener("pagehide", () => answering && keepChat(conversation));
+addEventListener("pagehide", () => answering && keep(conversation));
 byId("door-form", HTMLFormElement).addEventListener("submit", (event) => {
   event.preventDefault();
   service.useKey(byId("key", HTMLInputElement).value.trim());

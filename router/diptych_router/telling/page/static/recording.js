@@ -55,7 +55,8 @@ export class Recording {
     what.append(make("span", "quiet", "diptych up shows your own."));
     const bar = make("div", "recording", what, play);
     document.querySelector("main")?.before(bar);
-    byId("composer", HTMLFormElement).inert = true;
+    byId("composer", HTMLFormElement).inert = true; // only the recording asks
+    document.body.classList.add("recorded");
     play.addEventListener("click", async () => {
       play.disabled = true;
       await this.#play();

@@ -74,7 +74,9 @@ export class Tour {
       else this.#close();
     });
     this.#panel.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") this.#close();
+      if (event.key !== "Escape") return;
+      event.stopPropagation(); // it would stop an answer, too
+      this.#close();
     });
   }
 

@@ -46,6 +46,9 @@ export class Transcript {
   /** @param {Conversation} conversation */
   show(conversation) {
     const { path } = conversation;
+    const focused = document.activeElement;
+    const left = focused?.closest(".message");
+    const place = [...log.querySelectorAll(".message")].findIndex((box) => box === left);
     empty.hidden = path.length > 0;
     const boxes = path.map((message) => this.shown(message).box);
     for (const old of log.querySelectorAll(".message")) {
@@ -56,6 +59,10 @@ export class Transcript {
       const versions = conversation.versions(message);
       this.shown(message).showTools(versions, path[at - 1], this.#actions);
     });
+    if (focused?.isConnected || !boxes[place]) return;
+    const buttons = [...boxes[place].querySelectorAll("button")];
+    const same = buttons.find((button) => !button.disabled && button.ariaLabel === focused?.ariaLabel);
+    focus(same ?? boxes[place]);
   }
 
   /** @param {Message} message */
@@ -72,6 +79,8 @@ export class Transcript {
    * @param {boolean} isAnswering
    */
   setAnswering(isAnswering) {
+    const focused = document.activeElement?.closest(".tools button");
+    if (isAnswering && focused) focus(/** @type {HTMLElement} */ (focused.closest(".message")));
     for (const button of log.querySelectorAll(".tools button")) {
       if (button instanceof HTMLButtonElement) button.disabled = isAnswering || isEnd(button);
     }
@@ -81,6 +90,15 @@ export class Transcript {
     isAtEnd = true;
     log.scrollTop = log.scrollHeight;
   }
+}
+
+/**
+ * Put the focus there, for whoever works by keyboard, and scroll nowhere.
+ * @param {HTMLElement} element
+ */
+function focus(element) {
+  if (element.localName !== "button") element.tabIndex = -1;
+  element.focus({ preventScroll: true });
 }
 
 /** A message on the page. */
@@ -194,8 +212,12 @@ export class Shown {
       const text = field.value.trim();
       if (text && actions.edit(this.#message, text)) end();
     });
+    form.addEventListener("keydown", (event) => {
+      if (event.key !== "Escape") return;
+      event.stopPropagation(); // it would stop an answer, too
+      end();
+    });
     field.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") end();
       if (!isSend(event)) return;
       event.preventDefault();
       form.requestSubmit();
