@@ -15,7 +15,11 @@ from explore import Report, run_many
 EXPLORER = Path(__file__).with_name("explore.py")
 
 
-@pytest.fixture(scope="module", params=[150, pytest.param(2000, marks=pytest.mark.slow)])
+MANY = pytest.param(2000, marks=(pytest.mark.slow, pytest.mark.timeout(900)))
+"""They take minutes beside other tests."""
+
+
+@pytest.fixture(scope="module", params=[150, MANY])
 def report(request: pytest.FixtureRequest) -> Iterator[Report]:
     """What the first schedules found."""
     logging.disable(logging.CRITICAL)
