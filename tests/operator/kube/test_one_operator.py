@@ -76,7 +76,7 @@ async def test_a_leader_waits_for_its_crd_serves_and_ends_when_it_can_no_longer_
             api.take_crd_away()
             assert await ended(operator) == 1
             words = operator.entries()[-1]["message"]
-            assert "inferenceservices can no longer be watched: the API server answers 404" in words
+            assert "can no longer be watched: the API server answers 404" in words
             (lease,) = (o for p, o in api.store.objects.items() if p.startswith(LEASES))
             assert lease["spec"]["holderIdentity"] == "", "another may take over at once"
         finally:
