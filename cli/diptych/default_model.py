@@ -35,7 +35,7 @@ class Circumstances:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class DefaultModel:
     model: KnownModel
     why: str
 
@@ -45,24 +45,24 @@ class Choice:
         return f"serving {self.model.name}: {self.why}. `diptych up {other}` serves {other}."
 
 
-def choose(found: Circumstances) -> Choice:
+def choose(found: Circumstances) -> DefaultModel:
     """Prefer the larger model where it costs nobody a surprise."""
     larger, small = KNOWN[PREFERRED], KNOWN[DEFAULT]
     size = size_text(larger.size_bytes)
     if found.in_ci:
-        return Choice(small, f"CI is set; {PREFERRED} answers better")
+        return DefaultModel(small, f"CI is set; {PREFERRED} answers better")
     if found.available_memory < ENOUGH_MEMORY:
-        return Choice(small, f"{PREFERRED} wants {ENOUGH_MEMORY >> 30} GiB of free memory")
+        return DefaultModel(small, f"{PREFERRED} wants {ENOUGH_MEMORY >> 30} GiB of free memory")
     if not found.is_attended:  # what a script serves does not depend on the cache
-        return Choice(small, f"a terminal alone gets {PREFERRED} unasked")
+        return DefaultModel(small, f"a terminal alone gets {PREFERRED} unasked")
     if found.preferred_is_here:
-        return Choice(larger, f"it answers better than {DEFAULT}, and is here")
+        return DefaultModel(larger, f"it answers better than {DEFAULT}, and is here")
     if found.obstacle:
-        return Choice(small, f"{PREFERRED} ({size}) cannot be fetched now: {found.obstacle}")
-    return Choice(larger, f"it answers better than {DEFAULT}; {size} are fetched once")
+        return DefaultModel(small, f"{PREFERRED} ({size}) cannot be fetched now: {found.obstacle}")
+    return DefaultModel(larger, f"it answers better than {DEFAULT}; {size} are fetched once")
 
 
-def default_choice(cache: Path, told: TextIO) -> Choice:
+def default_choice(cache: Path, told: TextIO) -> DefaultModel:
     """Choose on this machine. `told`: where the choice is written. The network is asked last, only
     if it matters, and not for long."""
     from diptych.doctor.gather import memory

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from diptych_frontend.model_files.model_config import ModelConfig
-from diptych_frontend.model_files.rope_scaling import Divided, Linear, Llama3, Yarn
+from diptych_frontend.model_files.rope_scaling import Divided, LinearScaling, Llama3, Yarn
 
 
 def rotation_table(config: ModelConfig, max_positions: int, device: torch.device) -> Tensor:
@@ -29,7 +29,7 @@ def _frequencies(config: ModelConfig) -> Tensor:
     match config.rope_scaling:
         case None:
             return frequencies
-        case Linear(factor=factor):
+        case LinearScaling(factor=factor):
             return frequencies / factor
         case Divided(divisors=divisors):
             return frequencies / torch.tensor(divisors)

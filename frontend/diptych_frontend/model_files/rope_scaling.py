@@ -21,7 +21,7 @@ Amount = Annotated[float, msgspec.Meta(ge=1e-6, le=1e9)]
 Weight = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 
 
-class Linear(msgspec.Struct, frozen=True, tag="linear", tag_field="rope_type"):
+class LinearScaling(msgspec.Struct, frozen=True, tag="linear", tag_field="rope_type"):
     """Every frequency is divided by `factor`."""
 
     magnitude: ClassVar[float] = 1.0
@@ -71,7 +71,7 @@ class Divided(msgspec.Struct, frozen=True, tag="divided", tag_field="rope_type")
     divisors: tuple[Amount, ...]
 
 
-RopeScaling = Linear | Llama3 | Yarn | Divided
+RopeScaling = LinearScaling | Llama3 | Yarn | Divided
 PUBLISHED: Final = ("linear", "llama3", "yarn")
 """The rules that config.json may name."""
 

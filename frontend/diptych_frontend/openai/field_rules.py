@@ -30,7 +30,7 @@ _UNPRINTED = re.compile(r"[^!-~]")
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class FieldRule:
     """What becomes of a known field that has no effect on the answer."""
 
     outcome: Literal["taken", "ignored", "refused"]
@@ -41,19 +41,19 @@ class Rule:
     """Values, beside null, that ask for nothing: they are left out, without a warning."""
 
 
-Rules = Mapping[str, Rule]
+Rules = Mapping[str, FieldRule]
 
 
-def refused(why: str, *neutral: object) -> Rule:
-    return Rule("refused", why, neutral)
+def refused(why: str, *neutral: object) -> FieldRule:
+    return FieldRule("refused", why, neutral)
 
 
-def ignored(why: str, *neutral: object) -> Rule:
-    return Rule("ignored", why, neutral)
+def ignored(why: str, *neutral: object) -> FieldRule:
+    return FieldRule("ignored", why, neutral)
 
 
-def taken(why: str) -> Rule:
-    return Rule("taken", why)
+def taken(why: str) -> FieldRule:
+    return FieldRule("taken", why)
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ class _Sieve:
                 ):
                     del value[name]
 
-    def _stays(self, value: Any, rule: Rule | None, where: str, is_said: bool) -> bool:
+    def _stays(self, value: Any, rule: FieldRule | None, where: str, is_said: bool) -> bool:
         """Note a field that the struct has not. Return whether it stays, for want of a rule."""
         if rule is None:
             if is_said:
