@@ -18,6 +18,7 @@ from browser_kit import (
     difference,
     laptop,
     shown_service,
+    watched_pages,
 )
 from free_ports import free_port
 from model_kit.questions import WHOLE
@@ -56,33 +57,18 @@ Open = Callable[..., Scene]
 def open_page(service: Laptop, browser: Browser) -> Iterator[Open]:
     """Open the page, as a browser with these options, and give it alice's key. What the browser
     complains about, such as what the policy forbids, fails the test."""
-    complaints: list[str] = []
-    contexts = []
+    with watched_pages(browser, service.url, "status of 401") as open_one:
 
-    def opened(*, key: str | None = KEYS["alice"], **options: Any) -> Scene:
-        context = browser.new_context(**{"viewport": DESK, **options})
-        contexts.append(context)
-        page = context.new_page()
-        scene = Scene(page)
-        page.set_default_timeout(PATIENCE_S * 1000)
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("console", lambda said: complaints.append(said.text) if is_bad(said) else None)
-        page.goto(service.url)
-        if key is not None:
-            enter(page, key)
-            expect(page.locator("#door")).to_be_hidden()
-            scene.set_numbers(temperature=0)
-        return scene
+        def opened(*, key: str | None = KEYS["alice"], **options: Any) -> Scene:
+            page = open_one(**{"viewport": DESK, **options})
+            scene = Scene(page)
+            if key is not None:
+                enter(page, key)
+                expect(page.locator("#door")).to_be_hidden()
+                scene.set_numbers(temperature=0)
+            return scene
 
-    yield opened
-    for context in contexts:
-        context.close()
-    assert complaints == []
-
-
-def is_bad(said: Any) -> bool:
-    """Refusals that a test provokes are the server's answers, and no mistakes of the page."""
-    return said.type == "error" and "status of 401" not in said.text
+        yield opened
 
 
 def enter(page: Page, key: str) -> None:

@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 import yaml
 from PIL import Image
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 from waits import PATIENCE_S, wait_until
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -52,6 +52,33 @@ def chromium(*options: str) -> Iterator[Browser]:
             yield browser
         finally:
             browser.close()
+
+
+@contextlib.contextmanager
+def watched_pages(browser: Browser, url: str, refusals: str) -> Iterator[Callable[..., Page]]:
+    """Yield a function that opens a page, in a context of its own with the options that it gets.
+    What a page complains about fails the test, except for answers of the server that a test
+    provokes: `refusals` is in their words."""
+    complaints: list[str] = []
+    contexts = []
+
+    def note(said: Any) -> None:
+        if said.type == "error" and refusals not in said.text:
+            complaints.append(said.text)
+
+    def opened(**options: Any) -> Page:
+        contexts.append(browser.new_context(**options))
+        page = contexts[-1].new_page()
+        page.set_default_timeout(PATIENCE_S * 1000)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("console", note)
+        page.goto(url)
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert complaints == []
 
 
 @dataclass(frozen=True)

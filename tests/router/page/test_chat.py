@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from browser_kit import CHROMIUM, WITHOUT_CHROMIUM, chromium
+from browser_kit import CHROMIUM, WITHOUT_CHROMIUM, chromium, watched_pages
 from page_kit import Echo, served_echo
 from page_scenes import PHONE, Scene
 from playwright.sync_api import Browser, expect
-from waits import PATIENCE_S, wait_until
+from waits import wait_until
 
 from diptych_protocol import InvalidRequestError
 
@@ -44,30 +44,14 @@ Open = Callable[..., Scene]
 @pytest.fixture
 def open_page(echo: Echo, browser: Browser) -> Iterator[Open]:
     """Open the page in a browser that has kept nothing. What it complains about fails the test."""
-    complaints: list[str] = []
-    contexts = []
+    with watched_pages(browser, echo.url, "Failed to load resource") as open_one:
 
-    def opened(**options: Any) -> Scene:
-        context = browser.new_context(**options)
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(PATIENCE_S * 1000)
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("console", lambda said: complaints.append(said.text) if is_bad(said) else None)
-        page.goto(echo.url)
-        scene = Scene(page)
-        scene.set_numbers(max_tokens=40)
-        return scene
+        def opened(**options: Any) -> Scene:
+            scene = Scene(open_one(**options))
+            scene.set_numbers(max_tokens=40)
+            return scene
 
-    yield opened
-    for context in contexts:
-        context.close()
-    assert complaints == []
-
-
-def is_bad(said: Any) -> bool:
-    """Refusals that a test provokes are the server's answers, and no mistakes of the page."""
-    return said.type == "error" and "Failed to load resource" not in said.text
+        yield opened
 
 
 def asked_and_answered(scene: Scene, words: str) -> None:
