@@ -233,12 +233,13 @@ def hand_off_in(place: Place, kept: str) -> None:
     model, hinge = dummy(place), KVTransferConfig()
     # In bfloat16 the last token of a prompt may differ by how many are computed with it.
     exact = options(place, dtype="float32", kv_cache_dtype=kept)
-    both = Engines(model)
+    both, started = Engines(model), time.perf_counter()
     try:
         prefill, decode = (
             both.adopt(Owner(model=model, engine_id=role, kv_transfer=hinge, **exact))
             for role in ("prefill", "decode")
         )
+        place.tell(f"start, {kept}", seconds=time.perf_counter() - started)
         for i, prompt in enumerate(prompts(place, 2)):
             alone = both.alone(prefill, prompt, max_tokens=6)
             started = time.perf_counter()
@@ -246,4 +247,6 @@ def hand_off_in(place: Place, kept: str) -> None:
             place.tell(f"hand-off {i}, {kept}", seconds=time.perf_counter() - started)
             compare(place, f"hand-off {i}, {kept}, tokens", passed, alone)
     finally:
+        started = time.perf_counter()
         both.close()
+        place.tell(f"end, {kept}", seconds=time.perf_counter() - started)

@@ -29,7 +29,7 @@ STAGES = {
     8: Stage("a whole engine", "engine_stages:whole_engine", 30),
     9: Stage("block copies", "engine_stages:block_copies", 15),
     10: Stage("experts and adapters", "engine_stages:experts_and_adapters", 30),
-    11: Stage("prefill and decode on one GPU", "engine_stages:hand_off", 30),
+    11: Stage("prefill and decode on one GPU", "engine_stages:hand_off", 60),
     12: Stage("a service of processes", "service_stage:service_of_processes", 40),
     13: Stage("KV in eight bits", "engine_stages:kv_in_eight_bits", 40),
 }
