@@ -18,7 +18,7 @@ from diptych_frontend.core_client.curve import new_keys
 from diptych_protocol import EngineOverloadedError, RequestOutput
 from diptych_router.choosing.fleet_table import FOR_A_PAIR
 from diptych_router.choosing.policy import Decision
-from diptych_router.engines.health import health_book
+from diptych_router.engines import health_book
 
 PROMPT = "The lighthouse keeper climbed the stairs every evening, and "
 Engine = tuple[AsyncLLM, str]

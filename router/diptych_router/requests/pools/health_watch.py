@@ -9,7 +9,7 @@ from typing import Any
 
 from diptych_router.engines.engine_link import EngineLink
 from diptych_router.engines.engine_table import ROLES
-from diptych_router.engines.health.health_book import Breaker, EngineHealth, Failure, HealthBook
+from diptych_router.engines.health_book import Breaker, EngineHealth, Failure, HealthBook
 from diptych_router.requests.pools.canary import Release, probe
 
 log = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from diptych_router.engines.descriptions import compat_mismatch
 from diptych_router.engines.discovery import Target, resolve_soon
 from diptych_router.engines.engine_link import CALL_ERRORS, EngineLink, ReadKeys, key_of
 from diptych_router.engines.engine_table import ROLES, Role
-from diptych_router.engines.health.health_book import Failure, FullEngines
+from diptych_router.engines.health_book import Failure, FullEngines
 from diptych_router.engines.serving import Serving, ServingFile
 from diptych_router.requests.pools.health_watch import HealthWatch
 from diptych_router.requests.pools.verification import Verification
@@ -63,6 +63,7 @@ class Pools:
     ) -> None:
         """`on_change`: maybe more, fewer or others are usable."""
         self.links: dict[str, EngineLink] = {}
+        self.get: Callable[[str], EngineLink | None] = self.links.get
         self.had_pair = False
         """Some pair was usable at some time."""
         self._usable_at = -math.inf
@@ -144,9 +145,6 @@ class Pools:
         if self._config.verify != "Required" or self._verification.verified(link):
             return True
         return link.role == "decode" and not any(p.open_to_work for p in self.of("prefill"))
-
-    def get(self, key: str) -> EngineLink | None:
-        return self.links.get(key)
 
     def may_begin_at(self, key: str) -> bool:
         """Whether this engine may get new requests, and does not hang."""
