@@ -15,11 +15,12 @@ from waits import PATIENCE_S, wait_until
 
 from diptych_frontend.confined.cancellation import (
     Cancellation,
+    NotAtOnceError,
     WorkCancelledError,
     cancelled_by,
+    hurried,
 )
 from diptych_frontend.confined.child import WorkBounds
-from diptych_frontend.confined.haste import NotAtOnceError, hurried
 from diptych_frontend.confined.processes import AT_ONCE_BYTES, ConfinedWork, WorkFailedError
 from diptych_protocol import EngineOverloadedError
 

@@ -8,8 +8,8 @@ from typing import Final
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diptych_frontend.browsers.rules import ASKS_HEADERS, ASKS_METHOD, READ, BrowserRules
-from diptych_frontend.openai.asgi import exchange_of
 from diptych_frontend.openai.errors import Headers
+from diptych_frontend.openai.exchange import exchange_of
 
 _READ: Final = frozenset(READ)
 _VARIES: Final[Headers] = ((b"vary", b"origin"),)
