@@ -196,7 +196,7 @@ class RequestTable:
                 self._pass_turn(routed, self._setback_at(engine), why)
             else:
                 actions += self._absorb(routed, output, now)
-                if output.new_token_ids or output.finished:
+                if output.new_token_ids or output.finish_reason is not None:
                     deliver.append(output)
         if strays:
             actions.append(Abort(engine, strays))
@@ -221,7 +221,7 @@ class RequestTable:
             self._pass_turn(routed)
             # Who hands off has read what it took over; whoever says otherwise loses it.
             return [] if unread is None else [Release(routed.core_id, unread)]
-        if output.finished:
+        if output.finish_reason is not None:
             self._fleet.went_well(routed.engine, routed.prefill_engine)
             self._usual_output += (len(routed.generated) - self._usual_output) * NEWEST_PART
             self.promises.saw_end(routed.record, now)
