@@ -18,7 +18,7 @@ from diptych_frontend.confined.cancellation import (
     NotAtOnceError,
     WorkCancelledError,
     cancelled_by,
-    hurried,
+    in_haste,
 )
 from diptych_frontend.confined.child import WorkBounds
 from diptych_frontend.confined.processes import AT_ONCE_BYTES, ConfinedWork, WorkFailedError
@@ -162,11 +162,13 @@ def test_who_cancels_ends_the_work_and_what_would_come_next(module: str, tmp_pat
 
 def at_once(work: ConfinedWork, head: bytes, body: bytes = b"") -> bytes | None:
     """What who is in haste gets; None if that is nothing."""
+    token = in_haste.set(True)
     try:
-        with hurried():
-            return bytes(work.ask(head, body)[0])
+        return bytes(work.ask(head, body)[0])
     except NotAtOnceError:
         return None
+    finally:
+        in_haste.reset(token)
 
 
 def test_who_is_in_haste_waits_for_nothing_that_is_late(module: str, tmp_path: Path) -> None:
