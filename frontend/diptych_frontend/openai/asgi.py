@@ -223,23 +223,23 @@ class BodyRoom:
     def arrived(self, client: str, before: int, now: int) -> None:
         """Record that a body of that client has grown. Raises `EngineOverloadedError` if that is
         too much."""
-        growth = _counted(now) - _counted(before)
+        if now <= SMALL_BYTES:
+            return
+        growth = now - (before if before > SMALL_BYTES else 0)
         self._taken += growth
         self._taken_by[client] += growth
-        if growth and (self._taken > self._most or self._taken_by[client] > self._most // 2):
+        if self._taken > self._most or self._taken_by[client] > self._most // 2:
             raise EngineOverloadedError("too many large bodies are arriving; retry later")
 
     def ended(self, client: str, size: int) -> None:
         """Record that a body of that client, of which this much had come, is complete or was
         aborted."""
-        self._taken -= _counted(size)
-        self._taken_by[client] -= _counted(size)
+        if size <= SMALL_BYTES:
+            return
+        self._taken -= size
+        self._taken_by[client] -= size
         if not self._taken_by[client]:
             del self._taken_by[client]
-
-
-def _counted(size: int) -> int:
-    return size if size > SMALL_BYTES else 0
 
 
 class _Body:

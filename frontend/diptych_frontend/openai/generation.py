@@ -150,9 +150,9 @@ class GenerationRoute(Generic[B, R]):
                 "lora_request": sound.adapter,
                 "priority": exchange.priority(request.priority),
                 "data_parallel_rank": _data_parallel_rank(scope),
-                "trace_headers": trace_context(
-                    header(scope, b"traceparent"), header(scope, b"tracestate")
-                ),
+                "trace_headers": trace_context(parent, header(scope, b"tracestate"))
+                if (parent := header(scope, b"traceparent"))
+                else None,
                 "tenant": exchange.tenant,
             },
             sum([len(prompt["prompt_token_ids"]) for prompt in sound.prompts]),
