@@ -350,7 +350,9 @@ class ChatWriter(ResponseWriter):
         return ChatChunkChoice(
             index=output.index,
             delta=delta,
-            logprobs=self._logprobs(output),
+            logprobs=self._logprobs(output)
+            if output.logprobs is not None or self._tokens
+            else None,
             finish_reason=finish_reason,
             stop_reason=output.stop_reason,
         )
