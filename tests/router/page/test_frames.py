@@ -122,6 +122,19 @@ def test_flights_cost_no_layout(scene: Scene, echo: Echo) -> None:
     assert work()["LayoutCount"] - before <= LOOKS
 
 
+def test_an_answer_that_waits_costs_no_style_in_each_frame(scene: Scene, echo: Echo) -> None:
+    echo.hold(True)
+    scene.ask("one")
+    expect(scene.page.locator(".message.answering")).to_have_count(1)
+    work = counter(scene.page)
+    before = work()["RecalcStyleCount"]
+    scene.page.wait_for_timeout(1000 * SECONDS)
+    styled = work()["RecalcStyleCount"] - before
+    echo.hold(False)
+    scene.wait_for_end()
+    assert styled <= 20
+
+
 GROW = """async (looks) => {
   const { Ribbon } = await import("/ui/ribbon.js");
   const ribbon = new Ribbon();
