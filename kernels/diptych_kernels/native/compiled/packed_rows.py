@@ -42,6 +42,12 @@ def entry(bits):
                     place = (part * quads + quad) * QUAD + column
                     values[place] = np.float32(level) * scale + offset
 
+    return rows_reader(unpack, of_group)
+
+
+def rows_reader(unpack, of_group):
+    """Return a kernel that calls `unpack(group, row, out)` for each row of each group."""
+
     @njit(error_model="numpy")
     def read(given):
         """What each thread does: some of the rows."""
