@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from diptych_engine.models.floats import Floats
-from diptych_engine.models.groups import GROUP
 from diptych_engine.models.interface import WeightSlot
 from diptych_frontend.model_files.model_source import GGUFTensor
+from diptych_kernels.native.tile_layout import GROUP
 
 STACKED: Final = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)")
 """A stacked tensor's name, without `.weight`."""

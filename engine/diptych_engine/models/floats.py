@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diptych_engine.models.groups import GROUP
+from diptych_kernels.native.tile_layout import GROUP
 
 
 @dataclass(slots=True, frozen=True)

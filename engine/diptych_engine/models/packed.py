@@ -13,6 +13,7 @@ from diptych_engine.models.groups import Groups
 from diptych_kernels.packed_product import (
     TILE_ROWS,
     is_available,
+    kind_for,
     packed_product,
     rows_of,
     to_float_tiles,
@@ -34,8 +35,8 @@ class PackedMatrix:
 
     @classmethod
     def of(cls, parts: Sequence[Part]) -> PackedMatrix | None:
-        """Return matrices one below the other as one; None if the kernel cannot
-        compute with them."""
+        """Return matrices one below the other as one; None if no tiles hold them, or the kernel
+        cannot compute with them."""
         groups = [part for part in parts if isinstance(part, Groups)]
         floats = [part for part in parts if isinstance(part, Floats)]
         if groups and floats:
@@ -68,11 +69,14 @@ class PackedMatrix:
 
 
 def _of_groups(parts: Sequence[Groups]) -> Tensor | None:
-    if len({part.bits for part in parts}) > 1 or not is_available():
+    """The smallest tiles that hold all of them."""
+    span = min(part.span for part in parts)
+    kind = kind_for(max(part.bits for part in parts), span)
+    if kind is None or not is_available():
         return None
-    factors = [(part.levels, part.scale, part.offset) for part in parts]
+    factors = [(part.levels, *part.factors(span)) for part in parts]
     levels, scale, offset = (torch.cat(column) for column in zip(*factors, strict=True))
-    return to_tiles(levels, scale, offset)
+    return to_tiles(levels, scale, offset, kind)
 
 
 def _of_floats(parts: Sequence[Floats]) -> Tensor | None:

@@ -83,7 +83,7 @@ def file_for(sources: Iterable[Path], recipe: object) -> Path:
         times = found.st_mtime_ns, found.st_ctime_ns
         digest.update(repr((found.st_ino, found.st_size, *times)).encode())
     folder = Path(__file__).parent
-    own = ("groups.py", "floats.py", "loader.py", "rounding.py", "expert_layouts.py")
+    own = ("groups.py", "floats.py", "loader.py", "packed.py", "rounding.py", "expert_layouts.py")
     makers = map(Path, (reference.__file__, tile_layout.__file__, __file__))
     for maker in (*makers, *(folder / name for name in own)):
         digest.update(maker.read_bytes())

@@ -8,7 +8,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from diptych_engine.models.groups import GROUP, Groups
+from diptych_engine.models.groups import Groups
+from diptych_kernels.native.tile_layout import GROUP
 
 BITS: Final = {"q8": 8, "q4": 4}
 """The bits of a level for each `weight_packing` that rounds."""
@@ -33,7 +34,7 @@ def rounded(values: Tensor, bits: int) -> Groups | None:
     blocks = [_rounded_rows(rows.float(), bits) for rows in torch.split(values, ROWS)]
     levels, scale, offset = (torch.cat(column) for column in zip(*blocks, strict=True))
     finite = scale.isfinite().all() and offset.isfinite().all()
-    return Groups(levels, scale, offset) if finite else None
+    return Groups(levels, scale, offset, bits) if finite else None
 
 
 def _rounded_rows(values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,7 +44,4 @@ def _rounded_rows(values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     scale = ((groups.amax(2).clamp_(min=0) - offset) / top).half().float()
     steps = scale.where(scale > 0, 1.0)[..., None]
     levels = ((groups - offset[..., None]) / steps).round_().clamp_(0, top).to(torch.uint8)
-    if bits == 4:
-        low, high = levels.chunk(2, 2)
-        levels = low | high << 4
-    return levels, scale, offset
+    return levels.view(values.shape), scale, offset

@@ -12,18 +12,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diptych_kernels.native.tile_layout import TILE_ROWS
+from diptych_kernels.native.tile_layout import TILE_ROWS, kind_for
 from diptych_kernels.packed_product import cpu
 from diptych_kernels.packed_product.reference import (
     FLOATS,
-    levels_of,
     to_float_tiles,
     to_tiles,
     values_of,
 )
 
 __all__ = [
-    "FLOATS", "TILE_ROWS", "is_available", "levels_of", "packed_product", "rows_of",
+    "FLOATS", "TILE_ROWS", "is_available", "kind_for", "packed_product", "rows_of",
     "to_float_tiles", "to_tiles", "values_of",
 ]  # fmt: skip
 

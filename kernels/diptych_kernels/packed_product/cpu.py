@@ -22,11 +22,11 @@ from diptych_kernels.native.tile_layout import (
     FLOAT_KINDS,
     GROUP,
     LEVEL_BITS,
+    SPANS,
     TILE_ROWS,
-    group_bytes,
 )
 from diptych_kernels.packed_product import reference
-from diptych_kernels.packed_product.reference import FLOATS, to_float_tiles, to_tiles
+from diptych_kernels.packed_product.reference import FLOATS, kind_of, to_float_tiles, to_tiles
 from diptych_kernels.trust import KnownCase, Results, is_trusted, random_values, unwritten
 
 FLOAT, BFLOAT, WORD = 4, 2, 2
@@ -36,18 +36,13 @@ FIRST, END, CHUNK_TILES = places_of(AmxProduct, "first", "end", "tiles")
 """The positions of the arguments of a decode call, and of a chunk call, in a table's row."""
 CONFIGURATION_BYTES = 64
 """Size, in bytes, of the matrix unit's configuration."""
-BITS_OF = {group_bytes(bits): bits for bits in LEVEL_BITS}
-
-
-def kind_of(tiles: Tensor) -> int:
-    """Return the number of the kernels for these tiles: the bits of their levels, or the kind of
-    their floats."""
-    return FLOATS.get(tiles.dtype) or BITS_OF[tiles.shape[2]]
+INPUT_FACTORS = 4
+"""Numbers beside the levels of a group of inputs."""
 
 
 def workspace_bytes(rows: int, columns: int) -> int:
     """Return the size, in bytes, of a workspace for either call."""
-    integers = rows * columns * WORD + rows * (columns // GROUP) * 2 * FLOAT
+    integers = rows * columns * WORD + rows * (columns // GROUP) * INPUT_FACTORS * FLOAT
     unpacked = torch.get_num_threads() * (CONFIGURATION_BYTES + 4 * TILE_ROWS * columns * BFLOAT)
     return max(integers, _rounded_bytes(rows, columns) + unpacked)
 
@@ -182,10 +177,9 @@ def _factors(bits: int) -> tuple[Tensor, Tensor]:
     """Rows, for blocks of every size, and the tiles that they are multiplied with."""
     groups, columns = 3, 48
     generator = torch.Generator().manual_seed(bits)
-    size = GROUP * bits // 8
-    levels = torch.randint(0, 256, (columns, groups, size), generator=generator)
-    scale, offset = random_values(2, columns, groups)
-    tiles = to_tiles(levels.to(torch.uint8), scale, offset)
+    levels = torch.randint(0, 1 << bits, (columns, groups * GROUP), generator=generator)
+    scale, offset = random_values(2, columns, groups * GROUP // SPANS[bits])
+    tiles = to_tiles(levels.to(torch.uint8), scale, offset, bits)
     assert tiles is not None
     return random_values(19, groups * GROUP), tiles
 
