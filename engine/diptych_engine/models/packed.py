@@ -35,10 +35,11 @@ class PackedMatrix:
         kind = kind_for(max(part.bits for part in parts), span)
         if kind is None or not is_available():
             return None
-        factors = [(part.levels, *part.factors(span)) for part in parts]
-        levels, scale, offset = (torch.cat(column) for column in zip(*factors, strict=True))
-        tiles = to_tiles(levels, scale, offset, kind)
-        return None if tiles is None else cls(tiles)
+        tiles = [to_tiles(part.levels, part.scale, part.offset, kind) for part in parts]
+        own = [each for each in tiles if each is not None]
+        if len(own) < len(parts):
+            return None
+        return cls(own[0] if len(own) == 1 else torch.cat(own))
 
     def values(self) -> Tensor:
         """Return [out, in] float32."""
