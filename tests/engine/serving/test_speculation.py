@@ -28,10 +28,13 @@ from diptych_engine.scheduling.request import (
     StepPlan,
 )
 from diptych_frontend.core_client.engine_args import EngineArgs
+from diptych_frontend.model_files.model_source import resolve_model
+from diptych_frontend.text.tokenizer_files import load_tokenizer
 from diptych_protocol import (
     EngineCoreOutput,
     InvalidRequestError,
     LoRARequest,
+    RequestOutputKind,
     SamplingParams,
     SchedulerStats,
     SpeculativeConfig,
@@ -202,6 +205,42 @@ def test_answers_are_the_same_across_a_hand_off_a_move_and_n_answers(
         assert answers[1] == answers[0]
         assert sum(e.core.stats().draft_tokens_accepted for e in made[2:]) > 0
         assert move_after is None or made[3].core.stats().draft_tokens > 0
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
+def test_a_stop_string_ends_an_answer_between_its_guesses(
+    tmp_path: Path, kind: RequestOutputKind
+) -> None:
+    """Its consumer gets the same text, tokens and log-probabilities from outputs of several."""
+    model = save_toy(tmp_path / "model")
+    tokenizer = load_tokenizer(resolve_model(model))
+    guessing = {"num_blocks": 128, "speculative_config": EAGER}
+    with engines(model, alone={"num_blocks": 128}, guessing=guessing) as made:
+        made[1].core.scheduler.spare_rows = 1000.0
+        routers = [LocalRouter(tokenizer, decode=[engine]) for engine in made]
+        whole = request("w", PROMPT, ignore_eos=True, max_tokens=60)
+        text = routers[0].run(whole)[0][-1].outputs[0].text
+        for place in (20, 31, 42):
+            ended = request(
+                "e", PROMPT, ignore_eos=True, max_tokens=60, stop=[text[place - 3 : place + 2]],
+                logprobs=1, output_kind=kind,
+            )  # fmt: skip
+            answers = []
+            for router in routers:
+                parts = [a for output in router.run(ended)[0] for a in output.outputs]
+                if kind is RequestOutputKind.CUMULATIVE:
+                    parts = parts[-1:]
+                answers.append(
+                    (
+                        "".join(part.text for part in parts),
+                        [token for part in parts for token in part.token_ids],
+                        [sorted(row) for part in parts for row in part.logprobs or ()],
+                        (parts[-1].finish_reason, parts[-1].stop_reason),
+                    )
+                )
+            assert answers[1] == answers[0]
+            assert len(answers[1][1]) == len(answers[1][2])
+        assert made[1].core.stats().draft_tokens_accepted > 0
 
 
 def test_the_setting_is_given_as_vllm_takes_it() -> None:
