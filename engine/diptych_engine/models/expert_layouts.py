@@ -8,11 +8,14 @@ gate separate. Only shapes are read here.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, ClassVar, Final
 
+import torch
 from torch import Tensor
 
 from diptych_engine.models.interface import WeightSlot
@@ -22,25 +25,44 @@ STACKED: Final = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|gate_proj|up_pro
 """A stacked tensor's name, without `.weight`."""
 EXPERTS_RANK: Final = 3
 """[experts, out, in]."""
+BYTES: Final = {"F64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2}
+"""Sizes of numbers of more than one byte, by safetensors' names."""
 
 
 @dataclass(slots=True, frozen=True)
 class StoredTensor:
-    """A tensor of a safetensors file, or a part of one."""
+    """A tensor of a safetensors file, or a part of one; see `loader.Stored`."""
 
+    path: Path
     file: Any
-    """An open `safe_open`."""
+    """The same, opened by `safe_open`."""
     name: str
     part: Any = ...
     """The index that selects the part."""
+    has_groups: ClassVar[bool] = False
 
-    def read(self) -> Tensor:
-        values: Tensor = self.file.get_slice(self.name)[self.part]
-        return values
+    @property
+    def recipe(self) -> object:
+        return self.path.name, self.name, self.part
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
         return tuple(self.file.get_slice(self.name).get_shape())
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(torch.empty(self.whole_shape, device="meta")[self.part].shape)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * BYTES.get(self.file.get_slice(self.name).get_dtype(), 1)
+
+    def groups(self) -> None:
+        """Floats have none."""
+
+    def values(self) -> Tensor:
+        found: Tensor = self.file.get_slice(self.name)[self.part]
+        return found
 
 
 def separate_stored(

@@ -186,7 +186,8 @@ class LlamaModel(torch.nn.Module):
 
     @property
     def packables(self) -> list[Packable]:
-        packables = [Packable(matrix, (published,)) for _, published, matrix in self._token_rows]
+        # Every logit depends on them, so that 4 bits would cost more here than in a layer.
+        packables = [Packable(matrix, (published,), 8) for _, published, matrix in self._token_rows]
         for index, layer in enumerate(self._layers):
             linears: list[tuple[Linear, tuple[str, ...]]] = [
                 (layer.qkv, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
