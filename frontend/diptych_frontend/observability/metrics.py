@@ -320,6 +320,7 @@ class EngineStatsCollector(Collector):
         yield from self._declared(_OF_ENGINES, snapshots)
         yield self._usage(snapshots)
         yield self._cpu_levels(snapshots)
+        yield self._accepted(snapshots)
         if not transfers:
             return
         yield from self._declared(_OF_HINGES, transfers)
@@ -373,6 +374,17 @@ class EngineStatsCollector(Collector):
         for engine, stats in snapshots.items():
             if stats.cpu_level:
                 family.add_metric((self._model_name, engine, stats.cpu_level), 1.0)
+        return family
+
+    def _accepted(self, snapshots: Mapping[str, SchedulerStats]) -> Family:
+        family = CounterMetricFamily(
+            f"{PREFIX}spec_decode_num_accepted_tokens_per_pos",
+            "Guessed tokens that were right, by their place among the guesses of a step.",
+            labels=("model_name", "engine", "position"),
+        )
+        for engine, stats in snapshots.items():
+            for position, count in enumerate(stats.accepted_at):
+                family.add_metric((self._model_name, engine, str(position)), count)
         return family
 
     def _transports(self, transfers: Mapping[str, KVTransferStats]) -> Family:

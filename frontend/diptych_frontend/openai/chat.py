@@ -183,8 +183,8 @@ class ChatApi:
         )
         if self._format_of(request).has_special_markers and request.callable_tools:
             params.skip_special_tokens = False
-        if params.structured_outputs is None and self._calls is HERMES:
-            params.structured_outputs = request.free_calls()
+        if self._calls is HERMES and not request.must_call:
+            params.structured_outputs = request.with_calls(params.structured_outputs)
         return params
 
     def render(self, request: ChatCompletionRequest, renderer: Renderer) -> list[TokensPrompt]:
