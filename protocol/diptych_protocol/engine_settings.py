@@ -65,8 +65,8 @@ TracesEndpoint = Annotated[
 
 
 SPECULATION: Final = Meta(
-    description="Guess the next tokens of an answer and compute them in one step (docs/answers.md). "
-    "Left out: nothing is guessed."
+    description="Guess the next tokens of an answer and compute them in one step "
+    "(docs/answers.md). Left out: nothing is guessed."
 )
 
 
