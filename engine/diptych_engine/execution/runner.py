@@ -106,10 +106,12 @@ class ModelRunner:
         self._bits = choose_bits(config, has_kernels=has_kernels)
         self._packs = config.weight_packing != "none" and has_kernels
         packs = self._packs and level > CpuLevel.NONE
-        likely = choose_kv_dtype(config, self._device, self._dtype, quantised=packs)
+        # Of the model, not of the processor: engines at different levels exchange KV.
+        quantised = self._packs and (self._bits is not None or is_quantised(source))
+        self._kv_dtype = choose_kv_dtype(config, self._device, self._dtype, quantised=quantised)
         kernels: CpuKernels | None = None
         if has_kernels:
-            kernels = CpuKernels(likely, source.config.head_dim, packed=packs)
+            kernels = CpuKernels(self._kv_dtype, source.config.head_dim, packed=packs)
         max_tokens = config.max_model_len or source.config.max_position_embeddings
         self._max_tokens = max_tokens
         if config.enable_return_routed_experts:
@@ -123,10 +125,6 @@ class ModelRunner:
         log.info("%s loaded in %.1f s", source.uri, time.monotonic() - started)
 
         local = shard.local(source.config)
-        # Of the model, not of the processor: engines at different levels exchange KV.
-        packed = any(each.linear.packed is not None for each in self.model.packables)
-        quantised = packed or (self._packs and (self._bits is not None or is_quantised(source)))
-        self._kv_dtype = choose_kv_dtype(config, self._device, self._dtype, quantised=quantised)
         self.block_bytes = block_bytes(local, config.block_size, self._kv_dtype)
         self.num_blocks = num_blocks or config.num_blocks or 0
         if not self.num_blocks:
