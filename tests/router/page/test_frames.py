@@ -65,7 +65,7 @@ def echo() -> Iterator[Echo]:
 @pytest.fixture
 def scene(echo: Echo) -> Iterator[Scene]:
     echo.pools = pools(0)
-    with chromium() as browser, watched_pages(browser, echo.url, "no refusal") as open_one:
+    with chromium() as browser, watched_pages(browser, echo.url, "Failed to load resource") as open_one:
         scene = Scene(open_one())
         expect(scene.page.locator(".engine")).to_have_count(ENGINES)
         yield scene
