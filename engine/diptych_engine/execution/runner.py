@@ -18,6 +18,8 @@ from diptych_engine.execution.batch_rows import BatchRows
 from diptych_engine.execution.kv_cache_size import blocks_in, bytes_for_kv
 from diptych_engine.execution.kv_memory import KVMemory
 from diptych_engine.execution.placement import (
+    SPARE_ROWS_ON_A_CPU,
+    SPARE_ROWS_ON_A_GPU,
     block_bytes,
     block_shape,
     choose_bits,
@@ -150,6 +152,7 @@ class ModelRunner:
             load_processors(config.logits_processors),
         )
         self.enough_prompt_tokens = enough_prompt_tokens(config, self._device)
+        self.spare_rows = SPARE_ROWS_ON_A_GPU if on_gpu else SPARE_ROWS_ON_A_CPU
         self.runs_ahead = config.runs_ahead(on_gpu=on_gpu)
         self._prompt_logprobs = PromptLogprobs(source.config.vocab_size)
         self._pooler = Pooler(config.pooling)
@@ -354,7 +357,12 @@ class ModelRunner:
         ends = [share.start + share.num_tokens for share in shares]
         context_lens = _to_array(ends)
         if num_decodes == len(shares):
-            token_ids = [] if ahead else [s.request.token_ids[s.start] for s in shares]
+            token_ids = []
+            if not ahead:
+                token_ids = [
+                    share.request.token_ids[share.start] if share.guess is None else share.guess
+                    for share in shares
+                ]
             query_starts = np.arange(len(shares) + 1)
             positions, row_of_token = starts, own_rows
         else:
@@ -403,14 +411,23 @@ class ModelRunner:
         places = inputs.attention.context_lens
         if len(requests) < hidden.shape[0] or shares is not plan.scheduled:
             # Each sampling share's last token, in the order in which the plan names the requests.
-            place = {share.request.request_id: i for i, share in enumerate(shares) if share.samples}
-            requests = [share.request for share in plan.scheduled if share.samples]
-            order = [place[request.request_id] for request in requests]
+            ends = places.tolist()
+            place = {
+                (share.request.request_id, ends[i]): i
+                for i, share in enumerate(shares)
+                if share.samples
+            }
+            sampling = [share for share in plan.scheduled if share.samples]
+            requests = [share.request for share in sampling]
+            order = [place[s.request.request_id, s.start + s.num_tokens] for s in sampling]
             rows = [rows[i] for i in order]
             places = places[order]
             last_tokens = inputs.attention.query_starts[1:][order] - 1
             hidden = hidden.index_select(0, to_device(last_tokens, self._device))
         logits = self.model.logits(hidden)
+        if plan.guesses:
+            guesses = [share.guess for share in plan.scheduled if share.samples]
+            return self._sampler.sample_guessed(logits, rows, requests, places, guesses)
         return self._sampler.sample(logits, rows, requests, places, keep=self.runs_ahead)
 
     def _free(self, request_id: str) -> None:
@@ -450,4 +467,6 @@ def _to_array(numbers: list[int]) -> NDArray[np.int64]:
 
 
 def _new_tokens(share: ScheduledRequest) -> list[int]:
+    if share.guess is not None:
+        return [share.guess]
     return share.request.token_ids[share.start : share.start + share.num_tokens]

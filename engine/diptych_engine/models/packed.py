@@ -74,9 +74,9 @@ def _of_groups(parts: Sequence[Groups]) -> Tensor | None:
     kind = kind_for(max(part.bits for part in parts), span)
     if kind is None or not is_available():
         return None
-    factors = [(part.levels, *part.factors(span)) for part in parts]
-    levels, scale, offset = (torch.cat(column) for column in zip(*factors, strict=True))
-    return to_tiles(levels, scale, offset, kind)
+    tiles = [to_tiles(part.levels, part.scale, part.offset, kind) for part in parts]
+    own = [each for each in tiles if each is not None]
+    return _one_below_the_other(own) if len(own) == len(parts) else None
 
 
 def _of_floats(parts: Sequence[Floats]) -> Tensor | None:

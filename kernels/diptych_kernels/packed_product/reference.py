@@ -37,6 +37,8 @@ NAN: Final = 0x7F
 """The bits of an 8-bit float (e4m3) that is none, without its sign."""
 POWER: Final = 2.0**8
 """What kernels leave out of 8-bit floats is in their scales."""
+TILES_AT_ONCE: Final = 64
+"""Tiles that are filled at once: the memory for intermediate results is small."""
 LOW: Final = (1 << LOW_BITS) - 1
 BITS_OF: Final = {group_bytes(bits): bits for bits in LEVEL_BITS}
 
@@ -81,9 +83,17 @@ def to_tiles(levels: Tensor, scale: Tensor, offset: Tensor, bits: int) -> Tensor
     largest = torch.maximum(scale.abs().amax(), offset.abs().amax())
     if rows % TILE_ROWS or not float(largest) <= MAX_HALF:
         return None
-    num_tiles, groups, spans = rows // TILE_ROWS, columns // GROUP, GROUP // SPANS[bits]
-    tiles = levels.new_empty(num_tiles, groups, group_bytes(bits))
-    stored = _stored(levels.view(rows, groups, GROUP), bits).contiguous().view(torch.int32)
+    tiles = levels.new_empty(rows // TILE_ROWS, columns // GROUP, group_bytes(bits))
+    for first in range(0, len(tiles), TILES_AT_ONCE):
+        own = slice(first * TILE_ROWS, (first + TILES_AT_ONCE) * TILE_ROWS)
+        _fill(tiles[first : first + TILES_AT_ONCE], levels[own], scale[own], offset[own], bits)
+    return tiles
+
+
+def _fill(tiles: Tensor, levels: Tensor, scale: Tensor, offset: Tensor, bits: int) -> None:
+    num_tiles, groups, _ = tiles.shape
+    spans = GROUP // SPANS[bits]
+    stored = _stored(levels.reshape(-1, groups, GROUP), bits).contiguous().view(torch.int32)
     quads = stored.view(num_tiles, TILE_ROWS, groups, -1).permute(0, 2, 3, 1)
     num_quads = quads.shape[2]
     places = tiles.view(torch.int32)[:, :, : TILE_ROWS * num_quads]
@@ -94,7 +104,6 @@ def to_tiles(levels: Tensor, scale: Tensor, offset: Tensor, bits: int) -> Tensor
         own = factor.repeat_interleave(groups * spans // factor.shape[1], 1)
         own = own.view(num_tiles, TILE_ROWS, groups, spans).permute(0, 2, 3, 1)
         halves[:, :, :, index].copy_(own)
-    return tiles
 
 
 def to_float_tiles(values: Tensor, scale: Tensor | None = None) -> Tensor | None:
