@@ -8,7 +8,7 @@ shows a description, they are written in its form.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -64,6 +64,47 @@ TracesEndpoint = Annotated[
 ]
 
 
+SPECULATION: Final = Meta(
+    description="Guess the next tokens of an answer and compute them in one step, as far as that "
+    "pays. Answers stay the same; left out, nothing is guessed."
+)
+
+
+class SpeculativeConfig(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """Which tokens are guessed, with vLLM's names."""
+
+    method: Annotated[
+        Literal["ngram"],
+        Meta(
+            description="ngram: what followed the request's last tokens when they stood in its "
+            "prompt or answer before (prompt lookup)."
+        ),
+    ] = "ngram"
+    num_speculative_tokens: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Most guessed tokens of a request in one step; an engine guesses fewer "
+            "where more do not pay.",
+        ),
+    ] = 16
+    prompt_lookup_min: Annotated[
+        int, Meta(ge=1, le=64, description="Fewest last tokens that must have stood there.")
+    ] = 3
+    prompt_lookup_max: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Of the places where the most of them stood, up to this many, the last is "
+            "taken.",
+        ),
+    ] = 16
+
+
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """All engines of a service have the same; `None` and `auto` leave the choice to the engine."""
 
@@ -76,10 +117,11 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         Meta(description="Type of weights and activations; auto is float32 on CPU, else bfloat16."),
     ] = "auto"
     weight_packing: Annotated[
-        Literal["auto", "none"],
+        Literal["auto", "q8", "q4", "none"],
         Meta(
-            description="auto: on a CPU, the 4- and 8-bit weights of a GGUF file are multiplied as "
-            "they are, which is several times faster; none: everything in `dtype`."
+            description="auto: on a CPU, the 4- and 8-bit weights of a file are multiplied as they "
+            "are, which is several times faster; q8, q4: other matrices too, rounded to so many "
+            "bits, embeddings and the output to 8; none: everything in `dtype`."
         ),
     ] = "auto"
     cpu_level: Annotated[
@@ -94,7 +136,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         Literal["auto", "float32", "bfloat16", "fp8"],
         Meta(
             description="Type of keys and values in the KV cache; auto is `dtype`, or bfloat16 for "
-            "a quantised GGUF file on CPUs. bfloat16 halves the cache and its hand-offs; fp8 "
+            "quantised weights on CPUs. bfloat16 halves the cache and its hand-offs; fp8 "
             "(e4m3, GPUs only) halves them again and rounds to 4 digits of 2."
         ),
     ] = "auto"
@@ -154,6 +196,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ]
         | None
     ) = None
+    speculative_config: Annotated[SpeculativeConfig | None, SPECULATION] = None
     max_num_waiting: Annotated[
         int,
         Meta(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine_kit.echo_engine import ByteRenderer, EchoEngine
+from engine_kit.echo_engine import EOS, ByteRenderer, EchoEngine
 from free_ports import free_port
 from waits import PATIENCE_S
 
@@ -18,15 +18,15 @@ from diptych_frontend.app import build_app
 from diptych_frontend.openai import serve_http
 from diptych_protocol import TokensPrompt
 from diptych_protocol.admin import Explanation
-from diptych_router.telling.page.panels import panels_of
+from diptych_router.telling.page.panels import Panels, panels_of
 from diptych_router.telling.page.routes import Page
 
 
 class Thinking(ByteRenderer):
-    """A template that writes nothing but the last message, so that an answer begins as it does."""
+    """A template that writes nothing but the last message, so that an answer is what it says."""
 
     def render_chat(self, messages: list[dict[str, Any]], **_: Any) -> TokensPrompt:
-        return self.render_prompt(messages[-1]["content"])
+        return self.render_prompt([*messages[-1]["content"].encode(), EOS])
 
 
 @dataclass
@@ -36,6 +36,8 @@ class Echo:
     port: int = field(default_factory=free_port)
     engine: EchoEngine = field(default_factory=EchoEngine)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
+    pools: Panels = field(default_factory=lambda: panels_of([], 0, 0))
+    """What the page is told of the pools."""
 
     @property
     def url(self) -> str:
@@ -48,7 +50,7 @@ class Echo:
 
     async def serve(self, ready: threading.Event, stop: asyncio.Event) -> None:
         page = Page(
-            lambda: panels_of([], 0, 0),
+            lambda: self.pools,
             lambda _, tenant: Explanation(policy="none", disaggregate="never", requests=[]),
             model="echo",
             images=lambda: False,

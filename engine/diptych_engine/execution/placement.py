@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from diptych_engine.models.rounding import BITS
 from diptych_frontend.model_files.model_source import ModelConfig
 from diptych_kernels.kv_write.reference import FLOAT8
 from diptych_protocol import EngineConfig, InvalidRequestError
@@ -14,6 +15,10 @@ ENOUGH_ON_A_CPU = 256
 """The number of prompt tokens that is enough for one step on a CPU. From about 64 tokens on, each
 takes the same time. With fewer prompt tokens per step there would be more steps, for each of which
 the weights have to be read."""
+SPARE_ROWS_ON_A_CPU, SPARE_ROWS_ON_A_GPU = 3.0, 64.0
+"""The time of a step without any decode, as the number of decodes that take as long: on a CPU as
+`python -m benchmarks speculation` shows for the demo's model; on a GPU a step takes about the same
+time until there are some dozens."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FLOAT8_SINCE = (8, 9)
 """The compute capability from which on Triton converts 8-bit floats (e4m3)."""
@@ -54,6 +59,21 @@ def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     if config.dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return DTYPES[config.dtype]
+
+
+def choose_bits(config: EngineConfig, *, has_kernels: bool) -> int | None:
+    """Return the bits that weights are rounded to; None: they are as in the file.
+
+    Raises `InvalidRequestError` where nothing computes with rounded ones.
+    """
+    bits = BITS.get(config.weight_packing)
+    if bits is not None and not has_kernels:
+        raise InvalidRequestError(
+            f"weight_packing {config.weight_packing} is for CPUs that compute in float32: leave it "
+            "auto, or leave device and dtype to the engine on a machine without a GPU",
+            param="weight_packing",
+        )
+    return bits
 
 
 def choose_kv_dtype(

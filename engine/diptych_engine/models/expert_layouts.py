@@ -8,39 +8,68 @@ gate separate. Only shapes are read here.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
+from diptych_engine.models.floats import Floats
 from diptych_engine.models.interface import WeightSlot
 from diptych_frontend.model_files.model_source import GGUFTensor
+from diptych_kernels.native.tile_layout import GROUP
 
 STACKED: Final = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)")
 """A stacked tensor's name, without `.weight`."""
 EXPERTS_RANK: Final = 3
 """[experts, out, in]."""
+BYTES: Final = {"F64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2}
+"""Sizes of numbers of more than one byte, by safetensors' names."""
+PACKABLE: Final = ("BF16", "F16")
 
 
 @dataclass(slots=True, frozen=True)
 class StoredTensor:
-    """A tensor of a safetensors file, or a part of one."""
+    """A tensor of a safetensors file, or a part of one; see `loader.Stored`."""
 
+    path: Path
     file: Any
-    """An open `safe_open`."""
+    """The same, opened by `safe_open`."""
     name: str
-    part: Any = ...
-    """The index that selects the part."""
+    index: Any = ...
+    """What selects the part."""
 
-    def read(self) -> Tensor:
-        values: Tensor = self.file.get_slice(self.name)[self.part]
-        return values
+    @property
+    def recipe(self) -> object:
+        return self.path.name, self.name, self.index
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
         return tuple(self.file.get_slice(self.name).get_shape())
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(torch.empty(self.whole_shape, device="meta")[self.index].shape)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * BYTES.get(self.file.get_slice(self.name).get_dtype(), 1)
+
+    @property
+    def is_packable(self) -> bool:
+        kind = self.file.get_slice(self.name).get_dtype()
+        return kind in PACKABLE and len(self.shape) == 2 and self.shape[1] % GROUP == 0
+
+    def part(self) -> Floats | None:
+        return Floats(self.values()) if self.is_packable else None
+
+    def values(self) -> Tensor:
+        found: Tensor = self.file.get_slice(self.name)[self.index]
+        return found
 
 
 def separate_stored(
@@ -61,10 +90,10 @@ def separate_stored(
         for expert in range(shape[0]):
             if kind == "gate_up_proj":
                 gate, up = (expert, slice(None, inner)), (expert, slice(inner, None))
-                separate[f"{prefix}.{expert}.gate_proj.weight"] = replace(tensor, part=gate)
-                separate[f"{prefix}.{expert}.up_proj.weight"] = replace(tensor, part=up)
+                separate[f"{prefix}.{expert}.gate_proj.weight"] = replace(tensor, index=gate)
+                separate[f"{prefix}.{expert}.up_proj.weight"] = replace(tensor, index=up)
             else:
-                separate[f"{prefix}.{expert}.{kind}.weight"] = replace(tensor, part=expert)
+                separate[f"{prefix}.{expert}.{kind}.weight"] = replace(tensor, index=expert)
     return separate
 
 

@@ -25,7 +25,7 @@ from diptych_engine.models.layer import (
     MixtureWeights,
     empty_layer,
 )
-from diptych_engine.models.layer_calls import LayerCalls, have_kernels, matrices_of
+from diptych_engine.models.layer_calls import LayerCalls, have_kernels, matrices_of, rounds
 from diptych_engine.models.linear import Linear
 from diptych_engine.models.low_rank import add_low_rank
 from diptych_engine.models.mixture import mixture, route, stacked_mixture, stacks_pay
@@ -186,7 +186,8 @@ class LlamaModel(torch.nn.Module):
 
     @property
     def packables(self) -> list[Packable]:
-        packables = [Packable(matrix, (published,)) for _, published, matrix in self._token_rows]
+        # Every logit depends on them, so that 4 bits would cost more here than in a layer.
+        packables = [Packable(matrix, (published,), 8) for _, published, matrix in self._token_rows]
         for index, layer in enumerate(self._layers):
             linears: list[tuple[Linear, tuple[str, ...]]] = [
                 (layer.qkv, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
@@ -319,7 +320,7 @@ class LlamaModel(torch.nn.Module):
             eps=self._eps,
         )
         queries = heads[:, : self.config.num_attention_heads]
-        may_round = layer.qkv.packed is not None
+        may_round = rounds(self._layers)
         attended = paged_attention(queries, kv_layer, inputs.attention, may_round=may_round)
         return attended.flatten(1)
 

@@ -10,22 +10,25 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
+from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from diptych_engine.models.expert_layouts import StoredTensor, separate_gguf, separate_stored
+from diptych_engine.models.floats import Floats
 from diptych_engine.models.groups import Groups, has_groups, read_groups
 from diptych_engine.models.interface import Packable, WeightSlot, share
-from diptych_engine.models.linear import Linear
-from diptych_engine.models.packed import PackedMatrix
+from diptych_engine.models.packed import PackedMatrix, Part
 from diptych_engine.models.packed_file import Matrices, file_for, shared_matrices
+from diptych_engine.models.rounding import rounded
 from diptych_frontend.model_files.family_spec import FamilySpec
 from diptych_frontend.model_files.model_config import family_of
 from diptych_frontend.model_files.model_source import GGUFTensor, ModelSource
@@ -42,6 +45,10 @@ LOADER_THREADS: Final = 2
 DUMMY_SCALE: Final = 0.02
 """Standard deviation of random weights; norms are 1."""
 
+GGUF_FLOATS: Final = {
+    GGMLQuantizationType.F16: torch.float16,
+    GGMLQuantizationType.BF16: torch.bfloat16,
+}
 GGUF_NAME: Final = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 
@@ -51,9 +58,13 @@ def load_weights(
     seed: int = 0,
     on_progress: Progress | None = None,
     packables: Sequence[Packable] = (),
+    bits: int | None = None,
 ) -> None:
-    """Fill every slot, or pack it: one of the `packables`, if its source is quantised suitably.
-    `seed` determines dummy weights.
+    """Fill every slot, or pack it: one of the `packables`, if its source holds levels or small
+    floats.
+
+    seed: determines dummy weights. bits: what the file holds as floats is rounded to levels of so
+    many bits first, for each of the `packables`.
 
     Raises `InvalidRequestError`, naming the tensor, if one is missing, superfluous, misshapen or
     of a type that cannot be read.
@@ -61,15 +72,17 @@ def load_weights(
     progress = on_progress or _ignore_progress
     match source.format:
         case "gguf":
-            _load_gguf(slots, source, progress, packables)
+            _load_gguf(slots, source, progress, packables, bits)
         case "safetensors":
-            _load_safetensors(slots, source, progress)
+            _load_safetensors(slots, source, progress, packables, bits)
         case "dummy":
             _fill_randomly(slots, seed, progress)
+            for packable in packables:
+                pack(packable, bits)
 
 
 def is_quantised(source: ModelSource) -> bool:
-    """Whether a file's matrices can stay packed, on processors that have the kernels."""
+    """Whether a file holds levels that stay packed, on processors that have the kernels."""
     if source.format != "gguf":
         return False
     return has_groups((tensor.type, tensor.shape) for tensor in source.tensors().values())
@@ -84,6 +97,7 @@ def _load_gguf(
     source: ModelSource,
     progress: Progress,
     packables: Sequence[Packable],
+    bits: int | None,
 ) -> None:
     if source.path is None:
         raise ValueError(f"{source.uri} has no path")
@@ -102,31 +116,94 @@ def _load_gguf(
         path: np.memmap(path, dtype=np.uint8, mode="r")
         for path in sorted({tensor.path for tensor in table.values()})
     }
+    stored = {name: _FromGGUF(tensor, files[tensor.path]) for name, tensor in table.items()}
     reorder = not family.gguf_interleaves_pairs
-    _GGUFLoad(slots, table, files, packables, reorder=reorder, progress=progress).run()
+    _Load(slots, stored, files, packables, bits, reorder=reorder, progress=progress).run()
 
 
-class _GGUFLoad:
+class Stored(Protocol):
+    """A published tensor in a file."""
+
+    @property
+    def recipe(self) -> object:
+        """Where it is, and what it is; its `repr` is the same in every process."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in the file."""
+
+    @property
+    def is_packable(self) -> bool:
+        """Whether `part` returns something."""
+
+    def part(self) -> Part | None:
+        """Return what the file holds; None if that cannot be packed."""
+
+    def values(self) -> Tensor:
+        """Return floats of any type."""
+
+
+@dataclass(slots=True, frozen=True)
+class _FromGGUF:
+    recipe: GGUFTensor
+    file: NDArray[np.uint8]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.recipe.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.recipe.nbytes
+
+    @property
+    def is_packable(self) -> bool:
+        is_float = self.recipe.type in GGUF_FLOATS and len(self.shape) == 2
+        return is_float or has_groups([(self.recipe.type, self.shape)])
+
+    @property
+    def _raw(self) -> NDArray[np.uint8]:
+        return self.file[self.recipe.offset : self.recipe.offset + self.nbytes]
+
+    def part(self) -> Part | None:
+        dtype = GGUF_FLOATS.get(self.recipe.type)
+        if dtype is None or not self.is_packable:
+            return read_groups(self._raw, self.recipe.type, self.shape)
+        return Floats(torch.from_numpy(np.array(self._raw)).view(dtype).view(self.shape))
+
+    def values(self) -> Tensor:
+        return _values(self._raw, self.recipe)
+
+
+class _Load:
     """The way of the tensors of a file, or of several, into a model."""
 
     def __init__(
         self,
         slots: Mapping[str, WeightSlot],
-        table: Mapping[str, GGUFTensor],
-        files: Mapping[Path, NDArray[np.uint8]],
+        table: Mapping[str, Stored],
+        files: Iterable[Path],
         packables: Sequence[Packable],
+        bits: int | None,
         *,
         reorder: bool,
         progress: Progress,
     ) -> None:
         self._slots, self._table, self._files, self._reorder = slots, table, files, reorder
-        self._jobs = _jobs(table, packables)
-        self._packable = [names for names, linear in self._jobs.items() if linear is not None]
+        self._bits, self._jobs = bits, _jobs(table, packables)
+        self._packable = [
+            names
+            for names, packable in self._jobs.items()
+            if packable is not None and (bits or all(table[name].is_packable for name in names))
+        ]
         self._untold = {names: sum(table[x].nbytes for x in names) for names in self._jobs}
         self._progress, self._total, self._done = progress, sum(self._untold.values()), 0
 
     def run(self) -> None:
-        # NumPy lets go of the interpreter while it de-quantises, so threads help.
+        # NumPy and torch let go of the interpreter while they compute, so threads help.
         with ThreadPoolExecutor(LOADER_THREADS) as pool:
             packed: Callable[[Names], PackedMatrix | None] = self._pack
             shared = self._shared(pool) if self._packable and is_available() else None
@@ -138,7 +215,7 @@ class _GGUFLoad:
     def _shared(self, pool: ThreadPoolExecutor) -> Matrices | None:
         """All that can be packed, from the file that all engines of this machine map."""
         recipe = [
-            (name, self._table[name], self._slots[name].order)
+            (name, self._table[name].recipe, self._slots[name].order)
             for names in self._packable
             for name in names
         ]
@@ -152,51 +229,72 @@ class _GGUFLoad:
                     yield names[0], own
 
         num_bytes = sum(self._untold[names] for names in self._packable)
-        return shared_matrices(file_for(self._files, (self._reorder, recipe)), num_bytes, make)
+        path = file_for(self._files, (self._reorder, self._bits, recipe))
+        return shared_matrices(path, num_bytes, make)
 
     def _load(self, names: Names, packed: Callable[[Names], PackedMatrix | None]) -> Names:
         """Tensors that belong together: what becomes of one depends on all of them."""
-        linear = self._jobs[names]
-        own = None if linear is None else packed(names)
-        if linear is not None and own is not None:
-            linear.pack(own)
+        packable = self._jobs[names]
+        own = None if packable is None else packed(names)
+        if packable is not None and own is not None:
+            packable.linear.pack(own)
             return names
-        if linear is not None:
-            linear.unpack()
+        if packable is not None:
+            packable.linear.unpack()
         for name in names:
-            values = _values(self._raw(name), self._table[name])
+            part = self._part(name, packable) if packable is not None and self._bits else None
+            values = self._table[name].values() if part is None else part.values()
             fill(self._slots[name], values, name, reorder=self._reorder)
         return names
 
     def _pack(self, names: Names) -> PackedMatrix | None:
         """A projection of these tensors; None if it cannot be packed."""
         shares = []
-        for name in names:
-            tensor = self._table[name]
-            groups = read_groups(self._raw(name), tensor.type, tensor.shape)
-            slot = self._slots[name]
-            own = None if groups is None else share_of(groups, slot, reorder=self._reorder)
+        packable = self._jobs[names]
+        for name in names if packable is not None and is_available() else ():
+            part, slot = self._part(name, packable), self._slots[name]
+            own = None if part is None else share_of(part, slot, reorder=self._reorder)
             if own is None:
                 return None
             shares.append(own)
-        return PackedMatrix.of(shares)
+        return PackedMatrix.of(shares) if shares else None
 
-    def _raw(self, name: str) -> NDArray[np.uint8]:
-        tensor = self._table[name]
-        return self._files[tensor.path][tensor.offset : tensor.offset + tensor.nbytes]
+    def _part(self, name: str, packable: Packable | None) -> Part | None:
+        """What the file holds; or, where that is no levels, its values rounded if that was asked
+        for."""
+        part = self._table[name].part()
+        if not self._bits or packable is None or isinstance(part, Groups):
+            return part
+        return rounded(self._table[name].values(), max(self._bits, packable.least_bits)) or part
 
     def _tell(self, names: Names) -> None:
         self._done += self._untold.pop(names, 0)
         self._progress(self._done, self._total)
 
 
-def _jobs(names: Iterable[str], packables: Sequence[Packable]) -> dict[Names, Linear | None]:
+def pack(packable: Packable, bits: int | None) -> None:
+    """Pack a projection that is plain: rounded to levels of so many bits; or exactly, if 16 bits
+    hold all of its numbers."""
+    linear = packable.linear
+    if linear.packed is not None:
+        return
+    values = linear.weight.t()
+    part: Part | None = rounded(values, max(bits, packable.least_bits)) if bits else None
+    part = part or Floats.exactly(values)
+    packed = None if part is None else PackedMatrix.of([part])
+    if packed is not None:
+        linear.pack(packed)
+    elif part is not None:
+        linear.weight.copy_(part.values().t())
+
+
+def _jobs(names: Iterable[str], packables: Sequence[Packable]) -> dict[Names, Packable | None]:
     """What is loaded at once, in the order of the file; with the projection that it might be."""
     owners = {name: packable for packable in packables for name in packable.published}
-    jobs: dict[Names, Linear | None] = {}
+    jobs: dict[Names, Packable | None] = {}
     for name in names:
         if name in owners:
-            jobs[owners[name].published] = owners[name].linear
+            jobs[owners[name].published] = owners[name]
         else:
             jobs[name,] = None
     return jobs
@@ -227,19 +325,22 @@ def _values(raw: NDArray[np.uint8], tensor: GGUFTensor) -> Tensor:
 
 
 def _load_safetensors(
-    slots: Mapping[str, WeightSlot], source: ModelSource, progress: Progress
+    slots: Mapping[str, WeightSlot],
+    source: ModelSource,
+    progress: Progress,
+    packables: Sequence[Packable],
+    bits: int | None,
 ) -> None:
     if source.path is None:
         raise ValueError(f"{source.uri} has no path")
     with ExitStack() as stack:
         stored = separate_stored(_open_safetensors(source.path, stack), slots)
-        _require_same_names(slots, (name for name in stored if not is_redundant(name, slots)))
-        total = sum(slot.target.nbytes for slot in slots.values())
-        done = 0
-        for name, slot in slots.items():
-            fill(slot, stored[name].read(), name, reorder=True)
-            done += slot.target.nbytes
-            progress(done, total)
+        table = {name: tensor for name, tensor in stored.items() if not is_redundant(name, slots)}
+        _require_same_names(slots, table)
+        for name, tensor in table.items():
+            _require_shape(slots[name], tensor.shape, name)
+        files = sorted({tensor.path for tensor in table.values()})
+        _Load(slots, table, files, packables, bits, reorder=True, progress=progress).run()
 
 
 def _open_safetensors(folder: Path, stack: ExitStack) -> dict[str, StoredTensor]:
@@ -251,7 +352,7 @@ def _open_safetensors(folder: Path, stack: ExitStack) -> dict[str, StoredTensor]
         except (SafetensorError, OSError) as exc:
             raise _unusable(f"{path} cannot be read: {exc}") from exc
         for name in shard.keys():  # noqa: SIM118 (not a dict: it cannot be iterated)
-            stored[name] = StoredTensor(shard, name)
+            stored[name] = StoredTensor(path, shard, name)
     return stored
 
 
@@ -296,14 +397,14 @@ def _require_shape(slot: WeightSlot, shape: tuple[int, ...], name: str) -> None:
         )
 
 
-def share_of(groups: Groups, slot: WeightSlot, *, reorder: bool) -> Groups | None:
-    """Do the same as `fill` with groups; None if this rank's share divides some of them."""
+def share_of(part: Part, slot: WeightSlot, *, reorder: bool) -> Part | None:
+    """Do the same as `fill` with a part; None if this rank's share divides some of its groups."""
     if slot.columns is not None:
-        return groups.columns(slot.columns.start, slot.columns.length)
+        return part.columns(slot.columns.start, slot.columns.length)
     if slot.rows is None and not (reorder and slot.rotary_dim):
-        return groups
-    order = share(torch.arange(len(groups.levels)), 0, slot.rows)
-    return groups.rows(interleave_pairs(order, slot.rotary_dim) if reorder else order)
+        return part
+    order = share(torch.arange(slot.shape[0]), 0, slot.rows)
+    return part.rows(interleave_pairs(order, slot.rotary_dim) if reorder else order)
 
 
 def interleave_pairs(rows: Tensor, rotary_dim: int) -> Tensor:

@@ -2,8 +2,8 @@
 processes.
 
 A thread helps only if its work releases the GIL. Tokenising and compiling grammars do, and Python
-code does every `SWITCH_INTERVAL_S` (`server.py`). Decoding JSON does not, so the number of values
-in a body is limited (`request_body.py`).
+code does every `SWITCH_INTERVAL_S` (`server.py`). Decoding JSON does not, so what it may cost is
+limited (`confined/json_cost.py`).
 """
 
 from __future__ import annotations
@@ -18,16 +18,21 @@ from typing import Any, Final, Generic, TypeVar
 
 from starlette.types import Scope
 
-from diptych_frontend.confined.cancellation import Cancellation, cancelled_by
-from diptych_frontend.confined.haste import NotAtOnceError, hurried
-from diptych_frontend.openai.asgi import client_of
+from diptych_frontend.confined.cancellation import (
+    Cancellation,
+    NotAtOnceError,
+    cancelled_by,
+    in_haste,
+)
+from diptych_frontend.confined.json_cost import CHEAP_BYTES
+from diptych_frontend.openai.exchange import client_of
 from diptych_protocol import EngineOverloadedError
 
 T = TypeVar("T")
 
 SMALL_BYTES = 16 << 10
 """An item up to this size is accepted however much other clients have waiting."""
-INLINE_BYTES: Final = 2 << 10
+INLINE_BYTES: Final = CHEAP_BYTES
 """Bodies up to this size are decoded on the event loop. That takes at most a few milliseconds, less
 than a change to a thread and back."""
 THREADS: Final = 2
@@ -118,11 +123,14 @@ class RequestWorkers:
     async def small(self, scope: Scope, size: int, work: Callable[[], T]) -> T:
         """Run `work` here if that is quick enough for the event loop; otherwise repeat it from its
         beginning, as by `run`."""
+        token = in_haste.set(True)
         try:
-            with hurried():
-                return work()
+            return work()
         except NotAtOnceError:
-            return await self.run(scope, size, work)
+            pass
+        finally:
+            in_haste.reset(token)
+        return await self.run(scope, size, work)
 
     async def read(
         self, scope: Scope, body: bytes, work: Callable[[], T], image_word: bytes | None = None

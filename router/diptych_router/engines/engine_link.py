@@ -30,7 +30,7 @@ from diptych_protocol.config import MAX_PLACE_CHARACTERS
 from diptych_protocol.wire import DOUBT_KV, FOLLOW_HEARTBEAT, FOLLOW_PREFIXES, Heartbeat
 from diptych_router.engines.descriptions import common_to_leases
 from diptych_router.engines.engine_table import EngineRow, Role
-from diptych_router.engines.health.liveness import Liveness
+from diptych_router.engines.liveness import Liveness
 from diptych_router.engines.own_requests import OwnRequests
 from diptych_router.engines.pair_rates import NOWHERE, Location
 
@@ -79,13 +79,15 @@ class EngineLink:
         hangs; called again and again until it speaks.
         """
         self.role: Role = role
-        self.endpoint = endpoint
+        self.endpoint = self.name = endpoint
+        """The name is that of the engine, while one answers."""
         self.key = key_of(role, endpoint)
         self.description: EngineDescription | None = None
         self.known_as = ""
         """The name of the engine that answers here, or of the one that answered last; empty: none
         has."""
         self.fingerprint = ""
+        self._lends: KVTransferParams | None = None
         self.epoch = ""
         """The epoch of the engine that answers at this endpoint, or of the one that answered
         last."""
@@ -96,6 +98,7 @@ class EngineLink:
         """Discovery still names it; an engine that is not listed gets no new requests."""
         self.row = row
         """Its numbers in the table of its pool."""
+        self.charge = row.charge
         self.kept_out = False
         """Its breaker is open; see `keep_out`."""
         self._on_news = on_news
@@ -114,10 +117,6 @@ class EngineLink:
         self._task = asyncio.create_task(self._keep_described(), name=f"link {endpoint}")
 
     @property
-    def name(self) -> str:
-        return self.description.shown_name if self.description is not None else self.endpoint
-
-    @property
     def revision(self) -> str:
         return self.description.revision if self.description is not None else ""
 
@@ -133,10 +132,6 @@ class EngineLink:
     @open_tokens.setter
     def open_tokens(self, tokens: int) -> None:
         self.row["open_tokens"] = tokens
-
-    def charge(self, tokens: int, planned: int = 0) -> None:
-        """See `EngineRow.charge`."""
-        self.row.charge(tokens, planned)
 
     @property
     def open_to_work(self) -> bool:
@@ -188,10 +183,7 @@ class EngineLink:
     def lends(self) -> KVTransferParams | None:
         """The parameters that all leases of this engine have in common; None if it lends nothing,
         or does not answer now."""
-        about = self.description
-        if about is None or not about.kv_transfer_port:
-            return None
-        return common_to_leases(about, self.fingerprint)
+        return self._lends if self.description is not None else None
 
     def close(self) -> None:
         self._task.cancel()
@@ -295,7 +287,10 @@ class EngineLink:
             stats.draining |= self.stats.draining
             self.stats = stats
             self.description = description
-            self.known_as = description.shown_name
+            self._lends = None
+            if description.kv_transfer_port:
+                self._lends = common_to_leases(description, self.fingerprint)
+            self.name = self.known_as = description.shown_name
             self.row["block_size"] = description.block_size
             self.row.restarted()
             self.row["lends"] = (
@@ -380,7 +375,7 @@ class EngineLink:
         if self.description is None:
             return
         log.warning("%s engine %s is lost: %s", self.role, self.name, cause)
-        self.description = None
+        self.description, self.name = None, self.endpoint
         self.row["usable"] = self.row["lends"] = False
         self._gone.set()
         self._own.lose(cause)

@@ -131,7 +131,6 @@ ONLY = {
         {"tools": [TOOL] * 200},
         {"tool_choice": "sometimes", "tools": [TOOL]},
         {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]},
-        {"response_format": {"type": "json_object"}, "tools": [TOOL], "tool_choice": "required"},
         {
             "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}],
             "tool_choice": "required",
@@ -172,7 +171,6 @@ ONLY = {
         {"logprobs": -1},
         {"logprobs": True},
         {"best_of": 2},
-        {"echo": True, "logprobs": 1, "stream": True},
         {"echo": "yes"},
         {"suffix": "end"},
         {"messages": []},

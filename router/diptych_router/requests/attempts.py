@@ -1,0 +1,320 @@
+"""The attempts of requests: they begin or are delayed, are handed over, begin again, and end.
+
+Each step writes the request's record, and returns the actions to take. `RequestTable` decides when
+to take it. There is no I/O here but the log.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import msgspec
+
+from diptych_protocol import (
+    DiptychError,
+    EngineGenerateError,
+    EngineOverloadedError,
+    InvalidRequestError,
+    KVTransferParams,
+)
+from diptych_router.choosing.policy import FETCH, Decision, RequestView
+from diptych_router.requests.actions import (
+    Abort,
+    Action,
+    Add,
+    Announce,
+    Fail,
+    Release,
+    WakeAt,
+)
+from diptych_router.requests.fleet import EngineAccount, Fleet
+from diptych_router.requests.placements import HeldRequests, Placements
+from diptych_router.requests.promises import Promises
+from diptych_router.requests.request_record import Setback
+from diptych_router.requests.routed_request import RoutedRequest, Stage
+
+log = logging.getLogger(__name__)
+
+LEAST_PATIENCE_S: Final = 30.0
+"""No deadline is shorter: an engine may compile kernels, or load an adapter."""
+MARGIN: Final = 8.0
+"""What is expected may take so many times as long."""
+SLOW_TOKEN_S: Final = 0.02
+"""The time for each token of a prompt, if the policy gives no seconds."""
+BEFORE_TOKEN: Final = ("wait_s", "compute_s", "transfer_s", "room_s", "adapter_s", FETCH)
+"""Terms of a decision that delay a request's first token."""
+
+_ERRORS: Final[Mapping[Setback, type[DiptychError]]] = {
+    Setback.FULL: EngineOverloadedError,
+    Setback.REFUSED: InvalidRequestError,
+}
+"""What a user is told of the last setback; everything else is a failure."""
+
+
+class Attempts:
+    """Accepts each request, places it with engines, and removes it when it is over."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        requests: dict[str, RoutedRequest],
+        held: HeldRequests,
+        placements: Placements,
+        *,
+        promises: Promises,
+        random_bits: Callable[[int], int],
+        first_token_s: float,
+    ) -> None:
+        """`requests`: all open requests, by their own ids. A request that ends is removed from
+        them, from `held` and from `placements`. The other arguments: see `RequestTable`."""
+        self._fleet = fleet
+        self._requests = requests
+        self._held = held
+        self._placements = placements
+        self._tenants, self._records = placements.tenants, placements.records
+        self._promises = promises
+        self._random_bits, self._first_token_s = random_bits, first_token_s
+
+    # --- the beginning ------------------------------------------------------------------------
+
+    def take_on(self, routed: RoutedRequest, now: float) -> list[Action]:
+        """Begin a request that has just arrived, or refuse it if its promise could not be kept."""
+        if routed.original.deadline_ms is None:
+            return self.begin(routed, now)
+        decision = self._fleet.choose(routed.view)
+        refusal = self._refusal(routed, decision, now)
+        if refusal is not None:
+            return self._end_with(routed, "refused", refusal, now)
+        return self.begin(routed, now, decision=decision)
+
+    def _refusal(
+        self, routed: RoutedRequest, decision: Decision | None, now: float
+    ) -> EngineOverloadedError | None:
+        """Why a new request is not taken on; None: it is."""
+        first = None if decision is None else self._fleet.first_token(routed.view, decision)
+        if decision is None or first is None:
+            return None  # nothing is known: it may be served in time
+        routed.prefill_engine, routed.decode_engine = decision.prefill or "", decision.decode
+        routed.record.pool = "prefill" if decision.prefill else "decode"
+        refusal = self._promises.refusal(routed.record, first, now)
+        if refusal is not None:
+            log.info("request %s is refused: %s", routed.request_id, refusal)
+        return refusal
+
+    def begin(
+        self, routed: RoutedRequest, now: float, before: str = "", decision: Decision | None = None
+    ) -> list[Action]:
+        """Start an attempt with what is known so far, or wait until that is possible.
+
+        before: what went wrong with the previous attempt. decision: the engines, if they are
+        already chosen.
+        """
+        if routed.record.num_attempts == 0 and self._tenants.accounts.several:
+            routed.crowded = self._tenants.is_crowded(routed.account.tenant)
+            if routed.crowded:
+                return self._hold(routed, now, "", "your other requests keep the engines busy")
+        view = routed.view
+        if decision is None:
+            decision = self._fleet.choose(view, routed.avoided)
+            if decision is None and routed.suspects:
+                decision = self._fleet.choose(view, routed.full)
+        decode = self._fleet.get(decision.decode) if decision is not None else None
+        if decision is None or decode is None:
+            return self._hold(routed, now, before)
+        prefill = (self._fleet.get(decision.prefill) if decision.prefill else None) or decode
+        return self._start(routed, view, decision, prefill, decode, now)
+
+    def begin_crowded(self, now: float) -> list[Action]:
+        """Begin requests whose tenant is next in turn."""
+        actions: list[Action] = []
+        full = self._tenants.crowded()
+        while (routed := self._held.next_crowded(full)) is not None:
+            self._held.release(routed.request_id)
+            actions += self.begin(routed, now)
+            if self._tenants.is_crowded(routed.account.tenant):
+                full.add(routed.account.tenant)
+        return actions
+
+    def _start(
+        self,
+        routed: RoutedRequest,
+        view: RequestView,
+        decision: Decision,
+        prefill: EngineAccount,
+        decode: EngineAccount,
+        now: float,
+    ) -> list[Action]:
+        """Start an attempt at these engines, which may be one and the same."""
+        number = routed.record.num_attempts + 1
+        routed.patience_s = patience_s(decision.terms, routed.prompt_tokens, self._first_token_s)
+        if number == 1:
+            routed.account.served += routed.prompt_tokens
+            routed.hold_until = None  # until now it may have waited for its tenant's turn
+        routed.prefill_engine, routed.decode_engine = decision.prefill or "", decode.key
+        self._fleet.placed(view, decision)
+        facts = {
+            "prefill": prefill.name,
+            "decode": decode.name,
+            "reason": decision.reason,
+            "attempts": number,
+        }
+        level = logging.DEBUG if number == 1 else logging.INFO
+        log.log(level, "request %s: %s", routed.request_id, facts)
+        source = self._source_of(decision, prefill)
+        if source is not None:
+            facts["fetches"] = f"{decision.fetch_tokens} tokens from {source.remote_engine_id}"
+        self._records.chose(routed.record, decision, facts, view.output_tokens, now)
+        if prefill is not decode:
+            return self._start_pair(routed, prefill, decode, source, now)
+        self._placements.place(routed, decode, Stage.DECODE, now)
+        return [Add(decode.key, routed.aggregated_request(source))]
+
+    def _source_of(self, decision: Decision, computing: EngineAccount) -> KVTransferParams | None:
+        """Who the engine that computes the prompt may ask for a prefix; None: nobody.
+
+        The router has no part in what follows: the two engines make the lease between them.
+        """
+        if decision.fetch is None or decision.fetch_tokens <= 0:
+            return None
+        holder = self._fleet.get(decision.fetch)
+        if holder is None or holder is computing or holder.fingerprint != computing.fingerprint:
+            return None
+        if holder.lends is None:
+            return None
+        return msgspec.structs.replace(holder.lends, remote_num_tokens=decision.fetch_tokens)
+
+    def _start_pair(
+        self,
+        routed: RoutedRequest,
+        prefill: EngineAccount,
+        decode: EngineAccount,
+        source: KVTransferParams | None,
+        now: float,
+    ) -> list[Action]:
+        """Let P compute, and D get ready meanwhile."""
+        self._placements.place(routed, prefill, Stage.PREFILL, now, planned=decode)
+        lease_id = f"{self._random_bits(128):032x}"
+        add = Add(prefill.key, routed.prefill_request(lease_id, source))
+        lends = prefill.lends
+        if lends is None or not routed.worth_announcing:
+            return [add]
+        return [add, Announce(decode.key, routed.announce(decode.key, lends, lease_id))]
+
+    def _hold(
+        self, routed: RoutedRequest, now: float, before: str, why: str = "no engine is usable"
+    ) -> list[Action]:
+        try:
+            until = self._held.add(routed, now, why)
+        except EngineOverloadedError as exc:
+            why = f"{before}; then: {exc}" if before else str(exc)
+            return self.fail(routed, EngineOverloadedError(why), now)
+        log.info("request %s waits: %s", routed.request_id, why)
+        surplus = self._held.surplus(routed)
+        if surplus is None:
+            return [WakeAt(until)]
+        crowded_out = EngineOverloadedError("too many requests wait, most of this API key")
+        return [WakeAt(until), *self.fail(surplus, crowded_out, now)]
+
+    # --- another engine's turn ----------------------------------------------------------------
+
+    def hand_over(self, routed: RoutedRequest, now: float) -> list[Action]:
+        """Let the next engine take over, because the present one lends its KV."""
+        taker = self._taker(routed)
+        if taker is None:
+            return self.retry(routed, Setback.MOVE, "no decode engine can take it over", now)
+        if routed.announced is not None and routed.announced.engine == taker.key:
+            routed.announced, actions = None, []  # its next placement has the id announced there
+        else:
+            actions = _unannounce(routed)
+        self._placements.place(routed, taker, Stage.DECODE, now)
+        routed.decode_engine = taker.key
+        return [*actions, Add(taker.key, routed.decode_request())]
+
+    def _taker(self, routed: RoutedRequest) -> EngineAccount | None:
+        """The planned engine if it still may, else one that fits, else the planned one after all
+        (while it drains it still takes what was meant for it)."""
+        fingerprint = (routed.lease or {}).get("compat")
+        planned = self._fleet.get(routed.decode_engine)
+        if planned is not None and (
+            planned.key == routed.engine  # it is the one that hands off
+            or not planned.up
+            or fingerprint not in (None, planned.fingerprint)  # restarted as something else
+        ):
+            planned = None
+        if planned is not None and self._fleet.may_begin_at(planned.key):
+            return planned
+        return self._fleet.successor(str(fingerprint)) or planned
+
+    def retry(self, routed: RoutedRequest, setback: Setback, why: str, now: float) -> list[Action]:
+        """Begin another attempt elsewhere, or end the request with an error."""
+        record = routed.record
+        log.warning("request %s, attempt %d: %s", routed.request_id, record.num_attempts, why)
+        again = routed.set_back(setback)
+        record.set_back(setback, why, again, now)
+        self._placements.leave(routed)
+        actions = _let_go(routed)
+        if again:
+            return [*actions, *self.begin(routed, now, before=why)]
+        error = _ERRORS.get(setback, EngineGenerateError)(why)
+        return [*actions, *self.fail(routed, error, now)]
+
+    # --- the end ------------------------------------------------------------------------------
+
+    def fail(self, routed: RoutedRequest, error: DiptychError, now: float) -> list[Action]:
+        """End a request with an error for its user."""
+        of_load = isinstance(error, EngineOverloadedError)
+        self._promises.saw_failure(routed.record, now, of_load=of_load)
+        return self._end_with(routed, "error", error, now)
+
+    def _end_with(
+        self, routed: RoutedRequest, outcome: str, error: DiptychError, now: float
+    ) -> list[Action]:
+        why = str(error), type(error).__name__
+        return [*self.end(routed, outcome, now, *why), Fail(routed.request_id, error)]
+
+    def end(
+        self,
+        routed: RoutedRequest,
+        outcome: str,
+        now: float,
+        error: str = "",
+        error_type: str = "",
+    ) -> list[Action]:
+        """End a request."""
+        del self._requests[routed.request_id]
+        self._held.release(routed.request_id)
+        self._placements.leave(routed)
+        self._tenants.accounts.close(routed.account)
+        self._records.ended(routed.record, outcome, now, error, error_type)
+        return _let_go(routed)
+
+
+def _let_go(routed: RoutedRequest) -> list[Action]:
+    """Release the lease that no decode engine has read yet, and take back the announcement."""
+    lease, routed.lease = routed.lease, None
+    actions: list[Action] = [] if lease is None else [Release(routed.core_id, lease)]
+    return [*actions, *_unannounce(routed)] if routed.announced is not None else actions
+
+
+def _unannounce(routed: RoutedRequest) -> list[Action]:
+    """The engine that was told that this request would come waits in vain."""
+    announced = routed.withdraw_announcement()
+    return [] if announced is None else [Abort(announced.engine, [announced.core_id])]
+
+
+def patience_s(
+    terms: Mapping[str, float], prompt_tokens: int, least_s: float = LEAST_PATIENCE_S
+) -> float:
+    """Return seconds for each engine of an attempt.
+
+    terms: `Decision.terms`. prompt_tokens: of the request.
+    """
+    if "compute_s" in terms:
+        expected = 0.0
+        for name in BEFORE_TOKEN:
+            if name in terms:
+                expected += terms[name]
+        return least_s + MARGIN * expected
+    return least_s + SLOW_TOKEN_S * (prompt_tokens + terms.get("open_tokens", 0.0))

@@ -1,0 +1,228 @@
+"""What a service promises to each request: whether it can be kept, and whether it was.
+
+`spec.slo` promises a time to the first token, and a mean time for each token after it. A request
+whose first token would be late is refused when it arrives, because it would use engines in vain and
+delay others. docs/promises.md explains the rules. Both are read from the request's record; the
+caller passes the time.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Hashable
+from typing import Final, Generic, Literal, NamedTuple, TypeVar
+
+from diptych_protocol import EngineOverloadedError, Slo, TenantOverloadedError
+from diptych_protocol.admin import RECENT_S
+from diptych_router.choosing.first_token import FirstToken
+from diptych_router.engines.engine_table import ROLES, Role
+from diptych_router.requests.request_record import RequestRecord
+
+BOUNDS: Final = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
+
+
+class Ratios:
+    """Counts of ratios, by the lowest of `BOUNDS` that is at least as large."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BOUNDS) + 1)
+        self.sum = 0.0
+
+    def saw(self, ratio: float) -> None:
+        """Count one more."""
+        self.counts[bisect_left(BOUNDS, ratio)] += 1
+        self.sum += ratio
+
+
+class Predictions:
+    """How well the predictions of one router came true: real seconds divided by predicted ones."""
+
+    def __init__(self) -> None:
+        self.first_token: dict[Role, Ratios] = {role: Ratios() for role in ROLES}
+        """By the pool that computed the prompt."""
+        self.hand_off = Ratios()
+
+    def saw_word(self, record: RequestRecord) -> None:
+        """Record the first output of a request's newest placement."""
+        attempt = record.newest
+        if attempt is None or attempt.placements[-1:] != [record.placement]:
+            return
+        match len(attempt.placements):
+            case 1:
+                real_s, expected_s = attempt.first_token_s, attempt.first_token_expected_s
+                ratios = self.first_token[record.pool]
+            case 2:
+                real_s, expected_s = attempt.hand_off_s, attempt.hand_off_expected_s
+                ratios = self.hand_off
+            case _:
+                return
+        if expected_s and real_s is not None:
+            ratios.saw(real_s / expected_s)
+
+
+MOST: Final = 0.95
+"""The share of first tokens that come within the factor times the expected time."""
+GAIN: Final = 0.1
+"""How fast the factor changes. Its logarithm rises by this times `MOST` with a first token that is
+later, and falls by this times the rest with one that is not."""
+MOST_FACTOR: Final = 4.0
+TELLING_PART: Final = 0.2
+"""Only waits of at least this share of the promise teach, because shorter ones are seldom missed
+and consist mostly of computing. As long as a wait that is too long when multiplied by `MOST_FACTOR`
+is above that share, the factor can fall again."""
+
+
+class Caution:
+    """The caution of one router about one promise: which requests would miss it.
+
+    What a router expects is exact only to the age of the engines' reports, to the step that is
+    running, and to what other routers place meanwhile. Where requests just keep a promise, a small
+    error decides. So predictions are multiplied by a learned factor: most first tokens come within
+    the factor times the expected time.
+    """
+
+    def __init__(self, promised_s: float) -> None:
+        self.promised_s = promised_s
+        self.factor = 1.0
+
+    def late_s(self, first: FirstToken, *, alone: bool = False) -> float:
+        """Return by how much a request would miss the promise; at most 0 if it keeps it.
+
+        A prompt that takes longer than the promise on an idle engine can never keep it. Then only
+        the wait counts, so that it is served at some time. alone: if its tenant had no other
+        request there.
+        """
+        wait_s = self.factor * (first.wait_for_others_s if alone else first.wait_s)
+        own_s = self.factor * first.compute_s if self.is_possible(first) else 0.0
+        return wait_s + own_s - self.promised_s
+
+    def is_possible(self, first: FirstToken) -> bool:
+        """Whether an idle engine would keep the promise."""
+        return self.factor * first.compute_s <= self.promised_s
+
+    def saw(self, first: FirstToken, took_s: float) -> None:
+        """Learn from a first token that was predicted and has come."""
+        expected_s = first.wait_s + first.compute_s
+        if not TELLING_PART * self.promised_s <= expected_s <= self.promised_s:
+            return
+        late = took_s > self.factor * expected_s
+        self.factor *= math.exp(GAIN * (MOST if late else MOST - 1.0))
+        self.factor = min(max(self.factor, 1.0), MOST_FACTOR)
+
+
+Promise = Literal["first_token", "inter_token"]
+Outcome = Literal["kept", "missed", "refused"]
+
+MOST_RETRY_S: Final = 60
+"""The longest time after which a client is told to come back, because everything may be different
+by then."""
+SLOT_S: Final = RECENT_S / 12
+"""Events within this many seconds are dropped together."""
+
+What = TypeVar("What", bound=Hashable)
+
+
+class Kind(NamedTuple):
+    """The kinds of counts."""
+
+    pool: Role
+    """The pool that computed, or was to compute: the prompt for a first token, the later tokens
+    otherwise."""
+    promise: Promise
+    outcome: Outcome
+
+
+class RecentCounts(Generic[What]):
+    """Counts of the last `RECENT_S` seconds, exact to `SLOT_S`."""
+
+    def __init__(self) -> None:
+        self._slots = deque[tuple[int, Counter[What]]]()
+        """Number of the slot, and what happened in it; the oldest first."""
+
+    def add(self, what: What, now: float) -> None:
+        slot = int(now / SLOT_S)
+        if not self._slots or self._slots[-1][0] < slot:
+            self._forget(slot)
+            self._slots.append((slot, Counter()))
+        self._slots[-1][1][what] += 1
+
+    def total(self, now: float) -> Counter[What]:
+        """Return the count at this time."""
+        self._forget(int(now / SLOT_S))
+        return sum((counts for _, counts in self._slots), Counter())
+
+    def _forget(self, slot: int) -> None:
+        while self._slots and self._slots[0][0] <= slot - RECENT_S / SLOT_S:
+            self._slots.popleft()
+
+
+class Promises:
+    """The promises of one service, and how often this router saw each kept."""
+
+    def __init__(self, slo: Slo) -> None:
+        self.first_token_ms = slo.ttft_ms
+        self._caution = None if slo.ttft_ms is None else Caution(slo.ttft_ms / 1e3)
+        self._inter_token_s = None if slo.inter_token_ms is None else slo.inter_token_ms / 1e3
+        self.counts = Counter[Kind]()
+        """Number of requests; several answers to one prompt count each."""
+        self.recent = RecentCounts[Kind]()
+        """The same of late, without what more engines could not change."""
+
+    def refusal(
+        self, record: RequestRecord, first: FirstToken, now: float
+    ) -> EngineOverloadedError | None:
+        """Return the error for a request that arrives now and would miss its deadline; None to
+        serve it."""
+        if self._caution is None or record.prefill_only:
+            return None
+        late_s = self._caution.late_s(first)
+        if late_s <= 0:
+            record.expected = first
+            return None
+        self._count(Kind(record.pool, "first_token", "refused"), now)
+        retry_s = min(MOST_RETRY_S, math.ceil(late_s))
+        promised = f"promised within {self._caution.promised_s:g} s (slo.ttftMs)"
+        what = f"the first token is {promised}, and would come {late_s:.2f} s later"
+        if record.tenant and self._caution.late_s(first, alone=True) <= 0:
+            return TenantOverloadedError(
+                f"{what}, because of the other requests of this API key; retry in {retry_s} s",
+                retry_after_s=retry_s,
+            )
+        return EngineOverloadedError(f"{what}; retry in {retry_s} s", retry_after_s=retry_s)
+
+    def saw_first(self, record: RequestRecord, now: float) -> None:
+        """Record that the first token of a request was delivered."""
+        if self._caution is not None:
+            took_s = now - record.began_s
+            kept = took_s <= self._caution.promised_s
+            if record.expected is not None and record.num_attempts == 1:
+                self._caution.saw(record.expected, took_s)
+            possible = record.expected is None or self._caution.is_possible(record.expected)
+            kind = Kind(record.pool, "first_token", "kept" if kept else "missed")
+            self._count(kind, now, of_load=kept or possible)
+
+    def saw_end(self, record: RequestRecord, now: float) -> None:
+        """Record that the last token of a request was delivered."""
+        gaps = record.tokens.total - 1
+        if self._inter_token_s is not None and record.first_token_s is not None and gaps > 0:
+            kept = now - record.first_token_s <= self._inter_token_s * gaps
+            self._count(Kind("decode", "inter_token", "kept" if kept else "missed"), now)
+
+    def saw_failure(self, record: RequestRecord, now: float, *, of_load: bool) -> None:
+        """Record that an accepted request ended with an error.
+
+        of_load: because the engines had too much to do.
+        """
+        if record.first_token_s is not None:
+            if self._inter_token_s is not None:
+                self._count(Kind("decode", "inter_token", "missed"), now, of_load=of_load)
+        elif self._caution is not None and not record.prefill_only:
+            kind = Kind(record.pool, "first_token", "missed")
+            self._count(kind, now, of_load=of_load)
+
+    def _count(self, kind: Kind, now: float, *, of_load: bool = True) -> None:
+        self.counts[kind] += 1
+        if of_load:
+            self.recent.add(kind, now)

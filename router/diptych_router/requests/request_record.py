@@ -1,0 +1,312 @@
+"""What happened to a request, from its arrival to its end.
+
+    attempt 1: placement at prefill ─▶ placement at decode ─┐ (a failure, or an engine that drains)
+    attempt 2: placement at prefill ─▶ ...      ◀───────────┘
+
+The request table writes a record when it decides something, and adds the events that engines
+report. Spans, explanations, timelines, predictions and promises are read from it. Nothing else
+tracks a request. There is no I/O here: times are seconds of the router's clock.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+from diptych_protocol import EngineCoreOutput, EngineCoreRequest, RequestJourneyEvent
+from diptych_protocol import RequestJourneyEventType as Station
+from diptych_router.choosing.first_token import FirstToken
+from diptych_router.choosing.policy import FETCH, Decision
+from diptych_router.engines.engine_table import Role
+
+MOST_STATIONS: Final = 40
+"""The most events of a request at one engine that are kept. If a prompt has more parts, the newest
+part replaces the one before it; then parts look longer than they were."""
+MOST_MARKS: Final = 64
+"""The most times of tokens that are kept for a request."""
+PARTS: Final = 4
+"""How many numbers an event has."""
+
+
+class Placement:
+    """A request at one engine."""
+
+    __slots__ = (
+        "_lag_s", "_told", "cached_tokens", "core_id", "engine", "first_tokens", "first_word_s",
+        "name", "num_tokens", "received_tokens", "sent_s",
+    )  # fmt: skip
+
+    def __init__(self, core_id: str, engine: str, name: str, sent_s: float) -> None:
+        """core_id: the engine's id of the request. engine: a key. name: the engine's name for
+        people."""
+        self.core_id, self.engine, self.name, self.sent_s = core_id, engine, name, sent_s
+        self.first_word_s: float | None = None
+        self.cached_tokens = self.received_tokens = 0
+        self.first_tokens = 0
+        """How many tokens its first word brought."""
+        self.num_tokens = 0
+        self._told: array[float] | None = None
+        """Each station's type, the engine's time, how far the prompt was, and how often the request
+        was preempted, one after the other; None: it tells nothing."""
+        self._lag_s = math.inf
+        """The router's clock less the engine's: the least that was seen, so it contains the
+        shortest time that a message took."""
+
+    def brought(self, output: EngineCoreOutput, now_s: float) -> None:
+        """Record the engine's first output."""
+        self.first_word_s = now_s
+        self.first_tokens = len(output.new_token_ids)
+        self.cached_tokens = output.num_cached_tokens
+        self.received_tokens = output.num_received_tokens
+
+    def heard(self, station: RequestJourneyEvent, now_s: float) -> None:
+        """Record an event that the engine reports. An impossible one is dropped."""
+        time_s, kind = station.ts_monotonic, station.event_type
+        if not math.isfinite(time_s) or kind is Station.DEPARTED:
+            return
+        if self._told is None:
+            self._told = array("d")
+        told = self._told
+        if len(told) == PARTS * MOST_STATIONS:
+            if kind is Station.CHUNK and told[-PARTS] != kind:
+                return
+            del told[-PARTS:]
+        self._lag_s = min(self._lag_s, now_s - time_s)
+        told.extend((kind, time_s, station.prefill_done_tokens, station.num_preemptions_so_far))
+
+    def stations(self) -> Iterator[tuple[Station, float, int, int]]:
+        """Return each event with its time by the router's clock, the progress of the prompt, and
+        the number of preemptions."""
+        told = self._told or ()
+        for kind, time_s, tokens, preemptions in zip(
+            *(told[part::PARTS] for part in range(PARTS)), strict=True
+        ):
+            at_s = max(self.sent_s, time_s + self._lag_s)
+            yield Station(int(kind)), at_s, int(tokens), int(preemptions)
+
+
+class TokenTimes:
+    """When tokens came: all of them if there are few, otherwise every second, fourth, ..."""
+
+    __slots__ = ("_next", "_num_marks", "_stride", "marks", "total")
+
+    def __init__(self) -> None:
+        self.marks = array("d")
+        """A time, how many tokens there were then, the next time, ..."""
+        self.total = 0
+        self._num_marks = 0
+        self._stride = self._next = 1
+
+    def came(self, num_tokens: int, now_s: float) -> None:
+        """Record this many more tokens."""
+        self.total += num_tokens
+        if self.total < self._next:
+            return
+        if self._num_marks == MOST_MARKS:
+            self._thin_out()
+        self.marks.extend((now_s, self.total))
+        self._num_marks += 1
+        self._next = self.total + self._stride
+
+    def _thin_out(self) -> None:
+        """Forget every second mark."""
+        times, counts = self.marks[::4], self.marks[1::4]
+        self.marks = array("d")
+        for mark in zip(times, counts, strict=True):
+            self.marks.extend(mark)
+        self._num_marks //= 2
+        self._stride *= 2
+
+
+MOST_TEXT: Final = 1024
+"""A reason and an error are cut to this length."""
+
+
+class Setback(enum.Enum):
+    """Why a request needs a new attempt."""
+
+    ERROR = enum.auto()
+    """An engine reports that it failed with it."""
+    LOSS = enum.auto()
+    """The engine vanished, gave the request up, or could not take it over."""
+    FULL = enum.auto()
+    """The engine has no room for it now. Another may have; if none has, the client has to come back
+    later."""
+    LATE = enum.auto()
+    """The engine missed the deadline of its first token."""
+    MOVE = enum.auto()
+    """Its engine is draining. That is nobody's fault and not counted."""
+    REFUSED = enum.auto()
+    """The engine reports that the request is invalid, as any other engine would."""
+
+
+class Trace(Protocol):
+    """The trace of a request whose spans are wanted."""
+
+    def headers(self, core_id: str) -> dict[str, str]:
+        """Return the headers that make an engine's span a child of the span of this placement."""
+
+
+class Tracer(Protocol):
+    """Who sends the spans of requests."""
+
+    def begin(self, request: EngineCoreRequest, now_s: float) -> Trace | None:
+        """Return the trace of a new request; None if nobody wants its spans."""
+
+    def send(self, record: RequestRecord) -> None:
+        """Send the spans of a request that has ended, and forget its trace."""
+
+    def close(self) -> None:
+        """Send what is left, within a few seconds. It may block that long."""
+
+
+@dataclass(slots=True)
+class Attempt:
+    """A choice of engines, and its outcome."""
+
+    began_s: float
+    decision: Decision
+    """Without `weighed` once that is dropped."""
+    facts: dict[str, Any]
+    """Facts for the response headers."""
+    output_tokens: float
+    """How many tokens the answer was expected to have."""
+    placements: list[Placement] = field(default_factory=list)
+    setback: Setback | None = None
+    """Why it ended early."""
+    why: str = ""
+    ended_s: float | None = None
+    """When the setback came."""
+    again: bool = False
+    """Whether the request needed engines again after the setback."""
+
+    @property
+    def prefill(self) -> str:
+        """The name of the engine that computes the prompt; empty if the one that decodes does."""
+        return str(self.facts["prefill"]) if self.decision.prefill else ""
+
+    @property
+    def decode(self) -> str:
+        """The name of the engine that was chosen to decode."""
+        return str(self.facts["decode"])
+
+    @property
+    def decoding(self) -> list[Placement]:
+        """Its placements at engines that decode, if they have brought any output."""
+        those = self.placements[1:] if self.decision.prefill else self.placements
+        return [placement for placement in those if placement.first_word_s is not None]
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds from the choice to the first output."""
+        if not self.placements or self.placements[0].first_word_s is None:
+            return None
+        return self.placements[0].first_word_s - self.began_s
+
+    @property
+    def hand_off_s(self) -> float | None:
+        """Seconds from the first output of the prefill engine to that of the decode engine."""
+        if not self.decision.prefill or len(self.placements) < 2:
+            return None
+        first, second = self.placements[0].first_word_s, self.placements[1].first_word_s
+        return None if first is None or second is None else second - first
+
+    @property
+    def first_token_expected_s(self) -> float | None:
+        """The expected seconds; None if the policy gives none."""
+        terms = self.decision.terms
+        if "wait_s" not in terms:
+            return None
+        return terms["wait_s"] + terms["compute_s"] + terms.get(FETCH, 0.0)
+
+    @property
+    def hand_off_expected_s(self) -> float | None:
+        """The expected seconds, including the next step of decode; None without a hand-off, or if
+        the policy gives none."""
+        terms = self.decision.terms
+        if "transfer_s" not in terms or self.output_tokens <= 0:
+            return None
+        return terms["transfer_s"] + terms["steps_s"] / self.output_tokens
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What happened to one request. Of its prompt only the number of tokens is kept."""
+
+    request_id: str
+    """The router's own."""
+    shown_id: str
+    """The client's."""
+    tenant: str
+    prompt_tokens: int
+    prefill_only: bool
+    began_s: float
+    trace: Trace | None = None
+    """None if nobody wants spans, or they have been sent."""
+    attempts: list[Attempt] = field(default_factory=list)
+    """The first attempts; `Records` limits their number."""
+    num_attempts: int = 0
+    newest: Attempt | None = None
+    """The newest attempt, even if it is not among those that are kept."""
+    placement: Placement | None = None
+    """The newest placement, even if it is not among those that are kept."""
+    num_placements: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)
+    """The facts of the newest attempt."""
+    pool: Role = "prefill"
+    """The pool that computes its prompt, or was to compute it."""
+    expected: FirstToken | None = None
+    """The prediction of its first token when it was accepted; None without a prediction."""
+    first_token_s: float | None = None
+    tokens: TokenTimes = field(default_factory=TokenTimes)
+    ended_s: float | None = None
+    outcome: str = ""
+    """Why it finished; error if it failed, refused if it was never accepted."""
+    error: str = ""
+    error_type: str = ""
+    num_bytes: int = 0
+    """The memory of its candidates."""
+    is_forgotten: bool = False
+    """Whether nobody finds it any more, because there are so many newer requests."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it waits for engines, or did when it ended."""
+        return self.newest is None or self.newest.again
+
+    def tries(self) -> Iterator[tuple[float, str, Attempt | None]]:
+        """For each time that it needed engines: when, why, and the attempt that followed."""
+        asked_s, why = self.began_s, ""
+        for attempt in self.attempts:
+            yield asked_s, why, attempt
+            asked_s, why = attempt.ended_s or asked_s, attempt.why
+        if self.is_waiting and self.num_attempts == len(self.attempts):
+            yield asked_s, why, None
+
+    def brought(self, output: EngineCoreOutput, now_s: float) -> bool:
+        """Record an output of the engine in charge; True if this is its first output, or has the
+        request's first token."""
+        placement, num_tokens = self.placement, len(output.new_token_ids)
+        is_first = False
+        if placement is not None:
+            if placement.first_word_s is None:
+                placement.brought(output, now_s)
+                is_first = True
+            placement.num_tokens += num_tokens
+        if num_tokens:
+            if self.first_token_s is None:
+                self.first_token_s = now_s
+                is_first = True
+            self.tokens.came(num_tokens, now_s)
+        return is_first
+
+    def set_back(self, setback: Setback, why: str, again: bool, now_s: float) -> None:
+        """Record that the newest attempt ended early. again: the request needs engines again."""
+        attempt = self.newest
+        if attempt is not None:
+            attempt.setback, attempt.why = setback, why[:MOST_TEXT]
+            attempt.ended_s, attempt.again = now_s, again
