@@ -55,6 +55,8 @@ NOBODY_ASKS: Final = "not needed"
 ALL_CACHED: Final = "every prefix is cached"
 ONE_TIER: Final = "all requests have one tier"
 LLGUIDANCE: Final = "llguidance decides"
+RENDERED: Final = "/tokenize renders"
+PROCESSOR: Final = "the model's processor decides"
 NO_VERBOSITY: Final = "tell the model in words"
 """Reasons why several requests do not need or have a field."""
 CacheSalt = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -71,6 +73,20 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Ignored: chunks are never padded."""
 
 
+class VllmRequest(msgspec.Struct):
+    """What vLLM adds to all requests for texts."""
+
+    RULES: ClassVar[Rules] = {
+        "request_id": ignored("use X-Request-Id"),
+        "session_id": ignored(ALL_CACHED),
+        "vllm_xargs": ignored("no plugins", {}),
+        "mm_payload": ignored(RENDERED, "tensors"),
+        "return_mm_kwargs": ignored(RENDERED),
+        "ec_transfer_params": refused("no hand-off of images"),
+        "watermarking": refused("not offered", False),
+    }
+
+
 class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What both generation routes share."""
 
@@ -78,6 +94,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     """The field of the body that `response_format` stands for."""
 
     RULES: ClassVar[Rules] = {
+        **VllmRequest.RULES,
         "user": taken(NOBODY_ASKS),
         "use_beam_search": refused("answers are sampled", False),
         "length_penalty": refused("answers are sampled", 1.0),
@@ -90,9 +107,13 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         "spaces_between_special_tokens": ignored("the tokenizer decides", True),
         "return_token_ids": refused("use /tokenize", False),
         "return_tokens_as_token_ids": refused("use /tokenize", False),
-        "request_id": ignored("use X-Request-Id"),
-        "vllm_xargs": ignored("no plugins", {}),
         "repetition_detection": ignored("not offered"),
+        "routed_experts_prompt_start": ignored("not offered", 0),
+        "stream_interval": ignored("the service decides"),
+        "truncation_side": ignored("prompts are not cut"),
+        "thinking_token_budget": ignored("use max_tokens"),
+        "logprob_token_ids": refused("use logprobs"),
+        "return_token_offsets": ignored(RENDERED, False),
     }
 
     model: str
@@ -265,6 +286,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         **GenerationRequest.RULES,
         "best_of": refused("use n", 1),
         "suffix": refused("not offered", ""),
+        "prompt_embeds": refused("programs only"),
         "add_special_tokens": refused("use /tokenize", True),
     }
 
@@ -348,9 +370,9 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         "add_special_tokens": refused("the template decides", False),
         "chat_template": refused("the model's is used"),
         "documents": refused("use messages", []),
-        "media_io_kwargs": refused("the model's processor decides", {}),
-        "mm_processor_kwargs": refused("the model's processor decides", {}),
-        "thinking_token_budget": ignored("use max_tokens"),
+        "media_io_kwargs": refused(PROCESSOR, {}),
+        "mm_processor_kwargs": refused(PROCESSOR, {}),
+        "return_prompt_text": refused("use /tokenize", False),
     }
 
     messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
