@@ -137,6 +137,7 @@ def test_new_weights_stay_in_16_bits_where_these_hold_them(model: str) -> None:
         own.call("resume_generation")
     assert_same_parameters(model_of(owner), model_of(plain))
     packed = {p.published[-1]: p.linear.packed for p in model_of(owner).packables}
+    assert dtypes(model_of(plain)) == {None}, "nothing is packed unless it may be"
     assert packed[up] is None
     assert [name for name, own in packed.items() if own is None] == [up]
     assert generate(owner.core, PROMPT) == generate(plain.core, PROMPT)
