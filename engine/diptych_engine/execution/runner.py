@@ -116,6 +116,8 @@ class ModelRunner:
         self._max_tokens = max_tokens
         if config.enable_return_routed_experts:
             check_routed(source.config, max_tokens)
+        if source.format == "gguf":
+            source.tensors()  # what cannot be read is refused before anything is allocated
         started = time.monotonic()
         self.model = build_model(source.config, max_tokens, self._dtype, self._device, shard)
         self._packables = self.model.packables if may_pack else ()
