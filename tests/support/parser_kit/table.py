@@ -310,7 +310,7 @@ def parsers() -> Iterator[Parser]:
         "promises in refused bodies", (f"{front}/openai/promised_prefill.py",), promise,
         (b'{"kv_transfer_params": {"do_remote_prefill": true, "a": [1]}}',), raises=(),
     )  # fmt: skip
-    yield Parser("browsers' headers", (f"{front}/browsers/rules.py",), browser,
+    yield Parser("browsers' headers", (f"{front}/browsers/gate.py",), browser,
                  (b"https://a.example", b"[::1]:80", b"localhost"))  # fmt: skip
     yield Parser("URIs of models", (f"{proto}/model_uri.py",), text(parse_model_uri), (
                  b"hf://org/name/file.gguf", b"https://host:80/a.gguf", b"https://[::1/a.gguf",
