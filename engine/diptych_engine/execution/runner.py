@@ -111,11 +111,15 @@ class ModelRunner:
         self._kv_dtype = choose_kv_dtype(config, self._device, self._dtype, quantised=quantised)
         kernels: CpuKernels | None = None
         if has_kernels:
-            kernels = CpuKernels(self._kv_dtype, source.config.head_dim, packed=packs)
+            floats = packs and source.format == "safetensors"
+            head_dim = source.config.head_dim
+            kernels = CpuKernels(self._kv_dtype, head_dim, packed=packs, floats=floats)
         max_tokens = config.max_model_len or source.config.max_position_embeddings
         self._max_tokens = max_tokens
         if config.enable_return_routed_experts:
             check_routed(source.config, max_tokens)
+        if source.format == "gguf":
+            source.tensors()  # what cannot be read is refused before anything is allocated
         started = time.monotonic()
         self.model = build_model(source.config, max_tokens, self._dtype, self._device, shard)
         self._packables = self.model.packables if may_pack else ()

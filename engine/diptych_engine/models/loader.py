@@ -321,10 +321,7 @@ def _values(raw: NDArray[np.uint8], tensor: GGUFTensor) -> Tensor:
     if groups is not None:
         return groups.values()
     rows = raw.reshape(*tensor.shape[:-1], -1)
-    try:
-        values = dequantize(rows, tensor.type)
-    except NotImplementedError:
-        raise _unusable(f"tensor {tensor.name} has the type {tensor.type.name}") from None
+    values = dequantize(rows, tensor.type)
     # Unquantised values still lie in the read-only map; torch wants memory it may write to.
     return torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
 
