@@ -111,7 +111,9 @@ class ModelRunner:
         self._kv_dtype = choose_kv_dtype(config, self._device, self._dtype, quantised=quantised)
         kernels: CpuKernels | None = None
         if has_kernels:
-            kernels = CpuKernels(self._kv_dtype, source.config.head_dim, packed=packs)
+            floats = packs and source.format == "safetensors"
+            head_dim = source.config.head_dim
+            kernels = CpuKernels(self._kv_dtype, head_dim, packed=packs, floats=floats)
         max_tokens = config.max_model_len or source.config.max_position_embeddings
         self._max_tokens = max_tokens
         if config.enable_return_routed_experts:
