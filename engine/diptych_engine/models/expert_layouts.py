@@ -27,7 +27,7 @@ STACKED: Final = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|gate_proj|up_pro
 """A stacked tensor's name, without `.weight`."""
 EXPERTS_RANK: Final = 3
 """[experts, out, in]."""
-BYTES: Final = {"F64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2}
+BYTES: Final = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2}
 """Sizes of numbers of more than one byte, by safetensors' names."""
 PACKABLE: Final = ("BF16", "F16")
 
@@ -57,12 +57,17 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * BYTES.get(self.file.get_slice(self.name).get_dtype(), 1)
+        return math.prod(self.shape) * BYTES.get(self.dtype, 1)
+
+    @property
+    def dtype(self) -> str:
+        """Safetensors' name of the type."""
+        return str(self.file.get_slice(self.name).get_dtype())
 
     @property
     def is_packable(self) -> bool:
-        kind = self.file.get_slice(self.name).get_dtype()
-        return kind in PACKABLE and len(self.shape) == 2 and self.shape[1] % GROUP == 0
+        shape = self.shape
+        return self.dtype in PACKABLE and len(shape) == 2 and shape[1] % GROUP == 0
 
     def part(self) -> Floats | None:
         return Floats(self.values()) if self.is_packable else None
