@@ -8,7 +8,7 @@ shows a description, they are written in its form.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -62,6 +62,46 @@ TracesEndpoint = Annotated[
         "http://HOST:4318/v1/traces. Needs the extra tracing.",
     ),
 ]
+
+
+SPECULATION: Final = Meta(
+    description="Guess the next tokens of an answer and compute them in one step "
+    "(docs/answers.md). Left out: nothing is guessed."
+)
+
+
+class SpeculativeConfig(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """Which tokens are guessed, with vLLM's names."""
+
+    method: Annotated[
+        Literal["ngram"],
+        Meta(
+            description="ngram: what followed the last tokens where they stood before (prompt "
+            "lookup)."
+        ),
+    ] = "ngram"
+    num_speculative_tokens: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Most guesses of a request in a step; there are fewer where more do not "
+            "pay.",
+        ),
+    ] = 16
+    prompt_lookup_min: Annotated[
+        int, Meta(ge=1, le=64, description="Fewest last tokens that stood there.")
+    ] = 3
+    prompt_lookup_max: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Most that are compared; the last place where the most stood counts.",
+        ),
+    ] = 16
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -155,6 +195,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ]
         | None
     ) = None
+    speculative_config: Annotated[SpeculativeConfig | None, SPECULATION] = None
     max_num_waiting: Annotated[
         int,
         Meta(

@@ -13,20 +13,23 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from diptych_engine.models.floats import Floats
 from diptych_engine.models.interface import WeightSlot
 from diptych_frontend.model_files.model_source import GGUFTensor
+from diptych_kernels.native.tile_layout import GROUP
 
 STACKED: Final = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)")
 """A stacked tensor's name, without `.weight`."""
 EXPERTS_RANK: Final = 3
 """[experts, out, in]."""
-BYTES: Final = {"F64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2}
+BYTES: Final = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2}
 """Sizes of numbers of more than one byte, by safetensors' names."""
+PACKABLE: Final = ("BF16", "F16")
 
 
 @dataclass(slots=True, frozen=True)
@@ -37,13 +40,12 @@ class StoredTensor:
     file: Any
     """The same, opened by `safe_open`."""
     name: str
-    part: Any = ...
-    """The index that selects the part."""
-    has_groups: ClassVar[bool] = False
+    index: Any = ...
+    """What selects the part."""
 
     @property
     def recipe(self) -> object:
-        return self.path.name, self.name, self.part
+        return self.path.name, self.name, self.index
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -51,17 +53,27 @@ class StoredTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(torch.empty(self.whole_shape, device="meta")[self.part].shape)
+        return tuple(torch.empty(self.whole_shape, device="meta")[self.index].shape)
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * BYTES.get(self.file.get_slice(self.name).get_dtype(), 1)
+        return math.prod(self.shape) * BYTES.get(self.dtype, 1)
 
-    def groups(self) -> None:
-        """Floats have none."""
+    @property
+    def dtype(self) -> str:
+        """Safetensors' name of the type."""
+        return str(self.file.get_slice(self.name).get_dtype())
+
+    @property
+    def is_packable(self) -> bool:
+        shape = self.shape
+        return self.dtype in PACKABLE and len(shape) == 2 and shape[1] % GROUP == 0
+
+    def part(self) -> Floats | None:
+        return Floats(self.values()) if self.is_packable else None
 
     def values(self) -> Tensor:
-        found: Tensor = self.file.get_slice(self.name)[self.part]
+        found: Tensor = self.file.get_slice(self.name)[self.index]
         return found
 
 
@@ -83,10 +95,10 @@ def separate_stored(
         for expert in range(shape[0]):
             if kind == "gate_up_proj":
                 gate, up = (expert, slice(None, inner)), (expert, slice(inner, None))
-                separate[f"{prefix}.{expert}.gate_proj.weight"] = replace(tensor, part=gate)
-                separate[f"{prefix}.{expert}.up_proj.weight"] = replace(tensor, part=up)
+                separate[f"{prefix}.{expert}.gate_proj.weight"] = replace(tensor, index=gate)
+                separate[f"{prefix}.{expert}.up_proj.weight"] = replace(tensor, index=up)
             else:
-                separate[f"{prefix}.{expert}.{kind}.weight"] = replace(tensor, part=expert)
+                separate[f"{prefix}.{expert}.{kind}.weight"] = replace(tensor, index=expert)
     return separate
 
 

@@ -25,7 +25,7 @@ from diptych_engine.models.layer import (
     MixtureWeights,
     empty_layer,
 )
-from diptych_engine.models.layer_calls import LayerCalls, have_kernels, matrices_of
+from diptych_engine.models.layer_calls import LayerCalls, have_kernels, matrices_of, rounds
 from diptych_engine.models.linear import Linear
 from diptych_engine.models.low_rank import add_low_rank
 from diptych_engine.models.mixture import mixture, route, stacked_mixture, stacks_pay
@@ -320,7 +320,7 @@ class LlamaModel(torch.nn.Module):
             eps=self._eps,
         )
         queries = heads[:, : self.config.num_attention_heads]
-        may_round = layer.qkv.packed is not None
+        may_round = rounds(self._layers)
         attended = paged_attention(queries, kv_layer, inputs.attention, may_round=may_round)
         return attended.flatten(1)
 

@@ -19,12 +19,18 @@ from diptych_protocol import Array, DiptychError, InvalidRequestError
 class WeightReceiver:
     """Replaces the weights of one worker's model."""
 
-    def __init__(self, model: CausalLM, rank: int, bits: int | None = None) -> None:
-        """rank: the worker's rank among those of all replicas of its engine. bits: as in
-        `load_weights`."""
+    def __init__(
+        self,
+        model: CausalLM,
+        rank: int,
+        packables: Sequence[Packable] = (),
+        bits: int | None = None,
+    ) -> None:
+        """rank: the worker's rank among those of all replicas of its engine. packables, bits: as
+        `load_weights` had them."""
         self._model = model
         self._rank = rank
-        self._bits = bits
+        self._packables, self._bits = packables, bits
         self._group: WeightGroup | None = None
 
     def methods(self) -> dict[str, Callable[..., Any]]:
@@ -60,7 +66,8 @@ class WeightReceiver:
     ) -> None:
         """Replace some tensors, with arrays or with what the trainer's group sends next.
 
-        A packed projection is unpacked for it, and packed again if the first weights were rounded.
+        A packed projection is unpacked for it, and packed again if that is exact, or the first
+        weights were rounded, too.
 
         Raises `InvalidRequestError` before anything is changed, or `DiptychError`, perhaps after
         some changes.
@@ -85,7 +92,7 @@ class WeightReceiver:
             names, places, headers.dtypes, headers.shapes, strict=True
         ):
             _check(name, place, dtype, shape)
-        owners = {each.linear.weight.untyped_storage(): each for each in self._model.packables}
+        owners = {each.linear.weight.untyped_storage(): each for each in self._packables}
         now: Packable | None = None
         for name, place, value in zip(names, places, stream, strict=True):
             if place is None:

@@ -165,7 +165,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
         Raises `InvalidRequestError` naming the field.
         """
-        check_format(self.response_format, self.FORMAT_FIELD)
+        if self.response_format is not None:
+            check_format(self.response_format, self.FORMAT_FIELD)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError(
                 "stream_options is only allowed with stream=true", param="stream_options"
@@ -189,9 +190,12 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
     def forms(self) -> dict[str, StructuredOutputsParams | None]:
         """Return the forms that the answer must have, by the fields that ask for them."""
+        named, own = self.response_format, self.structured_outputs
+        if own is not None and self.is_lenient:
+            own = msgspec.structs.replace(own, lenient=True)
         return {
-            self.FORMAT_FIELD: form_of(self.response_format, lenient=self.is_lenient),
-            "structured_outputs": self._own_form(),
+            self.FORMAT_FIELD: form_of(named, lenient=self.is_lenient) if named else None,
+            "structured_outputs": own,
             **self._guided_forms(),
         }
 
@@ -205,12 +209,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
             for name, value in zip(("json", "regex", "choice", "grammar"), asked, strict=True)
             if value is not None
         }
-
-    def _own_form(self) -> StructuredOutputsParams | None:
-        form = self.structured_outputs
-        if form is None or not self.is_lenient:
-            return form
-        return msgspec.structs.replace(form, lenient=True)
 
     @property
     def is_lenient(self) -> bool:
@@ -405,9 +403,9 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         super().check(num_prompts)
         for index, tool in enumerate(self.tools or []):
             tool.function.check(self.TOOL_FIELD.format(index))
-        check_continues(self)
         if not self.continue_final_message:
             return
+        check_continues(self)
         for name, form in self.forms().items():
             if form is not None:
                 raise InvalidRequestError(
@@ -459,12 +457,14 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         return [*schemas, *own, *([] if own and own[0][1] == form else [("tools", form)])]
 
     def forms(self) -> dict[str, StructuredOutputsParams | None]:
-        call = forced_call(
-            self.tools or [],
-            self.tool_choice,
-            parallel=self.parallel_calls,
-            lenient=self.is_lenient,
-        )
+        call = None
+        if self.must_call:
+            call = forced_call(
+                self.tools or [],
+                self.tool_choice,
+                parallel=self.parallel_calls,
+                lenient=self.is_lenient,
+            )
         forms = {"tools": call, **super().forms()}
         if call is not None:
             forms[self.FORMAT_FIELD] = None  # which is the form of a message, and there is none

@@ -20,7 +20,7 @@ from diptych_frontend.openai.api_types import (
     ImagePart,
     TextPart,
 )
-from diptych_frontend.openai.asgi import exchange_of
+from diptych_frontend.openai.exchange import exchange_of
 from diptych_frontend.openai.generation import Sound
 from diptych_frontend.openai.responses import (
     AnswerMessage,
@@ -181,6 +181,8 @@ class ChatApi:
             max_tokens=request.max_tokens if max_tokens is None else max_tokens,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         )
+        if not request.tools:
+            return params
         if self._format_of(request).has_special_markers and request.callable_tools:
             params.skip_special_tokens = False
         if self._calls is HERMES and not request.must_call:
@@ -213,18 +215,20 @@ class ChatApi:
 
     def parts(self, request: ChatCompletionRequest, prompt: TokensPrompt) -> AnswerParts:
         """Return a reader of the answers to a request."""
-        readers = None
-        kwargs = self.options(request).get("reasoning_parser_kwargs")
+        readers, callable_tools = None, request.callable_tools
+        kwargs = None
+        if self.reasoning is not None:
+            kwargs = self.options(request).get("reasoning_parser_kwargs")
         if self.reasoning is not None and kwargs is not None:
             readers = self.reasoning.readers(
                 prompt["prompt_token_ids"],
                 kwargs,
                 shown=request.include_reasoning is not False,
-                calls=bool(request.callable_tools) and not request.must_call,
+                calls=bool(callable_tools) and not request.must_call,
             )
-        functions = [tool.function for tool in request.callable_tools]
-        if not functions:
+        if not callable_tools:
             return AnswerParts(None, readers)
+        functions = [tool.function for tool in callable_tools]
         tools = {function.name: function.parameters or {} for function in functions}
         style, parallel = self._format_of(request), request.parallel_calls
         return AnswerParts(lambda: ToolCallParser(style, tools, parallel=parallel), readers)
@@ -275,10 +279,12 @@ class ChatWriter(ResponseWriter):
         return plain.event(choice.text)
 
     def _event(self, output: RequestOutput, tally: Tally) -> bytes:
-        choices = [self._chunk_choice(choice) for choice in output.outputs]
-        tally.reasoning_tokens = self._parts.num_reasoning_tokens
+        choices = [*map(self._chunk_choice, output.outputs)]
+        if not self._parts.are_whole:
+            tally.reasoning_tokens = self._parts.num_reasoning_tokens
         chunk = self._chunk(choices, self._chunk_usage(tally))
-        chunk.kv_transfer_params = transfer_params(output)
+        if output.kv_transfer_params is not None:
+            chunk.kv_transfer_params = output.kv_transfer_params
         chunk.warnings, self.warnings = self.warnings, UNSET
         return sse(chunk)
 
@@ -317,6 +323,8 @@ class ChatWriter(ResponseWriter):
 
     def _parse(self, output: CompletionOutput) -> tuple[str, str, list[ToolCall], str | None]:
         """As `AnswerParts.read`, with calls as the API tells them."""
+        if self._parts.are_whole:
+            return "", output.text, [], output.finish_reason
         reasoning, text, parsed, finish_reason = self._parts.read(output)
         calls = [
             ToolCall(f"call_{secrets.token_hex(12)}", FunctionCall(call.name, call.arguments))
@@ -344,7 +352,9 @@ class ChatWriter(ResponseWriter):
         return ChatChunkChoice(
             index=output.index,
             delta=delta,
-            logprobs=self._logprobs(output),
+            logprobs=self._logprobs(output)
+            if output.logprobs is not None or self._tokens
+            else None,
             finish_reason=finish_reason,
             stop_reason=output.stop_reason,
         )

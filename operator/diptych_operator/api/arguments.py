@@ -15,6 +15,7 @@ from diptych_protocol import (
     RouterSettings,
     SamplingDefaults,
     Slo,
+    SpeculativeConfig,
 )
 from diptych_protocol.field_ranges import descriptions, ranges
 
@@ -33,6 +34,11 @@ _CHAPTERS = (
     ("EngineConfig", EngineConfig, "An engine."),
     ("KVTransferConfig", KVTransferConfig, "The engine's end of the hinge, its `kv_transfer`."),
     (
+        "SpeculativeConfig",
+        SpeculativeConfig,
+        "An engine's guesses, its `speculative_config`.",
+    ),
+    (
         "RouterConfig",
         RouterConfig,
         "A router, which reads them from the file that `--config` names. From "
@@ -46,6 +52,7 @@ _OF_SERVICES = {
     name: f"[`{camel_case(name)}`](reference.md#{part})"
     for part, names in {
         "specengine": EngineSettings.__struct_fields__,
+        "specenginespeculativeconfig": SpeculativeConfig.__struct_fields__,
         "specrouter": RouterSettings.__struct_fields__,
         "spectransfer": ("verify", "lease_seconds"),
         "specavailability": ("drain_seconds",),

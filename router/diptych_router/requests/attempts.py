@@ -20,20 +20,21 @@ from diptych_protocol import (
     KVTransferParams,
 )
 from diptych_router.choosing.policy import FETCH, Decision, RequestView
-from diptych_router.requests.actions import (
-    Abort,
-    Action,
-    Add,
-    Announce,
-    Fail,
-    Release,
-    WakeAt,
-)
-from diptych_router.requests.fleet import EngineAccount, Fleet
 from diptych_router.requests.placements import HeldRequests, Placements
 from diptych_router.requests.promises import Promises
 from diptych_router.requests.request_record import Setback
 from diptych_router.requests.routed_request import RoutedRequest, Stage
+from diptych_router.requests.table_interface import (
+    Abort,
+    Action,
+    Add,
+    Announce,
+    EngineAccount,
+    Fail,
+    Fleet,
+    Release,
+    WakeAt,
+)
 
 log = logging.getLogger(__name__)
 
@@ -254,7 +255,7 @@ class Attempts:
         again = routed.set_back(setback)
         record.set_back(setback, why, again, now)
         self._placements.leave(routed)
-        actions = [*_drop_lease(routed), *_unannounce(routed)]
+        actions = _let_go(routed)
         if again:
             return [*actions, *self.begin(routed, now, before=why)]
         error = _ERRORS.get(setback, EngineGenerateError)(why)
@@ -288,13 +289,14 @@ class Attempts:
         self._placements.leave(routed)
         self._tenants.accounts.close(routed.account)
         self._records.ended(routed.record, outcome, now, error, error_type)
-        return [*_drop_lease(routed), *_unannounce(routed)]
+        return _let_go(routed)
 
 
-def _drop_lease(routed: RoutedRequest) -> list[Action]:
-    """Release the lease that no decode engine has read yet."""
+def _let_go(routed: RoutedRequest) -> list[Action]:
+    """Release the lease that no decode engine has read yet, and take back the announcement."""
     lease, routed.lease = routed.lease, None
-    return [] if lease is None else [Release(routed.core_id, lease)]
+    actions: list[Action] = [] if lease is None else [Release(routed.core_id, lease)]
+    return [*actions, *_unannounce(routed)] if routed.announced is not None else actions
 
 
 def _unannounce(routed: RoutedRequest) -> list[Action]:
