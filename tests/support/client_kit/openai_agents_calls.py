@@ -28,7 +28,7 @@ async def calls(url: str, question: str) -> dict[str, Any]:
     """The results of calls through both APIs, by what was called."""
     set_tracing_disabled(disabled=True)
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    told = {
+    told: dict[str, Any] = {
         name: await of_model(kind, client, question)
         for name, kind in (
             ("chat", OpenAIChatCompletionsModel),
