@@ -1,0 +1,57 @@
+"""GGUF files of each family give the logits of their Hugging Face class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_kit.families import SIZES, published
+from model_kit.family_gguf import ARCHITECTURES, save_family_gguf
+
+from diptych_frontend.model_files.families import FAMILIES
+from diptych_frontend.model_files.model_source import resolve_model
+
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "smollm3": {"num_hidden_layers": 5, "no_rope_layer_interval": 4},
+    "granite": {},
+    "phi3": {},
+    "phi3 long rope": {},
+    "phi3 short rope": {},
+    "gemma3_text": {
+        "num_hidden_layers": 7,
+        "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 16,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "gpt_oss": {},
+    "qwen2": {},
+    "qwen3": {},
+}
+"""What a file does not say is as llama.cpp has it for the architecture."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_transformers(
+    name: str, tmp_path: Path, lone_sequence: Callable[..., Any]
+) -> None:
+    model = published(name, tmp_path / "published", CASES[name])
+    source = resolve_model(save_family_gguf(tmp_path / "model.gguf", model))
+    token_ids = torch.randint(0, SIZES["vocab_size"], (70,))
+    with torch.inference_mode():
+        expected = model(token_ids[None]).logits[0]
+    actual = lone_sequence(source, 96).logits_in_chunks(token_ids.tolist(), [40, 29, 1])
+    torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_every_architecture_is_compared() -> None:
+    own = {family.gguf_architecture or name for name, family in FAMILIES.items() if not family.sees}
+    assert own - {"qwen3moe", "granitemoehybrid", "mistral"} <= {
+        FAMILIES[name].gguf_architecture or name for name in ARCHITECTURES
+    }
