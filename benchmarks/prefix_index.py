@@ -17,7 +17,7 @@ import numpy as np
 
 from diptych_protocol.block_hashes import extend_block_hashes
 from diptych_protocol.wire import PrefixChanges
-from diptych_router.engines.prefixes.known_prefixes import KnownPrefixes, keys_of
+from diptych_router.engines.known_prefixes import KnownPrefixes, keys_of
 
 PREFIX_BLOCKS = 128
 HOLDERS = 3

@@ -18,9 +18,9 @@ from diptych_protocol.wire import PrefixChanges
 from diptych_router.choosing.fleet_table import FleetTable
 from diptych_router.choosing.policies import POLICIES
 from diptych_router.choosing.policy import RequestView
+from diptych_router.engines.block_holders import Keys
 from diptych_router.engines.engine_table import Role
-from diptych_router.engines.prefixes.block_keys import BlockNaming
-from diptych_router.engines.prefixes.hash_table import Keys
+from diptych_router.engines.known_prefixes import BlockNaming
 
 BLOCK_SIZE = 16
 BLOCKS = 4096

@@ -16,7 +16,7 @@ from diptych_router.choosing.fleet_table import FleetTable
 from diptych_router.choosing.policy import Decision
 from diptych_router.engines.pair_rates import NOWHERE, Location
 from diptych_router.requests.pools.pools import EXPECTED_S
-from diptych_router.requests.promises.caution import Caution
+from diptych_router.requests.promises import Caution
 from diptych_router.requests.request_table import FIRST_GUESS_TOKENS, NEWEST_PART
 
 FINGERPRINT = "same"

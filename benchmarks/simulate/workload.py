@@ -11,8 +11,8 @@ from benchmarks.traces.recorded import Trace
 from numpy.typing import NDArray
 
 from diptych_router.choosing.policy import RequestView
-from diptych_router.engines.prefixes.block_keys import BlockNaming
-from diptych_router.engines.prefixes.hash_table import Keys
+from diptych_router.engines.block_holders import Keys
+from diptych_router.engines.known_prefixes import BlockNaming
 
 PREFIX_BITS = 24
 """A part of a prompt has fewer blocks than a number of so many bits can count."""

@@ -76,10 +76,11 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         Meta(description="Type of weights and activations; auto is float32 on CPU, else bfloat16."),
     ] = "auto"
     weight_packing: Annotated[
-        Literal["auto", "none"],
+        Literal["auto", "q8", "q4", "none"],
         Meta(
-            description="auto: on a CPU, the 4- and 8-bit weights of a GGUF file are multiplied as "
-            "they are, which is several times faster; none: everything in `dtype`."
+            description="auto: on a CPU, the 4- and 8-bit weights of a file are multiplied as they "
+            "are, which is several times faster; q8, q4: other matrices too, rounded to so many "
+            "bits, embeddings and the output to 8; none: everything in `dtype`."
         ),
     ] = "auto"
     cpu_level: Annotated[
@@ -94,7 +95,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         Literal["auto", "float32", "bfloat16", "fp8"],
         Meta(
             description="Type of keys and values in the KV cache; auto is `dtype`, or bfloat16 for "
-            "a quantised GGUF file on CPUs. bfloat16 halves the cache and its hand-offs; fp8 "
+            "quantised weights on CPUs. bfloat16 halves the cache and its hand-offs; fp8 "
             "(e4m3, GPUs only) halves them again and rounds to 4 digits of 2."
         ),
     ] = "auto"

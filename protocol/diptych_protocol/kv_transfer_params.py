@@ -149,7 +149,7 @@ class KVTransferParams(msgspec.Struct, omit_defaults=True):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, including defaults, for a JSON body or msgpack."""
-        return {f: getattr(self, f) for f in self.__struct_fields__}
+        return msgspec.structs.asdict(self)
 
 
 def bad_params(what: str) -> InvalidRequestError:

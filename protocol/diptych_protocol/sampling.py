@@ -152,13 +152,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
             ),
             (
                 "logit_bias",
-                all(-100.0 <= bias <= 100.0 for bias in (self.logit_bias or {}).values()),
+                not self.logit_bias
+                or all(-100.0 <= bias <= 100.0 for bias in self.logit_bias.values()),
                 "between -100 and 100 for every token",
             ),
             ("bad_words", len(self.bad_words) <= MAX_STOPS, f"at most {MAX_STOPS} texts"),
             (
                 "bad_words",
-                all(0 < len(s) <= MAX_STOP_CHARS for s in self.bad_words),
+                not self.bad_words or all(0 < len(s) <= MAX_STOP_CHARS for s in self.bad_words),
                 "not empty or huge",
             ),
             (
@@ -168,13 +169,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
             ),
             (
                 "bad_words_token_ids",
-                all(0 < len(s) <= MAX_STOP_CHARS for s in self.bad_words_token_ids or ()),
+                not self.bad_words_token_ids
+                or all(0 < len(s) <= MAX_STOP_CHARS for s in self.bad_words_token_ids),
                 "not empty or huge",
             ),
             ("stop", len(self.stop) <= MAX_STOPS, f"at most {MAX_STOPS} strings"),
             (
                 "stop",
-                all(0 < len(s) <= MAX_STOP_CHARS for s in self.stop),
+                not self.stop or all(0 < len(s) <= MAX_STOP_CHARS for s in self.stop),
                 "not empty or huge",
             ),
             (

@@ -16,7 +16,7 @@ from drawn_seed import drawn_seed
 from waits import PATIENCE_S
 
 from diptych_protocol.wire import PrefixChanges
-from diptych_router.engines.prefixes.known_prefixes import KnownPrefixes
+from diptych_router.engines.known_prefixes import KnownPrefixes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 OFTEN = Mischief(lose=0.2, double=0.2, delay=0.2, forge=0.4)

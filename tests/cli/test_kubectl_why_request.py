@@ -28,7 +28,7 @@ from diptych_frontend.openai.server import Site, listen, serve_sites
 from diptych_operator.api.names import ADMIN_PORT, KEYS_LABEL, ROLE_LABEL, SERVICE_LABEL
 from diptych_protocol import EngineCoreRequest, SamplingParams
 from diptych_router.choosing.policy import Decision
-from diptych_router.requests.record.records import Records
+from diptych_router.requests.records import Records
 from diptych_router.telling.admin_port import request_routes
 from diptych_router.telling.explanations import Explanations
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,10 @@ FAULTS: dict[str, dict[str, str]] = tomllib.loads(
 PACKAGES = ("protocol", "frontend", "router", "engine", "kv_transfer", "kernels")
 FAILED = 1
 """What pytest returns when tests have run, and some of them failed."""
+
+
+def test_every_row_has_a_fault() -> None:
+    assert FAULTS.keys() == proofs_by_row().keys()
 
 
 @pytest.mark.parametrize("row", FAULTS)
@@ -38,6 +43,14 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1900)
+def test_without_a_fault_the_same_tests_pass(copy: Path) -> None:
+    done = run_proofs(copy, FAULTS, timeout_s=1800)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("row", FAULTS)
 def test_a_row_s_own_test_catches_its_fault(copy: Path, row: str) -> None:
     fault = FAULTS[row]
@@ -45,14 +58,23 @@ def test_a_row_s_own_test_catches_its_fault(copy: Path, row: str) -> None:
     sound = place.read_text()
     assert sound.count(fault["old"]) == 1
     place.write_text(sound.replace(fault["old"], fault["new"]))
-    path = os.pathsep.join(str(copy / package) for package in PACKAGES)
-    command = ("-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", fault["tests"])
     try:
-        done = subprocess.run(
-            [sys.executable, *command, "-k", f"contract_{row}"], cwd=copy, timeout=300,
-            env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
-            stdout=subprocess.PIPE, text=True, check=False,
-        )  # fmt: skip
+        done = run_proofs(copy, [row], timeout_s=300)
     finally:
         place.write_text(sound)
     assert done.returncode == FAILED, done.stdout
+
+
+def run_proofs(
+    copy: Path, rows: Iterable[str], *, timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    """Run the tests of these rows in the copy, until one fails."""
+    files = {FAULTS[row]["tests"] for row in rows}
+    names = " or ".join(f"contract_{row}" for row in rows)
+    path = os.pathsep.join(str(copy / package) for package in PACKAGES)
+    command = ("-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-k", names)
+    return subprocess.run(
+        [sys.executable, *command, *sorted(files)], cwd=copy, timeout=timeout_s,
+        env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+        stdout=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip

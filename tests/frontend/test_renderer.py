@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from diptych_frontend.model_files.model_source import resolve_model
-from diptych_frontend.text.renderer import TextRenderer
-from diptych_frontend.text.tokenization import tokenization
+from diptych_frontend.text.renderer import TextRenderer, tokenization
 from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_protocol import InvalidRequestError
 

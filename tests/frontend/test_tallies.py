@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from diptych_frontend.observability.tallies import Tallies
+from diptych_frontend.observability.metrics import Tallies
 
 BOUNDS = (0.005, 0.25, 1.0, 10.0)
 values = st.lists(st.sampled_from([*BOUNDS, 0.0]) | st.floats(0, 100), max_size=20)

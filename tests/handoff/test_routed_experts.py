@@ -12,7 +12,7 @@ from engine_kit.core import CLIENT, tokens
 from engine_kit.handoff import Engine, LocalRouter, drive, engines, prompt_of, request
 from model_kit.mixture import experts_of, published_mixture
 
-from diptych_frontend.text.routed_experts import joined
+from diptych_frontend.text.collector import joined
 from diptych_protocol import EngineCoreOutput, RequestOutputKind
 
 LONG = {"max_tokens": 12, "ignore_eos": True, "output_kind": RequestOutputKind.FINAL_ONLY}

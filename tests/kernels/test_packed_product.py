@@ -8,18 +8,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from diptych_kernels.packed_product import cpu, packed_product, reference, rows_of, to_tiles
+from diptych_kernels.native.tile_layout import LEVEL_BITS, SPANS
+from diptych_kernels.packed_product import (
+    cpu,
+    kind_for,
+    packed_product,
+    reference,
+    rows_of,
+    to_tiles,
+)
 from diptych_kernels.packed_product.reference import values_of
 
 pytestmark = pytest.mark.usefixtures("compiled_level")
-BITS = pytest.mark.parametrize("bits", [4, 8])
+BITS = pytest.mark.parametrize("bits", LEVEL_BITS)
 
 
 def random_tiles(rows: int, columns: int, bits: int) -> Tensor:
     generator = torch.Generator().manual_seed(bits)
-    levels = torch.randint(0, 256, (rows, columns // 32, 4 * bits), generator=generator)
-    scale, offset = torch.randn(2, rows, columns // 32, generator=generator)
-    tiles = to_tiles(levels.to(torch.uint8), scale, offset * (1 << bits))
+    levels = torch.randint(0, 1 << bits, (rows, columns), generator=generator)
+    scale, offset = torch.randn(2, rows, columns // SPANS[bits], generator=generator)
+    tiles = to_tiles(levels.to(torch.uint8), scale, offset * (1 << bits), bits)
     assert tiles is not None
     return tiles
 
@@ -30,16 +38,21 @@ def product(x: Tensor, tiles: Tensor, num_decodes: int) -> Tensor:
     return out
 
 
-@BITS
-def test_tiles_hold_the_matrix(bits: int) -> None:
+@pytest.mark.parametrize(
+    ("bits", "span"), [(bits, span) for bits in LEVEL_BITS for span in (16, 32)]
+)
+def test_tiles_hold_the_matrix(bits: int, span: int) -> None:
+    """In the smallest of the tiles that hold such levels and spans, if there are any."""
     generator = torch.Generator().manual_seed(1)
-    levels = torch.randint(0, 1 << bits, (48, 3, 32), generator=generator).to(torch.uint8)
-    scale, offset = torch.randn(2, 48, 3, generator=generator).half().float()
-    stored = levels if bits == 8 else levels[..., :16] | (levels[..., 16:] << 4)
-    tiles = to_tiles(stored, scale, offset)
-    assert tiles is not None
-    wanted = levels * scale[..., None] + offset[..., None]
-    assert torch.equal(values_of(tiles), wanted.view(48, 96))
+    levels = torch.randint(0, 1 << bits, (48, 96), generator=generator).to(torch.uint8)
+    scale, offset = torch.randn(2, 48, 96 // span, generator=generator).half().float()
+    kind = kind_for(bits, span)
+    assert (kind is None) == ((bits, span) == (8, 16))
+    if kind is not None:
+        tiles = to_tiles(levels, scale, offset, kind)
+        assert tiles is not None
+        wanted = levels.view(48, -1, span) * scale[..., None] + offset[..., None]
+        assert torch.equal(values_of(tiles), wanted.view(48, 96))
 
 
 @BITS
@@ -47,8 +60,8 @@ def test_tiles_hold_the_matrix(bits: int) -> None:
 def test_rows_have_the_bits_of_the_matrix(bits: int, step: int) -> None:
     """With factors from the smallest float16 to the largest; a row that is not there is NaN."""
     scale = torch.tensor([[6e-8, -6e-8, 5e-5], [65504.0, -1.0, 0.0]]).repeat(24, 1)
-    levels = torch.arange(48 * 3 * 4 * bits).view(48, 3, 4 * bits).to(torch.uint8)
-    tiles = to_tiles(levels, scale, scale.flip(1))
+    levels = torch.arange(48 * 96).view(48, 96).remainder(1 << bits).to(torch.uint8)
+    tiles = to_tiles(levels, scale, scale.flip(1), bits)
     assert tiles is not None
     numbers = torch.tensor([47, 0, 1, 16, 31, 31, 32])[::step]
     assert torch.equal(rows_of(tiles, numbers), values_of(tiles)[numbers])
@@ -60,7 +73,7 @@ def test_rows_have_the_bits_of_the_matrix(bits: int, step: int) -> None:
 )
 def test_what_fills_no_tiles_is_none(shape: tuple[int, int], scale: float) -> None:
     scales = torch.full((shape[0], shape[1] // 32), scale)
-    assert to_tiles(torch.zeros(*scales.shape, 16, dtype=torch.uint8), scales, scales) is None
+    assert to_tiles(torch.zeros(shape, dtype=torch.uint8), scales, scales, 4) is None
 
 
 @BITS

@@ -8,7 +8,7 @@ import torch
 from numba import njit
 
 from diptych_kernels.native.compiled.unpacked_tile import unpack_tile
-from diptych_kernels.native.tile_layout import GROUP, LEVEL_BITS
+from diptych_kernels.native.tile_layout import GROUP, LEVEL_BITS, SPANS
 from diptych_kernels.packed_product.reference import cut_off, to_tiles, values_of
 
 COLUMNS, GROUPS = 16, 64
@@ -19,9 +19,9 @@ def test_unpacked_weights_are_those_of_the_file_in_bfloat16(bits: int) -> None:
     """A product of which every fortieth weight is the neighbour of the right one is put aside, on
     machines that have the unit; this is seen on others too."""
     generator = torch.Generator().manual_seed(bits)
-    levels = torch.randint(0, 256, (COLUMNS, GROUPS, GROUP * bits // 8), generator=generator)
-    scale, offset = torch.randn(2, COLUMNS, GROUPS, generator=generator)
-    tiles = to_tiles(levels.to(torch.uint8), scale, offset)
+    levels = torch.randint(0, 1 << bits, (COLUMNS, GROUPS * GROUP), generator=generator)
+    scale, offset = torch.randn(2, COLUMNS, GROUPS * GROUP // SPANS[bits], generator=generator)
+    tiles = to_tiles(levels.to(torch.uint8), scale, offset, bits)
     assert tiles is not None
     pairs = np.zeros((GROUPS, GROUP // 2, COLUMNS, 2), np.uint16)
     unpack = unpack_tile(bits)

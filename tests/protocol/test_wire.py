@@ -201,7 +201,7 @@ def test_contract_M05_an_empty_message_is_tiny() -> None:
 
 
 def test_contract_M08_golden_bytes() -> None:
-    check_bytes(UtilityOutput(3, "no"), "9303a26e6fc0")
+    check_bytes(UtilityOutput(3, failure_message="no"), "9303a26e6fc0")
     check_bytes(UtilityCall(0, 3, "stats", [1]), "940003a57374617473 9101")
 
 

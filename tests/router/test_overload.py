@@ -18,7 +18,7 @@ from diptych_frontend.core_client.curve import new_keys
 from diptych_protocol import EngineOverloadedError, RequestOutput
 from diptych_router.choosing.fleet_table import FOR_A_PAIR
 from diptych_router.choosing.policy import Decision
-from diptych_router.engines.health import full_engines
+from diptych_router.engines import health_book
 
 PROMPT = "The lighthouse keeper climbed the stairs every evening, and "
 Engine = tuple[AsyncLLM, str]
@@ -95,7 +95,7 @@ async def test_another_engine_is_tried_before_and_the_full_one_is_spared_until_i
     eventually: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(full_engines, "REMEMBERED_S", FOR_EVER_S)
+    monkeypatch.setattr(health_book, "REMEMBERED_S", FOR_EVER_S)
     (busy, at_busy), (_, at_free), (_, at_d) = engines.values()
     async with routing(smollm2, keys_dir, [at_busy, at_free], [at_d], verify="Warn") as client:
         await healthy(client)

@@ -19,9 +19,9 @@ from diptych_protocol.wire import PrefixChanges
 from diptych_router.choosing.fleet_table import FleetTable
 from diptych_router.choosing.policies.prefix_aware import POLICY
 from diptych_router.choosing.policy import Decision, Priced, RequestView
+from diptych_router.engines.block_holders import Keys
 from diptych_router.engines.engine_table import EngineRow
-from diptych_router.engines.prefixes.block_keys import BlockNaming
-from diptych_router.engines.prefixes.hash_table import Keys
+from diptych_router.engines.known_prefixes import BlockNaming
 
 SIZE = 16
 TERMS = {"wait_s", "compute_s", "delay_s", "transfer_s", "steps_s", "streams_s"}

@@ -21,16 +21,17 @@ from diptych_protocol import (
 from diptych_protocol.admin import RECENT_S
 from diptych_router.choosing.first_token import FirstToken, expected
 from diptych_router.choosing.policy import Decision
-from diptych_router.requests.promises.caution import MOST_FACTOR, Caution
-from diptych_router.requests.promises.promises import (
+from diptych_router.requests.promises import (
+    MOST_FACTOR,
     MOST_RETRY_S,
     SLOT_S,
+    Caution,
     Kind,
     Promises,
     RecentCounts,
 )
-from diptych_router.requests.record.records import Records, record_of
-from diptych_router.requests.record.request_record import RequestRecord
+from diptych_router.requests.records import Records, record_of
+from diptych_router.requests.request_record import RequestRecord
 
 PROMISED_MS = 1000
 seconds = st.floats(0.0, 100.0)

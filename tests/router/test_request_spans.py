@@ -11,9 +11,8 @@ from engine_kit.core import core_request
 from diptych_protocol import EngineCoreOutput, RequestJourneyEvent
 from diptych_protocol import RequestJourneyEventType as Station
 from diptych_router.choosing.policy import Decision
-from diptych_router.requests.record.course import MOST_STATIONS
-from diptych_router.requests.record.records import Records
-from diptych_router.requests.record.request_record import Setback
+from diptych_router.requests.records import Records
+from diptych_router.requests.request_record import MOST_STATIONS, Setback
 from diptych_router.telling.request_spans import MAX_TEXT, SpanFacts, request_attributes, spans_of
 
 PAIR = Decision("p", "d", "least loaded"), {"prefill": "p", "decode": "d"}

@@ -15,8 +15,8 @@ from diptych_protocol import (
     SamplingParams,
 )
 from diptych_protocol.wire import ErrorKind
-from diptych_router.requests.record.records import record_of
-from diptych_router.requests.record.request_record import Setback
+from diptych_router.requests.records import record_of
+from diptych_router.requests.request_record import Setback
 from diptych_router.requests.routed_request import (
     MAX_ERRORS,
     MAX_LOSSES,

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from service_kit import all_usable, cores, engine_config, generate, link_of, routing
 
 from diptych.status import read_health
-from diptych_router.engines.health.breaker import State
+from diptych_router.engines.health_book import State
 from diptych_router.telling.report import HealthCollector, router_report
 
 MOODY = "engine_kit.failing_executor:MoodyExecutor"

@@ -207,6 +207,28 @@ async def test_a_benchmark_gets_the_log_probabilities_of_what_it_sent(
             assert choice.text[offset:].startswith(token)
 
 
+async def test_a_stream_of_an_echo_has_the_log_probabilities_of_a_whole_answer(
+    client: openai.AsyncOpenAI,
+) -> None:
+    asked: Any = {
+        "model": "smollm2", "prompt": ["The capital of France is", "One, two,"], "n": 2,
+        "echo": True, "logprobs": 1, "temperature": 0, "max_tokens": 3,
+    }  # fmt: skip
+    whole = await client.completions.create(**asked)
+    streamed = [{"text": "", "tokens": [], "token_logprobs": []} for _ in whole.choices]
+    async for event in await client.completions.create(**asked, stream=True):
+        for choice in event.choices:
+            streamed[choice.index]["text"] += choice.text
+            for name in ("tokens", "token_logprobs") if choice.logprobs else ():
+                streamed[choice.index][name] += getattr(choice.logprobs, name)
+    for choice, got in zip(whole.choices, streamed, strict=True):
+        assert choice.logprobs is not None
+        assert (got["text"], got["tokens"]) == (choice.text, choice.logprobs.tokens)
+        values = choice.logprobs.token_logprobs or []
+        assert got["token_logprobs"][0] is values[0] is None
+        assert got["token_logprobs"][1:] == pytest.approx(values[1:], abs=1e-2)
+
+
 async def test_openais_client_goes_on_with_a_call_in_a_stored_response(
     client: openai.AsyncOpenAI,
 ) -> None:

@@ -17,7 +17,7 @@ from diptych_frontend.core_client.curve import read_keys
 from diptych_protocol import CurveKeys, PromptType
 from diptych_protocol.block_hashes import extend_block_hashes
 from diptych_router.engines.engine_table import ROLES
-from diptych_router.engines.prefixes.known_prefixes import keys_of
+from diptych_router.engines.known_prefixes import keys_of
 from diptych_router.requests.pool_client import PoolClient
 from diptych_router.requests.pools.canary import run_canary
 

@@ -28,7 +28,7 @@ from diptych_protocol import RouterConfig, SamplingParams
 from diptych_router.engines.discovery import parse_targets
 from diptych_router.engines.engine_link import key_of
 from diptych_router.requests.pool_client import PoolClient
-from diptych_router.requests.record.records import record_of
+from diptych_router.requests.records import record_of
 from diptych_router.requests.routed_request import RoutedRequest
 
 pytestmark = [*needs_vllm, pytest.mark.slow, pytest.mark.timeout(START_S + 600)]

@@ -28,7 +28,7 @@ from diptych_frontend.openai.server import Site, listen, serve_sites
 from diptych_protocol.admin import Explanation, RequestList, RequestReport
 from diptych_router.choosing.policy import ALONE
 from diptych_router.requests.pool_client import PoolClient
-from diptych_router.requests.record.records import MOST_REQUESTS
+from diptych_router.requests.records import MOST_REQUESTS
 from diptych_router.telling.admin_port import admin_app
 from diptych_router.telling.explanations import Explanations
 from diptych_router.telling.metrics import PredictionMetrics

@@ -27,11 +27,10 @@ from diptych_protocol import (
 from diptych_router.choosing.policy import Decision, RequestView
 from diptych_router.engines.descriptions import common_to_leases
 from diptych_router.engines.engine_table import Role
-from diptych_router.engines.prefixes.block_keys import BlockNaming
-from diptych_router.engines.prefixes.known_prefixes import keys_of
+from diptych_router.engines.known_prefixes import BlockNaming, keys_of
 from diptych_router.requests import actions
-from diptych_router.requests.promises.promises import Promises
-from diptych_router.requests.record.request_record import RequestRecord, Setback
+from diptych_router.requests.promises import Promises
+from diptych_router.requests.request_record import RequestRecord, Setback
 from diptych_router.requests.request_table import RequestTable
 
 RECONNECT_S = 0.2

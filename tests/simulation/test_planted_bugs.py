@@ -26,8 +26,8 @@ from diptych_kv_transfer.tables.leases import LeaseTable
 from diptych_kv_transfer.tables.load import Load, LoadState, Prefix
 from diptych_kv_transfer.tables.loads import LoadTable
 from diptych_kv_transfer.tables.messages import FromOwner, Opened
-from diptych_protocol import EngineCoreRequest, SamplingParams
-from diptych_router.requests.record.request_record import Setback
+from diptych_protocol import EngineCoreRequest
+from diptych_router.requests.request_record import Setback
 from diptych_router.requests.request_table import RequestTable, _Turn
 from diptych_router.requests.routed_request import RoutedRequest
 
@@ -182,7 +182,7 @@ def router_that_forgets_what_was_delivered(patch: pytest.MonkeyPatch) -> None:
     honest = RoutedRequest._with
 
     def with_params(
-        self: RoutedRequest, params: SamplingParams | None, *source: Any, **named: Any
+        self: RoutedRequest, params: dict[str, Any] | None, *source: Any, **named: Any
     ) -> EngineCoreRequest:
         whole = honest(self, params, *source, **named)
         return msgspec.structs.replace(whole, generated_token_ids=None)

@@ -11,7 +11,7 @@ from diptych_router.choosing.fleet_table import FleetTable
 from diptych_router.choosing.policies.least_loaded import POLICY
 from diptych_router.choosing.policy import Decision, Draw, Policy, RequestView
 from diptych_router.engines.engine_table import Role
-from diptych_router.engines.health.health_book import Failure
+from diptych_router.engines.health_book import Failure
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ page is old.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 import tomllib
@@ -62,6 +63,7 @@ def read_rows() -> list[Row]:
     ]
 
 
+@functools.cache
 def proofs_by_row() -> dict[str, set[str]]:
     """Row -> files with a test named for it."""
     found: defaultdict[str, set[str]] = defaultdict(set)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine_kit.echo_engine import ByteRenderer, EchoEngine
+from engine_kit.echo_engine import EOS, ByteRenderer, EchoEngine
 from free_ports import free_port
 from waits import PATIENCE_S
 
@@ -23,10 +23,10 @@ from diptych_router.telling.page.routes import Page
 
 
 class Thinking(ByteRenderer):
-    """A template that writes nothing but the last message, so that an answer begins as it does."""
+    """A template that writes nothing but the last message, so that an answer is what it says."""
 
     def render_chat(self, messages: list[dict[str, Any]], **_: Any) -> TokensPrompt:
-        return self.render_prompt(messages[-1]["content"])
+        return self.render_prompt([*messages[-1]["content"].encode(), EOS])
 
 
 @dataclass

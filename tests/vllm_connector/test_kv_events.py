@@ -18,7 +18,7 @@ from waits import PATIENCE_S
 
 from diptych_protocol import EngineCoreRequest
 from diptych_protocol.wire import PREFIX_KEY_BYTES
-from diptych_router.engines.prefixes.block_keys import BlockNaming, block_keys
+from diptych_router.engines.known_prefixes import BlockNaming, block_keys
 from diptych_vllm.serve.event_socket import EventSource, follow, source_of
 from diptych_vllm.serve.kv_events import EventsError, RememberedBlocks
 

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from diptych_engine.models.rounding import BITS
 from diptych_frontend.model_files.model_source import ModelConfig
 from diptych_kernels.kv_write.reference import FLOAT8
 from diptych_protocol import EngineConfig, InvalidRequestError
@@ -54,6 +55,21 @@ def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     if config.dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return DTYPES[config.dtype]
+
+
+def choose_bits(config: EngineConfig, *, has_kernels: bool) -> int | None:
+    """Return the bits that weights are rounded to; None: they are as in the file.
+
+    Raises `InvalidRequestError` where nothing computes with rounded ones.
+    """
+    bits = BITS.get(config.weight_packing)
+    if bits is not None and not has_kernels:
+        raise InvalidRequestError(
+            f"weight_packing {config.weight_packing} is for CPUs that compute in float32: leave it "
+            "auto, or leave device and dtype to the engine on a machine without a GPU",
+            param="weight_packing",
+        )
+    return bits
 
 
 def choose_kv_dtype(

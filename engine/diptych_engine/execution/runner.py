@@ -20,6 +20,7 @@ from diptych_engine.execution.kv_memory import KVMemory
 from diptych_engine.execution.placement import (
     block_bytes,
     block_shape,
+    choose_bits,
     choose_device,
     choose_dtype,
     choose_kv_dtype,
@@ -100,11 +101,13 @@ class ModelRunner:
         keep_freed_memory()
         level = choose_level(config)
         has_kernels = self._device.type == "cpu" and self._dtype is torch.float32
-        self._packs = config.weight_packing == "auto" and has_kernels and level > CpuLevel.NONE
-        likely = choose_kv_dtype(config, self._device, self._dtype, quantised=self._packs)
+        self._bits = choose_bits(config, has_kernels=has_kernels)
+        self._packs = config.weight_packing != "none" and has_kernels
+        packs = self._packs and level > CpuLevel.NONE
+        likely = choose_kv_dtype(config, self._device, self._dtype, quantised=packs)
         kernels: CpuKernels | None = None
         if has_kernels:
-            kernels = CpuKernels(likely, source.config.head_dim, packed=self._packs)
+            kernels = CpuKernels(likely, source.config.head_dim, packed=packs)
         max_tokens = config.max_model_len or source.config.max_position_embeddings
         self._max_tokens = max_tokens
         if config.enable_return_routed_experts:
@@ -120,8 +123,7 @@ class ModelRunner:
         local = shard.local(source.config)
         # Of the model, not of the processor: engines at different levels exchange KV.
         packed = any(each.linear.packed is not None for each in self.model.packables)
-        might = has_kernels and config.weight_packing == "auto"
-        quantised = packed or (might and is_quantised(source))
+        quantised = packed or (self._packs and (self._bits is not None or is_quantised(source)))
         self._kv_dtype = choose_kv_dtype(config, self._device, self._dtype, quantised=quantised)
         self.block_bytes = block_bytes(local, config.block_size, self._kv_dtype)
         self.num_blocks = num_blocks or config.num_blocks or 0
@@ -166,7 +168,7 @@ class ModelRunner:
             **self._foreign_methods,
             "_reload_weights": self._load,
             **self.loras.methods(),
-            **WeightReceiver(self.model, family, worker_rank).methods(),
+            **WeightReceiver(self.model, family, worker_rank, self._bits).methods(),
             **WorkerMemory(lambda: self.model.weight_memory, self._load, memory).methods(),
             **self.profiler.methods(),
             **self._embeds.methods(),
@@ -180,7 +182,7 @@ class ModelRunner:
         source = self._source
         packables = self.model.packables if self._packs else ()
         report = log_progress(source.uri)
-        load_weights(self.model.slots, source, self._seed, report, packables)
+        load_weights(self.model.slots, source, self._seed, report, packables, self._bits)
         give_freed_memory_back()
 
     @property

@@ -1,9 +1,10 @@
-"""The quantised matrices of a GGUF file: integer levels in groups of 32 with a scale each.
+"""The quantised matrices of a GGUF file: integer levels, and a scale and an offset for 16 or 32.
 
-`_TYPES` says for each type what a group is in the file; a new type is a row there. Its levels may
-have any width up to 8 bits: they are kept in the smallest width that tiles can hold.
+`_TYPES` says for each type what a block is in the file, and how its levels and factors are read; a
+new type is a row there. K-quants have two stages of scales: integers of a few bits for 16 or 32
+columns, and float16 for 256. Here they are multiplied out, exactly.
 
-Block layouts: ggml-common.h of ggml (`block_q4_0` to `block_q8_0`).
+Block layouts: ggml-common.h of ggml (`block_q4_0` and its neighbours).
 """
 
 from __future__ import annotations
@@ -15,126 +16,226 @@ from typing import Any, Final
 import numpy as np
 import torch
 from gguf.constants import GGMLQuantizationType
+from gguf.quants import IQ4_NL, Q4_K
 from numpy.typing import NDArray
 from torch import Tensor
 
-from diptych_kernels.packed_product import levels_of
+from diptych_kernels.native.tile_layout import GROUP
 
-GROUP: Final = 32
-"""Columns that share a scale."""
 Blocks = NDArray[Any]
-"""[rows, groups] records of a file."""
-Levels = NDArray[np.uint8]
-"""[rows, groups, bytes], as in `Groups.levels`."""
+"""[blocks] records of a file."""
+Levels = NDArray[Any]
+"""[blocks, columns of a block] uint8."""
+Factors = NDArray[np.float32]
+"""[blocks, spans of a block]."""
+Parts = tuple[Levels, Factors, Factors]
+"""Levels, scales and offsets."""
+LARGE: Final = 256
+"""Columns of a K-quant's block."""
+AT_ONCE: Final = 1 << 16
+"""Blocks of which the parts are read at once: the memory for intermediate results is small."""
 
 
-def _bytes(blocks: Blocks) -> Levels:
-    """Levels as they are in the file. NumPy copies those of a group much faster as one value than
-    as bytes one by one."""
-    return np.array(blocks["levels"]).view(np.uint8).reshape(*blocks.shape, -1)
+def _field(blocks: Blocks, name: str, *shape: int) -> NDArray[Any]:
+    """[blocks, ...] of one field; numpy computes faster with a copy than with parts of records."""
+    found: NDArray[Any] = np.ascontiguousarray(blocks[name]).reshape(len(blocks), *shape)
+    return found
 
 
-def _signed(blocks: Blocks) -> Levels:
-    """Levels of -128 to 127, moved to 0 to 255."""
-    return _bytes(blocks) ^ np.uint8(128)
+def _float(blocks: Blocks, name: str) -> Factors:
+    """[blocks, 1] of a field in float16."""
+    return _field(blocks, name, 1).astype(np.float32)
 
 
-def _with_fifth_bits(blocks: Blocks) -> Levels:
-    """Levels of 5 bits, of which the file has the highest apart: bit c is that of column c."""
-    low = _bytes(blocks)
-    fifth = np.array(blocks["fifth"]).view(np.uint8).reshape(*blocks.shape, -1)
-    high = np.unpackbits(fifth, axis=-1, bitorder="little") << 4
-    levels: Levels = np.concatenate([low & 15, low >> 4], axis=-1) | high
-    return levels
+def _nibbles(blocks: Blocks, size: int) -> Levels:
+    """Levels of 4 bits: of each `size` bytes first the low halves, then the high ones."""
+    stored = _field(blocks, "levels", -1, 1, size)
+    return np.concatenate([stored & 15, stored >> 4], axis=2).reshape(len(blocks), -1)
+
+
+def _centred(levels: Levels, scale: Factors, zero: int) -> Parts:
+    """With the level that stands for 0 in place of an offset."""
+    return levels, scale, scale * np.float32(-zero)
+
+
+def _fifth(blocks: Blocks) -> Levels:
+    """The fifth bits of 32 levels."""
+    bits = np.unpackbits(_field(blocks, "fifth", 4), axis=1, bitorder="little")
+    return bits << np.uint8(4)
+
+
+def _q4_0(blocks: Blocks) -> Parts:
+    return _centred(_nibbles(blocks, 16), _float(blocks, "scale"), 8)
+
+
+def _q4_1(blocks: Blocks) -> Parts:
+    return _nibbles(blocks, 16), _float(blocks, "scale"), _float(blocks, "offset")
+
+
+def _q5_0(blocks: Blocks) -> Parts:
+    return _centred(_nibbles(blocks, 16) | _fifth(blocks), _float(blocks, "scale"), 16)
+
+
+def _q5_1(blocks: Blocks) -> Parts:
+    levels, scale, offset = _q4_1(blocks)
+    return np.bitwise_or(levels, _fifth(blocks)), scale, offset
+
+
+def _q8_0(blocks: Blocks) -> Parts:
+    signed = _field(blocks, "levels", GROUP)
+    return _centred(signed ^ np.uint8(128), _float(blocks, "scale"), 128)
+
+
+def _q4_k(blocks: Blocks) -> Parts:
+    scales, minima = Q4_K.get_scale_min(_field(blocks, "factors", 12))
+    scale, offset = _float(blocks, "scale") * scales, -_float(blocks, "minimum") * minima
+    return _nibbles(blocks, GROUP), scale, offset
+
+
+def _q5_k(blocks: Blocks) -> Parts:
+    levels, scale, offset = _q4_k(blocks)
+    fifth = _field(blocks, "fifth", 1, GROUP) >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    return levels | (fifth << 4).reshape(levels.shape), scale, offset
+
+
+def _q6_k(blocks: Blocks) -> Parts:
+    tops = _field(blocks, "tops", 2, 1, GROUP) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
+    levels = _nibbles(blocks, 64) | (tops << 4).reshape(-1, LARGE)
+    return _centred(levels, _float(blocks, "scale") * _field(blocks, "factors", 16), 32)
+
+
+_CURVE: Final = np.array(IQ4_NL.kvalues, np.int16)
+_ZERO: Final = 128
+_RAISED: Final = (_CURVE + _ZERO).astype(np.uint8)
+"""The values that the levels of IQ4 stand for, as levels of 8 bits."""
+
+
+def _iq4_nl(blocks: Blocks) -> Parts:
+    return _centred(_RAISED[_nibbles(blocks, 16)], _float(blocks, "scale"), _ZERO)
+
+
+def _iq4_xs(blocks: Blocks) -> Parts:
+    low = _nibbles_apart(_field(blocks, "low", 4))
+    high = _field(blocks, "high", 1) >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    scales = (low | high << 4).astype(np.float32) - 32
+    return _centred(_RAISED[_nibbles(blocks, 16)], _float(blocks, "scale") * scales, _ZERO)
+
+
+def _nibbles_apart(stored: Levels) -> Levels:
+    """[blocks, bytes] -> [blocks, 2 bytes]: the halves of each byte beside each other."""
+    return np.stack([stored & 15, stored >> 4], axis=2).reshape(len(stored), -1)
 
 
 @dataclass(frozen=True, slots=True)
-class _GroupType:
+class _Type:
+    bits: int
+    """The size of a level; up to this the tiles must hold them."""
     block: np.dtype[Any]
-    """What a group is in the file: `scale`, `offset` if it has one, and what `levels` reads."""
-    zero: int | None
-    """The level that stands for 0; None: the group has an offset."""
-    levels: Callable[[Blocks], Levels] = _bytes
+    columns: int
+    """How many of them a block has."""
+    parts: Callable[[Blocks], Parts]
 
 
-def _block(*fields: tuple[str, str]) -> np.dtype[Any]:
-    return np.dtype(list(fields))
+def _block(**fields: str) -> np.dtype[Any]:
+    return np.dtype(list(fields.items()))
 
 
-_SCALE: Final = ("scale", "<f2")
-_OFFSET: Final = ("offset", "<f2")
-_FIFTH: Final = ("fifth", "V4")
-_TYPES: Final[Mapping[GGMLQuantizationType, _GroupType]] = {
-    GGMLQuantizationType.Q4_0: _GroupType(_block(_SCALE, ("levels", "V16")), 8),
-    GGMLQuantizationType.Q4_1: _GroupType(_block(_SCALE, _OFFSET, ("levels", "V16")), None),
-    GGMLQuantizationType.Q5_0: _GroupType(
-        _block(_SCALE, _FIFTH, ("levels", "V16")), 16, _with_fifth_bits
+_TYPES: Final[Mapping[GGMLQuantizationType, _Type]] = {
+    GGMLQuantizationType.Q4_0: _Type(4, _block(scale="<f2", levels="16u1"), GROUP, _q4_0),
+    GGMLQuantizationType.Q4_1: _Type(
+        4, _block(scale="<f2", offset="<f2", levels="16u1"), GROUP, _q4_1
     ),
-    GGMLQuantizationType.Q5_1: _GroupType(
-        _block(_SCALE, _OFFSET, _FIFTH, ("levels", "V16")), None, _with_fifth_bits
+    GGMLQuantizationType.Q5_0: _Type(
+        5, _block(scale="<f2", fifth="4u1", levels="16u1"), GROUP, _q5_0
     ),
-    GGMLQuantizationType.Q8_0: _GroupType(_block(_SCALE, ("levels", "V32")), 128, _signed),
+    GGMLQuantizationType.Q5_1: _Type(
+        5, _block(scale="<f2", offset="<f2", fifth="4u1", levels="16u1"), GROUP, _q5_1
+    ),
+    GGMLQuantizationType.Q8_0: _Type(8, _block(scale="<f2", levels="32u1"), GROUP, _q8_0),
+    GGMLQuantizationType.Q4_K: _Type(
+        4, _block(scale="<f2", minimum="<f2", factors="12u1", levels="128u1"), LARGE, _q4_k
+    ),
+    GGMLQuantizationType.Q5_K: _Type(
+        5,
+        _block(scale="<f2", minimum="<f2", factors="12u1", fifth="32u1", levels="128u1"),
+        LARGE,
+        _q5_k,
+    ),
+    GGMLQuantizationType.Q6_K: _Type(
+        6, _block(levels="128u1", tops="64u1", factors="16i1", scale="<f2"), LARGE, _q6_k
+    ),
+    GGMLQuantizationType.IQ4_NL: _Type(8, _block(scale="<f2", levels="16u1"), GROUP, _iq4_nl),
+    GGMLQuantizationType.IQ4_XS: _Type(
+        8, _block(scale="<f2", high="<u2", low="4u1", levels="128u1"), LARGE, _iq4_xs
+    ),
 }
 
 
 @dataclass(slots=True, frozen=True)
 class Groups:
-    """A matrix whose value at (r, c) is `level[r, c] * scale[r, c // 32] + offset[r, c // 32]`."""
+    """A matrix of the values `level * scale + offset`."""
 
     levels: Tensor
-    """[rows, groups, bytes] uint8. 32 bytes are a level each, 0 to 255; in 16 bytes, of levels 0
-    to 15, the low halves are the levels of the first 16 columns, and the high halves the rest."""
+    """[rows, columns] uint8, of at most `bits` bits."""
     scale: Tensor
-    """[rows, groups] float32."""
+    """[rows, columns / span] float32."""
     offset: Tensor
-    """[rows, groups] float32."""
+    """[rows, columns / span] float32."""
+    bits: int
 
     @property
-    def bits(self) -> int:
-        """The size of a level in memory: 4 or 8."""
-        return self.levels.shape[-1] * 8 // GROUP
+    def span(self) -> int:
+        """How many columns share a scale and an offset."""
+        return self.levels.shape[1] // self.scale.shape[1]
 
     def values(self) -> Tensor:
-        """Return [rows, columns] float32, equal to those of the file: neither the product nor the
-        sum of a level and two float16 is rounded."""
-        values = levels_of(self.levels, self.bits).float()
+        """Return [rows, columns] float32."""
+        values = self.levels.view(*self.scale.shape, self.span).float()
         values.mul_(self.scale[..., None]).add_(self.offset[..., None])
-        return values.view(len(values), -1)
+        return values.view(self.levels.shape)
+
+    def factors(self, span: int) -> tuple[Tensor, Tensor]:
+        """Return scales and offsets of `span` columns each, of which no more share one here."""
+        times = self.span // span
+        return self.scale.repeat_interleave(times, 1), self.offset.repeat_interleave(times, 1)
 
     def columns(self, start: int, length: int) -> Groups | None:
-        """Return some of the columns; None if that would divide a group."""
+        """Return some of the columns; None if that would divide a group of a tile."""
         if start % GROUP or length % GROUP:
             return None
-        own = slice(start // GROUP, (start + length) // GROUP)
-        return Groups(self.levels[:, own], self.scale[:, own], self.offset[:, own])
+        first, last = start // self.span, (start + length) // self.span
+        scale, offset = self.scale[:, first:last], self.offset[:, first:last]
+        return Groups(self.levels[:, start : start + length], scale, offset, self.bits)
 
     def rows(self, order: Tensor) -> Groups:
         """Return the rows that `order` [n] int64 names."""
-        return Groups(self.levels[order], self.scale[order], self.offset[order])
+        return Groups(self.levels[order], self.scale[order], self.offset[order], self.bits)
 
 
 def read_groups(
     raw: NDArray[np.uint8], kind: GGMLQuantizationType, shape: tuple[int, ...]
 ) -> Groups | None:
-    """Read a tensor as the file stores it; None if it is no matrix of groups of 32.
+    """Read a tensor as the file stores it; None if it is no matrix of such levels.
 
     raw: [bytes] of the tensor. shape: (rows, columns) of its values.
     """
-    group = _TYPES.get(kind)
-    if group is None or len(shape) != 2:
+    own = _TYPES.get(kind)
+    if own is None or len(shape) != 2:
         return None
-    rows, columns = shape
-    blocks = raw.view(group.block).reshape(rows, columns // GROUP)
-    scale = _factor(blocks["scale"])
-    offset = _factor(blocks["offset"]) if group.zero is None else scale * -group.zero
-    return Groups(torch.from_numpy(group.levels(blocks)), scale, offset)
+    blocks = raw.view(own.block)
+    levels = torch.empty(len(blocks), own.columns, dtype=torch.uint8)
+    factors: list[Tensor] = []
+    for first in range(0, len(blocks), AT_ONCE):
+        some = slice(first, first + AT_ONCE)
+        found, *both = map(torch.from_numpy, own.parts(blocks[some]))
+        factors = factors or [torch.empty(len(blocks), both[0].shape[1]) for _ in both]
+        levels[some] = found
+        for factor, part in zip(factors, both, strict=True):
+            factor[some] = part
+    scale, offset = (factor.view(shape[0], -1) for factor in factors)
+    return Groups(levels.view(shape), scale, offset, own.bits)
 
 
 def has_groups(tensors: Iterable[tuple[GGMLQuantizationType, tuple[int, ...]]]) -> bool:
     """Whether any of a file's tensors, each of a type and a shape, is such a matrix."""
     return any(kind in _TYPES and len(shape) == 2 for kind, shape in tensors)
-
-
-def _factor(stored: NDArray[Any]) -> Tensor:
-    """[rows, groups] float16 -> float32."""
-    return torch.from_numpy(stored.astype(np.float32))

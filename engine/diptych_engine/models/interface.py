@@ -113,6 +113,8 @@ class Packable:
     linear: Linear
     published: tuple[str, ...]
     """The tensors that it contains, one below the other, by their Hugging Face names."""
+    least_bits: int = 4
+    """It is not rounded to levels of fewer bits."""
 
 
 class CausalLM(Protocol):

@@ -181,7 +181,8 @@ class LlamaModel(torch.nn.Module):
 
     @property
     def packables(self) -> list[Packable]:
-        packables = [Packable(matrix, (published,)) for _, published, matrix in self._token_rows]
+        # Every logit depends on them, so that 4 bits would cost more here than in a layer.
+        packables = [Packable(matrix, (published,), 8) for _, published, matrix in self._token_rows]
         for index, layer in enumerate(self._layers):
             for linear, names in layer_linears(layer):
                 published = tuple(f"{self._prefix}layers.{index}.{name}.weight" for name in names)

@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -23,9 +23,9 @@ from torch import Tensor
 
 from diptych_engine.models.groups import Groups, has_groups, read_groups
 from diptych_engine.models.interface import Packable, WeightSlot, share
-from diptych_engine.models.linear import Linear
 from diptych_engine.models.packed import PackedMatrix
 from diptych_engine.models.packed_file import Matrices, file_for, shared_matrices
+from diptych_engine.models.rounding import rounded
 from diptych_engine.models.stored_parts import StoredTensor, separate_gguf, separate_stored
 from diptych_frontend.model_files.family_spec import FamilySpec
 from diptych_frontend.model_files.model_config import family_of
@@ -52,9 +52,12 @@ def load_weights(
     seed: int = 0,
     on_progress: Progress | None = None,
     packables: Sequence[Packable] = (),
+    bits: int | None = None,
 ) -> None:
     """Fill every slot, or pack it: one of the `packables`, if its source is quantised suitably.
-    `seed` determines dummy weights.
+
+    seed: determines dummy weights. bits: what the file holds as floats is rounded to levels of so
+    many bits first, for each of the `packables`.
 
     Raises `InvalidRequestError`, naming the tensor, if one is missing, superfluous, misshapen or
     of a type that cannot be read.
@@ -62,11 +65,13 @@ def load_weights(
     progress = on_progress or _ignore_progress
     match source.format:
         case "gguf":
-            _load_gguf(slots, source, progress, packables)
+            _load_gguf(slots, source, progress, packables, bits)
         case "safetensors":
-            _load_safetensors(slots, source, progress)
+            _load_safetensors(slots, source, progress, packables, bits)
         case "dummy":
             _fill_randomly(slots, seed, progress)
+            for packable in packables:
+                pack(packable, bits)
 
 
 def is_quantised(source: ModelSource) -> bool:
@@ -85,6 +90,7 @@ def _load_gguf(
     source: ModelSource,
     progress: Progress,
     packables: Sequence[Packable],
+    bits: int | None,
 ) -> None:
     if source.path is None:
         raise ValueError(f"{source.uri} has no path")
@@ -104,31 +110,89 @@ def _load_gguf(
         path: np.memmap(path, dtype=np.uint8, mode="r")
         for path in sorted({tensor.path for tensor in table.values()})
     }
+    stored = {name: _FromGGUF(tensor, files[tensor.path]) for name, tensor in table.items()}
     reorder = not family.gguf_interleaves_pairs
-    _GGUFLoad(slots, table, files, packables, reorder=reorder, progress=progress).run()
+    _Load(slots, stored, files, packables, bits, reorder=reorder, progress=progress).run()
 
 
-class _GGUFLoad:
+class Stored(Protocol):
+    """A published tensor in a file."""
+
+    @property
+    def recipe(self) -> object:
+        """Where it is, and what it is; its `repr` is the same in every process."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in the file."""
+
+    @property
+    def has_groups(self) -> bool: ...
+
+    def groups(self) -> Groups | None:
+        """Return the levels that the file holds; None if it holds none that can be kept."""
+
+    def values(self) -> Tensor:
+        """Return floats of any type."""
+
+
+@dataclass(slots=True, frozen=True)
+class _FromGGUF:
+    recipe: GGUFTensor
+    file: NDArray[np.uint8]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.recipe.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.recipe.nbytes
+
+    @property
+    def has_groups(self) -> bool:
+        return has_groups([(self.recipe.type, self.shape)])
+
+    @property
+    def _raw(self) -> NDArray[np.uint8]:
+        return self.file[self.recipe.offset : self.recipe.offset + self.nbytes]
+
+    def groups(self) -> Groups | None:
+        return read_groups(self._raw, self.recipe.type, self.shape)
+
+    def values(self) -> Tensor:
+        return _values(self._raw, self.recipe)
+
+
+class _Load:
     """The way of the tensors of a file, or of several, into a model."""
 
     def __init__(
         self,
         slots: Mapping[str, WeightSlot],
-        table: Mapping[str, GGUFTensor],
-        files: Mapping[Path, NDArray[np.uint8]],
+        table: Mapping[str, Stored],
+        files: Iterable[Path],
         packables: Sequence[Packable],
+        bits: int | None,
         *,
         reorder: bool,
         progress: Progress,
     ) -> None:
         self._slots, self._table, self._files, self._reorder = slots, table, files, reorder
-        self._jobs = _jobs(table, packables)
-        self._packable = [names for names, linear in self._jobs.items() if linear is not None]
+        self._bits, self._jobs = bits, _jobs(table, packables)
+        self._packable = [
+            names
+            for names, packable in self._jobs.items()
+            if packable is not None and (bits or all(table[name].has_groups for name in names))
+        ]
         self._untold = {names: sum(table[x].nbytes for x in names) for names in self._jobs}
         self._progress, self._total, self._done = progress, sum(self._untold.values()), 0
 
     def run(self) -> None:
-        # NumPy lets go of the interpreter while it de-quantises, so threads help.
+        # NumPy and torch let go of the interpreter while they compute, so threads help.
         with ThreadPoolExecutor(LOADER_THREADS) as pool:
             packed: Callable[[Names], PackedMatrix | None] = self._pack
             shared = self._shared(pool) if self._packable and is_available() else None
@@ -140,7 +204,7 @@ class _GGUFLoad:
     def _shared(self, pool: ThreadPoolExecutor) -> Matrices | None:
         """All that can be packed, from the file that all engines of this machine map."""
         recipe = [
-            (name, self._table[name], self._slots[name].order)
+            (name, self._table[name].recipe, self._slots[name].order)
             for names in self._packable
             for name in names
         ]
@@ -154,51 +218,70 @@ class _GGUFLoad:
                     yield names[0], own
 
         num_bytes = sum(self._untold[names] for names in self._packable)
-        return shared_matrices(file_for(self._files, (self._reorder, recipe)), num_bytes, make)
+        path = file_for(self._files, (self._reorder, self._bits, recipe))
+        return shared_matrices(path, num_bytes, make)
 
     def _load(self, names: Names, packed: Callable[[Names], PackedMatrix | None]) -> Names:
         """Tensors that belong together: what becomes of one depends on all of them."""
-        linear = self._jobs[names]
-        own = None if linear is None else packed(names)
-        if linear is not None and own is not None:
-            linear.pack(own)
+        packable = self._jobs[names]
+        own = None if packable is None else packed(names)
+        if packable is not None and own is not None:
+            packable.linear.pack(own)
             return names
-        if linear is not None:
-            linear.unpack()
+        if packable is not None:
+            packable.linear.unpack()
         for name in names:
-            values = _values(self._raw(name), self._table[name])
+            groups = self._groups(name, packable) if packable is not None and self._bits else None
+            values = self._table[name].values() if groups is None else groups.values()
             fill(self._slots[name], values, name, reorder=self._reorder)
         return names
 
     def _pack(self, names: Names) -> PackedMatrix | None:
         """A projection of these tensors; None if it cannot be packed."""
         shares = []
-        for name in names:
-            tensor = self._table[name]
-            groups = read_groups(self._raw(name), tensor.type, tensor.shape)
-            slot = self._slots[name]
+        packable = self._jobs[names]
+        for name in names if packable is not None and is_available() else ():
+            groups, slot = self._groups(name, packable), self._slots[name]
             own = None if groups is None else share_of(groups, slot, reorder=self._reorder)
             if own is None:
                 return None
             shares.append(own)
-        return PackedMatrix.of(shares)
+        return PackedMatrix.of(shares) if shares else None
 
-    def _raw(self, name: str) -> NDArray[np.uint8]:
-        tensor = self._table[name]
-        return self._files[tensor.path][tensor.offset : tensor.offset + tensor.nbytes]
+    def _groups(self, name: str, packable: Packable | None) -> Groups | None:
+        """The file's levels; else its values rounded, if that was asked for."""
+        groups = self._table[name].groups()
+        if groups is None and self._bits and packable is not None:
+            return rounded(self._table[name].values(), max(self._bits, packable.least_bits))
+        return groups
 
     def _tell(self, names: Names) -> None:
         self._done += self._untold.pop(names, 0)
         self._progress(self._done, self._total)
 
 
-def _jobs(names: Iterable[str], packables: Sequence[Packable]) -> dict[Names, Linear | None]:
+def pack(packable: Packable, bits: int | None) -> None:
+    """Round and pack a projection that is plain; without `bits` it stays as it is."""
+    linear = packable.linear
+    if bits is None or linear.packed is not None:
+        return
+    groups = rounded(linear.weight.t(), max(bits, packable.least_bits))
+    if groups is None:
+        return
+    packed = PackedMatrix.of([groups])
+    if packed is None:
+        linear.weight.copy_(groups.values().t())
+    else:
+        linear.pack(packed)
+
+
+def _jobs(names: Iterable[str], packables: Sequence[Packable]) -> dict[Names, Packable | None]:
     """What is loaded at once, in the order of the file; with the projection that it might be."""
     owners = {name: packable for packable in packables for name in packable.published}
-    jobs: dict[Names, Linear | None] = {}
+    jobs: dict[Names, Packable | None] = {}
     for name in names:
         if name in owners:
-            jobs[owners[name].published] = owners[name].linear
+            jobs[owners[name].published] = owners[name]
         else:
             jobs[name,] = None
     return jobs
@@ -233,20 +316,23 @@ def _values(raw: NDArray[np.uint8], tensor: GGUFTensor) -> Tensor:
 
 
 def _load_safetensors(
-    slots: Mapping[str, WeightSlot], source: ModelSource, progress: Progress
+    slots: Mapping[str, WeightSlot],
+    source: ModelSource,
+    progress: Progress,
+    packables: Sequence[Packable],
+    bits: int | None,
 ) -> None:
     if source.path is None:
         raise ValueError(f"{source.uri} has no path")
     with ExitStack() as stack:
         family = family_of(source.config.architecture)
         stored = separate_stored(_open_safetensors(source.path, stack), slots, family)
-        _require_same_names(slots, (name for name in stored if not is_redundant(name, slots)))
-        total = sum(slot.target.nbytes for slot in slots.values())
-        done = 0
-        for name, slot in slots.items():
-            fill(slot, stored[name].read(), name, reorder=True)
-            done += slot.target.nbytes
-            progress(done, total)
+        table = {name: tensor for name, tensor in stored.items() if not is_redundant(name, slots)}
+        _require_same_names(slots, table)
+        for name, tensor in table.items():
+            _require_shape(slots[name], tensor.shape, name)
+        files = sorted({tensor.path for tensor in table.values()})
+        _Load(slots, table, files, packables, bits, reorder=True, progress=progress).run()
 
 
 def _open_safetensors(folder: Path, stack: ExitStack) -> dict[str, StoredTensor]:
@@ -258,7 +344,7 @@ def _open_safetensors(folder: Path, stack: ExitStack) -> dict[str, StoredTensor]
         except (SafetensorError, OSError) as exc:
             raise _unusable(f"{path} cannot be read: {exc}") from exc
         for name in shard.keys():  # noqa: SIM118 (not a dict: it cannot be iterated)
-            stored[name] = StoredTensor(shard, name)
+            stored[name] = StoredTensor(path, shard, name)
     return stored
 
 

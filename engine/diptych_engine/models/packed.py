@@ -12,6 +12,7 @@ from diptych_engine.models.groups import Groups
 from diptych_kernels.packed_product import (
     TILE_ROWS,
     is_available,
+    kind_for,
     packed_product,
     rows_of,
     to_tiles,
@@ -28,13 +29,15 @@ class PackedMatrix:
 
     @classmethod
     def of(cls, parts: Sequence[Groups]) -> PackedMatrix | None:
-        """Return matrices one below the other as one; None if the kernel cannot
-        compute with them."""
-        if len({part.bits for part in parts}) > 1 or not is_available():
+        """Return matrices one below the other as one, in the smallest tiles that hold all of them;
+        None if there are none, or the kernel cannot compute with them."""
+        span = min(part.span for part in parts)
+        kind = kind_for(max(part.bits for part in parts), span)
+        if kind is None or not is_available():
             return None
-        factors = [(part.levels, part.scale, part.offset) for part in parts]
+        factors = [(part.levels, *part.factors(span)) for part in parts]
         levels, scale, offset = (torch.cat(column) for column in zip(*factors, strict=True))
-        tiles = to_tiles(levels, scale, offset)
+        tiles = to_tiles(levels, scale, offset, kind)
         return None if tiles is None else cls(tiles)
 
     def values(self) -> Tensor:

@@ -80,9 +80,10 @@ def file_for(sources: Iterable[Path], recipe: object) -> Path:
         times = found.st_mtime_ns, found.st_ctime_ns
         digest.update(repr((found.st_ino, found.st_size, *times)).encode())
     folder = Path(__file__).parent
-    makers = reference.__file__, tile_layout.__file__, folder / "groups.py", folder / "loader.py"
-    for maker in (*makers, __file__):
-        digest.update(Path(maker).read_bytes())
+    own = ("groups.py", "loader.py", "packed.py", "rounding.py", "stored_parts.py")
+    makers = map(Path, (reference.__file__, tile_layout.__file__, __file__))
+    for maker in (*makers, *(folder / name for name in own)):
+        digest.update(maker.read_bytes())
     return user_folder("weights") / f"{digest.hexdigest()[:32]}.packed"
 
 

@@ -10,12 +10,15 @@ shapes are read here.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, ClassVar, Final
 
+import torch
 from torch import Tensor
 
 from diptych_engine.models.interface import WeightSlot
@@ -28,6 +31,14 @@ STACKED: Final = re.compile(
 )
 """A tensor of all experts of a layer."""
 ALL: Final = slice(None)
+BYTES: Final = {"F64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2}
+"""Sizes of numbers of more than one byte, by safetensors' names."""
+BLOCKS: Final = "_blocks"
+SCALES: Final = "_scales"
+E2M1: Final = [sign * value for sign in (1.0, -1.0) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
+"""The values of 4 bits in MXFP4."""
+MXFP4_RANK: Final = 4
+"""[experts, out, groups, bytes]."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -46,23 +57,69 @@ class Part:
         return values.t() if self.transposed else values
 
 
+WHOLE: Final = Part("")
+
+
 @dataclass(slots=True, frozen=True)
 class StoredTensor:
-    """A tensor of a safetensors file, or a part of one."""
+    """A tensor of a safetensors file, or a part of one; see `loader.Stored`."""
 
+    path: Path
     file: Any
-    """An open `safe_open`."""
+    """The same, opened by `safe_open`."""
     name: str
-    part: Part | None = None
+    part: Part = WHOLE
+    has_groups: ClassVar[bool] = False
 
-    def read(self) -> Tensor:
-        part = self.part or Part(self.name)
-        values: Tensor = self.file.get_slice(self.name)[part.index or ...]
-        return values.t() if part.transposed else values
+    @property
+    def recipe(self) -> object:
+        return self.path.name, self.name, self.part
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
         return tuple(self.file.get_slice(self.name).get_shape())
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.part.of(torch.empty(self.whole_shape, device="meta")).shape)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * BYTES.get(self.file.get_slice(self.name).get_dtype(), 1)
+
+    def groups(self) -> None:
+        """Floats have none."""
+
+    def values(self) -> Tensor:
+        found: Tensor = self.file.get_slice(self.name)[self.part.index or ...]
+        return found.t().contiguous() if self.part.transposed else found
+
+
+@dataclass(slots=True, frozen=True)
+class StoredMxfp4(StoredTensor):
+    """Experts of gpt-oss in 4 bits: `name` with the ending `_blocks` has two values in each byte,
+    and with `_scales` a power of two for 32 of them (OCP Microscaling Formats, 2023). As if it were
+    [experts, in, out]."""
+
+    scales: StoredTensor | None = None
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        experts, rows, *columns = self.file.get_slice(f"{self.name}{BLOCKS}").get_shape()
+        return experts, 2 * math.prod(columns), rows
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) // 2
+
+    def values(self) -> Tensor:
+        expert, *inside = self.part.index
+        blocks = self.file.get_slice(f"{self.name}{BLOCKS}")[expert]
+        powers = (self.scales or self).file.get_slice(f"{self.name}{SCALES}")[expert]
+        pairs = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
+        values = torch.tensor(E2M1)[pairs.int()]
+        dense = torch.ldexp(values, powers.int()[..., None] - 127).flatten(1).t()
+        return Part(self.name, tuple(inside), self.part.transposed).of(dense).contiguous()
 
 
 def parts_of(
@@ -135,13 +192,26 @@ def separate_stored(
     """Return a table of tensors by the model's own names. A tensor that fits no slot stays as it
     is, and the loader refuses it by name."""
     separate: dict[str, StoredTensor] = {}
-    for name, tensor in stored.items():
+    for name, tensor in _joined(stored).items():
         parts = parts_of(name, tensor.whole_shape, slots, family)
         for part in parts:
             separate[part.name] = replace(tensor, part=part)
         if not parts:
             separate[name] = tensor
     return separate
+
+
+def _joined(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """A table in which blocks and scales are one tensor."""
+    joined: dict[str, StoredTensor] = {}
+    for name, tensor in stored.items():
+        stem = name.removesuffix(BLOCKS)
+        scales = stored.get(f"{stem}{SCALES}") if stem != name else None
+        if scales is not None and len(tensor.whole_shape) == MXFP4_RANK:
+            joined[stem] = StoredMxfp4(tensor.path, tensor.file, stem, scales=scales)
+        elif not name.endswith(SCALES) or f"{name.removesuffix(SCALES)}{BLOCKS}" not in stored:
+            joined[name] = tensor
+    return joined
 
 
 def separate_gguf(

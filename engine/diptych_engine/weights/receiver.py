@@ -9,8 +9,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from diptych_engine.models.interface import CausalLM, WeightSlot
-from diptych_engine.models.loader import fill, is_redundant
+from diptych_engine.models.interface import CausalLM, Packable, WeightSlot
+from diptych_engine.models.loader import fill, is_redundant, pack
 from diptych_engine.models.stored_parts import Part, parts_of, published_names
 from diptych_engine.models.wire_arrays import as_tensor
 from diptych_engine.weights.trainer import TensorHeaders, TrainerAddress, WeightGroup
@@ -21,11 +21,15 @@ from diptych_protocol import Array, DiptychError, InvalidRequestError
 class WeightReceiver:
     """Replaces the weights of one worker's model."""
 
-    def __init__(self, model: CausalLM, family: FamilySpec, rank: int) -> None:
-        """`rank`: the worker's rank among those of all replicas of its engine."""
+    def __init__(
+        self, model: CausalLM, family: FamilySpec, rank: int, bits: int | None = None
+    ) -> None:
+        """rank: the worker's rank among those of all replicas of its engine. bits: as in
+        `load_weights`."""
         self._model = model
         self._family = family
         self._rank = rank
+        self._bits = bits
         self._group: WeightGroup | None = None
 
     def methods(self) -> dict[str, Callable[..., Any]]:
@@ -62,7 +66,7 @@ class WeightReceiver:
     ) -> None:
         """Replace some tensors, with arrays or with what the trainer's group sends next.
 
-        All packed weights are unpacked first, because only weights from the file are ever packed.
+        A packed projection is unpacked for it, and packed again if the first weights were rounded.
 
         Raises `InvalidRequestError` before anything is changed, or `DiptychError`, perhaps after
         some changes.
@@ -84,11 +88,20 @@ class WeightReceiver:
             _places(name, dtype, shape, slots, family)
             for name, dtype, shape in zip(names, headers.dtypes, headers.shapes, strict=True)
         ]
-        for packable in self._model.packables:
-            packable.linear.unpack()
+        owners = {each.linear.weight.untyped_storage(): each for each in self._model.packables}
+        now: Packable | None = None
         for name, parts, value in zip(names, places, stream, strict=True):
             for part in parts:
-                fill(slots[part.name], part.of(value), name, reorder=is_checkpoint_format)
+                slot = slots[part.name]
+                own = owners.get(slot.target.untyped_storage())
+                if now is not None and own is not now:  # only one is unpacked at a time
+                    pack(now, self._bits)
+                now = own
+                if now is not None:
+                    now.linear.unpack()
+                fill(slot, part.of(value), name, reorder=is_checkpoint_format)
+        if now is not None:
+            pack(now, self._bits)
 
     def _slots(self, is_checkpoint_format: bool) -> Mapping[str, WeightSlot]:
         return self._model.slots if is_checkpoint_format else self._model.fused_slots

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, Final
+from typing import BinaryIO, Final
 
 import msgspec
 
@@ -15,19 +15,26 @@ MAX_LINES: Final = 50_000
 MAX_LINE_BYTES: Final = (4 << 20) + 4096
 """Room for a body of the largest size and its surroundings."""
 MAX_CUSTOM_ID: Final = 512
+MAX_CHAR_BYTES: Final = 12
+"""A character beyond 16 bits has so many bytes as two escapes."""
 MAX_ERRORS: Final = 50
 """At most this many errors of a file are reported."""
 
 
+ABSENT: Final = (b"", b"null")
+
+
 class _Raw(msgspec.Struct):
-    custom_id: Any = None
-    method: Any = None
-    url: Any = None
+    """What a line may say, undecoded: a value of 4 MiB is much work."""
+
+    custom_id: msgspec.Raw = msgspec.Raw()
+    method: msgspec.Raw = msgspec.Raw()
+    url: msgspec.Raw = msgspec.Raw()
     body: msgspec.Raw = msgspec.Raw()
 
 
 class _Body(msgspec.Struct):
-    stream: Any = None
+    stream: msgspec.Raw = msgspec.Raw()
 
 
 _DECODER: Final = msgspec.json.Decoder(_Raw)
@@ -62,16 +69,16 @@ def read_line(number: int, raw: bytes, endpoint: str) -> Line | BatchError:
         message = f"this line is not valid JSON, or not an object: {exc}"
         return BatchError("invalid_json_line", message[:300], None, number)
     for name in ("custom_id", "method", "url"):
-        value = getattr(decoded, name)
-        if value is None:
+        if bytes(getattr(decoded, name)) in ABSENT:
             message = f"missing required parameter: {name!r}"
             return BatchError("missing_required_parameter", message, name, number)
-    if not isinstance(decoded.custom_id, str) or not 1 <= len(decoded.custom_id) <= MAX_CUSTOM_ID:
+    custom_id = _short_text(decoded.custom_id)
+    if not custom_id:
         message = f"custom_id must be a text of 1 to {MAX_CUSTOM_ID} characters"
         return BatchError("invalid_custom_id", message, "custom_id", number)
-    if decoded.method != "POST":
+    if _short_text(decoded.method) != "POST":
         return BatchError("invalid_method", "method must be POST", "method", number)
-    if decoded.url != endpoint:
+    if _short_text(decoded.url) != endpoint:
         message = f"url must be the batch's endpoint, {endpoint}"
         return BatchError("invalid_url", message, "url", number)
     body = bytes(decoded.body)
@@ -81,13 +88,24 @@ def read_line(number: int, raw: bytes, endpoint: str) -> Line | BatchError:
     if not body.startswith(b"{"):
         return BatchError("invalid_body", "body must be a JSON object", "body", number)
     try:
-        is_streamed = _BODY_DECODER.decode(body).stream
+        streamed = bytes(_BODY_DECODER.decode(body).stream)
     except UNREADABLE as exc:  # the line's own decoder only skips over values of its body
         message = f"the body is not valid JSON: {exc}"
         return BatchError("invalid_body", message[:300], "body", number)
-    if is_streamed:
+    if streamed not in (*ABSENT, b"false"):
         return BatchError("invalid_stream", "a batch is not streamed", "body.stream", number)
-    return Line(number, decoded.custom_id, body)
+    return Line(number, custom_id, body)
+
+
+def _short_text(value: msgspec.Raw) -> str | None:
+    """A text of at most `MAX_CUSTOM_ID` characters; None for any other value."""
+    if len(bytes(value)) > MAX_CUSTOM_ID * MAX_CHAR_BYTES:
+        return None
+    try:
+        text = msgspec.json.decode(value, type=str)
+    except UNREADABLE:
+        return None
+    return text if len(text) <= MAX_CUSTOM_ID else None
 
 
 def lines_of(file: BinaryIO) -> Iterator[tuple[int, bytes]]:

@@ -2,7 +2,7 @@
 into text.
 
 A subclass implements how an `EngineCoreRequest` reaches an engine (`_submit`) and is withdrawn
-(`_withdraw`), and passes arriving outputs to `_hand_out`.
+(`_withdraw`), and passes arriving outputs to its `OutputProcessor`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from diptych_protocol import (
     DiptychError,
     EngineClient,
     EngineConfig,
-    EngineCoreOutput,
     EngineCoreRequest,
     EngineDeadError,
     EngineGenerateError,
@@ -120,14 +119,6 @@ class AsyncEngine(EngineClient):
     @abstractmethod
     def stats_by_engine(self) -> dict[str, SchedulerStats]:
         """The newest statistics of each engine, by its id."""
-
-    def _hand_out(self, outputs: list[EngineCoreOutput]) -> list[str]:
-        """Hand a step's outputs to those who wait for them. Returns the requests that ended here,
-        which are to be withdrawn."""
-        ended_here = self.output_processor.process(outputs)
-        if ended_here and self._tracer is not None:
-            self._tracer.stopped(ended_here)
-        return ended_here
 
     # --- EngineClient -------------------------------------------------------------------------
 

@@ -265,7 +265,9 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
     def _on_outputs(self, message: EngineCoreOutputs) -> None:
         if self._tracer is not None:
             self._tracer.take(message)
-        stopped = self._hand_out(message.outputs)
+        stopped = self.output_processor.process(message.outputs)
+        if stopped and self._tracer is not None:
+            self._tracer.stopped(stopped)
         if self.logger_manager is not None:
             self.logger_manager.take(message, stopped)
         self._withdraw(stopped)

@@ -16,7 +16,7 @@ _BEGAN_AT: Final = time.time() - time.monotonic()
 
 def steady_time() -> float:
     """Return seconds since 1970 by this clock."""
-    return time_of_day(time.monotonic())
+    return _BEGAN_AT + time.monotonic()
 
 
 def time_of_day(monotonic_s: float) -> float:

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET
 from starlette.types import Scope
 
+from diptych_frontend.confined.json_cost import check_json_cost
 from diptych_frontend.openai.answer_parts import AnswerParts
 from diptych_frontend.openai.api_types import (
     CalledTool,
@@ -115,6 +116,7 @@ def plain_call(call: CalledTool, index: int) -> dict[str, Any]:
     """Return a call as chat templates expect it: its arguments are an object instead of JSON."""
     written = call.function.arguments or "{}"
     try:
+        check_json_cost(written.encode())
         arguments = msgspec.json.decode(written)
     except UNREADABLE as exc:
         raise InvalidRequestError(

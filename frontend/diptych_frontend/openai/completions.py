@@ -86,14 +86,8 @@ class CompletionApi:
             max_tokens=max_tokens or 1,
             logprobs=request.logprobs,
         )
-        if request.echo and request.logprobs is not None:
-            if request.stream:
-                raise InvalidRequestError(
-                    "the logprobs of an echo come with whole answers only: leave out stream",
-                    param="echo",
-                )
-            if params.prompt_logprobs is None:
-                params.prompt_logprobs = request.logprobs
+        if request.echo and params.prompt_logprobs is None:
+            params.prompt_logprobs = request.logprobs
         return params
 
     def render(self, request: CompletionRequest, renderer: Renderer) -> list[TokensPrompt]:
@@ -125,6 +119,7 @@ class CompletionApi:
         return CompletionWriter(
             envelope,
             [prompt["prompt"] for prompt in sound.prompts] if request.echo else [],
+            echoes_logprobs=request.logprobs is not None,
             says_nothing=request.max_tokens == 0,
             shows_prompt_logprobs=request.prompt_logprobs is not None,
         )
@@ -149,12 +144,14 @@ class CompletionWriter(ResponseWriter):
         envelope: Envelope,
         echoes: Sequence[str] = (),
         *,
+        echoes_logprobs: bool = True,
         says_nothing: bool = False,
         shows_prompt_logprobs: bool = True,
     ) -> None:
         """echoes: the texts of the prompts, with which their answers begin.
 
-        says_nothing: what the engine said is left out.
+        echoes_logprobs: so do the answers' log-probabilities. says_nothing: what the engine said is
+        left out.
         """
         super().__init__(envelope)
         self._says_nothing = says_nothing
@@ -165,11 +162,20 @@ class CompletionWriter(ResponseWriter):
             for number in range(envelope.n)
         }
         """The echo of each choice that has not begun."""
+        self._echo_sizes = [len(text) for text in echoes]
+        self._held: dict[int, list[RequestOutput]] = {
+            prompt: [] for prompt in range(len(echoes) if echoes_logprobs else 0)
+        }
+        """A stream's outputs for a prompt whose log-probabilities have not come."""
+        self._told: dict[int, CompletionLogprobs] = {}
+        """The echoed log-probabilities of each choice that has not begun."""
         self._tokens = defaultdict[int, AnswerTokens](AnswerTokens)
         self._plain: dict[int, PlainEvents] = {}
         """By the choice's index."""
 
     def events(self, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:
+        if prompt_index in self._held:
+            return self._first_events(prompt_index, output, tally)
         if self._continuous_usage or self.warnings or self._unsaid or not is_plain(output):
             return self._event(prompt_index, output, tally)
         choice = output.outputs[0]
@@ -180,6 +186,16 @@ class CompletionWriter(ResponseWriter):
             plain = PlainEvents(self._event(prompt_index, output, tally), b"text")
             self._plain[index], choice.text = plain, text
         return plain.event(choice.text)
+
+    def _first_events(self, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:
+        """Hold the outputs for a prompt back until its log-probabilities come with one of them,
+        because each choice begins with them."""
+        self._held[prompt_index].append(output)
+        if output.prompt_logprobs is None and not output.finished:
+            return b""
+        self._echo_logprobs(prompt_index, output)
+        held = self._held.pop(prompt_index)
+        return b"".join(self._event(prompt_index, each, tally) for each in held)
 
     def _event(self, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:
         self._silence(output, tally)
@@ -229,48 +245,53 @@ class CompletionWriter(ResponseWriter):
         return message
 
     def _whole_choices(self, prompt_index: int, output: RequestOutput) -> list[CompletionChoice]:
-        """The choices have one prompt, whose log-probabilities are shaped once for all of them."""
-        rows = output.prompt_logprobs
-        echo = self._unsaid.get(self._index(prompt_index, output.outputs[0]))
+        self._echo_logprobs(prompt_index, output)
         choices = [self._choice(prompt_index, choice) for choice in output.outputs]
-        if echo is not None and rows is not None:
-            told = echoed(echo, output.prompt_token_ids, rows)
-            for choice in choices:
-                answered = choice.logprobs or CompletionLogprobs([], [], [], [])
-                choice.logprobs = CompletionLogprobs(
-                    told.tokens + answered.tokens,
-                    told.token_logprobs + answered.token_logprobs,
-                    told.top_logprobs + answered.top_logprobs,
-                    told.text_offset + [len(echo) + offset for offset in answered.text_offset],
-                )
         if self._shows_prompt_logprobs:
             shown = prompt_logprobs(output)
             for choice in choices:
                 choice.prompt_logprobs = shown
         return choices
 
+    def _echo_logprobs(self, prompt_index: int, output: RequestOutput) -> None:
+        """Shape the log-probabilities of a prompt, once for all its choices."""
+        first = prompt_index * self._envelope.n
+        echo, rows = self._unsaid.get(first), output.prompt_logprobs
+        if echo is not None and rows is not None:
+            told = echoed(echo, output.prompt_token_ids, rows)
+            self._told.update(dict.fromkeys(range(first, first + self._envelope.n), told))
+
     def _index(self, prompt_index: int, output: CompletionOutput) -> int:
         return prompt_index * self._envelope.n + output.index
 
     def _choice(self, prompt_index: int, output: CompletionOutput) -> CompletionChoice:
         index = self._index(prompt_index, output)
+        begin = self._echo_sizes[prompt_index] if self._echo_sizes else 0
         return CompletionChoice(
             index=index,
             text=self._unsaid.pop(index, "") + output.text,
-            logprobs=self._logprobs(index, output),
+            logprobs=self._logprobs(index, output, begin),
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
         )
 
-    def _logprobs(self, index: int, output: CompletionOutput) -> CompletionLogprobs | None:
-        if output.logprobs is None and index not in self._tokens:
-            return None
-        told = self._tokens[index].push(output)
-        if not told:
+    def _logprobs(
+        self, index: int, output: CompletionOutput, begin: int
+    ) -> CompletionLogprobs | None:
+        """begin: where the answer begins in the choice's text."""
+        echo = self._told.pop(index, None)
+        has_answers = output.logprobs is not None or index in self._tokens
+        answered = self._tokens[index].push(output) if has_answers else []
+        if echo is None and not answered:
             return None
         shaped = CompletionLogprobs([], [], [], [])
-        for token in told:
-            _add_token(shaped, token.token_id, token.candidates, token.offset)
+        if echo is not None:
+            shaped.tokens += echo.tokens
+            shaped.token_logprobs += echo.token_logprobs
+            shaped.top_logprobs += echo.top_logprobs
+            shaped.text_offset += echo.text_offset
+        for token in answered:
+            _add_token(shaped, token.token_id, token.candidates, begin + token.offset)
         return shaped
 
 

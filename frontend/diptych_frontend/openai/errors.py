@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 from starlette.exceptions import HTTPException
 
+from diptych_frontend.confined.json_cost import DearJsonError
 from diptych_protocol import (
     ClientClosedError,
     EngineDeadError,
@@ -129,6 +130,8 @@ def from_decode_error(exc: Exception) -> InvalidRequestError:
     `exc` is what msgspec raised: a ValidationError (types), a DecodeError (not JSON at all), a
     UnicodeDecodeError or a RecursionError.
     """
+    if isinstance(exc, DearJsonError):
+        return InvalidRequestError(f"the body has {exc}", status=413, code="body_too_large")
     if isinstance(exc, RecursionError):
         return InvalidRequestError("the body is nested too deeply")
     if not isinstance(exc, msgspec.ValidationError):

@@ -259,10 +259,10 @@ class GenerationRoute(Generic[B, R]):
                     start = {"type": "http.response.start", "status": 200, "headers": headers}
                     await send(start)
                 tally.add(prompt_index, output)
-                if len(output.outputs) > 1:
-                    # Clients look at the first choice of an event only.
-                    each = (replace(output, outputs=[choice]) for choice in output.outputs)
-                    events = b"".join(writer.events(prompt_index, one, tally) for one in each)
+                if output.prompt_logprobs is not None:  # they may be many
+                    events = await asyncio.to_thread(_apart, writer, prompt_index, output, tally)
+                elif len(output.outputs) > 1:
+                    events = _apart(writer, prompt_index, output, tally)
                 else:
                     events = writer.events(prompt_index, output, tally)
                 await send({"type": "http.response.body", "body": events, "more_body": True})
@@ -282,6 +282,12 @@ class GenerationRoute(Generic[B, R]):
         else:
             body = await asyncio.to_thread(writer.answer, collected, tally)
         await send_bytes(send, 200, body, headers)
+
+
+def _apart(writer: AnswerWriter, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:
+    """Write an event for each choice: clients look at the first choice of an event only."""
+    each = (replace(output, outputs=[choice]) for choice in output.outputs)
+    return b"".join(writer.events(prompt_index, one, tally) for one in each)
 
 
 def _data_parallel_rank(scope: Scope) -> int | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from diptych_frontend.confined.json_cost import DearJsonError, check_json_cost
 from diptych_protocol import UNREADABLE
 
 MAX_PARAMS_BYTES = 256 << 10
@@ -30,7 +31,7 @@ def promised_prefill(body: bytes) -> dict[str, Any] | None:
     if b"do_remote_prefill" not in body:
         return None
     finder = PromiseFinder()
-    if len(body) > MAX_PARAMS_BYTES or _has_many_values(body):
+    if len(body) > MAX_PARAMS_BYTES or _is_dear(body):
         finder.feed(body)
         return finder.found()
     try:
@@ -62,7 +63,7 @@ class PromiseFinder:
 
     def found(self) -> dict[str, Any] | None:
         """Return what the pieces so far announce."""
-        if not self._inside or _has_many_values(self._kept):
+        if not self._inside or _is_dear(self._kept):
             return None
         try:
             value, _ = json.JSONDecoder().raw_decode(self._kept.decode("utf-8", "replace"))
@@ -71,8 +72,12 @@ class PromiseFinder:
         return _promise(value)
 
 
-def _has_many_values(data: bytes) -> bool:
-    return sum(map(data.count, (b",", b"[", b"{"))) > MAX_VALUES
+def _is_dear(data: bytes) -> bool:
+    try:
+        check_json_cost(data, MAX_VALUES)
+    except DearJsonError:
+        return True
+    return False
 
 
 def _promise(params: Any) -> dict[str, Any] | None:

@@ -8,15 +8,13 @@ from typing import Any, Final, TypeVar
 import msgspec
 from starlette.types import Scope
 
+from diptych_frontend.confined.json_cost import MAX_VALUES, check_json_cost
 from diptych_frontend.openai.asgi import exchange_of, header
 from diptych_frontend.openai.errors import from_decode_error
 from diptych_frontend.openai.field_rules import leave_out
 from diptych_protocol import UNREADABLE, InvalidRequestError
 
 T = TypeVar("T")
-
-MAX_VALUES: Final = 1 << 17
-"""Decoding this many values takes about 20 ms, in which no other thread runs Python."""
 
 
 def most_values(max_model_len: int) -> int:
@@ -57,35 +55,23 @@ _any: Final = msgspec.json.Decoder(Any)
 
 
 def decode_json(body: bytes, decoder: msgspec.json.Decoder[T], max_values: int = MAX_VALUES) -> T:
-    """Decode a body after checking that it has few enough values.
+    """Decode a body, unless that takes too long (`check_json_cost`).
 
     Raises `InvalidRequestError`, naming the field, for a body that the decoder rejects.
     """
     large = len(body) > max_values
     if large:
-        _count_values(body, max_values)
         # What a body is made of refers to nothing: searching it for cycles would take ten times as
         # long as decoding it.
         gc.disable()
     try:
+        check_json_cost(body, max_values)
         return decoder.decode(body)
     except UNREADABLE as exc:
         raise from_decode_error(exc) from exc
     finally:
         if large:
             gc.enable()
-
-
-def _count_values(body: bytes, max_values: int) -> None:
-    # Those within texts are counted as well: to tell them apart would take as long as decoding, and
-    # a text with so many has more tokens than the context.
-    if sum(map(body.count, (b",", b"[", b"{"))) > max_values:
-        raise InvalidRequestError(
-            f"the body has more than {max_values} commas and brackets; send a long prompt as text, "
-            "and several prompts in several requests",
-            status=413,
-            code="body_too_large",
-        )
 
 
 def split_prompts(prompt: str | list[str | int | list[int]], field: str) -> list[str | list[int]]:

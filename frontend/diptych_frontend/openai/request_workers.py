@@ -2,8 +2,8 @@
 processes.
 
 A thread helps only if its work releases the GIL. Tokenising and compiling grammars do, and Python
-code does every `SWITCH_INTERVAL_S` (`server.py`). Decoding JSON does not, so the number of values
-in a body is limited (`request_body.py`).
+code does every `SWITCH_INTERVAL_S` (`server.py`). Decoding JSON does not, so what it may cost is
+limited (`confined/json_cost.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from starlette.types import Scope
 
 from diptych_frontend.confined.cancellation import Cancellation, cancelled_by
 from diptych_frontend.confined.haste import NotAtOnceError, hurried
+from diptych_frontend.confined.json_cost import CHEAP_BYTES
 from diptych_frontend.openai.asgi import client_of
 from diptych_protocol import EngineOverloadedError
 
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 SMALL_BYTES = 16 << 10
 """An item up to this size is accepted however much other clients have waiting."""
-INLINE_BYTES: Final = 2 << 10
+INLINE_BYTES: Final = CHEAP_BYTES
 """Bodies up to this size are decoded on the event loop. That takes at most a few milliseconds, less
 than a change to a thread and back."""
 THREADS: Final = 2

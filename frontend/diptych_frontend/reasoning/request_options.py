@@ -66,8 +66,6 @@ def said_ended(reasoning_ended: bool | None, kwargs: object) -> bool | None:
 
 def check_options(reasoning_parser: str, reasoning_ended: bool | None, kwargs: object) -> None:
     """Raise `InvalidRequestError` for options that mean nothing with the engine's setting."""
-    if reasoning_ended is not False and kwargs is None:
-        return  # nothing that needs a meaning
     said_ended(reasoning_ended, kwargs)
     if reasoning_parser != "none":
         return

@@ -1,18 +1,33 @@
-"""The mailbox between the output processor and one consumer."""
+"""Where the outputs of a request are gathered for its consumer."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar, cast
 
-from diptych_protocol import CompletionOutput, PoolingRequestOutput, RequestOutput
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from diptych_frontend.text.logprobs import PromptLogprobs
+from diptych_protocol import (
+    Array,
+    CompletionOutput,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineGenerateError,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+)
 
 Output = TypeVar("Output", RequestOutput, PoolingRequestOutput)
 
 
 class Collector(Generic[Output]):
-    """Holds at most one output, or the error that ended the request.
+    """The mailbox between the output processor and one consumer. It holds at most one output, or
+    the error that ended the request.
 
     For a slow consumer, deltas are merged and cumulative outputs replaced, so that the text itself
     limits the memory. One producer and one consumer use it, on one event loop; `take` needs no
@@ -39,13 +54,15 @@ class Collector(Generic[Output]):
             _merge(self._pending, output, delta=delta)
         else:
             self._pending = output
-        self._wake()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def fail(self, error: BaseException) -> None:
         """Make every later `get` and `take` raise this error; the first error stays."""
         if self._error is None:
             self._pending, self._error = None, error
-        self._wake()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def take(self) -> Output | None:
         """Return what is there now. Raises the error of `fail`."""
@@ -64,23 +81,16 @@ class Collector(Generic[Output]):
 
     async def ready(self) -> None:
         """Wait until `is_ready`."""
-        while not self.is_ready:
-            await self._news()
+        while self._pending is None and self._error is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
 
     async def get(self) -> Output:
         """Wait for the next output and return it. Raises the error of `fail`."""
-        while (output := self.take()) is None:
-            await self._news()
-        return output
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def _news(self) -> asyncio.Future[None]:
-        """Done at the next `put` or `fail`."""
-        self._waiter = asyncio.get_running_loop().create_future()
-        return self._waiter
+        while self._pending is None and self._error is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return cast(Output, self.take())
 
 
 def _merge(old: RequestOutput, new: RequestOutput, *, delta: bool) -> None:
@@ -114,3 +124,109 @@ def _append(old: CompletionOutput, new: CompletionOutput) -> None:
         old.routed_experts = new.routed_experts
     old.finish_reason = new.finish_reason
     old.stop_reason = new.stop_reason
+
+
+class ParentRequest:
+    """A request for n > 1 answers. It makes its children, and knows when all of them have ended."""
+
+    def __init__(self, request: EngineCoreRequest) -> None:
+        self.request = request
+        self.open_children: set[str] = set()
+        self.prompt_logprobs: PromptLogprobs | None = None
+        """Log-probabilities of the prompt, from the first child, which alone asks for them."""
+        self.num_cached_tokens: int | None = None
+        """Number of cached prompt tokens, as reported for the child whose output came first: the
+        other children find in the cache what that one computed."""
+        self._unfinished = request.sampling.n
+        self._answers: list[CompletionOutput] = []
+
+    def child(self, index: int) -> EngineCoreRequest:
+        """Return the request for one answer; with a seed, answer i has that seed plus i."""
+        params = self.request.sampling
+        seed = None if params.seed is None else _wrap_int64(params.seed + index)
+        return msgspec.structs.replace(
+            self.request,
+            request_id=f"{index}_{self.request.request_id}",
+            sampling_params=msgspec.structs.replace(
+                params,
+                n=1,
+                seed=seed,
+                # One of them suffices: the prompt is the same, and cannot come from the cache.
+                prompt_logprobs=None if index else params.prompt_logprobs,
+            ),
+        )
+
+    def finish_child(self) -> bool:
+        """Count a finished child; True for the last one."""
+        self._unfinished -= 1
+        return self._unfinished == 0
+
+    def gather(self, answer: CompletionOutput) -> list[CompletionOutput]:
+        """Add a final answer, and return all of them so far, in the order of their indices."""
+        self._answers.append(answer)
+        return sorted(self._answers, key=lambda known: known.index)
+
+
+def fan_out(request: EngineCoreRequest) -> tuple[ParentRequest | None, list[EngineCoreRequest]]:
+    """Return the core's requests: the request itself, or a parent's n children."""
+    if request.sampling_params is None or request.sampling_params.n == 1:
+        return None, [request]
+    parent = ParentRequest(request)
+    return parent, [parent.child(index) for index in range(request.sampling_params.n)]
+
+
+def _wrap_int64(value: int) -> int:
+    """Seeds are 64-bit integers: after the largest comes the smallest."""
+    return (value + 2**63) % 2**64 - 2**63
+
+
+class PoolingAnswer:
+    """Waits for the vectors of one prompt."""
+
+    parent: Final = None
+    """Always None: a prompt is pooled once, so it has no siblings."""
+
+    def __init__(
+        self, request: EngineCoreRequest, collector: Collector[PoolingRequestOutput]
+    ) -> None:
+        self.request_id = request.request_id
+        self.external_id = request.shown_id
+        self.collector = collector
+        self._prompt_token_ids = request.prompt_token_ids or []
+
+    def advance(self, output: EngineCoreOutput) -> bool:
+        """Take a step's output; True if it was the last one. An aborted request has no vectors, so
+        its consumer gets an error."""
+        if not output.finished:
+            return False
+        if output.pooling_output is None:
+            self.collector.fail(EngineGenerateError("aborted before the prompt was pooled"))
+        else:
+            self.collector.put(
+                PoolingRequestOutput(
+                    self.external_id,
+                    PoolingOutput(output.pooling_output),
+                    self._prompt_token_ids,
+                    num_cached_tokens=output.num_cached_tokens,
+                )
+            )
+        return True
+
+
+def joined(parts: Sequence[Array]) -> NDArray[np.int16] | None:
+    """Return [tokens, layers, experts per token] of all parts, one after the other; None without
+    parts.
+
+    Raises `ValueError` for parts that do not fit each other.
+    """
+    if not parts:
+        return None
+    for part in parts:
+        if part.dtype != "int16" or len(part.shape) != 3 or part.shape[1:] != parts[0].shape[1:]:
+            raise ValueError(
+                f"routed_experts is {part.dtype} {list(part.shape)}, not int16 "
+                f"[tokens, {', '.join(map(str, parts[0].shape[1:]))}]"
+            )
+    return np.concatenate(
+        [np.frombuffer(part.data, np.int16).reshape(part.shape) for part in parts]
+    )

@@ -188,11 +188,11 @@ class Detokenizer:
         """
         if self.text_ends is not None:
             self.text_ends.clear()
-        elif self._matcher is None and not finished:  # most steps are like this
-            self.num_tokens += len(token_ids)
-            texts = [self._stream.push(token_id) for token_id in token_ids]
-            return "".join(texts), len(token_ids), None
         silent = len(token_ids) - 1 if stop_token and not self._include_stop else len(token_ids)
+        if self._matcher is None and self.text_ends is None:  # most steps are like this
+            self.num_tokens += len(token_ids)
+            text = "".join(map(self._stream.push, token_ids[:silent]))
+            return text + self._stream.flush() if finished else text, len(token_ids), None
         pieces = []
         for index, token_id in enumerate(token_ids):
             self.num_tokens += 1

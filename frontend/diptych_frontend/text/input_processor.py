@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Collection, Mapping
+from copy import copy
 from typing import Any, Self, Unpack
 
 import msgspec
@@ -13,9 +14,8 @@ from diptych_frontend.images.features import check_features
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.observability.steady_clock import steady_time
 from diptych_frontend.reasoning.request_options import check_options
-from diptych_frontend.text.renderer import TextRenderer
+from diptych_frontend.text.renderer import TextRenderer, tokenization
 from diptych_frontend.text.structured_outputs import check_structured_outputs
-from diptych_frontend.text.tokenization import tokenization
 from diptych_protocol import (
     EngineConfig,
     EngineCoreRequest,
@@ -28,6 +28,7 @@ from diptych_protocol import (
     ReasoningParserName,
     SamplingParams,
     SchedulingPolicy,
+    StructuredOutputsParams,
     TokensPrompt,
 )
 from diptych_protocol.as_sent import check_id, params_as_sent, request_as_sent
@@ -178,14 +179,21 @@ class InputProcessor:
     def _finish(
         self, request: EngineCoreRequest, supported_tasks: Collection[str] | None
     ) -> EngineCoreRequest:
-        self._check_priority(request.priority)
+        if request.priority and self.scheduling_policy != "priority":
+            raise InvalidRequestError(
+                f"priority {request.priority} needs an engine whose scheduling_policy is "
+                f"`priority`; here it is `{self.scheduling_policy}`, which serves in the order of "
+                "arrival",
+                param="priority",
+            )
         if not math.isfinite(request.arrival_time):
             raise InvalidRequestError(
                 "arrival_time must be finite: requests are ordered by it", param="arrival_time"
             )
-        check_options(
-            self.reasoning_parser, request.reasoning_ended, request.reasoning_parser_kwargs
-        )
+        if request.reasoning_ended is False or request.reasoning_parser_kwargs is not None:
+            check_options(
+                self.reasoning_parser, request.reasoning_ended, request.reasoning_parser_kwargs
+            )
         num_prompt_tokens = len(request.prompt_token_ids or ())
         if request.mm_features is not None:
             self._check_images(request)
@@ -193,8 +201,8 @@ class InputProcessor:
             _check_task(request.pooling_params.task, supported_tasks)
             self._check_pooling(request, request.pooling_params, num_prompt_tokens)
         else:
-            request.sampling_params = self._complete(request.sampling, num_prompt_tokens)
-            if request.prompt_embeds is not None and request.sampling.prompt_logprobs is not None:
+            params = request.sampling_params = self._complete(request.sampling, num_prompt_tokens)
+            if request.prompt_embeds is not None and params.prompt_logprobs is not None:
                 raise InvalidRequestError(
                     "prompt_logprobs are of tokens; prompt_embeds have none",
                     param="prompt_logprobs",
@@ -242,9 +250,12 @@ class InputProcessor:
         params.check_vocabulary(self.vocab_size)
         if params.logits_processors:
             params.check_processors(self.logits_processors)
-        self._check_stops(params)
-        self._check_form(params)
-        _check_kv_transfer(params)
+        if params.stop:
+            self._check_stops(params)
+        if params.structured_outputs is not None:
+            self._check_form(params.structured_outputs)
+        if params.extra_args:
+            _check_kv_transfer(params.extra_args, params.n)
         room = self.max_model_len - num_prompt_tokens
         if room < 1:
             raise InvalidRequestError(
@@ -253,32 +264,18 @@ class InputProcessor:
                 param="prompt",
                 code="context_length_exceeded",
             )
-        max_tokens = min(params.max_tokens or room, room)
-        return msgspec.structs.replace(
-            params,
-            max_tokens=max_tokens,
-            min_tokens=min(params.min_tokens, max_tokens),
-            stop_token_ids=self._stop_token_ids(params),
-            bad_words_token_ids=self._bad_words(params),
-        )
-
-    def _stop_token_ids(self, params: SamplingParams) -> list[int]:
-        """The core knows one EOS; a model's other ones become stop tokens."""
+        params = copy(params)
+        params.max_tokens = min(params.max_tokens or room, room)
+        params.min_tokens = min(params.min_tokens, params.max_tokens)
+        # The core knows one EOS; a model's other ones become stop tokens.
         others = () if params.ignore_eos else self.eos_token_ids[1:]
-        return list(dict.fromkeys((*params.stop_token_ids, *others)))
+        params.stop_token_ids = list(dict.fromkeys((*params.stop_token_ids, *others)))
+        if params.bad_words:
+            params.bad_words_token_ids = self._bad_words(params)
+        return params
 
-    def _check_priority(self, priority: int) -> None:
-        if priority and self.scheduling_policy != "priority":
-            raise InvalidRequestError(
-                f"priority {priority} needs an engine whose scheduling_policy is `priority`; "
-                f"here it is `{self.scheduling_policy}`, which serves in the order of arrival",
-                param="priority",
-            )
-
-    def _bad_words(self, params: SamplingParams) -> list[list[int]] | None:
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Each bad word as it is tokenised at the start of a text, and after a space."""
-        if not params.bad_words:
-            return params.bad_words_token_ids
         tokenizer = self.renderer.tokenizer
         if tokenizer is None:
             raise InvalidRequestError(
@@ -298,17 +295,15 @@ class InputProcessor:
             )
         return sequences
 
-    def _check_form(self, params: SamplingParams) -> None:
-        if params.structured_outputs is None:
-            return
+    def _check_form(self, form: StructuredOutputsParams) -> None:
         if self.renderer.tokenizer is None:
             raise InvalidRequestError(
                 "structured_outputs: this model has no tokenizer", param="structured_outputs"
             )
-        check_structured_outputs(params.structured_outputs)
+        check_structured_outputs(form)
 
     def _check_stops(self, params: SamplingParams) -> None:
-        if params.stop and (self.renderer.tokenizer is None or not params.detokenize):
+        if self.renderer.tokenizer is None or not params.detokenize:
             raise InvalidRequestError(
                 "stop strings are found in the text, and this request makes none; "
                 "use stop_token_ids",
@@ -339,12 +334,12 @@ def _check_task(task: str | None, supported_tasks: Collection[str] | None) -> No
         raise InvalidRequestError(f"task must be one of {known}, not {task!r}", param="task")
 
 
-def _check_kv_transfer(params: SamplingParams) -> None:
-    raw: Any = (params.extra_args or {}).get("kv_transfer_params")
+def _check_kv_transfer(extra_args: dict[str, Any], num_answers: int) -> None:
+    raw: Any = extra_args.get("kv_transfer_params")
     if raw is None:
         return
     KVTransferParams.parse(raw)
-    if params.n > 1:
+    if num_answers > 1:
         raise InvalidRequestError(
             "a hand-off belongs to one sequence: n must be 1 with kv_transfer_params", param="n"
         )

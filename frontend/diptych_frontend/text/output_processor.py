@@ -7,12 +7,9 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from diptych_frontend.reasoning.formats import format_of
-from diptych_frontend.text.collector import Collector
+from diptych_frontend.text.collector import Collector, ParentRequest, PoolingAnswer, fan_out, joined
 from diptych_frontend.text.detokenizer import Detokenizer
 from diptych_frontend.text.logprobs import PromptLogprobs, of_output
-from diptych_frontend.text.parent_request import ParentRequest, fan_out
-from diptych_frontend.text.pooling_answer import PoolingAnswer
-from diptych_frontend.text.routed_experts import joined
 from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_protocol import (
     Array,
@@ -160,7 +157,7 @@ class OutputProcessor:
             else:
                 if ended:
                     self._forget(answer)
-            if ended and not output.finished:
+            if ended and output.finish_reason is None:
                 still_running.append(output.request_id)
         return still_running
 
@@ -373,7 +370,7 @@ class _Answer:
             logprobs,
             finish_reason,
             stop_reason,
-            None if finish_reason is None else joined(self._routed),
+            joined(self._routed) if self._routed and finish_reason is not None else None,
             text_ends,
         )
         answers = [answer]

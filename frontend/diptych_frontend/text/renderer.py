@@ -3,25 +3,141 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
-from diptych_frontend.images.decoding import GivenImage, as_given
+from diptych_frontend.images.decoding import GivenImage, as_given, bytes_of_url
 from diptych_frontend.images.image_processor import ImageProcessor
 from diptych_frontend.model_files.model_source import ModelSource
-from diptych_frontend.text.messages import plain_message, text_field
 from diptych_frontend.text.prompt_embeds import check_embeds
-from diptych_frontend.text.tokenization import (
-    AS_USUAL,
-    WITHOUT_SPECIAL_TOKENS,
-    Tokenization,
-    cut,
-)
 from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_frontend.text.tokenizer_files import load_tokenizer
 from diptych_protocol import InvalidRequestError, PromptType, TokensPrompt
 from diptych_protocol.multimodal import MultiModalCacheStats
+
+PARAM = "tokenization_kwargs"
+
+
+class Tokenization(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The options, named as those of Hugging Face's tokenizers. They affect texts only: a prompt of
+    token ids is not tokenised."""
+
+    add_special_tokens: bool = True
+    """Whether to add the tokens that the model expects at the beginning of a text."""
+    truncation: bool = False
+    """Whether to keep only the first `max_length` tokens."""
+    max_length: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """None: as many as the model can hold."""
+
+
+AS_USUAL = Tokenization()
+WITHOUT_SPECIAL_TOKENS = Tokenization(add_special_tokens=False)
+
+
+def tokenization(kwargs: object) -> Tokenization:
+    """Parse `tokenization_kwargs`. Raises `InvalidRequestError` for any other argument."""
+    if kwargs is None:
+        return AS_USUAL
+    if not isinstance(kwargs, dict):
+        raise InvalidRequestError(f"{PARAM} must be a dict", param=PARAM)
+    try:
+        wanted = msgspec.convert(kwargs, Tokenization)
+    except (msgspec.ValidationError, UnicodeEncodeError) as exc:
+        known = ", ".join(Tokenization.__struct_fields__)
+        raise InvalidRequestError(f"{PARAM} takes {known}: {exc}", param=PARAM) from None
+    if wanted.max_length is not None and not wanted.truncation:
+        raise InvalidRequestError(f"{PARAM}: max_length needs truncation=True", param=PARAM)
+    return wanted
+
+
+def cut(token_ids: list[Any], wanted: Tokenization, most: int) -> list[Any]:
+    """Return the tokens that are kept; `most` is what the model can hold."""
+    return token_ids[: wanted.max_length or most] if wanted.truncation else token_ids
+
+
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+IMAGE_PART: Final = {"type": "image"}
+"""Stands for an image in the content for a template."""
+
+
+def plain_message(message: Any, index: int, images: list[GivenImage] | None) -> dict[str, Any]:
+    """Return a message with its content as one string or, for a model that takes images, as a list
+    of parts.
+
+    images: collects the images of the message, in their order; None: the model takes text only.
+
+    Raises `InvalidRequestError`, naming the part, for an invalid message.
+    """
+    where = f"messages[{index}]"
+    if not isinstance(message, dict):
+        raise InvalidRequestError(f"{where} must be an object", param=where)
+    role = message.get("role")
+    if role not in ROLES:
+        raise InvalidRequestError(
+            f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}",
+            param=f"{where}.role",
+        )
+    content, where = message.get("content"), f"{where}.content"
+    if images is None:
+        return {**message, "content": _content_text(content, where)}
+    return {**message, "content": _content_parts(content, where, images)}
+
+
+def _content_text(content: Any, where: str) -> str:
+    if content is None:
+        return ""
+    if not isinstance(content, list):
+        return text_field(content, where)
+    texts = []
+    for index, part in enumerate(content):
+        if _kind(part) != "text":
+            raise InvalidRequestError(
+                f"{where}[{index}] is of type {_kind(part)!r}; this model takes only text parts",
+                param=f"{where}[{index}]",
+            )
+        texts.append(text_field(part.get("text"), f"{where}[{index}].text"))
+    return "\n".join(texts)
+
+
+def _content_parts(content: Any, where: str, images: list[GivenImage]) -> list[dict[str, str]]:
+    if not isinstance(content, list):
+        return [{"type": "text", "text": _content_text(content, where)}]
+    parts = []
+    for index, part in enumerate(content):
+        place = f"{where}[{index}]"
+        match _kind(part):
+            case "text":
+                parts.append(
+                    {"type": "text", "text": text_field(part.get("text"), f"{place}.text")}
+                )
+            case "image_url":
+                images.append(_image(part.get("image_url"), f"{place}.image_url"))
+                parts.append(IMAGE_PART)
+            case other:
+                raise InvalidRequestError(
+                    f"{place} is of type {other!r}; this model takes text and image_url parts",
+                    param=place,
+                )
+    return parts
+
+
+def _image(image_url: Any, where: str) -> GivenImage:
+    url = image_url.get("url") if isinstance(image_url, dict) else image_url
+    where = f"{where}.url"
+    return GivenImage(bytes_of_url(text_field(url, where), where), where)
+
+
+def _kind(part: Any) -> Any:
+    return part.get("type") if isinstance(part, dict) else part
+
+
+def text_field(value: Any, where: str) -> str:
+    """Return a string. Raises `InvalidRequestError`, naming the field, for anything else."""
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{where} must be a string", param=where)
+    return value
+
 
 PROMPT_FIELDS: Final = frozenset(
     {

@@ -15,8 +15,7 @@ import msgspec
 
 from diptych_frontend.observability.steady_clock import steady_time
 from diptych_frontend.text.collector import Collector
-from diptych_frontend.text.renderer import TextRenderer
-from diptych_frontend.text.tokenization import tokenization
+from diptych_frontend.text.renderer import TextRenderer, tokenization
 from diptych_protocol import (
     EngineCoreRequest,
     InvalidRequestError,

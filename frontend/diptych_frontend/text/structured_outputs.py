@@ -15,6 +15,7 @@ from typing import Any, Final
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
+from diptych_frontend.confined.json_cost import check_json_cost
 from diptych_frontend.text.bounded_schemas import bounded
 from diptych_frontend.text.deep_stack import MAX_FORM_BYTES, deep_executor
 from diptych_frontend.text.lark_parts import embedded_schemas, part_without_text
@@ -184,7 +185,10 @@ def schema_for_llguidance(schema: Schema, *, lenient: bool) -> Schema:
 
 def decoded(schema: str | Schema) -> Schema:
     """Return a schema as an object. Raises `ValueError` if it is none."""
-    value = msgspec.json.decode(schema) if isinstance(schema, str) else schema
+    value: Any = schema
+    if isinstance(schema, str):
+        check_json_cost(schema.encode())
+        value = msgspec.json.decode(schema)
     if not isinstance(value, dict):
         raise ValueError("a schema must be a JSON object")
     return value

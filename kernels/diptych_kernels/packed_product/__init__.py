@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from diptych_kernels.native.tile_layout import TILE_ROWS
+from diptych_kernels.native.tile_layout import TILE_ROWS, kind_for
 from diptych_kernels.packed_product import cpu
-from diptych_kernels.packed_product.reference import levels_of, to_tiles, values_of
+from diptych_kernels.packed_product.reference import to_tiles, values_of
 
 __all__ = [
-    "TILE_ROWS", "is_available", "levels_of", "packed_product", "rows_of", "to_tiles", "values_of",
+    "TILE_ROWS", "is_available", "kind_for", "packed_product", "rows_of", "to_tiles", "values_of",
 ]  # fmt: skip
 
 

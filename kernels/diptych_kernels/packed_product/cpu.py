@@ -17,9 +17,9 @@ from diptych_kernels.native.arguments import (
     places_of,
 )
 from diptych_kernels.native.kernel import Call, Kernel, kernel_of
-from diptych_kernels.native.tile_layout import GROUP, LEVEL_BITS, TILE_ROWS, group_bytes
+from diptych_kernels.native.tile_layout import GROUP, LEVEL_BITS, SPANS, TILE_ROWS
 from diptych_kernels.packed_product import reference
-from diptych_kernels.packed_product.reference import to_tiles
+from diptych_kernels.packed_product.reference import bits_of, to_tiles
 from diptych_kernels.trust import KnownCase, Results, is_trusted, random_values, unwritten
 
 FLOAT, BFLOAT, WORD = 4, 2, 2
@@ -29,12 +29,13 @@ FIRST, END, CHUNK_TILES = places_of(AmxProduct, "first", "end", "tiles")
 """The positions of the arguments of a decode call, and of a chunk call, in a table's row."""
 CONFIGURATION_BYTES = 64
 """Size, in bytes, of the matrix unit's configuration."""
-BITS_OF = {group_bytes(bits): bits for bits in LEVEL_BITS}
+INPUT_FACTORS = 4
+"""Numbers beside the levels of a group of inputs."""
 
 
 def workspace_bytes(rows: int, columns: int) -> int:
     """Return the size, in bytes, of a workspace for either call."""
-    integers = rows * columns * WORD + rows * (columns // GROUP) * 2 * FLOAT
+    integers = rows * columns * WORD + rows * (columns // GROUP) * INPUT_FACTORS * FLOAT
     unpacked = torch.get_num_threads() * (CONFIGURATION_BYTES + 4 * TILE_ROWS * columns * BFLOAT)
     return max(integers, _rounded_bytes(rows, columns) + unpacked)
 
@@ -42,7 +43,7 @@ def workspace_bytes(rows: int, columns: int) -> int:
 def decode_call(x: Tensor, tiles: Tensor, out: Tensor, workspace: Tensor, *, add: bool) -> Call:
     """Return the call that computes all rows in integers; workspace: [>= workspace_bytes] int8."""
     rows, columns = x.shape
-    num_tiles, groups, num_bytes = tiles.shape
+    num_tiles, groups, _ = tiles.shape
     arguments = PackedProduct(
         x=x.data_ptr(),
         x_stride=x.stride(0) * FLOAT,
@@ -56,7 +57,7 @@ def decode_call(x: Tensor, tiles: Tensor, out: Tensor, workspace: Tensor, *, add
         inputs=workspace.data_ptr(),
         factors=workspace.data_ptr() + rows * columns * WORD,
     )
-    return decode_kernel(BITS_OF[num_bytes]), arguments
+    return decode_kernel(bits_of(tiles)), arguments
 
 
 def chunk_call(
@@ -65,7 +66,7 @@ def chunk_call(
     """Return the call that computes the rows from `first` on with the matrix unit; workspace: as
     for `decode_call`."""
     rows, columns = x.shape
-    num_tiles, groups, num_bytes = tiles.shape
+    num_tiles, groups, _ = tiles.shape
     arguments = AmxProduct(
         x=x.data_ptr(),
         x_stride=x.stride(0) * FLOAT,
@@ -80,16 +81,16 @@ def chunk_call(
         inputs=workspace.data_ptr(),
         memory=workspace.data_ptr() + _rounded_bytes(rows, columns),
     )
-    return chunk_kernel(BITS_OF[num_bytes]), arguments
+    return chunk_kernel(bits_of(tiles)), arguments
 
 
 def rows_call(tiles: Tensor, rows: Tensor, out: Tensor) -> Call:
     """Return the call that unpacks rows [n] int64 to `out` [n, columns]; both are contiguous."""
-    num_tiles, groups, num_bytes = tiles.shape
+    num_tiles, groups, _ = tiles.shape
     arguments = PackedRows(
         rows.data_ptr(), len(rows), groups, tiles.data_ptr(), num_tiles, out.data_ptr()
     )
-    return rows_kernel(BITS_OF[num_bytes]), arguments
+    return rows_kernel(bits_of(tiles)), arguments
 
 
 def _rounded_bytes(rows: int, columns: int) -> int:
@@ -162,10 +163,9 @@ def _factors(bits: int) -> tuple[Tensor, Tensor]:
     """Rows, for blocks of every size, and the tiles that they are multiplied with."""
     groups, columns = 3, 48
     generator = torch.Generator().manual_seed(bits)
-    size = GROUP * bits // 8
-    levels = torch.randint(0, 256, (columns, groups, size), generator=generator)
-    scale, offset = random_values(2, columns, groups)
-    tiles = to_tiles(levels.to(torch.uint8), scale, offset)
+    levels = torch.randint(0, 1 << bits, (columns, groups * GROUP), generator=generator)
+    scale, offset = random_values(2, columns, groups * GROUP // SPANS[bits])
+    tiles = to_tiles(levels.to(torch.uint8), scale, offset, bits)
     assert tiles is not None
     return random_values(19, groups * GROUP), tiles
 

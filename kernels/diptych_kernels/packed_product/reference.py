@@ -8,7 +8,19 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from diptych_kernels.native.tile_layout import FACTOR_BYTES, GROUP, QUAD, TILE_ROWS
+from diptych_kernels.native.tile_layout import (
+    BYTE,
+    GROUP,
+    LEVEL_BITS,
+    LOW_BITS,
+    QUAD,
+    QUADS,
+    SPANS,
+    TILE_ROWS,
+    TOP,
+    group_bytes,
+    top_bit,
+)
 
 MAX_HALF: Final = torch.finfo(torch.float16).max
 LEVELS: Final = 32767
@@ -16,51 +28,84 @@ LEVELS: Final = 32767
 LARGER: Final = 1 + math.log(2) / 256
 """Compensates for truncation, as `native.unpacked_tile` does."""
 SMALLEST: Final = torch.finfo(torch.float32).tiny
+LOW: Final = (1 << LOW_BITS) - 1
+BITS_OF: Final = {group_bytes(bits): bits for bits in LEVEL_BITS}
 
 
-def levels_of(packed: Tensor, bits: int) -> Tensor:
-    """[..., bytes] -> [..., levels] uint8: each byte holds a level of so many bits in each of its
-    parts, and the lowest parts of all bytes come first."""
-    if bits == 8:
-        return packed
-    return torch.cat([packed >> first & (1 << bits) - 1 for first in range(0, 8, bits)], -1)
+def _stored(levels: Tensor, bits: int) -> Tensor:
+    """[rows, groups, 32] uint8 -> [rows, groups, bytes] uint8, in the order of `tile_layout`."""
+    if bits == BYTE:
+        return levels
+    rows, groups, _ = levels.shape
+    first, second = levels.chunk(2, -1)
+    stored = first & LOW | (second & LOW) << LOW_BITS
+    if bits == LOW_BITS:
+        return stored
+    tops = torch.zeros(rows, groups, 2, QUAD, dtype=torch.uint8)
+    for quad, own in enumerate(levels.view(rows, groups, QUADS, QUAD).unbind(2)):
+        tops[:, :, quad % 4 // 2] |= own >> LOW_BITS << top_bit(quad)
+    return torch.cat([stored, tops.flatten(2)], -1)
 
 
-def to_tiles(levels: Tensor, scale: Tensor, offset: Tensor) -> Tensor | None:
+def _levels(stored: Tensor, bits: int) -> Tensor:
+    """[rows, groups, bytes] uint8 -> [rows, groups, 32] uint8."""
+    if bits == BYTE:
+        return stored
+    low, tops = stored[..., : GROUP // 2], stored[..., GROUP // 2 :]
+    levels = torch.cat([low & LOW, low >> LOW_BITS], -1)
+    if bits > LOW_BITS:
+        for quad, own in enumerate(levels.view(*levels.shape[:2], QUADS, QUAD).unbind(2)):
+            vector = tops[..., quad % 4 // 2 * QUAD :][..., :QUAD]
+            own |= (vector >> top_bit(quad) & TOP) << LOW_BITS
+    return levels
+
+
+def to_tiles(levels: Tensor, scale: Tensor, offset: Tensor, bits: int) -> Tensor | None:
     """A matrix of the values `level * scale + offset` as [tiles, groups, bytes] uint8.
 
-    levels: [rows, columns / 32, bytes] uint8, of 4 or 8 bits each. A group of 8-bit levels is 32
-    bytes; one of 4-bit levels is 16 bytes, whose low halves are its first 16 columns.
-    scale, offset: [rows, columns / 32] float32, rounded to float16.
+    levels: [rows, columns] uint8, of at most `bits` bits, one of `LEVEL_BITS`.
+    scale, offset: [rows, columns / span] float32, rounded to float16; a span is 16 or 32 columns,
+    and no smaller than that of the tiles.
     None if the rows fill no tiles, or float16 cannot hold a factor.
     """
-    rows, groups, size = levels.shape
+    rows, columns = levels.shape
     largest = torch.maximum(scale.abs().amax(), offset.abs().amax())
     if rows % TILE_ROWS or not float(largest) <= MAX_HALF:
         return None
-    num_tiles, quads = rows // TILE_ROWS, size // QUAD
-    tiles = levels.new_empty(num_tiles, groups, TILE_ROWS * size + FACTOR_BYTES)
-    # Both the group and the tile hold a quad of 4-bit levels beside the one 16 columns further on.
-    rows_of_quads = levels.contiguous().view(torch.int32).view(num_tiles, TILE_ROWS, groups, quads)
-    places = tiles.view(torch.int32)[:, :, : TILE_ROWS * quads]
-    places.view(num_tiles, groups, quads, TILE_ROWS).copy_(rows_of_quads.permute(0, 2, 3, 1))
-    halves = tiles.view(torch.float16)[:, :, -2 * TILE_ROWS :].view(num_tiles, groups, 2, TILE_ROWS)
+    num_tiles, groups, spans = rows // TILE_ROWS, columns // GROUP, GROUP // SPANS[bits]
+    tiles = levels.new_empty(num_tiles, groups, group_bytes(bits))
+    stored = _stored(levels.view(rows, groups, GROUP), bits).contiguous().view(torch.int32)
+    quads = stored.view(num_tiles, TILE_ROWS, groups, -1).permute(0, 2, 3, 1)
+    num_quads = quads.shape[2]
+    places = tiles.view(torch.int32)[:, :, : TILE_ROWS * num_quads]
+    places.view(num_tiles, groups, num_quads, TILE_ROWS).copy_(quads)
+    halves = tiles.view(torch.float16)[:, :, -spans * 2 * TILE_ROWS :]
+    halves = halves.view(num_tiles, groups, spans, 2, TILE_ROWS)
     for index, factor in enumerate((scale, offset)):
-        halves[:, :, index].copy_(factor.view(num_tiles, TILE_ROWS, groups).transpose(1, 2))
+        own = factor.repeat_interleave(groups * spans // factor.shape[1], 1)
+        own = own.view(num_tiles, TILE_ROWS, groups, spans).permute(0, 2, 3, 1)
+        halves[:, :, :, index].copy_(own)
     return tiles
+
+
+def bits_of(tiles: Tensor) -> int:
+    """Return the size of a tile's levels, in bits."""
+    return BITS_OF[tiles.shape[2]]
 
 
 def rows_of(tiles: Tensor, rows: Tensor) -> Tensor:
     """As `diptych_kernels.packed_product.rows_of`."""
-    num_tiles, groups, num_bytes = tiles.shape
-    bits = (num_bytes - FACTOR_BYTES) * 8 // (TILE_ROWS * GROUP)
+    num_tiles, groups, _ = tiles.shape
+    bits = bits_of(tiles)
+    spans = GROUP // SPANS[bits]
     tile, row = rows // TILE_ROWS, rows % TILE_ROWS
     # After the quads of levels, two rows of factors in float16 are as long as one of quads.
     quads = tiles.view(torch.int32).view(num_tiles, groups, -1, TILE_ROWS)
     halves = tiles.view(torch.float16).view(num_tiles, groups, -1, TILE_ROWS)
-    levels = levels_of(quads[tile, :, :-1, row].view(torch.uint8), bits)
-    factors = halves[tile, :, -2:, row].float()
-    return (levels * factors[..., :1] + factors[..., 1:]).view(len(rows), -1)
+    levels = _levels(quads[tile, :, :-spans, row].contiguous().view(torch.uint8), bits)
+    factors = halves[tile, :, -2 * spans :, row].float().view(len(rows), groups, spans, 2, 1)
+    levels = levels.view(len(rows), groups, spans, SPANS[bits])
+    return (levels * factors[..., 0, :] + factors[..., 1, :]).view(len(rows), -1)
 
 
 def values_of(tiles: Tensor) -> Tensor:

@@ -29,10 +29,14 @@ from diptych_router.choosing.policy import (
     successor,
 )
 from diptych_router.engines.engine_table import EngineRow, EngineTable, FleetRates, Floats, Role
+from diptych_router.engines.known_prefixes import (
+    BlockNaming,
+    KnownPrefixes,
+    Leading,
+    lengths,
+    members,
+)
 from diptych_router.engines.pair_rates import NOWHERE, Location, PairRates, nearness
-from diptych_router.engines.prefixes.block_keys import BlockNaming
-from diptych_router.engines.prefixes.known_prefixes import KnownPrefixes
-from diptych_router.engines.prefixes.prefix_index import Leading, lengths, members
 
 FOR_A_PAIR = RequestView(disaggregate="always")
 Tokens = dict[Role, Floats]
@@ -128,36 +132,38 @@ class FleetTable:
         compute the prompt instead, because that would slow all streams.
         """
         how = request.disaggregate or self._disaggregate
-        full_at = [self._rows[key] for key in full if key in self._rows]
-        if how == "auto" and any(role == "prefill" for role, _ in full_at):
+        full_at: list[tuple[Role, EngineRow]] = []
+        full_prefill = False
+        if full:
+            full_at = [self._rows[key] for key in full if key in self._rows]
+            full_prefill = any(role == "prefill" for role, _ in full_at)
+        if how == "auto" and full_prefill:
             how = "always"
         cached, held, tie = self._remembered(request)
-        lacking = {role: request.prompt_tokens - tokens for role, tokens in cached.items()}
         elsewhere = self._elsewhere(cached, held)
         adapter = request.adapter
         loading: dict[Role, Floats] = {}
         if adapter:
             loading = {role: _adapter_s(t, adapter, now) for role, t in self.tables.items()}
         for lively in (True, False):
-            prefill, decode = (
+            prefill, decode = [
                 PoolView(
                     table,
                     _barred(table, lively, role, full_at),
                     cached[role],
-                    lacking[role],
+                    request.prompt_tokens - cached[role],
                     elsewhere[role],
                     now,
                     loading[role] if adapter else None,
                     tie,
                 )
                 for role, table in self.tables.items()
-            )
+            ]
             decision = choose(self._policy, request, prefill, decode, self._draw, how, self.pairs)
             if decision is not None:
                 break
         if decision is None:
             return None
-        full_prefill = any(role == "prefill" for role, _ in full_at)
         if decision.prefill is None and how != "never" and full_prefill:
             return None
         if decision.fetch_tokens:
@@ -216,13 +222,14 @@ class FleetTable:
             known = self._rows.get(key)
             if known is None:
                 continue
-            _, row = known
-            row["given"] += 1
+            role, row = known
+            column = self.tables[role].column
+            column["given"][row.at] += 1
             if request.adapter:
                 row.adapters.expect(request.adapter, now)
             if key == computes:
                 row.place(decision.to_compute, now, request.tenant)
-            naming = self._naming(request, row)
+            naming = self._naming(request, key, column["block_size"][row.at])
             if naming is not None:
                 naming_of.setdefault(naming, []).append(key)
         if request.keys is not None:
@@ -232,7 +239,7 @@ class FleetTable:
     # --- what engines have of a prompt --------------------------------------------------------
 
     def _remembered(self, request: RequestView) -> _Remembered:
-        if request.keys is None or not self.known.num_known:
+        if request.keys is None or not self.known.index.num_known:
             return _Remembered({role: np.zeros(len(t)) for role, t in self.tables.items()})
         if request.adapter:
             tables = self.tables.items()
@@ -240,21 +247,24 @@ class FleetTable:
         tokens: dict[float, Floats] = {}
         held: list[Leading] = []
         tie = None
-        for size in {size for t in self.tables.values() for size in t.eligibility.block_sizes}:
+        prefill, decode = self.tables.values()
+        for size in {*prefill.eligibility.block_sizes, *decode.eligibility.block_sizes}:
             keys = request.keys(BlockNaming(int(size)))
-            match = self.known.match(keys)
+            match = self.known.index.match(keys)
             tokens[size] = lengths(match.soon, self.known.num_places) * np.float64(size)
-            held += [(blocks * int(size), engines) for blocks, engines in match.now]
-            if match.longest < len(keys):
-                tie = int(keys[match.longest])
-        cached = {role: _tokens(table, tokens) for role, table in self.tables.items()}
+            for blocks, engines in match.now:
+                held.append((blocks * int(size), engines))
+            longest = match.soon[-1][0] if match.soon else 0
+            if longest < len(keys):
+                tie = int(keys[longest])
+        cached: Tokens = {"prefill": _tokens(prefill, tokens), "decode": _tokens(decode, tokens)}
         return _Remembered(cached, held, tie)
 
     def _cached_by_adapter(self, table: EngineTable, request: RequestView) -> Floats:
         """Engines may have other files under the same name, and most do not have it loaded."""
         cached: Floats = np.zeros(len(table))
         for at, row in enumerate(table.rows):
-            naming = self._naming(request, row)
+            naming = self._naming(request, row.key, table.column["block_size"][at])
             if naming is not None and request.keys is not None:
                 found = self.known.num_cached([row.key], request.keys(naming))
                 cached[at] = found[row.key] * naming.block_size
@@ -280,10 +290,10 @@ class FleetTable:
         first, second = (table.eligibility.lends for table in self.tables.values())
         return {kind: first.get(kind, 0) | second.get(kind, 0) for kind in first | second}
 
-    def _naming(self, request: RequestView, row: EngineRow) -> BlockNaming | None:
+    def _naming(self, request: RequestView, key: str, block_size: float) -> BlockNaming | None:
         """How an engine names the blocks of a prompt; None: that is not known."""
-        digest = self.known.adapters(row.key).get(request.adapter) if request.adapter else ""
-        return None if digest is None else BlockNaming(int(row["block_size"]), digest)
+        digest = self.known.adapters(key).get(request.adapter) if request.adapter else ""
+        return None if digest is None else BlockNaming(int(block_size), digest)
 
 
 def _adapter_s(table: EngineTable, name: str, now: float) -> Floats:

@@ -16,10 +16,10 @@ from typing import Any, Final, Literal, Protocol, TypeVar
 import numpy as np
 
 from diptych_protocol.router_settings import Disaggregate
+from diptych_router.engines.block_holders import Keys
 from diptych_router.engines.engine_table import EngineTable, Flags, Floats
+from diptych_router.engines.known_prefixes import BlockNaming
 from diptych_router.engines.pair_rates import WORDS, Nearnesses, Pairing, PairRates, Ways
-from diptych_router.engines.prefixes.block_keys import BlockNaming
-from diptych_router.engines.prefixes.hash_table import Keys
 
 Duty = Literal["prefill", "decode", "both"]
 """The task of an engine: to compute a prompt for another, to continue after that, or to do both."""
@@ -77,9 +77,6 @@ class PoolView:
     tie: int | None = None
     """Decides between engines of the same cost: see `EngineTable.preferred`. None: draw one."""
     _made: dict[str, Any] = field(default_factory=dict)
-
-    def key(self, at: int) -> str:
-        return self.table.rows[at].key
 
     def once(self, name: str, make: Callable[[], Made]) -> Made:
         """Compute a value that a policy needs for several duties only once."""
@@ -286,7 +283,7 @@ def successor(policy: Policy, decode: PoolView, fingerprint: float, draw: Draw) 
     fits."""
     priced = Priced(policy, RequestView(), "decode", decode, draw)
     chosen = priced.best(decode.table.column["fingerprint"] == fingerprint)
-    return None if chosen is None else decode.key(chosen)
+    return None if chosen is None else decode.table.rows[chosen].key
 
 
 def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
@@ -329,8 +326,8 @@ def _pair(
 ) -> Decision:
     (first, p), (second, d) = pair
     return Decision(
-        first.engines.key(p),
-        second.engines.key(d),
+        first.rows[p].key,
+        second.rows[d].key,
         f"{policy.reason} pair",
         fetch_tokens=first.fetches(p),
         terms=_added(first.terms(p), second.terms(d)),
@@ -414,7 +411,7 @@ def _one(
     priced: Priced, at: int, reason: str, weighed: Sequence[Priced], *, of_prefill: bool = False
 ) -> Decision:
     """One engine does all that is to be done."""
-    key = priced.engines.key(at)
+    key = priced.rows[at].key
     return Decision(
         key if of_prefill else None,
         key,

@@ -30,7 +30,7 @@ from diptych_protocol.config import MAX_PLACE_CHARACTERS
 from diptych_protocol.wire import DOUBT_KV, FOLLOW_HEARTBEAT, FOLLOW_PREFIXES, Heartbeat
 from diptych_router.engines.descriptions import common_to_leases
 from diptych_router.engines.engine_table import EngineRow, Role
-from diptych_router.engines.health.liveness import Liveness
+from diptych_router.engines.liveness import Liveness
 from diptych_router.engines.own_requests import OwnRequests
 from diptych_router.engines.pair_rates import NOWHERE, Location
 
@@ -79,7 +79,8 @@ class EngineLink:
         hangs; called again and again until it speaks.
         """
         self.role: Role = role
-        self.endpoint = endpoint
+        self.endpoint = self.name = endpoint
+        """The name is that of the engine, while one answers."""
         self.key = key_of(role, endpoint)
         self.description: EngineDescription | None = None
         self.known_as = ""
@@ -96,6 +97,7 @@ class EngineLink:
         """Discovery still names it; an engine that is not listed gets no new requests."""
         self.row = row
         """Its numbers in the table of its pool."""
+        self.charge = row.charge
         self.kept_out = False
         """Its breaker is open; see `keep_out`."""
         self._on_news = on_news
@@ -114,10 +116,6 @@ class EngineLink:
         self._task = asyncio.create_task(self._keep_described(), name=f"link {endpoint}")
 
     @property
-    def name(self) -> str:
-        return self.description.shown_name if self.description is not None else self.endpoint
-
-    @property
     def revision(self) -> str:
         return self.description.revision if self.description is not None else ""
 
@@ -133,10 +131,6 @@ class EngineLink:
     @open_tokens.setter
     def open_tokens(self, tokens: int) -> None:
         self.row["open_tokens"] = tokens
-
-    def charge(self, tokens: int, planned: int = 0) -> None:
-        """See `EngineRow.charge`."""
-        self.row.charge(tokens, planned)
 
     @property
     def open_to_work(self) -> bool:
@@ -295,7 +289,7 @@ class EngineLink:
             stats.draining |= self.stats.draining
             self.stats = stats
             self.description = description
-            self.known_as = description.shown_name
+            self.name = self.known_as = description.shown_name
             self.row["block_size"] = description.block_size
             self.row.restarted()
             self.row["lends"] = (
@@ -380,7 +374,7 @@ class EngineLink:
         if self.description is None:
             return
         log.warning("%s engine %s is lost: %s", self.role, self.name, cause)
-        self.description = None
+        self.description, self.name = None, self.endpoint
         self.row["usable"] = self.row["lends"] = False
         self._gone.set()
         self._own.lose(cause)

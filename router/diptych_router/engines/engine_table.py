@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
+from functools import cached_property
 from hashlib import blake2b
 from typing import Final, Literal, NamedTuple
 
@@ -18,8 +19,8 @@ from numpy.typing import NDArray
 from diptych_protocol import SchedulerStats
 from diptych_protocol.engine_stats import MAX_MOVES_TOLD, Move
 from diptych_router.engines.learned_rates import LearnedRates
+from diptych_router.engines.loaded_adapters import LoadedAdapters
 from diptych_router.engines.pair_rates import PairRates
-from diptych_router.engines.prefixes.loaded_adapters import LoadedAdapters
 
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, Role] = ("prefill", "decode")
@@ -95,8 +96,7 @@ class EngineTable:
         self.columns = columns
         self.column: Mapping[str, Floats] = dict(zip(FIELDS, columns, strict=True))
         """By names, see `FIELDS`: [engines]."""
-        self.last_eligibility: Eligibility | None = None
-        """What follows from `SELDOM`; None: one of these has changed."""
+        self.seldom_changed()
 
     @property
     def trips(self) -> Floats:
@@ -105,12 +105,14 @@ class EngineTable:
         both: Floats = self.columns[_TRIP_S : _TRIP_S + 2]
         return both
 
-    @property
+    @cached_property
     def eligibility(self) -> Eligibility:
         """The columns that change seldom, and so are not gathered for each decision."""
-        if self.last_eligibility is None:
-            self.last_eligibility = Eligibility.of(self.column, self.places)
-        return self.last_eligibility
+        return Eligibility.of(self.column, self.places)
+
+    def seldom_changed(self) -> None:
+        """One of `SELDOM` has: what follows from them is to be found anew."""
+        self.__dict__.pop("eligibility", None)
 
     def add(self, key: str, place: int) -> EngineRow:
         """Add an engine. It counts as having got as much as those that got most."""
@@ -247,7 +249,7 @@ class EngineRow:
     def __setitem__(self, name: str, value: float) -> None:
         column = self._table.column[name]
         if name in SELDOM and column[self.at] != value:
-            self._table.last_eligibility = None
+            self._table.seldom_changed()
         column[self.at] = value
 
     def charge(self, tokens: int, planned: int = 0) -> None:

@@ -26,9 +26,6 @@ class Serving(msgspec.Struct, frozen=True):
     asleep: bool = False
     """The pools are empty on purpose: hold requests until they are not."""
 
-    def admits(self, revision: str) -> bool:
-        return not self.revisions or revision in self.revisions
-
 
 class ServingFile:
     """The file's newest valid content."""

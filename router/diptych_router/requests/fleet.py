@@ -8,7 +8,7 @@ from typing import Protocol
 from diptych_protocol import KVTransferParams
 from diptych_router.choosing.first_token import FirstToken
 from diptych_router.choosing.policy import Decision, RequestView
-from diptych_router.engines.health.health_book import Failure
+from diptych_router.engines.health_book import Failure
 
 
 class EngineAccount(Protocol):
@@ -39,7 +39,7 @@ class EngineAccount(Protocol):
 class Fleet(Protocol):
     """Both pools at the moment of each call."""
 
-    def get(self, key: str) -> EngineAccount | None: ...
+    def get(self, key: str, /) -> EngineAccount | None: ...
     def may_begin_at(self, key: str) -> bool:
         """Whether this engine may get new requests, and does not hang."""
 

@@ -50,8 +50,8 @@ from diptych_router.requests.actions import (
     WakeAt,
 )
 from diptych_router.requests.pools.pools import Pools
-from diptych_router.requests.promises.promises import Promises
-from diptych_router.requests.record.request_record import Tracer
+from diptych_router.requests.promises import Promises
+from diptych_router.requests.request_record import Tracer
 from diptych_router.requests.request_table import RequestTable
 
 MAX_OPEN_REQUESTS = 4096
@@ -191,7 +191,8 @@ class PoolClient(AsyncEngine, WithoutControl):
         if message.journey_events is not None:
             self.table.records.told(link.key, message.journey_events, now)
         self._carry_out(self.table.receive(link.key, message.outputs, now))
-        self._carry_out(self.table.take_turns(now))
+        if turns := self.table.take_turns(now):
+            self._carry_out(turns)
 
     def _engine_lost(self, link: EngineLink, cause: EngineDeadError) -> None:
         self._carry_out(self.table.engine_lost(link.key, str(cause), time.monotonic()))
@@ -225,7 +226,26 @@ class PoolClient(AsyncEngine, WithoutControl):
         self._busy = True
         try:
             while self._to_do:
-                self._do(self._to_do.popleft())
+                match self._to_do.popleft():
+                    case Deliver(outputs):
+                        if ended_here := self.output_processor.process(outputs):
+                            self._withdraw(ended_here, "stop")
+                    case Add() as add:
+                        self._add(add)
+                    case Abort(engine, core_ids):
+                        if (link := self.pools.get(engine)) is not None:
+                            link.abort(core_ids)
+                    case Announce(engine, request):
+                        if (link := self.pools.get(engine)) is not None:
+                            link.announce(request)
+                    case Release(core_id, params):
+                        self.pools.release(core_id, params)
+                    case AskHandOff() as ask:
+                        self.pools.spawn(self._ask_hand_off(ask))
+                    case Fail(request_id, error):
+                        self.output_processor.fail(request_id, error)
+                    case WakeAt(when):
+                        self._loop.call_at(when, self._wake, when)
         finally:
             self._busy = False
         if self.router_tracer is not None:
@@ -235,31 +255,6 @@ class PoolClient(AsyncEngine, WithoutControl):
         """Send the spans of the requests that have ended since the last call."""
         for record in self.table.records.take_traced():
             tracer.send(record)
-
-    def _do(self, action: Action) -> None:
-        match action:
-            case Deliver(outputs):
-                ended_here = self._hand_out(outputs)
-                if ended_here:
-                    self._withdraw(ended_here, "stop")
-            case Add():
-                self._add(action)
-            case Abort(engine, core_ids):
-                link = self.pools.get(engine)
-                if link is not None:
-                    link.abort(core_ids)
-            case Announce(engine, request):
-                link = self.pools.get(engine)
-                if link is not None:
-                    link.announce(request)
-            case Release(core_id, params):
-                self.pools.release(core_id, params)
-            case AskHandOff():
-                self.pools.spawn(self._ask_hand_off(action))
-            case Fail(request_id, error):
-                self.output_processor.fail(request_id, error)
-            case WakeAt(when):
-                self._loop.call_at(when, self._wake, when)
 
     def name_of(self, engine: str) -> str:
         """Return an engine's name by its key: its last one if nobody answers there now, the key

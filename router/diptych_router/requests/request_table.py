@@ -43,18 +43,20 @@ from diptych_protocol import (
     FinishReason,
 )
 from diptych_router.choosing.policy import Decision
-from diptych_router.engines.health.health_book import Failure
+from diptych_router.engines.health_book import Failure
 from diptych_router.requests.actions import Abort, Action, AskHandOff, Deliver, Release
+from diptych_router.requests.attempts import LEAST_PATIENCE_S, Attempts
 from diptych_router.requests.fleet import Fleet
-from diptych_router.requests.placing.attempts import LEAST_PATIENCE_S, Attempts
-from diptych_router.requests.placing.held_requests import HeldRequests
-from diptych_router.requests.placing.placements import Placements
-from diptych_router.requests.placing.siblings import Siblings, same_way
-from diptych_router.requests.placing.tenant_places import TenantPlaces
-from diptych_router.requests.promises.promises import Promises
-from diptych_router.requests.record.predictions import Predictions
-from diptych_router.requests.record.records import Records
-from diptych_router.requests.record.request_record import RequestRecord, Setback, Trace
+from diptych_router.requests.placements import (
+    HeldRequests,
+    Placements,
+    Siblings,
+    TenantPlaces,
+    same_way,
+)
+from diptych_router.requests.promises import Predictions, Promises
+from diptych_router.requests.records import Records
+from diptych_router.requests.request_record import RequestRecord, Setback, Trace
 from diptych_router.requests.routed_request import RoutedRequest, is_given_up
 
 log = logging.getLogger(__name__)
@@ -194,7 +196,7 @@ class RequestTable:
                 self._pass_turn(routed, self._setback_at(engine), why)
             else:
                 actions += self._absorb(routed, output, now)
-                if output.new_token_ids or output.finished:
+                if output.new_token_ids or output.finish_reason is not None:
                     deliver.append(output)
         if strays:
             actions.append(Abort(engine, strays))
@@ -219,7 +221,7 @@ class RequestTable:
             self._pass_turn(routed)
             # Who hands off has read what it took over; whoever says otherwise loses it.
             return [] if unread is None else [Release(routed.core_id, unread)]
-        if output.finished:
+        if output.finish_reason is not None:
             self._fleet.went_well(routed.engine, routed.prefill_engine)
             self._usual_output += (len(routed.generated) - self._usual_output) * NEWEST_PART
             self.promises.saw_end(routed.record, now)
@@ -250,6 +252,8 @@ class RequestTable:
 
     def take_turns(self, now: float) -> Sequence[Action]:
         """Continue requests whose engines have ended their part, if users still want them."""
+        if not (self._turns or self._siblings.followers or self.held.num_crowded):
+            return ()
         turns, self._turns = self._turns, []
         actions: list[Action] = []
         for turn in turns:

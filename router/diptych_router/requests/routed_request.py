@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Collection
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,9 +32,9 @@ from diptych_protocol.kv_transfer_params import PARAM
 from diptych_protocol.router_settings import Disaggregate
 from diptych_protocol.wire import ErrorKind
 from diptych_router.choosing.policy import RequestView
-from diptych_router.engines.prefixes.block_keys import BlockNaming, block_keys
-from diptych_router.engines.prefixes.hash_table import Keys
-from diptych_router.requests.record.request_record import RequestRecord, Setback
+from diptych_router.engines.block_holders import Keys
+from diptych_router.engines.known_prefixes import BlockNaming, block_keys
+from diptych_router.requests.request_record import RequestRecord, Setback
 
 MAX_ERRORS = 3
 """How often engines may report that they failed with a request."""
@@ -232,10 +233,13 @@ class RoutedRequest:
         """
         if self.tokens_left <= 1:
             return self.aggregated_request(source)
-        params = self._params(KVTransferParams(do_remote_decode=True, lease_id=lease_id).to_dict())
-        params.max_tokens = len(self.generated) + 1
-        params.min_tokens = min(params.min_tokens, params.max_tokens)
-        return self._with(params, source)
+        asked = KVTransferParams(do_remote_decode=True, lease_id=lease_id)
+        request = self._with(asked.to_dict(), source)
+        params = request.sampling_params
+        if params is not None:
+            params.max_tokens = len(self.generated) + 1
+            params.min_tokens = min(params.min_tokens, params.max_tokens)
+        return request
 
     @property
     def worth_announcing(self) -> bool:
@@ -252,7 +256,7 @@ class RoutedRequest:
         self.announced = Announcement(engine, coming)
         num_tokens = self.prompt_tokens + len(self.generated)
         lease = msgspec.structs.replace(lends, lease_id=lease_id, remote_num_tokens=num_tokens)
-        coming_request = self._with(self._params(lease.to_dict()), core_id=coming)
+        coming_request = self._with(lease.to_dict(), core_id=coming)
         if coming_request.mm_features is not None:  # their names tell D enough
             coming_request.mm_features = [
                 msgspec.structs.replace(feature, data=None)
@@ -272,29 +276,28 @@ class RoutedRequest:
     def decode_request(self) -> EngineCoreRequest:
         """Return the request for the decode engine: take the KV over and continue after the tokens
         that the user has."""
-        return self._with(self._params(self.lease))
+        return self._with(self.lease)
 
     def aggregated_request(self, source: KVTransferParams | None = None) -> EngineCoreRequest:
         """Return the request for one engine that does everything. source: the engine that may have
         the KV of a prefix."""
-        return self._with(None if self.prefill_only else self._params(None), source)
-
-    def _params(self, kv_transfer_params: dict[str, Any] | None) -> SamplingParams:
-        """Return the user's sampling parameters with these parameters of a hand-off."""
-        params = self.original.sampling
-        extra = dict(params.extra_args or {})
-        extra.pop(PARAM, None)
-        if kv_transfer_params is not None:
-            extra[PARAM] = kv_transfer_params
-        return msgspec.structs.replace(params, extra_args=extra or None)
+        return self._with(None, source)
 
     def _with(
         self,
-        params: SamplingParams | None,
+        kv_transfer_params: dict[str, Any] | None,
         source: KVTransferParams | None = None,
         core_id: str = "",
     ) -> EngineCoreRequest:
-        """For an engine that knows it by this id; empty: that of the placement of now."""
+        """The user's request with these parameters of a hand-off, for an engine that knows it by
+        this id; empty: that of the placement of now."""
+        params = copy(self.original.sampling_params)
+        if params is not None:
+            extra = dict(params.extra_args or {})
+            extra.pop(PARAM, None)
+            if kv_transfer_params is not None:
+                extra[PARAM] = kv_transfer_params
+            params.extra_args = extra or None
         core_id, trace = core_id or self.core_id, self.record.trace
         headers = self.original.trace_headers if trace is None else trace.headers(core_id)
         return msgspec.structs.replace(

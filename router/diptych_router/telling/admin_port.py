@@ -14,7 +14,7 @@ from diptych_frontend.admin.calls import build_admin_app, report
 from diptych_protocol import InvalidRequestError
 from diptych_protocol.admin import Explanation
 from diptych_router.requests.pool_client import PoolClient
-from diptych_router.requests.record.records import MOST_REQUESTS
+from diptych_router.requests.records import MOST_REQUESTS
 from diptych_router.telling.explained import NameOf
 from diptych_router.telling.explanations import Explanations
 from diptych_router.telling.report import router_report

@@ -16,8 +16,7 @@ from diptych_protocol.admin import (
     StationReport,
 )
 from diptych_router.choosing.policy import Decision, Priced
-from diptych_router.requests.record.course import Placement
-from diptych_router.requests.record.request_record import Attempt, RequestRecord
+from diptych_router.requests.request_record import Attempt, Placement, RequestRecord
 
 MOST_CANDIDATES: Final = 8
 """The most engines of one pool that are reported, beside the chosen one."""

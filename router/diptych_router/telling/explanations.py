@@ -6,8 +6,8 @@ from itertools import islice
 from typing import Final
 
 from diptych_protocol.admin import Explanation, RequestList, RequestReport
-from diptych_router.requests.record.records import Records
-from diptych_router.requests.record.request_record import RequestRecord
+from diptych_router.requests.records import Records
+from diptych_router.requests.request_record import RequestRecord
 from diptych_router.telling.explained import NameOf, line_of, report_of
 
 MOST_FOUND: Final = 32

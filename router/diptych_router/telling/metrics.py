@@ -11,8 +11,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from diptych_frontend.observability.metrics import PREFIX
-from diptych_router.requests.promises.promises import Kind, Promises
-from diptych_router.requests.record.predictions import BOUNDS, Predictions, Ratios
+from diptych_router.requests.promises import BOUNDS, Kind, Predictions, Promises, Ratios
 
 
 class PredictionMetrics(Collector):

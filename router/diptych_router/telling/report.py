@@ -14,10 +14,10 @@ from prometheus_client.registry import Collector
 from diptych_protocol import KVTransferStats
 from diptych_protocol.admin import EngineReport, PromiseCount, RouterReport
 from diptych_router.engines.engine_link import EngineLink
-from diptych_router.engines.health.health_book import Failure
+from diptych_router.engines.health_book import Failure
 from diptych_router.requests.pool_client import PoolClient
 from diptych_router.requests.pools.pools import Pools
-from diptych_router.requests.promises.promises import Kind
+from diptych_router.requests.promises import Kind
 
 PREFIX: Final = "diptych:engine_"
 

@@ -14,8 +14,7 @@ from typing import Final, Literal
 
 from diptych_protocol import EngineCoreRequest
 from diptych_protocol import RequestJourneyEventType as Station
-from diptych_router.requests.record.course import Placement
-from diptych_router.requests.record.request_record import Attempt, RequestRecord, Setback
+from diptych_router.requests.request_record import Attempt, Placement, RequestRecord, Setback
 
 MAX_TEXT = 1024
 """Longer texts, such as engines' reasons, are cut."""

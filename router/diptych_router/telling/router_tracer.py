@@ -33,7 +33,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from diptych_frontend.observability.span_sender import SpanSender
 from diptych_frontend.observability.steady_clock import time_of_day
 from diptych_protocol import EngineCoreRequest
-from diptych_router.requests.record.request_record import RequestRecord
+from diptych_router.requests.request_record import RequestRecord
 from diptych_router.telling.request_spans import SpanFacts, Value, request_attributes, spans_of
 
 MAX_ENGINES = 1024

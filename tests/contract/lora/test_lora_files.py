@@ -150,8 +150,10 @@ def test_contract_C19_files_that_change_while_a_request_waits_fail_it_alone(
 def test_contract_C19_one_id_is_one_adapter(engine: MakeCore, adapter: Any) -> None:
     core = engine()
     core.call("add_lora", [adapter(1)])
-    with pytest.raises(InvalidRequestError, match="take another id"):
-        core.call("add_lora", [LoRARequest("other", 1, adapter(2).lora_path)])
+    first, second = adapter(1), adapter(2)
+    for name, path in ((second.lora_name, first.lora_path), (first.lora_name, second.lora_path)):
+        with pytest.raises(InvalidRequestError, match="take another id"):
+            core.call("add_lora", [LoRARequest(name, 1, path)])
 
 
 def test_contract_C19_adapters_of_the_configuration_are_there_from_the_start(

@@ -13,9 +13,8 @@ from model_kit.mixture import SIZES, experts_of, published_mixture
 
 from diptych_engine import LLM, AsyncLLM, EngineArgs
 from diptych_frontend.model_files.model_source import resolve_model
-from diptych_frontend.text.collector import Collector
+from diptych_frontend.text.collector import Collector, joined
 from diptych_frontend.text.output_processor import OutputProcessor
-from diptych_frontend.text.routed_experts import joined
 from diptych_frontend.text.tokenizer_files import load_tokenizer
 from diptych_protocol import (
     Array,

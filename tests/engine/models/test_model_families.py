@@ -44,6 +44,19 @@ def test_logits_equal_transformers(
     torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
 
 
+def test_a_sequence_that_is_handed_over_goes_on(
+    family: Any, lone_sequence: Callable[..., Any]
+) -> None:
+    """The other engine keeps the blocks in other places."""
+    folder, token_ids, expected = family
+    first, second = (lone_sequence(resolve_model(str(folder)), 96) for _ in range(2))
+    first.logits(token_ids[:40])
+    second.blocks = first.blocks[::-1].copy()
+    second.cache[second.blocks] = first.cache[first.blocks]
+    actual = second.logits(token_ids[40:], 40)
+    torch.testing.assert_close(actual, expected[40:], atol=1e-3, rtol=1e-3)
+
+
 def test_every_family_is_compared() -> None:
     """Those that see are compared in `test_models_that_see.py`."""
     blind = {name for name, family in FAMILIES.items() if not family.sees}

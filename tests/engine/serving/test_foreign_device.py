@@ -22,7 +22,7 @@ from engine_kit.geometry import Engines, totals
 from model_kit.mixture import answer_of, experts_of, published_mixture
 from model_kit.sensitive_model import Question, questions, save_sensitive_model
 
-from diptych_frontend.text.routed_experts import joined
+from diptych_frontend.text.collector import joined
 from diptych_kernels.block_copy import triton as block_copy
 from diptych_kernels.block_copy.copies import BlockCopies
 from diptych_kernels.sampling import triton as sampling

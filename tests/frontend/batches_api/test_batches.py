@@ -180,7 +180,7 @@ async def test_a_file_that_is_wrong_fails_the_batch_before_anything_is_asked(
     assert found == [
         ("invalid_json_line", 2, None),
         ("duplicate_custom_id", 3, "custom_id"),
-        ("invalid_body", 4, "body"),
+        ("invalid_stream", 4, "body.stream"),
     ]
     assert batch.output_file_id is None
     assert engine.seen == []

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
 
 from diptych_frontend.batches_api import lines
+from diptych_frontend.batches_api.api_types import BatchError
 from diptych_frontend.batches_api.lines import Line, check, lines_of, read_line
 
 CHAT = "/v1/chat/completions"
@@ -28,7 +30,7 @@ def test_a_sound_line_is_a_request_with_the_body_as_it_was_sent() -> None:
     [
         (b"{", "invalid_json_line", None),
         (b"[]", "invalid_json_line", None),
-        (b'{"custom_id": "\xff"}', "invalid_json_line", None),
+        (written().replace(b'"a"', b'"\xff"'), "invalid_custom_id", "custom_id"),
         (written(custom_id=None), "missing_required_parameter", "custom_id"),
         (written(method=None), "missing_required_parameter", "method"),
         (written(url=None), "missing_required_parameter", "url"),
@@ -41,8 +43,8 @@ def test_a_sound_line_is_a_request_with_the_body_as_it_was_sent() -> None:
         (written(url="http://127.0.0.1/"), "invalid_url", "url"),
         (written(body="hi"), "invalid_body", "body"),
         (written(body={"stream": True}), "invalid_stream", "body.stream"),
-        (written().replace(b'"m"}', b'"m", "stream": 1e99999}'), "invalid_body", "body"),
-        (written().replace(b'"m"}', b'"m", "stream": "\xff"}'), "invalid_body", "body"),
+        (written().replace(b'"m"}', b'"m", "stream": 1e99999}'), "invalid_stream", "body.stream"),
+        (written().replace(b'"m"}', b'"m", "stream": "\xff"}'), "invalid_stream", "body.stream"),
     ],
 )
 def test_what_is_wrong_with_a_line_is_told_with_its_number(
@@ -52,6 +54,20 @@ def test_what_is_wrong_with_a_line_is_told_with_its_number(
     [error] = checked.errors
     assert (error.code, error.param, error.line) == (code, param, 2)
     assert error.message
+
+
+@pytest.mark.parametrize("name", ["custom_id", "method", "url", "stream"])
+def test_no_value_is_decoded_that_cannot_be_right(name: str) -> None:
+    dear: list[list[int]] = [[]] * 200_000
+    line = written(body={"stream": dear}) if name == "stream" else written(**{name: dear})
+    read_line(1, line, CHAT)
+    tracemalloc.start()
+    try:
+        assert isinstance(read_line(1, line, CHAT), BatchError)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 4 * len(line)
 
 
 def test_custom_ids_differ() -> None:

@@ -172,7 +172,6 @@ ONLY = {
         {"logprobs": -1},
         {"logprobs": True},
         {"best_of": 2},
-        {"echo": True, "logprobs": 1, "stream": True},
         {"echo": "yes"},
         {"suffix": "end"},
         {"messages": []},

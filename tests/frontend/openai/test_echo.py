@@ -129,6 +129,31 @@ def test_a_prompts_log_probabilities_are_read_once_for_all_choices() -> None:
         assert choice["prompt_logprobs"][1]["98"]["logprob"] == -1.0
 
 
+def test_each_choice_of_a_stream_begins_with_its_prompts_log_probabilities() -> None:
+    """Only the first choice's engine request has them, and another choice may be said before."""
+    writer = CompletionWriter(Envelope("c", 0, "m", 2, None), ["ab"])
+    rows = CountedRows([None, row((98, -1.0, b"b"))])
+
+    def said(index: int, text: str, **of_prompt: Any) -> list[dict[str, Any]]:
+        of_token = [row((ord(text), -2.0, text.encode()))]
+        choice = CompletionOutput(index, text, [ord(text)], None, of_token, None, text_ends=[at])
+        output = RequestOutput("r", "ab", [97, 98], [choice], False, **of_prompt)
+        lines = writer.events(0, output, Tally(2)).splitlines()
+        return [json.loads(line[6:])["choices"][0] for line in lines if line]
+
+    at = 1
+    assert said(1, "!") == []
+    second, first = said(0, "?", prompt_logprobs=rows)
+    at = 2
+    [later] = said(1, ".")
+    assert rows.times_read == 1
+    assert (first["index"], first["text"], second["index"], second["text"]) == (0, "ab?", 1, "ab!")
+    assert first["logprobs"]["token_logprobs"] == [None, -1.0, -2.0]
+    assert second["logprobs"]["tokens"] == ["a", "b", "!"]
+    assert second["logprobs"]["text_offset"] == [0, 1, 2]
+    assert (later["text"], later["logprobs"]["text_offset"]) == (".", [3])
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [({"logprobs": 20}, "logprobs"), ({"prompt_logprobs": 20}, "prompt_logprobs")],

@@ -175,8 +175,11 @@ def test_in_rubbish_there_is_no_promise(body: bytes) -> None:
 
 
 @pytest.mark.parametrize("end", [b"]}}", b""], ids=["whole", "cut off"])
-def test_what_would_take_long_to_decode_is_not_looked_into(end: bytes) -> None:
+@pytest.mark.parametrize(("value", "count"), [(b"[]", MAX_VALUES), (b"1e300", 1000)])
+def test_what_would_take_long_to_decode_is_not_looked_into(
+    end: bytes, value: bytes, count: int
+) -> None:
     """It happens on the event loop, after any refusal."""
-    many = b",".join([b"[]"] * MAX_VALUES)
+    many = b",".join([value] * count)
     body = b'{"kv_transfer_params":{"do_remote_prefill":true,"x":[' + many + end
     assert promised_prefill(body) is None

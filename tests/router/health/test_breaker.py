@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych_router.engines.health.breaker import (
+from diptych_router.engines.health_book import (
     FIRST_OPEN_S,
     FORGIVEN_S,
     LONGEST_OPEN_S,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diptych_protocol import SchedulerStats
-from diptych_router.engines.health.full_engines import REMEMBERED_S, FullEngines
+from diptych_router.engines.health_book import REMEMBERED_S, FullEngines
 
 BEFORE = SchedulerStats(num_waiting=4)
 

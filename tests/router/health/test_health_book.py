@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych_router.engines.health.breaker import State
-from diptych_router.engines.health.health_book import Failure, HealthBook
-from diptych_router.requests.placing.attempts import LEAST_PATIENCE_S, patience_s
+from diptych_router.engines.health_book import Failure, HealthBook, State
+from diptych_router.requests.attempts import LEAST_PATIENCE_S, patience_s
 
 
 def book_of(failures: dict[str, int]) -> HealthBook:

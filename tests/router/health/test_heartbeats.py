@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych_protocol.wire import Heartbeat
-from diptych_router.engines.health.heartbeats import GRACE_S, MOST_PROMISED_S, Heartbeats
+from diptych_router.engines.liveness import GRACE_S, MOST_PROMISED_S, Heartbeats
 
 
 def follow(beats: dict[float, Heartbeat], until: float, asleep: range = range(0)) -> Heartbeats:

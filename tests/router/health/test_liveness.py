@@ -6,8 +6,7 @@ from typing import Any
 
 from diptych_protocol import SchedulerStats
 from diptych_protocol.wire import Heartbeat
-from diptych_router.engines.health.heartbeats import GRACE_S
-from diptych_router.engines.health.liveness import HANGS_S, SILENT_S, Liveness
+from diptych_router.engines.liveness import GRACE_S, HANGS_S, SILENT_S, Liveness
 
 
 def stats(steps: int, num_running: int = 1) -> SchedulerStats:

@@ -12,7 +12,7 @@ from chaos_kit.bad_news import BadNews, Mischief
 from diptych_frontend.core_client.prefix_news import REPEAT_S, PrefixNews
 from diptych_protocol.block_hashes import FIRST_DIGEST, next_digest
 from diptych_protocol.wire import PREFIX_KEY_BYTES, PrefixChanges
-from diptych_router.engines.prefixes.known_prefixes import (
+from diptych_router.engines.known_prefixes import (
     MAX_IN_VAIN,
     MAX_REPEATS,
     KnownPrefixes,

@@ -17,9 +17,8 @@ from diptych_frontend.core_client.prefix_news import PrefixNews
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.text.renderer import TextRenderer
 from diptych_protocol import EngineCoreRequest, LoRARequest
-from diptych_router.engines.prefixes.block_keys import BlockNaming
-from diptych_router.engines.prefixes.known_prefixes import KnownPrefixes
-from diptych_router.requests.record.records import record_of
+from diptych_router.engines.known_prefixes import BlockNaming, KnownPrefixes
+from diptych_router.requests.records import record_of
 from diptych_router.requests.routed_request import RoutedRequest
 
 PROMPT = list(range(1, 50))

@@ -8,7 +8,7 @@ import pytest
 
 from diptych_protocol.block_hashes import extend_block_hashes
 from diptych_protocol.wire import PREFIX_KEY_BYTES, PrefixChanges
-from diptych_router.engines.prefixes.known_prefixes import KnownPrefixes, keys_of
+from diptych_router.engines.known_prefixes import KnownPrefixes, keys_of
 
 ENGINES = ("p0", "p1", "d0")
 CHAIN: list[bytes] = []

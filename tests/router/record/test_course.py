@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 
 from diptych_protocol import RequestJourneyEvent
 from diptych_protocol import RequestJourneyEventType as Station
-from diptych_router.requests.record.course import MOST_MARKS, MOST_STATIONS, Placement, TokenTimes
+from diptych_router.requests.request_record import (
+    MOST_MARKS,
+    MOST_STATIONS,
+    Placement,
+    TokenTimes,
+)
 
 
 def told(kind: Station, time_s: float, tokens: int = 0) -> RequestJourneyEvent:

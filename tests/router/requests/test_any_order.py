@@ -15,10 +15,10 @@ from diptych_protocol import (
     FinishReason,
 )
 from diptych_protocol.wire import ErrorKind
-from diptych_router.requests.placing import tenant_places
-from diptych_router.requests.placing.attempts import LEAST_PATIENCE_S
-from diptych_router.requests.record.records import MOST_PLACEMENTS
-from diptych_router.requests.record.request_record import RequestRecord
+from diptych_router.requests import placements
+from diptych_router.requests.attempts import LEAST_PATIENCE_S
+from diptych_router.requests.records import MOST_PLACEMENTS
+from diptych_router.requests.request_record import RequestRecord
 from diptych_router.telling.request_spans import spans_of
 
 HISTORIES = pytest.mark.parametrize("histories", [80, pytest.param(1000, marks=pytest.mark.slow)])
@@ -33,7 +33,7 @@ def test_the_invariants_hold_whatever_happens(histories: int) -> None:
 def test_the_invariants_hold_for_several_tenants(
     histories: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tenant_places, "MAX_PLACED", 2)
+    monkeypatch.setattr(placements, "MAX_PLACED", 2)
     play_many(histories, ["a", "a", "a", "b", "c"])
 
 

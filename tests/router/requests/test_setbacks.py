@@ -17,7 +17,7 @@ from diptych_router.requests.actions import (
     AskHandOff,
     Fail,
 )
-from diptych_router.requests.placing.attempts import LEAST_PATIENCE_S
+from diptych_router.requests.attempts import LEAST_PATIENCE_S
 from diptych_router.requests.routed_request import MAX_LATE
 
 

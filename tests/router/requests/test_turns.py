@@ -18,11 +18,11 @@ from diptych_protocol import (
 )
 from diptych_router.choosing.first_token import FirstToken
 from diptych_router.choosing.policy import Decision, RequestView
+from diptych_router.requests import placements
 from diptych_router.requests.actions import (
     Add,
     Fail,
 )
-from diptych_router.requests.placing import tenant_places
 
 
 def test_another_answer_to_a_prompt_begins_when_the_first_decodes_and_takes_its_way() -> None:
@@ -75,7 +75,7 @@ class TestTenants:
 
     @pytest.fixture(autouse=True)
     def few(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(tenant_places, "MAX_PLACED", 3)
+        monkeypatch.setattr(placements, "MAX_PLACED", 3)
 
     def greedy(self, count: int = 10, **options: Any) -> World:
         """A tenant with so many requests, and another one that is active."""

@@ -14,7 +14,7 @@ from chaos_kit.service import Engine, Service
 
 from diptych_protocol import EngineDeadError
 from diptych_protocol.wire import PrefixChanges
-from diptych_router.engines.prefixes.hash_table import Keys
+from diptych_router.engines.block_holders import Keys
 from diptych_router.requests.pool_client import PoolClient
 
 AGREE_S = 30.0
@@ -24,10 +24,10 @@ AGREE_S = 30.0
 def held_by(router: PoolClient, key: str) -> Keys:
     """The keys of the blocks that a router takes an engine to remember, in order."""
     known = router.pools.fleet.known
-    held, place = known._index.held, known.place(key)
+    held, place = known.index.held, known.place(key)
     values = held._table.values
     numbers, at = np.unique(values[values > 0], return_inverse=True)
-    has = np.array([held._sets.bits(int(number)) >> place & 1 for number in numbers], bool)
+    has = np.array([held._sets.bits[int(number)] >> place & 1 for number in numbers], bool)
     return np.sort(held._table.keys()[has[at]])
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from diptych_router.choosing.policy import Decision, RequestView
-from diptych_router.engines.prefixes.block_keys import BlockNaming
+from diptych_router.engines.known_prefixes import BlockNaming
 from diptych_router.requests.pools.pools import Pools
 
 MAX_REMEMBERED = 1000

@@ -13,6 +13,8 @@ from typing import Any
 MIB = 1 << 20
 LARGEST = 4 * MIB - 1024
 """Nearly the largest body that is taken."""
+HARD = [1e300] * 100_000
+"""A decoder of JSON would take a second for them."""
 TEXT = "It was the best of times, it was the worst of times. "
 
 
@@ -44,6 +46,11 @@ def large_requests(model: str) -> dict[str, LargeRequest]:
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     part = {"type": "text", "text": ""}
     transfer = {"do_remote_prefill": True, "x": [[]] * MIB}
+    call = {"name": "f", "arguments": json.dumps(HARD)}
+    called = {
+        "role": "assistant",
+        "tool_calls": [{"id": "a", "type": "function", "function": call}],
+    }
     completions: dict[str, tuple[dict[str, Any], int]] = {
         "token ids": ({"prompt": [1] * (2 * MIB - 1024)}, 413),
         "texts": ({"prompt": ["a"] * (MIB - 1024)}, 413),
@@ -53,10 +60,20 @@ def large_requests(model: str) -> dict[str, LargeRequest]:
         "fewer stop strings": ({"prompt": "a", "stop": ["x"] * 100_000}, 400),
         "one stop string": ({"prompt": "a", "stop": english(LARGEST)}, 400),
         "biases": ({"prompt": "a", "logit_bias": dict.fromkeys(range(250_000), 1)}, 413),
+        "numbers that are hard to convert": ({"prompt": "a", "echo": HARD}, 413),
+        "biases that are hard to convert": (
+            {"prompt": "a", "logit_bias": dict.fromkeys(range(30_000), 1e300)},
+            413,
+        ),
+        "hard numbers of a hand-off": (
+            {"prompt": "a", "kv_transfer_params": {"do_remote_prefill": True, "x": HARD[:16_000]}},
+            413,
+        ),
         "parameters of a hand-off": ({"prompt": "a", "kv_transfer_params": transfer}, 413),
     }
     chats: dict[str, tuple[dict[str, Any], int]] = {
         "messages": ({"messages": chat(100_000)}, 413),
+        "hard numbers of a call": ({"messages": [called, *chat(1)]}, 400),
         "fewer messages": ({"messages": chat(5_000)}, 400),
         "parts": ({"messages": [{"role": "user", "content": [part] * 90_000}]}, 413),
         "tools": ({"messages": chat(1), "tools": [tool] * 40_000}, 413),

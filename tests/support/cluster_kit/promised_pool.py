@@ -17,7 +17,7 @@ from diptych_operator.autoscale import Memory, autoscale
 from diptych_operator.counts import Counts
 from diptych_operator.reconcile import AUTOSCALE_INTERVAL_S
 from diptych_protocol.admin import EngineReport, PromiseCount, RouterReport
-from diptych_router.requests.promises.promises import RecentCounts
+from diptych_router.requests.promises import RecentCounts
 
 WORK_S: Final = 0.25
 PROMISED_S: Final = 1.0

@@ -55,7 +55,7 @@ from diptych_router.requests.actions import (
     Fail,
     Release,
 )
-from diptych_router.requests.promises.promises import Promises
+from diptych_router.requests.promises import Promises
 from diptych_router.requests.request_table import RequestTable
 
 BLOCK = 4

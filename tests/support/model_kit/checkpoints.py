@@ -57,10 +57,10 @@ def random_tensors(seed: int) -> dict[str, Tensor]:
     return tensors
 
 
-def save_model(folder: Path, tensors: dict[str, Tensor]) -> str:
-    """A Llama checkpoint; returns its path."""
+def save_model(folder: Path, tensors: dict[str, Tensor], **config: Any) -> str:
+    """A Llama checkpoint, of `SIZES` where `config` says nothing; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES, **config}))
     save_file(tensors, folder / "model.safetensors")
     return str(folder)
 

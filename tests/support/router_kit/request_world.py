@@ -19,7 +19,7 @@ from diptych_protocol import (
 )
 from diptych_router.choosing.first_token import FirstToken
 from diptych_router.choosing.policy import Decision, RequestView
-from diptych_router.engines.health.health_book import Failure
+from diptych_router.engines.health_book import Failure
 from diptych_router.requests.actions import (
     Abort,
     Action,
@@ -31,7 +31,7 @@ from diptych_router.requests.actions import (
     Release,
     WakeAt,
 )
-from diptych_router.requests.promises.promises import Promises
+from diptych_router.requests.promises import Promises
 from diptych_router.requests.request_table import RequestTable
 
 PROMPT = 10

@@ -29,7 +29,7 @@ ARGUMENTS = record_of(AmxProduct)
 
 
 def entry(bits):
-    """Return the kernel for a matrix whose levels have 4 or 8 bits."""
+    """Return the kernel for a matrix whose levels have 4, 6 or 8 bits."""
     two_by_two, two_by_one, one_by_two, one_by_one = (
         block_product(num_a, num_b) for num_a, num_b in ((2, 2), (2, 1), (1, 2), (1, 1))
     )

@@ -26,7 +26,7 @@ blocks."""
 
 
 def entry(bits):
-    """Return the kernel for a matrix whose levels have 4 or 8 bits."""
+    """Return the kernel for a matrix whose levels have 4, 6 or 8 bits."""
     eight, four, two, one = (tile_product(num_rows, bits) for num_rows in (8, 4, 2, 1))
     of_group = group_bytes(bits)
 

@@ -16,7 +16,20 @@ from diptych_kernels.native.compiled.primitives import (
     small_ints,
     thread_index,
 )
-from diptych_kernels.native.tile_layout import FACTOR_BYTES, GROUP, QUAD, TILE_ROWS, group_bytes
+from diptych_kernels.native.tile_layout import (
+    BYTE,
+    GROUP,
+    HALF,
+    LOW_BITS,
+    QUAD,
+    QUADS,
+    SPANS,
+    TILE_ROWS,
+    TOP,
+    factor_bytes,
+    group_bytes,
+    top_bit,
+)
 
 ARGUMENTS = record_of(PackedRows)
 POWER, NAN = np.float32(2.0**112), np.float32(np.nan)
@@ -24,23 +37,31 @@ POWER, NAN = np.float32(2.0**112), np.float32(np.nan)
 
 
 def entry(bits):
-    """Return the kernel for a matrix whose levels have 4 or 8 bits."""
-    of_group, parts = group_bytes(bits), 8 // bits
-    quads, mask = GROUP // QUAD // parts, (1 << bits) - 1
+    """Return the kernel for a matrix whose levels have 4, 6 or 8 bits."""
+    of_group, of_factors = group_bytes(bits), factor_bytes(bits)
+    span, vectors = SPANS[bits], QUADS if bits == BYTE else QUADS // 2
+    mask = (1 << bits) - 1 if bits == BYTE else (1 << LOW_BITS) - 1
+    has_tops = bits not in (LOW_BITS, BYTE)
+
+    shift = njit(top_bit)
 
     @njit(error_model="numpy")
     def unpack(source, row, out):
         """One row of a group."""
-        factors = halves_of(source + of_group - FACTOR_BYTES, 2 * TILE_ROWS)
-        scale, offset = _float_of_half(factors[row]), _float_of_half(factors[TILE_ROWS + row])
+        factors = halves_of(source + of_group - of_factors, of_factors // HALF)
         values = floats(out, GROUP)
-        for quad in range(quads):
-            levels = small_ints(source + (quad * TILE_ROWS + row) * QUAD, QUAD)
+        for quad in range(QUADS):
+            place = quad * QUAD // span * 2 * TILE_ROWS + row
+            scale = _float_of_half(factors[place])
+            offset = _float_of_half(factors[place + TILE_ROWS])
+            levels = small_ints(source + (quad % vectors * TILE_ROWS + row) * QUAD, QUAD)
             for column in range(QUAD):
-                for part in range(parts):
-                    level = (np.int32(levels[column]) >> (part * bits)) & mask
-                    place = (part * quads + quad) * QUAD + column
-                    values[place] = np.float32(level) * scale + offset
+                level = (np.int32(levels[column]) >> (quad // vectors * LOW_BITS)) & mask
+                if has_tops:
+                    place = (vectors + quad % vectors // 2) * TILE_ROWS + row
+                    tops = np.int32(small_ints(source + place * QUAD, QUAD)[column])
+                    level |= ((tops >> shift(quad)) & TOP) << LOW_BITS
+                values[quad * QUAD + column] = np.float32(level) * scale + offset
 
     @njit(error_model="numpy")
     def read(given):

@@ -26,12 +26,25 @@ from diptych_kernels.native.compiled.vectors import (
     target_has,
     zeros,
 )
-from diptych_kernels.native.tile_layout import GROUP, HALF, QUAD, QUADS, group_bytes
+from diptych_kernels.native.tile_layout import (
+    BYTE,
+    GROUP,
+    HALF,
+    LOW_BITS,
+    QUAD,
+    QUADS,
+    SPANS,
+    TOP,
+    factor_bytes,
+    group_bytes,
+    top_bit,
+)
 
 FLOAT, WORD = 4, 2
 """Sizes in bytes."""
-GROUP_BYTES, FACTOR_BYTES = GROUP * WORD, 2 * FLOAT
-"""The sizes of a group of one row's inputs, and of its scale and its scaled sum."""
+GROUP_BYTES, FACTOR_BYTES = GROUP * WORD, 4 * FLOAT
+"""The sizes of a group of one row's inputs, and of its scale, its scaled sum, and those of its
+halves."""
 ORDER = (0, 2, 1, 3)
 """The order in which the four inputs of a quad lie: a word of a tile holds values 0 and 1 of a
 quad, or 2 and 3, so a lane's two words, masked or shifted alike, hold values 0 and 2, or 1 and
@@ -52,8 +65,8 @@ def tile_product(num_rows, bits):
 
     tile: levels of `bits` bits and their factors, group after group. inputs: [groups, num_rows, 32]
     int16, those of these rows after those of the rows before, so that all are close in memory.
-    factors: likewise [groups, num_rows, 2] float32: a group's scale, its scaled sum. out: [rows,
-    16] float32, `stride` bytes from row to row; added to if `add`.
+    factors: likewise [groups, num_rows, 4] float32: a group's scale, its scaled sum, and those of
+    its halves. out: [rows, 16] float32, `stride` bytes from row to row; added to if `add`.
     """
 
     @intrinsic
@@ -101,46 +114,73 @@ def _sum_groups(builder, bits, tile, lanes, groups, inputs, factors, num_rows):
 
 
 def _add_group(builder, bits, weights, lane, inputs, factors, sums):
-    """Pairs outside, rows inside: sums of different rows do not wait for each other."""
-    dots = [zeros(INTS)] * len(sums)
-    for place, levels in _pairs(builder, weights, lane, bits):
-        for row in range(len(sums)):
+    spans = GROUP // SPANS[bits]
+    for span in range(spans):
+        dots = _dots(builder, bits, weights, lane, inputs, len(sums), span)
+        first = group_bytes(bits) - factor_bytes(bits) + (2 * span * LANES + lane) * HALF
+        scales, offsets = (
+            builder.fpext(load(builder, weights, HALVES, first + index * LANES * HALF), FLOATS)
+            for index in range(2)
+        )
+        own_sum = (1 if spans == 1 else 2 + span) * FLOAT
+        added = []
+        for row, (dot, total) in enumerate(zip(dots, sums, strict=True)):
+            scale, scaled_sum = (
+                everywhere(
+                    builder, load(builder, factors, FLOAT32, row * FACTOR_BYTES + place), WIDTH
+                )
+                for place in (0, own_sum)
+            )
+            product = builder.fmul(builder.sitofp(dot, FLOATS), scale)
+            total = multiply_add(builder, product, scales, total)
+            added.append(multiply_add(builder, scaled_sum, offsets, total))
+        sums = added
+    return sums
+
+
+def _dots(builder, bits, weights, lane, inputs, num_rows, span):
+    """Sums of the columns that share factors. Pairs outside, rows inside: sums of different rows do
+    not wait for each other."""
+    dots = [zeros(INTS)] * num_rows
+    for place, levels in _pairs(builder, weights, lane, bits, span):
+        for row in range(num_rows):
             pair = load(builder, inputs, INT32, row * GROUP_BYTES + place)
             pair = everywhere(builder, pair, WIDTH)
             dots[row] = _add_dots(builder, dots[row], levels, pair)
-    first = group_bytes(bits) - 2 * LANES * HALF + lane * HALF
-    scales, offsets = (
-        builder.fpext(load(builder, weights, HALVES, first + index * LANES * HALF), FLOATS)
-        for index in range(2)
-    )
-    added = []
-    for row, (dot, total) in enumerate(zip(dots, sums, strict=True)):
-        scale, scaled_sum = (
-            everywhere(builder, load(builder, factors, FLOAT32, row * FACTOR_BYTES + place), WIDTH)
-            for place in (0, FLOAT)
-        )
-        product = builder.fmul(builder.sitofp(dot, FLOATS), scale)
-        total = multiply_add(builder, product, scales, total)
-        added.append(multiply_add(builder, scaled_sum, offsets, total))
-    return added
+    return dots
 
 
-def _pairs(builder, weights, lane, bits):
-    """Yield a group's levels as vectors of words, each after the place of its pair of inputs.
+def _pairs(builder, weights, lane, bits, span):
+    """Yield a span's levels as vectors of words, each after the place of its pair of inputs.
 
-    Two quads of 4 bits share their bytes: the lowest bits of a word are value 0 or 2 of the first
-    quad, the next ones that of the second, and the upper byte holds values 1 or 3.
+    Two quads of less than 8 bits share their bytes: the lowest bits of a word are value 0 or 2 of
+    the first quad, the next ones that of the second, and the upper byte holds values 1 or 3.
     """
-    of_byte = 8 // bits
+    of_byte = 1 if bits == BYTE else BYTE // LOW_BITS
+    of_part = BYTE // of_byte
     for index in range(QUADS // of_byte):
         words = load(builder, weights, WORDS, (index * LANES + lane) * QUAD)
         for number in range(2 * of_byte):
             odd, second = divmod(number, of_byte)
             quad = index + second * QUADS // of_byte
+            if quad * QUAD // SPANS[bits] != span:
+                continue
             place = (quad * QUAD + ORDER.index(odd)) * WORD
-            shifted = builder.lshr(words, _word(number * bits)) if number else words
-            is_last = number == 2 * of_byte - 1
-            yield place, shifted if is_last else builder.and_(shifted, _word((1 << bits) - 1))
+            levels = builder.lshr(words, _word(number * of_part)) if number else words
+            if number < 2 * of_byte - 1:
+                levels = builder.and_(levels, _word((1 << of_part) - 1))
+            if bits > of_part:
+                levels = builder.or_(levels, _tops(builder, weights, lane, quad, odd))
+            yield place, levels
+
+
+def _tops(builder, weights, lane, quad, odd):
+    """The highest two bits of 6-bit levels, where they belong."""
+    vector = QUADS // 2 + quad % (QUADS // 2) // 2
+    words = load(builder, weights, WORDS, (vector * LANES + lane) * QUAD)
+    down = odd * BYTE + top_bit(quad) - LOW_BITS
+    moved = builder.lshr(words, _word(down)) if down > 0 else builder.shl(words, _word(-down))
+    return builder.and_(moved, _word(TOP << LOW_BITS))
 
 
 def _word(number):

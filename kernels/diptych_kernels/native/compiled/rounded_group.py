@@ -29,7 +29,8 @@ LEVELS = 32767.0
 @intrinsic
 def round_group(context, source, target, factors):
     """Round 32 float32 numbers to int16 levels, each quad in the order in which products read it.
-    Their scale and their scaled sum follow, which are NaN if a number is NaN or infinite."""
+    Their scale, their scaled sum and those of their halves follow, which are NaN if a number is NaN
+    or infinite."""
 
     def generate(context, builder, signature, arguments):
         source, target, factors = arguments
@@ -44,9 +45,11 @@ def round_group(context, source, target, factors):
         scale = builder.fmul(largest, FLOAT32(1 / LEVELS))
         scale = builder.fadd(scale, _nothing(builder, halves))
         add_up = function(builder, "llvm.vector.reduce.add.v16i32", ir.FunctionType(INT32, [INTS]))
-        total = builder.sitofp(builder.call(add_up, [builder.add(*levels)]), FLOAT32)
+        sums = [builder.call(add_up, [half]) for half in levels]
         store(builder, scale, factors)
-        store(builder, builder.fmul(scale, total), factors, FLOAT)
+        for place, total in enumerate((builder.add(*sums), *sums), 1):
+            scaled = builder.fmul(scale, builder.sitofp(total, FLOAT32))
+            store(builder, scaled, factors, place * FLOAT)
         return context.get_dummy_value()
 
     return types.void(source, target, factors), generate

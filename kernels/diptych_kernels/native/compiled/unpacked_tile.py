@@ -20,7 +20,18 @@ from diptych_kernels.native.compiled.vectors import (
     repeat,
     store,
 )
-from diptych_kernels.native.tile_layout import HALF, QUAD, QUADS, group_bytes
+from diptych_kernels.native.tile_layout import (
+    BYTE,
+    GROUP,
+    HALF,
+    LOW_BITS,
+    QUAD,
+    QUADS,
+    SPANS,
+    factor_bytes,
+    group_bytes,
+    top_bit,
+)
 
 VECTOR = 64
 """Size, in bytes, of a vector."""
@@ -28,10 +39,10 @@ HALVES = ir.VectorType(ir.HalfType(), LANES)
 GROUP_BYTES = 2 * QUADS * VECTOR
 """Size, in bytes, of an unpacked group: 32 values in each of 16 columns, in bfloat16."""
 QUAD_BYTES = GROUP_BYTES // QUADS
-PLACE, BYTE = 15, 8
-"""Bits: the position in a lane at which a byte of levels is processed, and its size. The position
-is as high as a mantissa allows: the lower it is, the larger is the power that is added to a level
-and subtracted again, and the more of the value that rounds off."""
+PLACE = 15
+"""The bit of a lane at which a byte of levels is processed. It is as high as a mantissa allows: the
+lower it is, the larger is the power that is added to a level and subtracted again, and the more of
+the value that rounds off."""
 MANTISSA = 23
 """Bits of a float32's mantissa. A level in the mantissa of a power of two, below its leading bit,
 is added to the power."""
@@ -69,52 +80,61 @@ def unpack_half(builder, bits, tile, index, target):
     """Write half a group of a tile; `index` counts halves."""
     group, half = builder.lshr(index, INT64(1)), builder.and_(index, INT64(1))
     source = at(builder, tile, group, group_bytes(bits))
-    scales, offsets = _factors(builder, bits, source)
-    count = QUADS * bits // 8
+    of_byte = 1 if bits == BYTE else BYTE // LOW_BITS
+    count, of_part = QUADS // of_byte, BYTE // of_byte
+    firsts = [part * of_part if bits == of_part else 0 for part in range(of_byte)]
+    factors = _factors(builder, bits, source, firsts)
     levels_at = at(builder, source, half, count // 2 * VECTOR)
+    tops_at = at(builder, source, half, VECTOR)
     target = at(builder, target, group, GROUP_BYTES)
     target = at(builder, target, half, count // 2 * QUAD_BYTES)
     for number in range(count // 2):
-        levels = load(builder, levels_at, INTS, number * VECTOR)
-        of_bytes = [_at_place(builder, levels, byte) for byte in range(QUAD)]
-        for part in range(8 // bits):
-            values = [
-                _value(builder, moved, part * bits, bits, scales, offsets[part])
-                for moved in of_bytes
-            ]
+        vector = load(builder, levels_at, INTS, number * VECTOR)
+        for part, first in enumerate(firsts):
+            values = []
+            for byte in range(QUAD):
+                level = _moved(builder, vector, byte * BYTE + part * of_part, first, of_part)
+                if bits > of_part:
+                    tops = load(builder, tops_at, INTS, count * VECTOR)
+                    from_bit = byte * BYTE + top_bit(number + part * count)
+                    top = _moved(builder, tops, from_bit, of_part, bits - of_part)
+                    level = builder.or_(level, top)
+                values.append(_value(builder, level, first, *factors[part]))
             for pair in range(QUAD // 2):
                 both = _pair(builder, *values[2 * pair : 2 * pair + 2])
                 place = (number + part * count) * QUAD_BYTES + pair * VECTOR
                 store(builder, both, target, place)
 
 
-def _factors(builder, bits, source):
-    """Scales; and offsets that take away the power of a level in each part of a byte."""
-    first = group_bytes(bits) - 2 * LANES * HALF
-    larger = _everywhere(LARGER)
-    scales, offsets = (
-        builder.fmul(
-            builder.fpext(load(builder, source, HALVES, first + index * LANES * HALF), FLOATS),
-            larger,
+def _factors(builder, bits, source, firsts):
+    """Return the scales of each part of a byte, and offsets that take away the power of its
+    levels, which begin at `firsts`."""
+    begin, larger = group_bytes(bits) - factor_bytes(bits), _everywhere(LARGER)
+    found = []
+    for part, first in enumerate(firsts):
+        span = part * GROUP // len(firsts) // SPANS[bits]
+        scales, offsets = (
+            builder.fmul(
+                builder.fpext(load(builder, source, HALVES, begin + index * LANES * HALF), FLOATS),
+                larger,
+            )
+            for index in (2 * span, 2 * span + 1)
         )
-        for index in range(2)
-    )
-    return scales, [
-        multiply_add(builder, _everywhere(-_power(bit)), scales, offsets)
-        for bit in range(0, BYTE, bits)
-    ]
+        power = _everywhere(-_power(first))
+        found.append((scales, multiply_add(builder, power, scales, offsets)))
+    return found
 
 
-def _at_place(builder, levels, byte):
-    """A byte of each lane at `PLACE`, among others."""
-    bits = constant(abs(PLACE - BYTE * byte))
-    return (builder.shl if BYTE * byte < PLACE else builder.lshr)(levels, bits)
+def _moved(builder, vector, from_bit, to_bit, bits):
+    """So many bits of each lane, counted from `PLACE` where they are put."""
+    left = PLACE + to_bit - from_bit
+    moved = (builder.shl if left > 0 else builder.lshr)(vector, constant(abs(left)))
+    return builder.and_(moved, constant(((1 << bits) - 1) << (PLACE + to_bit)))
 
 
-def _value(builder, moved, bit, bits, scales, offsets):
-    """level * scale + offset, of the levels that begin at a bit of the byte at `PLACE`."""
-    level = builder.and_(moved, constant(((1 << bits) - 1) << (PLACE + bit)))
-    level = builder.or_(level, builder.bitcast(_everywhere(_power(bit)), INTS))
+def _value(builder, level, first, scales, offsets):
+    """level * scale + offset, of levels that begin at `first`, counted from `PLACE`."""
+    level = builder.or_(level, builder.bitcast(_everywhere(_power(first)), INTS))
     return multiply_add(builder, builder.bitcast(level, FLOATS), scales, offsets)
 
 

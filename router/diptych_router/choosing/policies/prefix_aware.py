@@ -33,23 +33,19 @@ class PrefixAware:
 
     def costs(self, request: RequestView, duty: Duty, engines: PoolView) -> Terms:
         """See `Policy.costs`."""
-        terms = self._without_adapter(request, duty, engines)
+        terms: dict[str, Floats]
+        if duty == "decode":
+            column = engines.table.column
+            terms = {"transfer_s": engines.lacking * column["trip_token_s"] + column["trip_s"]}
+        else:
+            terms = _prompt(engines)
+        if duty == "both":
+            terms["stall_s"] = _rows(engines) * terms["compute_s"]
+        if duty != "prefill":
+            terms |= engines.once("answer", lambda: _answer(request, engines))
         if engines.adapter_s is not None:
             terms["adapter_s"] = engines.adapter_s
         return terms
-
-    def _without_adapter(
-        self, request: RequestView, duty: Duty, engines: PoolView
-    ) -> dict[str, Floats]:
-        if duty == "prefill":
-            return _prompt(engines)
-        answer = engines.once("answer", lambda: _answer(request, engines))
-        if duty == "decode":
-            column = engines.table.column
-            trip = engines.lacking * column["trip_token_s"]
-            return {"transfer_s": trip + column["trip_s"]} | answer
-        terms = _prompt(engines)
-        return terms | {"stall_s": _rows(engines) * terms["compute_s"]} | answer
 
 
 def _rows(engines: PoolView) -> Floats:

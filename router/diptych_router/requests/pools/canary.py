@@ -33,7 +33,7 @@ from diptych_router.requests.pools.trials import (
     received_tokens,
     unlike,
 )
-from diptych_router.requests.record.records import record_of
+from diptych_router.requests.records import record_of
 from diptych_router.requests.routed_request import RoutedRequest, Stage
 
 CANARY_TIMEOUT_S = 120.0

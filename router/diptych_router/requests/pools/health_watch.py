@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from diptych_protocol import SchedulerStats
 from diptych_router.engines.engine_link import EngineLink
 from diptych_router.engines.engine_table import ROLES
-from diptych_router.engines.health.breaker import Breaker
-from diptych_router.engines.health.full_engines import FullEngines
-from diptych_router.engines.health.health_book import EngineHealth, Failure, HealthBook
+from diptych_router.engines.health_book import Breaker, EngineHealth, Failure, HealthBook
 from diptych_router.requests.pools.canary import Release, probe
 
 log = logging.getLogger(__name__)
@@ -37,45 +34,25 @@ class HealthWatch:
         self._links, self._usable = links, usable
         self._release, self._spawn, self._on_change = release, spawn, on_change
         self._pairs = pairs
-        self._book = HealthBook()
-        self._full = FullEngines(self._stats_of)
+        self.book = HealthBook()
 
     def add(self, key: str) -> None:
         """Add a new address."""
-        self._book.add(key, time.monotonic())
+        self.book.add(key, time.monotonic())
 
     def forget(self, key: str) -> None:
         """Forget an address that discovery no longer names."""
-        self._book.forget(key)
+        self.book.forget(key)
 
     def of(self, key: str) -> EngineHealth:
         """Return an engine's health. Raises `KeyError` for an unknown address."""
-        return self._book.engines[key]
-
-    # --- what becomes of requests: see `Fleet` ------------------------------------------------
-
-    def went_well(self, keys: Iterable[str]) -> None:
-        now = time.monotonic()
-        for key in keys:
-            if key:
-                self._book.went_well(key, now)
+        return self.book.engines[key]
 
     def went_badly(self, key: str, failure: Failure) -> None:
         link = self._links.get(key)
-        if link is not None and self._book.went_badly(key, failure, time.monotonic()):
+        if link is not None and self.book.went_badly(key, failure, time.monotonic()):
             log.warning("%s engine %s fails too often (%s)", link.role, link.name, failure)
             self._sort_out()
-
-    def was_full(self, key: str) -> None:
-        self._full.refused(key, time.monotonic())
-
-    def full(self, now: float) -> set[str]:
-        """The engines that refused a request a moment ago, and have not reported room since."""
-        return self._full.now(now)
-
-    def _stats_of(self, key: str) -> SchedulerStats | None:
-        link = self._links.get(key)
-        return link.stats if link is not None and link.up else None
 
     # --- what follows -------------------------------------------------------------------------
 
@@ -83,7 +60,7 @@ class HealthWatch:
         """Try engines whose breakers have been open for long enough. Call it about every second,
         and when engines come or go."""
         ready = {x.key for x in self._links.values() if x.open_to_work and not x.silent}
-        for key in self._book.canaries_due(ready, now):
+        for key in self.book.canaries_due(ready, now):
             breaker = self.of(key).breaker
             breaker.begin_canary()
             self._spawn(self._try(self._links[key], breaker))
@@ -92,7 +69,7 @@ class HealthWatch:
     def _sort_out(self) -> None:
         """Leave engines out whose breakers are open, or take them in again."""
         usable = [link for link in self._links.values() if link.up and self._usable(link)]
-        self._book.sort_out([x.key for x in usable if x.role == role] for role in ROLES)
+        self.book.sort_out([x.key for x in usable if x.role == role] for role in ROLES)
         for link in self._links.values():
             link.keep_out(self.of(link.key).kept_out)
 

@@ -32,7 +32,7 @@ from diptych_router.engines.descriptions import compat_mismatch
 from diptych_router.engines.discovery import Target, resolve_soon
 from diptych_router.engines.engine_link import CALL_ERRORS, EngineLink, ReadKeys, key_of
 from diptych_router.engines.engine_table import ROLES, Role
-from diptych_router.engines.health.health_book import Failure
+from diptych_router.engines.health_book import Failure, FullEngines
 from diptych_router.engines.serving import Serving, ServingFile
 from diptych_router.requests.pools.health_watch import HealthWatch
 from diptych_router.requests.pools.verification import Verification
@@ -63,6 +63,7 @@ class Pools:
     ) -> None:
         """`on_change`: maybe more, fewer or others are usable."""
         self.links: dict[str, EngineLink] = {}
+        self.get: Callable[[str], EngineLink | None] = self.links.get
         self.had_pair = False
         """Some pair was usable at some time."""
         self._usable_at = -math.inf
@@ -89,6 +90,8 @@ class Pools:
             on_change=self._changed,
             pairs=config.verify != "Off",
         )
+        self.full = FullEngines(self._stats_of)
+        """The engines that refused a request a moment ago, and have not reported room since."""
         self._late_reads: dict[str, int] = {}
         """Epoch of a prefill engine -> the late reads that it has told."""
         self._unresolved: set[Role] = set()
@@ -131,8 +134,10 @@ class Pools:
 
     def usable(self, link: EngineLink) -> bool:
         """Whether it may get new requests."""
-        admits = self._serving.serving.admits
-        return link.open_to_work and admits(link.revision) and self._trusted(link)
+        revisions = self._serving.serving.revisions
+        if not link.open_to_work or (revisions and link.revision not in revisions):
+            return False
+        return self._config.verify != "Required" or self._trusted(link)
 
     def _trusted(self, link: EngineLink) -> bool:
         """Verified, as far as the service wants that. A decode engine that has nobody to receive
@@ -141,38 +146,31 @@ class Pools:
             return True
         return link.role == "decode" and not any(p.open_to_work for p in self.of("prefill"))
 
-    def get(self, key: str) -> EngineLink | None:
-        return self.links.get(key)
-
     def may_begin_at(self, key: str) -> bool:
         """Whether this engine may get new requests, and does not hang."""
-        return self._may_get_work(key) and not self.links[key].is_bad
+        link = self.links.get(key)
+        return link is not None and self.usable(link) and not link.is_bad
 
     def choose(self, request: RequestView, full: Collection[str] = ()) -> Decision | None:
         """Do the same as `FleetTable.choose`, for the engines that are usable now. Those that
         refused a request a moment ago are tried if no other has room."""
         now = time.monotonic()
-        refusing = self.health.full(now)
-        if refusing:
-            decision = self._choose(request, now, refusing.union(full))
+        refusing = self.full.now(now)
+        for left_out in (refusing.union(full), full) if refusing else (full,):
+            decision = self.fleet.choose(request, now, left_out)
+            if decision is not None and not self._holds(decision):
+                self._refresh_rows()
+                decision = self.fleet.choose(request, now, left_out)
             if decision is not None:
                 return decision
-        return self._choose(request, now, full)
-
-    def _choose(self, request: RequestView, now: float, full: Collection[str]) -> Decision | None:
-        decision = self.fleet.choose(request, now, full)
-        if decision is None or self._holds(decision):
-            return decision
-        self._refresh_rows()
-        return self.fleet.choose(request, now, full)
+        return None
 
     def _holds(self, decision: Decision) -> bool:
         """Its engines are still usable. Whether they are is looked at when there is news."""
-        prefill, decode = decision.prefill, decision.decode
-        return (not prefill or self._may_get_work(prefill)) and self._may_get_work(decode)
-
-    def _may_get_work(self, key: str) -> bool:
-        return key in self.links and self.usable(self.links[key])
+        for key in (decision.prefill, decision.decode):
+            if key and (key not in self.links or not self.usable(self.links[key])):
+                return False
+        return True
 
     def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
         """Return when the first token is expected after this choice; None if too
@@ -185,7 +183,9 @@ class Pools:
 
     def went_well(self, *keys: str) -> None:
         """See `Fleet`."""
-        self.health.went_well(keys)
+        now = time.monotonic()
+        for key in keys:
+            self.health.book.went_well(key, now)
 
     def went_badly(self, key: str, failure: Failure) -> None:
         """See `Fleet`."""
@@ -193,7 +193,11 @@ class Pools:
 
     def was_full(self, key: str) -> None:
         """See `Fleet`."""
-        self.health.was_full(key)
+        self.full.refused(key, time.monotonic())
+
+    def _stats_of(self, key: str) -> SchedulerStats | None:
+        link = self.links.get(key)
+        return link.stats if link is not None and link.up else None
 
     def take_prefixes(self, link: EngineLink, changes: PrefixChanges) -> None:
         """Apply an engine's report of its cached prefixes."""

@@ -4,6 +4,7 @@
  * @typedef {object} Outcome
  * @property {string} text
  * @property {string} reasoning
+ * @property {import("./tools.js").Call[]} calls
  * @property {string} requestId by which the router knows it
  * @property {string} end why it ended: stop, length, ..., or stopped by the user
  * @property {number | null} firstTokenMs from the question to the first word, as seen here
@@ -17,7 +18,8 @@
  * @param {import("./service.js").Service} service
  * @param {object} body
  * @param {AbortSignal} signal
- * @param {(piece: {content?: string, reasoning?: string}) => void} shown
+ * @param {(piece: {content?: string, reasoning?: string}) => void} shown called for each piece; some
+ *   have neither, as while a call is held back until it is whole
  * @param {Outcome} outcome filled while the answer comes, so that it is known after a failure too
  */
 export async function readAnswer(service, body, signal, shown, outcome) {
@@ -28,15 +30,16 @@ export async function readAnswer(service, body, signal, shown, outcome) {
     for await (const chunk of chunks) {
       const now = performance.now();
       const choice = chunk.choices[0];
-      const { content, reasoning_content: reasoning } = choice?.delta ?? {};
-      if ((content || reasoning) && !first) {
+      const { content, reasoning_content: reasoning, tool_calls: calls = [] } = choice?.delta ?? {};
+      if ((content || reasoning || calls.length) && !first) {
         first = now;
         outcome.firstTokenMs = first - began;
       }
       if (chunk.usage) takeUsage(outcome, chunk.usage, choice && first ? now - first : 0);
       outcome.text += content ?? "";
       outcome.reasoning += reasoning ?? "";
-      if (content || reasoning) shown({ content, reasoning });
+      for (const piece of calls) takeCall(outcome.calls, piece);
+      shown({ content, reasoning });
       if (choice?.finish_reason) outcome.end = choice.finish_reason;
     }
   } catch (error) {
@@ -48,7 +51,18 @@ export async function readAnswer(service, body, signal, shown, outcome) {
 /** @returns {Outcome} */
 export function nothingYet() {
   const unknown = { firstTokenMs: null, tokensPerSecond: null, tokens: null, cachedTokens: null };
-  return { text: "", reasoning: "", requestId: newId(), end: "", ...unknown };
+  return { text: "", reasoning: "", calls: [], requestId: newId(), end: "", ...unknown };
+}
+
+/**
+ * @param {import("./tools.js").Call[]} calls
+ * @param {any} piece of one of them: the first has its id and name, the others go on with its arguments
+ */
+export function takeCall(calls, { index, id = "", function: { name = "", arguments: asked = "" } = {} }) {
+  const call = (calls[index] ??= { id: "", name: "", arguments: "" });
+  call.id += id ?? "";
+  call.name += name ?? "";
+  call.arguments += asked ?? "";
 }
 
 /**

@@ -12,6 +12,7 @@
  * @property {string} text
  * @property {string} [image] a data: URL
  * @property {string} [reasoning]
+ * @property {import("./tools.js").Call[]} [calls] of an answer that calls tools; the next answer follows it
  * @property {string} [problem] why a question has no answer, or why an answer is not whole
  * @typedef {Record<string, string>} Fields what the settings say, by the ids of their fields
  */
@@ -71,8 +72,8 @@ export class Conversation {
   }
 
   /**
-   * A new answer to a question, without words yet.
-   * @param {Message} question
+   * A new answer, without words yet.
+   * @param {Message} question or an answer whose calls have results
    */
   answer(question) {
     return this.#add({ parent: question.id, role: "assistant", text: "" });
@@ -87,18 +88,23 @@ export class Conversation {
   }
 
   /**
-   * The body of /v1/chat/completions that has a question as its last message.
+   * The body of /v1/chat/completions that has a question as its last message, or the results of calls.
    * @param {Message} question
    * @param {string} model
    * @param {string} system
-   * @param {Sampling} sampling
+   * @param {object} options further fields
    */
-  request(question, model, system, sampling) {
+  request(question, model, system, options) {
     const path = this.path;
-    const messages = path.slice(0, path.indexOf(question) + 1).map(asSent);
+    const messages = path.slice(0, path.indexOf(question) + 1).flatMap(asSent);
     if (system) messages.unshift({ role: "system", content: system });
     const stream_options = { include_usage: true, continuous_usage_stats: true };
-    return { model, messages, stream: true, stream_options, ...sampling };
+    return { model, messages, stream: true, stream_options, ...options };
+  }
+
+  /** How many of the last answers only called tools, one after the other. */
+  get rounds() {
+    return this.path.length - 1 - this.path.findLastIndex(({ calls }) => !calls);
   }
 
   toJSON() {
@@ -138,20 +144,41 @@ export class Conversation {
  * Whether something kept is a message. Parents come first, so that no path is endless.
  * @param {any} kept
  */
-function isMessage({ id, parent, role, text, image = "data:image/" }) {
+function isMessage({ id, parent, role, text, image = "data:image/", calls = [] }) {
   const known = role === "user" || role === "assistant";
-  return known && parent >= 0 && parent < id && typeof text === "string" && image.startsWith("data:image/");
+  const isShown = typeof text === "string" && image.startsWith("data:image/") && calls.every(isCall);
+  return known && parent >= 0 && parent < id && isShown;
+}
+
+/** @param {any} kept */
+function isCall({ id, name, arguments: asked, result = "" }) {
+  return [id, name, asked, result].every((each) => typeof each === "string");
 }
 
 /**
  * @param {Message} message
- * @returns {Record<string, unknown>}
+ * @returns {Record<string, unknown>[]}
  */
-function asSent({ role, text, image }) {
-  if (!image) return { role, content: text };
+function asSent({ role, text, image, calls }) {
+  if (calls) return calledAsSent(text, calls);
+  if (!image) return [{ role, content: text }];
   const parts = [
     { type: "image_url", image_url: { url: image } },
     { type: "text", text },
   ];
-  return { role, content: parts };
+  return [{ role, content: parts }];
+}
+
+/**
+ * @param {string} text before the calls
+ * @param {import("./tools.js").Call[]} calls
+ */
+function calledAsSent(text, calls) {
+  const told = calls.map(({ id, name, arguments: asked }) => ({
+    id, type: "function", function: { name, arguments: asked },
+  }));
+  const results = calls.map(({ id, result = "The user gave no result." }) => ({
+    role: "tool", tool_call_id: id, content: result,
+  }));
+  return [{ role: "assistant", content: text || null, tool_calls: told }, ...results];
 }

@@ -29,6 +29,27 @@ export function make(tag, className, ...children) {
 }
 
 /**
+ * @param {string} words
+ * @param {string} label longer words for who does not see where it is
+ * @param {() => void} act
+ */
+export function button(words, label, act) {
+  const made = make("button", "small", words);
+  made.type = "button";
+  if (label) made.ariaLabel = label;
+  made.addEventListener("click", act);
+  return made;
+}
+
+/**
+ * Whether a key sends what is written: Enter, but not with Shift, and not while a word is composed.
+ * @param {KeyboardEvent} event
+ */
+export function isSend({ key, shiftKey, isComposing }) {
+  return key === "Enter" && !shiftKey && !isComposing;
+}
+
+/**
  * A list of terms and values.
  * @param {[string, string][]} pairs
  * @returns {HTMLDListElement}
@@ -46,14 +67,11 @@ export function termsOf(pairs) {
  * @param {() => string} text
  */
 export function copyButton(label, text) {
-  const button = make("button", "small", "Copy");
-  button.type = "button";
-  button.ariaLabel = label;
-  button.addEventListener("click", async () => {
-    button.textContent = (await copied(text())) ? "Copied" : "Not copied";
-    setTimeout(() => (button.textContent = "Copy"), 2000);
+  const made = button("Copy", label, async () => {
+    made.textContent = (await copied(text())) ? "Copied" : "Not copied";
+    setTimeout(() => (made.textContent = "Copy"), 2000);
   });
-  return button;
+  return made;
 }
 
 /** @param {string} text */

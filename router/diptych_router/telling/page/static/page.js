@@ -4,24 +4,27 @@ import { nothingYet, readAnswer } from "./answering.js";
 import { showChats } from "./chats.js";
 import { Comparison } from "./compare.js";
 import { Conversation } from "./conversation.js";
-import { byId } from "./dom.js";
+import { byId, isSend } from "./dom.js";
 import { factsOf } from "./facts.js";
 import { keepChat, keptChat, openChat, setOpenChat } from "./history.js";
 import { offerImages, pickedImage, unpickImage } from "./images.js";
 import { Panels } from "./panels.js";
 import { showPrompts } from "./prompts.js";
 import { Recording } from "./recording.js";
-import { areFieldsValid, fields, fillFields, sampling, showDefaults, systemPrompt } from "./settings.js";
+import { areFieldsValid, fields, fillFields, offered, sampling, showDefaults, systemPrompt } from "./settings.js";
 import { Refused, Service } from "./service.js";
+import { answerTo, offerOf } from "./tools.js";
 import { Tour } from "./tour.js";
-import { isSend, Transcript } from "./transcript.js";
+import { areAnswered, Transcript } from "./transcript.js";
 
 const EXPLAIN_TRIES = 5;
 const EXPLAIN_AGAIN_MS = 300;
+const MOST_ROUNDS = 8;
+/** After so many answers that only call tools the page asks before it goes on. */
 
 const recording = await Recording.published();
 const service = new Service(recording?.fetch);
-const transcript = new Transcript({ retry, edit, show });
+const transcript = new Transcript({ retry, edit, show, give });
 const comparison = new Comparison(service);
 let conversation = new Conversation();
 
@@ -128,6 +131,20 @@ function edit(question, text) {
   return true;
 }
 
+/**
+ * @param {import("./conversation.js").Message} message
+ * @param {import("./tools.js").Call} call of the message
+ * @param {string} result
+ */
+function give(message, call, result) {
+  if (answering || !areFieldsValid()) return;
+  call.result = result;
+  keep(conversation);
+  transcript.show(conversation);
+  if (areAnswered(message.calls ?? [])) void answer(message);
+  else transcript.shown(message).focusCall();
+}
+
 /** @param {import("./conversation.js").Message} version */
 function show(version) {
   conversation.show(version);
@@ -136,14 +153,17 @@ function show(version) {
 }
 
 /**
- * Make an answer to a question, beside those that there are.
+ * Make an answer to a question, or to the results of calls, beside those that there are. What it calls
+ * of the page's tools is answered, and it goes on.
  * @param {import("./conversation.js").Message} question
  */
 async function answer(question) {
   const into = conversation;
   const outcome = nothingYet();
   const made = into.answer(question);
-  const body = into.request(question, model.value, systemPrompt(), sampling());
+  const { tools, choice } = offered();
+  const options = { ...sampling(), ...offerOf(tools, choice, Boolean(question.calls)) };
+  const body = into.request(question, model.value, systemPrompt(), options);
   const shown = transcript.shown(made);
   const control = new AbortController();
   delete question.problem;
@@ -164,9 +184,11 @@ async function answer(question) {
         made.reasoning = outcome.reasoning;
         shown.appendReasoning(reasoning);
       }
+      if (outcome.calls.length) shown.showCalls((made.calls = outcome.calls));
       shown.setPace(paceOf(outcome));
     }, outcome);
-    announced.textContent = `The answer is complete. ${outcome.text}`;
+    const called = outcome.calls.map(({ name }) => ` It calls ${name}.`).join("");
+    announced.textContent = `The answer is complete. ${outcome.text}${called}`;
   } catch (error) {
     setback = wordsOf(error);
     announced.textContent = setback;
@@ -174,16 +196,29 @@ async function answer(question) {
   shown.setAnswering(false);
   setAnswering(null);
   void panels?.end();
-  const isThere = Boolean(outcome.text || outcome.reasoning);
+  const isThere = Boolean(outcome.text || outcome.reasoning || made.calls);
+  const isWhole = !setback && !control.signal.aborted;
+  if (isWhole) for (const call of made.calls ?? []) call.result = answerTo(call) ?? undefined;
   if (!isThere) into.drop(made);
   if (isThere && setback) made.problem = setback;
   else if (!isThere) question.problem = setback || `No answer: ${outcome.end || "it was empty"}.`;
   keep(into);
   if (conversation === into) transcript.show(into);
-  if (outcome.text && panels) {
+  if (isWhole && made.calls && conversation === into) goOn(made);
+  if (isThere && panels) {
     const ask = () => service.timeline(outcome.requestId);
     shown.attach(factsOf(outcome, await explained(outcome), panels.pools, ask));
   }
+}
+
+/**
+ * Answer with the results of calls, or wait for those that the user has to give.
+ * @param {import("./conversation.js").Message} message
+ */
+function goOn(message) {
+  if (!areAnswered(message.calls ?? [])) {
+    if (!words.value) transcript.shown(message).focusCall();
+  } else if (conversation.rounds < MOST_ROUNDS) void answer(message);
 }
 
 /** @param {import("./answering.js").Outcome} outcome so far */

@@ -1,9 +1,12 @@
-/** The fields beside the chat: system prompt and sampling. */
+/** The fields beside the chat: system prompt, sampling and tools. */
 
 import { byId, make } from "./dom.js";
+import { TOOLS, describedIn } from "./tools.js";
 
 const NUMBERS = ["temperature", "top_p", "top_k", "repetition_penalty", "seed", "max_tokens"];
-const FIELDS = ["model", "system", ...NUMBERS];
+const OWN_TOOLS = "own_tools";
+const CHECKED = [...NUMBERS, OWN_TOOLS];
+const FIELDS = ["model", "system", "tool_choice", ...Object.keys(TOOLS), ...CHECKED];
 
 /** @returns {string} the system prompt; empty if there is none */
 export function systemPrompt() {
@@ -19,12 +22,20 @@ export function sampling() {
   return Object.fromEntries(filled.map(({ id, valueAsNumber }) => [id, valueAsNumber]));
 }
 
+/** @returns {{tools: import("./tools.js").Described[], choice: string}} see `offerOf` */
+export function offered() {
+  const choice = field("tool_choice").value;
+  if (choice === "none") return { tools: [], choice };
+  const chosen = Object.values(TOOLS).filter(({ name }) => byId(name, HTMLInputElement).checked);
+  return { tools: [...chosen, ...describedIn(field(OWN_TOOLS).value)], choice };
+}
+
 /**
  * Whether every field has a value that can be sent. The first that has none is shown with the reason.
  * @returns {boolean}
  */
 export function areFieldsValid() {
-  const wrong = NUMBERS.map(numberField).filter((field) => !check(field));
+  const wrong = CHECKED.map(field).filter((each) => !check(each));
   if (!wrong[0]) return true;
   byId("settings", HTMLDetailsElement).open = true;
   wrong[0].focus();
@@ -41,7 +52,7 @@ export function showDefaults(defaults) {
 
 /** @returns {import("./conversation.js").Fields} what all fields say */
 export function fields() {
-  return Object.fromEntries(FIELDS.map((name) => [name, field(name).value]));
+  return Object.fromEntries(FIELDS.map(field).map((at) => [at.id, isTick(at) ? String(at.checked) : at.value]));
 }
 
 /** @param {import("./conversation.js").Fields} kept */
@@ -51,13 +62,21 @@ export function fillFields(kept) {
     const value = kept[name];
     if (typeof value !== "string") continue;
     if (at instanceof HTMLSelectElement && ![...at.options].some((one) => one.value === value)) continue;
-    at.value = value; // but for a model that is gone
+    if (isTick(at)) at.checked = value === "true";
+    else at.value = value; // but for a model that is gone
   }
 }
 
-/** @param {string} name */
+/** @typedef {HTMLInputElement | HTMLSelectElement | HTMLTextAreaElement} Field */
+
+/** @param {string} name @returns {Field} */
 function field(name) {
-  return /** @type {HTMLInputElement | HTMLSelectElement} */ (byId(name, HTMLElement));
+  return /** @type {Field} */ (byId(name, HTMLElement));
+}
+
+/** @param {Field} at @returns {at is HTMLInputElement} */
+function isTick(at) {
+  return at.type === "checkbox";
 }
 
 /** @param {string} name */
@@ -67,11 +86,11 @@ function numberField(name) {
 
 /**
  * Say beside a field what is wrong with it, if anything is.
- * @param {HTMLInputElement} field
+ * @param {Field} field
  * @returns {boolean}
  */
 function check(field) {
-  const reason = reasonAgainst(field);
+  const reason = field instanceof HTMLInputElement ? reasonAgainst(field) : reasonAgainstTools(field.value);
   byId(problemOf(field), HTMLElement).textContent = reason && `${labelOf(field)} ${reason}.`;
   field.ariaInvalid = reason ? "true" : null;
   return !reason;
@@ -85,21 +104,32 @@ function reasonAgainst({ validity, min, max, step, value }) {
   return step === "1" && validity.stepMismatch ? `is a whole number, not ${value}` : "";
 }
 
-/** @param {HTMLInputElement} field */
+/** @param {string} text */
+function reasonAgainstTools(text) {
+  try {
+    describedIn(text);
+    return "";
+  } catch (error) {
+    const words = error instanceof Error ? error.message : String(error);
+    return error instanceof SyntaxError ? `are no JSON: ${words}` : words;
+  }
+}
+
+/** @param {Field} field */
 function labelOf(field) {
   return field.labels?.[0]?.textContent?.trim() ?? field.id;
 }
 
-/** @param {HTMLInputElement} field */
+/** @param {Field} field */
 function problemOf({ id }) {
   return `${id}-problem`;
 }
 
-for (const field of NUMBERS.map(numberField)) {
+for (const each of CHECKED.map(field)) {
   const problem = make("p", "problem");
-  problem.id = problemOf(field);
-  field.labels?.[0]?.after(problem);
-  field.setAttribute("aria-describedby", problem.id);
-  field.addEventListener("change", () => check(field));
-  field.addEventListener("input", () => problem.textContent && check(field));
+  problem.id = problemOf(each);
+  each.labels?.[0]?.after(problem);
+  each.setAttribute("aria-describedby", problem.id);
+  each.addEventListener("change", () => check(each));
+  each.addEventListener("input", () => problem.textContent && check(each));
 }

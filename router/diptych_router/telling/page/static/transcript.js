@@ -1,6 +1,7 @@
 /** The conversation as it is seen. */
 
-import { byId, copyButton, make } from "./dom.js";
+import { ShownCall } from "./calls.js";
+import { button, byId, copyButton, isSend, make } from "./dom.js";
 import { StreamedText } from "./streamed.js";
 
 const NEAR_PX = 80;
@@ -28,10 +29,16 @@ sizes.observe(log);
  * @typedef {import("./conversation.js").Message} Message
  * @typedef {import("./conversation.js").Conversation} Conversation
  * @typedef {object} Actions what can be done with a message
- * @property {(question: Message) => void} retry
+ * @property {(question: Message) => void} retry also after an answer whose calls have results
+ * @property {(answer: Message, call: import("./tools.js").Call, result: string) => void} give
  * @property {(question: Message, text: string) => boolean} edit false: it is not sent yet
  * @property {(version: Message) => void} show
  */
+
+/** @param {import("./tools.js").Call[]} calls whether all have results */
+export function areAnswered(calls) {
+  return calls.every(({ result }) => result !== undefined);
+}
 
 export class Transcript {
   /** @type {WeakMap<Message, Shown>} */
@@ -57,7 +64,10 @@ export class Transcript {
     log.append(...boxes.filter((box, at) => log.children[at + 1] !== box));
     path.forEach((message, at) => {
       const versions = conversation.versions(message);
-      this.shown(message).showTools(versions, path[at - 1], this.#actions);
+      const shown = this.shown(message);
+      shown.showCalls(message.calls ?? []);
+      shown.finishCalls(at === path.length - 1, this.#actions);
+      shown.showTools(versions, path[at - 1], this.#actions, at === path.length - 1);
     });
     if (focused?.isConnected || !boxes[place]) return;
     const buttons = [...boxes[place].querySelectorAll("button")];
@@ -110,6 +120,8 @@ export class Shown {
   #words;
   /** @type {HTMLElement | null} */
   #reasoning = null;
+  /** @type {ShownCall[]} */
+  #calls = [];
 
   /** @param {Message} message */
   constructor(message) {
@@ -160,6 +172,33 @@ export class Shown {
     this.#reasoning.append(words);
   }
 
+  /** @param {import("./tools.js").Call[]} calls as far as they have come */
+  showCalls(calls) {
+    for (const call of calls.slice(this.#calls.length)) {
+      const shown = new ShownCall(call);
+      (this.#calls.at(-1)?.element ?? this.#text).after(shown.element);
+      this.#calls.push(shown);
+    }
+    for (const shown of this.#calls) shown.grow();
+  }
+
+  /**
+   * @param {boolean} areOpen whether the calls may still get results
+   * @param {Actions} actions
+   */
+  finishCalls(areOpen, { give }) {
+    const message = this.#message;
+    this.#calls.forEach((shown, at) => {
+      const call = message.calls?.[at];
+      shown.finish(call && areOpen ? (result) => give(message, call, result) : null);
+    });
+  }
+
+  /** Let whoever works by keyboard answer the first call that waits for a result. */
+  focusCall() {
+    return this.#calls.some((call) => call.focus());
+  }
+
   /** @param {string} words how fast the answer comes */
   setPace(words) {
     this.#pace.textContent = words;
@@ -175,8 +214,9 @@ export class Shown {
    * @param {Message[]} versions all that stand at its place
    * @param {Message | undefined} before the message before
    * @param {Actions} actions
+   * @param {boolean} isLast
    */
-  showTools(versions, before, actions) {
+  showTools(versions, before, actions, isLast) {
     const message = this.#message;
     const isQuestion = message.role === "user";
     const question = isQuestion ? message : before;
@@ -185,7 +225,10 @@ export class Shown {
     if (message.problem) tools.push(make("p", "problem", message.problem));
     if (versions.length > 1) tools.push(versionsOf(message, versions, actions.show));
     if (isQuestion) tools.push(button("Edit", "Edit this question", () => this.#edit(actions)));
-    else tools.push(copyButton("Copy this answer", () => message.text));
+    else if (message.text) tools.push(copyButton("Copy this answer", () => message.text));
+    if (isLast && message.calls && areAnswered(message.calls)) {
+      tools.push(button("Go on", "Go on with these results", () => actions.retry(message)));
+    }
     if (question && (!isQuestion || message.problem)) {
       tools.push(button("Retry", "Retry this question", () => actions.retry(question)));
     }
@@ -229,14 +272,6 @@ export class Shown {
 }
 
 /**
- * Whether a key sends what is written: Enter, but not with Shift, and not while a word is composed.
- * @param {KeyboardEvent} event
- */
-export function isSend({ key, shiftKey, isComposing }) {
-  return key === "Enter" && !shiftKey && !isComposing;
-}
-
-/**
  * The way to the other versions of a message.
  * @param {Message} message
  * @param {Message[]} versions
@@ -256,17 +291,4 @@ function versionsOf(message, versions, show) {
 /** @param {HTMLButtonElement} way whether it leads nowhere */
 function isEnd(way) {
   return way.dataset.end === "true";
-}
-
-/**
- * @param {string} words
- * @param {string} label longer words for who does not see where it is
- * @param {() => void} act
- */
-function button(words, label, act) {
-  const made = make("button", "small", words);
-  made.type = "button";
-  if (label) made.ariaLabel = label;
-  made.addEventListener("click", act);
-  return made;
 }

@@ -14,8 +14,13 @@ from typing import Any, Final
 
 from diptych_protocol import EngineCoreRequest, RequestJourneyEvent
 from diptych_router.choosing.policy import Decision
-from diptych_router.requests.record.course import Placement
-from diptych_router.requests.record.request_record import MOST_TEXT, Attempt, RequestRecord, Trace
+from diptych_router.requests.request_record import (
+    MOST_TEXT,
+    Attempt,
+    Placement,
+    RequestRecord,
+    Trace,
+)
 
 MOST_REQUESTS: Final = 4096
 MOST_BYTES: Final = 32 << 20

@@ -9,6 +9,7 @@ caller passes the time.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Hashable
 from typing import Final, Generic, Literal, NamedTuple, TypeVar
@@ -16,9 +17,100 @@ from typing import Final, Generic, Literal, NamedTuple, TypeVar
 from diptych_protocol import EngineOverloadedError, Slo, TenantOverloadedError
 from diptych_protocol.admin import RECENT_S
 from diptych_router.choosing.first_token import FirstToken
-from diptych_router.engines.engine_table import Role
-from diptych_router.requests.promises.caution import Caution
-from diptych_router.requests.record.request_record import RequestRecord
+from diptych_router.engines.engine_table import ROLES, Role
+from diptych_router.requests.request_record import RequestRecord
+
+BOUNDS: Final = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
+
+
+class Ratios:
+    """Counts of ratios, by the lowest of `BOUNDS` that is at least as large."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BOUNDS) + 1)
+        self.sum = 0.0
+
+    def saw(self, ratio: float) -> None:
+        """Count one more."""
+        self.counts[bisect_left(BOUNDS, ratio)] += 1
+        self.sum += ratio
+
+
+class Predictions:
+    """How well the predictions of one router came true: real seconds divided by predicted ones."""
+
+    def __init__(self) -> None:
+        self.first_token: dict[Role, Ratios] = {role: Ratios() for role in ROLES}
+        """By the pool that computed the prompt."""
+        self.hand_off = Ratios()
+
+    def saw_word(self, record: RequestRecord) -> None:
+        """Record the first output of a request's newest placement."""
+        attempt = record.newest
+        if attempt is None or attempt.placements[-1:] != [record.placement]:
+            return
+        match len(attempt.placements):
+            case 1:
+                real_s, expected_s = attempt.first_token_s, attempt.first_token_expected_s
+                ratios = self.first_token[record.pool]
+            case 2:
+                real_s, expected_s = attempt.hand_off_s, attempt.hand_off_expected_s
+                ratios = self.hand_off
+            case _:
+                return
+        if expected_s and real_s is not None:
+            ratios.saw(real_s / expected_s)
+
+
+MOST: Final = 0.95
+"""The share of first tokens that come within the factor times the expected time."""
+GAIN: Final = 0.1
+"""How fast the factor changes. Its logarithm rises by this times `MOST` with a first token that is
+later, and falls by this times the rest with one that is not."""
+MOST_FACTOR: Final = 4.0
+TELLING_PART: Final = 0.2
+"""Only waits of at least this share of the promise teach, because shorter ones are seldom missed
+and consist mostly of computing. As long as a wait that is too long when multiplied by `MOST_FACTOR`
+is above that share, the factor can fall again."""
+
+
+class Caution:
+    """The caution of one router about one promise: which requests would miss it.
+
+    What a router expects is exact only to the age of the engines' reports, to the step that is
+    running, and to what other routers place meanwhile. Where requests just keep a promise, a small
+    error decides. So predictions are multiplied by a learned factor: most first tokens come within
+    the factor times the expected time.
+    """
+
+    def __init__(self, promised_s: float) -> None:
+        self.promised_s = promised_s
+        self.factor = 1.0
+
+    def late_s(self, first: FirstToken, *, alone: bool = False) -> float:
+        """Return by how much a request would miss the promise; at most 0 if it keeps it.
+
+        A prompt that takes longer than the promise on an idle engine can never keep it. Then only
+        the wait counts, so that it is served at some time. alone: if its tenant had no other
+        request there.
+        """
+        wait_s = self.factor * (first.wait_for_others_s if alone else first.wait_s)
+        own_s = self.factor * first.compute_s if self.is_possible(first) else 0.0
+        return wait_s + own_s - self.promised_s
+
+    def is_possible(self, first: FirstToken) -> bool:
+        """Whether an idle engine would keep the promise."""
+        return self.factor * first.compute_s <= self.promised_s
+
+    def saw(self, first: FirstToken, took_s: float) -> None:
+        """Learn from a first token that was predicted and has come."""
+        expected_s = first.wait_s + first.compute_s
+        if not TELLING_PART * self.promised_s <= expected_s <= self.promised_s:
+            return
+        late = took_s > self.factor * expected_s
+        self.factor *= math.exp(GAIN * (MOST if late else MOST - 1.0))
+        self.factor = min(max(self.factor, 1.0), MOST_FACTOR)
+
 
 Promise = Literal["first_token", "inter_token"]
 Outcome = Literal["kept", "missed", "refused"]

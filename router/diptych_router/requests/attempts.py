@@ -30,10 +30,9 @@ from diptych_router.requests.actions import (
     WakeAt,
 )
 from diptych_router.requests.fleet import EngineAccount, Fleet
-from diptych_router.requests.placing.held_requests import HeldRequests
-from diptych_router.requests.placing.placements import Placements
-from diptych_router.requests.promises.promises import Promises
-from diptych_router.requests.record.request_record import Setback
+from diptych_router.requests.placements import HeldRequests, Placements
+from diptych_router.requests.promises import Promises
+from diptych_router.requests.request_record import Setback
 from diptych_router.requests.routed_request import RoutedRequest, Stage
 
 log = logging.getLogger(__name__)

@@ -3,16 +3,181 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from functools import partial, reduce
+from operator import or_
+from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from diptych_protocol.block_hashes import FIRST_DIGEST, next_digest
+from diptych_protocol import EngineCoreRequest
+from diptych_protocol.block_hashes import (
+    FIRST_DIGEST,
+    ImageInPrompt,
+    adapted,
+    extend_block_hashes,
+    image_key,
+    next_digest,
+    salted,
+    seen_in,
+)
 from diptych_protocol.wire import PREFIX_KEY_BYTES, PrefixChanges
-from diptych_router.engines.prefixes.hash_table import Keys
-from diptych_router.engines.prefixes.prefix_index import MAX_BLOCKS, Match, PrefixIndex, lengths
+from diptych_router.engines.block_holders import (
+    BlockHolders,
+    Keys,
+    Run,
+)
+
+
+class BlockNaming(NamedTuple):
+    """What the names of a prompt's blocks at an engine depend on, besides the request."""
+
+    block_size: int
+    adapter: str = ""
+    """Digest of the content of the request's adapter there, if it has one."""
+
+
+def block_keys(request: EngineCoreRequest, tokens: Sequence[int], naming: BlockNaming) -> Keys:
+    """Return the keys of the full blocks of a prompt, as an engine with this naming computes them.
+
+    tokens: those of the prompt, and those that were generated since. A prompt of embeddings has no
+    keys that a router could know.
+    """
+    salt, adapter = request.cache_salt, request.lora_request
+    identity = salted(salt)
+    if adapter is not None:
+        identity = adapted(salt, adapter.lora_name, naming.adapter)
+    images = [
+        ImageInPrompt(image_key(feature.identifier, salt), at.offset, at.offset + at.length)
+        for feature in request.mm_features or ()
+        for at in (feature.mm_position,)
+    ]
+    hashes: list[bytes] = []
+    extra = partial(seen_in, images) if images else None
+    extend_block_hashes(hashes, tokens, naming.block_size, identity, extra)
+    return keys_of(hashes)
+
+
+Lengths = NDArray[np.int32]
+
+MAX_BLOCKS: Final = 10_000_000
+"""Beyond this, further reports are ignored: see `PrefixIndex.is_full`."""
+MAX_EXPECTED_BLOCKS: Final = 500_000
+"""The same limit for what was sent to engines in one interval."""
+NOBODY: Final[list[Run]] = [(0, 0)]
+Leading = tuple[int, int]
+"""A number of blocks, and the engines that have this many of a prompt from the first one on."""
+
+
+class Match(NamedTuple):
+    """Which engines have how many blocks of a prompt, the least first; each engine that has any of
+    it once. Engines are the bits of their places."""
+
+    soon: list[Leading]
+    """Including what was sent there a moment ago."""
+    now: list[Leading]
+
+
+class PrefixIndex:
+    """Maps block hashes to the engines that hold them: how much of a prompt each need not compute.
+
+    It is exact up to the delay of the engines' events. Beside engines' reports, it contains what
+    was sent to them a moment ago and they will hold soon, so that a burst of similar prompts stays
+    together.
+    """
+
+    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+        self.held = BlockHolders()
+        self._max_blocks = max_blocks
+        self._expected = [BlockHolders(), BlockHolders()]
+        """What was sent to engines since the last `age`, and between that and the one before."""
+
+    @property
+    def is_full(self) -> bool:
+        return self.held.num_blocks >= self._max_blocks
+
+    @property
+    def num_known(self) -> int:
+        """Blocks that are held or expected; those that are both count twice."""
+        newest, before = self._expected
+        return self.held.num_blocks + newest.num_blocks + before.num_blocks
+
+    def expect(self, engines: int, hashes: Keys) -> None:
+        """Record that a prompt with these blocks, beginning with its first one, was sent to some
+        engines, as bits."""
+        if self._expected[0].num_blocks < MAX_EXPECTED_BLOCKS and len(hashes):
+            self._expected[0].add_chain(engines, hashes)
+
+    def age(self) -> None:
+        """Forget what was sent before the last call, because engines have reported it by now."""
+        self._expected = [BlockHolders(), self._expected[0]]
+
+    def forget_engine(self, engine: int) -> None:
+        for holders in (self.held, *self._expected):
+            holders.forget_engine(engine)
+
+    def match(self, hashes: Keys) -> Match:
+        """Return which engines have a prompt's blocks from the first one on, without a gap.
+
+        hashes: the chained hashes of the prompt's full blocks.
+        """
+        num_blocks = len(hashes)
+        if not num_blocks:
+            return Match([], [])
+        held = self.held.runs(hashes) if self.held.num_blocks else NOBODY
+        now = _leading(held, num_blocks)
+        layers = [held]
+        for expected in self._expected:
+            if expected.num_blocks and (runs := expected.runs_of_whole(hashes)) != NOBODY:
+                layers.append(runs)
+        if len(layers) == 1:
+            return Match(now, now)
+        return Match(_leading(_united(layers), num_blocks), now)
+
+
+def _united(layers: Sequence[Sequence[Run]]) -> list[Run]:
+    """Who holds each block in some layer."""
+    changes: list[tuple[int, int, int]] = []
+    for layer, runs in enumerate(layers):
+        for at, engines in runs:
+            changes.append((at, layer, engines))
+    here = [0] * len(layers)
+    united: dict[int, int] = {}
+    for at, layer, engines in sorted(changes):
+        here[layer] = engines
+        united[at] = reduce(or_, here)
+    return list(united.items())
+
+
+def _leading(runs: Sequence[Run], num_blocks: int) -> list[Leading]:
+    """See `Match`."""
+    found = []
+    have = runs[0][1]
+    for at, engines in runs[1:]:
+        if lost := have & ~engines:
+            found.append((at, lost))
+            have &= engines
+    if have:
+        found.append((num_blocks, have))
+    return found
+
+
+def lengths(found: Sequence[Leading], num_engines: int) -> Lengths:
+    """Return [num_engines], how many blocks of a prompt each engine has."""
+    blocks = np.zeros(num_engines, np.int32)
+    for length, engines in found:
+        blocks[members(engines, num_engines)] = length
+    return blocks
+
+
+def members(bits: int, num_engines: int) -> NDArray[np.bool_]:
+    """Return [num_engines], which engines are in a set."""
+    data = (bits & ((1 << num_engines) - 1)).to_bytes(-(-num_engines // 8), "little")
+    unpacked = np.unpackbits(np.frombuffer(data, np.uint8), count=num_engines, bitorder="little")
+    return unpacked.view(np.bool_)
+
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +216,7 @@ class KnownPrefixes:
     everything again."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
-        self._index = PrefixIndex(max_blocks)
+        self.index = PrefixIndex(max_blocks)
         self._followers: dict[str, _Follower] = {}
         self._free_places: list[int] = []
         self.num_gaps = 0
@@ -60,18 +225,12 @@ class KnownPrefixes:
     @property
     def num_blocks(self) -> int:
         """The number of different blocks that some engine has cached."""
-        return self._index.held.num_blocks
-
-    @property
-    def num_known(self) -> int:
-        """The same as `num_blocks`, plus the blocks of prompts that were sent, some of them counted
-        twice."""
-        return self._index.num_known
+        return self.index.held.num_blocks
 
     @property
     def num_bytes(self) -> int:
         """The memory of the index."""
-        return self._index.held.num_bytes
+        return self.index.held.num_bytes
 
     def take(
         self, engine: str, changes: PrefixChanges, most_blocks: int = MAX_ENGINE_BLOCKS
@@ -102,18 +261,18 @@ class KnownPrefixes:
         follower.number, follower.digest = changes.number, digest
         follower.adapters = _adapters(changes)
         added, removed = _keys(changes.added), _keys(changes.removed)
-        follower.num_blocks -= self._index.held.remove(follower.place, removed)
+        follower.num_blocks -= self.index.held.remove(follower.place, removed)
         if follower.num_blocks + len(added) > min(most_blocks, MAX_ENGINE_BLOCKS):
             log.warning("engine %s says to remember more blocks than it can have", engine)
             self._clear(follower)
-        elif not self._index.is_full:
-            follower.num_blocks += self._index.held.add(follower.place, added)
+        elif not self.index.is_full:
+            follower.num_blocks += self.index.held.add(follower.place, added)
         return True
 
     def _clear(self, follower: _Follower) -> None:
         """Nothing is known of an engine until it tells everything."""
         if follower.num_blocks:
-            self._index.held.forget_engine(follower.place)
+            self.index.held.forget_engine(follower.place)
         follower.number, follower.digest, follower.num_in_vain = None, FIRST_DIGEST, 0
         follower.num_blocks, follower.adapters = 0, {}
 
@@ -124,14 +283,14 @@ class KnownPrefixes:
     def restarted(self, engine: str) -> None:
         """Record that another process answers, which has nothing cached yet."""
         follower = self._follower(engine)
-        self._index.forget_engine(follower.place)
+        self.index.forget_engine(follower.place)
         self._followers[engine] = _Follower(follower.place)
 
     def forget(self, engine: str) -> None:
         """Forget an engine that is gone, with everything that it had cached."""
         follower = self._followers.pop(engine, None)
         if follower is not None:
-            self._index.forget_engine(follower.place)
+            self.index.forget_engine(follower.place)
             self._free_places.append(follower.place)
 
     def expect(self, engines: Iterable[str], keys: Keys) -> None:
@@ -140,11 +299,11 @@ class KnownPrefixes:
         places = 0
         for engine in engines:
             places |= 1 << self._follower(engine).place
-        self._index.expect(places, keys)
+        self.index.expect(places, keys)
 
     def age(self) -> None:
         """Forget expectations from before the last call."""
-        self._index.age()
+        self.index.age()
 
     def adapters(self, engine: str) -> Mapping[str, str]:
         """Return name -> digest of the content of an engine's adapters."""
@@ -153,17 +312,12 @@ class KnownPrefixes:
 
     def num_cached(self, engines: Iterable[str], keys: Keys) -> dict[str, int]:
         """Return how many blocks of a prompt each of these engines has, from the first one on."""
-        blocks = lengths(self.match(keys).soon, self.num_places)
+        blocks = lengths(self.index.match(keys).soon, self.num_places)
         found = {}
         for engine in engines:
             follower = self._followers.get(engine)
             found[engine] = 0 if follower is None else int(blocks[follower.place])
         return found
-
-    def match(self, keys: Keys) -> Match:
-        """Return which engines have how many blocks of a prompt; engines are the bits of their
-        places."""
-        return self._index.match(keys)
 
     @property
     def num_places(self) -> int:

@@ -1,1 +1,0 @@
-"""Judges the health of engines: by heartbeats, outcomes of requests, and room."""

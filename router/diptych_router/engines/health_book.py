@@ -1,0 +1,217 @@
+"""Which engines fail too often or have no room, and whom that excludes from a router's choice.
+
+The caller passes the time.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from diptych_protocol import SchedulerStats
+
+HALF_LIFE_S: Final = 10.0
+"""After this many seconds an outcome counts half."""
+LEAST_FAILURES: Final = 2.5
+"""Fewer failures, after fading, open no breaker; three within a few seconds do."""
+LEAST_PART: Final = 0.6
+"""The share of the outcomes that must be failures."""
+FIRST_OPEN_S: Final = 2.0
+LONGEST_OPEN_S: Final = 60.0
+FORGIVEN_S: Final = 300.0
+"""A breaker that has been closed for this long begins with `FIRST_OPEN_S` again."""
+
+
+class State(enum.StrEnum):
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half-open"
+    """A canary is running."""
+
+
+class Breaker:
+    """The outcomes of one engine. If it fails too often, it gets no requests until a canary
+    succeeds.
+
+        CLOSED ──most outcomes are failures──▶ OPEN ──time is up──▶ a canary is due
+          ▲                                      ▲                        │
+          └──────────── it went well ────────────┴──── it failed ◀── HALF OPEN
+
+    After Nygard's circuit breaker ("Release It!", 2007). Outcomes fade, so the last seconds decide.
+    Only a canary, which is no user's request, closes an open breaker; each time that it fails, the
+    next one comes later.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.state = State.CLOSED
+        self._well = self._badly = 0.0
+        self._at = now
+        """Until when both have faded."""
+        self._times_opened = 0
+        self._until = now
+        """Open: when a canary is due. Closed: when it was closed."""
+
+    def well(self, now: float) -> None:
+        """Record that it did its part of a request."""
+        left = 0.5 ** ((now - self._at) / HALF_LIFE_S)
+        self._well, self._badly, self._at = self._well * left + 1.0, self._badly * left, now
+
+    def badly(self, now: float) -> bool:
+        """Record that it failed at a request and is at fault. True if that opens the breaker."""
+        left = 0.5 ** ((now - self._at) / HALF_LIFE_S)
+        self._well, self._badly, self._at = self._well * left, self._badly * left + 1.0, now
+        least = max(LEAST_FAILURES, LEAST_PART * (self._well + self._badly))
+        if self.state is not State.CLOSED or self._badly < least:
+            return False
+        if now > self._until + FORGIVEN_S:
+            self._times_opened = 0
+        self._open(now)
+        return True
+
+    def canary_due(self, now: float) -> bool:
+        return self.state is State.OPEN and now >= self._until
+
+    def begin_canary(self) -> None:
+        self.state = State.HALF_OPEN
+
+    def canary_ended(self, now: float, *, ok: bool) -> None:
+        if ok:
+            self.state, self._until = State.CLOSED, now
+            self._well = self._badly = 0.0
+        else:
+            self._open(now)
+
+    def badness(self) -> tuple[int, float]:
+        """A key that orders open breakers: the one to use again first has the lowest."""
+        return self._times_opened, self._badly / max(self._badly + self._well, 1.0)
+
+    def _open(self, now: float) -> None:
+        self._times_opened += 1
+        doublings = min(self._times_opened - 1, 16)
+        self.state, self._until = State.OPEN, now + min(FIRST_OPEN_S * 2**doublings, LONGEST_OPEN_S)
+
+
+MOST_OUT: Final = 0.5
+"""At most this share of a pool is excluded, the worst of it. If more fail, excluding them would
+overload the rest, and what fails everywhere is hardly the engines' fault. After Envoy's panic
+threshold, which has the same default ("Panic threshold" in Envoy's documentation of load
+balancing)."""
+
+
+class Failure(enum.StrEnum):
+    """The kinds of an engine's failures."""
+
+    ERROR = "error"
+    """It failed with a request that another engine then served."""
+    LOST = "lost"
+    """Its connection or its process ended during requests."""
+    HANG = "hang"
+    """It kept requests while its loop was silent."""
+    LATE = "late"
+    """It missed the deadline of a first token."""
+
+
+@dataclass(slots=True)
+class EngineHealth:
+    """One engine's breaker, and its history."""
+
+    breaker: Breaker
+    failures: Counter[Failure] = field(default_factory=Counter)
+    opened: int = 0
+    """How often its breaker opened."""
+    kept_out: bool = False
+    """Whether it gets no requests while others of its pool can take them."""
+
+
+class HealthBook:
+    """Health by the keys of engines, so that a restart at the same address does not clear it."""
+
+    def __init__(self) -> None:
+        self.engines: dict[str, EngineHealth] = {}
+
+    def add(self, key: str, now: float) -> None:
+        """Add a new address."""
+        self.engines[key] = EngineHealth(Breaker(now))
+
+    def forget(self, key: str) -> None:
+        """Forget an address that discovery no longer names."""
+        self.engines.pop(key, None)
+
+    def went_well(self, key: str, now: float) -> None:
+        """Record that an engine has done its part of a request; an unknown one is ignored."""
+        health = self.engines.get(key)
+        if health is not None:
+            health.breaker.well(now)
+
+    def went_badly(self, key: str, failure: Failure, now: float) -> bool:
+        """Record a failure. True if that opens the engine's breaker: call `sort_out` then."""
+        health = self.engines.get(key)
+        if health is None:
+            return False
+        health.failures[failure] += 1
+        opens = health.breaker.badly(now)
+        health.opened += opens
+        return opens
+
+    def canaries_due(self, keys: Collection[str], now: float) -> list[str]:
+        """Return those of these engines to try now; report each to `Breaker.canary_ended`."""
+        return [
+            key
+            for key, health in self.engines.items()
+            if key in keys and health.breaker.canary_due(now)
+        ]
+
+    def sort_out(self, pools: Iterable[Sequence[str]]) -> None:
+        """Decide which engines are excluded. pools: the keys of the usable engines of each pool."""
+        for health in self.engines.values():
+            health.kept_out = False
+        for keys in pools:
+            known = [self.engines[key] for key in keys if key in self.engines]
+            open_now = [x for x in known if x.breaker.state is not State.CLOSED]
+            open_now.sort(key=lambda health: health.breaker.badness(), reverse=True)
+            for health in open_now[: int(MOST_OUT * len(keys))]:
+                health.kept_out = True
+
+
+REMEMBERED_S: Final = 1.0
+
+
+class _Refusal(NamedTuple):
+    stats: SchedulerStats | None
+    """The engine's last report when it refused."""
+    until: float
+
+
+class FullEngines:
+    """The engines, by their keys, that had no room a moment ago.
+
+    Without it, each request would be sent to every full engine. An entry is dropped within a
+    second, or as soon as the engine reports that fewer requests wait there. It only guides the
+    choice: if no other engine has room, a full one is tried all the same.
+    """
+
+    def __init__(self, stats_of: Callable[[str], SchedulerStats | None]) -> None:
+        """`stats_of`: returns an engine's last report; None if nobody answers there."""
+        self._stats_of = stats_of
+        self._refusals: dict[str, _Refusal] = {}
+
+    def refused(self, key: str, now: float) -> None:
+        """Record that an engine had no room for a request."""
+        self._refusals[key] = _Refusal(self._stats_of(key), now + REMEMBERED_S)
+
+    def now(self, now: float) -> set[str]:
+        """Return the engines that are full, as far as is known."""
+        if not self._refusals:
+            return set()
+        for key in [k for k, refusal in self._refusals.items() if self._is_over(k, refusal, now)]:
+            del self._refusals[key]
+        return set(self._refusals)
+
+    def _is_over(self, key: str, refusal: _Refusal, now: float) -> bool:
+        stats, before = self._stats_of(key), refusal.stats
+        if stats is None or before is None or now >= refusal.until:
+            return True
+        return stats is not before and stats.num_waiting < max(before.num_waiting, 1)

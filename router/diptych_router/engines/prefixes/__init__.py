@@ -1,1 +1,0 @@
-"""Which engine has which prefixes: by engines' reports, and by what was just sent to them."""

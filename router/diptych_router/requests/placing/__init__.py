@@ -1,1 +1,0 @@
-"""How requests get to engines: attempts, who has which request, and who waits for what."""

@@ -1,1 +1,0 @@
-"""What the service promises to each request: see docs/promises.md."""
