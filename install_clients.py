@@ -15,8 +15,13 @@ from pathlib import Path
 from install import CPU_INDEX, PROBE_S, ROOT, answers, make_environment
 
 PACKAGES = {
+    "instructor": "instructor==1.17.0",
     "langchain": "langchain-openai==1.7.4",
     "litellm": "litellm==1.110.2",
+    "llama-index": "llama-index-llms-openai-like==0.8.1",
+    "lm-eval": "lm-eval[api]==0.4.13 transformers==5.24.0",
+    "openai-agents": "openai-agents==0.24.0",
+    "pydantic-ai": "pydantic-ai-slim[openai]==2.68.0",
     "guidellm": "guidellm==0.8.1",
     "aiperf": "aiperf==0.13.0",
     "axolotl": "axolotl==0.19.0",
@@ -37,7 +42,7 @@ def commands(name: str, python: Path, index: str) -> "list[list[str]]":
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     if name in FILES_ONLY:
         pip.append("--no-deps")
-    wanted = [[*pip, PACKAGES[name]]]
+    wanted = [[*pip, *PACKAGES[name].split()]]
     if index and name in NEED_TORCH:
         wanted.insert(0, [*pip, "--index-url", index, "torch"])
     return wanted

@@ -32,6 +32,7 @@ from benchmarks.scenarios import (
     parallel,
     replay,
     router,
+    speculation,
     startup,
     streams,
 )
@@ -44,7 +45,7 @@ SCENARIOS: tuple[Scenario, ...] = tuple(
     module.SCENARIO
     for module in (
         overhead, startup, online, offline, pair, mixed, growth, parallel, router, streams, fair,
-        replay,
+        replay, speculation,
     )
 )  # fmt: skip
 

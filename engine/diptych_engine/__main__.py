@@ -30,7 +30,8 @@ from diptych_frontend.admin.weights import WeightRoutes
 from diptych_frontend.app import build_app, build_probe_app
 from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_frontend.observability.metrics import ServerMetrics
-from diptych_frontend.openai.asgi import UntilDisconnect, exchange_of
+from diptych_frontend.openai.asgi import UntilDisconnect
+from diptych_frontend.openai.exchange import exchange_of
 from diptych_frontend.openai.server import Site, listen, serve_sites
 from diptych_frontend.program import run_program
 from diptych_protocol import DiptychError, EngineConfig, InvalidRequestError, KVTransferConfig

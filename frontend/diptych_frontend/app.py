@@ -23,8 +23,7 @@ from diptych_frontend.api_docs.routes import docs_routes
 from diptych_frontend.batches_api.in_process import AskedByBatch
 from diptych_frontend.batches_api.routes import FILES_PATH, BatchRoutes
 from diptych_frontend.batches_api.service import BatchService
-from diptych_frontend.browsers.gate import BrowserGate
-from diptych_frontend.browsers.rules import BrowserRules
+from diptych_frontend.browsers.gate import BrowserGate, BrowserRules
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.api_keys import OPEN_PATHS, ApiKeys, KeyGate
 from diptych_frontend.openai.asgi import AccessLogStyle, BodyReader, Boundary
@@ -32,7 +31,7 @@ from diptych_frontend.openai.chat import ChatApi
 from diptych_frontend.openai.completions import CompletionApi
 from diptych_frontend.openai.embeddings import EmbeddingRoute
 from diptych_frontend.openai.generation import GenerationRoute, unknown_model
-from diptych_frontend.openai.rejection import RejectionCleanup, RejectRoute
+from diptych_frontend.openai.rejection import RejectRoute, give_back
 from diptych_frontend.openai.request_workers import RequestWorkers
 from diptych_frontend.openai.responses import Health, ModelCard, ModelList, encode
 from diptych_frontend.openai.token_count import TokenCountRoute
@@ -217,18 +216,18 @@ def build_app(
     bounded = partial(
         Boundary,
         on_answer=metrics.count_answer,
+        on_refusal=partial(give_back, engine),
         access_log=access_log,
         refuses_unknown=unknown_fields == "refuse",
     )
     app: ASGIApp = BodyReader(router, max_body_bytes, frozenset({FILES_PATH}))
     if batches is not None:
         asked = bounded(AskedByBatch(app))
-        batches.start(RejectionCleanup(asked, engine))
+        batches.start(asked)
     if api_keys is not None:
         app = KeyGate(app, api_keys, OPEN_PATHS | extra_open_paths)
     app = BrowserGate(app, browsers, any_host=api_keys is not None)
-    app = bounded(app, dialects=DIALECTS)
-    return RejectionCleanup(app, engine)
+    return bounded(app, dialects=DIALECTS)
 
 
 def build_probe_app(engine: EngineClient, metrics: ServerMetrics) -> ASGIApp:

@@ -6,7 +6,7 @@ from typing import Final
 
 from diptych_kernels.call_table import WIDTH
 from diptych_kernels.call_table import cpu as call_table
-from diptych_kernels.native.tile_layout import LEVEL_BITS
+from diptych_kernels.native.tile_layout import FLOAT_KINDS, LEVEL_BITS
 from diptych_kernels.packed_product import cpu as packed_product
 from diptych_kernels.paged_attention import cpu as paged_attention
 from diptych_kernels.paged_attention.cpu import COMMON_DIMS
@@ -23,6 +23,8 @@ _COMPILED: Final = {
     packed_product.PACKED_PRODUCT: LEVEL_BITS,
     packed_product.PACKED_ROWS: LEVEL_BITS,
     packed_product.AMX_PRODUCT: LEVEL_BITS,
+    packed_product.FLOAT_PRODUCT: FLOAT_KINDS,
+    packed_product.FLOAT_ROWS: FLOAT_KINDS,
     paged_attention.DECODES: (0, *_DIMS),
     paged_attention.BF16_DECODES: (0, *_DIMS),
     paged_attention.CHUNK: _DIMS,

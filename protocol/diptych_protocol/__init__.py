@@ -33,6 +33,7 @@ from diptych_protocol.engine_settings import (
     JsonSchemas,
     ReasoningParserName,
     SchedulingPolicy,
+    SpeculativeConfig,
 )
 from diptych_protocol.engine_stats import KVTransferStats, SchedulerStats
 from diptych_protocol.errors import (
@@ -154,6 +155,7 @@ __all__ = [
     "SchedulerStats",
     "SchedulingPolicy",
     "Slo",
+    "SpeculativeConfig",
     "StreamingInput",
     "StructuredOutputsParams",
     "TenantOverloadedError",

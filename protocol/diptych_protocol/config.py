@@ -288,6 +288,7 @@ class EngineConfig(EngineSettings, frozen=True, forbid_unknown_fields=True, omit
     def check(self) -> None:
         """Raise `InvalidRequestError`, naming the field, unless every value is in range."""
         check_fields(self)
+        spec = self.speculative_config
         for field, ok, wanted in (
             ("max_num_batched_tokens", self.max_num_batched_tokens >= self.max_num_seqs,
              f"must be at least max_num_seqs, not {self.max_num_batched_tokens}"),
@@ -297,6 +298,8 @@ class EngineConfig(EngineSettings, frozen=True, forbid_unknown_fields=True, omit
              "must be 1 in an engine that takes part in hand-offs"),
             ("async_scheduling", not (self.async_scheduling and self.steps_together),
              "must be false where several ranks compute a step together"),
+            ("speculative_config", spec is None or spec.prompt_lookup_min <= spec.prompt_lookup_max,
+             "must have a prompt_lookup_min of at most its prompt_lookup_max"),
             ("lora_modules", self.name not in self.lora_modules,
              f"may not name {self.name!r}: that is the model's own name"),
         ):  # fmt: skip

@@ -8,7 +8,7 @@ shows a description, they are written in its form.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -62,6 +62,47 @@ TracesEndpoint = Annotated[
         "http://HOST:4318/v1/traces. Needs the extra tracing.",
     ),
 ]
+
+
+SPECULATION: Final = Meta(
+    description="Guess the next tokens of an answer and compute them in one step, as far as that "
+    "pays. Answers stay the same; left out, nothing is guessed."
+)
+
+
+class SpeculativeConfig(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """Which tokens are guessed, with vLLM's names."""
+
+    method: Annotated[
+        Literal["ngram"],
+        Meta(
+            description="ngram: what followed the request's last tokens when they stood in its "
+            "prompt or answer before (prompt lookup)."
+        ),
+    ] = "ngram"
+    num_speculative_tokens: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Most guessed tokens of a request in one step; an engine guesses fewer "
+            "where more do not pay.",
+        ),
+    ] = 16
+    prompt_lookup_min: Annotated[
+        int, Meta(ge=1, le=64, description="Fewest last tokens that must have stood there.")
+    ] = 3
+    prompt_lookup_max: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Of the places where the most of them stood, up to this many, the last is "
+            "taken.",
+        ),
+    ] = 16
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -155,6 +196,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ]
         | None
     ) = None
+    speculative_config: Annotated[SpeculativeConfig | None, SPECULATION] = None
     max_num_waiting: Annotated[
         int,
         Meta(

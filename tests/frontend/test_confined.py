@@ -15,11 +15,12 @@ from waits import PATIENCE_S, wait_until
 
 from diptych_frontend.confined.cancellation import (
     Cancellation,
+    NotAtOnceError,
     WorkCancelledError,
     cancelled_by,
+    in_haste,
 )
 from diptych_frontend.confined.child import WorkBounds
-from diptych_frontend.confined.haste import NotAtOnceError, hurried
 from diptych_frontend.confined.processes import AT_ONCE_BYTES, ConfinedWork, WorkFailedError
 from diptych_protocol import EngineOverloadedError
 
@@ -161,11 +162,13 @@ def test_who_cancels_ends_the_work_and_what_would_come_next(module: str, tmp_pat
 
 def at_once(work: ConfinedWork, head: bytes, body: bytes = b"") -> bytes | None:
     """What who is in haste gets; None if that is nothing."""
+    token = in_haste.set(True)
     try:
-        with hurried():
-            return bytes(work.ask(head, body)[0])
+        return bytes(work.ask(head, body)[0])
     except NotAtOnceError:
         return None
+    finally:
+        in_haste.reset(token)
 
 
 def test_who_is_in_haste_waits_for_nothing_that_is_late(module: str, tmp_path: Path) -> None:

@@ -24,6 +24,6 @@ def test_a_client_has_one_version_and_no_cuda(name: str) -> None:
 
 def test_the_page_names_the_versions_that_are_installed() -> None:
     page = (Path(install_clients.__file__).parent / "docs" / "clients.md").read_text()
-    for package in install_clients.PACKAGES.values():
-        name, _, version = package.partition("==")
+    for packages in install_clients.PACKAGES.values():
+        name, _, version = packages.split()[0].partition("==")
         assert f"| `{name}` {version} |" in page

@@ -184,6 +184,57 @@ async def test_openais_client_gets_responses_whole_and_streamed(client: openai.A
     assert last.usage.total_tokens == whole.usage.total_tokens
 
 
+OPEN_WEBUI: dict[str, dict[str, Any]] = {
+    # As its backend sends them: routers/openai.py and tasks.py, utils/payload.py, November 2026.
+    "a chat": {
+        "stream": True, "messages": TURNS, "stream_options": {"include_usage": True},
+        "temperature": 0.0, "top_p": 0.9, "min_p": 0.0, "max_tokens": 40, "frequency_penalty": 0.0,
+        "presence_penalty": 0.0, "seed": 1, "stop": ["###"], "logit_bias": {}, "user": None,
+    },
+    "settings of Ollama": {
+        "stream": True, "messages": TURNS, "temperature": 0.0, "max_tokens": 40,
+        "repeat_penalty": 1.1, "num_ctx": 4096, "keep_alive": "5m", "think": False,
+    },
+    "a title": {
+        "stream": False, "temperature": 0.0, "max_completion_tokens": 40, "messages": TURNS,
+    },
+    "after a call": {
+        "stream": True, "temperature": 0.0, "max_tokens": 4, "messages": [
+            *TURNS,
+            {"role": "assistant", "content": "", "tool_calls": [
+                {"index": 0, "id": "call_1", "type": "function",
+                 "function": {"name": "weather", "arguments": "{}"}},
+            ]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+        ],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPEN_WEBUI)
+async def test_requests_of_open_webui_are_answered(http: httpx.AsyncClient, name: str) -> None:
+    headers = {
+        "authorization": "Bearer none", "X-OpenWebUI-User-Name": "me", "X-OpenWebUI-Chat-Id": "c1",
+    }  # fmt: skip
+    [model] = (await http.get("/v1/models", headers=headers)).json()["data"]
+    body = {"model": model["id"], **OPEN_WEBUI[name]}
+    answer = await http.post("/v1/chat/completions", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    if not body["stream"]:
+        assert answer.json()["choices"][0]["message"]["content"] == WHOLE.answer
+        return
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    lines = [line[6:] for line in answer.text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    events = [json.loads(line) for line in lines[:-1]]
+    text = "".join(each["choices"][0]["delta"].get("content") or "" for each in events[:-1])
+    assert text if name == "after a call" else text == WHOLE.answer
+    if "stream_options" in body:
+        assert events[-1]["usage"]["total_tokens"] > 0
+    unknown = answer.headers.get("x-diptych-ignored", "")
+    assert ("repeat_penalty, num_ctx" in unknown) == (name == "settings of Ollama")
+
+
 async def test_a_benchmark_gets_the_log_probabilities_of_what_it_sent(
     http: httpx.AsyncClient, client: openai.AsyncOpenAI
 ) -> None:

@@ -22,7 +22,7 @@ from browser_kit import (
 )
 from free_ports import free_port
 from model_kit.questions import WHOLE
-from page_scenes import DECODING, DESK, LONG, PHONE, Scene
+from page_scenes import DECODING, DESK, LONG, PHONE, PICTURES, Scene
 from playwright.sync_api import Browser, Page, expect
 from waits import PATIENCE_S, wait_until
 
@@ -273,26 +273,29 @@ def test_it_can_be_read_in_both_schemes_and_fits_a_phone(
     assert (paper == "rgb(23, 22, 20)") == (scheme == "dark")
 
 
-PICTURES = Path(__file__).parents[2] / "docs" / "images"
+IMAGES = Path(__file__).parents[2] / "docs" / "images"
 ALIKE = 0.7
 """The page differs from its picture by less than this share of what it differs by without its
 style, in the same browser. How much that is depends on the browser and on its fonts."""
 
 
+QUICK = ("page-first", "page-light", "page-dark", "page-phone", "page-tools", "page-tour")
+
+
 @pytest.mark.parametrize(
-    ("name", "scheme", "viewport"),
-    [("page-light", "light", DESK), ("page-dark", "dark", DESK), ("page-phone", "light", PHONE)],
+    "name",
+    [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in PICTURES],
 )
-def test_it_looks_as_in_the_documents(
-    open_page: Open, name: str, scheme: Any, viewport: Any
-) -> None:
+def test_it_looks_as_in_the_documents(open_page: Open, name: str) -> None:
     """`make screenshots` takes these pictures anew."""
-    scene = open_page(color_scheme=scheme, viewport=viewport)
-    scene.answered()
-    shown = (PICTURES / f"{name}.png").read_bytes()
+    picture = PICTURES[name]
+    scene = open_page(color_scheme=picture.scheme, viewport=picture.viewport)
+    picture.show(scene)
+    shown = (IMAGES / f"{name}.png").read_bytes()
     styled = difference(scene.page.screenshot(), shown)
     scene.page.evaluate("() => [...document.styleSheets].forEach((s) => { s.disabled = true; })")
     bare = difference(scene.page.screenshot(), shown)
+    scene.calm()
     assert styled < ALIKE * bare
 
 

@@ -18,7 +18,7 @@ from diptych_frontend.app import build_app
 from diptych_frontend.openai import serve_http
 from diptych_protocol import TokensPrompt
 from diptych_protocol.admin import Explanation
-from diptych_router.telling.page.panels import panels_of
+from diptych_router.telling.page.panels import Panels, panels_of
 from diptych_router.telling.page.routes import Page
 
 
@@ -36,6 +36,8 @@ class Echo:
     port: int = field(default_factory=free_port)
     engine: EchoEngine = field(default_factory=EchoEngine)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
+    pools: Panels = field(default_factory=lambda: panels_of([], 0, 0))
+    """What the page is told of the pools."""
 
     @property
     def url(self) -> str:
@@ -48,7 +50,7 @@ class Echo:
 
     async def serve(self, ready: threading.Event, stop: asyncio.Event) -> None:
         page = Page(
-            lambda: panels_of([], 0, 0),
+            lambda: self.pools,
             lambda _, tenant: Explanation(policy="none", disaggregate="never", requests=[]),
             model="echo",
             images=lambda: False,

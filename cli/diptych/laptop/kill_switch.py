@@ -19,8 +19,7 @@ from starlette.types import ASGIApp
 
 from diptych.laptop.pods import LOOPBACK
 from diptych.laptop.supervisor import RunningPod
-from diptych_frontend.browsers.gate import BrowserGate
-from diptych_frontend.browsers.rules import BrowserRules
+from diptych_frontend.browsers.gate import BrowserGate, BrowserRules
 from diptych_frontend.openai.asgi import Boundary
 from diptych_protocol import InvalidRequestError
 from diptych_router.telling.page.control import Control

@@ -15,6 +15,10 @@ ENOUGH_ON_A_CPU = 256
 """The number of prompt tokens that is enough for one step on a CPU. From about 64 tokens on, each
 takes the same time. With fewer prompt tokens per step there would be more steps, for each of which
 the weights have to be read."""
+SPARE_ROWS_ON_A_CPU, SPARE_ROWS_ON_A_GPU = 3.0, 64.0
+"""The time of a step without any decode, as the number of decodes that take as long: on a CPU as
+`python -m benchmarks speculation` shows for the demo's model; on a GPU a step takes about the same
+time until there are some dozens."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FLOAT8_SINCE = (8, 9)
 """The compute capability from which on Triton converts 8-bit floats (e4m3)."""

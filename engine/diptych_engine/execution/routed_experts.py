@@ -37,6 +37,8 @@ class _Wanted(NamedTuple):
     blocks: NDArray[np.int64]
     end: int
     """The number of its tokens that are computed then."""
+    start: int | None
+    """The first token to report, if it is a guess; else the first that was not reported."""
 
 
 def check_routed(model: ModelConfig, max_tokens: int) -> None:
@@ -78,10 +80,11 @@ class RoutedExperts:
 
     def take(
         self, inputs: StepInputs, shares: Sequence[ScheduledRequest], rows: BatchRows
-    ) -> Callable[[], dict[str, Array]]:
+    ) -> Callable[[], dict[tuple[str, int], Array]]:
         """Record the choices of a launched step's layers.
 
-        Returns a function that waits for them and returns the experts for clients, by request id.
+        Returns a function that waits for them and returns the experts for clients, by the id of the
+        request and the end of its share.
         It may be called again, and before that of an earlier step: it is right when the results of
         all steps before are applied.
         """
@@ -91,9 +94,9 @@ class RoutedExperts:
         self._under_way.append(copies)
         wanted = [self._want(share, rows) for share in shares if share.samples]
 
-        def told() -> dict[str, Array]:
+        def told() -> dict[tuple[str, int], Array]:
             self._keep(copies)
-            return {each.request.request_id: self._of(each) for each in wanted}
+            return {(each.request.request_id, each.end): self._of(each) for each in wanted}
 
         return told
 
@@ -108,11 +111,12 @@ class RoutedExperts:
         first = request.num_routed // self._block_size
         table = rows.block_tables[rows.row_of[request.request_id]]
         blocks = table[first : -(-end // self._block_size)].copy()
-        return _Wanted(request, first, blocks, end)
+        return _Wanted(request, first, blocks, end, None if share.guess is None else share.start)
 
     def _of(self, wanted: _Wanted) -> Array:
         """The experts of the tokens that the client was not told of."""
-        places = np.arange(wanted.request.num_routed, wanted.end)
+        start = wanted.request.num_routed if wanted.start is None else wanted.start
+        places = np.arange(start, wanted.end)
         blocks = wanted.blocks[places // self._block_size - wanted.first_block]
         chosen = self._one_more[blocks, places % self._block_size] - 1
         return Array("int16", chosen.shape, chosen.tobytes())

@@ -18,6 +18,8 @@ from diptych_engine.execution.batch_rows import BatchRows
 from diptych_engine.execution.kv_cache_size import blocks_in, bytes_for_kv
 from diptych_engine.execution.kv_memory import KVMemory
 from diptych_engine.execution.placement import (
+    SPARE_ROWS_ON_A_CPU,
+    SPARE_ROWS_ON_A_GPU,
     block_bytes,
     block_shape,
     choose_bits,
@@ -104,10 +106,12 @@ class ModelRunner:
         self._bits = choose_bits(config, has_kernels=has_kernels)
         self._packs = config.weight_packing != "none" and has_kernels
         packs = self._packs and level > CpuLevel.NONE
-        likely = choose_kv_dtype(config, self._device, self._dtype, quantised=packs)
+        # Of the model, not of the processor: engines at different levels exchange KV.
+        quantised = self._packs and (self._bits is not None or is_quantised(source))
+        self._kv_dtype = choose_kv_dtype(config, self._device, self._dtype, quantised=quantised)
         kernels: CpuKernels | None = None
         if has_kernels:
-            kernels = CpuKernels(likely, source.config.head_dim, packed=packs)
+            kernels = CpuKernels(self._kv_dtype, source.config.head_dim, packed=packs)
         max_tokens = config.max_model_len or source.config.max_position_embeddings
         self._max_tokens = max_tokens
         if config.enable_return_routed_experts:
@@ -121,10 +125,6 @@ class ModelRunner:
         log.info("%s loaded in %.1f s", source.uri, time.monotonic() - started)
 
         local = shard.local(source.config)
-        # Of the model, not of the processor: engines at different levels exchange KV.
-        packed = any(each.linear.packed is not None for each in self.model.packables)
-        quantised = packed or (self._packs and (self._bits is not None or is_quantised(source)))
-        self._kv_dtype = choose_kv_dtype(config, self._device, self._dtype, quantised=quantised)
         self.block_bytes = block_bytes(local, config.block_size, self._kv_dtype)
         self.num_blocks = num_blocks or config.num_blocks or 0
         if not self.num_blocks:
@@ -151,6 +151,7 @@ class ModelRunner:
             load_processors(config.logits_processors),
         )
         self.enough_prompt_tokens = enough_prompt_tokens(config, self._device)
+        self.spare_rows = SPARE_ROWS_ON_A_GPU if on_gpu else SPARE_ROWS_ON_A_CPU
         self.runs_ahead = config.runs_ahead(on_gpu=on_gpu)
         self._prompt_logprobs = PromptLogprobs(source.config.vocab_size)
         self._pooler = Pooler(config.pooling)
@@ -356,7 +357,12 @@ class ModelRunner:
         ends = [share.start + share.num_tokens for share in shares]
         context_lens = _to_array(ends)
         if num_decodes == len(shares):
-            token_ids = [] if ahead else [s.request.token_ids[s.start] for s in shares]
+            token_ids = []
+            if not ahead:
+                token_ids = [
+                    share.request.token_ids[share.start] if share.guess is None else share.guess
+                    for share in shares
+                ]
             query_starts = np.arange(len(shares) + 1)
             positions, row_of_token = starts, own_rows
         else:
@@ -404,14 +410,23 @@ class ModelRunner:
         places = inputs.attention.context_lens
         if len(requests) < hidden.shape[0] or shares is not plan.scheduled:
             # Each sampling share's last token, in the order in which the plan names the requests.
-            place = {share.request.request_id: i for i, share in enumerate(shares) if share.samples}
-            requests = [share.request for share in plan.scheduled if share.samples]
-            order = [place[request.request_id] for request in requests]
+            ends = places.tolist()
+            place = {
+                (share.request.request_id, ends[i]): i
+                for i, share in enumerate(shares)
+                if share.samples
+            }
+            sampling = [share for share in plan.scheduled if share.samples]
+            requests = [share.request for share in sampling]
+            order = [place[s.request.request_id, s.start + s.num_tokens] for s in sampling]
             rows = [rows[i] for i in order]
             places = places[order]
             last_tokens = inputs.attention.query_starts[1:][order] - 1
             hidden = hidden.index_select(0, to_device(last_tokens, self._device))
         logits = self.model.logits(hidden)
+        if plan.guesses:
+            guesses = [share.guess for share in plan.scheduled if share.samples]
+            return self._sampler.sample_guessed(logits, rows, requests, places, guesses)
         return self._sampler.sample(logits, rows, requests, places, keep=self.runs_ahead)
 
     def _free(self, request_id: str) -> None:
@@ -451,4 +466,6 @@ def _to_array(numbers: list[int]) -> NDArray[np.int64]:
 
 
 def _new_tokens(share: ScheduledRequest) -> list[int]:
+    if share.guess is not None:
+        return [share.guess]
     return share.request.token_ids[share.start : share.start + share.num_tokens]

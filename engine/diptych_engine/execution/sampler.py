@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from diptych_engine.execution.readback import Readback
 from diptych_engine.execution.row_options import Processor, RowOptions, change_logits
 from diptych_engine.execution.sampling_math import describe, find_largest, uniforms
-from diptych_engine.scheduling.request import Pending, Request, StepResult
+from diptych_engine.scheduling.request import NOT_SAMPLED, Pending, Request, StepResult
 from diptych_kernels.host_arrays import to_device
 from diptych_kernels.sampling import Filters, sample
 
@@ -120,6 +121,49 @@ class Sampler:
             for (i, _), row_logprobs in zip(reported, described, strict=True):
                 logprobs[i] = row_logprobs
         return lambda: _read(chosen, logprobs, failed)
+
+    def sample_guessed(
+        self,
+        logits: Tensor,
+        rows: Sequence[int],
+        requests: Sequence[Request],
+        places: NDArray[np.int64],
+        guesses: Sequence[int | None],
+    ) -> Pending:
+        """Do the same as `sample`, for a step with guesses.
+
+        guesses: [requests], the token from which each row of logits was computed, if it is one. The
+        rows of a request's guesses follow its own, in the order of their places. Options that look
+        at the tokens before, as those of grammars, are given only such that were sampled: they
+        choose for a guess after it was right, and never have to take a token back.
+        """
+        turn = [i for i, g in enumerate(guesses) if g is None or rows[i] not in self._special]
+        if len(turn) == len(guesses):
+            return self.sample(logits, rows, requests, places, keep=False)
+        now, tokens = list(requests), [NOT_SAMPLED] * len(guesses)
+        logprobs: list[LogprobsRow | None] = [None] * len(guesses)
+        nans, failed, is_first = [0] * len(guesses), dict[str, str](), True
+        while turn:
+            own, mine = [rows[i] for i in turn], [now[i] for i in turn]
+            result = self.sample(logits[turn], own, mine, places[turn], keep=False)()
+            following = []
+            for at, i in enumerate(turn):
+                if now[i].request_id in result.failed:
+                    continue  # without guesses, a later failure would come after this step
+                tokens[i] = token = result.token_ids[at]
+                logprobs[i] = None if result.logprobs is None else result.logprobs[at]
+                nans[i] = 0 if result.num_nans is None else result.num_nans[at]
+                if i + 1 < len(rows) and rows[i] in self._special and guesses[i + 1] == token:
+                    now[i + 1] = replace(now[i], token_ids=[*now[i].token_ids, token])
+                    following.append(i + 1)
+            failed, is_first, turn = (result.failed if is_first else failed), False, following
+        result = StepResult(
+            tokens,
+            logprobs if any(logprobs) else None,
+            nans if any(nans) else None,
+            failed=failed,
+        )
+        return lambda: result
 
     def _draw_random_rows(
         self,

@@ -34,5 +34,7 @@ def order_of(planned: Shares) -> tuple[Shares, int]:
             chunks.append(ScheduledRequest(request, start, end_of_prompt - start, samples=False))
             start = end_of_prompt
         decodes += [ScheduledRequest(request, i, 1, samples=False) for i in range(start, end - 1)]
-        decodes.append(ScheduledRequest(request, end - 1, 1, share.samples))
+        if share.guess is None:
+            share = ScheduledRequest(request, end - 1, 1, share.samples)
+        decodes.append(share)
     return decodes + chunks, len(decodes)

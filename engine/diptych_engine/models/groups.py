@@ -194,11 +194,6 @@ class Groups:
         values.mul_(self.scale[..., None]).add_(self.offset[..., None])
         return values.view(self.levels.shape)
 
-    def factors(self, span: int) -> tuple[Tensor, Tensor]:
-        """Return scales and offsets of `span` columns each, of which no more share one here."""
-        times = self.span // span
-        return self.scale.repeat_interleave(times, 1), self.offset.repeat_interleave(times, 1)
-
     def columns(self, start: int, length: int) -> Groups | None:
         """Return some of the columns; None if that would divide a group of a tile."""
         if start % GROUP or length % GROUP:

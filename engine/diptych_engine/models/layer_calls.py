@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diptych_engine.models.interface import StepInputs
-from diptych_engine.models.layer import LayerWeights
+from diptych_engine.models.layer import AttentionWeights, LayerWeights
 from diptych_engine.models.linear import Linear
 from diptych_engine.models.packed import PackedMatrix
 from diptych_frontend.model_files.model_source import ModelConfig
@@ -178,6 +178,15 @@ class LayerCalls:
         assert linear.packed is not None
         tiles = linear.packed.tiles
         in_integers, others = kinds
+        if not linear.packed.rounds:  # one call computes all rows, and the other one none
+            call = packed_product.decode_call(x, tiles, out, self._workspace, add=add)
+            yield LastingCall(
+                call, packed_product.ROWS, weight=tiles, weight_at=packed_product.DECODE_TILES
+            )
+            if in_integers and others:
+                empty = packed_product.decode_call(x[:0], tiles, out, self._workspace, add=add)
+                yield LastingCall(empty)
+            return
         if in_integers:
             yield LastingCall(
                 packed_product.decode_call(x, tiles, out, self._workspace, add=add),
@@ -212,9 +221,10 @@ class LayerCalls:
             first.key_norm,
             self._config.rms_norm_eps,
         )
+        may_round = rounds(self._layers)
         return [
             rotation,
-            *paged_attention.calls(queries, kv_layer, attends_to, attended, may_round=True),
+            *paged_attention.calls(queries, kv_layer, attends_to, attended, may_round=may_round),
         ]
 
 
@@ -231,6 +241,12 @@ def _places(numbers: Iterable[int | None]) -> tuple[NDArray[np.int64], NDArray[n
     found = [(row, 1 + number) for row, number in enumerate(numbers) if number is not None]
     rows, columns = np.array(found, np.int64).reshape(-1, 2).T
     return rows, columns
+
+
+def rounds(layers: Sequence[AttentionWeights]) -> bool:
+    """Whether products round their inputs, so that attention may, too; the first is as all are."""
+    first = layers[0].qkv.packed
+    return first is not None and first.rounds
 
 
 def matrices_of(layers: Sequence[LayerWeights]) -> list[PackedMatrix | None]:

@@ -25,7 +25,13 @@ from torch import Tensor
 from diptych_engine.models.gates import gated
 from diptych_engine.models.interface import Packable, Projection, StepInputs, WeightSlot
 from diptych_engine.models.layer import AttentionWeights, MixtureWeights, empty_layer
-from diptych_engine.models.layer_calls import KindInputs, LayerCalls, have_kernels, matrices_of
+from diptych_engine.models.layer_calls import (
+    KindInputs,
+    LayerCalls,
+    have_kernels,
+    matrices_of,
+    rounds,
+)
 from diptych_engine.models.layer_slots import LayerPlaces, layer_linears
 from diptych_engine.models.linear import Linear
 from diptych_engine.models.low_rank import add_low_rank
@@ -339,7 +345,7 @@ class LlamaModel(torch.nn.Module):
             eps=self.config.rms_norm_eps,
         )
         queries = heads[:, : self.config.num_attention_heads]
-        may_round = layer.qkv.packed is not None
+        may_round = rounds(self._layers)
         attended = paged_attention(
             queries, kv_layer, attends_to, may_round=may_round, sinks=layer.sinks
         )

@@ -16,14 +16,16 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
+from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from diptych_engine.models.floats import Floats
 from diptych_engine.models.groups import Groups, has_groups, read_groups
 from diptych_engine.models.interface import Packable, WeightSlot, share
-from diptych_engine.models.packed import PackedMatrix
+from diptych_engine.models.packed import PackedMatrix, Part
 from diptych_engine.models.packed_file import Matrices, file_for, shared_matrices
 from diptych_engine.models.rounding import rounded
 from diptych_engine.models.stored_parts import StoredTensor, separate_gguf, separate_stored
@@ -43,6 +45,10 @@ LOADER_THREADS: Final = 2
 DUMMY_SCALE: Final = 0.02
 """Standard deviation of random weights; norms are 1."""
 
+GGUF_FLOATS: Final = {
+    GGMLQuantizationType.F16: torch.float16,
+    GGMLQuantizationType.BF16: torch.bfloat16,
+}
 GGUF_NAME: Final = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 
@@ -54,7 +60,8 @@ def load_weights(
     packables: Sequence[Packable] = (),
     bits: int | None = None,
 ) -> None:
-    """Fill every slot, or pack it: one of the `packables`, if its source is quantised suitably.
+    """Fill every slot, or pack it: one of the `packables`, if its source holds levels or small
+    floats.
 
     seed: determines dummy weights. bits: what the file holds as floats is rounded to levels of so
     many bits first, for each of the `packables`.
@@ -75,7 +82,7 @@ def load_weights(
 
 
 def is_quantised(source: ModelSource) -> bool:
-    """Whether a file's matrices can stay packed, on processors that have the kernels."""
+    """Whether a file holds levels that stay packed, on processors that have the kernels."""
     if source.format != "gguf":
         return False
     return has_groups((tensor.type, tensor.shape) for tensor in source.tensors().values())
@@ -130,10 +137,11 @@ class Stored(Protocol):
         """Its size in the file."""
 
     @property
-    def has_groups(self) -> bool: ...
+    def is_packable(self) -> bool:
+        """Whether `part` returns something."""
 
-    def groups(self) -> Groups | None:
-        """Return the levels that the file holds; None if it holds none that can be kept."""
+    def part(self) -> Part | None:
+        """Return what the file holds; None if that cannot be packed."""
 
     def values(self) -> Tensor:
         """Return floats of any type."""
@@ -153,15 +161,19 @@ class _FromGGUF:
         return self.recipe.nbytes
 
     @property
-    def has_groups(self) -> bool:
-        return has_groups([(self.recipe.type, self.shape)])
+    def is_packable(self) -> bool:
+        is_float = self.recipe.type in GGUF_FLOATS and len(self.shape) == 2
+        return is_float or has_groups([(self.recipe.type, self.shape)])
 
     @property
     def _raw(self) -> NDArray[np.uint8]:
         return self.file[self.recipe.offset : self.recipe.offset + self.nbytes]
 
-    def groups(self) -> Groups | None:
-        return read_groups(self._raw, self.recipe.type, self.shape)
+    def part(self) -> Part | None:
+        dtype = GGUF_FLOATS.get(self.recipe.type)
+        if dtype is None or not self.is_packable:
+            return read_groups(self._raw, self.recipe.type, self.shape)
+        return Floats(torch.from_numpy(np.array(self._raw)).view(dtype).view(self.shape))
 
     def values(self) -> Tensor:
         return _values(self._raw, self.recipe)
@@ -186,7 +198,7 @@ class _Load:
         self._packable = [
             names
             for names, packable in self._jobs.items()
-            if packable is not None and (bits or all(table[name].has_groups for name in names))
+            if packable is not None and (bits or all(table[name].is_packable for name in names))
         ]
         self._untold = {names: sum(table[x].nbytes for x in names) for names in self._jobs}
         self._progress, self._total, self._done = progress, sum(self._untold.values()), 0
@@ -231,8 +243,8 @@ class _Load:
         if packable is not None:
             packable.linear.unpack()
         for name in names:
-            groups = self._groups(name, packable) if packable is not None and self._bits else None
-            values = self._table[name].values() if groups is None else groups.values()
+            part = self._part(name, packable) if packable is not None and self._bits else None
+            values = self._table[name].values() if part is None else part.values()
             fill(self._slots[name], values, name, reorder=self._reorder)
         return names
 
@@ -241,19 +253,20 @@ class _Load:
         shares = []
         packable = self._jobs[names]
         for name in names if packable is not None and is_available() else ():
-            groups, slot = self._groups(name, packable), self._slots[name]
-            own = None if groups is None else share_of(groups, slot, reorder=self._reorder)
+            part, slot = self._part(name, packable), self._slots[name]
+            own = None if part is None else share_of(part, slot, reorder=self._reorder)
             if own is None:
                 return None
             shares.append(own)
         return PackedMatrix.of(shares) if shares else None
 
-    def _groups(self, name: str, packable: Packable | None) -> Groups | None:
-        """The file's levels; else its values rounded, if that was asked for."""
-        groups = self._table[name].groups()
-        if groups is None and self._bits and packable is not None:
-            return rounded(self._table[name].values(), max(self._bits, packable.least_bits))
-        return groups
+    def _part(self, name: str, packable: Packable | None) -> Part | None:
+        """What the file holds; or, where that is no levels, its values rounded if that was asked
+        for."""
+        part = self._table[name].part()
+        if not self._bits or packable is None or isinstance(part, Groups):
+            return part
+        return rounded(self._table[name].values(), max(self._bits, packable.least_bits)) or part
 
     def _tell(self, names: Names) -> None:
         self._done += self._untold.pop(names, 0)
@@ -261,18 +274,19 @@ class _Load:
 
 
 def pack(packable: Packable, bits: int | None) -> None:
-    """Round and pack a projection that is plain; without `bits` it stays as it is."""
+    """Pack a projection that is plain: rounded to levels of so many bits; or exactly, if 16 bits
+    hold all of its numbers."""
     linear = packable.linear
-    if bits is None or linear.packed is not None:
+    if linear.packed is not None:
         return
-    groups = rounded(linear.weight.t(), max(bits, packable.least_bits))
-    if groups is None:
-        return
-    packed = PackedMatrix.of([groups])
-    if packed is None:
-        linear.weight.copy_(groups.values().t())
-    else:
+    values = linear.weight.t()
+    part: Part | None = rounded(values, max(bits, packable.least_bits)) if bits else None
+    part = part or Floats.exactly(values)
+    packed = None if part is None else PackedMatrix.of([part])
+    if packed is not None:
         linear.pack(packed)
+    elif part is not None:
+        linear.weight.copy_(part.values().t())
 
 
 def _jobs(names: Iterable[str], packables: Sequence[Packable]) -> dict[Names, Packable | None]:
@@ -389,14 +403,14 @@ def _require_shape(slot: WeightSlot, shape: tuple[int, ...], name: str) -> None:
         )
 
 
-def share_of(groups: Groups, slot: WeightSlot, *, reorder: bool) -> Groups | None:
-    """Do the same as `fill` with groups; None if this rank's share divides some of them."""
+def share_of(part: Part, slot: WeightSlot, *, reorder: bool) -> Part | None:
+    """Do the same as `fill` with a part; None if this rank's share divides some of its groups."""
     if slot.columns is not None:
-        return groups.columns(slot.columns.start, slot.columns.length)
+        return part.columns(slot.columns.start, slot.columns.length)
     if slot.rows is None and not (reorder and slot.rotary_dim):
-        return groups
-    order = share(torch.arange(len(groups.levels)), 0, slot.rows)
-    return groups.rows(interleave_pairs(order, slot) if reorder else order)
+        return part
+    order = share(torch.arange(slot.shape[0]), 0, slot.rows)
+    return part.rows(interleave_pairs(order, slot) if reorder else order)
 
 
 def interleave_pairs(rows: Tensor, slot: WeightSlot) -> Tensor:

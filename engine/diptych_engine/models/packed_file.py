@@ -32,7 +32,7 @@ from torch import Tensor
 from diptych_engine.models.packed import PackedMatrix
 from diptych_kernels.made_once import PART, locked, remove_unused, use, user_folder, whole
 from diptych_kernels.native import tile_layout
-from diptych_kernels.packed_product import reference
+from diptych_kernels.packed_product import FLOATS, reference
 from diptych_protocol import UNREADABLE
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,8 @@ Matrices = Mapping[str, PackedMatrix]
 """By the name of the first published tensor in each."""
 
 ALIGNMENT: Final = 64
+DTYPES: Final = {str(own).removeprefix("torch."): own for own in (torch.uint8, *FLOATS)}
+"""The types of tiles by their names."""
 TAIL: Final = hashlib.sha256().digest_size + 8
 THREADS: Final = 2
 PACKING_TIMEOUT_S: Final = 600.0
@@ -58,6 +60,7 @@ MOUNTS: Final = Path("/proc/self/mountinfo")
 class _Place(msgspec.Struct, frozen=True):
     start: int
     shape: tuple[int, int, int]
+    dtype: str
     digest: bytes
     """SHA-256 of the tiles."""
 
@@ -80,7 +83,7 @@ def file_for(sources: Iterable[Path], recipe: object) -> Path:
         times = found.st_mtime_ns, found.st_ctime_ns
         digest.update(repr((found.st_ino, found.st_size, *times)).encode())
     folder = Path(__file__).parent
-    own = ("groups.py", "loader.py", "packed.py", "rounding.py", "stored_parts.py")
+    own = ("groups.py", "floats.py", "loader.py", "packed.py", "rounding.py", "stored_parts.py")
     makers = map(Path, (reference.__file__, tile_layout.__file__, __file__))
     for maker in (*makers, *(folder / name for name in own)):
         digest.update(maker.read_bytes())
@@ -140,10 +143,11 @@ def _written(
 
 def _write(file: BinaryIO, tiles: Tensor) -> _Place:
     file.write(bytes(-file.tell() % ALIGNMENT))
-    start, content = file.tell(), tiles.numpy().reshape(-1).data
+    start, content = file.tell(), tiles.view(torch.uint8).numpy().reshape(-1).data
     file.write(content)
-    rows, groups, num_bytes = tiles.shape
-    return _Place(start, (rows, groups, num_bytes), hashlib.sha256(content).digest())
+    rows, groups, size = tiles.shape
+    dtype = next(name for name, own in DTYPES.items() if own is tiles.dtype)
+    return _Place(start, (rows, groups, size), dtype, hashlib.sha256(content).digest())
 
 
 def _forget_oldest(newest: Path, num_bytes: int) -> None:
@@ -201,12 +205,14 @@ def _checked(pages: mmap.mmap, name: str) -> Matrices | None:
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     tiles = {}
     for key, place in found.matrices.items():
-        last = place.start + math.prod(place.shape)
-        if found.name != name or not 0 <= place.start <= last <= end:
+        dtype = DTYPES.get(place.dtype)
+        last = place.start + math.prod(place.shape) * (1 if dtype is None else dtype.itemsize)
+        if found.name != name or dtype is None or not 0 <= place.start <= last <= end:
             return None
-        tiles[key] = memory[place.start : last].view(place.shape)
+        tiles[key] = memory[place.start : last].view(dtype).view(place.shape)
     with ThreadPoolExecutor(THREADS) as pool:
-        digests = pool.map(lambda each: hashlib.sha256(each.numpy()).digest(), tiles.values())
+        raw = (each.view(torch.uint8).numpy() for each in tiles.values())
+        digests = pool.map(lambda each: hashlib.sha256(each).digest(), raw)
         if list(digests) != [place.digest for place in found.matrices.values()]:
             return None
     return {key: PackedMatrix(own) for key, own in tiles.items()}

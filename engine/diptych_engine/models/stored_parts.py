@@ -16,14 +16,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from diptych_engine.models.floats import Floats
 from diptych_engine.models.interface import WeightSlot
 from diptych_frontend.model_files.family_spec import FamilySpec
 from diptych_frontend.model_files.model_source import GGUFTensor
+from diptych_kernels.native.tile_layout import GROUP
 
 MODULE: Final = re.compile(r"(.+\.layers\.\d+\.)(.+)\.(weight|bias)")
 STACKED: Final = re.compile(
@@ -33,6 +35,7 @@ STACKED: Final = re.compile(
 ALL: Final = slice(None)
 BYTES: Final = {"F64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2}
 """Sizes of numbers of more than one byte, by safetensors' names."""
+PACKABLE: Final = ("BF16", "F16")
 BLOCKS: Final = "_blocks"
 SCALES: Final = "_scales"
 E2M1: Final = [sign * value for sign in (1.0, -1.0) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
@@ -42,7 +45,7 @@ MXFP4_RANK: Final = 4
 
 
 @dataclass(slots=True, frozen=True)
-class Part:
+class Piece:
     """One of the model's own tensors in a stored one."""
 
     name: str
@@ -57,7 +60,7 @@ class Part:
         return values.t() if self.transposed else values
 
 
-WHOLE: Final = Part("")
+WHOLE: Final = Piece("")
 
 
 @dataclass(slots=True, frozen=True)
@@ -68,12 +71,11 @@ class StoredTensor:
     file: Any
     """The same, opened by `safe_open`."""
     name: str
-    part: Part = WHOLE
-    has_groups: ClassVar[bool] = False
+    piece: Piece = WHOLE
 
     @property
     def recipe(self) -> object:
-        return self.path.name, self.name, self.part
+        return self.path.name, self.name, self.piece
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -81,18 +83,23 @@ class StoredTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.part.of(torch.empty(self.whole_shape, device="meta")).shape)
+        return tuple(self.piece.of(torch.empty(self.whole_shape, device="meta")).shape)
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * BYTES.get(self.file.get_slice(self.name).get_dtype(), 1)
 
-    def groups(self) -> None:
-        """Floats have none."""
+    @property
+    def is_packable(self) -> bool:
+        kind = self.file.get_slice(self.name).get_dtype()
+        return kind in PACKABLE and len(self.shape) == 2 and self.shape[1] % GROUP == 0
+
+    def part(self) -> Floats | None:
+        return Floats(self.values()) if self.is_packable else None
 
     def values(self) -> Tensor:
-        found: Tensor = self.file.get_slice(self.name)[self.part.index or ...]
-        return found.t().contiguous() if self.part.transposed else found
+        found: Tensor = self.file.get_slice(self.name)[self.piece.index or ...]
+        return found.t().contiguous() if self.piece.transposed else found
 
 
 @dataclass(slots=True, frozen=True)
@@ -112,19 +119,23 @@ class StoredMxfp4(StoredTensor):
     def nbytes(self) -> int:
         return math.prod(self.shape) // 2
 
+    @property
+    def is_packable(self) -> bool:
+        return False
+
     def values(self) -> Tensor:
-        expert, *inside = self.part.index
+        expert, *inside = self.piece.index
         blocks = self.file.get_slice(f"{self.name}{BLOCKS}")[expert]
         powers = (self.scales or self).file.get_slice(f"{self.name}{SCALES}")[expert]
         pairs = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
         values = torch.tensor(E2M1)[pairs.int()]
         dense = torch.ldexp(values, powers.int()[..., None] - 127).flatten(1).t()
-        return Part(self.name, tuple(inside), self.part.transposed).of(dense).contiguous()
+        return Piece(self.name, tuple(inside), self.piece.transposed).of(dense).contiguous()
 
 
-def parts_of(
+def pieces_of(
     name: str, shape: tuple[int, ...], slots: Mapping[str, WeightSlot], family: FamilySpec
-) -> list[Part]:
+) -> list[Piece]:
     """Return the model's own tensors in a stored one; none if it has no place in the model.
 
     shape: of the stored one. Their own shapes may be wrong, which the loader finds out.
@@ -135,7 +146,7 @@ def parts_of(
         names = [f"{module[1]}{part}.{module[3]}" for part in own]
         return _rows(names, shape[0], slots) if shape and names[-1] in slots else []
     if name in slots:
-        return [Part(name)]
+        return [Piece(name)]
     stacked = STACKED.fullmatch(name)
     if stacked is None:
         return []
@@ -147,18 +158,18 @@ def parts_of(
     return list(_of_experts(experts, projection, kind, shape[0], first.shape[0], family))
 
 
-def _rows(names: list[str], rows: int, slots: Mapping[str, WeightSlot]) -> list[Part]:
+def _rows(names: list[str], rows: int, slots: Mapping[str, WeightSlot]) -> list[Piece]:
     """Tensors whose rows are stored one after the other; the last one gets the rest."""
     if len(names) == 1:
-        return [Part(names[0])]
+        return [Piece(names[0])]
     ends = list(accumulate(slots[name].shape[0] for name in names[:-1]))
     bounds = pairwise([0, *(min(end, rows) for end in ends), rows])
-    return [Part(name, (slice(*bound),)) for name, bound in zip(names, bounds, strict=True)]
+    return [Piece(name, (slice(*bound),)) for name, bound in zip(names, bounds, strict=True)]
 
 
 def _of_experts(
     experts: str, projection: str, kind: str, number: int, inner: int, family: FamilySpec
-) -> Iterator[Part]:
+) -> Iterator[Piece]:
     transposed = family.transposes_experts and kind == "weight"
     halves = slice(None, inner), slice(inner, None)
     if family.transposes_experts:
@@ -166,11 +177,11 @@ def _of_experts(
     for expert in range(number):
         prefix = f"{experts}.{expert}."
         if projection != "gate_up_proj":
-            yield Part(f"{prefix}{projection}.{kind}", (expert,), transposed)
+            yield Piece(f"{prefix}{projection}.{kind}", (expert,), transposed)
             continue
         for name, half in zip(("gate_proj", "up_proj"), halves, strict=True):
             index = (expert, ALL, half) if transposed else (expert, half)
-            yield Part(f"{prefix}{name}.{kind}", index, transposed)
+            yield Piece(f"{prefix}{name}.{kind}", index, transposed)
 
 
 def published_names(slots: Iterable[str], family: FamilySpec) -> list[str]:
@@ -193,10 +204,10 @@ def separate_stored(
     is, and the loader refuses it by name."""
     separate: dict[str, StoredTensor] = {}
     for name, tensor in _joined(stored).items():
-        parts = parts_of(name, tensor.whole_shape, slots, family)
-        for part in parts:
-            separate[part.name] = replace(tensor, part=part)
-        if not parts:
+        pieces = pieces_of(name, tensor.whole_shape, slots, family)
+        for piece in pieces:
+            separate[piece.name] = replace(tensor, piece=piece)
+        if not pieces:
             separate[name] = tensor
     return separate
 
@@ -220,20 +231,20 @@ def separate_gguf(
     """Do the same for the tensors of a GGUF file, by their published names."""
     separate: dict[str, GGUFTensor] = {}
     for name, tensor in tensors.items():
-        parts = parts_of(name, tensor.shape, slots, replace(family, transposes_experts=False))
-        for part in parts:
-            separate[part.name] = _part_of(tensor, part)
-        if not parts:
+        pieces = pieces_of(name, tensor.shape, slots, replace(family, transposes_experts=False))
+        for piece in pieces:
+            separate[piece.name] = _piece_of(tensor, piece)
+        if not pieces:
             separate[name] = tensor
     return separate
 
 
-def _part_of(tensor: GGUFTensor, part: Part) -> GGUFTensor:
+def _piece_of(tensor: GGUFTensor, piece: Piece) -> GGUFTensor:
     """One of the slices along a tensor's first dimension, or several."""
-    if not part.index:
+    if not piece.index:
         return tensor
     rows, *others = tensor.shape
-    [index] = part.index
+    [index] = piece.index
     start, count = (index, 1) if isinstance(index, int) else (index.start, index.stop - index.start)
     shape = tuple(others) if isinstance(index, int) else (count, *others)
     each = tensor.nbytes // rows

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 import msgspec
 from llguidance import LLMatcher
 
 from diptych_engine.scheduling.adapter import Adapter
+from diptych_engine.scheduling.guesses import Guesser
 from diptych_engine.scheduling.images import ImageWork, PlacedImage, identity_of
 from diptych_engine.scheduling.number_limit import Digits
 from diptych_engine.scheduling.reasoning import Reasoning
@@ -23,6 +25,8 @@ from diptych_protocol import (
     PoolingParams,
     SamplingParams,
 )
+
+NOT_SAMPLED: Final = -1
 
 
 class RequestStatus(enum.Enum):
@@ -141,6 +145,8 @@ class Request:
     """The reasoning that may precede the part of its output with the grammar."""
     digits: Digits | None = None
     """The vocabulary's digits, if its grammar is one of JSON."""
+    guesser: Guesser | None = None
+    """Guesses its next tokens; None before the first guess."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -239,6 +245,9 @@ class ScheduledRequest(msgspec.Struct, gc=False):
     samples: bool
     """Whether the share ends at the request's last known token, so that the next one is sampled;
     never for a pooling request."""
+    guess: int | None = None
+    """The token at `start`, if it is only guessed. Such a share follows that of the token before.
+    What it samples counts only if the token is what that one samples."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -255,6 +264,8 @@ class StepPlan:
     them."""
     images: ImageWork | None = None
     """None if no token of the step belongs to an image."""
+    guesses: bool = False
+    """Whether any token of the step is only guessed."""
 
     def without_finished(self) -> StepPlan:
         """Return the plan without requests that have ended since it was made."""
@@ -262,14 +273,15 @@ class StepPlan:
         if len(kept) == len(self.scheduled):
             return self
         num_tokens = sum(share.num_tokens for share in kept)
-        return StepPlan(kept, num_tokens, self.removed, images=self.images)
+        return replace(self, scheduled=kept, num_tokens=num_tokens)
 
 
 @dataclass(slots=True, frozen=True)
 class StepResult:
-    """The results of a step; the lists run over the plan's sampling requests, in order."""
+    """The results of a step; the lists run over the plan's sampling shares, in order."""
 
     token_ids: list[int]
+    """`NOT_SAMPLED` for guesses after which nothing could be sampled."""
     logprobs: list[tuple[list[int], list[float], int] | None] | None
     """Per request (token ids, log-probabilities, rank of the sampled token), if it asked;
     the sampled token comes first. None when nobody asked."""
@@ -280,8 +292,9 @@ class StepResult:
     pooled: dict[str, Array] | None = None
     """Request id -> vectors of the pooling requests whose prompts this step completed; None without
     any."""
-    routed: dict[str, Array] | None = None
-    """Request id -> `EngineCoreOutput.routed_experts`; None unless the engine reports them."""
+    routed: dict[tuple[str, int], Array] | None = None
+    """(Request id, end of the share) -> its part of `EngineCoreOutput.routed_experts`; None unless
+    the engine reports them."""
     failed: dict[str, str] = field(default_factory=dict)
     """Request id -> the reason why the request cannot continue; its tokens mean nothing."""
 

@@ -38,6 +38,7 @@ from diptych_engine.scheduling.block_pool import BlockPool
 from diptych_engine.scheduling.early_loads import EarlyLoads, EarlyState
 from diptych_engine.scheduling.encoder_cache import EncoderCache
 from diptych_engine.scheduling.fair_rows import FairPart, who_gives_way
+from diptych_engine.scheduling.guesses import Guesser, worthwhile
 from diptych_engine.scheduling.idle_sessions import IdleSessions
 from diptych_engine.scheduling.journey import JourneyLog, Station
 from diptych_engine.scheduling.lent_blocks import LentBlocks
@@ -67,6 +68,7 @@ from diptych_protocol import (
     RequestJourneyEvent,
     SchedulerStats,
     SchedulingPolicy,
+    SpeculativeConfig,
 )
 from diptych_protocol.admin import DrainReport
 from diptych_protocol.engine_stats import MAX_HOLDERS_TOLD, MAX_TENANTS_TOLD, Holder
@@ -153,6 +155,10 @@ class Scheduler:
     """A step with this many begins no further prompt."""
     journey: JourneyLog | None = None
     """Records the events of requests, if anybody follows them."""
+    speculation: SpeculativeConfig | None = None
+    """Which tokens are guessed; None: none."""
+    spare_rows: float = math.inf
+    """See `guesses.worthwhile`."""
 
     encoder: EncoderCache = field(default_factory=EncoderCache)
     """The images whose features are cached."""
@@ -207,7 +213,7 @@ class Scheduler:
         if encoder.passed:
             encoder.let_go()
         block_size = self.block_size
-        index = 0
+        index = guessed = 0
         for request in self.running:  # the loop may remove requests, but only from the end
             if budget == 0:
                 break
@@ -228,11 +234,43 @@ class Scheduler:
                 continue
             scheduled.append(ScheduledRequest(request, start, 1, request.pooling is None))
             budget -= 1
+            if self.speculation is not None:
+                others = len(self.running) - index
+                added = self._guess(self.speculation, request, others, guessed, budget - others)
+                scheduled += added
+                guessed += len(added)
+                budget -= len(added)
         if chunks or self.waiting:
             budget = self._share_out(scheduled, budget, chunks, admitting=not preempted)
         removed, self._removed = self._removed, []
         images = None if encoder.work is None else encoder.take_work()
-        return StepPlan(scheduled, allowed - budget, removed, images=images)
+        return StepPlan(scheduled, allowed - budget, removed, images=images, guesses=guessed > 0)
+
+    def _guess(
+        self, settings: SpeculativeConfig, request: Request, others: int, guessed: int, budget: int
+    ) -> list[ScheduledRequest]:
+        """Return shares for guesses of a request's next tokens, as many as pay.
+
+        guessed: those that the step has already. Requests and guesses together are never more than
+        requests may run, so that a full batch has no guesses. Guesses take no block that the next
+        tokens of the `others`, which follow in the step, may need.
+        """
+        known, rows = len(request.token_ids), len(self.running) + guessed
+        room = min(budget, self.max_num_seqs - rows, request.max_total_tokens - known - 1)
+        if room <= 0 or known <= request.num_prompt_tokens or request.pooling is not None:
+            return []
+        if request.guesser is None:
+            request.guesser = Guesser()
+        most = min(room, settings.num_speculative_tokens)
+        count = worthwhile(request.guesser.chance(known), rows, self.spare_rows, most)
+        guesses = request.guesser.guess(request.token_ids, settings, count).tolist()
+        short = self._blocks_for(known + len(guesses)) - len(request.block_ids)
+        if short > self.pool.num_free - others or not self._reserve(request, known + len(guesses)):
+            del guesses[len(request.block_ids) * self.block_size - known :]
+        return [
+            ScheduledRequest(request, position, 1, samples=True, guess=token)
+            for position, token in enumerate(guesses, known)
+        ]
 
     def _be_fair(self) -> None:
         """Serve those first who were served least, and take from those who were served most."""
@@ -289,7 +327,7 @@ class Scheduler:
         be admitted, preempted or given a chunk of its prompt, the core waits for results and plans
         from them.
         """
-        if self.gate.frozen or self._may_admit():
+        if self.gate.frozen or plan.guesses or self._may_admit():
             return None
         shares: list[ScheduledRequest] = []
         num_running = 0
@@ -303,12 +341,20 @@ class Scheduler:
             end = share.start + share.num_tokens
             if end + 1 >= request.max_total_tokens:
                 continue
+            if self.speculation is not None and self._looks_now(request, end + 1):
+                return None
             if not self._reserve(request, end + 1):
                 return None
             shares.append(ScheduledRequest(request, end, 1, samples=True))
         if not shares or num_running < len(self.running):
             return None
         return StepPlan(shares, len(shares), removed=[], ahead=True)
+
+    def _looks_now(self, request: Request, num_tokens: int) -> bool:
+        """Whether the step for so many tokens is to wait for them, because guesses may follow."""
+        if len(self.running) >= self.max_num_seqs or request.pooling is not None:
+            return False
+        return request.guesser is None or num_tokens >= request.guesser.look_at
 
     def _may_admit(self) -> bool:
         """Whether a waiting request may find room: with all rows taken only one that fetches its
@@ -865,6 +911,7 @@ class Scheduler:
             queued_tokens_of=dict(queued.most_common(MAX_TENANTS_TOLD)) if any(queued) else {},
             blocks_remembered=self.pool.num_remembered,
             blocks_arriving=sum(arriving),
+            accepted_at=list(self.stats.accepted_at),
             holders=holders[:MAX_HOLDERS_TOLD],
         )
 

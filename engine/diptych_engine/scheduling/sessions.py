@@ -106,7 +106,7 @@ def _extend(session: Request, message: EngineCoreRequest, limits: EngineDescript
         )
     room = limits.max_model_len if params.max_tokens is None else params.max_tokens
     del session.block_hashes[(session.num_tokens - 1) // limits.block_size :]
-    session.token_ids = prompt
+    session.token_ids, session.guesser = prompt, None
     session.num_prompt_tokens = len(prompt)
     session.max_total_tokens = min(limits.max_model_len, len(prompt) + room)
     session.params = params

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from diptych_engine.scheduling.prefix_cache import PrefixCache
 from diptych_engine.scheduling.request import (
+    NOT_SAMPLED,
     Request,
     RequestStatus,
+    ScheduledRequest,
     StepPlan,
     StepResult,
     TokenOutput,
 )
 from diptych_frontend.fair_share import OUTPUT_WEIGHT
-from diptych_protocol import EngineCoreOutput, FinishReason, LogprobsLists, SchedulerStats
+from diptych_protocol import (
+    Array,
+    EngineCoreOutput,
+    FinishReason,
+    LogprobsLists,
+    SchedulerStats,
+)
 
 
 def apply_results(
@@ -23,7 +33,7 @@ def apply_results(
     enough tokens now gets a `finish_reason`; the caller has to end it.
     """
     outputs: list[TokenOutput] = []
-    sampled = generated = 0
+    sampled = generated = known = 0
     size = prefixes.block_size
     running = RequestStatus.RUNNING  # to reach a member of an enum takes as long as a call
     for share in plan.scheduled:
@@ -31,6 +41,10 @@ def apply_results(
         position = sampled
         sampled += share.samples
         if request.status is not running:
+            continue
+        if share.guess is None:
+            known = start
+        elif not _was_right(share, result.token_ids[position], start - known - 1, stats):
             continue
         end = start + share.num_tokens
         if start < request.num_prompt_tokens:
@@ -41,8 +55,11 @@ def apply_results(
         if prefixes.enabled and end // size > start // size:
             prefixes.remember(request, start // size)
         if share.samples:
-            output = _accept_token(request, result, position)
+            output = _accept_token(request, result, position, end)
             generated += output.error is None
+            if share.guess is not None:
+                _join(outputs[-1].output, output)
+                continue
         elif result.pooled is not None and request.request_id in result.pooled:
             request.finish_reason = FinishReason.STOP
             output = EngineCoreOutput(
@@ -59,6 +76,42 @@ def apply_results(
     return outputs
 
 
+def _was_right(share: ScheduledRequest, sampled: int, place: int, stats: SchedulerStats) -> bool:
+    """Whether a guess, at this place among those of its request, is the token that was sampled
+    there. Only then is there a token after it. Learn from it, and count it."""
+    request, start = share.request, share.start
+    stats.draft_tokens += 1
+    stats.drafts += place == 0
+    if request.finish_reason is not None or start >= len(request.token_ids):
+        return False  # the answer has ended, or an earlier guess was wrong
+    right = request.token_ids[start] == share.guess
+    if request.guesser is not None:
+        request.guesser.learn(start, right=right)
+    if right:
+        stats.draft_tokens_accepted += 1
+        counts = stats.accepted_at
+        counts.extend([0] * (place + 1 - len(counts)))
+        counts[place] += 1
+    return right and sampled != NOT_SAMPLED
+
+
+def _join(output: EngineCoreOutput, further: EngineCoreOutput) -> None:
+    """Add what one more token of a step brings to the output of its request."""
+    output.new_token_ids += further.new_token_ids
+    if output.new_logprobs is not None and further.new_logprobs is not None:
+        for former, new in zip(
+            msgspec.structs.astuple(output.new_logprobs),
+            msgspec.structs.astuple(further.new_logprobs),
+            strict=True,
+        ):
+            former += new
+    former, new = output.routed_experts, further.routed_experts
+    if former is not None and new is not None:
+        shape = (former.shape[0] + new.shape[0], *former.shape[1:])
+        output.routed_experts = Array(former.dtype, shape, bytes(former.data) + bytes(new.data))
+    output.num_nans_in_logits = max(output.num_nans_in_logits, further.num_nans_in_logits)
+
+
 def _charge(request: Request, start: int, end: int) -> None:
     """Prompt tokens were computed; what is computed again is nobody's fault, and charged once."""
     start = max(start, request.num_charged)
@@ -67,7 +120,9 @@ def _charge(request: Request, start: int, end: int) -> None:
         request.num_charged = end
 
 
-def _accept_token(request: Request, result: StepResult, position: int) -> EngineCoreOutput:
+def _accept_token(
+    request: Request, result: StepResult, position: int, end: int
+) -> EngineCoreOutput:
     request_id, cached = request.request_id, request.num_cached_tokens or 0
     if request_id in result.failed:
         request.finish_reason = FinishReason.ERROR
@@ -89,7 +144,7 @@ def _accept_token(request: Request, result: StepResult, position: int) -> Engine
     if result.prompt_logprobs is not None:
         output.new_prompt_logprobs_tensors = result.prompt_logprobs.get(request_id)
     if result.routed is not None:
-        output.routed_experts = result.routed.get(request_id)
+        output.routed_experts = result.routed.get((request_id, end))
         request.num_routed = request.num_tokens - 1
     if result.num_nans is not None:
         output.num_nans_in_logits = result.num_nans[position]

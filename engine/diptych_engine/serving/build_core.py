@@ -112,6 +112,8 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
         journey=JourneyLog() if config.follows_requests else None,
         max_loras=config.max_loras,
         enough_prompt_tokens=runner.enough_prompt_tokens,
+        speculation=config.speculative_config,
+        spare_rows=runner.spare_rows,
         encoder=EncoderCache(config.encoder_cache_tokens, config.max_num_batched_tokens),
         stats=SchedulerStats(cpu_level=cpu_level, cpu_kernels_set_aside=num_set_aside),
     )

@@ -35,15 +35,15 @@ class EngineMetrics:
         """Count what an output adds to its request."""
         metrics, now = self._metrics, time.perf_counter()
         if not facts.num_tokens:
-            metrics.prompt_tokens.inc(facts.num_prompt_tokens)
-            metrics.cached_tokens.inc(output.num_cached_tokens)
+            metrics.prompt_tokens.value += facts.num_prompt_tokens
+            metrics.cached_tokens.value += output.num_cached_tokens
             if not output.finished:
                 metrics.ttft.observe(now - facts.started_at)
         for answer in output.outputs:
             before = facts.num_tokens.get(answer.index, 0)
             after = len(answer.token_ids) + (before if facts.deltas else 0)
             facts.num_tokens[answer.index] = after
-            metrics.generation_tokens.inc(after - before)
+            metrics.generation_tokens.value += after - before
             if answer.finish_reason is not None:
                 metrics.count_end(answer.finish_reason)
         if output.finished:

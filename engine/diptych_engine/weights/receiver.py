@@ -11,7 +11,7 @@ from torch import Tensor
 
 from diptych_engine.models.interface import CausalLM, Packable, WeightSlot
 from diptych_engine.models.loader import fill, is_redundant, pack
-from diptych_engine.models.stored_parts import Part, parts_of, published_names
+from diptych_engine.models.stored_parts import Piece, pieces_of, published_names
 from diptych_engine.models.wire_arrays import as_tensor
 from diptych_engine.weights.trainer import TensorHeaders, TrainerAddress, WeightGroup
 from diptych_frontend.model_files.family_spec import FamilySpec
@@ -90,16 +90,16 @@ class WeightReceiver:
         ]
         owners = {each.linear.weight.untyped_storage(): each for each in self._model.packables}
         now: Packable | None = None
-        for name, parts, value in zip(names, places, stream, strict=True):
-            for part in parts:
-                slot = slots[part.name]
+        for name, pieces, value in zip(names, places, stream, strict=True):
+            for piece in pieces:
+                slot = slots[piece.name]
                 own = owners.get(slot.target.untyped_storage())
                 if now is not None and own is not now:  # only one is unpacked at a time
                     pack(now, self._bits)
                 now = own
                 if now is not None:
                     now.linear.unpack()
-                fill(slot, part.of(value), name, reorder=is_checkpoint_format)
+                fill(slot, piece.of(value), name, reorder=is_checkpoint_format)
         if now is not None:
             pack(now, self._bits)
 
@@ -123,7 +123,7 @@ def _places(
     shape: list[int],
     slots: Mapping[str, WeightSlot],
     family: FamilySpec | None,
-) -> list[Part]:
+) -> list[Piece]:
     """The model's own tensors in one that the trainer sends; none if it adds nothing.
 
     family: of a published checkpoint; None: the names are the slots'.
@@ -133,24 +133,24 @@ def _places(
     if family is not None and is_redundant(name, slots):
         return []
     if family is not None:
-        parts = parts_of(name, tuple(shape), slots, family)
+        pieces = pieces_of(name, tuple(shape), slots, family)
     else:
-        parts = [Part(name)] if name in slots else []
-    if not parts:
+        pieces = [Piece(name)] if name in slots else []
+    if not pieces:
         raise InvalidRequestError(f"the model has no tensor {name}", param="names")
     whole = torch.empty(shape, device="meta")
-    for part in parts:
-        slot = slots.get(part.name)
-        found = tuple(part.of(whole).shape)
+    for piece in pieces:
+        slot = slots.get(piece.name)
+        found = tuple(piece.of(whole).shape)
         if slot is None or found != slot.shape:
             wanted = "no such part" if slot is None else list(slot.shape)
             raise InvalidRequestError(
                 f"tensor {name} has the shape {shape}, in it {list(found)}, not {wanted}"
-                if part.index
+                if piece.index
                 else f"tensor {name} has the shape {shape}, not {wanted}",
                 param="names",
             )
-    return parts
+    return pieces
 
 
 def _convert(value: Any, kind: Any, param: str) -> Any:

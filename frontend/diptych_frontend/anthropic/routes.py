@@ -10,8 +10,8 @@ from starlette.types import Scope
 from diptych_frontend.anthropic.answers import MessageWriter
 from diptych_frontend.anthropic.api_types import CountTokensRequest, MessagesRequest
 from diptych_frontend.anthropic.conversation import TranslatedChat, as_chat
-from diptych_frontend.openai.asgi import exchange_of, header
 from diptych_frontend.openai.chat import ChatApi
+from diptych_frontend.openai.exchange import exchange_of, header
 from diptych_frontend.openai.generation import Sound
 from diptych_frontend.openai.responses import AnswerWriter
 from diptych_protocol import (

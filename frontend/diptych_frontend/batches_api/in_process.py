@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from diptych_frontend.openai.asgi import exchange_of
+from diptych_frontend.openai.exchange import exchange_of
 
 _OF_BATCH: Final = "diptych.batch"
 """The key in a scope of who asks. A scope of a connection cannot have it."""

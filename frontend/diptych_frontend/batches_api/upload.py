@@ -16,7 +16,8 @@ from diptych_frontend.batches_api.disk import Disk
 from diptych_frontend.batches_api.file_store import FileStore
 from diptych_frontend.batches_api.folder import create, sync
 from diptych_frontend.batches_api.form import MAX_FILE_BYTES, UploadForm
-from diptych_frontend.openai.asgi import BODY_TIMEOUT_S, Exchange, exchange_of
+from diptych_frontend.openai.asgi import BODY_TIMEOUT_S
+from diptych_frontend.openai.exchange import Exchange, exchange_of
 from diptych_protocol import EngineOverloadedError, InvalidRequestError
 
 MAX_FORM_BYTES: Final = MAX_FILE_BYTES + (64 << 10)

@@ -1,4 +1,5 @@
-"""Cancels work: the thread that does it, and the process that helps."""
+"""What the caller of confined work says of it: that it is in haste, or that nobody waits for the
+work any longer."""
 
 from __future__ import annotations
 
@@ -6,6 +7,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import Lock
+from typing import Final
+
+
+class NotAtOnceError(Exception):
+    """The work takes longer than its caller may wait here. Repeat all of it elsewhere."""
+
+
+in_haste: Final = ContextVar("in_haste", default=False)
+"""Whether this thread may wait for a few milliseconds at most: then a question to a process is
+answered within them or raises `NotAtOnceError`."""
 
 
 class WorkCancelledError(Exception):

@@ -37,8 +37,8 @@ def receive_frame(
     lengths = LENGTHS.unpack(_received(connection, LENGTHS.size, due))
     if sum(lengths) > max_bytes:
         raise ConnectionEndedError(f"a message of {sum(lengths)} bytes")
-    head, body = (_received(connection, length, due) for length in lengths)
-    return head, body
+    head = _received(connection, lengths[0], due)
+    return head, _received(connection, lengths[1], due)
 
 
 def has_come(connection: socket.socket, seconds: float) -> bool:

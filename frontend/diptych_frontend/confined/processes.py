@@ -12,7 +12,12 @@ import weakref
 from threading import BoundedSemaphore, Lock, Thread
 from typing import Final
 
-from diptych_frontend.confined.cancellation import WorkCancelledError, current_cancellation
+from diptych_frontend.confined.cancellation import (
+    NotAtOnceError,
+    WorkCancelledError,
+    current_cancellation,
+    in_haste,
+)
 from diptych_frontend.confined.child import ANSWER_TOO_LARGE, OUT_OF_MEMORY, WorkBounds
 from diptych_frontend.confined.frames import (
     ConnectionEndedError,
@@ -20,7 +25,6 @@ from diptych_frontend.confined.frames import (
     receive_frame,
     send_frame,
 )
-from diptych_frontend.confined.haste import NotAtOnceError, is_hurried
 from diptych_protocol import EngineOverloadedError
 
 PROCESSES: Final = 2
@@ -82,7 +86,7 @@ class ConfinedWork:
         processes are busy for too long, or the system ended this one. A hurried caller gets a quick
         answer or `NotAtOnceError`.
         """
-        if is_hurried():
+        if in_haste.get():
             return self._ask_in_haste(head, body)
         if not self._room.acquire(timeout=TURN_S):
             raise EngineOverloadedError("too much is being prepared already; retry later")

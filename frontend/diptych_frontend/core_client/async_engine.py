@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
@@ -167,13 +167,16 @@ class AsyncEngine(EngineClient):
             raise InvalidRequestError("pooling parameters are for encode", param="sampling_params")
         collector = await self.add_request(request_id, prompt, sampling_params, **options)
         try:
-            with _unexpected_is_failure():
-                while not collector.finished:
-                    output = await collector.get()
-                    told = self._told.get(collector.request_ids[0])
-                    if told is not None:
-                        output.metrics = told.facts
-                    yield output
+            while not collector.finished:
+                output = await collector.get()
+                told = self._told.get(collector.request_ids[0])
+                if told is not None:
+                    output.metrics = told.facts
+                yield output
+        except DiptychError:
+            raise
+        except Exception as exc:
+            raise _unexpected(exc) from exc
         finally:
             self._end(collector)
 
@@ -316,11 +319,12 @@ class AsyncEngine(EngineClient):
         self._check_room(len(parts), num_tokens, request.tenant)
         collector = Collector[Any]([part.request_id for part in parts])
         try:
-            with _unexpected_is_failure():
-                for index, part in enumerate(parts):
-                    self._add_request(part, text, parent, index, collector)
-        except BaseException:
+            for index, part in enumerate(parts):
+                self._add_request(part, text, parent, index, collector)
+        except BaseException as exc:
             self._end(collector)
+            if isinstance(exc, Exception) and not isinstance(exc, DiptychError):
+                raise _unexpected(exc) from exc
             raise
         if made is not None:
             name_alike(made, request)
@@ -429,12 +433,6 @@ def _is_quick(prompt: object, params: object) -> bool:
     return params.structured_outputs is None and isinstance(words, list) and not words
 
 
-@contextlib.contextmanager
-def _unexpected_is_failure() -> Iterator[None]:
-    """Errors that nobody raised on purpose fail the request, and name themselves as the cause."""
-    try:
-        yield
-    except DiptychError:
-        raise
-    except Exception as exc:
-        raise EngineGenerateError(f"unexpected: {exc!r}") from exc
+def _unexpected(exc: Exception) -> EngineGenerateError:
+    """An error that nobody raised on purpose fails the request, and names itself as the cause."""
+    return EngineGenerateError(f"unexpected: {exc!r}")

@@ -270,11 +270,8 @@ class CoreClient:
         The descriptor is edge-triggered, and sending may swallow an edge; so each send
         looks again.
         """
-        while not self._closed:
-            try:
-                [message], arrays = receive_frames(self._socket, head=1)
-            except zmq.Again:
-                return
+        while not self._closed and int(self._socket.getsockopt(zmq.EVENTS)) & POLLIN:
+            [message], arrays = receive_frames(self._socket, head=1)
             self._handle([message, *arrays])
 
     def _handle(self, frames: list[Frame]) -> None:

@@ -15,7 +15,14 @@ from diptych_frontend.core_client.foreign_options import (
     judge_foreign,
     warn_of_environment,
 )
-from diptych_protocol import UNREADABLE, EngineConfig, KVTransferConfig, UsageContext
+from diptych_protocol import (
+    UNREADABLE,
+    EngineConfig,
+    InvalidRequestError,
+    KVTransferConfig,
+    SpeculativeConfig,
+    UsageContext,
+)
 from diptych_protocol.command_line import option
 from diptych_protocol.field_ranges import descriptions
 
@@ -60,6 +67,8 @@ class EngineArgs(ForeignArgs, frozen=True, kw_only=True, forbid_unknown_fields=T
             value = getattr(self, theirs)
             if value is not None:
                 values[ours] = value
+        if isinstance(values["speculative_config"], dict):  # as vLLM takes it
+            values["speculative_config"] = _guesses(values["speculative_config"])
         config = EngineConfig(**values)
         config.check()
         return config
@@ -91,6 +100,13 @@ class EngineArgs(ForeignArgs, frozen=True, kw_only=True, forbid_unknown_fields=T
         are ignored."""
         given = vars(args)
         return cls(**{name: given[name] for name in cls.__struct_fields__ if name in given})
+
+
+def _guesses(given: dict[str, Any]) -> SpeculativeConfig:
+    try:
+        return msgspec.convert(given, SpeculativeConfig)
+    except UNREADABLE as exc:
+        raise InvalidRequestError(f"speculative_config: {exc}", param="speculative_config") from exc
 
 
 def _loosely(text: str) -> Any:

@@ -117,7 +117,6 @@ class ForeignArgs(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     distributed_executor_backend: Annotated[
         Any, Foreign("ranks are processes of one machine", ("mp",))
     ] = None
-    speculative_config: Annotated[Any, Foreign("no token is drafted")] = None
     compilation_config: Annotated[
         Any, Foreign("kernels are compiled ahead; there are no levels", (0,))
     ] = None

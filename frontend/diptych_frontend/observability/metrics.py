@@ -38,7 +38,7 @@ from diptych_protocol.engine_stats import HAND_OFF_BOUNDS_S, ShownMetric, metric
 
 
 class Count:
-    """A total.
+    """A total, in `value`.
 
     Counters and histograms of `prometheus_client` take a lock and several calls for each value,
     which is a tenth of what a token costs a server. These are for what is counted for every token,
@@ -49,10 +49,6 @@ class Count:
 
     def __init__(self) -> None:
         self.value = 0.0
-
-    def inc(self, amount: float = 1) -> None:
-        """Add `amount`, which is not negative."""
-        self.value += amount
 
 
 class Times:
@@ -217,10 +213,10 @@ class ServerMetrics:
         """Follow one prompt through the engine; see `RequestProgress`."""
         return RequestProgress(self, num_prompt_tokens, tenant)
 
-    def tokens_of(self, tenant: str, kind: str) -> Counter | None:
-        """Return a counter of a tenant's tokens of one kind; None for requests without an API key.
-        Tenants are the names of the service's keys, so they are few."""
-        return self._tenant_tokens.labels(self._model_name, tenant, kind) if tenant else None
+    def tokens_of(self, tenant: str, kind: str) -> Counter:
+        """Return a counter of a tenant's tokens of one kind. Tenants are the names of the service's
+        keys, so they are few."""
+        return self._tenant_tokens.labels(self._model_name, tenant, kind)
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """All metrics, in the text format that the scraper's Accept header prefers, and its type.
@@ -242,8 +238,8 @@ class RequestProgress:
     def __init__(self, metrics: ServerMetrics, num_prompt_tokens: int, tenant: str) -> None:
         self._metrics = metrics
         self._num_prompt_tokens = num_prompt_tokens
-        self._tenant_prompt_tokens = metrics.tokens_of(tenant, "prompt")
-        self._tenant_generation_tokens = metrics.tokens_of(tenant, "generation")
+        self._tenant_prompt_tokens = metrics.tokens_of(tenant, "prompt") if tenant else None
+        self._tenant_generation_tokens = metrics.tokens_of(tenant, "generation") if tenant else None
         self._last_delivery: dict[int, float] = {}
         self._seen_any = False
 
@@ -257,12 +253,12 @@ class RequestProgress:
         if not self._seen_any:
             self._seen_any = True
             self._count_prompt()
-            metrics.cached_tokens.inc(output.num_cached_tokens)
+            metrics.cached_tokens.value += output.num_cached_tokens
             if not output.finished:
                 metrics.ttft.observe(now - self._started_at)
         for choice in output.outputs:
             if choice.token_ids:
-                metrics.generation_tokens.inc(len(choice.token_ids))
+                metrics.generation_tokens.value += len(choice.token_ids)
                 if self._tenant_generation_tokens is not None:
                     self._tenant_generation_tokens.inc(len(choice.token_ids))
                 previous = self._last_delivery.get(choice.index)
@@ -273,14 +269,14 @@ class RequestProgress:
                 metrics.count_end(choice.finish_reason)
 
     def _count_prompt(self) -> None:
-        self._metrics.prompt_tokens.inc(self._num_prompt_tokens)
+        self._metrics.prompt_tokens.value += self._num_prompt_tokens
         if self._tenant_prompt_tokens is not None:
             self._tenant_prompt_tokens.inc(self._num_prompt_tokens)
 
     def saw_vectors(self, output: PoolingRequestOutput) -> None:
         """Record the one output of a prompt that was pooled."""
         self._count_prompt()
-        self._metrics.cached_tokens.inc(output.num_cached_tokens)
+        self._metrics.cached_tokens.value += output.num_cached_tokens
         self._metrics.count_end("stop")
 
     def __exit__(
@@ -324,6 +320,7 @@ class EngineStatsCollector(Collector):
         yield from self._declared(_OF_ENGINES, snapshots)
         yield self._usage(snapshots)
         yield self._cpu_levels(snapshots)
+        yield self._accepted(snapshots)
         if not transfers:
             return
         yield from self._declared(_OF_HINGES, transfers)
@@ -377,6 +374,17 @@ class EngineStatsCollector(Collector):
         for engine, stats in snapshots.items():
             if stats.cpu_level:
                 family.add_metric((self._model_name, engine, stats.cpu_level), 1.0)
+        return family
+
+    def _accepted(self, snapshots: Mapping[str, SchedulerStats]) -> Family:
+        family = CounterMetricFamily(
+            f"{PREFIX}spec_decode_num_accepted_tokens_per_pos",
+            "Guessed tokens that were right, by their place among the guesses of a step.",
+            labels=("model_name", "engine", "position"),
+        )
+        for engine, stats in snapshots.items():
+            for position, count in enumerate(stats.accepted_at):
+                family.add_metric((self._model_name, engine, str(position)), count)
         return family
 
     def _transports(self, transfers: Mapping[str, KVTransferStats]) -> Family:

@@ -23,13 +23,10 @@ class AnswerParts:
         """
         self._new_parser = calls
         self._reasoning = reasoning
+        self.are_whole = reasoning is None and calls is None
+        """Whether the answers consist of text only."""
         self._parsers: dict[int, ToolCallParser] = {}
         """By the answer's index."""
-
-    @property
-    def are_whole(self) -> bool:
-        """Whether the answers consist of text only."""
-        return self._reasoning is None and self._new_parser is None
 
     @property
     def num_reasoning_tokens(self) -> int | None:

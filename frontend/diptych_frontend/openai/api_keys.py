@@ -16,7 +16,7 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from diptych_frontend.openai.asgi import exchange_of, header
+from diptych_frontend.openai.exchange import exchange_of, header
 from diptych_frontend.openai.mounted import Mark, TooManyFilesError, mark, names_in, read
 from diptych_protocol import InvalidRequestError
 

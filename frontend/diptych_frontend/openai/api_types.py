@@ -19,6 +19,7 @@ from diptych_frontend.tool_calls.tools import (
     ToolChoice,
     arguments_of,
     called_tools,
+    calls_or_form,
     forced_call,
     free_calls,
     strict_tools,
@@ -196,9 +197,12 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         return self.json_schemas == "lenient"
 
     def judged_forms(self, form: StructuredOutputsParams) -> Forms:
-        """Return the forms that must be possible, by the fields that ask for them."""
+        """Return the forms that must be possible, by the fields that ask for them.
+
+        form: what the engine is told, which may have more in it.
+        """
         asked = self.form()
-        return [] if asked is None else [(asked[0], form)]
+        return [] if asked is None else [asked]
 
     def form(self) -> tuple[str, StructuredOutputsParams] | None:
         """Return the only requested form, and its field. Raises `InvalidRequestError` for two."""
@@ -429,7 +433,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
             )
             for index, function in called
         ]
-        return [*schemas, *(super().judged_forms(form) or [("tools", form)])]
+        own = super().judged_forms(form)
+        return [*schemas, *own, *([] if own and own[0][1] == form else [("tools", form)])]
 
     def forms(self) -> dict[str, StructuredOutputsParams | None]:
         call = forced_call(
@@ -438,10 +443,19 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
             parallel=self.parallel_calls,
             lenient=self.is_lenient,
         )
-        return {"tools": call, **super().forms()}
+        forms = {"tools": call, **super().forms()}
+        if call is not None:
+            forms[self.FORMAT_FIELD] = None  # which is the form of a message, and there is none
+        return forms
 
-    def free_calls(self) -> StructuredOutputsParams | None:
-        """Return the form of an answer that may have calls anywhere in it."""
-        return free_calls(
-            self.callable_tools, parallel=self.parallel_calls, lenient=self.is_lenient
-        )
+    def with_calls(self, form: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
+        """Return the form of an answer that may call tools.
+
+        form: the answer's form if it must have one.
+        """
+        tools, parallel, lenient = self.callable_tools, self.parallel_calls, self.is_lenient
+        if form is None:
+            return free_calls(tools, parallel=parallel, lenient=lenient)
+        if not tools or form_of(self.response_format, lenient=lenient) != form:
+            return form
+        return calls_or_form(tools, form, self.FORMAT_FIELD, parallel=parallel, lenient=lenient)

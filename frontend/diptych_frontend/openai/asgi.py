@@ -1,8 +1,7 @@
 """The ASGI layers around the routes: identity of a request, errors, key, body, disconnects.
 
-From the outside in they are `RejectionCleanup`, `Boundary`, `BrowserGate`, `KeyGate` (three of them
-have modules of their own), `BodyReader`, and the routes. All of them share one `Exchange` per
-request.
+From the outside in they are `Boundary`, `BrowserGate`, `KeyGate` (these two have modules of their
+own), `BodyReader`, and the routes. All of them share one `Exchange` per request.
 """
 
 from __future__ import annotations
@@ -13,112 +12,42 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from itertools import islice
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from diptych_frontend.openai.body_room import BodyRoom
-from diptych_frontend.openai.deadline import Deadline
-from diptych_frontend.openai.errors import OPENAI, Dialect, Headers, error_answer
+from diptych_frontend.openai.errors import Dialect, error_answer
+from diptych_frontend.openai.exchange import (
+    EXCHANGE_KEY,
+    ClientStalledError,
+    Exchange,
+    client_of,
+    exchange_of,
+    header,
+    recorded,
+    send_bytes,
+)
 from diptych_frontend.openai.promised_prefill import PromiseFinder
-from diptych_protocol import ClientClosedError, InvalidRequestError
+from diptych_protocol import ClientClosedError, EngineOverloadedError, InvalidRequestError
 
 logger = logging.getLogger("diptych.openai")
 access_logger = logging.getLogger("diptych.access")
 
-WRITE_TIMEOUT_S = 60.0
-"""A connection whose client reads nothing for this long is closed."""
 BODY_TIMEOUT_S = 30.0
 """A request's body must arrive within this time."""
 LOOKED_THROUGH = 4
 """A body that is too large is still read up to this many times the limit, because it may name
 blocks that wait for it elsewhere."""
-EXCHANGE_KEY = "diptych.exchange"
-
-MAX_WARNINGS = 16
+MAX_ARRIVING_BYTES: Final = 256 << 20
+SMALL_BYTES: Final = 16 << 10
+"""A body of this size is always accepted. Most are smaller, and their senders should not wait for
+slow senders of large ones."""
 
 AccessLogStyle = Literal["off", "plain", "json"]
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-
-
-class ClientStalledError(Exception):
-    """The client stopped reading its answer."""
-
-
-@dataclass(slots=True)
-class Exchange:
-    """One request and its outcome. Every layer and the route use the same object."""
-
-    request_id: str
-    dialect: Dialect = OPENAI
-    """The format of errors for its client."""
-    deadline: Deadline = field(default_factory=Deadline)
-    """Limits the time that each read from the client, and each write to it, may take."""
-    started_at: float = field(default_factory=time.perf_counter)
-    body: bytes = b""
-    """The part of it that arrived, unless that was too large."""
-    promise: dict[str, Any] | None = None
-    """The `kv_transfer_params` of remotely prefilled blocks in a body that was too large."""
-    headers: Headers = ()
-    """Headers of every answer, including errors."""
-    status: int | None = None
-    """Set when the answer's headers are sent."""
-    is_event_stream: bool = False
-    completed: bool = False
-    """Whether the last byte of the answer was sent."""
-    tenant: str = ""
-    """The client: the name of the request's API key; empty without keys."""
-    least_priority: int | None = None
-    """The request is no more urgent than this, whatever its body says; None: as its body says."""
-    refuses_unknown: bool = False
-    """Whether an unknown field of the body is an error, outside of messages."""
-    ignored_fields: int = 0
-    """Fields of the body that were left out because they have no effect here."""
-    warnings: tuple[str, ...] = ()
-    """What the answer says about them."""
-    admitted: bool = False
-    """Whether an engine accepted the request, and so has to clean up after it."""
-
-    def priority(self, asked: int | None) -> int:
-        """Return the priority of a request whose body asks for this one. The lower number is served
-        first."""
-        floor = self.least_priority
-        return (asked or 0) if floor is None else max(asked or 0, floor)
-
-    def warn(self, why_ignored: Mapping[str, str]) -> None:
-        """Tell the client of fields without an effect: in a header of the answer and, where it has
-        room for `warnings`, in the answer."""
-        told = dict(islice(why_ignored.items(), MAX_WARNINGS))
-        lines = tuple(f"{name} is ignored: {why}" for name, why in told.items())
-        if {*lines} <= {*self.warnings}:
-            return  # the body is read for a second time
-        self.warnings += lines
-        self.headers += ((b"x-diptych-ignored", ", ".join(told).encode()),)
-
-
-def exchange_of(scope: Scope) -> Exchange:
-    exchange: Exchange = scope[EXCHANGE_KEY]
-    return exchange
-
-
-def client_of(scope: Scope) -> str:
-    """Return the client that takes turns with others: the name of the request's API key or, without
-    keys, its address."""
-    peer = scope.get("client")
-    return exchange_of(scope).tenant or (str(peer[0]) if peer else "")
-
-
-def header(scope: Scope, name: bytes) -> str | None:
-    """Return the value of the request's first header of this name. `name` must be in lower case, as
-    in the scope."""
-    for key, value in scope["headers"]:
-        if key == name:
-            return str(value, "latin-1")
-    return None
 
 
 class Boundary:
@@ -130,18 +59,20 @@ class Boundary:
         *,
         on_answer: Callable[[str, int, str, int], None],
         access_log: AccessLogStyle,
+        on_refusal: Callable[[Exchange], Awaitable[None]] | None = None,
         dialects: Mapping[str, Dialect] | None = None,
         refuses_unknown: bool = False,
     ) -> None:
         """`on_answer(route path, status, tenant, ignored fields)` is called once for each answered
         request.
 
+        on_refusal: called after the answer to each request that no engine admitted.
         dialects: error formats by the beginning of a path; OpenAI's for all others.
         refuses_unknown: see `Exchange`.
         """
         self._app = app
         self._dialects = tuple((dialects or {}).items())
-        self._on_answer = on_answer
+        self._on_answer, self._on_refusal = on_answer, on_refusal
         self._refuses_unknown = refuses_unknown
         self._access_log = access_log
 
@@ -160,7 +91,7 @@ class Boundary:
         scope[EXCHANGE_KEY] = exchange
         # Starlette's routes raise on a wrong method, instead of answering, if they have an app.
         scope["app"] = self
-        send = _recording(send, exchange)
+        send = recorded(send, exchange)
         try:
             if offered_id is not None and not usable:
                 raise InvalidRequestError(
@@ -177,6 +108,10 @@ class Boundary:
         finally:
             exchange.deadline.close()
             self._record(scope, exchange)
+        # It covers every route and every cause; without a status, the client has left.
+        is_refused = not exchange.admitted and (exchange.status is None or exchange.status >= 400)
+        if is_refused and self._on_refusal is not None:
+            await self._on_refusal(exchange)
 
     def _record(self, scope: Scope, exchange: Exchange) -> None:
         status = exchange.status or 499  # the client left before there was an answer
@@ -203,31 +138,6 @@ class Boundary:
         access_logger.info("%s", json.dumps(entry))
 
 
-def _recording(send: Send, exchange: Exchange) -> Send:
-    """`send` with a deadline, that stamps the request id on the answer and notes how far it is."""
-    request_id = exchange.request_id.encode()
-    deadline = exchange.deadline
-
-    async def recording_send(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            exchange.status = message["status"]
-            id_header = (exchange.dialect.id_header, request_id)
-            message["headers"] = [*message.get("headers", ()), id_header, *exchange.headers]
-        elif not message.get("more_body", False):
-            exchange.completed = True
-        deadline.begin(WRITE_TIMEOUT_S)
-        try:
-            await send(message)
-        except asyncio.CancelledError as exc:
-            if deadline.has_cancelled():
-                raise ClientStalledError from exc
-            raise
-        finally:
-            deadline.end()
-
-    return recording_send
-
-
 async def _answer_error(send: Send, exchange: Exchange, exc: Exception) -> None:
     answer = error_answer(exc, exchange.request_id)
     if answer.status >= 500:
@@ -244,23 +154,6 @@ async def _answer_error(send: Send, exchange: Exchange, exc: Exception) -> None:
             await send({"type": "http.response.body", "body": event, "more_body": False})
     except ClientStalledError:
         logger.warning("%s: the client stopped reading its answer", exchange.request_id)
-
-
-async def send_bytes(
-    send: Send,
-    status: int,
-    body: bytes,
-    headers: list[tuple[bytes, bytes]],
-    content_type: bytes = b"application/json",
-) -> None:
-    """Send a whole answer at once."""
-    headers = [
-        (b"content-type", content_type),
-        (b"content-length", str(len(body)).encode()),
-        *headers,
-    ]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 class BodyReader:
@@ -316,6 +209,37 @@ class BodyReader:
         return InvalidRequestError(
             f"the body is larger than {self._max_bytes} bytes", status=413, code="body_too_large"
         )
+
+
+class BodyRoom:
+    """Counts the bytes of large bodies that are not complete. One client may use half
+    of the limit."""
+
+    def __init__(self, most: int = MAX_ARRIVING_BYTES) -> None:
+        self._most = most
+        self._taken = 0
+        self._taken_by: Counter[str] = Counter()
+
+    def arrived(self, client: str, before: int, now: int) -> None:
+        """Record that a body of that client has grown. Raises `EngineOverloadedError` if that is
+        too much."""
+        if now <= SMALL_BYTES:
+            return
+        growth = now - (before if before > SMALL_BYTES else 0)
+        self._taken += growth
+        self._taken_by[client] += growth
+        if self._taken > self._most or self._taken_by[client] > self._most // 2:
+            raise EngineOverloadedError("too many large bodies are arriving; retry later")
+
+    def ended(self, client: str, size: int) -> None:
+        """Record that a body of that client, of which this much had come, is complete or was
+        aborted."""
+        if size <= SMALL_BYTES:
+            return
+        self._taken -= size
+        self._taken_by[client] -= size
+        if not self._taken_by[client]:
+            del self._taken_by[client]
 
 
 class _Body:

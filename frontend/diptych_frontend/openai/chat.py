@@ -20,7 +20,7 @@ from diptych_frontend.openai.api_types import (
     ImagePart,
     TextPart,
 )
-from diptych_frontend.openai.asgi import exchange_of
+from diptych_frontend.openai.exchange import exchange_of
 from diptych_frontend.openai.generation import Sound
 from diptych_frontend.openai.responses import (
     AnswerMessage,
@@ -183,8 +183,8 @@ class ChatApi:
         )
         if self._format_of(request).has_special_markers and request.callable_tools:
             params.skip_special_tokens = False
-        if params.structured_outputs is None and self._calls is HERMES:
-            params.structured_outputs = request.free_calls()
+        if self._calls is HERMES and not request.must_call:
+            params.structured_outputs = request.with_calls(params.structured_outputs)
         return params
 
     def render(self, request: ChatCompletionRequest, renderer: Renderer) -> list[TokensPrompt]:
@@ -213,18 +213,20 @@ class ChatApi:
 
     def parts(self, request: ChatCompletionRequest, prompt: TokensPrompt) -> AnswerParts:
         """Return a reader of the answers to a request."""
-        readers = None
-        kwargs = self.options(request).get("reasoning_parser_kwargs")
+        readers, callable_tools = None, request.callable_tools
+        kwargs = None
+        if self.reasoning is not None:
+            kwargs = self.options(request).get("reasoning_parser_kwargs")
         if self.reasoning is not None and kwargs is not None:
             readers = self.reasoning.readers(
                 prompt["prompt_token_ids"],
                 kwargs,
                 shown=request.include_reasoning is not False,
-                calls=bool(request.callable_tools) and not request.must_call,
+                calls=bool(callable_tools) and not request.must_call,
             )
-        functions = [tool.function for tool in request.callable_tools]
-        if not functions:
+        if not callable_tools:
             return AnswerParts(None, readers)
+        functions = [tool.function for tool in callable_tools]
         tools = {function.name: function.parameters or {} for function in functions}
         style, parallel = self._format_of(request), request.parallel_calls
         return AnswerParts(lambda: ToolCallParser(style, tools, parallel=parallel), readers)
@@ -275,10 +277,12 @@ class ChatWriter(ResponseWriter):
         return plain.event(choice.text)
 
     def _event(self, output: RequestOutput, tally: Tally) -> bytes:
-        choices = [self._chunk_choice(choice) for choice in output.outputs]
-        tally.reasoning_tokens = self._parts.num_reasoning_tokens
+        choices = [*map(self._chunk_choice, output.outputs)]
+        if not self._parts.are_whole:
+            tally.reasoning_tokens = self._parts.num_reasoning_tokens
         chunk = self._chunk(choices, self._chunk_usage(tally))
-        chunk.kv_transfer_params = transfer_params(output)
+        if output.kv_transfer_params is not None:
+            chunk.kv_transfer_params = output.kv_transfer_params
         chunk.warnings, self.warnings = self.warnings, UNSET
         return sse(chunk)
 
@@ -317,6 +321,8 @@ class ChatWriter(ResponseWriter):
 
     def _parse(self, output: CompletionOutput) -> tuple[str, str, list[ToolCall], str | None]:
         """As `AnswerParts.read`, with calls as the API tells them."""
+        if self._parts.are_whole:
+            return "", output.text, [], output.finish_reason
         reasoning, text, parsed, finish_reason = self._parts.read(output)
         calls = [
             ToolCall(f"call_{secrets.token_hex(12)}", FunctionCall(call.name, call.arguments))

@@ -18,8 +18,8 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from diptych_frontend.openai.asgi import WRITE_TIMEOUT_S
 from diptych_frontend.openai.errors import OPENAI, error_answer
+from diptych_frontend.openai.exchange import WRITE_TIMEOUT_S
 from diptych_protocol import EngineOverloadedError, InvalidRequestError
 
 _CONTINUE = b"HTTP/1.1 100 "

@@ -18,7 +18,8 @@ from starlette.types import Receive, Scope, Send
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.observability.tracing import trace_context
 from diptych_frontend.openai.api_types import NOBODY_ASKS, CacheSalt, Int64
-from diptych_frontend.openai.asgi import Exchange, UntilDisconnect, exchange_of, header, send_bytes
+from diptych_frontend.openai.asgi import UntilDisconnect
+from diptych_frontend.openai.exchange import Exchange, exchange_of, header, send_bytes
 from diptych_frontend.openai.field_rules import Rules, refused, taken
 from diptych_frontend.openai.generation import adapter_of
 from diptych_frontend.openai.request_body import decode_body, most_values, split_prompts

@@ -22,7 +22,8 @@ from starlette.types import Receive, Scope, Send
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.observability.tracing import trace_context
 from diptych_frontend.openai.api_types import GenerationRequest
-from diptych_frontend.openai.asgi import Exchange, UntilDisconnect, exchange_of, header, send_bytes
+from diptych_frontend.openai.asgi import UntilDisconnect
+from diptych_frontend.openai.exchange import Exchange, exchange_of, header, send_bytes
 from diptych_frontend.openai.request_body import decode_body, most_values
 from diptych_frontend.openai.request_workers import INLINE_BYTES, RequestWorkers
 from diptych_frontend.openai.responses import AnswerWriter, Tally
@@ -95,12 +96,9 @@ class Job:
     prompts: list[TokensPrompt]
     params: SamplingParams
     options: RequestOptions
+    num_prompt_tokens: int
     facts: Mapping[str, str] = field(default_factory=dict)
     """Facts for the answer's headers, beside the router's."""
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(len(prompt["prompt_token_ids"]) for prompt in self.prompts)
 
     @property
     def is_quickly_written(self) -> bool:
@@ -138,7 +136,7 @@ class GenerationRoute(Generic[B, R]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
-        sound = await self._read(scope, receive)
+        sound = await self._read(scope, receive, exchange)
         if sound is None:
             logger.info("%s: the client left; its images are dropped", exchange.request_id)
             return
@@ -152,11 +150,12 @@ class GenerationRoute(Generic[B, R]):
                 "lora_request": sound.adapter,
                 "priority": exchange.priority(request.priority),
                 "data_parallel_rank": _data_parallel_rank(scope),
-                "trace_headers": trace_context(
-                    header(scope, b"traceparent"), header(scope, b"tracestate")
-                ),
+                "trace_headers": trace_context(parent, header(scope, b"tracestate"))
+                if (parent := header(scope, b"traceparent"))
+                else None,
                 "tenant": exchange.tenant,
             },
+            sum([len(prompt["prompt_token_ids"]) for prompt in sound.prompts]),
             {"not_enforced": ", ".join(sound.not_enforced)} if sound.not_enforced else {},
         )
         self._engine.check_admission(
@@ -173,13 +172,12 @@ class GenerationRoute(Generic[B, R]):
         if client.gone:
             logger.info("%s: the client left; request aborted", exchange.request_id)
 
-    async def _read(self, scope: Scope, receive: Receive) -> Sound[B, R] | None:
+    async def _read(self, scope: Scope, receive: Receive, exchange: Exchange) -> Sound[B, R] | None:
         """Read the body where that holds nobody up: here, or by turns in a thread.
 
         What takes long is not begun for an engine that has no room, and images are not prepared any
         longer for a client that has left: then there is no result.
         """
-        exchange = exchange_of(scope)
         body = exchange.body
         if len(body) <= INLINE_BYTES:
             sound = self._decode(scope, body)
@@ -218,12 +216,8 @@ class GenerationRoute(Generic[B, R]):
         return Sound(read, request, adapter, self._api.params(request), [])
 
     def _rendered(self, sound: Sound[B, R]) -> Sound[B, R]:
-        sound.prompts.extend(self._render(sound.request))
-        return sound
-
-    def _render(self, request: R) -> list[TokensPrompt]:
         """Tokenise, and refuse a prompt that leaves no room for an answer."""
-        field = self._api.prompt_field
+        request, field = sound.request, self._api.prompt_field
         try:
             prompts = self._api.render(request, self._engine.renderer)
         except InvalidRequestError as exc:
@@ -241,7 +235,8 @@ class GenerationRoute(Generic[B, R]):
                 )
             if request.cache_salt is not None:
                 prompt["cache_salt"] = request.cache_salt
-        return prompts
+        sound.prompts.extend(prompts)
+        return sound
 
     async def _stream(self, job: Job, writer: AnswerWriter, exchange: Exchange, send: Send) -> None:
         tally = Tally(job.num_prompt_tokens)

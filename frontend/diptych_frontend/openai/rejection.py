@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from diptych_frontend.openai.asgi import EXCHANGE_KEY, Exchange, exchange_of, send_bytes
+from diptych_frontend.openai.exchange import Exchange, exchange_of, send_bytes
 from diptych_frontend.openai.promised_prefill import promised_prefill
 from diptych_frontend.openai.request_body import decode_body
 from diptych_frontend.openai.request_workers import RequestWorkers
@@ -26,41 +26,27 @@ logger = logging.getLogger("diptych.openai")
 NOTIFY_TIMEOUT_S = 10.0
 
 
-class RejectionCleanup:
-    """The outermost layer, so that it covers every route and every cause of a refusal.
+async def give_back(engine: EngineClient, exchange: Exchange) -> None:
+    """Tell the prefill engine of a request that was refused.
 
     It acts after the answer was sent, so it neither delays nor changes it. Requests refused before
     any of their body was read (wrong API key, a body much too large) are left until the lease
     expires.
     """
-
-    def __init__(self, app: ASGIApp, engine: EngineClient) -> None:
-        self._app = app
-        self._engine = engine
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, send)
-        exchange: Exchange | None = scope.get(EXCHANGE_KEY)
-        if exchange is None or exchange.admitted:
-            return
-        if exchange.status is not None and exchange.status < 400:
-            return  # no status: the client left
-        params = exchange.promise or promised_prefill(exchange.body)
-        if params is not None:
-            await self._notify(exchange.request_id, params)
-
-    async def _notify(self, request_id: str, params: dict[str, Any]) -> None:
-        try:
-            async with asyncio.timeout(NOTIFY_TIMEOUT_S):
-                await self._engine.notify_kv_transfer_request_rejected(request_id, params)
-        except (Exception, asyncio.CancelledError) as exc:
-            # Cancelled: the server ends. There is nothing left to do here but to say so.
-            logger.warning(
-                "%s: could not tell the prefill engine that its request was refused "
-                "(its lease will expire): %s",
-                request_id,
-                exc or type(exc).__name__,
-            )
+    params = exchange.promise or promised_prefill(exchange.body)
+    if params is None:
+        return
+    try:
+        async with asyncio.timeout(NOTIFY_TIMEOUT_S):
+            await engine.notify_kv_transfer_request_rejected(exchange.request_id, params)
+    except (Exception, asyncio.CancelledError) as exc:
+        # Cancelled: the server ends. There is nothing left to do here but to say so.
+        logger.warning(
+            "%s: could not tell the prefill engine that its request was refused "
+            "(its lease will expire): %s",
+            exchange.request_id,
+            exc or type(exc).__name__,
+        )
 
 
 class LostRequest(msgspec.Struct):

@@ -9,8 +9,8 @@ import msgspec
 from starlette.types import Scope
 
 from diptych_frontend.confined.json_cost import MAX_VALUES, check_json_cost
-from diptych_frontend.openai.asgi import exchange_of, header
 from diptych_frontend.openai.errors import from_decode_error
+from diptych_frontend.openai.exchange import exchange_of, header
 from diptych_frontend.openai.field_rules import leave_out
 from diptych_protocol import UNREADABLE, InvalidRequestError
 

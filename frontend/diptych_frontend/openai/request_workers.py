@@ -18,10 +18,14 @@ from typing import Any, Final, Generic, TypeVar
 
 from starlette.types import Scope
 
-from diptych_frontend.confined.cancellation import Cancellation, cancelled_by
-from diptych_frontend.confined.haste import NotAtOnceError, hurried
+from diptych_frontend.confined.cancellation import (
+    Cancellation,
+    NotAtOnceError,
+    cancelled_by,
+    in_haste,
+)
 from diptych_frontend.confined.json_cost import CHEAP_BYTES
-from diptych_frontend.openai.asgi import client_of
+from diptych_frontend.openai.exchange import client_of
 from diptych_protocol import EngineOverloadedError
 
 T = TypeVar("T")
@@ -119,11 +123,14 @@ class RequestWorkers:
     async def small(self, scope: Scope, size: int, work: Callable[[], T]) -> T:
         """Run `work` here if that is quick enough for the event loop; otherwise repeat it from its
         beginning, as by `run`."""
+        token = in_haste.set(True)
         try:
-            with hurried():
-                return work()
+            return work()
         except NotAtOnceError:
-            return await self.run(scope, size, work)
+            pass
+        finally:
+            in_haste.reset(token)
+        return await self.run(scope, size, work)
 
     async def read(
         self, scope: Scope, body: bytes, work: Callable[[], T], image_word: bytes | None = None

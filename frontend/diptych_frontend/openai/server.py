@@ -19,8 +19,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from diptych_frontend.observability.loop_watch import LoopWatch
-from diptych_frontend.openai.asgi import WRITE_TIMEOUT_S
 from diptych_frontend.openai.connection_limits import Connections, LimitedProtocol
+from diptych_frontend.openai.exchange import WRITE_TIMEOUT_S
 
 BACKLOG = 256
 """Connections that arrive together are accepted together, and each takes the event loop about 0.1

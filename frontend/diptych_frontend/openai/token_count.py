@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from diptych_frontend.openai.asgi import exchange_of, send_bytes
+from diptych_frontend.openai.exchange import exchange_of, send_bytes
 from diptych_frontend.openai.generation import adapter_of
 from diptych_frontend.openai.request_body import decode_body, most_values
 from diptych_frontend.openai.request_workers import RequestWorkers

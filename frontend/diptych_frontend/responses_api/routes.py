@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from diptych_frontend.openai.asgi import exchange_of
 from diptych_frontend.openai.chat import ChatApi
+from diptych_frontend.openai.exchange import exchange_of
 from diptych_frontend.openai.generation import Sound
 from diptych_frontend.openai.responses import AnswerWriter, encode
 from diptych_frontend.responses_api.answers import Keep, ResponsesWriter, new_response

@@ -51,11 +51,6 @@ def tokenization(kwargs: object) -> Tokenization:
     return wanted
 
 
-def cut(token_ids: list[Any], wanted: Tokenization, most: int) -> list[Any]:
-    """Return the tokens that are kept; `most` is what the model can hold."""
-    return token_ids[: wanted.max_length or most] if wanted.truncation else token_ids
-
-
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 IMAGE_PART: Final = {"type": "image"}
 """Stands for an image in the content for a template."""
@@ -334,7 +329,8 @@ class TextRenderer:
                 code="context_length_exceeded",
             )
         token_ids = tokenizer.encode(text, add_special_tokens=wanted.add_special_tokens)
-        token_ids = cut(token_ids, wanted, self.max_model_len)
+        if wanted.truncation:
+            token_ids = token_ids[: wanted.max_length or self.max_model_len]
         return TokensPrompt(prompt_token_ids=self._checked(token_ids), prompt=text)
 
     def _require_tokenizer(self, param: str) -> Tokenizer:

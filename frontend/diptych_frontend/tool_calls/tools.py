@@ -14,7 +14,12 @@ import msgspec
 
 from diptych_frontend.text.schema_parts import Schema
 from diptych_frontend.text.strict_schemas import check_strict
-from diptych_frontend.text.structured_outputs import ANY_OBJECT, BEGINS_LATER, schema_for_llguidance
+from diptych_frontend.text.structured_outputs import (
+    ANY_OBJECT,
+    BEGINS_LATER,
+    decoded,
+    schema_for_llguidance,
+)
 from diptych_frontend.tool_calls.hermes import BEGIN, END
 from diptych_protocol import InvalidRequestError, StructuredOutputsParams
 
@@ -73,8 +78,7 @@ def forced_call(
     called = called_tools(tools, choice)
     if not called:
         return None
-    parallel = parallel and not isinstance(choice, NamedTool)
-    calls = f'call ("\\n" call){{0,{MAX_FORCED_CALLS - 1}}}' if parallel else "call"
+    calls = _several(parallel and not isinstance(choice, NamedTool))
     alternatives = _calls((f.name, _arguments(f, lenient)) for _, f in called)
     return StructuredOutputsParams(
         grammar=f"start: {calls}\ncall: {_json(BEGIN)} ({alternatives})\n"
@@ -92,13 +96,24 @@ def free_calls(
     if not strict_tools(tools):
         return None
     answer = "call* TEXT" if parallel else "call | TEXT"
-    functions = [tool.function for tool in tools]
-    alternatives = _calls(
-        (f.name, _arguments(f, lenient) if f.strict else ANY_ARGUMENTS) for f in functions
-    )
     return StructuredOutputsParams(
-        grammar=f"start: {answer}\ncall: begin ({alternatives})\n"
+        grammar=f"start: {answer}\ncall: begin ({_free_calls(tools, lenient)})\n"
         f"begin{BEGINS_LATER}: TEXT {_json(BEGIN)}\nTEXT: /(?s:.*)/\n"
+    )
+
+
+def calls_or_form(
+    tools: list[Tool], form: StructuredOutputsParams, field: str, *, parallel: bool, lenient: bool
+) -> StructuredOutputsParams:
+    """Return the form of an answer that calls tools or has a form of its own, as agents ask for.
+
+    form: that of the message, which `field` asks for. parallel, lenient: as in `forced_call`.
+    """
+    schema = ANY_OBJECT if form.json is None else decoded(form.json)
+    schema = _compiled(schema, field, lenient)
+    return StructuredOutputsParams(
+        grammar=f"start: {_several(parallel)} | %json {_json(schema)}\n"
+        f"call: {_json(BEGIN)} ({_free_calls(tools, lenient)})\n"
     )
 
 
@@ -139,6 +154,19 @@ def arguments_of(function: FunctionTool) -> dict[str, Any]:
     return schema
 
 
+def _several(parallel: bool) -> str:
+    """One call, or as many as an answer may have."""
+    return f'call ("\\n" call){{0,{MAX_FORCED_CALLS - 1}}}' if parallel else "call"
+
+
+def _free_calls(tools: list[Tool], lenient: bool) -> str:
+    """See `_calls`. The arguments of tools that are not strict may be any."""
+    functions = [tool.function for tool in tools]
+    return _calls(
+        (f.name, _arguments(f, lenient) if f.strict else ANY_ARGUMENTS) for f in functions
+    )
+
+
 def _calls(called: Iterable[tuple[str, Schema]]) -> str:
     """What may follow the beginning of a call, in Lark's notation.
 
@@ -152,10 +180,14 @@ def _calls(called: Iterable[tuple[str, Schema]]) -> str:
 
 
 def _arguments(function: FunctionTool, lenient: bool) -> Schema:
+    return _compiled(arguments_of(function), "tools", lenient)
+
+
+def _compiled(schema: Schema, field: str, lenient: bool) -> Schema:
     try:
-        return schema_for_llguidance(arguments_of(function), lenient=lenient)
+        return schema_for_llguidance(schema, lenient=lenient)
     except RecursionError:
-        raise InvalidRequestError("tools: nested too deeply", param="tools") from None
+        raise InvalidRequestError(f"{field}: nested too deeply", param=field) from None
 
 
 def _json(value: object) -> str:

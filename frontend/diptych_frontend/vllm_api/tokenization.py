@@ -18,8 +18,8 @@ from diptych_frontend.openai.api_types import (
     ChatMessage,
     check_continues,
 )
-from diptych_frontend.openai.asgi import exchange_of, send_bytes
 from diptych_frontend.openai.chat import ChatApi
+from diptych_frontend.openai.exchange import exchange_of, send_bytes
 from diptych_frontend.openai.field_rules import Rules
 from diptych_frontend.openai.generation import adapter_of
 from diptych_frontend.openai.request_body import decode_body, most_values

@@ -52,3 +52,20 @@ def kind_for(bits: int, span: int) -> int | None:
     columns; None if there are none."""
     fits = [own for own in LEVEL_BITS if own >= bits and SPANS[own] <= span]
     return min(fits, key=group_bytes, default=None)
+
+
+BF16, F16, E4M3 = 16, 17, 43
+"""Kinds of tiles of floats, by the numbers of their kernels. Such a tile has, of each group, the 16
+rows' values of one column after the other; if they have 8 bits, 16 scales in float32 follow."""
+FLOAT_KINDS: Final = (BF16, F16, E4M3)
+
+
+def float_bytes(kind: int) -> int:
+    """Size, in bytes, of a value in a tile of floats."""
+    return 1 if kind == E4M3 else 2
+
+
+def float_group_bytes(kind: int) -> int:
+    """Size, in bytes, of one group of a tile of floats."""
+    scales = TILE_ROWS * 4 if kind == E4M3 else 0
+    return TILE_ROWS * GROUP * float_bytes(kind) + scales

@@ -17,9 +17,16 @@ from diptych_kernels.native.arguments import (
     places_of,
 )
 from diptych_kernels.native.kernel import Call, Kernel, kernel_of
-from diptych_kernels.native.tile_layout import GROUP, LEVEL_BITS, SPANS, TILE_ROWS
+from diptych_kernels.native.tile_layout import (
+    E4M3,
+    FLOAT_KINDS,
+    GROUP,
+    LEVEL_BITS,
+    SPANS,
+    TILE_ROWS,
+)
 from diptych_kernels.packed_product import reference
-from diptych_kernels.packed_product.reference import bits_of, to_tiles
+from diptych_kernels.packed_product.reference import FLOATS, kind_of, to_float_tiles, to_tiles
 from diptych_kernels.trust import KnownCase, Results, is_trusted, random_values, unwritten
 
 FLOAT, BFLOAT, WORD = 4, 2, 2
@@ -41,7 +48,8 @@ def workspace_bytes(rows: int, columns: int) -> int:
 
 
 def decode_call(x: Tensor, tiles: Tensor, out: Tensor, workspace: Tensor, *, add: bool) -> Call:
-    """Return the call that computes all rows in integers; workspace: [>= workspace_bytes] int8."""
+    """Return the call that computes all rows in integers, or with tiles of floats in float32;
+    workspace: [>= workspace_bytes] int8."""
     rows, columns = x.shape
     num_tiles, groups, _ = tiles.shape
     arguments = PackedProduct(
@@ -57,7 +65,7 @@ def decode_call(x: Tensor, tiles: Tensor, out: Tensor, workspace: Tensor, *, add
         inputs=workspace.data_ptr(),
         factors=workspace.data_ptr() + rows * columns * WORD,
     )
-    return decode_kernel(bits_of(tiles)), arguments
+    return decode_kernel(kind_of(tiles)), arguments
 
 
 def chunk_call(
@@ -81,7 +89,7 @@ def chunk_call(
         inputs=workspace.data_ptr(),
         memory=workspace.data_ptr() + _rounded_bytes(rows, columns),
     )
-    return chunk_kernel(bits_of(tiles)), arguments
+    return chunk_kernel(kind_of(tiles)), arguments
 
 
 def rows_call(tiles: Tensor, rows: Tensor, out: Tensor) -> Call:
@@ -90,7 +98,7 @@ def rows_call(tiles: Tensor, rows: Tensor, out: Tensor) -> Call:
     arguments = PackedRows(
         rows.data_ptr(), len(rows), groups, tiles.data_ptr(), num_tiles, out.data_ptr()
     )
-    return rows_kernel(bits_of(tiles)), arguments
+    return rows_kernel(kind_of(tiles)), arguments
 
 
 def _rounded_bytes(rows: int, columns: int) -> int:
@@ -99,15 +107,15 @@ def _rounded_bytes(rows: int, columns: int) -> int:
 
 
 @remembered
-def decode_kernel(bits: int) -> Kernel:
-    """Return the kernel of decode calls for levels of this many bits; it is loaded at first use."""
-    return kernel_of("packed_product", bits)
+def decode_kernel(kind: int) -> Kernel:
+    """Return the kernel of decode calls for tiles of this kind; it is loaded at first use."""
+    return kernel_of("float_product" if kind in FLOAT_KINDS else "packed_product", kind)
 
 
 @remembered
-def rows_kernel(bits: int) -> Kernel:
+def rows_kernel(kind: int) -> Kernel:
     """Return the kernel of `rows_of`; otherwise as `decode_kernel`."""
-    return kernel_of("packed_rows", bits)
+    return kernel_of("float_rows" if kind in FLOAT_KINDS else "packed_rows", kind)
 
 
 @remembered
@@ -122,6 +130,12 @@ def is_available() -> bool:
     return all(
         is_trusted(case, bits) for case in (PACKED_PRODUCT, PACKED_ROWS) for bits in LEVEL_BITS
     )
+
+
+@remembered
+def has_floats(kind: int) -> bool:
+    """Whether the level in use has tiles of floats of this kind, and trusts their kernels."""
+    return all(is_trusted(case, kind) for case in (FLOAT_PRODUCT, FLOAT_ROWS))
 
 
 @remembered
@@ -150,7 +164,7 @@ def packed_product(
     """As `diptych_kernels.packed_product.packed_product`."""
     rows, columns = x.shape
     workspace = torch.empty(workspace_bytes(rows, columns), dtype=torch.int8)
-    in_integers = integer_rows(num_decodes, rows)
+    in_integers = rows if tiles.dtype in FLOATS else integer_rows(num_decodes, rows)
     if in_integers:
         own, numbers = decode_call(x[:in_integers], tiles, out, workspace, add=add)
         own.run(numbers, torch.get_num_threads())
@@ -170,16 +184,30 @@ def _factors(bits: int) -> tuple[Tensor, Tensor]:
     return random_values(19, groups * GROUP), tiles
 
 
+def _float_factors(kind: int) -> tuple[Tensor, Tensor]:
+    """The same with tiles of floats, among them 8-bit ones without a leading one."""
+    dtype = next(own for own, number in FLOATS.items() if number == kind)
+    values = random_values(48, 3 * GROUP).mul_(torch.logspace(-3, 1, 3 * GROUP)).to(dtype)
+    tiles = to_float_tiles(values, random_values(1, 48, 3)[0] if kind == E4M3 else None)
+    assert tiles is not None
+    return random_values(19, 3 * GROUP), tiles
+
+
 def _rows(kernel: Kernel) -> Results:
-    _, tiles = _factors(kernel.number)
+    _, tiles = _inputs(kernel)
     rows, out = torch.arange(47, -1, -5), unwritten(10, tiles.shape[1] * GROUP)
     _, arguments = rows_call(tiles, rows, out)
     kernel.run(arguments, 1)
     return out, reference.rows_of(tiles, rows)
 
 
+def _inputs(kernel: Kernel) -> tuple[Tensor, Tensor]:
+    is_float = kernel.number in FLOAT_KINDS
+    return _float_factors(kernel.number) if is_float else _factors(kernel.number)
+
+
 def _product(kernel: Kernel) -> Results:
-    x, tiles = _factors(kernel.number)
+    x, tiles = _inputs(kernel)
     workspace = torch.empty(workspace_bytes(*x.shape), dtype=torch.int8)
     actual, expected = unwritten(2, len(x), 48)
     _, arguments = decode_call(x, tiles, actual, workspace, add=False)
@@ -201,3 +229,5 @@ def _product_in_tiles(kernel: Kernel) -> Results:
 PACKED_PRODUCT = KnownCase("packed_product", _product, tolerance=1e-4)
 PACKED_ROWS = KnownCase("packed_rows", _rows, tolerance=0.0)
 AMX_PRODUCT = KnownCase("amx_product", _product_in_tiles, tolerance=1e-4)
+FLOAT_PRODUCT = KnownCase("float_product", _product, tolerance=1e-5)
+FLOAT_ROWS = KnownCase("float_rows", _rows, tolerance=0.0)

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from diptych_kernels.native.tile_layout import (
+    BF16,
     BYTE,
+    E4M3,
+    F16,
     GROUP,
     LEVEL_BITS,
     LOW_BITS,
@@ -28,6 +31,14 @@ LEVELS: Final = 32767
 LARGER: Final = 1 + math.log(2) / 256
 """Compensates for truncation, as `native.unpacked_tile` does."""
 SMALLEST: Final = torch.finfo(torch.float32).tiny
+FLOATS: Final = {torch.bfloat16: BF16, torch.float16: F16, torch.float8_e4m3fn: E4M3}
+"""The kinds of tiles of floats by the types of their tensors."""
+NAN: Final = 0x7F
+"""The bits of an 8-bit float (e4m3) that is none, without its sign."""
+POWER: Final = 2.0**8
+"""What kernels leave out of 8-bit floats is in their scales."""
+TILES_AT_ONCE: Final = 64
+"""Tiles that are filled at once: the memory for intermediate results is small."""
 LOW: Final = (1 << LOW_BITS) - 1
 BITS_OF: Final = {group_bytes(bits): bits for bits in LEVEL_BITS}
 
@@ -72,9 +83,17 @@ def to_tiles(levels: Tensor, scale: Tensor, offset: Tensor, bits: int) -> Tensor
     largest = torch.maximum(scale.abs().amax(), offset.abs().amax())
     if rows % TILE_ROWS or not float(largest) <= MAX_HALF:
         return None
-    num_tiles, groups, spans = rows // TILE_ROWS, columns // GROUP, GROUP // SPANS[bits]
-    tiles = levels.new_empty(num_tiles, groups, group_bytes(bits))
-    stored = _stored(levels.view(rows, groups, GROUP), bits).contiguous().view(torch.int32)
+    tiles = levels.new_empty(rows // TILE_ROWS, columns // GROUP, group_bytes(bits))
+    for first in range(0, len(tiles), TILES_AT_ONCE):
+        own = slice(first * TILE_ROWS, (first + TILES_AT_ONCE) * TILE_ROWS)
+        _fill(tiles[first : first + TILES_AT_ONCE], levels[own], scale[own], offset[own], bits)
+    return tiles
+
+
+def _fill(tiles: Tensor, levels: Tensor, scale: Tensor, offset: Tensor, bits: int) -> None:
+    num_tiles, groups, _ = tiles.shape
+    spans = GROUP // SPANS[bits]
+    stored = _stored(levels.reshape(-1, groups, GROUP), bits).contiguous().view(torch.int32)
     quads = stored.view(num_tiles, TILE_ROWS, groups, -1).permute(0, 2, 3, 1)
     num_quads = quads.shape[2]
     places = tiles.view(torch.int32)[:, :, : TILE_ROWS * num_quads]
@@ -85,18 +104,44 @@ def to_tiles(levels: Tensor, scale: Tensor, offset: Tensor, bits: int) -> Tensor
         own = factor.repeat_interleave(groups * spans // factor.shape[1], 1)
         own = own.view(num_tiles, TILE_ROWS, groups, spans).permute(0, 2, 3, 1)
         halves[:, :, :, index].copy_(own)
-    return tiles
 
 
-def bits_of(tiles: Tensor) -> int:
-    """Return the size of a tile's levels, in bits."""
-    return BITS_OF[tiles.shape[2]]
+def to_float_tiles(values: Tensor, scale: Tensor | None = None) -> Tensor | None:
+    """A matrix of floats as [tiles, groups, 512 or more] of the same type, one of `FLOATS`.
+
+    values: [rows, columns]. scale: [rows, columns / 32] float32, of 8-bit floats only.
+    None if the rows fill no tiles, or a number is not finite.
+    """
+    rows, columns = values.shape
+    in_range = scale is None or bool((scale * POWER).isfinite().all())
+    if rows % TILE_ROWS or columns % GROUP or not in_range or not _is_finite(values):
+        return None
+    shape = rows // TILE_ROWS, TILE_ROWS, columns // GROUP, GROUP
+    tiles = values.view(shape).permute(0, 2, 3, 1).flatten(2)
+    if scale is None:
+        return tiles.contiguous()
+    scales = (scale * POWER).view(shape[:3]).transpose(1, 2).contiguous()
+    return torch.cat([tiles.view(torch.uint8), scales.view(torch.uint8)], 2).view(values.dtype)
+
+
+def _is_finite(values: Tensor) -> bool:
+    if values.dtype is torch.float8_e4m3fn:
+        return not bool(((values.view(torch.uint8) & NAN) == NAN).any())
+    return bool(values.isfinite().all())
+
+
+def kind_of(tiles: Tensor) -> int:
+    """Return the number of the kernels for these tiles: the bits of their levels, or the kind of
+    their floats."""
+    return FLOATS.get(tiles.dtype) or BITS_OF[tiles.shape[2]]
 
 
 def rows_of(tiles: Tensor, rows: Tensor) -> Tensor:
     """As `diptych_kernels.packed_product.rows_of`."""
+    if tiles.dtype in FLOATS:
+        return _float_rows(tiles, rows)
     num_tiles, groups, _ = tiles.shape
-    bits = bits_of(tiles)
+    bits = kind_of(tiles)
     spans = GROUP // SPANS[bits]
     tile, row = rows // TILE_ROWS, rows % TILE_ROWS
     # After the quads of levels, two rows of factors in float16 are as long as one of quads.
@@ -106,6 +151,17 @@ def rows_of(tiles: Tensor, rows: Tensor) -> Tensor:
     factors = halves[tile, :, -2 * spans :, row].float().view(len(rows), groups, spans, 2, 1)
     levels = levels.view(len(rows), groups, spans, SPANS[bits])
     return (levels * factors[..., 0, :] + factors[..., 1, :]).view(len(rows), -1)
+
+
+def _float_rows(tiles: Tensor, rows: Tensor) -> Tensor:
+    num_tiles, groups, _ = tiles.shape
+    tile, row = rows // TILE_ROWS, rows % TILE_ROWS
+    numbers = tiles[:, :, : GROUP * TILE_ROWS].view(num_tiles, groups, GROUP, TILE_ROWS)
+    values = numbers.float()[tile, :, :, row]
+    if tiles.shape[2] > GROUP * TILE_ROWS:
+        scales = tiles[:, :, GROUP * TILE_ROWS :].view(torch.float32)
+        values *= scales[tile, :, row][..., None] / POWER
+    return values.view(len(rows), -1)
 
 
 def values_of(tiles: Tensor) -> Tensor:
@@ -118,6 +174,10 @@ def packed_product(
 ) -> None:
     """As `diptych_kernels.packed_product.packed_product` with a matrix unit."""
     matrix = values_of(tiles).t()
+    if tiles.dtype in FLOATS:
+        product = x.mm(matrix)
+        out.copy_(out + product if add else product)
+        return
     decodes = rounded(x[:num_decodes]).mm(matrix)
     chunks = x[num_decodes:].bfloat16().float().mm(cut_off(matrix))
     product = torch.cat([decodes, chunks])

@@ -15,6 +15,7 @@ from diptych_protocol import (
     RouterSettings,
     SamplingDefaults,
     Slo,
+    SpeculativeConfig,
 )
 from diptych_protocol.field_ranges import descriptions, ranges
 
@@ -32,6 +33,11 @@ starts, with the argument's name.
 _CHAPTERS = (
     ("EngineConfig", EngineConfig, "An engine."),
     ("KVTransferConfig", KVTransferConfig, "The engine's end of the hinge, its `kv_transfer`."),
+    (
+        "SpeculativeConfig",
+        SpeculativeConfig,
+        "Which tokens an engine guesses, its `speculative_config`.",
+    ),
     (
         "RouterConfig",
         RouterConfig,

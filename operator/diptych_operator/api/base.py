@@ -42,7 +42,7 @@ def spec_part(
     own.
 
     names: fields whose values are names of ours, in camelCase too.
-    own: the type and default of each further field, by name.
+    own: the type and default of each further field, or of one that is another here, by name.
     """
     hints = get_type_hints(settings, include_extras=True)
     shared = [
@@ -54,6 +54,7 @@ def spec_part(
             camel_case(field.default) if field.name in names else field.default,
         )
         for field in msgspec.structs.fields(settings)
+        if field.name not in own
     ]
     fields = [(key, *about) for key, about in own.items()]
     return msgspec.defstruct(

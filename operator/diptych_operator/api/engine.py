@@ -16,13 +16,19 @@ from msgspec import Meta
 
 from diptych_operator.api.base import Rule, SpecPart, spec_part
 from diptych_operator.api.vllm_arguments import Arguments
-from diptych_protocol import EngineSettings
+from diptych_protocol import EngineSettings, SpeculativeConfig
 from diptych_protocol.config import Runtime
+from diptych_protocol.engine_settings import SPECULATION
 
 if TYPE_CHECKING:
 
+    class Speculation(SpeculativeConfig, SpecPart, frozen=True):
+        """The engine's `SpeculativeConfig` as a part of the spec."""
+
     class Engine(EngineSettings, SpecPart, frozen=True):
         """`EngineSettings` as a part of the spec, with what only pods have."""
+
+        speculative_config: Speculation | None = None
 
         runtime: Runtime = "diptych"
         image: str = ""
@@ -30,6 +36,7 @@ if TYPE_CHECKING:
         kv_cache_memory: str = "1Gi"
 
 else:
+    Speculation = spec_part("Speculation", SpeculativeConfig)
     Engine = spec_part(
         "Engine",
         EngineSettings,
@@ -73,6 +80,7 @@ else:
             ],
             "1Gi",
         ),
+        speculative_config=(Annotated[Speculation | None, SPECULATION], None),
     )
     """Defaults are those of the engine, written out so that `kubectl explain` shows them."""
 
@@ -103,6 +111,7 @@ VLLM_INSTEAD: Final = {
     "profile_dir": "--profiler-config",
     "scheduling_policy": "--scheduling-policy",
     "seed": "--seed",
+    "speculative_config": "--speculative-config",
 }
 """The argument of vLLM that does what the field does for our own engine, where there is one."""
 
@@ -144,6 +153,17 @@ STEP_BUDGET = Rule(
     "must be at least maxNumSeqs: every request of a step takes a token",
     ".maxNumBatchedTokens",
 )
+LOOK_UP_ORDER = Rule(
+    "!has(self.speculativeConfig) || self.speculativeConfig.promptLookupMin"
+    " <= self.speculativeConfig.promptLookupMax",
+    lambda engine: (
+        engine.speculative_config is None
+        or engine.speculative_config.prompt_lookup_min
+        <= engine.speculative_config.prompt_lookup_max
+    ),
+    "must have a promptLookupMin of at most its promptLookupMax",
+    ".speculativeConfig",
+)
 VLLM_IMAGE = Rule(
     "self.runtime != 'vllm' || has(self.image) && self.image != ''",
     lambda engine: engine.runtime != "vllm" or bool(engine.image),
@@ -161,4 +181,4 @@ NOT_FOR_VLLM = tuple(
     for field in msgspec.inspect.type_info(Engine).fields  # type: ignore[attr-defined]
     if field.name not in VLLM_HAS
 )
-ENGINE_RULES = (STEP_BUDGET, VLLM_IMAGE, ARGS_FOR_VLLM, *NOT_FOR_VLLM)
+ENGINE_RULES = (STEP_BUDGET, LOOK_UP_ORDER, VLLM_IMAGE, ARGS_FOR_VLLM, *NOT_FOR_VLLM)

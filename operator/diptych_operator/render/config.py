@@ -29,10 +29,11 @@ from diptych_protocol import (
     RouterSettings,
     SamplingDefaults,
     Slo,
+    SpeculativeConfig,
 )
 from diptych_protocol.threads import model_threads
 
-S = TypeVar("S", Slo, SamplingDefaults)
+S = TypeVar("S", Slo, SamplingDefaults, SpeculativeConfig)
 
 _UNITS = {
     "Ki": Decimal(1 << 10), "Mi": Decimal(1 << 20), "Gi": Decimal(1 << 30), "Ti": Decimal(1 << 40),
@@ -49,6 +50,9 @@ def engine_config(service: InferenceService, pool: Pool, revision: str, model: s
     engine = service.spec.engine
     kv_bytes = None if engine.kv_cache_memory == "auto" else int(_amount(engine.kv_cache_memory))
     settings = {name: getattr(engine, name) for name in EngineSettings.__struct_fields__}
+    if engine.speculative_config is not None:
+        guesses = _fields_of(engine.speculative_config, SpeculativeConfig)
+        settings["speculative_config"] = guesses
     return EngineConfig(
         model=model,
         served_name=service.served_name,

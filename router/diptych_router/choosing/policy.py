@@ -202,7 +202,10 @@ class Priced:
         return [at for at in order if self._total[at] != TOO_MUCH]
 
     def terms(self, at: int) -> dict[str, float]:
-        return {name: float(values[at]) for name, values in self._terms.items()}
+        terms = {}
+        for name, values in self._terms.items():
+            terms[name] = float(values[at])
+        return terms
 
     def fetches(self, at: int) -> int:
         """Return how many tokens this engine should fetch from another one, from the prompt's first

@@ -87,6 +87,7 @@ class EngineLink:
         """The name of the engine that answers here, or of the one that answered last; empty: none
         has."""
         self.fingerprint = ""
+        self._lends: KVTransferParams | None = None
         self.epoch = ""
         """The epoch of the engine that answers at this endpoint, or of the one that answered
         last."""
@@ -182,10 +183,7 @@ class EngineLink:
     def lends(self) -> KVTransferParams | None:
         """The parameters that all leases of this engine have in common; None if it lends nothing,
         or does not answer now."""
-        about = self.description
-        if about is None or not about.kv_transfer_port:
-            return None
-        return common_to_leases(about, self.fingerprint)
+        return self._lends if self.description is not None else None
 
     def close(self) -> None:
         self._task.cancel()
@@ -289,6 +287,9 @@ class EngineLink:
             stats.draining |= self.stats.draining
             self.stats = stats
             self.description = description
+            self._lends = None
+            if description.kv_transfer_port:
+                self._lends = common_to_leases(description, self.fingerprint)
             self.name = self.known_as = description.shown_name
             self.row["block_size"] = description.block_size
             self.row.restarted()

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
-from operator import or_
+from operator import itemgetter, or_
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -30,6 +30,8 @@ from diptych_router.engines.block_holders import (
     Run,
 )
 
+_KEY_OF: Final = itemgetter(slice(PREFIX_KEY_BYTES))
+
 
 class BlockNaming(NamedTuple):
     """What the names of a prompt's blocks at an engine depend on, besides the request."""
@@ -49,13 +51,15 @@ def block_keys(request: EngineCoreRequest, tokens: Sequence[int], naming: BlockN
     identity = salted(salt)
     if adapter is not None:
         identity = adapted(salt, adapter.lora_name, naming.adapter)
-    images = [
-        ImageInPrompt(image_key(feature.identifier, salt), at.offset, at.offset + at.length)
-        for feature in request.mm_features or ()
-        for at in (feature.mm_position,)
-    ]
     hashes: list[bytes] = []
-    extra = partial(seen_in, images) if images else None
+    extra = None
+    if request.mm_features:
+        images = [
+            ImageInPrompt(image_key(feature.identifier, salt), at.offset, at.offset + at.length)
+            for feature in request.mm_features
+            for at in (feature.mm_position,)
+        ]
+        extra = partial(seen_in, images)
     extend_block_hashes(hashes, tokens, naming.block_size, identity, extra)
     return keys_of(hashes)
 
@@ -353,4 +357,4 @@ def _keys(data: bytes) -> Keys:
 
 def keys_of(block_hashes: Iterable[bytes]) -> Keys:
     """Return the keys of blocks with these hashes."""
-    return np.frombuffer(b"".join(found[:PREFIX_KEY_BYTES] for found in block_hashes), "<u8")
+    return np.frombuffer(b"".join(map(_KEY_OF, block_hashes)), "<u8")

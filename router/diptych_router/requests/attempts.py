@@ -254,7 +254,7 @@ class Attempts:
         again = routed.set_back(setback)
         record.set_back(setback, why, again, now)
         self._placements.leave(routed)
-        actions = [*_drop_lease(routed), *_unannounce(routed)]
+        actions = _let_go(routed)
         if again:
             return [*actions, *self.begin(routed, now, before=why)]
         error = _ERRORS.get(setback, EngineGenerateError)(why)
@@ -288,13 +288,14 @@ class Attempts:
         self._placements.leave(routed)
         self._tenants.accounts.close(routed.account)
         self._records.ended(routed.record, outcome, now, error, error_type)
-        return [*_drop_lease(routed), *_unannounce(routed)]
+        return _let_go(routed)
 
 
-def _drop_lease(routed: RoutedRequest) -> list[Action]:
-    """Release the lease that no decode engine has read yet."""
+def _let_go(routed: RoutedRequest) -> list[Action]:
+    """Release the lease that no decode engine has read yet, and take back the announcement."""
     lease, routed.lease = routed.lease, None
-    return [] if lease is None else [Release(routed.core_id, lease)]
+    actions: list[Action] = [] if lease is None else [Release(routed.core_id, lease)]
+    return [*actions, *_unannounce(routed)] if routed.announced is not None else actions
 
 
 def _unannounce(routed: RoutedRequest) -> list[Action]:

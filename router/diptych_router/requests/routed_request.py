@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from msgspec.structs import asdict
 
 from diptych_frontend.fair_share import OUTPUT_WEIGHT, Account
 from diptych_protocol import (
@@ -147,7 +148,7 @@ class RoutedRequest:
     @property
     def view(self) -> RequestView:
         """Return what a policy may know of it."""
-        adapter = self.original.lora_request
+        adapter, params = self.original.lora_request, self.original.sampling_params
         return RequestView(
             self.prompt_tokens + len(self.generated),
             0.0 if self.prefill_only else min(self.usual_output, self.tokens_left),
@@ -155,7 +156,7 @@ class RoutedRequest:
             keys=self._keys if self.original.prompt_embeds is None else None,
             adapter="" if adapter is None else adapter.lora_name,
             tenant=self.original.tenant,
-            disaggregate=wanted_way(self.original.sampling_params),
+            disaggregate=wanted_way(params) if params is not None and params.extra_args else None,
         )
 
     def _keys(self, naming: BlockNaming) -> Keys:
@@ -234,7 +235,7 @@ class RoutedRequest:
         if self.tokens_left <= 1:
             return self.aggregated_request(source)
         asked = KVTransferParams(do_remote_decode=True, lease_id=lease_id)
-        request = self._with(asked.to_dict(), source)
+        request = self._with(asdict(asked), source)
         params = request.sampling_params
         if params is not None:
             params.max_tokens = len(self.generated) + 1
@@ -256,7 +257,7 @@ class RoutedRequest:
         self.announced = Announcement(engine, coming)
         num_tokens = self.prompt_tokens + len(self.generated)
         lease = msgspec.structs.replace(lends, lease_id=lease_id, remote_num_tokens=num_tokens)
-        coming_request = self._with(lease.to_dict(), core_id=coming)
+        coming_request = self._with(asdict(lease), core_id=coming)
         if coming_request.mm_features is not None:  # their names tell D enough
             coming_request.mm_features = [
                 msgspec.structs.replace(feature, data=None)

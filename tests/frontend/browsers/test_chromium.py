@@ -17,7 +17,7 @@ from starlette.routing import Route, Router
 from waits import PATIENCE_S
 
 from diptych_frontend.app import build_app
-from diptych_frontend.browsers.rules import BrowserRules
+from diptych_frontend.browsers.gate import BrowserRules
 from diptych_frontend.openai import serve_http
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=WITHOUT_CHROMIUM)

@@ -13,7 +13,7 @@ import pytest
 from waits import PATIENCE_S
 
 from diptych_frontend.app import build_app
-from diptych_frontend.openai import asgi
+from diptych_frontend.openai import exchange
 from diptych_protocol import (
     ClientClosedError,
     EngineDeadError,
@@ -278,7 +278,7 @@ async def test_a_client_that_leaves_ends_its_requests_in_the_engine(
 async def test_a_client_that_stops_reading_is_given_up(
     engine: Any, serve: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(asgi, "WRITE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(exchange, "WRITE_TIMEOUT_S", 0.2)
     body = json.dumps(completion(max_tokens=10**9, stream=True, n=100)).encode()
     head = (
         f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

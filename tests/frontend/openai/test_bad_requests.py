@@ -131,7 +131,6 @@ ONLY = {
         {"tools": [TOOL] * 200},
         {"tool_choice": "sometimes", "tools": [TOOL]},
         {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]},
-        {"response_format": {"type": "json_object"}, "tools": [TOOL], "tool_choice": "required"},
         {
             "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}],
             "tool_choice": "required",

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from waits import PATIENCE_S
 
 from diptych_frontend.app import build_app
-from diptych_frontend.openai import body_room
-from diptych_frontend.openai.body_room import SMALL_BYTES, BodyRoom
+from diptych_frontend.openai import asgi
+from diptych_frontend.openai.asgi import SMALL_BYTES, BodyRoom
 from diptych_protocol import EngineOverloadedError
 
 MOST = 1 << 20
@@ -53,7 +53,7 @@ def test_what_is_held_stays_within_bounds_and_is_given_back(
 async def test_small_bodies_pass_while_large_ones_are_refused(
     engine: Any, serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(body_room.BodyRoom.__init__, "__defaults__", (64 << 10,))
+    monkeypatch.setattr(asgi.BodyRoom.__init__, "__defaults__", (64 << 10,))
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n"
     async with serve(build_app(engine)) as url, httpx.AsyncClient(timeout=PATIENCE_S) as client:
         address = httpx.URL(url)

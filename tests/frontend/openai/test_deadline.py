@@ -8,8 +8,8 @@ import weakref
 
 import pytest
 
-from diptych_frontend.openai.asgi import Exchange, UntilDisconnect
-from diptych_frontend.openai.deadline import Deadline
+from diptych_frontend.openai.asgi import UntilDisconnect
+from diptych_frontend.openai.exchange import Deadline, Exchange
 
 SHORT, LONG = 0.02, 30.0
 

@@ -10,8 +10,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from diptych_frontend.observability.metrics import ServerMetrics
-from diptych_frontend.openai.asgi import EXCHANGE_KEY, Exchange
 from diptych_frontend.openai.completions import CompletionApi
+from diptych_frontend.openai.exchange import EXCHANGE_KEY, Exchange
 from diptych_frontend.openai.generation import GenerationRoute
 from diptych_frontend.openai.request_workers import RequestWorkers
 from diptych_protocol import KVTransferStats, SchedulerStats

@@ -84,6 +84,12 @@ def test_a_forced_call_is_json_whatever_its_schema_says() -> None:
     assert is_json(form)  # so its numbers end
 
 
+def taken_by(form: StructuredOutputsParams, answer: str) -> int:
+    """How many characters of an answer a form lets through."""
+    found = LLMatcher(_bytes_as_tokens(), grammar_of(form), log_level=0, limits=parser_limits())
+    return found.try_consume_tokens(list(answer.encode()))
+
+
 def fits(answer: str, *, parallel: bool = True) -> bool:
     found, written = matcher(parallel), answer.encode()
     return found.try_consume_tokens(list(written)) == len(written) and found.is_accepting()
@@ -130,12 +136,55 @@ async def test_a_chat_with_a_strict_tool_asks_for_it(
     assert alone == form_of(FREE, STRICT, parallel=False)
     for nothing in ({"tool_choice": "none"}, {"tools": [FREE]}, {"tools": None}):
         assert await asked(http, engine, **nothing) is None
-    other = await asked(http, engine, response_format={"type": "json_object"})
-    assert other == StructuredOutputsParams(json_object=True)
     response = {"type": "function", **STRICT["function"]}
     body = {"model": "echo", "input": "hi", "tools": [response], "max_output_tokens": 5}
     assert (await http.post("/v1/responses", json=body)).status_code == 200
     assert engine.seen[-1][1].structured_outputs == form_of(STRICT)
+
+
+RAIN = {"type": "object", "properties": {"rain": {"type": "boolean"}}, "required": ["rain"]}
+FORMED = {
+    "response_format": {"type": "json_schema", "json_schema": {"name": "rain", "schema": RAIN}}
+}
+
+
+@pytest.mark.parametrize("tools", [[FREE], [FREE, STRICT]])
+async def test_an_answer_with_a_form_may_be_a_call_instead(
+    http: httpx.AsyncClient, engine: EchoEngine, tools: list[Any]
+) -> None:
+    """Agents ask for both at once."""
+    form = await asked(http, engine, tools=tools, **FORMED)
+    assert is_json(form)
+    for answer in ('{"rain": true}', call("now", {}), f"{call('now', {})}\n{call('now', {})}"):
+        assert taken_by(form, answer) == len(answer)
+    for answer, fitting in (("{}", "{"), ("So.", ""), (f"{call('now', {})} So.", call("now", {}))):
+        assert taken_by(form, answer) == len(fitting)
+    alone = await asked(http, engine, tools=tools, parallel_tool_calls=False, **FORMED)
+    assert taken_by(alone, f"{call('now', {})}\n") == len(call("now", {}))
+    other = await asked(http, engine, tools=tools, response_format={"type": "json_object"})
+    assert taken_by(other, '{"sun": []}') == len('{"sun": []}')
+    assert await asked(http, engine, tools=tools, tool_choice="none", **FORMED) == (
+        StructuredOutputsParams(json=RAIN)
+    )
+    own = await asked(http, engine, tools=tools, structured_outputs={"regex": "a+"})
+    assert own == StructuredOutputsParams(regex="a+")
+
+
+async def test_the_form_of_a_message_is_not_that_of_a_forced_call(
+    http: httpx.AsyncClient, engine: EchoEngine
+) -> None:
+    forced = {"tool_choice": "required"}
+    assert await asked(http, engine, **forced, **FORMED) == await asked(http, engine, **forced)
+    body = CHAT | {"tools": [FREE], **forced, "guided_regex": "a+"}
+    refused = await http.post("/v1/chat/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "guided_regex")
+
+
+async def test_a_form_beside_tools_is_refused_by_its_own_field(http: httpx.AsyncClient) -> None:
+    schema = {"name": "sets", "schema": SETS}
+    form = {"response_format": {"type": "json_schema", "json_schema": schema}}
+    refused = await http.post("/v1/chat/completions", json=CHAT | {"tools": [FREE], **form})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_format")
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -165,7 +214,7 @@ async def test_a_strict_schema_that_cannot_be_enforced_is_refused_by_its_tool(
 
 def test_the_tools_are_judged_one_by_one_and_together() -> None:
     request = msgspec.convert(CHAT | {"tools": [FREE, STRICT]}, ChatCompletionRequest)
-    form = request.free_calls()
+    form = request.with_calls(None)
     assert form is not None
     fields = [field for field, _ in request.judged_forms(form)]
     assert fields == ["tools[1].function.parameters", "tools"]

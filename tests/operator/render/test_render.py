@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych_frontend.browsers.rules import BrowserRules
+from diptych_frontend.browsers.gate import BrowserRules
 from diptych_operator.api.errors import SpecError
 from diptych_operator.api.images import Images, with_images
 from diptych_operator.api.parse import parse

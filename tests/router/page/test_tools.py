@@ -147,6 +147,7 @@ def test_a_call_is_forced_once_and_then_the_model_answers(scene: Scene) -> None:
     expect(scene.page.locator(".message.assistant")).to_have_count(2)
     scene.wait_for_end()
     assert [body["tool_choice"] for body in sent] == ["required", "none"]
+    assert sent[0]["parallel_tool_calls"] is False, "it must call one"
 
 
 def test_a_template_without_a_place_for_tools_is_told_in_the_words_of_the_error(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
+Test = TypeVar("Test", bound=Callable[..., Any])
 ROOT = Path(__file__).parents[3]
 SCRIPTS = Path(__file__).parent
 RUN_S = 540.0
@@ -14,6 +17,7 @@ RUN_S = 540.0
 FOLDER = Path(os.environ.get("DIPTYCH_CLIENTS") or ROOT / ".clients").absolute()
 """Has a virtual environment for each client, under the client's name."""
 _SETTINGS = {
+    "PYTHONPATH": str(SCRIPTS.parent),
     "DO_NOT_TRACK": "1",
     "LANGSMITH_TRACING": "false",
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -21,13 +25,15 @@ _SETTINGS = {
 }
 
 
-def needs_client(name: str) -> pytest.MarkDecorator:
-    """Skips a test, by the client's name, where the client is not installed."""
-    return pytest.mark.skipif(
+def needs_client(name: str) -> Callable[[Test], Test]:
+    """Marks a test that `make test-clients` runs, and skips it, by the client's name, where the
+    client is not installed."""
+    skipped = pytest.mark.skipif(
         not (FOLDER / name / "bin" / "python").exists(),
         reason=f"{name} is not installed: `make clients` installs it, or DIPTYCH_CLIENTS names the "
         "folder that has its environment",
     )
+    return lambda test: pytest.mark.clients(skipped(test))
 
 
 def surroundings() -> dict[str, str]:

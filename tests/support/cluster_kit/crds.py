@@ -22,6 +22,7 @@ from diptych_operator.api.base import Rule
 from diptych_operator.api.crd import custom_resource_definition
 from diptych_operator.api.engine import (
     ARGS_FOR_VLLM,
+    LOOK_UP_ORDER,
     NOT_FOR_VLLM,
     STEP_BUDGET,
     VLLM_IMAGE,
@@ -250,6 +251,7 @@ GOOD: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 OTHER_THAN_DEFAULT: dict[str, Any] = {
+    "speculativeConfig": {},
     "kvCacheMemory": "2Gi", "device": "cpu", "dtype": "bfloat16", "weightPacking": "none",
     "cpuLevel": "avx2", "kvCacheDtype": "bfloat16", "blockSize": 32, "gpuMemoryUtilization": 0.5,
     "maxModelLen": 64, "maxNumSeqs": 8, "maxNumBatchedTokens": 4096, "enoughPromptTokens": 8,
@@ -297,6 +299,11 @@ BROKEN: dict[str, Broken] = {
     ),
     "more requests than the default step": Broken(
         {"engine": {"maxNumSeqs": 513}}, "spec.engine.maxNumBatchedTokens", STEP_BUDGET
+    ),
+    "more to look up than is compared": Broken(
+        {"engine": {"speculativeConfig": {"promptLookupMin": 17}}},
+        "spec.engine.speculativeConfig",
+        LOOK_UP_ORDER,
     ),
     "a rollout that cannot move": Broken(
         {"rollout": {"maxSurge": 0}}, "spec.rollout", ROLLOUT_STEP

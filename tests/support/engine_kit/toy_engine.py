@@ -7,6 +7,7 @@ them in order. A wrong block table, a stale slot or a lost position therefore ch
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from diptych_engine.scheduling.block_pool import BlockPool
@@ -34,6 +35,7 @@ class ToyRunner:
     """Writes tokens into block slots and reads them back through the block table."""
 
     num_rows: int = 8
+    model: Callable[[list[int]], int] = next_token
     slots: dict[int, int] = field(default_factory=dict)
     rows: set[str] = field(default_factory=set)
     """The requests that hold one, as the model runner keeps them."""
@@ -46,11 +48,12 @@ class ToyRunner:
             request = share.request
             self.rows.add(request.request_id)
             for position in range(share.start, share.start + share.num_tokens):
-                self.slots[self.slot(request, position)] = request.token_ids[position]
+                known = request.token_ids[position] if share.guess is None else share.guess
+                self.slots[self.slot(request, position)] = known
                 self.computed += 1
             if share.samples:
                 end = share.start + share.num_tokens
-                sampled.append(next_token([self.slots[self.slot(request, p)] for p in range(end)]))
+                sampled.append(self.model([self.slots[self.slot(request, p)] for p in range(end)]))
         assert len(self.rows) <= self.num_rows, "more requests hold rows than there are"
         return StepResult(sampled, None, None)
 

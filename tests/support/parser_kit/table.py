@@ -35,7 +35,7 @@ from diptych_frontend.admin.scale import Scale
 from diptych_frontend.admin.weights import Update
 from diptych_frontend.batches_api.form import UploadForm
 from diptych_frontend.batches_api.lines import check
-from diptych_frontend.browsers.rules import HOST, ORIGIN, BrowserRules
+from diptych_frontend.browsers.gate import HOST, ORIGIN, BrowserRules
 from diptych_frontend.images.decoding import bytes_of_url, decoded
 from diptych_frontend.model_files.gguf_header import read_header
 from diptych_frontend.model_files.model_config import config_from_gguf

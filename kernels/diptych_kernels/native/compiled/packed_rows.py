@@ -63,6 +63,12 @@ def entry(bits):
                     level |= ((tops >> shift(quad)) & TOP) << LOW_BITS
                 values[quad * QUAD + column] = np.float32(level) * scale + offset
 
+    return rows_reader(unpack, of_group)
+
+
+def rows_reader(unpack, of_group):
+    """Return a kernel that calls `unpack(group, row, out)` for each row of each group."""
+
     @njit(error_model="numpy")
     def read(given):
         """What each thread does: some of the rows."""

@@ -13,7 +13,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from diptych_frontend.openai.asgi import UntilDisconnect, client_of, exchange_of
+from diptych_frontend.openai.asgi import UntilDisconnect
+from diptych_frontend.openai.exchange import client_of, exchange_of
 from diptych_frontend.timeline.lanes import Timeline, timeline
 from diptych_protocol import InvalidRequestError
 from diptych_protocol.admin import Explanation, RequestReport

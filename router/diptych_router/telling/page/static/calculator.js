@@ -60,8 +60,10 @@ class Reader {
   /** @param {number} depth @returns {number} */
   #signed(depth) {
     if (depth > MOST_DEPTH) throw new Error("the expression is nested too deeply");
-    if (this.next === "-") return this.#take() && -this.#signed(depth + 1);
-    if (this.next === "+") return this.#take() && this.#signed(depth + 1);
+    if (SUMS.includes(this.next)) {
+      const sign = this.#take() === "-" ? -1 : 1;
+      return sign * this.#signed(depth + 1);
+    }
     const base = this.#single(depth);
     if (this.next !== "^") return base;
     this.#take();

@@ -1,7 +1,7 @@
 /** Calls of tools as they are seen: what the model asks for, and what it is told. */
 
 import { CodeBlock } from "./code.js";
-import { button, isSend, make } from "./dom.js";
+import { button, isSend, make, setText } from "./dom.js";
 import { TOOLS } from "./tools.js";
 
 /** @typedef {import("./tools.js").Call} Call */
@@ -25,7 +25,7 @@ export class ShownCall {
   /** Show what has come of the call. */
   grow() {
     const { name, arguments: asked } = this.#call;
-    if (this.#name.textContent !== name) this.#name.textContent = name;
+    setText(this.#name, name);
     this.element.ariaLabel = `Call of ${name}`;
     if (this.#code.text !== asked) this.#code.grow(asked);
   }

@@ -29,6 +29,15 @@ export function make(tag, className, ...children) {
 }
 
 /**
+ * Set a text, and touch nothing where it is there already.
+ * @param {Element} element
+ * @param {string} words
+ */
+export function setText(element, words) {
+  if (element.textContent !== words) element.textContent = words;
+}
+
+/**
  * @param {string} words
  * @param {string} label longer words for who does not see where it is
  * @param {() => void} act

@@ -1,7 +1,7 @@
 /** An engine's blocks as squares, and beside them in words: what they are for, and whose. */
 
 import { groupAt, groupsOf, keyOf, planOf } from "./blocks.js";
-import { make } from "./dom.js";
+import { make, setText } from "./dom.js";
 
 const OTHERS = 5;
 /** How many colours the requests of others have. */
@@ -25,12 +25,16 @@ export class Grid {
   #groups = [];
   /** @type {import("./blocks.js").Plan | null} */
   #plan = null;
+  /** What each square looks like that is drawn. @type {string[]} */
+  #drawn = [];
   #canvas = make("canvas", "squares");
   #legend = make("ul", "legend");
   #told = make("p", "told quiet");
   #scale = make("p", "scale quiet");
   /** @type {Map<string, HTMLButtonElement>} by group */
   #buttons = new Map();
+  #size = "";
+  #room = { width: 0, height: 0 };
   #selected = "";
   #tokens = 0;
   #dead = false;
@@ -43,7 +47,10 @@ export class Grid {
     this.parts = [this.space, this.#legend, this.#told, this.foot];
     this.#canvas.setAttribute("role", "img");
     this.#legend.setAttribute("aria-label", "What the blocks are for");
-    new ResizeObserver(() => this.draw()).observe(this.space);
+    new ResizeObserver(([{ contentRect }]) => {
+      this.#room = { width: Math.floor(contentRect.width), height: Math.floor(contentRect.height) };
+      this.draw();
+    }).observe(this.space);
     this.#canvas.addEventListener("click", (event) => this.#select(this.#keyAt(event), false));
     this.#canvas.addEventListener("pointermove", (event) => {
       const group = this.#groups.find((each) => keyOf(each) === this.#keyAt(event));
@@ -67,34 +74,57 @@ export class Grid {
     this.draw();
   }
 
-  /** Draw anew, as after a change of size or colours. */
+  /** Draw the squares that look different now, or all after a change of size. */
   draw() {
-    const { clientWidth: width, clientHeight: height } = this.space;
+    const { width, height } = this.#room;
     if (!width || !height) return;
     const plan = (this.#plan = planOf(this.#groups, width, height));
-    const rows = Math.ceil(plan.squares.reduce((a, b) => a + b, 0) / plan.columns);
-    const sharp = window.devicePixelRatio || 1;
-    this.#canvas.width = width * sharp;
-    this.#canvas.height = Math.max(1, Math.min(height, rows * plan.pitch)) * sharp;
-    const pen = this.#canvas.getContext("2d");
+    const { pitch, columns } = plan;
+    const rows = Math.ceil(plan.squares.reduce((a, b) => a + b, 0) / columns);
+    const pen = this.#sized(width, Math.max(1, Math.min(height, rows * pitch)), pitch);
     if (!pen) return;
-    pen.scale(sharp, sharp);
     const colours = getComputedStyle(this.#canvas);
     let at = 0;
     this.#groups.forEach((group, number) => {
-      pen.globalAlpha = this.#dead ? 0.4 : !this.#selected || this.#selected === keyOf(group) ? 1 : 0.25;
+      const alpha = this.#dead ? 0.4 : !this.#selected || this.#selected === keyOf(group) ? 1 : 0.25;
       const colour = colours.getPropertyValue(this.#colour(group)).trim();
+      const look = `${group.kind} ${colour} ${alpha}`;
+      pen.globalAlpha = alpha;
       pen.fillStyle = pen.strokeStyle = colour;
       for (const end = at + plan.squares[number]; at < end; at += 1) {
-        const x = (at % plan.columns) * plan.pitch;
-        const y = Math.floor(at / plan.columns) * plan.pitch;
-        drawSquare(pen, group.kind, x, y, plan.pitch - (plan.pitch > 5 ? 2 : 1));
+        if (this.#drawn[at] === look) continue;
+        const [x, y] = [(at % columns) * pitch, Math.floor(at / columns) * pitch];
+        if (this.#drawn[at]) pen.clearRect(x, y, pitch, pitch);
+        drawSquare(pen, group.kind, x, y, pitch - (pitch > 5 ? 2 : 1));
+        this.#drawn[at] = look;
       }
     });
+    for (const gone of this.#drawn.splice(at).keys()) {
+      pen.clearRect(((at + gone) % columns) * pitch, Math.floor((at + gone) / columns) * pitch, pitch, pitch);
+    }
     const [size, blocks] = [plan.perSquare, plan.perSquare === 1 ? "block" : "blocks"];
     const tokens = this.#tokens ? ` of ${this.#tokens} tokens` : "";
-    this.#scale.textContent = `1 square = ${size} ${blocks}${tokens}`;
+    setText(this.#scale, `1 square = ${size} ${blocks}${tokens}`);
     this.#scale.title = size > 1 ? "Rounded up, so that a square is drawn for each request" : "";
+  }
+
+  /**
+   * The pen of a canvas of a size, in which nothing is drawn yet if that is new.
+   * @param {number} width
+   * @param {number} height
+   * @param {number} pitch
+   */
+  #sized(width, height, pitch) {
+    const sharp = window.devicePixelRatio || 1;
+    const size = `${width} ${height} ${pitch} ${sharp}`;
+    const pen = this.#canvas.getContext("2d");
+    if (this.#size === size || !pen) return pen;
+    this.#size = size;
+    this.#drawn = [];
+    this.#canvas.width = width * sharp;
+    this.#canvas.height = height * sharp;
+    pen.scale(sharp, sharp);
+    return pen;
   }
 
   #showLegend() {
@@ -120,7 +150,7 @@ export class Grid {
       button.dataset.colour = this.#colour(group).slice(2);
       button.title = this.#sentence(group);
       const words = button.lastElementChild;
-      if (words) words.textContent = `${group.blocks.toLocaleString("en")} ${this.#name(group)}`;
+      if (words) setText(words, `${group.blocks.toLocaleString("en")} ${this.#name(group)}`);
     });
   }
 
@@ -137,7 +167,7 @@ export class Grid {
     }
     this.#told.setAttribute("aria-live", again ? "off" : "polite"); // counts change all the time
     const told = group ? this.#sentence(group) : "";
-    if (this.#told.textContent !== told) this.#told.textContent = told;
+    setText(this.#told, told);
     if (!again) this.draw();
   }
 

@@ -1,6 +1,6 @@
 /** The pools on the page: a card for each engine, what moves between them, and the ribbon. */
 
-import { byId, make } from "./dom.js";
+import { byId, make, setText } from "./dom.js";
 import { Grid } from "./grid.js";
 import { Pools, inBytes, traceOf } from "./pools.js";
 import { Following, Ribbon } from "./ribbon.js";
@@ -88,10 +88,10 @@ export class Panels {
     const { open, held, leftOut, received } = this.pools;
     const waiting = held ? `, ${held} of them wait for an engine` : "";
     const more = leftOut ? `; ${leftOut} more engines are not shown` : "";
-    this.#line.textContent = `${open} open request${open === 1 ? "" : "s"}${waiting}${more}`;
+    setText(this.#line, `${open} open request${open === 1 ? "" : "s"}${waiting}${more}`);
     for (const role of ROLES) {
-      byId(`into-${role}`, HTMLElement).textContent = received[role].blocks.toLocaleString("en");
-      byId(`bytes-${role}`, HTMLElement).textContent = inBytes(received[role].bytes);
+      setText(byId(`into-${role}`, HTMLElement), received[role].blocks.toLocaleString("en"));
+      setText(byId(`bytes-${role}`, HTMLElement), inBytes(received[role].bytes));
     }
     for (const move of change.moves ?? []) this.#moved(move);
   }
@@ -174,7 +174,9 @@ class Card {
   #name = make("span", "name");
   #state = make("span", "state");
   #brief = make("p", "brief");
-  #figures = make("dl", "");
+  #list = make("dl", "");
+  /** @type {Map<string, HTMLElement>} by term */
+  #figures = new Map();
 
   /**
    * @param {"prefill" | "decode"} role
@@ -186,7 +188,7 @@ class Card {
     this.element.dataset.role = role;
     const head = make("summary", "", this.#name, this.#state);
     head.title = "Figures of this engine";
-    const about = make("details", "about", head, this.#figures);
+    const about = make("details", "about", head, this.#list);
     this.element.append(about, this.#brief, ...this.grid.parts);
     this.button = kill && make("button", "kill", "Kill");
     if (this.button && kill) {
@@ -206,15 +208,15 @@ class Card {
     this.element.classList.toggle("bad", SICK.has(state));
     this.element.dataset.state = state;
     this.element.dataset.name = engine.name;
-    this.#name.textContent = engine.name || "an engine that has not answered yet";
-    this.#state.textContent = state;
-    this.#brief.textContent = gone ? "nobody answers" : briefOf(engine, rates);
-    this.#figures.replaceChildren(
-      ...figuresOf(engine, rates).flatMap(([term, value]) => [
-        make("dt", "", term),
-        make("dd", "", gone ? "–" : value),
-      ]),
-    );
+    setText(this.#name, engine.name || "an engine that has not answered yet");
+    setText(this.#state, state);
+    setText(this.#brief, gone ? "nobody answers" : briefOf(engine, rates));
+    for (const [term, value] of figuresOf(engine, rates)) {
+      let at = this.#figures.get(term);
+      if (!at) this.#figures.set(term, (at = make("dd", "")));
+      if (!at.parentElement) this.#list.append(make("dt", "", term), at);
+      setText(at, gone ? "–" : value);
+    }
     this.grid.show(engine, gone);
     if (this.button) {
       this.button.disabled = !engine.name || gone;

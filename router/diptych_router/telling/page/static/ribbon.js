@@ -1,6 +1,6 @@
 /** The ribbon: when an answer was where. It grows while the answer comes, and is its timeline then. */
 
-import { make } from "./dom.js";
+import { make, setText } from "./dom.js";
 
 const ASK_MS = 250;
 const END_TRIES = 8;
@@ -11,6 +11,8 @@ const NEAR_END = 0.2;
 /** A mark in this last share of the time has its label before it. */
 const SHARE = 0.65;
 /** How much of the room between it and the one before it is left to that one's label. */
+const MOST_TICKS = 200;
+/** Of a row: tokens that come faster are one tick. */
 
 /**
  * @typedef {{kind: string, began_s: number, ended_s: number, label: string}} Bar
@@ -34,7 +36,7 @@ export class Ribbon {
   /** @param {Course} course */
   show({ timeline, outcome }) {
     const { title, seconds, lanes } = timeline;
-    this.#title.textContent = `${title.replace(/ \+ 0 tokens, not ended$/, " tokens")} · ${inTime(seconds)}`;
+    setText(this.#title, `${title.replace(/ \+ 0 tokens, not ended$/, " tokens")} · ${inTime(seconds)}`);
     this.#title.title = title;
     this.element.dataset.outcome = outcome;
     while (this.#lanes.children.length > lanes.length) this.#lanes.lastElementChild?.remove();
@@ -42,7 +44,7 @@ export class Ribbon {
       const row = this.#lanes.children[at] ?? this.#lanes.appendChild(newRow());
       fillRow(row, lane, Math.max(seconds, 0.001));
     });
-    this.#told.textContent = toldOf(timeline);
+    setText(this.#told, toldOf(timeline));
   }
 }
 
@@ -131,42 +133,61 @@ function newRow() {
 }
 
 /**
- * Bars keep their elements, so that they are seen to grow.
+ * The elements of one kind in a track, so many: those that are there, more of them, or fewer.
+ * @param {Element} track
+ * @param {string} kind
+ * @param {number} count
+ */
+function elementsIn(track, kind, count) {
+  const all = /** @type {HTMLElement[]} */ ([...track.querySelectorAll(`.${kind}`)]);
+  for (const left of all.splice(count)) left.remove();
+  while (all.length < count) all.push(track.appendChild(make("span", kind)));
+  return all;
+}
+
+/**
+ * Times without those that follow another too closely to be seen.
+ * @param {number[]} times
+ * @param {number} least seconds
+ */
+function apart(times, least) {
+  let last = -Infinity;
+  return times.filter((time) => time - last >= least && ((last = time), true));
+}
+
+/**
+ * A row is drawn anew some times a second: what is in it keeps its elements.
  * @param {Element} row
  * @param {Lane} lane
  * @param {number} seconds of the whole answer
  */
 function fillRow(row, lane, seconds) {
   const [name, track] = row.children;
-  if (name.textContent !== lane.name) name.textContent = lane.name;
+  setText(name, lane.name);
   const share = (/** @type {number} */ at) => `${((100 * Math.min(at, seconds)) / seconds).toFixed(3)}%`;
-  const old = /** @type {HTMLElement[]} */ ([...track.querySelectorAll(".bar")]);
-  for (const bar of old.slice(lane.bars.length)) bar.remove();
+  const bars = elementsIn(track, "bar", lane.bars.length);
   lane.bars.forEach((bar, at) => {
-    const shown = old[at] ?? track.appendChild(make("span", "", make("span", "")));
+    const shown = bars[at];
     shown.className = `bar ${bar.kind}`;
     shown.style.left = share(bar.began_s);
     shown.style.width = share(bar.ended_s - bar.began_s);
     shown.title = `${bar.label}: ${inTime(bar.began_s)} to ${inTime(bar.ended_s)}`;
-    const label = /** @type {HTMLElement} */ (shown.firstChild);
-    if (label.textContent !== bar.label) label.textContent = bar.label;
+    setText(shown.firstElementChild ?? shown.appendChild(make("span", "")), bar.label);
   });
-  for (const each of [...track.querySelectorAll(".mark, .tick")]) each.remove();
-  for (const at of lane.ticks_s) {
-    const tick = make("span", "tick");
-    tick.style.left = share(at);
-    track.append(tick);
-  }
+  const times = apart(lane.ticks_s, seconds / MOST_TICKS);
+  const ticks = elementsIn(track, "tick", times.length);
+  times.forEach((time, at) => (ticks[at].style.left = share(time)));
   const marks = [...lane.marks].sort((a, b) => a.at_s - b.at_s);
+  const flags = elementsIn(track, "mark", marks.length);
   marks.forEach((mark, at) => {
     const { late, from, to } = roomOf(marks, at, seconds);
     const label = lane.bars.length > 0 && lane.name !== ROUTER ? "" : mark.label;
-    const kind = `mark${mark.is_bad ? " bad" : ""}${late ? " late" : ""}`;
-    const shown = make("span", kind, make("span", "", label));
+    const shown = flags[at];
+    shown.className = `mark${mark.is_bad ? " bad" : ""}${late ? " late" : ""}`;
+    setText(shown.firstElementChild ?? shown.appendChild(make("span", "")), label);
     shown.style.left = share(from);
     shown.style.width = share(to - from);
     shown.title = `${mark.label}: at ${inTime(mark.at_s)}`;
-    track.append(shown);
   });
 }
 

@@ -17,7 +17,8 @@ const SLOW_FRAMES = 8;
 /** After so many slow frames one after the other flights are no longer drawn, only told. */
 
 /**
- * @typedef {{way: import("./wires.js").Point[], began: number, colour: string}} Square
+ * @typedef {{sender: string, receiver: string, began: number}} Square one block between two engines
+ * @typedef {{points: import("./wires.js").Point[], colour: string}} Way
  * @typedef {{engine: string, before: string, since: number}} Thread
  */
 
@@ -51,13 +52,10 @@ export class Stage {
    * @param {import("./pools.js").Move} move
    */
   fly({ sender, receiver, blocks }) {
-    const [from, to] = [this.placeOf(sender), this.placeOf(receiver)];
-    if (!from || !to || this.#still.matches || document.hidden || this.isSlow) return;
-    const way = wayBetween(from, to, this.#laneAt(from.role === "prefill" ? 0.67 : 0.86));
-    const colour = getComputedStyle(document.documentElement).getPropertyValue(`--${from.role}`).trim();
+    if (this.#still.matches || document.hidden || this.isSlow) return;
     const now = performance.now();
     for (let at = 0; at < Math.min(blocks, MOST_SQUARES) && this.#squares.length < MOST_FLYING; at += 1) {
-      this.#squares.push({ way, began: now + at * APART_MS, colour });
+      this.#squares.push({ sender, receiver, began: now + at * APART_MS });
     }
     this.#wake();
   }
@@ -89,12 +87,44 @@ export class Stage {
     if (!pen) return;
     this.#squares = this.#squares.filter((square) => now < square.began + FLIGHT_MS);
     const moves = this.#thread ? this.#drawThread(pen, this.#thread, now) : false;
-    for (const square of this.#squares) drawFlying(pen, square, now);
+    this.#drawFlying(pen, now);
     this.#canvas.dataset.drawn = this.#thread || this.#squares.length ? "yes" : "";
     if (this.isSlow) this.#squares = [];
     if (moves || this.#squares.length) {
       this.#frame = requestAnimationFrame((next) => this.#draw(next));
     }
+  }
+
+  /**
+   * The ways are those of this frame: the page may have grown since a block began to fly.
+   * @param {CanvasRenderingContext2D} pen
+   * @param {number} now
+   */
+  #drawFlying(pen, now) {
+    /** @type {Map<string, Way | null>} */
+    const ways = new Map();
+    for (const { sender, receiver, began } of this.#squares) {
+      const key = `${sender} ${receiver}`;
+      const way = ways.get(key) ?? this.#wayBetween(sender, receiver);
+      ways.set(key, way);
+      if (!way || now < began) continue;
+      const { x, y } = pointAt(way.points, easedOf((now - began) / FLIGHT_MS));
+      pen.fillStyle = way.colour;
+      pen.fillRect(x - 5, y - 5, 10, 10);
+    }
+  }
+
+  /**
+   * @param {string} sender
+   * @param {string} receiver
+   * @returns {Way | null} null: one of them is not on the page
+   */
+  #wayBetween(sender, receiver) {
+    const [from, to] = [this.placeOf(sender), this.placeOf(receiver)];
+    if (!from || !to) return null;
+    const points = wayBetween(from, to, this.#laneAt(from.role === "prefill" ? 0.67 : 0.86));
+    const style = getComputedStyle(document.documentElement);
+    return { points, colour: style.getPropertyValue(`--${from.role}`).trim() };
   }
 
   #clear() {
@@ -143,18 +173,9 @@ export class Stage {
   }
 }
 
-/**
- * @param {CanvasRenderingContext2D} pen
- * @param {Square} square
- * @param {number} now
- */
-function drawFlying(pen, { way, began, colour }, now) {
-  if (now < began) return;
-  const share = (now - began) / FLIGHT_MS;
-  const eased = share < 0.5 ? 2 * share * share : 1 - 2 * (1 - share) * (1 - share);
-  const { x, y } = pointAt(way, eased);
-  pen.fillStyle = colour;
-  pen.fillRect(x - 5, y - 5, 10, 10);
+/** @param {number} share of the time @returns {number} of the way: slow at both ends */
+function easedOf(share) {
+  return share < 0.5 ? 2 * share * share : 1 - 2 * (1 - share) * (1 - share);
 }
 
 /**

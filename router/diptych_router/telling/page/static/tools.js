@@ -83,7 +83,8 @@ export function offerOf(offered, choice, isAnswered) {
     type: "function",
     function: { name, description, parameters },
   }));
-  return { tools, tool_choice: choice === "required" && isAnswered ? "none" : choice };
+  if (choice !== "required") return { tools, tool_choice: choice };
+  return { tools, tool_choice: isAnswered ? "none" : choice, parallel_tool_calls: false };
 }
 
 /**

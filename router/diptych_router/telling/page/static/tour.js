@@ -29,7 +29,7 @@ const STEPS = [
   },
   {
     title: "The hand-off",
-    shows: "#hinge",
+    shows: "#lane",
     text: (pools) =>
       `The finished blocks cross to a decode engine while the rest is still computed. Since you opened this page ${inBytes(pools.received.decode.bytes)} crossed to decode engines, and ${inBytes(pools.received.prefill.bytes)} back: in a next turn the decode engine has the KV of its own answer.`,
   },

@@ -1,0 +1,109 @@
+"""Guesses the next tokens of a request from its own tokens, and how many guesses are worth it.
+
+An answer that repeats its prompt, such as an edit of code, goes on as the prompt did after the same
+last tokens (prompt lookup; A. Saxena, 2023). A step computes guessed tokens beside the last known
+one, each in a row of its own, as the decode that it will be if the guess is right. From each row
+the next token is sampled as it would be without guesses: with the same random number, and with what
+its options make of the tokens before. So guesses change when tokens come, and never which.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diptych_protocol import SpeculativeConfig
+
+HALF_LIFE: Final = 64
+"""After this many tokens, a guess counts half in the estimate of the next ones."""
+LOOK_AGAIN: Final = 16
+"""Where steps run ahead, a request without a right guess waits so many tokens for its next look."""
+
+
+def look_up(
+    tokens: NDArray[np.int32], shortest: int, longest: int, count: int
+) -> NDArray[np.int32]:
+    """Return `count` tokens that may follow: those after the last place where the most of the last
+    tokens stood before, or none if fewer than `shortest` did.
+
+    More than `longest` are not compared. If the tokens end before there are `count`, they go on as
+    a period.
+    """
+    last = len(tokens) - 1
+    ends = np.flatnonzero(tokens[:last] == tokens[last])
+    length = 1
+    while length < longest and len(ends):
+        ends_of_more = ends[ends >= length]
+        ends_of_more = ends_of_more[tokens[ends_of_more - length] == tokens[last - length]]
+        if not len(ends_of_more):
+            break
+        ends, length = ends_of_more, length + 1
+    if length < shortest or not len(ends):
+        return tokens[:0]
+    begin = int(ends[-1]) + 1
+    return np.resize(tokens[begin : begin + count], count)
+
+
+def worthwhile(chance: float, rows: int, spare_rows: float, most: int) -> int:
+    """Return how many guesses of a request get the most tokens from a second.
+
+    chance: that a guess is right, if those before it are.
+    rows: those that the step has without these guesses; each gives a token.
+    spare_rows: the time of a step without any row, as the number of rows that take as long.
+    """
+    count, tokens, right = 0, float(rows), chance
+    while count < most and right * (spare_rows + rows + count) > tokens:
+        tokens += right
+        right *= chance
+        count += 1
+    return count
+
+
+@dataclass(slots=True)
+class Guesser:
+    """One request's guesses so far. It has no state that its tokens do not give again, except how
+    many guesses were right of late."""
+
+    tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    """Its tokens, `num_tokens` of them."""
+    num_tokens: int = 0
+    right: float = 0.0
+    wrong: float = 0.0
+    learned_at: int = 0
+    """How many tokens it had when the two counts were last changed."""
+    look_at: int = 0
+    """With so many tokens, a step waits to look for guesses."""
+
+    def chance(self, num_tokens: int) -> float:
+        """Return how likely a guess is right: two of three as long as little is known, at first and
+        when long nothing was learned."""
+        kept = self._kept(num_tokens)
+        return (kept * self.right + 1) / (kept * (self.right + self.wrong) + 1.5)
+
+    def _kept(self, num_tokens: int) -> float:
+        return math.exp2((self.learned_at - num_tokens) / HALF_LIFE)
+
+    def learn(self, num_tokens: int, *, right: bool) -> None:
+        """Count a guess that was compared with its token."""
+        kept = self._kept(num_tokens)
+        self.right, self.wrong = kept * self.right + right, kept * self.wrong + (not right)
+        self.learned_at = num_tokens
+
+    def guess(
+        self, token_ids: Sequence[int], settings: SpeculativeConfig, count: int
+    ) -> NDArray[np.int32]:
+        """Return `count` guesses or none. token_ids: the request's, which only ever grow."""
+        known = len(token_ids)
+        if known > len(self.tokens):
+            self.tokens = np.resize(self.tokens, known + known // 2 + LOOK_AGAIN)
+        self.tokens[self.num_tokens : known] = token_ids[self.num_tokens :]
+        self.num_tokens = known
+        shortest, longest = settings.prompt_lookup_min, settings.prompt_lookup_max
+        found = look_up(self.tokens[:known], shortest, longest, count) if count else self.tokens[:0]
+        self.look_at = known + (0 if len(found) else LOOK_AGAIN)
+        return found

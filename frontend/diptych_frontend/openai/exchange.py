@@ -1,0 +1,210 @@
+"""One HTTP request and its answer: what all layers know of it, and how they read and send."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Final, TypeVar
+
+from starlette.types import Message, Scope, Send
+
+from diptych_frontend.openai.errors import OPENAI, Dialect, Headers
+
+WRITE_TIMEOUT_S: Final = 60.0
+"""A connection whose client reads nothing for this long is closed."""
+EXCHANGE_KEY: Final = "diptych.exchange"
+
+MAX_WARNINGS: Final = 16
+
+T = TypeVar("T")
+
+
+class Deadline:
+    """Limits the time of each step of one task.
+
+    Setting a timer of the event loop takes longer than writing a token. So there is one timer at a
+    time. When it fires, mostly too early, it checks whether the present step is late.
+    """
+
+    def __init__(self) -> None:
+        """Limit the current task."""
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("a Deadline needs a task to interrupt")
+        self.task = task
+        self._cancelling = task.cancelling()
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._rings_at = math.inf
+        self.due = math.inf
+        """When the step under way is late; infinite between two steps."""
+        self._late = False
+        """The step under way was cancelled for it."""
+
+    async def within(self, seconds: float, step: Awaitable[T]) -> T:
+        """Await the step. Raises `TimeoutError` if it takes longer; then it is cancelled."""
+        self.begin(seconds)
+        try:
+            return await step
+        except asyncio.CancelledError as exc:
+            if self.has_cancelled():
+                raise TimeoutError from exc
+            raise
+        finally:
+            self.due = math.inf
+
+    def begin(self, seconds: float) -> None:
+        """Begin a step that is cancelled after this time unless `due` is infinite again. The code
+        that catches the `CancelledError` calls `has_cancelled`. This is `within` without its
+        coroutine."""
+        self._late = False
+        self.due = self._loop.time() + seconds
+        if self.due < self._rings_at:
+            self._set_timer()
+
+    def has_cancelled(self) -> bool:
+        """Whether the deadline, and not somebody else, caused the `CancelledError` that was just
+        caught."""
+        return self._late and self.task.uncancel() <= self._cancelling
+
+    def close(self) -> None:
+        """Stop the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _set_timer(self) -> None:
+        self.close()
+        self._rings_at = self.due
+        self._timer = self._loop.call_at(self.due, self._ring)
+
+    def _ring(self) -> None:
+        late = self.due <= self._rings_at
+        self._timer, self._rings_at = None, math.inf
+        if late:
+            self._late = True
+            self.task.cancel()
+        elif self.due < math.inf:
+            self._set_timer()
+
+
+class ClientStalledError(Exception):
+    """The client stopped reading its answer."""
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One request and its outcome. Every layer and the route use the same object."""
+
+    request_id: str
+    dialect: Dialect = OPENAI
+    """The format of errors for its client."""
+    deadline: Deadline = field(default_factory=Deadline)
+    """Limits the time that each read from the client, and each write to it, may take."""
+    started_at: float = field(default_factory=time.perf_counter)
+    body: bytes = b""
+    """The part of it that arrived, unless that was too large."""
+    promise: dict[str, Any] | None = None
+    """The `kv_transfer_params` of remotely prefilled blocks in a body that was too large."""
+    headers: Headers = ()
+    """Headers of every answer, including errors."""
+    status: int | None = None
+    """Set when the answer's headers are sent."""
+    is_event_stream: bool = False
+    completed: bool = False
+    """Whether the last byte of the answer was sent."""
+    tenant: str = ""
+    """The client: the name of the request's API key; empty without keys."""
+    least_priority: int | None = None
+    """The request is no more urgent than this, whatever its body says; None: as its body says."""
+    refuses_unknown: bool = False
+    """Whether an unknown field of the body is an error, outside of messages."""
+    ignored_fields: int = 0
+    """Fields of the body that were left out because they have no effect here."""
+    warnings: tuple[str, ...] = ()
+    """What the answer says about them."""
+    admitted: bool = False
+    """Whether an engine accepted the request, and so has to clean up after it."""
+
+    def priority(self, asked: int | None) -> int:
+        """Return the priority of a request whose body asks for this one. The lower number is served
+        first."""
+        floor = self.least_priority
+        return (asked or 0) if floor is None else max(asked or 0, floor)
+
+    def warn(self, why_ignored: Mapping[str, str]) -> None:
+        """Tell the client of fields without an effect: in a header of the answer and, where it has
+        room for `warnings`, in the answer."""
+        told = dict(islice(why_ignored.items(), MAX_WARNINGS))
+        lines = tuple(f"{name} is ignored: {why}" for name, why in told.items())
+        if {*lines} <= {*self.warnings}:
+            return  # the body is read for a second time
+        self.warnings += lines
+        self.headers += ((b"x-diptych-ignored", ", ".join(told).encode()),)
+
+
+def exchange_of(scope: Scope) -> Exchange:
+    exchange: Exchange = scope[EXCHANGE_KEY]
+    return exchange
+
+
+def client_of(scope: Scope) -> str:
+    """Return the client that takes turns with others: the name of the request's API key or, without
+    keys, its address."""
+    peer = scope.get("client")
+    return exchange_of(scope).tenant or (str(peer[0]) if peer else "")
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """Return the value of the request's first header of this name. `name` must be in lower case, as
+    in the scope."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return str(value, "latin-1")
+    return None
+
+
+def recorded(send: Send, exchange: Exchange) -> Send:
+    """Return a `send` that has a deadline, adds the request's id to the answer, and records how far
+    the answer is."""
+    request_id = exchange.request_id.encode()
+    deadline = exchange.deadline
+
+    async def recording_send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            exchange.status = message["status"]
+            id_header = (exchange.dialect.id_header, request_id)
+            message["headers"] = [*message.get("headers", ()), id_header, *exchange.headers]
+        elif not message.get("more_body", False):
+            exchange.completed = True
+        deadline.begin(WRITE_TIMEOUT_S)
+        try:
+            await send(message)
+        except asyncio.CancelledError as exc:
+            if deadline.has_cancelled():
+                raise ClientStalledError from exc
+            raise
+        finally:
+            deadline.due = math.inf
+
+    return recording_send
+
+
+async def send_bytes(
+    send: Send,
+    status: int,
+    body: bytes,
+    headers: list[tuple[bytes, bytes]],
+    content_type: bytes = b"application/json",
+) -> None:
+    """Send a whole answer at once."""
+    headers = [
+        (b"content-type", content_type),
+        (b"content-length", str(len(body)).encode()),
+        *headers,
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -1,0 +1,151 @@
+"""Matrices of 16 bits stay as they are, in memory and in products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_kit.control import Owner
+from engine_kit.core import generate
+from gguf import GGMLQuantizationType as Kind
+from model_kit.checkpoints import save_model
+from model_kit.gguf import SIZES, random_tensors, save_gguf
+from torch import Tensor
+
+from diptych_engine.models import CausalLM, build_model, load_weights
+from diptych_engine.models.floats import Floats
+from diptych_engine.models.shard import Shard
+from diptych_frontend.model_files.model_source import resolve_model
+from diptych_kernels.packed_product import is_available
+from diptych_protocol import Array, WeightTransferUpdateRequest
+
+pytestmark = pytest.mark.skipif(
+    not (is_available(torch.bfloat16) and is_available(torch.float16)),
+    reason="nothing is packed on this processor",
+)
+PROMPT = [1, 2, 3]
+
+
+def save(folder: Path, dtype: torch.dtype, **changes: Tensor) -> str:
+    tensors = {name: tensor.to(dtype) for name, tensor in random_tensors().items()}
+    return save_model(folder, tensors | changes, **SIZES)
+
+
+def model_of(owner: Owner) -> CausalLM:
+    runner: Any = owner.core.runner
+    own: CausalLM = runner.model
+    return own
+
+
+def dtypes(model: CausalLM) -> set[torch.dtype | None]:
+    packed = [each.linear.packed for each in model.packables]
+    return {None if own is None else own.tiles.dtype for own in packed}
+
+
+def assert_same_parameters(actual: CausalLM, wanted: CausalLM) -> None:
+    for (name, own), (_, other) in zip(
+        actual.named_parameters(), wanted.named_parameters(), strict=True
+    ):
+        assert torch.equal(own, other), name
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save(tmp_path_factory.mktemp("model"), torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_matrix_stays_in_16_bits_once_for_all_engines(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Embeddings and the output matrix, too. No float32 is kept beside them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    uri = save(tmp_path / "model", dtype)
+    owners = [Owner(model=uri, weight_packing="auto") for _ in range(2)]
+    [path] = (tmp_path / "diptych" / "weights").iterdir()
+    matrices = sum(t.nbytes for t in random_tensors().values() if t.dim() == 2) // 2
+    assert matrices < path.stat().st_size < matrices + 8192
+    for owner in owners:
+        assert dtypes(model_of(owner)) == {dtype}
+        assert_same_parameters(model_of(owner), model_of(Owner(model=uri)))
+        for packable in model_of(owner).packables:
+            assert packable.linear.packed is not None
+            assert packable.linear.weight.untyped_storage().nbytes() == 0
+            assert not packable.linear.packed.tiles.untyped_storage().resizable()
+
+
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16], ids=lambda kind: kind.name)
+def test_those_of_a_gguf_file_do_too(kind: Kind, tmp_path: Path) -> None:
+    uri = save_gguf(tmp_path / "x.gguf", lambda name: Kind.F32 if "norm" in name else kind)
+    own, plain = Owner(model=uri, weight_packing="auto"), Owner(model=uri)
+    assert dtypes(model_of(own)) == {torch.float16 if kind is Kind.F16 else torch.bfloat16}
+    assert_same_parameters(model_of(own), model_of(plain))
+
+
+def test_answers_are_those_of_float32(model: str, lone_sequence: Callable[..., Any]) -> None:
+    """A prompt whole, and the last tokens as if they had been generated."""
+    source, tokens = resolve_model(model), list(range(3, 40))
+    plain, packed = (lone_sequence(source, 64, packs=packs) for packs in (False, True))
+    packed.cache = packed.cache.float()
+    assert dtypes(packed.model) == {torch.bfloat16}
+    wanted = plain.logits(tokens)
+    for sizes in ([37], [30, 1, 1, 1, 4]):
+        actual = packed.logits_in_chunks(tokens, sizes)
+        assert float((actual - wanted).norm() / wanted.norm()) < 1e-5
+
+
+def test_keys_and_values_stay_in_float32(model: str) -> None:
+    owner = Owner(model=model, weight_packing="auto")
+    assert owner.core.description.compat["dtype"] == "float32"
+
+
+def test_parts_of_two_types_are_not_packed(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    uri = save(tmp_path, torch.bfloat16, **{name: random_tensors()[name]})
+    owner = Owner(model=uri, weight_packing="auto")
+    plain = [p.published for p in model_of(owner).packables if p.linear.packed is None]
+    assert plain == [(name.replace("up", "gate"), name)]
+    assert_same_parameters(model_of(owner), model_of(Owner(model=uri)))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_has_its_own_share(model: str, rank: int) -> None:
+    source, shard = resolve_model(model), Shard(rank, 2, lambda _: None)
+    own, plain = (
+        build_model(source.config, 16, torch.float32, torch.device("cpu"), shard) for _ in range(2)
+    )
+    load_weights(own.slots, source, packables=own.packables)
+    load_weights(plain.slots, source)
+    assert dtypes(own) == {torch.bfloat16}
+    assert_same_parameters(own, plain)
+
+
+def test_new_weights_stay_in_16_bits_where_these_hold_them(model: str) -> None:
+    owner, plain = Owner(model=model, weight_packing="auto"), Owner(model=model)
+    new = random_tensors(seed=1)
+    down, up = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("down", "up"))
+    given = {down: new[down].bfloat16().float(), up: new[up]}
+    for own in (owner, plain):
+        own.call("pause_generation")
+        own.call("start_weight_update", True)
+        arrays = [Array("float32", tuple(t.shape), t.numpy().tobytes()) for t in given.values()]
+        own.call("update_weights", WeightTransferUpdateRequest(list(given), arrays))
+        own.call("finish_weight_update")
+        own.call("resume_generation")
+    assert_same_parameters(model_of(owner), model_of(plain))
+    packed = {p.published[-1]: p.linear.packed for p in model_of(owner).packables}
+    assert packed[up] is None
+    assert [name for name, own in packed.items() if own is None] == [up]
+    assert generate(owner.core, PROMPT) == generate(plain.core, PROMPT)
+
+
+def test_only_what_16_bits_hold_is_kept_in_them() -> None:
+    values = torch.full((16, 32), 1 / 3)
+    assert Floats.exactly(values) is None
+    for dtype in (torch.bfloat16, torch.float16):
+        found = Floats.exactly(values.to(dtype).float())
+        assert found is not None
+        assert found.numbers.dtype is dtype
