@@ -65,8 +65,8 @@ TracesEndpoint = Annotated[
 
 
 SPECULATION: Final = Meta(
-    description="Guess the next tokens of an answer and compute them in one step, as far as that "
-    "pays. Answers stay the same; left out, nothing is guessed."
+    description="Guess the next tokens of an answer and compute them in one step "
+    "(docs/answers.md). Left out: nothing is guessed."
 )
 
 
@@ -78,8 +78,8 @@ class SpeculativeConfig(
     method: Annotated[
         Literal["ngram"],
         Meta(
-            description="ngram: what followed the request's last tokens when they stood in its "
-            "prompt or answer before (prompt lookup)."
+            description="ngram: what followed the last tokens where they stood before (prompt "
+            "lookup)."
         ),
     ] = "ngram"
     num_speculative_tokens: Annotated[
@@ -87,20 +87,19 @@ class SpeculativeConfig(
         Meta(
             ge=1,
             le=64,
-            description="Most guessed tokens of a request in one step; an engine guesses fewer "
-            "where more do not pay.",
+            description="Most guesses of a request in a step; there are fewer where more do not "
+            "pay.",
         ),
     ] = 16
     prompt_lookup_min: Annotated[
-        int, Meta(ge=1, le=64, description="Fewest last tokens that must have stood there.")
+        int, Meta(ge=1, le=64, description="Fewest last tokens that stood there.")
     ] = 3
     prompt_lookup_max: Annotated[
         int,
         Meta(
             ge=1,
             le=64,
-            description="Of the places where the most of them stood, up to this many, the last is "
-            "taken.",
+            description="Most that are compared; the last place where the most stood counts.",
         ),
     ] = 16
 

@@ -297,7 +297,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """The core's rank among those of its engine."""
     outputs: list[EngineCoreOutput] = []
     scheduler_stats: SchedulerStats | None = None
-    timestamp: float = msgspec.field(default_factory=time.monotonic)
+    timestamp: float = 0.0
     """`time.monotonic()` of the core; stamped at construction."""
     utility_output: UtilityOutput | None = None
     finished_requests: set[str] | None = None
@@ -312,6 +312,10 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     requests_received: int = 0
     """With statistics: how many requests of this client had arrived when they were made."""
     heartbeat: Heartbeat | None = None
+
+    def __post_init__(self) -> None:
+        if self.timestamp == 0.0:
+            self.timestamp = time.monotonic()
 
 
 class Abilities(msgspec.Struct, frozen=True, omit_defaults=True):

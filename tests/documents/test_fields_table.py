@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from fields_table import BEGIN, PAGE, known_fields, page
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
+from vllm_kit.environment import ENVIRONMENT, START_S, VENV, needs_vllm
 
 from diptych_frontend.anthropic.api_types import CountTokensRequest, MessagesRequest
 from diptych_frontend.openai.api_types import ChatCompletionRequest, CompletionRequest
@@ -17,21 +24,17 @@ from diptych_frontend.responses_api.api_types import ResponsesRequest
 
 HEADERS = {"betas", "user_profile_id", "workspace_id"}
 """Parameters of Anthropic's client that are headers."""
-OF_VLLM = (
-    "use_beam_search", "top_k", "min_p", "repetition_penalty", "length_penalty",
-    "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens",
-    "skip_special_tokens", "spaces_between_special_tokens", "truncate_prompt_tokens",
-    "prompt_logprobs", "allowed_token_ids", "bad_words", "add_special_tokens", "guided_json",
-    "guided_regex", "guided_choice", "guided_grammar", "structural_tag",
-    "guided_decoding_backend", "guided_whitespace_pattern", "structured_outputs", "priority",
-    "request_id", "logits_processors", "return_tokens_as_token_ids", "return_token_ids",
-    "cache_salt", "kv_transfer_params", "vllm_xargs",
-)  # fmt: skip
-CHATS_OF_VLLM = (
-    "include_reasoning", "add_generation_prompt", "continue_final_message", "documents",
-    "chat_template", "chat_template_kwargs", "mm_processor_kwargs", "media_io_kwargs", "echo",
-    "thinking_token_budget",
-)  # fmt: skip
+PRINTS = Path(__file__).parents[1] / "support" / "vllm_kit" / "print_fields.py"
+FIELDS = PRINTS.with_name("fields.json")
+OF_VLLM: dict[str, Any] = json.loads(FIELDS.read_text())
+KINDS: dict[str, type[msgspec.Struct]] = {
+    "ChatCompletionRequest": ChatCompletionRequest,
+    "CompletionRequest": CompletionRequest,
+    "ResponsesRequest": ResponsesRequest,
+    "EmbeddingCompletionRequest": EmbeddingRequest,
+    "AnthropicMessagesRequest": MessagesRequest,
+    "AnthropicCountTokensRequest": CountTokensRequest,
+}
 
 
 def test_the_table_is_up_to_date() -> None:
@@ -64,7 +67,24 @@ def test_every_field_of_anthropics_client_is_known() -> None:
         assert not {*params.__annotations__} - known_fields(kind) - HEADERS
 
 
-@pytest.mark.parametrize("kind", [ChatCompletionRequest, CompletionRequest])
-def test_every_field_of_vllm_is_known(kind: Any) -> None:
-    assert not {*OF_VLLM} - known_fields(kind)
-    assert not {*CHATS_OF_VLLM} - known_fields(ChatCompletionRequest)
+def printed() -> dict[str, Any]:
+    """What the vLLM that is installed says itself."""
+    done = subprocess.run(
+        [VENV / "bin" / "python", PRINTS], env={**os.environ, **ENVIRONMENT},
+        stdout=subprocess.PIPE, check=True, timeout=START_S,
+    )  # fmt: skip
+    told: dict[str, Any] = json.loads(done.stdout)
+    return told
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [lambda: OF_VLLM, pytest.param(printed, marks=[*needs_vllm, pytest.mark.timeout(START_S)])],
+)
+def test_every_field_of_vllm_is_known(ask: Callable[[], dict[str, Any]]) -> None:
+    told = ask()
+    assert told["fields"].keys() == KINDS.keys()
+    for name, fields in told["fields"].items():
+        assert not {*fields.split()} - known_fields(KINDS[name]), name
+    if told["version"] == OF_VLLM["version"]:
+        assert told == OF_VLLM, f"write what {PRINTS} prints into {FIELDS}"

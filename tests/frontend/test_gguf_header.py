@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych_frontend.model_files.gguf_header import (
+    NO_WEIGHTS,
     GGUFError,
     RawTensor,
     read_floats,
@@ -128,8 +130,37 @@ def test_a_truncated_file_is_noticed_before_its_weights_are_read(
 ) -> None:
     path = tmp_path / "cut.gguf"
     path.write_bytes(small_file.read_bytes()[:-200])
-    with pytest.raises(GGUFError, match="truncated"):
+    size = path.stat().st_size
+    with pytest.raises(GGUFError, match=rf"tensor quantized .* byte \d+ of {size}: .* truncated"):
         read_header(path).tensors()
+
+
+@pytest.mark.parametrize("kind", list(gguf.GGMLQuantizationType), ids=lambda kind: kind.name)
+def test_each_type_is_read_or_refused_by_its_name(
+    small_file: Path, kind: gguf.GGMLQuantizationType
+) -> None:
+    """Before anything is read, with what would work."""
+    columns, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    header = replace(read_header(small_file), raw_tensors=[RawTensor("x", kind, (1, columns), 0)])
+    if kind.name in NO_WEIGHTS:
+        with pytest.raises(GGUFError, match=rf"tensor x has the type {kind.name}, .*Q4_K_M"):
+            header.tensors()
+    else:
+        assert header.tensors()["x"].nbytes == num_bytes
+        assert gguf.quants.dequantize(np.zeros((1, num_bytes), np.uint8), kind).size == columns
+
+
+def test_a_type_that_nobody_knows_is_refused_by_its_number(small_file: Path) -> None:
+    header = replace(read_header(small_file), raw_tensors=[RawTensor("x", 4711, (1, 32), 0)])
+    with pytest.raises(GGUFError, match="tensor x has the type 4711"):
+        header.tensors()
+
+
+def test_tensors_that_overlap_are_named_with_their_bytes(small_file: Path) -> None:
+    rows = [RawTensor("a", 0, (8,), 64), RawTensor("b", 0, (8,), 92)]
+    header = replace(read_header(small_file), raw_tensors=rows)
+    with pytest.raises(GGUFError, match=r"tensor b begins at byte 92, inside a, .* at byte 96"):
+        header.tensors()
 
 
 @pytest.mark.parametrize("offset", [2**63, 2**64, 2**40])

@@ -70,9 +70,10 @@ IN_MEMORY = list(parsers())
 OF_FILES = (
     "GGUF", "a model's tokenizer.json", "a model's config.json",
     "a model's generation_config.json", "a model's preprocessor_config.json",
-    "a model's tokenizer_config.json", "a model's chat_template.jinja", "safetensors",
-    "an adapter's adapter_config.json", "an adapter's adapter_model.safetensors", "saved chats",
-    "bench's files", "which revisions serve",
+    "a model's tokenizer_config.json", "a model's chat_template.jinja",
+    "a quantised model's config.json", "safetensors", "an adapter's adapter_config.json",
+    "an adapter's adapter_model.safetensors", "saved chats", "bench's files",
+    "which revisions serve",
 )  # fmt: skip
 
 

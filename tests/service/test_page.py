@@ -617,8 +617,7 @@ def test_nothing_is_drawn_while_nothing_moves(open_page: Open) -> None:
     scene.ask("Other words that nobody has said before. " * 10)
     scene.wait_for_end()
     wait_until(lambda: page.evaluate("() => window.frames_asked") > 0)
-    expect(page.locator("#stage")).to_have_attribute("data-drawn", "")
+    scene.come_to_rest()
     drawn = page.evaluate("() => window.frames_asked")
-    wait_until(lambda: sum(scene.rows().values()) == 0)
     page.wait_for_timeout(1000)
     assert page.evaluate("() => window.frames_asked") == drawn

@@ -28,7 +28,7 @@ from diptych_router.choosing.policy import Decision, RequestView
 from diptych_router.engines.descriptions import common_to_leases
 from diptych_router.engines.engine_table import Role
 from diptych_router.engines.known_prefixes import BlockNaming, keys_of
-from diptych_router.requests import actions
+from diptych_router.requests import table_interface
 from diptych_router.requests.promises import Promises
 from diptych_router.requests.request_record import RequestRecord, Setback
 from diptych_router.requests.request_table import RequestTable
@@ -177,7 +177,7 @@ class SimRouter:
             random_bits=network.random.getrandbits,
             first_token_s=FIRST_TOKEN_S,
         )
-        self._to_do: deque[actions.Action] = deque()
+        self._to_do: deque[table_interface.Action] = deque()
         self._busy = False
         self._clock = network.clock
         self._consumer = consumer
@@ -206,7 +206,7 @@ class SimRouter:
 
     # --- what the table wants done ------------------------------------------------------------
 
-    def _carry_out(self, wanted: Iterable[actions.Action]) -> None:
+    def _carry_out(self, wanted: Iterable[table_interface.Action]) -> None:
         """In the order of the decisions, also where carrying out one leads to the next."""
         self._to_do.extend(wanted)
         if self._busy:
@@ -217,26 +217,26 @@ class SimRouter:
         self._busy = False
         self.saw(self)
 
-    def _do(self, action: actions.Action) -> None:
+    def _do(self, action: table_interface.Action) -> None:
         match action:
-            case actions.Deliver(outputs):
+            case table_interface.Deliver(outputs):
                 for output in outputs:
                     self._consumer.tell(output)
-            case actions.Add(engine, request):
+            case table_interface.Add(engine, request):
                 self._add(engine, request)
-            case actions.Announce(engine, request):
+            case table_interface.Announce(engine, request):
                 self._note("announced")
                 self.links.by_name[engine].send(Call("announce_kv_transfer", (request,)))
-            case actions.Abort(engine, core_ids):
+            case table_interface.Abort(engine, core_ids):
                 self.links.by_name[engine].send(Abort(core_ids))
-            case actions.Release(core_id, params):
+            case table_interface.Release(core_id, params):
                 self._release(core_id, params)
-            case actions.AskHandOff(engine, core_id):
+            case table_interface.AskHandOff(engine, core_id):
                 self._ask_hand_off(engine, core_id)
-            case actions.Fail(request_id, error):
+            case table_interface.Fail(request_id, error):
                 self._note(f"failed by a router: {named(str(error), ROUTER_FAILURES)}")
                 self._consumer.fail(request_id, error)
-            case actions.WakeAt(time):
+            case table_interface.WakeAt(time):
                 self._clock.at(time, self._wake, time)
 
     def _note_choice(self, record: RequestRecord) -> None:

@@ -18,6 +18,7 @@ from diptych_frontend.openai.api_types import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
+    VllmRequest,
 )
 from diptych_frontend.openai.embeddings import EmbeddingRequest
 from diptych_frontend.openai.field_rules import Rules
@@ -26,12 +27,13 @@ from diptych_frontend.responses_api.api_types import ResponsesRequest
 PAGE = Path(__file__).parents[2] / "docs" / "apis.md"
 BEGIN, END = "<!-- fields -->\n", "<!-- end of fields -->\n"
 REQUESTS: Final[Mapping[str, tuple[type[msgspec.Struct], type[msgspec.Struct] | None]]] = {
-    "both routes": (GenerationRequest, None),
+    "all but embeddings": (VllmRequest, None),
+    "chats, completions": (GenerationRequest, VllmRequest),
     "chats": (ChatCompletionRequest, GenerationRequest),
     "completions": (CompletionRequest, GenerationRequest),
     "embeddings": (EmbeddingRequest, None),
-    "responses": (ResponsesRequest, None),
-    "messages": (MessagesRequest, None),
+    "responses": (ResponsesRequest, VllmRequest),
+    "messages": (MessagesRequest, VllmRequest),
 }
 """Requests, and the ones whose fields they share."""
 

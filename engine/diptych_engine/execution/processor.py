@@ -11,6 +11,7 @@ import subprocess
 import time
 from pathlib import Path
 from threading import Thread
+from typing import Final
 
 import torch
 
@@ -24,7 +25,7 @@ from diptych_kernels.cpu_level import (
     use_level,
 )
 from diptych_kernels.native.kernel import kernel_of, load
-from diptych_kernels.native.tile_layout import LEVEL_BITS
+from diptych_kernels.native.tile_layout import BF16, LEVEL_BITS
 from diptych_kernels.paged_attention.cpu import fills_vectors, number_of
 from diptych_kernels.trust import is_there, is_trusted
 from diptych_protocol import EngineConfig, InvalidRequestError
@@ -84,8 +85,10 @@ class CpuKernels:
     """The kernels for a model on a CPU. They are loaded, or compiled, beside other work until
     `try_all`."""
 
-    def __init__(self, kv_dtype: torch.dtype, head_dim: int, *, packed: bool) -> None:
-        self._names = [each for each in _wanted(kv_dtype, head_dim, packed) if is_there(each[0])]
+    def __init__(self, kv_dtype: torch.dtype, head_dim: int, *, packed: bool, floats: bool) -> None:
+        """packed, floats: the model's matrices may be levels, or bfloat16."""
+        wanted = _wanted(kv_dtype, head_dim, packed) + FOR_FLOATS * floats
+        self._names = [each for each in wanted if is_there(each[0])]
         self._thread = Thread(target=self._load, name="kernels", daemon=True)
         self._thread.start()
 
@@ -107,6 +110,10 @@ class CpuKernels:
         # What goes wrong here goes wrong again when they are tried, one by one, and is told there.
         with contextlib.suppress(RuntimeError, OSError, subprocess.SubprocessError):
             load([kernel_of(name, number) for name, number in self._names])
+
+
+FOR_FLOATS: Final = [("float_product", BF16), ("float_rows", BF16)]
+"""Kernels for bfloat16; those for rarer types are loaded when they are used."""
 
 
 def _wanted(kv_dtype: torch.dtype, head_dim: int, packed: bool) -> list[tuple[str, int]]:

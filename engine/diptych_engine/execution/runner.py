@@ -104,20 +104,25 @@ class ModelRunner:
         level = choose_level(config)
         has_kernels = self._device.type == "cpu" and self._dtype is torch.float32
         self._bits = choose_bits(config, has_kernels=has_kernels)
-        self._packs = config.weight_packing != "none" and has_kernels
-        packs = self._packs and level > CpuLevel.NONE
+        may_pack = config.weight_packing != "none" and has_kernels
+        packs = may_pack and level > CpuLevel.NONE
         # Of the model, not of the processor: engines at different levels exchange KV.
-        quantised = self._packs and (self._bits is not None or is_quantised(source))
+        quantised = may_pack and (self._bits is not None or is_quantised(source))
         self._kv_dtype = choose_kv_dtype(config, self._device, self._dtype, quantised=quantised)
         kernels: CpuKernels | None = None
         if has_kernels:
-            kernels = CpuKernels(self._kv_dtype, source.config.head_dim, packed=packs)
+            floats = packs and source.format == "safetensors"
+            head_dim = source.config.head_dim
+            kernels = CpuKernels(self._kv_dtype, head_dim, packed=packs, floats=floats)
         max_tokens = config.max_model_len or source.config.max_position_embeddings
         self._max_tokens = max_tokens
         if config.enable_return_routed_experts:
             check_routed(source.config, max_tokens)
+        if source.format == "gguf":
+            source.tensors()  # what cannot be read is refused before anything is allocated
         started = time.monotonic()
         self.model = build_model(source.config, max_tokens, self._dtype, self._device, shard)
+        self._packables = self.model.packables if may_pack else ()
         self._source, self._seed = source, config.seed
         if kernels is not None:
             kernels.try_all()  # what cannot be multiplied must not be packed
@@ -169,7 +174,9 @@ class ModelRunner:
             **self._foreign_methods,
             "_reload_weights": self._load,
             **self.loras.methods(),
-            **WeightReceiver(self.model, family, worker_rank, self._bits).methods(),
+            **WeightReceiver(
+                self.model, family, worker_rank, self._packables, self._bits
+            ).methods(),
             **WorkerMemory(lambda: self.model.weight_memory, self._load, memory).methods(),
             **self.profiler.methods(),
             **self._embeds.methods(),
@@ -181,9 +188,8 @@ class ModelRunner:
     @torch.inference_mode()
     def _load(self) -> None:
         source = self._source
-        packables = self.model.packables if self._packs else ()
         report = log_progress(source.uri)
-        load_weights(self.model.slots, source, self._seed, report, packables, self._bits)
+        load_weights(self.model.slots, source, self._seed, report, self._packables, self._bits)
         give_freed_memory_back()
 
     @property

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diptych_engine.models.gates import gated
 from diptych_engine.models.interface import Packable, Projection, StepInputs, WeightSlot
 from diptych_engine.models.layer import AttentionWeights, MixtureWeights, empty_layer
 from diptych_engine.models.layer_calls import (
@@ -33,7 +32,7 @@ from diptych_engine.models.layer_calls import (
     rounds,
 )
 from diptych_engine.models.layer_slots import LayerPlaces, layer_linears
-from diptych_engine.models.linear import Linear
+from diptych_engine.models.linear import Linear, gated
 from diptych_engine.models.low_rank import add_low_rank
 from diptych_engine.models.mixture import (
     add_chosen_bias_,

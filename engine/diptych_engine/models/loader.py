@@ -27,6 +27,7 @@ from diptych_engine.models.groups import Groups, has_groups, read_groups
 from diptych_engine.models.interface import Packable, WeightSlot, share
 from diptych_engine.models.packed import PackedMatrix, Part
 from diptych_engine.models.packed_file import Matrices, file_for, shared_matrices
+from diptych_engine.models.quantised_tensors import gather_quantised
 from diptych_engine.models.rounding import rounded
 from diptych_engine.models.stored_parts import StoredTensor, separate_gguf, separate_stored
 from diptych_frontend.model_files.family_spec import FamilySpec
@@ -84,7 +85,7 @@ def load_weights(
 def is_quantised(source: ModelSource) -> bool:
     """Whether a file holds levels that stay packed, on processors that have the kernels."""
     if source.format != "gguf":
-        return False
+        return source.config.quantization is not None
     return has_groups((tensor.type, tensor.shape) for tensor in source.tensors().values())
 
 
@@ -266,7 +267,11 @@ class _Load:
         part = self._table[name].part()
         if not self._bits or packable is None or isinstance(part, Groups):
             return part
-        return rounded(self._table[name].values(), max(self._bits, packable.least_bits)) or part
+        if isinstance(part, Floats) and part.scale is None:
+            values = part.numbers  # each byte is read once
+        else:
+            values = self._table[name].values()
+        return rounded(values, max(self._bits, packable.least_bits)) or part
 
     def _tell(self, names: Names) -> None:
         self._done += self._untold.pop(names, 0)
@@ -321,10 +326,7 @@ def _values(raw: NDArray[np.uint8], tensor: GGUFTensor) -> Tensor:
     if groups is not None:
         return groups.values()
     rows = raw.reshape(*tensor.shape[:-1], -1)
-    try:
-        values = dequantize(rows, tensor.type)
-    except NotImplementedError:
-        raise _unusable(f"tensor {tensor.name} has the type {tensor.type.name}") from None
+    values = dequantize(rows, tensor.type)
     # Unquantised values still lie in the read-only map; torch wants memory it may write to.
     return torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
 
@@ -341,11 +343,15 @@ def _load_safetensors(
     with ExitStack() as stack:
         family = family_of(source.config.architecture)
         stored = separate_stored(_open_safetensors(source.path, stack), slots, family)
-        table = {name: tensor for name, tensor in stored.items() if not is_redundant(name, slots)}
+        quantization = source.config.quantization
+        found = gather_quantised(stored, quantization) if quantization else stored.items()
+        table: dict[str, Stored] = {
+            name: tensor for name, tensor in found if not is_redundant(name, slots)
+        }
         _require_same_names(slots, table)
         for name, tensor in table.items():
             _require_shape(slots[name], tensor.shape, name)
-        files = sorted({tensor.path for tensor in table.values()})
+        files = sorted({tensor.path for tensor in stored.values()})
         _Load(slots, table, files, packables, bits, reorder=True, progress=progress).run()
 
 

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diptych_engine.models.gates import gated
 from diptych_engine.models.layer import Expert, ExpertStacks
+from diptych_engine.models.linear import gated
 from diptych_frontend.model_files.family_spec import Gate
 from diptych_frontend.model_files.model_config import ModelConfig
 

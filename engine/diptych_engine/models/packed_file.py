@@ -54,6 +54,11 @@ KEPT_BYTES: Final = 64 << 30
 OF_NETWORKS: Final = ("nfs", "cifs", "smb", "fuse", "ceph", "lustre", "gpfs", "afs")
 """How the names of file systems begin on which another machine may remove a file that is mapped
 here, whose next reader gets SIGBUS."""
+READERS: Final = (
+    "groups.py", "floats.py", "loader.py", "packed.py", "rounding.py", "stored_parts.py",
+    "quantised_tensors.py",
+)  # fmt: skip
+"""The modules beside this one that decide what is packed."""
 MOUNTS: Final = Path("/proc/self/mountinfo")
 
 
@@ -83,9 +88,8 @@ def file_for(sources: Iterable[Path], recipe: object) -> Path:
         times = found.st_mtime_ns, found.st_ctime_ns
         digest.update(repr((found.st_ino, found.st_size, *times)).encode())
     folder = Path(__file__).parent
-    own = ("groups.py", "floats.py", "loader.py", "packed.py", "rounding.py", "stored_parts.py")
     makers = map(Path, (reference.__file__, tile_layout.__file__, __file__))
-    for maker in (*makers, *(folder / name for name in own)):
+    for maker in (*makers, *(folder / name for name in READERS)):
         digest.update(maker.read_bytes())
     return user_folder("weights") / f"{digest.hexdigest()[:32]}.packed"
 

@@ -33,7 +33,7 @@ STACKED: Final = re.compile(
 )
 """A tensor of all experts of a layer."""
 ALL: Final = slice(None)
-BYTES: Final = {"F64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2}
+BYTES: Final = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2}
 """Sizes of numbers of more than one byte, by safetensors' names."""
 PACKABLE: Final = ("BF16", "F16")
 BLOCKS: Final = "_blocks"
@@ -87,12 +87,17 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * BYTES.get(self.file.get_slice(self.name).get_dtype(), 1)
+        return math.prod(self.shape) * BYTES.get(self.dtype, 1)
+
+    @property
+    def dtype(self) -> str:
+        """Safetensors' name of the type."""
+        return str(self.file.get_slice(self.name).get_dtype())
 
     @property
     def is_packable(self) -> bool:
-        kind = self.file.get_slice(self.name).get_dtype()
-        return kind in PACKABLE and len(self.shape) == 2 and self.shape[1] % GROUP == 0
+        shape = self.shape
+        return self.dtype in PACKABLE and len(shape) == 2 and shape[1] % GROUP == 0
 
     def part(self) -> Floats | None:
         return Floats(self.values()) if self.is_packable else None

@@ -22,14 +22,19 @@ class WeightReceiver:
     """Replaces the weights of one worker's model."""
 
     def __init__(
-        self, model: CausalLM, family: FamilySpec, rank: int, bits: int | None = None
+        self,
+        model: CausalLM,
+        family: FamilySpec,
+        rank: int,
+        packables: Sequence[Packable] = (),
+        bits: int | None = None,
     ) -> None:
-        """rank: the worker's rank among those of all replicas of its engine. bits: as in
-        `load_weights`."""
+        """rank: the worker's rank among those of all replicas of its engine. packables, bits: as
+        `load_weights` had them."""
         self._model = model
         self._family = family
         self._rank = rank
-        self._bits = bits
+        self._packables, self._bits = packables, bits
         self._group: WeightGroup | None = None
 
     def methods(self) -> dict[str, Callable[..., Any]]:
@@ -66,7 +71,8 @@ class WeightReceiver:
     ) -> None:
         """Replace some tensors, with arrays or with what the trainer's group sends next.
 
-        A packed projection is unpacked for it, and packed again if the first weights were rounded.
+        A packed projection is unpacked for it, and packed again if that is exact, or the first
+        weights were rounded, too.
 
         Raises `InvalidRequestError` before anything is changed, or `DiptychError`, perhaps after
         some changes.
@@ -88,7 +94,7 @@ class WeightReceiver:
             _places(name, dtype, shape, slots, family)
             for name, dtype, shape in zip(names, headers.dtypes, headers.shapes, strict=True)
         ]
-        owners = {each.linear.weight.untyped_storage(): each for each in self._model.packables}
+        owners = {each.linear.weight.untyped_storage(): each for each in self._packables}
         now: Packable | None = None
         for name, pieces, value in zip(names, places, stream, strict=True):
             for piece in pieces:

@@ -18,6 +18,7 @@ from diptych_frontend.openai.api_types import (
     ONE_TIER,
     CacheSalt,
     Int64,
+    VllmRequest,
 )
 from diptych_frontend.openai.field_rules import Rules, ignored, refused, taken
 from diptych_frontend.reasoning.request_options import Effort
@@ -168,6 +169,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
         "speed": ignored(ONE_TIER, "standard"),
         "thread": refused("messages are not stored"),
         "compaction": refused("conversations stay whole"),
+        "chat_template_kwargs": refused("use chats", {}),
     }
 
     model: str
@@ -198,6 +200,8 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
     RULES: ClassVar[Rules] = {
         **CountTokensRequest.RULES,
+        **VllmRequest.RULES,
+        "kv_transfer_params": refused("use chats"),
         "metadata": taken(NOBODY_ASKS),
         "container": refused("tools are the client's"),
         "diagnostics": ignored("see headers"),

@@ -272,30 +272,28 @@ class CoreClient:
         """
         while not self._closed and int(self._socket.getsockopt(zmq.EVENTS)) & POLLIN:
             [message], arrays = receive_frames(self._socket, head=1)
-            self._handle([message, *arrays])
-
-    def _handle(self, frames: list[Frame]) -> None:
-        if frames[0] == wire.ENGINE_CORE_DEAD:
-            why = f": {self._last_words}" if self._last_words else ""
-            self._leave()
-            self.lost(EngineDeadError(f"the engine core at {self.endpoint} has ended{why}"))
-            return
-        try:
-            outputs = wire.outputs_decoder.decode(frames)
-        except UNREADABLE as exc:
-            self._reconnect(f"it sent a message that cannot be read: {exc}")
-            return
-        if outputs.last_words is not None:
-            self._last_words = outputs.last_words
-            return
-        self._last_words = ""  # of an earlier life: a core that has said them says nothing else
-        if outputs.utility_output is not None:
-            self._answer(outputs.utility_output)
-        else:
-            if self._images.open:
-                for request in self._images.to_send_again(outputs):
-                    self.add(request)
-            self._on_outputs(outputs)
+            frames: list[Frame] = [message, *arrays]
+            if frames[0] == wire.ENGINE_CORE_DEAD:
+                why = f": {self._last_words}" if self._last_words else ""
+                self._leave()
+                self.lost(EngineDeadError(f"the engine core at {self.endpoint} has ended{why}"))
+                continue
+            try:
+                outputs = wire.outputs_decoder.decode(frames)
+            except UNREADABLE as exc:
+                self._reconnect(f"it sent a message that cannot be read: {exc}")
+                continue
+            if outputs.last_words is not None:
+                self._last_words = outputs.last_words
+                continue
+            self._last_words = ""  # of an earlier life: a core that has said them says nothing else
+            if outputs.utility_output is not None:
+                self._answer(outputs.utility_output)
+            else:
+                if self._images.open:
+                    for request in self._images.to_send_again(outputs):
+                        self.add(request)
+                self._on_outputs(outputs)
 
     @property
     def connected(self) -> bool:

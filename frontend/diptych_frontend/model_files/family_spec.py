@@ -73,8 +73,8 @@ class FamilySpec:
     scales_embeddings: bool = False
     """Embeddings are multiplied by the square root of the hidden size."""
     gate: Gate = "silu"
-    """How an MLP combines gate and up projection: a key of `GATES` in
-    `engine/diptych_engine/models/gates.py`."""
+    """How an MLP combines gate and up projection: see `gated` in
+    `engine/diptych_engine/models/linear.py`."""
     norms_after: bool = False
     """What attention and MLP yield is normalised before it is added."""
     norms_from_one: bool = False

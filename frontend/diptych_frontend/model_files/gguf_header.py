@@ -11,6 +11,7 @@ fastest-varying first, u32 ggml type, u64 offset from the end of the header, rou
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import struct
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ DEFAULT_ALIGNMENT: Final = 32
 FLOAT32: Final = 0
 """The type of a tensor that is not quantised."""
 MAX_FLOATS: Final = 1 << 16
+NO_WEIGHTS: Final = {"Q1_0", "Q8_1", "Q8_K", "F64", "I8", "I16", "I32", "I64"}
+"""Types that nothing here reads: most are of intermediate results and of indices."""
 
 
 class GGUFError(ValueError):
@@ -89,7 +92,9 @@ class GGUFHeader:
             try:
                 ggml_type = GGMLQuantizationType(raw.ggml_type)
             except ValueError:
-                raise GGUFError(f"tensor {raw.name}: unknown type {raw.ggml_type}") from None
+                raise _unreadable(raw.name, str(raw.ggml_type)) from None
+            if ggml_type.name in NO_WEIGHTS:
+                raise _unreadable(raw.name, ggml_type.name)
             block_elements, block_bytes = GGML_QUANT_SIZES[ggml_type]
             elements = 1
             for size in raw.shape:
@@ -97,12 +102,33 @@ class GGUFHeader:
             if not raw.shape or raw.shape[-1] % block_elements:
                 raise GGUFError(f"tensor {raw.name}: shape {raw.shape} does not fit {ggml_type!r}")
             nbytes = elements // block_elements * block_bytes
-            if raw.offset + nbytes > self.file_size:
-                raise GGUFError(f"tensor {raw.name} ends after the file does: it is truncated")
+            _require_within(raw, nbytes, self.file_size)
             table[raw.name] = GGUFTensor(
                 self.path, raw.name, ggml_type, raw.shape, raw.offset, nbytes
             )
+        ordered = sorted(table.values(), key=lambda tensor: tensor.offset)
+        for before, after in itertools.pairwise(ordered):
+            if before.offset + before.nbytes > after.offset:
+                raise GGUFError(
+                    f"tensor {after.name} begins at byte {after.offset}, inside {before.name}, "
+                    f"which ends at byte {before.offset + before.nbytes}"
+                )
         return table
+
+
+def _unreadable(name: str, kind: str) -> GGUFError:
+    return GGUFError(
+        f"tensor {name} has the type {kind}, which is not read; the types of Q4_K_M, Q5_K_M, Q6_K, "
+        "Q8_0, F16 and BF16 files are"
+    )
+
+
+def _require_within(raw: RawTensor, nbytes: int, file_size: int) -> None:
+    if raw.offset + nbytes > file_size:
+        raise GGUFError(
+            f"tensor {raw.name} ends after the file does, at byte {raw.offset + nbytes} of "
+            f"{file_size}: it is truncated"
+        )
 
 
 def read_header(path: Path) -> GGUFHeader:
@@ -156,8 +182,7 @@ def read_floats(path: Path, raw: RawTensor) -> tuple[float, ...]:
     if raw.ggml_type != FLOAT32 or len(raw.shape) != 1 or raw.shape[0] > MAX_FLOATS:
         raise GGUFError(f"tensor {raw.name} is no vector of at most {MAX_FLOATS} float32")
     size = 4 * raw.shape[0]
-    if raw.offset + size > path.stat().st_size:
-        raise GGUFError(f"tensor {raw.name} ends after the file does: it is truncated")
+    _require_within(raw, size, path.stat().st_size)
     with path.open("rb") as file:
         file.seek(raw.offset)
         return struct.unpack(f"<{raw.shape[0]}f", file.read(size))

@@ -19,6 +19,7 @@ from diptych_frontend.model_files.layer_kinds import (
     rope_theta,
 )
 from diptych_frontend.model_files.layer_kinds import unsupported as _unsupported
+from diptych_frontend.model_files.quantization import Quantization
 from diptych_frontend.model_files.rope_scaling import (
     GGUFScaling,
     RopeScaling,
@@ -90,6 +91,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Every how many layers there is a mixture: 2 makes layers 1, 3, 5... mixtures."""
     mlp_only_layers: tuple[int, ...] = ()
     """Layers that are not mixtures all the same."""
+    quantization: Quantization | None = None
+    """How a folder of safetensors stores its matrices; None: as floats."""
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer is a mixture of experts."""

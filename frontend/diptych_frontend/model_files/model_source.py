@@ -27,6 +27,7 @@ from diptych_frontend.model_files.model_config import (
     config_from_hf,
     config_from_query,
 )
+from diptych_frontend.model_files.quantization import quantization_from_hf
 from diptych_frontend.model_files.rope_scaling import ROPE_VECTORS
 from diptych_protocol import UNREADABLE, UNSAID, InvalidRequestError, SamplingDefaults
 
@@ -188,11 +189,11 @@ def _read_hf_config(folder: Path, weights: bool) -> tuple[ModelConfig, SamplingD
         raise _refuse(f"{folder} holds no *.safetensors; convert the weights, or name a GGUF file")
     generation, processor = folder / "generation_config.json", folder / "preprocessor_config.json"
     generating = _read_json(generation) if generation.exists() else {}
-    config = config_from_hf(
-        _read_json(folder / "config.json"),
-        generating,
-        _read_json(processor) if processor.exists() else {},
-    )
+    raw = _read_json(folder / "config.json")
+    config = config_from_hf(raw, generating, _read_json(processor) if processor.exists() else {})
+    if weights:
+        quantization = quantization_from_hf(raw)
+        config = msgspec.structs.replace(config, quantization=quantization)
     return config, sampling_from_hf(generating)
 
 

@@ -55,6 +55,8 @@ NOBODY_ASKS: Final = "not needed"
 ALL_CACHED: Final = "every prefix is cached"
 ONE_TIER: Final = "all requests have one tier"
 LLGUIDANCE: Final = "llguidance decides"
+RENDERED: Final = "/tokenize renders"
+PROCESSOR: Final = "the model's processor decides"
 NO_VERBOSITY: Final = "tell the model in words"
 """Reasons why several requests do not need or have a field."""
 CacheSalt = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -71,6 +73,20 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Ignored: chunks are never padded."""
 
 
+class VllmRequest(msgspec.Struct):
+    """What vLLM adds to all requests for texts."""
+
+    RULES: ClassVar[Rules] = {
+        "request_id": ignored("use X-Request-Id"),
+        "session_id": ignored(ALL_CACHED),
+        "vllm_xargs": ignored("no plugins", {}),
+        "mm_payload": ignored(RENDERED, "tensors"),
+        "return_mm_kwargs": ignored(RENDERED),
+        "ec_transfer_params": refused("no hand-off of images"),
+        "watermarking": refused("not offered", False),
+    }
+
+
 class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What both generation routes share."""
 
@@ -78,6 +94,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     """The field of the body that `response_format` stands for."""
 
     RULES: ClassVar[Rules] = {
+        **VllmRequest.RULES,
         "user": taken(NOBODY_ASKS),
         "use_beam_search": refused("answers are sampled", False),
         "length_penalty": refused("answers are sampled", 1.0),
@@ -90,9 +107,13 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         "spaces_between_special_tokens": ignored("the tokenizer decides", True),
         "return_token_ids": refused("use /tokenize", False),
         "return_tokens_as_token_ids": refused("use /tokenize", False),
-        "request_id": ignored("use X-Request-Id"),
-        "vllm_xargs": ignored("no plugins", {}),
         "repetition_detection": ignored("not offered"),
+        "routed_experts_prompt_start": ignored("not offered", 0),
+        "stream_interval": ignored("the service decides"),
+        "truncation_side": ignored("prompts are not cut"),
+        "thinking_token_budget": ignored("use max_tokens"),
+        "logprob_token_ids": refused("use logprobs"),
+        "return_token_offsets": ignored(RENDERED, False),
     }
 
     model: str
@@ -144,7 +165,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
         Raises `InvalidRequestError` naming the field.
         """
-        check_format(self.response_format, self.FORMAT_FIELD)
+        if self.response_format is not None:
+            check_format(self.response_format, self.FORMAT_FIELD)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError(
                 "stream_options is only allowed with stream=true", param="stream_options"
@@ -168,9 +190,12 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
     def forms(self) -> dict[str, StructuredOutputsParams | None]:
         """Return the forms that the answer must have, by the fields that ask for them."""
+        named, own = self.response_format, self.structured_outputs
+        if own is not None and self.is_lenient:
+            own = msgspec.structs.replace(own, lenient=True)
         return {
-            self.FORMAT_FIELD: form_of(self.response_format, lenient=self.is_lenient),
-            "structured_outputs": self._own_form(),
+            self.FORMAT_FIELD: form_of(named, lenient=self.is_lenient) if named else None,
+            "structured_outputs": own,
             **self._guided_forms(),
         }
 
@@ -184,12 +209,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
             for name, value in zip(("json", "regex", "choice", "grammar"), asked, strict=True)
             if value is not None
         }
-
-    def _own_form(self) -> StructuredOutputsParams | None:
-        form = self.structured_outputs
-        if form is None or not self.is_lenient:
-            return form
-        return msgspec.structs.replace(form, lenient=True)
 
     @property
     def is_lenient(self) -> bool:
@@ -267,6 +286,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         **GenerationRequest.RULES,
         "best_of": refused("use n", 1),
         "suffix": refused("not offered", ""),
+        "prompt_embeds": refused("programs only"),
         "add_special_tokens": refused("use /tokenize", True),
     }
 
@@ -350,9 +370,9 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         "add_special_tokens": refused("the template decides", False),
         "chat_template": refused("the model's is used"),
         "documents": refused("use messages", []),
-        "media_io_kwargs": refused("the model's processor decides", {}),
-        "mm_processor_kwargs": refused("the model's processor decides", {}),
-        "thinking_token_budget": ignored("use max_tokens"),
+        "media_io_kwargs": refused(PROCESSOR, {}),
+        "mm_processor_kwargs": refused(PROCESSOR, {}),
+        "return_prompt_text": refused("use /tokenize", False),
     }
 
     messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -383,9 +403,9 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         super().check(num_prompts)
         for index, tool in enumerate(self.tools or []):
             tool.function.check(self.TOOL_FIELD.format(index))
-        check_continues(self)
         if not self.continue_final_message:
             return
+        check_continues(self)
         for name, form in self.forms().items():
             if form is not None:
                 raise InvalidRequestError(
@@ -437,12 +457,14 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         return [*schemas, *own, *([] if own and own[0][1] == form else [("tools", form)])]
 
     def forms(self) -> dict[str, StructuredOutputsParams | None]:
-        call = forced_call(
-            self.tools or [],
-            self.tool_choice,
-            parallel=self.parallel_calls,
-            lenient=self.is_lenient,
-        )
+        call = None
+        if self.must_call:
+            call = forced_call(
+                self.tools or [],
+                self.tool_choice,
+                parallel=self.parallel_calls,
+                lenient=self.is_lenient,
+            )
         forms = {"tools": call, **super().forms()}
         if call is not None:
             forms[self.FORMAT_FIELD] = None  # which is the form of a message, and there is none

@@ -181,6 +181,8 @@ class ChatApi:
             max_tokens=request.max_tokens if max_tokens is None else max_tokens,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         )
+        if not request.tools:
+            return params
         if self._format_of(request).has_special_markers and request.callable_tools:
             params.skip_special_tokens = False
         if self._calls is HERMES and not request.must_call:
@@ -350,7 +352,9 @@ class ChatWriter(ResponseWriter):
         return ChatChunkChoice(
             index=output.index,
             delta=delta,
-            logprobs=self._logprobs(output),
+            logprobs=self._logprobs(output)
+            if output.logprobs is not None or self._tokens
+            else None,
             finish_reason=finish_reason,
             stop_reason=output.stop_reason,
         )

@@ -8,10 +8,12 @@ A sweep over all connections once a second checks the times, so no request needs
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import resource
 from typing import Any, Final
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
@@ -21,6 +23,8 @@ from uvicorn.protocols.http.httptools_impl import (
 from diptych_frontend.openai.errors import OPENAI, error_answer
 from diptych_frontend.openai.exchange import WRITE_TIMEOUT_S
 from diptych_protocol import EngineOverloadedError, InvalidRequestError
+
+logger = logging.getLogger(__name__)
 
 _CONTINUE = b"HTTP/1.1 100 "
 """So begins what is no head of an answer: the client waits for it before it sends its body."""
@@ -178,12 +182,38 @@ class LimitedProtocol(HttpToolsProtocol):
             cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        # As uvicorn, but a stranger's nonsense is no warning, of which he could write any number.
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as exc:
+            self._go_on_without_upgrade(data[exc.args[0] :])
+            return
+        except httptools.HttpParserError as exc:
+            logger.debug("%s sent no HTTP: %s", self._address, exc)
+            self.send_400_response(str(exc))
         if self._in_head and not self.transport.is_closing():
             # What is not complete was not seen by `on_header`.
             self._received += len(data)
             if self._received > MAX_HEAD_BYTES:
                 self._refuse(_head_too_large())
+
+    def _go_on_without_upgrade(self, rest: bytes) -> None:
+        """Read a request that asks for another protocol as if it did not: none is spoken here.
+
+        The parser takes all that follows for the other protocol, the request's body too. So another
+        parser gets the request, without the wish, and `rest`.
+        """
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                lines.append(b"connection: " + (b"close" if b"close" in value else b"keep-alive"))
+            elif name != b"upgrade":
+                lines.append(name + b": " + value)
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        self.data_received(b"\r\n".join((*lines, b"", rest)))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -198,6 +228,11 @@ class LimitedProtocol(HttpToolsProtocol):
             raise self._fault  # makes the parser stop, and uvicorn call `send_400_response`
 
     def on_headers_complete(self) -> None:
+        if self.parser.get_method() == b"CONNECT":
+            self._fault = InvalidRequestError("this is no proxy", status=405)
+            raise self._fault
+        if self.parser.should_upgrade():
+            return  # it is read again
         self._in_head, self._head_since = False, math.inf
         if len(self.pipeline) >= MAX_PIPELINED:
             self._fault = InvalidRequestError(
@@ -208,6 +243,10 @@ class LimitedProtocol(HttpToolsProtocol):
         HeadKept(self.cycle, self.loop)
         self._unanswered = [each for each in self._unanswered if not each.response_complete]
         self._unanswered.append(self.cycle)
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(self._fault or InvalidRequestError(f"this is not HTTP: {msg}"))

@@ -20,7 +20,7 @@ from diptych_frontend.observability.tracing import trace_context
 from diptych_frontend.openai.api_types import NOBODY_ASKS, CacheSalt, Int64
 from diptych_frontend.openai.asgi import UntilDisconnect
 from diptych_frontend.openai.exchange import Exchange, exchange_of, header, send_bytes
-from diptych_frontend.openai.field_rules import Rules, refused, taken
+from diptych_frontend.openai.field_rules import Rules, ignored, refused, taken
 from diptych_frontend.openai.generation import adapter_of
 from diptych_frontend.openai.request_body import decode_body, most_values, split_prompts
 from diptych_frontend.openai.request_workers import INLINE_BYTES, RequestWorkers
@@ -55,6 +55,13 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
         "truncate_prompt_tokens": refused("prompts are not cut"),
         "add_special_tokens": refused("use /tokenize", True),
         "kv_transfer_params": refused("no hand-off"),
+        "request_id": ignored("use X-Request-Id"),
+        "truncation_side": ignored("prompts are not cut"),
+        "padding": refused("prompts are not padded", "do_not_pad"),
+        "use_activation": refused("vectors are normalised", True),
+        "embed_dtype": refused("vectors are float32", "float32"),
+        "endianness": refused("vectors are little-endian", "native", "little"),
+        "mm_processor_kwargs": refused("prompts are texts", {}),
     }
 
     model: str

@@ -16,8 +16,10 @@ from diptych_frontend.openai.api_types import (
     NO_VERBOSITY,
     NOBODY_ASKS,
     ONE_TIER,
+    PROCESSOR,
     CacheSalt,
     Int64,
+    VllmRequest,
 )
 from diptych_frontend.openai.errors import from_decode_error
 from diptych_frontend.openai.field_rules import Rules, ignored, leave_out, refused, taken
@@ -171,10 +173,19 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Ignored: events are never padded."""
 
 
+OF_CHATS: Final = (
+    "chat_template_kwargs", "frequency_penalty", "ignore_eos", "include_reasoning",
+    "include_stop_str_in_output", "logit_bias", "min_p", "presence_penalty", "repetition_penalty",
+    "seed", "skip_special_tokens", "stop", "stop_token_ids", "structured_outputs", "top_k",
+)  # fmt: skip
+"""vLLM takes these with responses, too."""
+
+
 class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/responses."""
 
     RULES: ClassVar[Rules] = {
+        **VllmRequest.RULES,
         "user": taken(NOBODY_ASKS),
         "safety_identifier": taken(NOBODY_ASKS),
         "prompt_cache_key": taken(ALL_CACHED),
@@ -192,6 +203,12 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
         "prompt": refused("prompts are not stored"),
         "top_logprobs": refused("use chats", 0),
         "truncation": refused("conversations stay whole", "disabled"),
+        "kv_transfer_params": refused("use chats"),
+        "enable_response_messages": refused("not offered", False),
+        "previous_input_messages": refused("use previous_response_id"),
+        "mm_processor_kwargs": refused(PROCESSOR, {}),
+        "media_io_kwargs": refused(PROCESSOR, {}),
+        **{field: refused("use chats") for field in OF_CHATS},
     }
 
     model: str

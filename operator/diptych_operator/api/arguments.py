@@ -36,7 +36,7 @@ _CHAPTERS = (
     (
         "SpeculativeConfig",
         SpeculativeConfig,
-        "Which tokens an engine guesses, its `speculative_config`.",
+        "An engine's guesses, its `speculative_config`.",
     ),
     (
         "RouterConfig",
@@ -52,6 +52,7 @@ _OF_SERVICES = {
     name: f"[`{camel_case(name)}`](reference.md#{part})"
     for part, names in {
         "specengine": EngineSettings.__struct_fields__,
+        "specenginespeculativeconfig": SpeculativeConfig.__struct_fields__,
         "specrouter": RouterSettings.__struct_fields__,
         "spectransfer": ("verify", "lease_seconds"),
         "specavailability": ("drain_seconds",),

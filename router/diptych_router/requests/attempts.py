@@ -20,20 +20,21 @@ from diptych_protocol import (
     KVTransferParams,
 )
 from diptych_router.choosing.policy import FETCH, Decision, RequestView
-from diptych_router.requests.actions import (
-    Abort,
-    Action,
-    Add,
-    Announce,
-    Fail,
-    Release,
-    WakeAt,
-)
-from diptych_router.requests.fleet import EngineAccount, Fleet
 from diptych_router.requests.placements import HeldRequests, Placements
 from diptych_router.requests.promises import Promises
 from diptych_router.requests.request_record import Setback
 from diptych_router.requests.routed_request import RoutedRequest, Stage
+from diptych_router.requests.table_interface import (
+    Abort,
+    Action,
+    Add,
+    Announce,
+    EngineAccount,
+    Fail,
+    Fleet,
+    Release,
+    WakeAt,
+)
 
 log = logging.getLogger(__name__)
 

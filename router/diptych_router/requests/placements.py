@@ -11,9 +11,9 @@ from typing import NamedTuple
 from diptych_frontend.fair_share import Account, FairShare
 from diptych_protocol import EngineOverloadedError
 from diptych_router.choosing.policy import Decision
-from diptych_router.requests.fleet import EngineAccount
 from diptych_router.requests.records import Records
 from diptych_router.requests.routed_request import MAX_LATE, RoutedRequest, Stage
+from diptych_router.requests.table_interface import EngineAccount
 
 MAX_PLACED = 256
 """Limit on the requests that one tenant may have at the engines, for each engine that decodes,

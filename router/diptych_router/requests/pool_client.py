@@ -38,7 +38,11 @@ from diptych_protocol.block_hashes import salt_of_tenant
 from diptych_router.engines.discovery import Target
 from diptych_router.engines.engine_link import EngineLink, ReadKeys
 from diptych_router.engines.engine_table import Role
-from diptych_router.requests.actions import (
+from diptych_router.requests.pools.pools import Pools
+from diptych_router.requests.promises import Promises
+from diptych_router.requests.request_record import Tracer
+from diptych_router.requests.request_table import RequestTable
+from diptych_router.requests.table_interface import (
     Abort,
     Action,
     Add,
@@ -49,10 +53,6 @@ from diptych_router.requests.actions import (
     Release,
     WakeAt,
 )
-from diptych_router.requests.pools.pools import Pools
-from diptych_router.requests.promises import Promises
-from diptych_router.requests.request_record import Tracer
-from diptych_router.requests.request_table import RequestTable
 
 MAX_OPEN_REQUESTS = 4096
 MOST_OF_FREE = 8

@@ -44,9 +44,7 @@ from diptych_protocol import (
 )
 from diptych_router.choosing.policy import Decision
 from diptych_router.engines.health_book import Failure
-from diptych_router.requests.actions import Abort, Action, AskHandOff, Deliver, Release
 from diptych_router.requests.attempts import LEAST_PATIENCE_S, Attempts
-from diptych_router.requests.fleet import Fleet
 from diptych_router.requests.placements import (
     HeldRequests,
     Placements,
@@ -58,6 +56,14 @@ from diptych_router.requests.promises import Predictions, Promises
 from diptych_router.requests.records import Records
 from diptych_router.requests.request_record import RequestRecord, Setback, Trace
 from diptych_router.requests.routed_request import RoutedRequest, is_given_up
+from diptych_router.requests.table_interface import (
+    Abort,
+    Action,
+    AskHandOff,
+    Deliver,
+    Fleet,
+    Release,
+)
 
 log = logging.getLogger(__name__)
 

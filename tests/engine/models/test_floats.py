@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from engine_kit.control import Owner
-from engine_kit.core import generate
+from engine_kit.core import core_request, generate, run
 from gguf import GGMLQuantizationType as Kind
 from model_kit.checkpoints import save_model
 from model_kit.gguf import SIZES, random_tensors, save_gguf
 from torch import Tensor
 
-from diptych_engine.models import CausalLM, build_model, load_weights
+from diptych_engine.models import CausalLM, build_model, layer_calls, load_weights
 from diptych_engine.models.floats import Floats
 from diptych_engine.models.shard import Shard
 from diptych_frontend.model_files.model_source import resolve_model
@@ -97,6 +97,32 @@ def test_answers_are_those_of_float32(model: str, lone_sequence: Callable[..., A
         assert float((actual - wanted).norm() / wanted.norm()) < 1e-5
 
 
+@pytest.mark.parametrize("has_matrix_unit", [False, True])
+def test_a_table_of_calls_answers_as_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_matrix_unit: bool
+) -> None:
+    """Generated tokens beside chunks of prompts. A matrix unit, for which a table has two calls of
+    each product, changes nothing."""
+    if has_matrix_unit:
+        monkeypatch.setattr(layer_calls, "integer_rows", lambda num_decodes, rows: num_decodes)
+    tensors = {name: tensor.bfloat16() for name, tensor in random_tensors().items()}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    uri = save_model(tmp_path, tensors, **{**SIZES, **heads})
+    answers = []
+    for packing in ("auto", "none"):
+        owner = Owner(model=uri, weight_packing=packing, max_num_batched_tokens=16)
+        requests = [
+            core_request(f"r{size}", list(range(1, size)), max_tokens=12) for size in (5, 33, 60)
+        ]
+        found = run(owner.core, *requests)
+        answers.append({r: [t for o in own for t in o.new_token_ids] for r, own in found.items()})
+        calls: Any = getattr(model_of(owner), "_calls", None)
+        assert (calls is not None) == (packing == "auto")
+        if calls is not None and has_matrix_unit:
+            assert (True, True) in calls._tables
+    assert answers[0] == answers[1]
+
+
 def test_keys_and_values_stay_in_float32(model: str) -> None:
     owner = Owner(model=model, weight_packing="auto")
     assert owner.core.description.compat["dtype"] == "float32"
@@ -137,6 +163,7 @@ def test_new_weights_stay_in_16_bits_where_these_hold_them(model: str) -> None:
         own.call("resume_generation")
     assert_same_parameters(model_of(owner), model_of(plain))
     packed = {p.published[-1]: p.linear.packed for p in model_of(owner).packables}
+    assert dtypes(model_of(plain)) == {None}, "nothing is packed unless it may be"
     assert packed[up] is None
     assert [name for name, own in packed.items() if own is None] == [up]
     assert generate(owner.core, PROMPT) == generate(plain.core, PROMPT)

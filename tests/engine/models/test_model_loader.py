@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 import transformers  # its classes are imported when they are used
+from engine_kit.core import make_core
+from model_kit.gguf import save_gguf
 from safetensors.torch import load_file, save_file
 
 from diptych_engine.models import CausalLM, build_model, load_weights
@@ -179,3 +182,17 @@ def write_gguf(path: Path, architecture: str, tensors: dict[str, torch.Tensor]) 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def test_a_file_that_ends_too_early_is_refused_before_anything_is_allocated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its tensor and the byte; what allocates is out of reach."""
+    path = Path(save_gguf(tmp_path / "model.gguf"))
+    size = path.stat().st_size
+    os.truncate(path, size - 100)
+    monkeypatch.delattr("diptych_engine.execution.runner.build_model")
+    with pytest.raises(
+        InvalidRequestError, match=rf"tensor \S+ ends .* byte {size} of {size - 100}"
+    ):
+        make_core(str(path), weight_packing="none")

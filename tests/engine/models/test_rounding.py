@@ -92,6 +92,8 @@ def test_a_value_moves_by_half_a_step_at_most_and_then_stays(bits: int) -> None:
     steps = (groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0)) / (2**bits - 1)
     moved = (found.values() - values).abs().view_as(groups)
     assert bool((moved <= 0.6 * steps[..., None] + 1e-6).all())
+    positive = found.values().view_as(groups)[:, 5]
+    assert torch.equal(positive, nearest(groups[:, 5], bits)), "0 is a level of it, too"
     again = rounded(found.values(), bits)
     assert again is not None
     assert torch.equal(again.values(), found.values())

@@ -249,10 +249,9 @@ def test_the_setting_is_given_as_vllm_takes_it() -> None:
     assert made.speculative_config == SpeculativeConfig(
         num_speculative_tokens=5, prompt_lookup_max=4
     )
+    other: Any = given | {"method": "eagle"}
     with pytest.raises(InvalidRequestError, match=r"speculative_config.*eagle"):
-        EngineArgs(
-            model="m", speculative_config={**given, "method": "eagle"}
-        ).create_engine_config()
+        EngineArgs(model="m", speculative_config=other).create_engine_config()
 
 
 # --- the distribution of sampled tokens -----------------------------------------------------------

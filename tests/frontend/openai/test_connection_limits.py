@@ -121,6 +121,49 @@ async def test_requests_sent_ahead_are_bounded(engine: Any, serve: Any, eventual
         assert len(engine.seen) <= 1
 
 
+H2C = b"Upgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\nConnection: Upgrade, HTTP2-Settings"
+"""So Java's HttpClient begins each connection."""
+WEBSOCKET = b"Connection: keep-alive, Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13"
+
+
+@pytest.mark.parametrize("wish", [H2C, WEBSOCKET], ids=["h2c", "websocket"])
+@pytest.mark.parametrize("size", [1, 7, 100_000], ids=["bytes", "pieces", "at once"])
+async def test_a_request_that_would_rather_speak_another_protocol_is_answered(
+    engine: Any, serve: Any, caplog: pytest.LogCaptureFixture, wish: bytes, size: int
+) -> None:
+    body = b'{"model": "echo", "prompt": "a b", "max_tokens": 1}'
+    chunked = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    counted = b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    last = REQUEST + b"Connection: close\r\n\r\n"
+    sent = b"".join(head + wish + b"\r\n" + each for each in (chunked, counted)) + last
+    async with serve(build_app(engine)) as url:
+        pieces = [sent[at : at + size] for at in range(0, len(sent), size)]
+        answer = await answer_to(url, *pieces)
+    assert answer.count(b"HTTP/1.1 200 OK") == 3, answer
+    assert answer.count(b'"object":"text_completion"') == 2
+    assert not caplog.records, "strangers fill no log"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n", b"405"),
+        (b"\x16\x03\x01\x02\x00\x01\x00", b"400"),
+        (REQUEST + b"X : y\r\n\r\n", b"400"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"400"),
+    ],
+    ids=["a tunnel", "TLS", "a space in a name", "HTTP/2"],
+)
+async def test_what_is_no_request_is_refused_and_fills_no_log(
+    engine: Any, serve: Any, caplog: pytest.LogCaptureFixture, sent: bytes, status: bytes
+) -> None:
+    async with serve(build_app(engine)) as url:
+        answer = await answer_to(url, sent)
+    assert answer.startswith(b"HTTP/1.1 " + status), answer
+    assert not caplog.records
+
+
 async def test_a_reader_that_stopped_leaves_no_socket_behind(
     engine: Any, serve: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,8 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=WITHOUT_CHROMIUM)
 BLOCKS = 2912
 ENGINES = 12
 SECONDS = 2.0
+REFUSED = "Failed to load resource"
+"""A browser says so of an answer that is an error, as it is where the router knows no request."""
 LOOKS = 6
 """More than what the server takes in that time, with one at each end."""
 
@@ -65,7 +67,7 @@ def echo() -> Iterator[Echo]:
 @pytest.fixture
 def scene(echo: Echo) -> Iterator[Scene]:
     echo.pools = pools(0)
-    with chromium() as browser, watched_pages(browser, echo.url, "no refusal") as open_one:
+    with chromium() as browser, watched_pages(browser, echo.url, REFUSED) as open_one:
         scene = Scene(open_one())
         expect(scene.page.locator(".engine")).to_have_count(ENGINES)
         yield scene

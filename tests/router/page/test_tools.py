@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from browser_kit import CHROMIUM, WITHOUT_CHROMIUM, chromium, watched_pages
-from page_kit import Echo, served_echo
+from page_kit import Echo, Thinking, served_echo
 from page_scenes import PHONE, Scene
 from playwright.sync_api import Browser, expect
+
+from diptych_protocol import TokensPrompt
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=WITHOUT_CHROMIUM)
 
@@ -35,7 +37,20 @@ def scene(echo: Echo, browser: Browser) -> Iterator[Scene]:
         scene.set_numbers(max_tokens=500)
         scene.page.select_option("#tool_choice", "auto")
         yield scene
-    echo.engine.renderer = type(echo.engine.renderer)()
+    echo.engine.renderer = Thinking()
+
+
+class WithoutTools(Thinking):
+    """A template with no place for tools."""
+
+    chat_template = "{{ messages }}"
+
+
+class Repeating(Thinking):
+    """An answer says what was asked first, over and over."""
+
+    def render_chat(self, messages: list[dict[str, Any]], **_: Any) -> TokensPrompt:
+        return super().render_chat(messages[:1])
 
 
 def call_of(name: str, **arguments: str) -> str:
@@ -153,7 +168,7 @@ def test_a_call_is_forced_once_and_then_the_model_answers(scene: Scene) -> None:
 def test_a_template_without_a_place_for_tools_is_told_in_the_words_of_the_error(
     scene: Scene, echo: Echo
 ) -> None:
-    echo.engine.renderer.chat_template = "{{ messages }}"
+    echo.engine.renderer = WithoutTools()
     scene.ask("one")
     scene.wait_for_end()
     problem = scene.page.locator(".message.user .problem")
@@ -165,10 +180,7 @@ def test_a_template_without_a_place_for_tools_is_told_in_the_words_of_the_error(
 
 
 def test_a_model_that_calls_on_and_on_is_asked_about(scene: Scene, echo: Echo) -> None:
-    renderer = echo.engine.renderer
-    echo.engine.renderer.render_chat = lambda messages, **_: type(renderer).render_chat(
-        renderer, messages[:1]
-    )
+    echo.engine.renderer = Repeating()
     scene.ask(SUM)
     answers = scene.page.locator(".message.assistant")
     on = scene.page.get_by_role("button", name="Go on with these results")

@@ -14,7 +14,7 @@ from diptych_protocol import (
     KVTransferParams,
 )
 from diptych_protocol.wire import ErrorKind
-from diptych_router.requests.actions import (
+from diptych_router.requests.table_interface import (
     Abort,
     Add,
     Announce,

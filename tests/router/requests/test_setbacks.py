@@ -12,13 +12,13 @@ from diptych_protocol import (
     InvalidRequestError,
 )
 from diptych_protocol.wire import ErrorKind
-from diptych_router.requests.actions import (
+from diptych_router.requests.attempts import LEAST_PATIENCE_S
+from diptych_router.requests.routed_request import MAX_LATE
+from diptych_router.requests.table_interface import (
     Abort,
     AskHandOff,
     Fail,
 )
-from diptych_router.requests.attempts import LEAST_PATIENCE_S
-from diptych_router.requests.routed_request import MAX_LATE
 
 
 def test_a_request_waits_for_an_engine_and_no_longer_than_it_may() -> None:

@@ -19,7 +19,7 @@ from diptych_protocol import (
 from diptych_router.choosing.first_token import FirstToken
 from diptych_router.choosing.policy import Decision, RequestView
 from diptych_router.requests import placements
-from diptych_router.requests.actions import (
+from diptych_router.requests.table_interface import (
     Add,
     Fail,
 )

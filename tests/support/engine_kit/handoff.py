@@ -45,7 +45,9 @@ from diptych_protocol.config import Staging
 from diptych_router.choosing.policy import Decision, RequestView
 from diptych_router.engines.descriptions import common_to_leases
 from diptych_router.engines.engine_table import ROLES, Role
-from diptych_router.requests.actions import (
+from diptych_router.requests.promises import Promises
+from diptych_router.requests.request_table import RequestTable
+from diptych_router.requests.table_interface import (
     Abort,
     Action,
     Add,
@@ -55,8 +57,6 @@ from diptych_router.requests.actions import (
     Fail,
     Release,
 )
-from diptych_router.requests.promises import Promises
-from diptych_router.requests.request_table import RequestTable
 
 BLOCK = 4
 MAX_MODEL_LEN = 96

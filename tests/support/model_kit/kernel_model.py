@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diptych_engine.models import CausalLM, build_model, gates, llama
+from diptych_engine.models import CausalLM, build_model, linear, llama
 from diptych_frontend.model_files.model_config import ModelConfig
 from diptych_kernels.paged_attention import AttentionMetadata
 from diptych_kernels.paged_attention import triton as paged_attention
@@ -91,6 +91,6 @@ def choose_kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Non
         ("rope_kv_write", rope_kv_write),
     ):
         monkeypatch.setattr(llama, name, getattr(module, name))
-    monkeypatch.setattr(gates, "silu_mul", silu_mul.silu_mul)
+    monkeypatch.setattr(linear, "silu_mul", silu_mul.silu_mul)
     monkeypatch.setattr(rope_kv_write_reference, "rms_norm", rms_norm.rms_norm)  # of heads
     monkeypatch.setattr(llama, "paged_attention", attend)

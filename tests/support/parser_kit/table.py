@@ -237,6 +237,11 @@ VOCABULARY = msgspec.json.encode(
         "llama.attention.head_count": 4, "llama.context_length": 64,
     }
 )  # fmt: skip
+QUANTISED = (
+    b'"quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized", '
+    b'"bits": 4, "config_groups": {"a": {"weights": {"num_bits": 8, "type": "int", '
+    b'"block_structure": [128, 128]}}}}, '
+)
 TOKENIZER = b'{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}'
 CHUNK = b'{"choices": [{"delta": {"content": "x"}}], "usage": {"completion_tokens": 1}}'
 
@@ -305,7 +310,7 @@ def parsers() -> Iterator[Parser]:
         "promises in refused bodies", (f"{front}/openai/promised_prefill.py",), promise,
         (b'{"kv_transfer_params": {"do_remote_prefill": true, "a": [1]}}',), raises=(),
     )  # fmt: skip
-    yield Parser("browsers' headers", (f"{front}/browsers/rules.py",), browser,
+    yield Parser("browsers' headers", (f"{front}/browsers/gate.py",), browser,
                  (b"https://a.example", b"[::1]:80", b"localhost"))  # fmt: skip
     yield Parser("URIs of models", (f"{proto}/model_uri.py",), text(parse_model_uri), (
                  b"hf://org/name/file.gguf", b"https://host:80/a.gguf", b"https://[::1/a.gguf",
@@ -446,6 +451,12 @@ def file_parsers(folder: Path) -> Iterator[Parser]:
             (f"{front}/model_files/model_source.py", f"{front}/text/tokenizer_files.py"), feed,
             samples if content is None else (content, content + b"\xff"),
         )  # fmt: skip
+    quantised = (model / "config.json").read_bytes().replace(b"{", b"{" + QUANTISED, 1)
+    feed, _ = placed(model / "config.json", lambda: resolve_model(str(model)))
+    yield Parser(
+        "a quantised model's config.json", (f"{front}/model_files/quantization.py",), feed,
+        (quantised, quantised.replace(b"compressed-tensors", b"gptq")),
+    )  # fmt: skip
 
     def read_tensors() -> None:
         with ExitStack() as stack:

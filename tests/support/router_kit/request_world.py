@@ -20,7 +20,9 @@ from diptych_protocol import (
 from diptych_router.choosing.first_token import FirstToken
 from diptych_router.choosing.policy import Decision, RequestView
 from diptych_router.engines.health_book import Failure
-from diptych_router.requests.actions import (
+from diptych_router.requests.promises import Promises
+from diptych_router.requests.request_table import RequestTable
+from diptych_router.requests.table_interface import (
     Abort,
     Action,
     Add,
@@ -31,8 +33,6 @@ from diptych_router.requests.actions import (
     Release,
     WakeAt,
 )
-from diptych_router.requests.promises import Promises
-from diptych_router.requests.request_table import RequestTable
 
 PROMPT = 10
 """Tokens of a prompt."""

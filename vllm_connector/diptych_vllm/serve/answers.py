@@ -1,4 +1,4 @@
-"""The requests that a vLLM server has from its clients, from their arrival to their ends."""
+"""Keeps the requests that clients send to a vLLM server, from their arrival to their ends."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from diptych_vllm.serve.requests import check_request
 log = logging.getLogger(__name__)
 
 EARLY_S: Final = 600.0
-"""A prompt that is fetched early is given up after so long."""
+"""The server gives up the early fetch of a prompt after this many seconds."""
 
 Key = tuple[bytes, str]
-"""A client, and the id of its request."""
+"""A client, and the id of one of its requests."""
 
 
 class VllmAnswers:
-    """Runs requests, each in a task of its own. To cancel the task is to abort the request."""
+    """Runs requests, each in a task of its own. Cancelling the task aborts the request."""
 
     def __init__(
         self,
@@ -58,12 +58,13 @@ class VllmAnswers:
         self._early = early(self._fetch_early)
         self._open: dict[Key, asyncio.Task[None]] = {}
         self._unread: set[Key] = set()
-        """Requests that fetch KV, and of which nothing has come yet."""
+        """Requests that fetch KV and have brought no output yet."""
         self._salt = ""
-        """Added to each request's cache salt, so that nothing is found that was stored before."""
+        """A part of every request's cache salt. When it changes, requests no longer find blocks
+        that were stored before."""
 
     def __len__(self) -> int:
-        """How many requests have not ended."""
+        """Return the number of requests that have not ended."""
         return len(self._open)
 
     def add(self, client: bytes, request: EngineCoreRequest) -> None:
@@ -83,7 +84,7 @@ class VllmAnswers:
             log.error("request %s was not served", key[1], exc_info=error)
 
     def abort(self, client: bytes, request_id: str) -> None:
-        """End a request, of which nothing more is said."""
+        """End a request. Its client receives no further output."""
         self._early.drop((client, request_id))
         self._engine.received.pop(early_id(request_id), None)
         task = self._open.pop((client, request_id), None)
@@ -91,24 +92,25 @@ class VllmAnswers:
             task.cancel()
 
     def abort_all(self) -> None:
-        """End all requests, and tell their clients so."""
+        """End all requests, and tell their clients that they have ended."""
         for client, request_id in list(self._open):
             self.abort(client, request_id)
             end = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ABORT)
             self._put(client, end)
 
     def lose(self, client: bytes) -> None:
-        """A client is gone, and with it all that it wanted."""
+        """End all requests of a client that is gone."""
         self._early.drop_of(client)
         for key in [key for key in self._open if key[0] == client]:
             self.abort(*key)
 
     def announced(self, client: bytes, request: EngineCoreRequest) -> None:
-        """A request will come, for whose prompt another engine computes the KV."""
+        """Record that a request will come, and that another engine computes its prompt."""
         self._early.announced(client, request, asked_of(request))
 
     def doubt(self, why: str) -> None:
-        """KV that was being read may be wrong, as may be what is remembered of it."""
+        """Fail the requests that were reading KV, and let no later request find blocks that are
+        stored now, because the KV of either may be wrong."""
         log.error("what was fetched is not believed: %s", why)
         self._salt = secrets.token_hex(8)
         for client, request_id in list(self._unread):
@@ -181,7 +183,7 @@ class VllmAnswers:
             raise
 
     async def _give_back(self, name: str, asked: dict[str, Any]) -> None:
-        """vLLM has refused a request, so nobody reads the KV that waits for it."""
+        """Give back the KV that waits for a request which vLLM has refused."""
         self._hand_offs.unread(asked)
         try:
             await self.reject(asked)
@@ -189,7 +191,8 @@ class VllmAnswers:
             log.info("request %s: nothing to release: %s", name, exc)
 
     async def reject(self, lease: dict[str, Any]) -> None:
-        """Have the blocks of a lease freed that nobody will read. Raises `InvalidRequestError`."""
+        """Let the owner of a lease free its blocks, because nobody will read them. Raises
+        `InvalidRequestError`."""
         params = self._hand_offs.given_back(lease)
         if params is not None:
             await self._engine.reject(params)
@@ -217,7 +220,7 @@ class VllmAnswers:
 
 
 def _with(request: EngineCoreRequest, told: dict[str, Any] | None) -> EngineCoreRequest:
-    """The request with these parameters for vLLM's connector."""
+    """Return the request with these parameters for vLLM's connector."""
     params: SamplingParams = request.sampling
     extra = {name: x for name, x in (params.extra_args or {}).items() if name != PARAM}
     if told is not None:

@@ -1,4 +1,5 @@
-"""Tells clients that vLLM's core turns, which it shows by answering between two steps."""
+"""Sends clients heartbeats for vLLM's core, which shows that it works by answering between two
+steps."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ from diptych_frontend.core_client.heartbeat_timer import (
 from diptych_protocol.wire import Heartbeat
 
 UNSEEN_STEP_S: Final = 10.0
-"""A step may take so long however long those before it took: what it will compute is not known
-here."""
+"""A step may always take this many seconds, however short the steps before it were, because nobody
+here knows what it will compute."""
 ONE_SIZE: Final = 1
 
 
 class CoreBeats:
-    """The heartbeats of one core, which is asked all the time."""
+    """Asks one core all the time, and sends a heartbeat for each answer."""
 
     def __init__(
         self,
@@ -40,10 +41,11 @@ class CoreBeats:
         self._ask, self._tell, self._stood_still = ask, tell, stood_still
         self._timer = HeartbeatTimer()
         self._calls = 0
-        """Calls that are being carried out, but for quick ones."""
+        """Control calls that are being carried out, without quick ones."""
 
     def follow(self, client: bytes) -> bool:
-        """A client wants to hear the beats; False: too many do already."""
+        """Add a client that wants heartbeats. Returns False if too many clients receive them
+        already."""
         return self._timer.follow(client)
 
     def forget(self, client: bytes) -> None:
@@ -64,7 +66,7 @@ class CoreBeats:
             self._calls -= 1
 
     async def run(self) -> None:
-        """Ask and tell, for ever. Raises what `ask` raises."""
+        """Ask the core and send heartbeats, for ever. Raises what `ask` raises."""
         while True:
             begin = time.monotonic()
             asked = asyncio.ensure_future(self._ask())

@@ -1,4 +1,4 @@
-"""The control calls that vLLM's `AsyncLLM` has an answer to, by the names that the wire has."""
+"""Carries out the control calls of the wire that vLLM's `AsyncLLM` supports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _BY_METHOD = {kind.METHOD: kind for kind in CONTROL_CALLS}
 
 
 class VllmCalls:
-    """Carries out control calls."""
+    """Carries out control calls on one `AsyncLLM`."""
 
     def __init__(
         self,
@@ -45,17 +45,17 @@ class VllmCalls:
         """
         Args:
             llm: an `AsyncLLM`.
-            can_sleep: it can free memory while it does nothing.
-            has_adapters: it was started so that it takes adapters.
+            can_sleep: whether it can free memory while it does nothing.
+            has_adapters: whether it was started with support for adapters.
         """
         self._llm, self._add_lora = llm, add_lora
         self._can_sleep, self._has_adapters = can_sleep, has_adapters
         self.adapters: dict[int, str] = {}
-        """The adapters that were loaded by a call, by their ids."""
+        """The adapters that calls have loaded, by their ids."""
 
     async def run(self, method: str, args: list[Any]) -> Any:
-        """Carry a call out. Raises `InvalidRequestError` for one that vLLM does not offer, and for
-        arguments that do not fit."""
+        """Carry out a call. Raises `InvalidRequestError` for a call that vLLM does not offer, and
+        for arguments that it does not take."""
         kind = _BY_METHOD.get(method)
         if kind is None:
             raise InvalidRequestError("there is no such call")

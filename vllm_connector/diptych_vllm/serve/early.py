@@ -1,4 +1,4 @@
-"""Prompts that a decode engine fetches while a prefill engine still computes them.
+"""Fetches prompts for a decode engine while a prefill engine still computes them.
 
 vLLM is asked for one token after such a prompt, which nobody gets, and so has its KV in its prefix
 cache when the request comes. Whatever goes wrong meanwhile costs nobody anything: the request then
@@ -18,26 +18,26 @@ from diptych_protocol import EngineCoreRequest, SamplingParams
 from diptych_protocol.kv_transfer_params import PARAM
 
 Key = tuple[bytes, str]
-"""A client, and the id of the request that will come from it."""
+"""A client, and the id of the request that it will send."""
 
 
 def early_id(request_id: str) -> str:
-    """The name under which vLLM fetches the prompt of a request."""
+    """Return the id under which vLLM fetches the prompt of a request."""
     return f"{request_id}/early"
 
 
 @dataclass(frozen=True, slots=True)
 class EarlyPrompt:
-    """One of them."""
+    """A prompt that is being fetched or was fetched."""
 
     num_blocks: int
-    """Blocks that it takes here."""
+    """The number of blocks that it occupies here."""
     fetched: asyncio.Task[bool]
     """Whether its KV is here."""
 
 
 class EarlyPrompts:
-    """Those of one engine whose requests have not come yet."""
+    """The early prompts of one engine whose requests have not come yet."""
 
     def __init__(
         self,
@@ -75,7 +75,8 @@ class EarlyPrompts:
         self._prompts[client, request.request_id] = EarlyPrompt(num_blocks, task)
 
     async def has(self, key: Key) -> bool:
-        """The request has come. Return whether the KV of its prompt is here, when that is clear."""
+        """Return whether the KV of the prompt is here, now that the request has come. Waits until
+        the fetch has ended."""
         prompt = self._prompts.pop(key, None)
         if prompt is None:
             return False
@@ -85,19 +86,20 @@ class EarlyPrompts:
             prompt.fetched.cancel()
 
     def drop(self, key: Key) -> None:
-        """The request will not come."""
+        """Give up a prompt whose request will not come."""
         prompt = self._prompts.pop(key, None)
         if prompt is not None:
             prompt.fetched.cancel()
 
     def drop_of(self, client: bytes) -> None:
-        """The client is gone."""
+        """Give up the prompts of a client that is gone."""
         for key in [key for key in self._prompts if key[0] == client]:
             self.drop(key)
 
 
 def _first_token_of(request: EngineCoreRequest, asked: dict[str, Any]) -> EngineCoreRequest:
-    """What fetches the KV of a request's prompt, under a name of its own."""
+    """Return a request for one token, under an id of its own, that makes vLLM fetch the KV of this
+    request's prompt."""
     known = request.generated_token_ids or ()
     params = SamplingParams(
         temperature=0.0, max_tokens=len(known) + 1, ignore_eos=True, extra_args={PARAM: asked}

@@ -1,6 +1,7 @@
-"""vLLM's `AsyncLLM`, as the wire's service needs it. It translates, and decides nothing.
+"""Translates between the wire's service and vLLM's `AsyncLLM`. It decides nothing.
 
-Of this folder only this module imports vLLM. What vLLM does not call public is in `versions`.
+Only this module of the folder imports vLLM. The names that vLLM does not declare public are in
+`versions`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ NO_ROOM: Final = (429, 503)
 
 
 class LoadLogger(AggregateStatLoggerBase):
-    """Hands what vLLM's core reports to a `VllmLoad`."""
+    """Passes the reports of vLLM's core to a `VllmLoad`."""
 
     def __init__(self, load: VllmLoad) -> None:
         self._load = load
@@ -66,10 +67,10 @@ class LoadLogger(AggregateStatLoggerBase):
         self._load.stats.sleep_level = level if is_awake else 0
 
     def log_engine_initialized(self) -> None:
-        """Nothing is logged."""
+        """Log nothing."""
 
     def record_admission_rejection(self, reason: str) -> None:
-        """The client is told."""
+        """Log nothing, because the client is told."""
 
 
 class ServedVllm:
@@ -89,7 +90,8 @@ class ServedVllm:
         self.engine_id: str = "" if transfer is None else transfer.engine_id or ""
         self.load = VllmLoad(config.cache_config.num_gpu_blocks or 0, self.connector)
         self.received: dict[str, int] = {}
-        """Request -> tokens of its prompt whose KV came from elsewhere, until it is told."""
+        """Request -> number of tokens of its prompt whose KV came from elsewhere, until its client
+        has been told."""
         self.announced_from: int | None = None
         add_stat_logger(llm, LoadLogger(self.load))
         hear_of_prompts(llm, self._received)
@@ -100,7 +102,8 @@ class ServedVllm:
             self.load.blocks_came(-(-num_tokens // self._config.cache_config.block_size))
 
     async def describe(self) -> EngineDescription:
-        """What it is. With our connector it is who its hinge says that it is."""
+        """Return the description of the engine. With our connector, its identity is that of its
+        hinge."""
         model, cache = self._config.model_config, self._config.cache_config
         settings = self._settings
         tasks = set(await self._llm.get_supported_tasks())
@@ -156,7 +159,8 @@ class ServedVllm:
 
     @property
     def abilities(self) -> Abilities:
-        """NIXL's hand-offs are judged by their answers, for nothing checks what was read."""
+        """What the engine can do. With NIXL, canaries judge hand-offs by their answers, because
+        nothing checks the KV that was read."""
         embeds = self._config.model_config.enable_prompt_embeds
         return Abilities(
             checks_kv=self.connector in ("", OURS),
@@ -170,7 +174,7 @@ class ServedVllm:
 
     @property
     def event_source(self) -> EventSource | None:
-        """Where its KV events are; see `source_of`. Raises `EventsError`."""
+        """Return where it publishes its KV events; see `source_of`. Raises `EventsError`."""
         return source_of(list(self._llm.get_kv_event_sources().values()))
 
     @property
@@ -179,7 +183,7 @@ class ServedVllm:
 
     @property
     def remembers(self) -> bool:
-        """Its prefix cache is on."""
+        """Whether its prefix cache is on."""
         return bool(self._config.cache_config.enable_prefix_caching)
 
     @property
@@ -188,13 +192,14 @@ class ServedVllm:
 
     @property
     def llm(self) -> Any:
-        """For the calls that need no translation."""
+        """The `AsyncLLM`, for calls that need no translation."""
         return self._llm
 
     # --- requests -----------------------------------------------------------------------------
 
     def generate(self, request: EngineCoreRequest) -> AsyncIterator[VllmOutput]:
-        """Run a request. Raises `InvalidRequestError`, and what `error_of` knows."""
+        """Run a request. Raises `InvalidRequestError`, and the errors that `error_of`
+        translates."""
         fields = sampling_of(request, self.max_model_len)
         form = form_of(request.sampling)
         if form is not None:
@@ -214,7 +219,8 @@ class ServedVllm:
         return answer
 
     async def pool(self, request: EngineCoreRequest, params: PoolingParams) -> Array:
-        """The vectors of a prompt, as `PoolingOutput.data` has them. Raises as `generate`."""
+        """Return the vectors of a prompt in the form of `PoolingOutput.data`. Raises as
+        `generate`."""
         wanted = VllmPoolingParams(
             task=params.task, dimensions=params.dimensions, use_activation=params.normalize
         )
@@ -232,8 +238,8 @@ class ServedVllm:
         return Array("float32", tuple(plain.shape), plain.numpy().tobytes())
 
     def _prompt_of(self, request: EngineCoreRequest) -> Any:
-        """A prompt that vLLM need not render. Raises `InvalidRequestError` for embeddings that are
-        not those of the model: vLLM's core would die of them."""
+        """Return a prompt that vLLM need not render. Raises `InvalidRequestError` for embeddings
+        that do not fit the model, because vLLM's core would die of them."""
         prompt: dict[str, Any]
         if request.prompt_embeds is None:
             prompt = {"type": "token", "prompt_token_ids": token_ids_of(request)}
@@ -247,14 +253,14 @@ class ServedVllm:
         return prompt
 
     async def reject(self, params: dict[str, Any]) -> None:
-        """Tell the connector that nobody will read what these parameters name."""
+        """Tell the connector that nobody will read the blocks that these parameters name."""
         # vLLM's core dies of an id that it knows already.
         name = f"rejection-{secrets.token_hex(16)}"
         await self._llm.notify_kv_transfer_request_rejected(name, params)
 
     @staticmethod
     def error_of(error: Exception) -> tuple[ErrorKind, str | None]:
-        """What an exception of vLLM means, and the field that it names."""
+        """Return the meaning of an exception of vLLM, and the field that it names."""
         if isinstance(error, GracefulHTTPError):
             has_room = error.http_status not in NO_ROOM
             return (ErrorKind.FAULT if has_room else ErrorKind.OVERLOADED), None

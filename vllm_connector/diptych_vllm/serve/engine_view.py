@@ -1,4 +1,4 @@
-"""vLLM, as the wire's service sees it."""
+"""The interface of the wire's service to vLLM."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ class ServedEngine(Protocol):
 
     load: VllmLoad
     received: dict[str, int]
-    """Request -> tokens of its prompt whose KV came from elsewhere, until it is told."""
+    """Request -> number of tokens of its prompt whose KV came from elsewhere, until its client has
+    been told."""
     announced_from: int | None
-    """From how many tokens on it helps to announce a prompt; None: it never does."""
+    """The length, in tokens, from which on announcing a prompt saves time; None: it never does."""
 
     @property
     def llm(self) -> Any:
@@ -31,22 +32,22 @@ class ServedEngine(Protocol):
     def can_sleep(self) -> bool: ...
     @property
     def remembers(self) -> bool:
-        """Its prefix cache is on."""
+        """Whether its prefix cache is on."""
 
     def generate(self, request: EngineCoreRequest) -> AsyncIterator[VllmOutput]:
-        """Run a request. To close the iterator is to abort it."""
+        """Run a request. Closing the iterator aborts it."""
 
     async def pool(self, request: EngineCoreRequest, params: PoolingParams) -> Array:
-        """The vectors of a prompt."""
+        """Return the vectors of a prompt."""
 
     async def reject(self, params: dict[str, Any]) -> None:
-        """Tell the connector that nobody will read what these parameters name."""
+        """Tell the connector that nobody will read the blocks that these parameters name."""
 
     async def add_lora(self, adapter: LoRARequest) -> bool:
         """Load an adapter."""
 
     def error_of(self, error: Exception) -> tuple[ErrorKind, str | None]:
-        """What an exception means, and the field that it names."""
+        """Return the meaning of an exception, and the field that it names."""
 
     def has_died(self, error: Exception) -> bool:
         """Whether an exception says that the core has ended."""

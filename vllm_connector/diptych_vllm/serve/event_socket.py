@@ -1,7 +1,8 @@
-"""Follows the KV events of vLLM's core over ZMQ, from the first that it still has.
+"""Follows the KV events of vLLM's core over ZMQ, from the first one that the core still has.
 
 A publisher drops messages when its queue is full, and a subscriber may be late. Every message has a
-number, so a gap is noticed. Then nothing is believed until the core has sent again what it keeps.
+number, so a gap is noticed. Then this module reports nothing until the core has sent the events
+again that it keeps.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ log = logging.getLogger(__name__)
 
 MAX_EVENT_BYTES: Final = 16 << 20
 REPLAY_S: Final = 10.0
-"""The server answers a question for old events between two batches of new ones."""
+"""How long the answer to a question for old events may take: the server answers between two batches
+of new ones."""
 MAX_PORTS: Final = 1 << 16
 MAX_REPLAYED: Final = 1_000_000
 _LAST: Final = (-1).to_bytes(8, "big", signed=True)
@@ -31,7 +33,7 @@ class EventSource(NamedTuple):
 
     events: str
     replay: str | None
-    """None: what was sent before is not sent again."""
+    """Where old events are sent again; None: nowhere."""
     topic: bytes
 
 
@@ -46,8 +48,8 @@ class PublishedEvents(Protocol):
 
 
 def source_of(published: Sequence[PublishedEvents]) -> EventSource | None:
-    """Where the events of these cores are. None: there are none, or those of several cores, whose
-    caches differ. Raises `EventsError`."""
+    """Return where these cores publish their events; None if they publish none, or if there are
+    several cores, whose caches differ. Raises `EventsError`."""
     if len(published) != 1:
         return None
     [core] = published
@@ -62,7 +64,7 @@ def source_of(published: Sequence[PublishedEvents]) -> EventSource | None:
 
 
 def _here(endpoint: str) -> str:
-    """The endpoint, as this machine reaches it."""
+    """Return the endpoint at which this machine reaches the publisher."""
     if endpoint.startswith("ipc://"):
         return endpoint
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
@@ -74,8 +76,10 @@ def _here(endpoint: str) -> str:
 async def follow(
     source: EventSource, blocks: RememberedBlocks, changed: Callable[[], None]
 ) -> None:
-    """Keep up what the core remembers, for ever, and call `changed` after each change. Raises
-    `EventsError`."""
+    """Record the blocks that the core remembers, for ever, and call `changed` after each change.
+
+    Raises `EventsError`.
+    """
     context = zmq.asyncio.Context.shadow(zmq.Context.instance())
     with _socket(context, zmq.SUB) as events:
         events.subscribe(source.topic)
@@ -101,7 +105,8 @@ async def follow(
 async def _replay(
     context: zmq.asyncio.Context, source: EventSource, blocks: RememberedBlocks
 ) -> int:
-    """Take in what the server keeps. Returns the number that comes next, as far as is known."""
+    """Process the events that the server keeps. Returns the number of the next event, as far as it
+    is known."""
     if source.replay is None:
         return 0
     expected = 0
@@ -123,7 +128,7 @@ async def _replay(
 
 
 def _parts(frames: list[bytes]) -> tuple[int, bytes]:
-    """Number and payload of a message."""
+    """Return the number and the payload of a message."""
     if len(frames) != 3 or len(frames[1]) != 8:
         raise EventsError(f"a message of its KV events has {len(frames)} parts")
     return int.from_bytes(frames[1], "big"), frames[2]

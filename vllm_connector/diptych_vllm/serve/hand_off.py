@@ -1,10 +1,10 @@
-"""What vLLM's KV connector is told of a hand-off, and what a router is told of it. Pure; the clock
-is passed in.
+"""Decides what vLLM's KV connector and a router are told of a hand-off. It performs no I/O, and the
+caller passes the time.
 
-Our connector signs its references and checks them. NIXL's reads whatever the blocks of a reference
-hold by then. So a reference of NIXL's gets a name and a time here when prefill has answered, and is
-given to the connector of a decode engine once, and early enough that the blocks are certainly still
-those of its prompt.
+Our connector signs its references and checks them. NIXL's connector reads whatever the blocks of a
+reference contain by then. So this module gives each reference of NIXL's a name and a time when the
+prefill engine has answered. It gives the reference to the connector of a decode engine only once,
+and only while the blocks certainly still belong to its prompt.
 
     named ──take──▶ taken ──unread──▶ named
       └──given back──▶ taken
@@ -32,30 +32,33 @@ from diptych_vllm.serve.requests import OURS
 LENDS: Final = "do_remote_decode"
 FETCHES: Final = "do_remote_prefill"
 MARGIN: Final = 1 / 3
-"""This part of a lease must be left when a decode engine is asked. From the moment on at which it
-has scheduled the request, it renews the lease itself."""
+"""At least this part of a lease must remain when a router asks a decode engine. As soon as the
+decode engine has scheduled the request, it renews the lease itself."""
 NAME, COMPAT, UNTIL = "lease_id", "compat", "take_before"
-"""Added to a reference of NIXL's: its name, the fingerprint of engines that can read its blocks,
-and the time, in seconds since 1970, after which it is too late."""
+"""The fields that this module adds to a reference of NIXL's: its name, the fingerprint of the
+engines that can read its blocks, and the time, in seconds since 1970, after which nobody may read
+them."""
 
 
 class TooLateError(DiptychError):
-    """A reference must not be used; says why. No engine is to blame."""
+    """A reference must not be used any more, for the reason in the message. No engine is at
+    fault."""
 
 
 def asked_of(request: EngineCoreRequest) -> dict[str, Any]:
-    """What a router wants of the KV connector; empty: nothing."""
+    """Return the parameters of a request for the KV connector; empty if there are none."""
     params = request.sampling_params
     asked = None if params is None else (params.extra_args or {}).get(PARAM)
     return asked if isinstance(asked, dict) else {}
 
 
 def passes_token_on(params: SamplingParams, connector: str) -> bool:
-    """Whether a decode engine goes on after the token of the prefill engine.
+    """Whether a decode engine continues after the token of the prefill engine.
 
-    It gets that token as a part of its prompt. Our connector can do that. With another one it must
-    be sent just what the prefill engine has computed, and generates the token itself. So it does
-    where an answer depends on which tokens are generated and which are of the prompt.
+    If so, the decode engine receives the token as a part of its prompt. Our connector supports
+    that. With any other connector, the decode engine must receive exactly the tokens that the
+    prefill engine has computed, and generates the first token itself. It also does so if the answer
+    depends on which tokens are generated and which belong to the prompt.
     """
     return connector == OURS and not (
         params.structured_outputs is not None
@@ -79,25 +82,28 @@ class VllmHandOffs:
     ) -> None:
         """
         Args:
-            connector: vLLM's name of it.
-            compat: the fingerprint of what this engine says of itself.
-            lease_seconds: how long blocks are kept for somebody who says nothing.
-            references: checks those of our connector; None for another.
+            connector: the name that vLLM has for it.
+            compat: the fingerprint of this engine's description.
+            lease_seconds: how long an engine keeps blocks for a reader that does not renew its
+            lease.
+            references: checks the references of our connector; None for another connector.
         """
         self._connector, self._compat, self._lease_seconds = connector, compat, lease_seconds
         self._references = references
         self._clock, self._random_bits = clock, random_bits
         self._taken: dict[str, float] = {}
-        """References that were given to the connector or given back -> when they are too old."""
+        """References that the connector has received or that were given back -> the time after
+        which they are too old."""
 
     @property
     def patience_s(self) -> float | None:
-        """An engine that stood still for longer may have read blocks too late; None: that is
-        checked."""
+        """An engine that stood still for longer than this may have read blocks too late; None: the
+        connector checks that."""
         return self._lease_seconds * MARGIN if self._connector not in ("", OURS) else None
 
     def told(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """What vLLM's connector gets, which knows nothing of null. Raises `TooLateError`."""
+        """Return the parameters for vLLM's connector, without null values, which it does not know.
+        Raises `TooLateError`."""
         if asked.get(LENDS):
             lent: dict[str, Any] = {LENDS: True, FETCHES: False}
             if isinstance(asked.get(NAME), str):
@@ -119,12 +125,13 @@ class VllmHandOffs:
         return _bare(asked)
 
     def unread(self, asked: dict[str, Any]) -> None:
-        """vLLM has refused the request, so its connector reads nothing."""
+        """Record that vLLM has refused the request, so that its connector reads nothing."""
         self._taken.pop(str(asked.get(NAME)), None)
 
     def given_back(self, lease: dict[str, Any]) -> dict[str, Any] | None:
-        """What to tell the connector when nobody wants these blocks; None: nothing, because it may
-        be reading them, or knows it. Raises `InvalidRequestError` for what nobody has signed."""
+        """Return what to tell the connector if nobody wants these blocks; None if it may be reading
+        them, or knows already. Raises `InvalidRequestError` for a reference without a valid
+        signature."""
         if self._references is not None:
             return lease_given_back(self._references, lease)
         name, until = str(lease.get(NAME)), lease.get(UNTIL)
@@ -139,7 +146,7 @@ class VllmHandOffs:
         return {**_bare(lease), FETCHES: True}
 
     def answer(self, request: EngineCoreRequest, output: EngineCoreOutput) -> None:
-        """Make an output of vLLM's what a router expects of a prefill engine."""
+        """Change an output of vLLM's into the one that a router expects of a prefill engine."""
         if output.finish_reason is not FinishReason.LENGTH or not asked_of(request).get(LENDS):
             output.kv_transfer_params = None
             return
@@ -158,5 +165,5 @@ class VllmHandOffs:
 
 
 def _bare(reference: dict[str, Any]) -> dict[str, Any]:
-    """As vLLM made it."""
+    """Return the reference as vLLM made it."""
     return {name: x for name, x in reference.items() if name not in (NAME, COMPAT, UNTIL)}

@@ -1,4 +1,4 @@
-"""What vLLM's core remembers, from its KV events. Pure.
+"""Tracks which blocks vLLM's core has cached, by its KV events. It performs no I/O.
 
 The events name blocks by vLLM's own hashes, and bring the tokens. The tokens are hashed anew, as
 Diptych's engines name their blocks, so that one index knows both. Facts from vLLM 0.32: events are
@@ -61,23 +61,23 @@ _decoder: Final = msgspec.msgpack.Decoder(_Batch)
 
 
 class EventsError(UtilityError):
-    """Events that are not to be believed, or not understood."""
+    """Events that contradict each other, or are of an unknown form."""
 
 
 class RememberedBlocks:
-    """The blocks of one core. It has no more than it says to have room for."""
+    """The blocks of one core: at most as many as the core says that it has room for."""
 
     def __init__(self, block_size: int, max_blocks: int) -> None:
         self._block_size, self._max_blocks = block_size, max_blocks
         self._group, self._is_whole = 0, False
-        """Which KV cache group is followed, and whether its layers need whole prefixes."""
+        """The KV cache group that is followed, and whether its layers need whole prefixes."""
         self._hashes: dict[_Hash, bytes] = {}
-        """vLLM's hash -> ours."""
+        """Hash of a block in vLLM -> its hash in Diptych."""
         self._is_recorded = False
         self._changes: dict[bytes, bool] = {}
 
     def take(self, payload: bytes) -> None:
-        """Take in a batch of events. Raises `EventsError`."""
+        """Apply a batch of events. Raises `EventsError`."""
         try:
             events = _decoder.decode(payload).events
         except UNREADABLE as exc:
@@ -92,7 +92,7 @@ class RememberedBlocks:
                     self.clear()
 
     def clear(self) -> None:
-        """It remembers nothing, or nothing is known."""
+        """Forget all blocks: the core has none cached, or nothing is known of them."""
         for mine in self._hashes.values():
             self._change(mine, False)
         self._hashes.clear()
@@ -112,7 +112,7 @@ class RememberedBlocks:
         return changes
 
     def _change(self, mine: bytes, remembered: bool) -> None:
-        """A change that undoes one that was not told yet need not be told."""
+        """Record a change. If it undoes one that has not been reported yet, neither is reported."""
         if not self._is_recorded:
             return
         if self._changes.get(mine, remembered) != remembered:
@@ -121,9 +121,9 @@ class RememberedBlocks:
             self._changes[mine] = remembered
 
     def _store(self, event: BlockStored) -> None:
-        """Blocks of an adapter, of another group, or elsewhere than on the device are left out, as
-        those whose beginning is not known. Followed is the first group of whole prefixes, and the
-        first of all as long as none is known."""
+        """Record stored blocks. Those of an adapter, of another group, outside the device, or with
+        an unknown beginning are left out. The group that is followed is the first one that needs
+        whole prefixes; until one is known, it is the first group."""
         if event.medium not in ON_THE_DEVICE or event.lora_name is not None:
             return
         group = event.group_idx or 0
@@ -152,8 +152,8 @@ class RememberedBlocks:
                 self._change(mine, True)
 
     def _parent_of(self, event: BlockStored) -> bytes | None:
-        """What the first of its blocks follows; None: that is not known, or the blocks depend on
-        more than tokens and a salt."""
+        """Return the hash that precedes the first of its blocks; None if it is not known, or if the
+        blocks depend on more than tokens and a salt."""
         first, *others = event.extra_keys or [None]
         if any(others):
             return None

@@ -1,6 +1,7 @@
-"""What vLLM's core reports of its steps, as the statistics that routers know. No I/O.
+"""Turns the reports of vLLM's core about its steps into the statistics that routers know. It
+performs no I/O.
 
-A core reports after each step that has brought something, so figures of an idle one stay.
+A core reports after each step that had a result, so the figures of an idle core do not change.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _OF_NIXL: Final = {
     "num_kv_expired_reqs": "leases_expired",
     "num_notifications_after_expiry": "late_reads",
 }
-"""What NIXL's connector lists by event -> the total that counts the events."""
+"""A list of events in the statistics of NIXL's connector -> the total that counts these events."""
 
 
 class CacheReport(Protocol):
@@ -58,7 +59,7 @@ class VllmLoad:
     """Running totals of one engine, and its gauges."""
 
     def __init__(self, blocks_total: int, connector: str) -> None:
-        """connector: vLLM's name of the KV connector; empty: it has none."""
+        """connector: the name of the KV connector in vLLM; empty if there is none."""
         self.stats = SchedulerStats(blocks_total=blocks_total, blocks_free=blocks_total)
         if connector:
             transport = connector.removesuffix("Connector").lower()
@@ -66,7 +67,7 @@ class VllmLoad:
         self._last_report = 0.0
 
     def take(self, report: StepReport | None, work: WorkReport | None, now: float) -> None:
-        """A step has ended, by this clock in seconds."""
+        """Apply the report of a step that ended at this time, in seconds."""
         stats = self.stats
         if report is not None:
             self._count_time(now)
@@ -85,18 +86,18 @@ class VllmLoad:
             stats.remote_kv_tokens += work.prompt_token_stats.external_kv_transfer
 
     def blocks_came(self, number: int) -> None:
-        """So many blocks were filled from elsewhere."""
+        """Count blocks that came from another engine."""
         if self.stats.kv_transfer is not None:
             self.stats.kv_transfer.blocks_received += number
 
     def _count_time(self, now: float) -> None:
-        """Between two reports it was at work if requests ran at the first one."""
+        """Count the time between two reports as work if requests ran at the first one."""
         if self.stats.num_running:
             self.stats.seconds_stepping += max(0.0, now - self._last_report)
         self._last_report = now
 
     def _count_moves(self, grown: dict[str, Any]) -> None:
-        """Our connector's figures, or NIXL's lists of what has happened."""
+        """Count the moves in our connector's figures, or in NIXL's lists of events."""
         totals = self.stats.kv_transfer
         if totals is None:
             return

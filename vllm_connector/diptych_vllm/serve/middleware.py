@@ -74,7 +74,7 @@ class Wire:
 
 
 class ServedWire:
-    """The port, and the service behind it."""
+    """The port of the wire, and the service behind it."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class ServedWire:
     ) -> None:
         """
         Args:
-            source: where the KV events of the engine's core are; None: it has none.
+            source: where the engine's core publishes its KV events; None if it publishes none.
             leave: ends the server in good order.
 
         Raises `zmq.ZMQError` when the port is taken.
@@ -105,7 +105,8 @@ class ServedWire:
         self._service.take(client, frames, arrays)
 
     async def _follow(self, source: EventSource, blocks: RememberedBlocks) -> None:
-        """Keep up what the core remembers. Routers that are told nothing choose by load."""
+        """Report which blocks the core has cached. Without these reports, routers choose by
+        load."""
         while True:
             try:
                 await follow(source, blocks, self._service.tell_prefixes)
@@ -115,7 +116,7 @@ class ServedWire:
                 await asyncio.sleep(EVENTS_RETRY_S)
 
     def drain(self, timeout_s: float) -> None:
-        """Leave as soon as all requests have ended, or the time is over."""
+        """End the server as soon as all requests have ended, or the time is over."""
         if self._draining is None:
             self._draining = asyncio.ensure_future(self._drain(timeout_s))
 
@@ -129,7 +130,7 @@ class ServedWire:
         self._leave()
 
     def _die(self) -> None:
-        """vLLM's core has ended, and its server will soon."""
+        """Tell clients that vLLM's core has ended; its server will end soon."""
         why = EngineCoreOutputs(last_words="vLLM's engine core has died; its log says why")
         self._tasks.append(asyncio.ensure_future(self._end([wire.encoder.encode(why)])))
 

@@ -1,6 +1,6 @@
-"""What vLLM has generated, in the wire's terms. Pure.
+"""Translates the outputs of vLLM into those of the wire. It performs no I/O.
 
-vLLM's own classes are described as far as they are read.
+The protocols here describe the parts of vLLM's classes that are read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from diptych_protocol.wire import ErrorKind
 
 WORST_RANK: Final = 1 << 30
 LOWEST: Final = -9999.0
-"""A token without any probability has this logarithm of it, as in OpenAI's API."""
+"""The log-probability of a token whose probability is 0, as in OpenAI's API."""
 _FINISHES: Final = {
     "stop": FinishReason.STOP,
     "length": FinishReason.LENGTH,
@@ -31,7 +31,7 @@ class RankedLogprob(Protocol):
 
 
 Candidates = Mapping[int, RankedLogprob]
-"""Token -> how likely it is: the one that is there, and the likeliest ones."""
+"""Token -> how likely it is, for the token that was chosen and for the likeliest ones."""
 
 
 class GeneratedTokens(Protocol):
@@ -66,7 +66,8 @@ def output_of(
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
 ) -> EngineCoreOutput:
-    """One output of a request. logprobs, prompt_logprobs: how many alternatives were asked for."""
+    """Return one output of a request. logprobs, prompt_logprobs: the number of alternatives that
+    the client asked for."""
     generated = news.outputs[0]
     tokens = list(generated.token_ids)
     output = EngineCoreOutput(
@@ -92,7 +93,8 @@ def output_of(
 def failure(
     request_id: str, why: str, kind: ErrorKind = ErrorKind.FAULT, param: str | None = None
 ) -> EngineCoreOutput:
-    """The end of a request that failed or was refused. param: the field that was refused."""
+    """Return the last output of a request that failed or was refused. param: the field that was
+    refused."""
     return EngineCoreOutput(
         request_id,
         [],
@@ -116,7 +118,8 @@ def _sampled(tokens: list[int], rows: Sequence[Candidates], wanted: int) -> Logp
 def _of_prompt(
     tokens: Sequence[int], rows: Sequence[Candidates | None], wanted: int
 ) -> LogprobsTensors:
-    """Nothing precedes the first token, so it has no row."""
+    """Return the log-probabilities of a prompt's tokens. The first token has no row, because
+    nothing precedes it."""
     width = wanted + 1
     names, values, ranks = array("i"), array("f"), array("i")
     for token, row in zip(tokens[1:], rows[1:], strict=True):
@@ -133,7 +136,8 @@ def _of_prompt(
 
 
 def _row(token: int, row: Candidates, wanted: int) -> tuple[list[int], list[float]]:
-    """The token that is there, then as many of the likeliest, with which it may be again."""
+    """Return a row: the token that was chosen, then this many of the likeliest ones, which may
+    include it again."""
     ranked = sorted(row, key=lambda other: row[other].rank or WORST_RANK)[:wanted]
     names = [token, *ranked]
     return names, [max(row[name].logprob, LOWEST) for name in names]

@@ -1,4 +1,4 @@
-"""The socket of a vLLM server's wire, on the event loop of its API server."""
+"""The socket at which a vLLM server speaks the wire, on the event loop of its API server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAST_WORDS_S: Final = 2.0
 POLLIN: Final = int(zmq.POLLIN)
 
 Take = Callable[[bytes, list[bytes], list[Frame]], None]
-"""Called with a client, the frames of its message, and the arrays behind them."""
+"""A function of a client, the frames of its message, and the arrays after them."""
 
 
 class WirePort:
@@ -59,7 +59,7 @@ class WirePort:
         return True
 
     async def close(self, clients: Iterable[bytes], last_words: list[list[Frame]]) -> None:
-        """Say the last words to these clients, wait until they have left, and listen no more.
+        """Send these clients the last words, wait until they have left, and close the socket.
         Calling it again is harmless."""
         if self._closed:
             return

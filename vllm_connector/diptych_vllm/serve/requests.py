@@ -1,4 +1,4 @@
-"""A request of the wire in vLLM's terms. Pure."""
+"""Translates a request of the wire into vLLM's parameters. It performs no I/O."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from diptych_protocol import EngineCoreRequest, InvalidRequestError, SamplingPar
 from diptych_protocol.wire import Abilities
 
 OURS: Final = "DiptychConnector"
-"""vLLM's name of our connector."""
+"""The name of our connector in vLLM."""
 
 
 def token_ids_of(request: EngineCoreRequest) -> list[int]:
-    """The prompt, and what other engines have generated."""
+    """Return the tokens of the prompt and those that other engines have generated."""
     return [*(request.prompt_token_ids or ()), *(request.generated_token_ids or ())]
 
 
 def max_tokens_of(request: EngineCoreRequest, max_model_len: int) -> int:
-    """How many tokens an engine is still to generate, at most."""
+    """Return the most tokens that an engine may still generate."""
     num_done = len(request.generated_token_ids or ())
     room = max_model_len - len(request.prompt_token_ids or ()) - num_done
     wanted = request.sampling.max_tokens
@@ -25,7 +25,7 @@ def max_tokens_of(request: EngineCoreRequest, max_model_len: int) -> int:
 
 
 def sampling_of(request: EngineCoreRequest, max_model_len: int) -> dict[str, Any]:
-    """The arguments of vLLM's `SamplingParams`, but for the form of the answer.
+    """Return the arguments of vLLM's `SamplingParams`, without the form of the answer.
 
     Tokens that were generated elsewhere count: towards `max_tokens` and `min_tokens`, and in the
     seed, so that no random number is drawn twice. Stop strings are left out: front-ends find them.
@@ -59,8 +59,8 @@ def sampling_of(request: EngineCoreRequest, max_model_len: int) -> dict[str, Any
 
 
 def form_of(params: SamplingParams) -> dict[str, Any] | None:
-    """The arguments of vLLM's `StructuredOutputsParams`; None: the answer is free. vLLM has its own
-    rules for what it cannot enforce."""
+    """Return the arguments of vLLM's `StructuredOutputsParams`; None if the answer needs no form.
+    vLLM has rules of its own for schemas that it cannot enforce."""
     form = params.structured_outputs
     if form is None:
         return None
@@ -69,7 +69,8 @@ def form_of(params: SamplingParams) -> dict[str, Any] | None:
 
 
 def check_request(request: EngineCoreRequest, abilities: Abilities) -> None:
-    """Raise `InvalidRequestError`, which names the field, for what this vLLM cannot be asked."""
+    """Raise `InvalidRequestError`, which names the field, for a request that this vLLM does not
+    support."""
     params = request.sampling_params
     if request.mm_features:
         refuse("image_url", "it prepares images itself; send text only")
@@ -92,5 +93,5 @@ def check_request(request: EngineCoreRequest, abilities: Abilities) -> None:
 
 
 def refuse(field: str, remedy: str) -> None:
-    """Raise the error that names the field."""
+    """Raise an `InvalidRequestError` that names the field."""
     raise InvalidRequestError(f"{field}: this engine is vLLM and takes none; {remedy}", param=field)

@@ -1,4 +1,4 @@
-"""Answers what the clients of a vLLM server say, message by message, as our own core does."""
+"""Answers the messages of a vLLM server's clients in the way of our own core."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ log = logging.getLogger(__name__)
 
 STATS_INTERVAL_S: Final = 0.25
 MAX_PENDING_CALLS: Final = 256
-"""Utility calls that may wait for their answers at the same time."""
+"""The most utility calls that may wait for their answers at the same time."""
 ANNOUNCE: Final = "announce_kv_transfer"
 
 Send = Callable[[bytes, list[Frame]], bool]
-"""Sends frames to a client; False: it is gone."""
+"""A function that sends frames to a client, and returns False if the client is gone."""
 Posture = tuple[bool, bool, int]
 
 
@@ -68,16 +68,16 @@ class WireService:
     ) -> None:
         """
         Args:
-            memory: what the engine remembers; None: that is not known.
+            memory: the blocks that the engine has cached; None if they are not known.
             on_death: called when the engine's core has ended.
         """
         self._engine, self._about, self._hand_offs = engine, about, hand_offs
         self._send_frames, self._on_death = send, on_death
         self._loop = asyncio.get_running_loop()
         self._clients: dict[bytes, int] = {}
-        """Who has sent something -> how many requests."""
+        """Client that has sent any message -> number of its requests."""
         self._told: dict[bytes, Posture] = {}
-        """Client -> the posture that it was told last."""
+        """Client -> the posture that was reported to it last."""
         self._answers = VllmAnswers(engine, hand_offs, self._put, on_death, self._early_prompts)
         self._control = VllmCalls(
             engine.llm,
@@ -89,7 +89,7 @@ class WireService:
         self._prefix_news = None if memory is None else PrefixNews(memory, dict)
         self._pending: set[asyncio.Task[None]] = set()
         self._outputs: dict[bytes, list[EngineCoreOutput]] = {}
-        """What is to be sent at the end of this turn of the loop."""
+        """Outputs to be sent at the end of this turn of the event loop."""
         self._stats_due = 0.0
         self._own_calls: dict[str, Callable[..., Any]] = {
             "describe": lambda: msgspec.to_builtins(about),
@@ -108,11 +108,12 @@ class WireService:
 
     @property
     def clients(self) -> list[bytes]:
-        """All that have spoken and are not known to be gone."""
+        """Return the clients that have sent a message and are not known to be gone."""
         return list(self._clients)
 
     async def watch(self) -> None:
-        """Ask the core all the time, and tell those who want to hear it. Ends when it has died."""
+        """Ask the core all the time, and send heartbeats to clients that want them. Ends when the
+        core has died."""
         while True:
             try:
                 await self._beats.run()
@@ -124,7 +125,7 @@ class WireService:
                 await asyncio.sleep(BEAT_S)
 
     def take(self, client: bytes, frames: list[bytes], arrays: list[Frame]) -> None:
-        """A message has come."""
+        """Process a message of a client."""
         self._clients.setdefault(client, 0)
         try:
             self._handle(client, frames, arrays)
@@ -132,18 +133,18 @@ class WireService:
             self._answer_malformed(client, frames, exc)
 
     def abort_all(self) -> None:
-        """End all requests, and tell their clients so."""
+        """End all requests, and tell their clients that they have ended."""
         self._answers.abort_all()
         self._flush()
 
     def drain(self) -> Any:
-        """Begin to leave: what is here, and what comes, is served."""
+        """Begin to drain. Requests that are here and requests that still come are served."""
         self._engine.load.stats.draining = True
         self._tell_posture()
         return self.drain_report()
 
     def drain_report(self) -> DrainReport:
-        """What still keeps this engine from leaving."""
+        """Return what still keeps this engine from ending."""
         stats, num_open = self._engine.load.stats, len(self._answers)
         leases = 0 if stats.kv_transfer is None else stats.kv_transfer.leases_held
         return DrainReport(
@@ -174,8 +175,8 @@ class WireService:
                 raise ValueError(f"{other.name} is not accepted from a socket")
 
     def _answer_malformed(self, client: bytes, frames: list[bytes], error: Exception) -> None:
-        """Who waits for the answer to a message that cannot be read gets an error, if the message
-        says so much."""
+        """Send an error to whoever waits for the answer to an unreadable message, if the message
+        tells who that is."""
         self._engine.load.stats.malformed_messages += 1
         reason = f"the message cannot be read: {error}"
         request_id, call_id = asker_of(frames)
@@ -239,7 +240,7 @@ class WireService:
     # --- the core -----------------------------------------------------------------------------
 
     async def _ask_core(self) -> None:
-        """It answers between two steps."""
+        """Wait for an answer of the core, which comes between two steps."""
         self._engine.load.stats.paused = bool(await self._engine.llm.is_paused())
         self._tell_posture()
         self.tell_prefixes()
@@ -263,7 +264,8 @@ class WireService:
             self._send(client, EngineCoreOutputs(scheduler_stats=stats))
 
     def _stood_still(self, seconds: float) -> None:
-        """The core did not answer for so long, and then may have read blocks too late."""
+        """Doubt the KV that was read if the core gave no answer for this long, because it may have
+        read blocks too late."""
         patience_s = self._hand_offs.patience_s
         if patience_s is not None and seconds > patience_s:
             self._answers.doubt(f"the engine stood still for {seconds:.0f} s")
@@ -281,7 +283,7 @@ class WireService:
             self._send(client, EngineCoreOutputs(prefix_changes=snapshot))
 
     def tell_prefixes(self, *, at_once: bool = False) -> None:
-        """Tell those who follow them what has changed."""
+        """Report the changes of cached prefixes to the clients that follow them."""
         if self._prefix_news is None:
             return
         changes = self._prefix_news.take(time.monotonic(), at_once=at_once)
@@ -292,7 +294,7 @@ class WireService:
     # --- sending ------------------------------------------------------------------------------
 
     def _put(self, client: bytes, output: EngineCoreOutput) -> None:
-        """Send an output with all others of this turn of the loop."""
+        """Send an output together with all others of this turn of the event loop."""
         if not self._outputs:
             self._loop.call_soon(self._flush)
         self._outputs.setdefault(client, []).append(output)

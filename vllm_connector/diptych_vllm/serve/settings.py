@@ -1,5 +1,5 @@
-"""Where the server listens, and who it is: from the environment, as an engine's pod has it. Pure,
-except that it reads the keys."""
+"""Reads where the server listens, and its identity, from the environment variables of an engine's
+pod. Its only I/O is to read the keys."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class ServedPort(msgspec.Struct, frozen=True):
     host: str
     port: int
     keys: CurveKeys | None
-    """None: the port is on loopback, where everybody is let in."""
+    """None: the port is on loopback and admits everybody."""
     revision: str = ""
     engine_id: str = ""
-    """Empty: the engine takes its host's name and its port."""
+    """Empty: the engine's name consists of its host's name and its port."""
     node: str = ""
     zone: str = ""
 

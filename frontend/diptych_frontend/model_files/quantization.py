@@ -1,0 +1,163 @@
+"""How the matrices of a folder of safetensors are quantised: `quantization_config` of config.json.
+
+What engines cannot read is refused here, by its name, before any tensor is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+from diptych_protocol import InvalidRequestError
+
+Method = Literal["fp8", "awq", "gptq", "compressed-tensors"]
+REMEDY: Final = (
+    "take the model's unquantised files, with weightPacking q4 or q8 to make them small, or a GGUF "
+    "file"
+)
+WHOLE: Final = -1
+"""A group size: a row is one group."""
+CT_FORMATS: Final = {
+    "float-quantized": ("float", (8,)),
+    "naive-quantized": ("float", (8,)),
+    "int-quantized": ("int", (8,)),
+    "pack-quantized": ("int", (4, 8)),
+}
+"""Formats of compressed-tensors: the type and the bits of their numbers."""
+GPTQ_ZEROS: Final = {"gptq": 1, "gptq_v2": 0}
+"""`checkpoint_format` of GPTQ: what was taken from its zero points."""
+
+
+Side = Annotated[int, msgspec.Meta(ge=32, le=1 << 16, multiple_of=32)]
+Block = tuple[Side, Side]
+
+
+class Quantization(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How quantised matrices of a model are stored. Others may be beside them, as floats."""
+
+    method: Method
+    bits: int = 8
+    """The size of a number in int32 words that hold several."""
+    zero_shift: int = 0
+    """What is added to a stored zero point."""
+    block: tuple[int, int] = (128, 128)
+    """Rows and columns that share a scale, where scales are in blocks."""
+
+
+class _Fp8(msgspec.Struct):
+    fmt: str = "e4m3"
+    weight_block_size: Block | None = None
+
+
+class _Awq(msgspec.Struct):
+    bits: int
+    zero_point: bool = True
+    version: str = "gemm"
+
+
+class _Gptq(msgspec.Struct):
+    bits: int
+    checkpoint_format: str = "gptq"
+    is_marlin_format: bool = False
+    dynamic: dict[str, Any] | None = None
+    """Other settings for some of the matrices."""
+
+
+class _CtWeights(msgspec.Struct):
+    num_bits: int = 8
+    type: str = "int"
+    block_structure: Block | None = None
+
+
+class _CtGroup(msgspec.Struct):
+    weights: _CtWeights | None = None
+    format: str | None = None
+
+
+class _Ct(msgspec.Struct):
+    config_groups: dict[str, _CtGroup]
+    format: str = ""
+    sparsity_config: dict[str, Any] | None = None
+
+
+def quantization_from_hf(raw: Mapping[str, Any]) -> Quantization | None:
+    """Return what config.json says; None if nothing is quantised.
+
+    Raises `InvalidRequestError` for a way of quantising that no engine reads.
+    """
+    found = raw.get("quantization_config") or raw.get("compression_config")
+    if found is None:
+        return None
+    if not isinstance(found, dict):
+        raise _refused("it is not an object")
+    method = str(found.get("quant_method"))
+    if method == "mxfp4":  # of gpt-oss, whose tensors' names show what is packed
+        return None
+    if method not in _READERS:
+        raise _refused(f"quant_method is {method!r}, not one of {', '.join(_READERS)}")
+    try:
+        return _READERS[method](found)
+    except msgspec.ValidationError as exc:
+        raise _refused(str(exc)) from exc
+
+
+def _fp8(found: dict[str, Any]) -> Quantization:
+    config = msgspec.convert(found, _Fp8)
+    _require("fmt", config.fmt, ("e4m3",))
+    return Quantization("fp8", block=config.weight_block_size or (128, 128))
+
+
+def _awq(found: dict[str, Any]) -> Quantization:
+    config = msgspec.convert(found, _Awq)
+    _require("bits", config.bits, (4,))
+    _require("version", config.version.lower(), ("gemm",))
+    _require("zero_point", config.zero_point, (True,))
+    return Quantization("awq", 4)
+
+
+def _gptq(found: dict[str, Any]) -> Quantization:
+    config = msgspec.convert(found, _Gptq)
+    _require("bits", config.bits, (4, 8))
+    _require("is_marlin_format", config.is_marlin_format, (False,))
+    _require("checkpoint_format", config.checkpoint_format, tuple(GPTQ_ZEROS))
+    if config.dynamic:
+        raise _refused("dynamic gives matrices settings of their own")
+    return Quantization("gptq", config.bits, GPTQ_ZEROS[config.checkpoint_format])
+
+
+def _compressed(found: dict[str, Any]) -> Quantization | None:
+    config = msgspec.convert(found, _Ct)
+    sparsity = (config.sparsity_config or {}).get("format", "dense")
+    _require("sparsity_config.format", sparsity, ("dense",))
+    kinds, blocks = set(), set()
+    for group in config.config_groups.values():
+        if group.weights is None:
+            continue
+        own = group.format or config.format
+        _require("format", own, tuple(CT_FORMATS))
+        kind, sizes = CT_FORMATS[own]
+        _require(f"type of {own} weights", group.weights.type, (kind,))
+        _require(f"num_bits of {own} weights", group.weights.num_bits, sizes)
+        kinds.add((own, group.weights.num_bits))
+        blocks.add(group.weights.block_structure or (128, 128))
+    packed = {bits for own, bits in kinds if own == "pack-quantized"} or {8}
+    if len(packed) > 1 or len(blocks) > 1:
+        raise _refused("config_groups have several sizes of packed weights, or of blocks")
+    return Quantization("compressed-tensors", packed.pop(), 0, blocks.pop()) if kinds else None
+
+
+_READERS: Final = {"fp8": _fp8, "awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed}
+
+
+def _require(field: str, value: object, known: tuple[object, ...]) -> None:
+    if value not in known:
+        names = " or ".join(str(each) for each in known)
+        raise _refused(f"{field} is {value!r}, not {names}")
+
+
+def _refused(what: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"model not supported: quantization_config of config.json: {what}; {REMEDY}", param="model"
+    )

@@ -1,0 +1,318 @@
+"""FP8, AWQ, GPTQ and compressed-tensors: read as their makers wrote them, beside the same
+arithmetic in plain torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_kit.control import Owner
+from engine_kit.core import generate
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from diptych_engine.models import CausalLM, build_model, load_weights
+from diptych_engine.models.shard import Shard
+from diptych_frontend.model_files.model_source import resolve_model
+from diptych_frontend.model_files.quantization import quantization_from_hf
+from diptych_kernels.packed_product import is_available
+from diptych_protocol import InvalidRequestError
+
+Tensors = dict[str, Tensor]
+Json = dict[str, Any]
+Scheme = Callable[[int, int, torch.Generator], tuple[Tensors, Tensor]]
+"""(outputs, inputs) -> a matrix's tensors by the ends of their names, and its values."""
+SIZES: Json = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 128, "intermediate_size": 256,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+MODULES = {
+    "self_attn.q_proj": (128, 128), "self_attn.k_proj": (64, 128), "self_attn.v_proj": (64, 128),
+    "self_attn.o_proj": (128, 128), "mlp.gate_proj": (256, 128), "mlp.up_proj": (256, 128),
+    "mlp.down_proj": (128, 256),
+}  # fmt: skip
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def words(numbers: Tensor, bits: int) -> Tensor:
+    """[rows, n] -> [rows, n * bits / 32] int32, the first number in the lowest bits."""
+    parts = numbers.long().view(len(numbers), -1, 32 // bits)
+    return (parts << torch.arange(0, 32, bits)).sum(-1).to(torch.int32)
+
+
+def numbers(high: int, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    return torch.randint(0, high, shape, generator=generator)
+
+
+def scales(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    return (0.01 + 0.04 * torch.rand(shape, generator=generator)).half()
+
+
+def awq(rows: int, columns: int, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+    q = numbers(16, (columns, rows), generator)
+    z, s = numbers(16, (columns // 32, rows), generator), scales((columns // 32, rows), generator)
+    order = torch.tensor(AWQ_ORDER)
+    packed = [words(x.view(len(x), -1, 8)[..., order].flatten(1), 4) for x in (q, z)]
+    values = (q - z.repeat_interleave(32, 0)) * s.float().repeat_interleave(32, 0)
+    return {"qweight": packed[0], "qzeros": packed[1], "scales": s}, values.t()
+
+
+def gptq(bits: int, *, is_symmetric: bool = True, shift: int = 1, sorts: bool = False) -> Scheme:
+    def scheme(rows: int, columns: int, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+        q, groups = numbers(1 << bits, (columns, rows), generator), columns // 64
+        z = numbers(4 << (bits - 4), (groups, rows), generator) + (6 << (bits - 4))
+        if is_symmetric:
+            z[:] = 1 << (bits - 1)
+        s, group_of = scales((groups, rows), generator), torch.arange(columns) // 64
+        if sorts:
+            group_of = group_of[torch.randperm(columns, generator=generator)]
+        values = (q - z[group_of]) * s.float()[group_of]
+        tensors = {
+            "qweight": words(q.t(), bits).t().contiguous(),
+            "qzeros": words(z - shift, bits),
+            "scales": s,
+            "g_idx": group_of.to(torch.int32),
+        }
+        return tensors, values.t()
+
+    return scheme
+
+
+def packed_ints(bits: int, *, has_zeros: bool = False) -> Scheme:
+    def scheme(rows: int, columns: int, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+        half = 1 << (bits - 1)
+        q = numbers(2 * half, (rows, columns), generator) - half
+        s = scales((rows, columns // 32), generator).bfloat16()
+        z = numbers(half, (rows, columns // 32), generator) - half // 2
+        tensors = {
+            "weight_packed": words(q + half, bits),
+            "weight_shape": torch.tensor([rows, columns]),
+            "weight_scale": s,
+        }
+        if has_zeros:
+            tensors["weight_zero_point"] = words((z + half).t(), bits).t().contiguous()
+            q = q - z.repeat_interleave(32, 1)
+        return tensors, q * s.float().repeat_interleave(32, 1)
+
+    return scheme
+
+
+def ints(rows: int, columns: int, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+    q = numbers(255, (rows, columns), generator) - 127
+    s = scales((rows, 1), generator).bfloat16()
+    unused = {"input_scale": torch.ones(1)}
+    return {"weight": q.to(torch.int8), "weight_scale": s} | unused, q * s.float()
+
+
+def fp8(kind: str) -> Scheme:
+    def scheme(rows: int, columns: int, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+        q = torch.randn(rows, columns, generator=generator).to(torch.float8_e4m3fn)
+        if kind == "block":
+            s = torch.rand(-(-rows // 128), -(-columns // 128), generator=generator) + 0.1
+            whole = s.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+            return {"weight": q, "weight_scale_inv": s}, q.float() * whole
+        s = torch.rand(rows if kind == "row" else 1, 1, generator=generator) + 0.1
+        stored = s if kind == "row" else s.reshape(())
+        return {"weight": q, "weight_scale": stored}, q.float() * s
+
+    return scheme
+
+
+def compressed(form: str, **weights: Any) -> Json:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    return {
+        "quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }  # fmt: skip
+
+
+FP8, AWQ = {"quant_method": "fp8"}, {"quant_method": "awq", "bits": 4, "version": "GEMM"}
+GPTQ: Json = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False}
+INT4 = compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32)
+INT8 = compressed("int-quantized", num_bits=8, type="int", strategy="channel")
+FLOAT8 = compressed("float-quantized", num_bits=8, type="float", strategy="channel")
+FORMATS: dict[str, tuple[Json, Scheme, int | None]] = {
+    "fp8": (FP8, fp8("tensor"), 43),
+    "fp8-blocks": (FP8 | {"weight_block_size": [128, 128]}, fp8("block"), 43),
+    "float-quantized": (FLOAT8, fp8("row"), 43),
+    "awq": (AWQ, awq, 8),
+    "gptq-4": (GPTQ, gptq(4), 4),
+    "gptq-4-zeros": (GPTQ, gptq(4, is_symmetric=False), 8),
+    "gptq-v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, gptq(4, shift=0), 4),
+    "gptq-8": (GPTQ | {"bits": 8}, gptq(8), 8),
+    "gptq-sorted": (GPTQ | {"desc_act": True}, gptq(4, sorts=True), None),
+    "int4": (INT4, packed_ints(4), 4),
+    "int4-zeros": (INT4, packed_ints(4, has_zeros=True), 8),
+    "int8-packed": (compressed("pack-quantized", num_bits=8, type="int"), packed_ints(8), 8),
+    "int8": (INT8, ints, 8),
+}
+"""config.json's entry, the scheme, and the kind of tiles; None: floats."""
+
+
+def save(folder: Path, config: Json, scheme: Scheme) -> tuple[str, Tensors]:
+    """A checkpoint whose layer is quantised, and its values."""
+    folder.mkdir(exist_ok=True)
+    generator = torch.Generator().manual_seed(1)
+    tokens = {name: torch.randn(64, 128, generator=generator).half() for name in ("embed", "head")}
+    stored: Tensors = {
+        "model.embed_tokens.weight": tokens["embed"],
+        "lm_head.weight": tokens["head"],
+        "model.norm.weight": torch.ones(128),
+        "model.layers.0.input_layernorm.weight": torch.ones(128),
+        "model.layers.0.post_attention_layernorm.weight": torch.ones(128),
+    }
+    values = {name: tensor.float() for name, tensor in stored.items()}
+    for module, shape in MODULES.items():
+        name = f"model.layers.0.{module}"
+        tensors, values[f"{name}.weight"] = scheme(*shape, generator)
+        stored |= {f"{name}.{end}": tensor.contiguous() for end, tensor in tensors.items()}
+    save_file(stored, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(SIZES | {"quantization_config": config}))
+    return str(folder), values
+
+
+def model_of(owner: Owner) -> CausalLM:
+    runner: Any = owner.core.runner
+    own: CausalLM = runner.model
+    return own
+
+
+def kinds(model: CausalLM) -> set[int | None]:
+    """The kinds of tiles of the layer's matrices: bits of levels, 43 for 8-bit floats."""
+    of_bytes = {320: 4, 512: 6, 576: 8}
+    found: set[int | None] = set()
+    for packable in model.packables:
+        own = packable.linear.packed
+        if "layers" in packable.published[0]:
+            is_level = own is not None and own.tiles.dtype is torch.uint8
+            found.add(None if own is None else of_bytes[own.tiles.shape[2]] if is_level else 43)
+    return found
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_values_are_those_of_the_published_arithmetic(name: str, tmp_path: Path) -> None:
+    """Packed or not, and none of them is rounded."""
+    config, scheme, kind = FORMATS[name]
+    path, values = save(tmp_path, config, scheme)
+    source = resolve_model(path)
+    plain = build_model(source.config, 16, torch.float32, torch.device("cpu"))
+    load_weights(plain.slots, source)
+    for each in ("mlp.down_proj", "mlp.up_proj", "self_attn.v_proj", "self_attn.o_proj"):
+        full = f"model.layers.0.{each}.weight"
+        torch.testing.assert_close(plain.slots[full].target, values[full], rtol=1e-6, atol=0)
+    owner = Owner(model=path, weight_packing="auto")
+    for (own, packed), (_, other) in zip(
+        model_of(owner).named_parameters(), plain.named_parameters(), strict=True
+    ):
+        assert torch.equal(packed, other), own
+    assert owner.core.description.compat["dtype"] == "bfloat16"
+    if is_available() and is_available(torch.float8_e4m3fn):
+        assert kinds(model_of(owner)) == {kind}
+    first = generate(owner.core, [1, 2, 3])
+    assert first == generate(Owner(model=path, kv_cache_dtype="bfloat16").core, [1, 2, 3])
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "gptq-4", "int4-zeros"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_has_its_own_share(name: str, rank: int, tmp_path: Path) -> None:
+    config, scheme, _ = FORMATS[name]
+    source = resolve_model(save(tmp_path, config, scheme)[0])
+    shard = Shard(rank, 2, lambda _: None)
+    own, plain = (
+        build_model(source.config, 16, torch.float32, torch.device("cpu"), shard) for _ in range(2)
+    )
+    load_weights(own.slots, source, packables=own.packables)
+    load_weights(plain.slots, source)
+    for (_, packed), (_, other) in zip(
+        own.named_parameters(), plain.named_parameters(), strict=True
+    ):
+        assert torch.equal(packed, other)
+
+
+def test_matrices_that_are_left_out_stay_as_they_are(tmp_path: Path) -> None:
+    path, values = save(tmp_path, INT4, packed_ints(4))
+    stored = load_file(tmp_path / "model.safetensors")
+    module = "model.layers.0.mlp.down_proj"
+    kept = {name: each for name, each in stored.items() if not name.startswith(module)}
+    left = values[f"{module}.weight"].bfloat16()
+    save_file(kept | {f"{module}.weight": left}, tmp_path / "model.safetensors")
+    model = model_of(Owner(model=path))
+    assert torch.equal(model.slots[f"{module}.weight"].target, left.float())
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes', not one of fp8"),
+        (FP8 | {"fmt": "e5m2"}, "fmt is 'e5m2', not e4m3"),
+        (FP8 | {"weight_block_size": [100, 128]}, "weight_block_size"),
+        (AWQ | {"bits": 3}, "bits is 3, not 4"),
+        (AWQ | {"version": "gemv"}, "version is 'gemv', not gemm"),
+        (AWQ | {"zero_point": False}, "zero_point is False"),
+        (GPTQ | {"bits": 2}, "bits is 2, not 4 or 8"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', not gptq"),
+        (GPTQ | {"is_marlin_format": True}, "is_marlin_format is True"),
+        (GPTQ | {"dynamic": {"-:x": {}}}, "dynamic gives matrices"),
+        (compressed("pack-quantized", num_bits=3, type="int"), "num_bits of pack-quantized"),
+        (compressed("nvfp4-pack-quantized", num_bits=4, type="float"), "format is 'nvfp4"),
+        (INT8 | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config.format"),
+        (INT8 | {"config_groups": 1}, "config_groups"),
+        ("fp8", "it is not an object"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_its_name(config: Any, said: str) -> None:
+    with pytest.raises(InvalidRequestError, match=said) as refused:
+        quantization_from_hf({"quantization_config": config})
+    assert refused.value.param == "model"
+    assert "weightPacking" in str(refused.value)
+
+
+def test_a_router_whose_engines_are_others_refuses_nothing(tmp_path: Path) -> None:
+    """It reads no weights."""
+    save(tmp_path, {"quant_method": "bitsandbytes"}, ints)
+    assert resolve_model(str(tmp_path), weights=False).config.vocab_size == 64
+    with pytest.raises(InvalidRequestError, match="bitsandbytes"):
+        resolve_model(str(tmp_path))
+
+
+K = "model.layers.0.self_attn.k_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "end", "tensor", "said"),
+    [
+        ("int4", "weight_scale", None, "weight_scale is missing"),
+        ("int4", "weight_packed", torch.zeros(64, 15, dtype=torch.int32), r"\[64, 15\], not \[64"),
+        ("int4", "weight_g_idx", torch.zeros(128, dtype=torch.int32), "weight_g_idx sorts"),
+        (
+            "int8",
+            "weight",
+            torch.zeros(64, 128, dtype=torch.uint8),
+            "weight has the type U8, not F8_E4M3 or I8",
+        ),
+        ("awq", "qzeros", torch.zeros(1, 8, dtype=torch.int32), r"\[1, 8\], not \[4, 8\]"),
+        ("gptq-4", "scales", torch.zeros(3, 64).half(), "scales has 3 groups|qzeros has the shape"),
+        ("gptq-sorted", "g_idx", torch.full((128,), 9, dtype=torch.int32), "g_idx names groups"),
+        ("fp8", "weight_scale", torch.zeros(7), r"weight_scale has the shape \[7\]"),
+        ("fp8", "qweight", torch.zeros(7), "qweight does not belong to fp8"),
+        ("fp8", "weight", torch.zeros(64, 128, dtype=torch.int8), "weight has the type I8, not F8"),
+        ("int4", "weight_shape", torch.tensor([64, 128, 1]), r"\[3\], not \[2\]"),
+        ("int4", "weight_shape", torch.tensor([-64, 1 << 40]), "weight_packed has the shape"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    name: str, end: str, tensor: Tensor | None, said: str, tmp_path: Path
+) -> None:
+    config, scheme, _ = FORMATS[name]
+    path, _ = save(tmp_path, config, scheme)
+    stored = {**load_file(tmp_path / "model.safetensors"), f"{K}.{end}": tensor}
+    kept = {name: each for name, each in stored.items() if each is not None}
+    save_file(kept, tmp_path / "model.safetensors")
+    with pytest.raises(InvalidRequestError, match=said) as refused:
+        Owner(model=path)
+    assert K in str(refused.value)

@@ -1,0 +1,78 @@
+"""The real model in the mixtures of types that llama.cpp's quantiser makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.quality import DATA, PACKED_CACHE, divergence, load, log_probabilities
+from engine_kit.core import core_request, make_core, run
+from gguf import GGMLQuantizationType as Kind
+from model_kit.quantised import requantised
+from model_kit.questions import WHOLE
+
+from diptych_engine.models import build_model, load_weights
+from diptych_frontend.model_files.gguf_header import GGUFTensor
+from diptych_frontend.model_files.model_source import resolve_model
+from diptych_frontend.text.tokenizer_files import load_tokenizer
+from diptych_kernels.packed_product import is_available
+
+LAYERS, TOKENS = 30, 128
+TOLERATED = 1e-4
+"""Mean KL that packing may cost, beside the dequantised model in float32."""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not is_available(), reason="nothing is packed on this processor"),
+]
+
+
+def mixture(base: Kind) -> Callable[[GGUFTensor], Kind]:
+    """What llama.cpp calls M: more bits for some layers' values and down projections, and for the
+    output matrix."""
+
+    def kind_of(tensor: GGUFTensor) -> Kind:
+        if tensor.name == "token_embd.weight":
+            return Kind.Q6_K
+        layer, eighth = int(tensor.name.split(".")[1]), LAYERS // 8
+        more = layer < eighth or layer >= 7 * LAYERS // 8 or (layer - eighth) % 3 == 2
+        is_kept = "attn_v" in tensor.name or "ffn_down" in tensor.name
+        return Kind.Q6_K if more and is_kept else base
+
+    return kind_of
+
+
+@pytest.mark.parametrize(
+    "base", [Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_XS], ids=lambda kind: kind.name
+)
+def test_a_requantised_model_stays_packed_and_answers(
+    smollm2: str, tmp_path: Path, base: Kind
+) -> None:
+    original = resolve_model(smollm2).path
+    assert original is not None
+    path = requantised(original, tmp_path / "model.gguf", mixture(base))
+    source = resolve_model(path)
+    tokenizer = load_tokenizer(source)
+    assert tokenizer is not None
+    model = load(source, TOKENS)
+    assert all(packable.linear.packed is not None for packable in model.packables)
+
+    token_ids = tokenizer.encode((DATA / "alice.txt").read_text())[:TOKENS]
+    plain = build_model(source.config, TOKENS, torch.float32, torch.device("cpu"))
+    load_weights(plain.slots, source)
+    wanted = log_probabilities(plain, source, token_ids, torch.float32, TOKENS)
+    for prompt in (TOKENS, 0):
+        found = log_probabilities(model, source, token_ids, PACKED_CACHE, prompt)
+        assert float(divergence(wanted, found).mean()) < TOLERATED
+
+    chat = tokenizer.render_chat([{"role": "user", "content": WHOLE.words}])
+    prompt_ids = tokenizer.encode(chat, add_special_tokens=False)
+    core = make_core(path, weight_packing="auto", max_model_len=128)
+    try:
+        outputs = run(core, core_request("a", prompt_ids, max_tokens=7))["a"]
+    finally:
+        core.close()
+    answer = tokenizer.decode([token for each in outputs for token in each.new_token_ids])
+    assert answer.startswith(WHOLE.answer)
