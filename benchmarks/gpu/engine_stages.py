@@ -17,7 +17,7 @@ from model_kit.checkpoints import random_tensors, save_adapter, save_model
 
 from diptych_engine.control.core import EngineCore
 from diptych_kernels.block_copy.copies import BlockCopies, Bus
-from diptych_protocol import EngineCoreOutput, KVTransferConfig, LoRARequest
+from diptych_protocol import EngineCoreOutput, KVTransferConfig, LoRARequest, SpeculativeConfig
 
 Sizes = dict[str, Any]
 SMALL: Sizes = {
@@ -136,6 +136,26 @@ def whole_engine(place: Place) -> None:
         finally:
             core.close()
     compare(place, "steps ahead and step by step", made[True], made[False])
+
+
+def guesses(place: Place) -> None:
+    """An engine that guesses tokens makes those of one that does not; and what that gains."""
+    made: dict[bool, list[list[list[int]]]] = {}
+    for guessing in (False, True):
+        config = SpeculativeConfig(prompt_lookup_min=1) if guessing else None
+        core = make_core(dummy(place), speculative_config=config, **options(place))
+        name = "guesses" if guessing else "no guesses"
+        try:
+            made[guessing] = [
+                served(place, core, f"{name}, {at}", rows, temperature=0.0)
+                for rows in place.either((1, 8, 48), (2,))
+                for at in ("recorded", "replayed")
+            ]
+            stats = core.stats()
+            place.tell(name, proposed=stats.draft_tokens, right=stats.draft_tokens_accepted)
+        finally:
+            core.close()
+    compare(place, "with and without guesses", made[True], made[False])
 
 
 def kv_in_eight_bits(place: Place) -> None:

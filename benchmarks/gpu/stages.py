@@ -32,6 +32,7 @@ STAGES = {
     11: Stage("prefill and decode on one GPU", "engine_stages:hand_off", 60),
     12: Stage("a service of processes", "service_stage:service_of_processes", 40),
     13: Stage("KV in eight bits", "engine_stages:kv_in_eight_bits", 40),
+    14: Stage("guessed tokens", "engine_stages:guesses", 40),
 }
 
 

@@ -24,7 +24,6 @@ class LoneSequence:
         self.model = build_model(config, max_tokens, torch.float32, cpu)
         packables = self.model.packables if packs else ()
         load_weights(self.model.slots, source, packables=packables)
-        self.window = config.sliding_window
         num_blocks = -(-max_tokens // BLOCK_SIZE)
         self.cache = torch.zeros(
             num_blocks, config.num_hidden_layers, 2, BLOCK_SIZE, config.num_key_value_heads,
@@ -49,7 +48,6 @@ class LoneSequence:
                 block_tables=self.blocks[None, : -(-end // BLOCK_SIZE)],
                 num_decodes=int(len(token_ids) == 1),
                 block_size=BLOCK_SIZE,
-                window=self.window,
             ),
             given=given,
         )

@@ -237,7 +237,7 @@ def test_hf_config_variants(
         ({"mlp_bias": True}, "mlp_bias"),
         ({"attention_bias": True}, "attention_bias in llama"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "short_factor"),
         ({"rope_scaling": {"rope_type": "divided", "divisors": [1.0]}}, "divided"),
         ({"rope_scaling": {"type": "yarn"}}, "factor"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}, "rope_theta": 1.0}, "rope_theta"),
@@ -268,7 +268,7 @@ def test_gguf_flags_follow_the_architecture(tmp_path: Path) -> None:
     [
         ("falcon", {}, "architecture 'falcon'"),
         ("llama", {"rope__scaling__type": "longrope"}, "longrope"),
-        ("llama", {"rope__dimension_count": 4}, "part of each head"),
+        ("llama", {"rope__dimension_count": 3}, "RoPE of 3 of"),
         ("llama", {"embedding_length": "wide"}, "embedding_length"),
     ],
 )

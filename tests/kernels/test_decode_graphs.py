@@ -34,7 +34,7 @@ NUM_BLOCKS = 4 * LONGEST // BLOCK_SIZE
 TABLES = np.random.default_rng(1).permutation(NUM_BLOCKS).reshape(4, -1)
 
 
-def decodes(step: int, window: int | None, device: torch.device) -> StepInputs:
+def decodes(step: int, device: torch.device) -> StepInputs:
     places, tables = np.array(STEPS[step]), TABLES[SEQUENCES[step]]
     blocks = tables[np.arange(len(places)), places // BLOCK_SIZE]
     attention = AttentionMetadata(
@@ -43,7 +43,6 @@ def decodes(step: int, window: int | None, device: torch.device) -> StepInputs:
         block_tables=tables[:, : places.max() // BLOCK_SIZE + 1],
         num_decodes=len(places),
         block_size=BLOCK_SIZE,
-        window=window,
         device=device,
     )
     numbers = (places % 50, places, blocks, places % BLOCK_SIZE)
@@ -80,13 +79,12 @@ def test_recorded_decodes_are_those_of_the_model(
     model = make_model(config(**FAMILIES[family]), device, LONGEST)
     layers, own_layers = (make_cache(device, NUM_BLOCKS + 1) for _ in range(2))
     graphs = DecodeGraphs(model, own_layers, LONGEST, make_recorder)
-    window = config(**FAMILIES[family]).sliding_window
     with torch.inference_mode():
         for step in range(len(STEPS)):
-            inputs = decodes(step, window, device)
+            inputs = decodes(step, device)
             assert graphs.fit(inputs)
             expected = model.forward(inputs, layers)
-            actual = graphs.forward(decodes(step, window, device)).clone()
+            actual = graphs.forward(decodes(step, device)).clone()
             torch.testing.assert_close(actual, expected, atol=2e-4, rtol=2e-4)
             for own, layer in zip(own_layers, layers, strict=True):
                 torch.testing.assert_close(own[:-1], layer[:-1], atol=2e-4, rtol=2e-4)
@@ -118,10 +116,10 @@ def test_what_was_recorded_is_forgotten_and_recorded_by_another_recorder(
     recorders = Recorders()
     graphs = DecodeGraphs(model, layers, LONGEST, recorders)
     for step, times in ((0, 1), (1, 1), (2, 2)):
-        graphs.forward(decodes(step, None, device))
+        graphs.forward(decodes(step, device))
         assert [len(mine) for mine in recorders.made] == [times]
     graphs.forget()
-    graphs.forward(decodes(0, None, device))
+    graphs.forward(decodes(0, device))
     assert [len(mine) for mine in recorders.made] == [2, 1]
 
 
@@ -131,7 +129,7 @@ def test_only_what_has_moved_is_forgotten(device: torch.device) -> None:
     recorders = Recorders()
     graphs = DecodeGraphs(model, layers, LONGEST, recorders)
     graphs.forget_moved()
-    graphs.forward(decodes(0, None, device))
+    graphs.forward(decodes(0, device))
     next(iter(model.weight_memory)).mul_(2)
     graphs.forget_moved()
     assert len(recorders.made) == 1
@@ -142,7 +140,7 @@ def test_only_what_has_moved_is_forgotten(device: torch.device) -> None:
         graphs.forget_moved()
         storage.resize_(size)
         away.zero_()
-        graphs.forward(decodes(0, None, device))
+        graphs.forward(decodes(0, device))
     assert [len(mine) for mine in recorders.made] == [1, 1, 1]
 
 
@@ -163,7 +161,7 @@ def test_padding_reads_one_key_whatever_the_first_row_reads(
     graphs = DecodeGraphs(model, layers, LONGEST, Recorders())
     geometry = Geometry(heads=6, kv_heads=2, processors=6)
     for step in (2, 5):
-        graphs.forward(decodes(step, None, device))
+        graphs.forward(decodes(step, device))
         plan, numbers = seen[0].attention.on_device(geometry)
         contexts = numbers[plan.context_lens_at :][:4].tolist()
         assert contexts == [*(place + 1 for place in STEPS[step]), 1]
@@ -171,7 +169,7 @@ def test_padding_reads_one_key_whatever_the_first_row_reads(
 
 
 def test_only_plain_decodes_fit(device: torch.device) -> None:
-    inputs = decodes(2, None, device)
+    inputs = decodes(2, device)
     given = GivenEmbeddings(torch.zeros(1, dtype=torch.int64), torch.zeros(1, 24))
     chunk = replace(inputs.attention, num_decodes=2)
     assert DecodeGraphs.fit(inputs)

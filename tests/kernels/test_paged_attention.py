@@ -25,8 +25,11 @@ from diptych_kernels.paged_attention.metadata import MAX_GROUP_TOKENS
     ],
 )
 @pytest.mark.parametrize("window", [None, 1, 4, 10])
-def test_equals_dense_attention(sequences: list[tuple[int, int]], window: int | None) -> None:
-    Batch(sequences, window=window).check(reference.paged_attention)
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
+def test_equals_dense_attention(
+    sequences: list[tuple[int, int]], window: int | None, has_sinks: bool
+) -> None:
+    Batch(sequences, window=window, has_sinks=has_sinks).check(reference.paged_attention)
 
 
 @pytest.mark.parametrize(

@@ -48,10 +48,11 @@ def check(batch: Batch) -> None:
     ],
 )
 @pytest.mark.parametrize("window", [None, 1, 10, MIN_SPLIT + 5])
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
 def test_equals_dense_attention(
-    sequences: list[tuple[int, int]], window: int | None, device: torch.device
+    sequences: list[tuple[int, int]], window: int | None, has_sinks: bool, device: torch.device
 ) -> None:
-    check(Batch(sequences, block_size=16, window=window, device=device))
+    check(Batch(sequences, block_size=16, window=window, has_sinks=has_sinks, device=device))
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ STEPS = [[(0, 21), (0, 5)], [(21, 1), (5, 1)], [(22, 1), (6, 13)], [(19, 1), (23
 TABLES = np.random.default_rng(0).permutation(NUM_BLOCKS).reshape(2, -1)
 
 
-def inputs(step: int, window: int | None, device: torch.device) -> StepInputs:
+def inputs(step: int, device: torch.device) -> StepInputs:
     tables = TABLES[::-1] if step == 3 else TABLES
     shares = STEPS[step]
     counts = np.array([new for _, new in shares])
@@ -48,7 +48,6 @@ def inputs(step: int, window: int | None, device: torch.device) -> StepInputs:
             block_tables=np.ascontiguousarray(tables),
             num_decodes=int((counts == 1).sum()),
             block_size=BLOCK_SIZE,
-            window=window,
             device=device,
         ),
     )
@@ -57,7 +56,7 @@ def inputs(step: int, window: int | None, device: torch.device) -> StepInputs:
 def hidden_states(model_config: ModelConfig, device: torch.device) -> list[Tensor]:
     """The hidden states of every step, one after the other on the same cache."""
     model, layers = make_model(model_config, device, POSITIONS), make_cache(device, NUM_BLOCKS)
-    steps = [inputs(step, model_config.sliding_window, device) for step in range(len(STEPS))]
+    steps = [inputs(step, device) for step in range(len(STEPS))]
     with torch.inference_mode():
         return [model.normed(model.forward(step, layers)).cpu() for step in steps]
 

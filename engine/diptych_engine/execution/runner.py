@@ -59,6 +59,7 @@ from diptych_engine.scheduling.request import (
     no_result,
 )
 from diptych_engine.weights.receiver import WeightReceiver
+from diptych_frontend.model_files.model_config import family_of
 from diptych_frontend.model_files.model_source import ModelSource
 from diptych_frontend.processors import usable_processors
 from diptych_kernels.cpu_level import CpuLevel, cpu_level
@@ -97,7 +98,6 @@ class ModelRunner:
             torch.cuda.set_device(self._device)  # where kernels are launched, wherever tensors are
         self._dtype = choose_dtype(config, self._device)
         self._block_size = config.block_size
-        self._window = source.config.sliding_window
         engines = shard.size * config.data_parallel_size
         torch.set_num_threads(config.num_threads or model_threads(usable_processors(), engines))
         keep_freed_memory()
@@ -167,13 +167,16 @@ class ModelRunner:
             self.routed = RoutedExperts(source.config, self.num_blocks, config.block_size)
         self.loras = LoraBank(self.model, config.max_lora_rank, self._dtype, self._device)
         self.profiler = Profiler(config.profile_dir, config.engine_id or "engine")
+        family = family_of(source.config.architecture)
         worker_rank = config.data_parallel_rank * shard.size + shard.rank
         self._foreign_methods = extension_methods(config, self)
         self.worker_methods: dict[str, Callable[..., Any]] = {
             **self._foreign_methods,
             "_reload_weights": self._load,
             **self.loras.methods(),
-            **WeightReceiver(self.model, worker_rank, self._packables, self._bits).methods(),
+            **WeightReceiver(
+                self.model, family, worker_rank, self._packables, self._bits
+            ).methods(),
             **WorkerMemory(lambda: self.model.weight_memory, self._load, memory).methods(),
             **self.profiler.methods(),
             **self._embeds.methods(),
@@ -289,7 +292,6 @@ class ModelRunner:
             block_tables=np.zeros((1, 1), np.int64),
             num_decodes=1,
             block_size=self._block_size,
-            window=self._window,
             device=self._device,
         )
         inputs = StepInputs(tokens, tokens, tokens, tokens, attention)
@@ -394,7 +396,6 @@ class ModelRunner:
                 block_tables=blocks[own_rows, :longest],
                 num_decodes=num_decodes,
                 block_size=self._block_size,
-                window=self._window,
                 device=self._device,
             ),
             adapters=self.loras.rows_of(shares) if self.loras else (),

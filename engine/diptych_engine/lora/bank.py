@@ -88,7 +88,7 @@ class LoraBank:
         row = 0
         for projection, a, b in parts:
             slot = projection.slot
-            own = interleave_pairs(share(b.float(), 0, slot.rows), slot.rotary_dim)
+            own = interleave_pairs(share(b.float(), 0, slot.rows), slot)
             block = up[row : row + len(a), projection.start : projection.start + len(own)]
             block.copy_(own.t() * scale)
             row += len(a)

@@ -129,7 +129,6 @@ class DecodeGraphs:
             block_tables=attention.block_tables,
             num_decodes=attention.num_decodes,
             block_size=attention.block_size,
-            window=attention.window,
             device=attention.device,
             longest=self._longest,
         )

@@ -60,9 +60,13 @@ class WeightSlot:
     rotary_dim: int = 0
     """Not 0: the rows are query or key dimensions in groups of this size, stored with the two
     members of each rotated pair side by side. A source in the half-split order is reordered."""
+    rotated: int = 0
+    """How many of each group are rotated; the others, behind them, stay in order. 0: all."""
     rows: Span | None = None
     """This rank's share of the published rows; None: all of them."""
     columns: Span | None = None
+    added: float = 0.0
+    """What is added to the values of safetensors."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -74,9 +78,9 @@ class WeightSlot:
         return tuple(shape)
 
     @property
-    def order(self) -> tuple[int, Span | None, Span | None]:
+    def order(self) -> tuple[int, int, Span | None, Span | None]:
         """Which of the published values are here, and in which order."""
-        return self.rotary_dim, self.rows, self.columns
+        return self.rotary_dim, self.rotated, self.rows, self.columns
 
     def share_of(self, published: Tensor) -> Tensor:
         """Return the part of a published tensor that belongs here."""

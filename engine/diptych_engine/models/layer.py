@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from diptych_engine.models.linear import Linear
-from diptych_frontend.model_files.model_source import ModelConfig
+from diptych_frontend.model_files.model_config import ModelConfig, family_of
 
 
 @dataclass(slots=True, frozen=True)
@@ -25,6 +25,11 @@ class AttentionWeights:
     output: Linear
     """[H D, hidden]."""
     mlp_norm: Tensor
+    output_bias: Tensor | None
+    sinks: Tensor | None
+    """[H]: the score of a key that every token sees, and which has no value."""
+    norm_after_attention: Tensor | None
+    norm_after_mlp: Tensor | None
 
     def parts(self) -> Iterator[tuple[str, Tensor | Linear]]:
         """Return all weights of the layer, by the model's own names."""
@@ -76,6 +81,11 @@ class MixtureWeights(AttentionWeights):
     is_mixture: ClassVar[Literal[True]] = True
     router: Tensor
     """[hidden, experts]; the same on every rank."""
+    router_bias: Tensor | None
+    gate_up_bias: Tensor | None
+    """[experts, 2 inner]."""
+    down_bias: Tensor | None
+    """[experts, hidden]; the same on every rank."""
     experts: tuple[Expert, ...]
     stacks: ExpertStacks | None
     """None: each expert has memory of its own, and may be packed."""
@@ -89,6 +99,7 @@ def empty_layer(
     config: of this rank. index: of the layer. empty: makes a tensor of a shape. stacked: all
     experts of a mixture share one memory.
     """
+    family = family_of(config.architecture)
     heads = config.num_attention_heads
     num_qkv = (heads + 2 * config.num_key_value_heads) * config.head_dim
     hidden = config.hidden_size
@@ -104,15 +115,24 @@ def empty_layer(
         empty(config.head_dim) if config.qk_norm else None,
         Linear(empty(heads * config.head_dim, hidden)),
         empty(hidden),
+        empty(hidden) if family.output_bias else None,
+        empty(heads) if family.attention_sinks else None,
+        empty(hidden) if family.norms_after else None,
+        empty(hidden) if family.norms_after else None,
     )
     if not config.has_experts(index):
         return LayerWeights(*attention, *mlp(config.intermediate_size))
     num_experts, inner = config.num_experts, config.moe_intermediate_size
-    router = empty(hidden, num_experts)
+    routing = (
+        empty(hidden, num_experts),
+        empty(num_experts) if family.expert_bias else None,
+        empty(num_experts, 2 * inner) if family.expert_bias else None,
+        empty(num_experts, hidden) if family.expert_bias else None,
+    )
     if not stacked:
         experts = tuple(Expert(*mlp(inner)) for _ in range(num_experts))
-        return MixtureWeights(*attention, router, experts, None)
+        return MixtureWeights(*attention, *routing, experts, None)
     stacks = ExpertStacks(empty(num_experts, hidden, 2 * inner), empty(num_experts, inner, hidden))
     views = zip(stacks.gate_up, stacks.down, strict=True)
     experts = tuple(Expert(Linear(gate_up), Linear(down)) for gate_up, down in views)
-    return MixtureWeights(*attention, router, experts, stacks)
+    return MixtureWeights(*attention, *routing, experts, stacks)

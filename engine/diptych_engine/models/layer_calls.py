@@ -25,6 +25,7 @@ from diptych_kernels.native.kernel import Call
 from diptych_kernels.packed_product import cpu as packed_product
 from diptych_kernels.packed_product import is_available as has_packed_product
 from diptych_kernels.packed_product.cpu import integer_rows
+from diptych_kernels.paged_attention import AttentionMetadata
 from diptych_kernels.paged_attention import cpu as paged_attention
 from diptych_kernels.rms_norm import cpu as rms_norm
 from diptych_kernels.rms_norm.cpu import CASE as NORM
@@ -36,6 +37,11 @@ from diptych_kernels.trust import is_trusted
 
 CACHE = rope_kv_write.CACHE
 """The position of the address of keys and values, in rotations and in attention alike."""
+
+
+KindInputs = tuple[Tensor, AttentionMetadata]
+"""What layers of one kind read in a step: the rotations [T, 1, D / 2, 2], and what is attended
+to."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -77,9 +83,20 @@ class LastingTable:
 class LayerCalls:
     """The calls of every layer, and the memory for data between them."""
 
-    def __init__(self, layers: Sequence[LayerWeights], config: ModelConfig, tokens: int) -> None:
-        """For steps of at most this many tokens."""
+    def __init__(
+        self,
+        layers: Sequence[LayerWeights],
+        kind_of: Sequence[int],
+        config: ModelConfig,
+        eps: float,
+        tokens: int,
+    ) -> None:
+        """For steps of at most this many tokens.
+
+        kind_of: the number of each layer's kind. eps: of the norms before attention and MLP.
+        """
         self._layers, self._config, self._capacity = layers, config, tokens
+        self._kind_of, self._num_kinds, self._eps = np.array(kind_of), max(kind_of) + 1, eps
         self._matrices, self._threads = matrices_of(layers), torch.get_num_threads()
         query, key = config.num_attention_heads, config.num_key_value_heads
         self._hidden = torch.empty(tokens, config.hidden_size)
@@ -110,12 +127,14 @@ class LayerCalls:
         )
 
     def run_(
-        self, hidden: Tensor, rotations: Tensor, inputs: StepInputs, kv_layers: Sequence[Tensor]
+        self,
+        hidden: Tensor,
+        kinds_of_layers: Sequence[KindInputs],
+        inputs: StepInputs,
+        kv_layers: Sequence[Tensor],
     ) -> None:
-        """Replace embeddings [T, hidden] by the output of the last layer.
-
-        rotations: [T, 1, D / 2, 2]. kv_layers: as in `CausalLM.forward`.
-        """
+        """Replace embeddings [T, hidden] by the output of the last layer; the arguments are those
+        of `CausalLM.forward`, and the inputs of each kind of layers."""
         tokens = len(hidden)
         in_integers = integer_rows(inputs.attention.num_decodes, tokens)
         kinds = in_integers > 0, in_integers < tokens
@@ -124,8 +143,10 @@ class LayerCalls:
                 [list(self._lasting(x, kinds)) for x in self._layers]
             )
         lasting = self._tables[kinds].of_step(tokens, in_integers)
-        of_step = rows_of(self._of_step(tokens, rotations, inputs, kv_layers[0]))
-        attention = np.repeat(of_step[None], len(self._layers), 0)
+        of_step: list[Call] = []
+        for kind in kinds_of_layers:
+            of_step += self._of_step(tokens, kind, inputs, kv_layers[0])
+        attention = rows_of(of_step).reshape(self._num_kinds, -1, WIDTH)[self._kind_of]
         attention[:, :, 1 + CACHE] = [[layer.data_ptr()] for layer in kv_layers]
         for number, weights in self._head_weights.items():
             if weights:
@@ -148,7 +169,7 @@ class LayerCalls:
         yield from self._product(kinds, self._gated, layer.down, self._hidden, add=True)
 
     def _norm(self, weight: Tensor) -> LastingCall:
-        call = rms_norm.call(self._hidden, weight, self._config.rms_norm_eps, self._normed)
+        call = rms_norm.call(self._hidden, weight, self._eps, self._normed)
         return LastingCall(call, rms_norm.ROWS, weight=weight, weight_at=rms_norm.WEIGHT)
 
     def _product(
@@ -183,9 +204,10 @@ class LayerCalls:
             )
 
     def _of_step(
-        self, tokens: int, rotations: Tensor, inputs: StepInputs, kv_layer: Tensor
+        self, tokens: int, kind: KindInputs, inputs: StepInputs, kv_layer: Tensor
     ) -> list[Call]:
-        """Rotation and attention of the first layer: alike in all but for addresses."""
+        """Rotation and attention of a layer of this kind: alike in all but for addresses."""
+        rotations, attends_to = kind
         heads, attended = self._heads[:tokens], self._attended[:tokens]
         queries, first = heads[:, : self._config.num_attention_heads], self._layers[0]
         rotation = rope_kv_write.call(
@@ -202,9 +224,7 @@ class LayerCalls:
         may_round = rounds(self._layers)
         return [
             rotation,
-            *paged_attention.calls(
-                queries, kv_layer, inputs.attention, attended, may_round=may_round
-            ),
+            *paged_attention.calls(queries, kv_layer, attends_to, attended, may_round=may_round),
         ]
 
 

@@ -1,12 +1,21 @@
-"""A fused projection: its weight, plain or packed."""
+"""A fused projection: its weight, plain or packed; and the gate between those of an MLP."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final, assert_never
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from diptych_engine.models.packed import PackedMatrix
+from diptych_frontend.model_files.family_spec import Gate
+from diptych_kernels.silu_mul import silu_mul
+
+LIMIT: Final = 7.0
+SLOPE: Final = 1.702
+"""The constants of gpt-oss's gate."""
 
 
 @dataclass(slots=True)
@@ -59,3 +68,16 @@ class Linear:
             sums.addmm_(x, self.weight)
         else:
             self.packed.add_product_(sums, x, num_decodes)
+
+
+def gated(gate_up: Tensor, kind: Gate) -> Tensor:
+    """`gate_up` [tokens, 2 n] holds the gate in its first half -> [tokens, n]."""
+    if kind == "silu":
+        return silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    if kind == "gelu_tanh":
+        return F.gelu(gate, approximate="tanh").mul_(up)
+    if kind == "clamped":
+        gate = gate.clamp(max=LIMIT)
+        return torch.sigmoid(SLOPE * gate).mul_(gate).mul_(up.clamp(-LIMIT, LIMIT).add_(1.0))
+    assert_never(kind)

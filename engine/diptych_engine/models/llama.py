@@ -1,6 +1,11 @@
-"""The Llama family: Llama, SmolLM2, Mistral, Qwen2 and Qwen3, which differ by a few flags.
+"""Llama's layers, and those of all families that differ from it by flags (`FamilySpec`) or numbers
+(`ModelConfig`).
 
-Layers have one MLP, or a mixture of experts (Qwen3-MoE).
+Layers have one MLP, or a mixture of experts (Qwen3-MoE, gpt-oss). They are of a few kinds, which
+differ by the window of attention and by RoPE; most models have one.
+
+A model may multiply what a layer adds (Granite). Here all that is added before is divided instead,
+which the norms do not see but for their epsilon.
 
 Shapes: T tokens of the step, H query heads, K key-value heads, D head_dim; of the heads, those of
 this rank.
@@ -18,26 +23,32 @@ import torch
 from torch import Tensor
 
 from diptych_engine.models.interface import Packable, Projection, StepInputs, WeightSlot
-from diptych_engine.models.layer import (
-    AttentionWeights,
-    Expert,
-    LayerWeights,
-    MixtureWeights,
-    empty_layer,
+from diptych_engine.models.layer import AttentionWeights, MixtureWeights, empty_layer
+from diptych_engine.models.layer_calls import (
+    KindInputs,
+    LayerCalls,
+    have_kernels,
+    matrices_of,
+    rounds,
 )
-from diptych_engine.models.layer_calls import LayerCalls, have_kernels, matrices_of, rounds
-from diptych_engine.models.linear import Linear
+from diptych_engine.models.layer_slots import LayerPlaces, layer_linears
+from diptych_engine.models.linear import Linear, gated
 from diptych_engine.models.low_rank import add_low_rank
-from diptych_engine.models.mixture import mixture, route, stacked_mixture, stacks_pay
-from diptych_engine.models.rotation import rotation_table
-from diptych_engine.models.shard import WHOLE, Shard, Span
+from diptych_engine.models.mixture import (
+    add_chosen_bias_,
+    mixture,
+    route,
+    stacked_mixture,
+    stacks_pay,
+)
+from diptych_engine.models.rotation import rotation_of, rotation_table
+from diptych_engine.models.shard import WHOLE, Shard
 from diptych_frontend.model_files.model_config import ModelConfig, family_of
 from diptych_kernels.native.layout import is_known
 from diptych_kernels.paged_attention import paged_attention
 from diptych_kernels.paged_attention.cpu import fills_vectors
 from diptych_kernels.rms_norm import rms_norm
 from diptych_kernels.rope_kv_write import rope_kv_write
-from diptych_kernels.silu_mul import silu_mul
 
 
 class LlamaModel(torch.nn.Module):
@@ -52,19 +63,32 @@ class LlamaModel(torch.nn.Module):
         shard: Shard = WHOLE,
     ) -> None:
         super().__init__()
-        dim = config.head_dim
-        self._query_rows = shard.share(config.num_attention_heads, dim)
-        self._key_rows = shard.share(config.num_key_value_heads, dim)
-        self._inner_rows = shard.share(config.intermediate_size)
-        self._expert_rows = shard.share(config.moe_intermediate_size)
+        self._places = LayerPlaces.of(config, shard)
         self._reduce = shard.reduce
-        self._prefix = family_of(config.architecture).text_prefix
+        self._family = family_of(config.architecture)
+        self._prefix = self._family.text_prefix
         config = shard.local(config)
         self.config = config
-        self._eps = config.rms_norm_eps
+        self._eps = config.rms_norm_eps / config.residual_scale**2
+        self._embedding_scale = config.embedding_scale / config.residual_scale
+        self._given_scale = 1.0 if self._family.scales_embeddings else self._embedding_scale
+        """What embeddings that callers give are multiplied by: some families publish theirs as they
+        are before that, some as they are after it."""
         self._num_query = config.num_attention_heads * config.head_dim
         self._num_rotated_heads = config.num_attention_heads + config.num_key_value_heads
-        self._rotations = rotation_table(config, max_positions, device)
+        kinds = [
+            (config.window_of(layer), rotation_of(config, layer))
+            for layer in range(config.num_hidden_layers)
+        ]
+        different = list(dict.fromkeys(kinds))
+        self._kind_of = [different.index(kind) for kind in kinds]
+        """The kind of each layer."""
+        tables = {
+            rotation: rotation_table(config, rotation, max_positions, device)
+            for rotation in {rotation for _, rotation in kinds}
+        }
+        self._kinds = [(window, tables[rotation]) for window, rotation in different]
+        """The window and the rotations of each kind."""
 
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -93,6 +117,8 @@ class LlamaModel(torch.nn.Module):
             and self._reduce is None
             and fills_vectors(config.head_dim)
             and len(self._dense) == len(self._layers)
+            and self._family.gate == "silu"
+            and not self._family.norms_after
         )
         self._calls: LayerCalls | None = None
 
@@ -100,37 +126,11 @@ class LlamaModel(torch.nn.Module):
         slots = {
             published: WeightSlot(matrix.weight.t()) for _, published, matrix in self._token_rows
         }
-        slots[f"{self._prefix}norm.weight"] = WeightSlot(self._final_norm)
+        added = float(self._family.norms_from_one)
+        slots[f"{self._prefix}norm.weight"] = WeightSlot(self._final_norm, added=added)
         for index, layer in enumerate(self._layers):
-            for name, slot in self._layer_slots(layer).items():
+            for name, slot in self._places.slots(layer):
                 slots[f"{self._prefix}layers.{index}.{name}"] = slot
-        return slots
-
-    def _layer_slots(self, layer: LayerWeights | MixtureWeights) -> dict[str, WeightSlot]:
-        dim = self.config.head_dim
-        num_key = self.config.num_key_value_heads * dim
-        slots = {
-            "input_layernorm.weight": WeightSlot(layer.attention_norm),
-            "self_attn.o_proj.weight": WeightSlot(
-                layer.output.weight.t(), columns=self._query_rows
-            ),
-            "post_attention_layernorm.weight": WeightSlot(layer.mlp_norm),
-        }
-        if not layer.is_mixture:
-            slots |= _mlp_slots("mlp.", layer, self._inner_rows)
-        else:
-            slots["mlp.gate.weight"] = WeightSlot(layer.router.t())
-            for index, expert in enumerate(layer.experts):
-                slots |= _mlp_slots(f"mlp.experts.{index}.", expert, self._expert_rows)
-        for kind, fused in (("weight", layer.qkv.weight.t()), ("bias", layer.qkv_bias)):
-            if fused is not None:
-                query, key, value = torch.split(fused, [self._num_query, num_key, num_key])
-                slots[f"self_attn.q_proj.{kind}"] = WeightSlot(query, dim, self._query_rows)
-                slots[f"self_attn.k_proj.{kind}"] = WeightSlot(key, dim, self._key_rows)
-                slots[f"self_attn.v_proj.{kind}"] = WeightSlot(value, rows=self._key_rows)
-        if layer.query_norm is not None and layer.key_norm is not None:
-            slots["self_attn.q_norm.weight"] = WeightSlot(layer.query_norm, rotary_dim=dim)
-            slots["self_attn.k_norm.weight"] = WeightSlot(layer.key_norm, rotary_dim=dim)
         return slots
 
     @property
@@ -189,16 +189,7 @@ class LlamaModel(torch.nn.Module):
         # Every logit depends on them, so that 4 bits would cost more here than in a layer.
         packables = [Packable(matrix, (published,), 8) for _, published, matrix in self._token_rows]
         for index, layer in enumerate(self._layers):
-            linears: list[tuple[Linear, tuple[str, ...]]] = [
-                (layer.qkv, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-                (layer.output, ("self_attn.o_proj",)),
-            ]
-            if not layer.is_mixture:
-                linears += _mlp_linears("mlp.", layer)
-            else:
-                for number, expert in enumerate(layer.experts):
-                    linears += _mlp_linears(f"mlp.experts.{number}.", expert)
-            for linear, names in linears:
+            for linear, names in layer_linears(layer):
                 published = tuple(f"{self._prefix}layers.{index}.{name}.weight" for name in names)
                 packables.append(Packable(linear, published))
         return packables
@@ -215,14 +206,19 @@ class LlamaModel(torch.nn.Module):
 
     def forward(self, inputs: StepInputs, kv_layers: Sequence[Tensor]) -> Tensor:
         hidden = self._embedding.columns(inputs.token_ids)
+        if self._embedding_scale != 1.0:
+            hidden.mul_(self._embedding_scale)
         if inputs.given is not None:
-            hidden.index_copy_(0, inputs.given.rows, inputs.given.values)
-        rotations = self._rotations.index_select(0, inputs.positions)
+            hidden.index_copy_(0, inputs.given.rows, inputs.given.values * self._given_scale)
+        kinds: list[KindInputs] = []
+        for window, table in self._kinds:
+            attends_to = inputs.attention if window is None else inputs.attention.within(window)
+            kinds += ((table.index_select(0, inputs.positions), attends_to),)
         calls = self._calls_for(inputs, kv_layers[0])
         if calls is not None:
-            calls.run_(hidden, rotations, inputs, kv_layers)
+            calls.run_(hidden, kinds, inputs, kv_layers)
         else:
-            self._run_layers_(hidden, rotations, inputs, kv_layers)
+            self._run_layers_(hidden, kinds, inputs, kv_layers)
         return hidden
 
     def _calls_for(self, inputs: StepInputs, kv_layer: Tensor) -> LayerCalls | None:
@@ -234,25 +230,33 @@ class LlamaModel(torch.nn.Module):
             if None in matrices_of(self._dense) or not have_kernels(self.config.head_dim):
                 return None
             room = 1 << (tokens - 1).bit_length()
-            self._calls = LayerCalls(self._dense, self.config, room)
+            self._calls = LayerCalls(self._dense, self._kind_of, self.config, self._eps, room)
         return self._calls
 
     def _run_layers_(
-        self, hidden: Tensor, rotations: Tensor, inputs: StepInputs, kv_layers: Sequence[Tensor]
+        self,
+        hidden: Tensor,
+        kinds: Sequence[KindInputs],
+        inputs: StepInputs,
+        kv_layers: Sequence[Tensor],
     ) -> None:
         """Turn embeddings [T, hidden] into what the last layer yields."""
         adapters, num_decodes = inputs.adapters, inputs.attention.num_decodes
-        plain = not adapters and self._reduce is None
+        gate = self._family.gate
+        plain = not adapters and self._reduce is None and not self._family.norms_after
         for index, (layer, kv_layer) in enumerate(zip(self._layers, kv_layers, strict=True)):
             normed = rms_norm(hidden, layer.attention_norm, self._eps)
             qkv = layer.qkv.product(normed, num_decodes)
             if adapters:
                 add_low_rank(qkv, normed, adapters, index, "qkv")
-            attended = self._attend(layer, qkv, rotations, inputs, kv_layer)
+            attended = self._attend(layer, qkv, kinds[self._kind_of[index]], inputs, kv_layer)
             if plain:
                 layer.output.add_product_(hidden, attended, num_decodes)
             else:
-                self._add_product(hidden, attended, layer.output, inputs, index, "output")
+                half = "output", layer.output, layer.norm_after_attention
+                self._add_product(hidden, attended, half, inputs, index)
+            if layer.output_bias is not None:
+                hidden.add_(layer.output_bias)
             normed = rms_norm(hidden, layer.mlp_norm, self._eps)
             if layer.is_mixture:
                 self._add_mixture_(hidden, normed, layer, inputs, index)
@@ -260,11 +264,12 @@ class LlamaModel(torch.nn.Module):
             gate_up = layer.gate_up.product(normed, num_decodes)
             if adapters:
                 add_low_rank(gate_up, normed, adapters, index, "gate_up")
-            gated = silu_mul(gate_up)
+            inner = gated(gate_up, gate)
             if plain:
-                layer.down.add_product_(hidden, gated, num_decodes)
+                layer.down.add_product_(hidden, inner, num_decodes)
             else:
-                self._add_product(hidden, gated, layer.down, inputs, index, "down")
+                half = "down", layer.down, layer.norm_after_mlp
+                self._add_product(hidden, inner, half, inputs, index)
 
     def _add_mixture_(
         self, hidden: Tensor, x: Tensor, layer: MixtureWeights, inputs: StepInputs, index: int
@@ -272,41 +277,60 @@ class LlamaModel(torch.nn.Module):
         """hidden += the experts' part; every rank routes alike and has a share of each expert."""
         config = self.config
         chosen, weights = route(
-            x, layer.router, config.num_experts_per_tok, renormalise=config.norm_topk_prob
+            x,
+            layer.router,
+            config.num_experts_per_tok,
+            renormalise=config.norm_topk_prob,
+            bias=layer.router_bias,
         )
+        own = layer.gate_up_bias, self._family.gate
         if inputs.routed is not None:
             inputs.routed[:, index] = chosen
         if layer.stacks is not None:
-            part = stacked_mixture(x, chosen, weights, layer.stacks)
+            part = stacked_mixture(x, chosen, weights, layer.stacks, *own)
         else:
-            part = mixture(x, chosen, weights, layer.experts, inputs.attention.num_decodes)
+            num_decodes = inputs.attention.num_decodes
+            part = mixture(x, chosen, weights, layer.experts, num_decodes, *own)
         if self._reduce is not None:
             self._reduce(part)
         hidden.add_(part)
+        if layer.down_bias is not None:
+            add_chosen_bias_(hidden, chosen, weights, layer.down_bias)
 
     def _add_product(
-        self, hidden: Tensor, x: Tensor, linear: Linear, inputs: StepInputs, layer: int, fused: str
+        self,
+        hidden: Tensor,
+        x: Tensor,
+        half: tuple[str, Linear, Tensor | None],
+        inputs: StepInputs,
+        layer: int,
     ) -> None:
-        """hidden += x @ weight, where every rank has some of x's columns and of weight's rows."""
+        """hidden += x @ weight, where every rank has some of x's columns and of weight's rows.
+
+        half: the projection's fused name, the projection, and the norm of what it yields.
+        """
         num_decodes = inputs.attention.num_decodes
-        if self._reduce is None:
+        fused, linear, norm = half
+        if self._reduce is None and norm is None:
             linear.add_product_(hidden, x, num_decodes)
             add_low_rank(hidden, x, inputs.adapters, layer, fused)
             return
         part = linear.product(x, num_decodes)
         add_low_rank(part, x, inputs.adapters, layer, fused)
-        self._reduce(part)
-        hidden.add_(part)
+        if self._reduce is not None:
+            self._reduce(part)
+        hidden.add_(part if norm is None else rms_norm(part, norm, self._eps))
 
     def _attend(
         self,
         layer: AttentionWeights,
         qkv: Tensor,
-        rotations: Tensor,
+        kind: KindInputs,
         inputs: StepInputs,
         kv_layer: Tensor,
     ) -> Tensor:
         """Attention between its projections: [T, (H + 2 K) D] -> [T, H D]. Overwrites `qkv`."""
+        rotations, attends_to = kind
         heads = qkv.view(qkv.shape[0], -1, self.config.head_dim)
         rope_kv_write(
             heads,
@@ -317,11 +341,13 @@ class LlamaModel(torch.nn.Module):
             bias=layer.qkv_bias,
             query_norm=layer.query_norm,
             key_norm=layer.key_norm,
-            eps=self._eps,
+            eps=self.config.rms_norm_eps,
         )
         queries = heads[:, : self.config.num_attention_heads]
         may_round = rounds(self._layers)
-        attended = paged_attention(queries, kv_layer, inputs.attention, may_round=may_round)
+        attended = paged_attention(
+            queries, kv_layer, attends_to, may_round=may_round, sinks=layer.sinks
+        )
         return attended.flatten(1)
 
     def normed(self, hidden: Tensor) -> Tensor:
@@ -329,22 +355,7 @@ class LlamaModel(torch.nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         normed = self.normed(hidden)
-        return self._head.product(normed, normed.shape[0])
-
-
-def _mlp_slots(prefix: str, mlp: LayerWeights | Expert, inner: Span) -> dict[str, WeightSlot]:
-    """inner: this rank's share of the inner dimension."""
-    gate, up = mlp.gate_up.weight.t().chunk(2)
-    return {
-        f"{prefix}gate_proj.weight": WeightSlot(gate, rows=inner),
-        f"{prefix}up_proj.weight": WeightSlot(up, rows=inner),
-        f"{prefix}down_proj.weight": WeightSlot(mlp.down.weight.t(), columns=inner),
-    }
-
-
-def _mlp_linears(prefix: str, mlp: LayerWeights | Expert) -> list[tuple[Linear, tuple[str, ...]]]:
-    """The projections, each with the published ones that lie side by side in it."""
-    return [
-        (mlp.gate_up, (f"{prefix}gate_proj", f"{prefix}up_proj")),
-        (mlp.down, (f"{prefix}down_proj",)),
-    ]
+        logits = self._head.product(normed, normed.shape[0])
+        return (
+            logits if self.config.logits_divisor == 1.0 else logits.div_(self.config.logits_divisor)
+        )

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from diptych_engine.models.expert_layouts import StoredTensor, separate_gguf, separate_stored
 from diptych_engine.models.floats import Floats
 from diptych_engine.models.groups import Groups, has_groups, read_groups
 from diptych_engine.models.interface import Packable, WeightSlot, share
@@ -30,10 +29,11 @@ from diptych_engine.models.packed import PackedMatrix, Part
 from diptych_engine.models.packed_file import Matrices, file_for, shared_matrices
 from diptych_engine.models.quantised_tensors import gather_quantised
 from diptych_engine.models.rounding import rounded
+from diptych_engine.models.stored_parts import StoredTensor, separate_gguf, separate_stored
 from diptych_frontend.model_files.family_spec import FamilySpec
 from diptych_frontend.model_files.model_config import family_of
 from diptych_frontend.model_files.model_source import GGUFTensor, ModelSource
-from diptych_frontend.model_files.rope_scaling import DIVISORS
+from diptych_frontend.model_files.rope_scaling import ROPE_VECTORS
 from diptych_kernels.packed_product import is_available
 from diptych_protocol import InvalidRequestError
 
@@ -103,13 +103,14 @@ def _load_gguf(
     if source.path is None:
         raise ValueError(f"{source.uri} has no path")
     family = family_of(source.config.architecture)
-    table = separate_gguf(
-        {
-            published_name(name, family): tensor
-            for name, tensor in source.tensors().items()
-            if name != DIVISORS  # the configuration has its values
-        }
-    )
+    named = {
+        published_name(name, family): tensor
+        for name, tensor in source.tensors().items()
+        if name not in ROPE_VECTORS  # the configuration has their values
+    }
+    table = separate_gguf(named, slots, family)
+    # The converter has added it already.
+    slots = {name: replace(slot, added=0.0) for name, slot in slots.items()}
     _require_same_names(slots, table.keys())
     for name, tensor in table.items():
         _require_shape(slots[name], tensor.shape, name)
@@ -311,8 +312,12 @@ def published_name(name: str, family: FamilySpec) -> str:
     if found is None:
         return name
     layer, part, kind = found.groups()
-    known = family.gguf_tensors.get(part if layer is None else f"blk.N.{part}")
-    return name if known is None else f"{known.replace('.N.', f'.{layer}.')}.{kind}"
+    general = part if layer is None else f"blk.N.{part}"
+    whole = family.gguf_tensors.get(f"{general}.{kind}")
+    known = family.gguf_tensors.get(general)
+    if whole is None and known is None:
+        return name
+    return (whole or f"{known}.{kind}").replace(".N.", f".{layer}.")
 
 
 def _values(raw: NDArray[np.uint8], tensor: GGUFTensor) -> Tensor:
@@ -336,7 +341,8 @@ def _load_safetensors(
     if source.path is None:
         raise ValueError(f"{source.uri} has no path")
     with ExitStack() as stack:
-        stored = separate_stored(_open_safetensors(source.path, stack), slots)
+        family = family_of(source.config.architecture)
+        stored = separate_stored(_open_safetensors(source.path, stack), slots, family)
         quantization = source.config.quantization
         found = gather_quantised(stored, quantization) if quantization else stored.items()
         table: dict[str, Stored] = {
@@ -391,8 +397,8 @@ def fill(slot: WeightSlot, values: Tensor, name: str, *, reorder: bool) -> None:
     _require_shape(slot, values.shape, name)
     values = slot.share_of(values)
     if reorder:
-        values = interleave_pairs(values, slot.rotary_dim)
-    slot.target.copy_(values)
+        values = interleave_pairs(values, slot)
+    slot.target.copy_(values + slot.added if slot.added else values)
 
 
 def _require_shape(slot: WeightSlot, shape: tuple[int, ...], name: str) -> None:
@@ -410,18 +416,19 @@ def share_of(part: Part, slot: WeightSlot, *, reorder: bool) -> Part | None:
     if slot.rows is None and not (reorder and slot.rotary_dim):
         return part
     order = share(torch.arange(slot.shape[0]), 0, slot.rows)
-    return part.rows(interleave_pairs(order, slot.rotary_dim) if reorder else order)
+    return part.rows(interleave_pairs(order, slot) if reorder else order)
 
 
-def interleave_pairs(rows: Tensor, rotary_dim: int) -> Tensor:
-    """Reorder rows whose rotated pairs are half a head apart, so that the pairs are side by side.
-
-    rotary_dim: as in `WeightSlot`; 0 leaves them as they are.
-    """
-    if not rotary_dim:
+def interleave_pairs(rows: Tensor, slot: WeightSlot) -> Tensor:
+    """Reorder rows whose rotated pairs are half a head apart, so that the pairs are side by
+    side."""
+    if not slot.rotary_dim:
         return rows
-    halves = rows.reshape(-1, 2, rotary_dim // 2, *rows.shape[1:])
-    return halves.transpose(1, 2).reshape(rows.shape)
+    heads = rows.reshape(-1, slot.rotary_dim, *rows.shape[1:])
+    rotated = slot.rotated or slot.rotary_dim
+    halves = heads[:, :rotated].reshape(-1, 2, rotated // 2, *rows.shape[1:])
+    pairs = halves.transpose(1, 2).reshape(-1, rotated, *rows.shape[1:])
+    return torch.cat([pairs, heads[:, rotated:]], 1).reshape(rows.shape)
 
 
 def _require_same_names(slots: Mapping[str, WeightSlot], names: Iterable[str]) -> None:

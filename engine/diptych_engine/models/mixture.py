@@ -17,19 +17,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diptych_engine.models.layer import Expert, ExpertStacks
+from diptych_engine.models.linear import gated
+from diptych_frontend.model_files.family_spec import Gate
 from diptych_frontend.model_files.model_config import ModelConfig
-from diptych_kernels.silu_mul import silu_mul
 
 ROW_UNIT_BYTES = 16
 
 
-def route(x: Tensor, router: Tensor, top_k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
+def route(
+    x: Tensor, router: Tensor, top_k: int, *, renormalise: bool, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the experts of each token, and the weights of their results.
 
-    x: [T, hidden]. router: [hidden, E]. renormalise: the K weights of a token add up to one.
+    x: [T, hidden]. router: [hidden, E]. bias: [E]. renormalise: the K weights of a token add up to
+    one.
     Returns [T, K] int64, the likeliest first, and [T, K] of x's type.
     """
-    likely = torch.softmax(x.mm(router), dim=-1, dtype=torch.float32)
+    scores = x.mm(router) if bias is None else torch.addmm(bias, x, router)
+    likely = torch.softmax(scores, dim=-1, dtype=torch.float32)
     weights, chosen = torch.topk(likely, top_k, dim=-1)
     if renormalise:
         weights = weights / weights.sum(-1, keepdim=True)
@@ -53,7 +58,14 @@ def stacks_pay(config: ModelConfig, device: torch.device, dtype: torch.dtype) ->
     return dtype is torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-def stacked_mixture(x: Tensor, chosen: Tensor, weights: Tensor, stacks: ExpertStacks) -> Tensor:
+def stacked_mixture(
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    stacks: ExpertStacks,
+    bias: Tensor | None = None,
+    gate: Gate = "silu",
+) -> Tensor:
     """Do the same as `mixture`. Every shape follows from x's, so that a CUDA graph
     may record it."""
     top_k, num_experts = chosen.shape[1], len(stacks.down)
@@ -61,19 +73,34 @@ def stacked_mixture(x: Tensor, chosen: Tensor, weights: Tensor, stacks: ExpertSt
     numbers = torch.arange(num_experts, device=x.device)
     ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
     gathered = x.index_select(0, order // top_k)
-    gated = silu_mul(F.grouped_mm(gathered, stacks.gate_up, offs=ends))
+    gate_up = F.grouped_mm(gathered, stacks.gate_up, offs=ends)
+    if bias is not None:
+        gate_up += bias.index_select(0, by_expert)
+    own = gated(gate_up, gate)
     results = torch.empty_like(gathered)
-    results.index_copy_(0, order, F.grouped_mm(gated, stacks.down, offs=ends))
+    results.index_copy_(0, order, F.grouped_mm(own, stacks.down, offs=ends))
     return _summed(results, weights)
 
 
+def add_chosen_bias_(sums: Tensor, chosen: Tensor, weights: Tensor, bias: Tensor) -> None:
+    """sums [T, hidden] += the chosen experts' biases, out of [E, hidden], by their weights."""
+    shares = weights.new_zeros(len(chosen), len(bias)).scatter_(1, chosen, weights)
+    sums.addmm_(shares, bias)
+
+
 def mixture(
-    x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[Expert], num_decodes: int
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    experts: Sequence[Expert],
+    num_decodes: int,
+    bias: Tensor | None = None,
+    gate: Gate = "silu",
 ) -> Tensor:
     """Compute the chosen experts for x [T, hidden], weighted and added up: [T, hidden].
 
-    The first `num_decodes` of the tokens are decodes. Waits for the device once, to learn how many
-    tokens each expert has.
+    The first `num_decodes` of the tokens are decodes. bias: [E, 2 inner]. Waits for the device
+    once, to learn how many tokens each expert has.
     """
     top_k = chosen.shape[1]
     flat = chosen.flatten()
@@ -84,11 +111,14 @@ def mixture(
     gathered = x.index_select(0, order // top_k)
     results = torch.empty_like(gathered)
     start = 0
-    for expert, rows, decodes in zip(experts, num_rows, num_early, strict=True):
+    for number, (rows, decodes) in enumerate(zip(num_rows, num_early, strict=True)):
         if rows:
-            own = gathered[start : start + rows]
-            gated = silu_mul(expert.gate_up.product(own, decodes))
-            results.index_copy_(0, order[start : start + rows], expert.down.product(gated, decodes))
+            expert, own = experts[number], gathered[start : start + rows]
+            gate_up = expert.gate_up.product(own, decodes)
+            if bias is not None:
+                gate_up += bias[number]
+            part = expert.down.product(gated(gate_up, gate), decodes)
+            results.index_copy_(0, order[start : start + rows], part)
             start += rows
     return _summed(results, weights)
 

@@ -17,9 +17,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from diptych_engine.models.expert_layouts import StoredTensor
 from diptych_engine.models.floats import Floats
 from diptych_engine.models.groups import Groups
+from diptych_engine.models.stored_parts import StoredTensor
 from diptych_frontend.model_files.quantization import Quantization
 from diptych_kernels.native.tile_layout import GROUP
 from diptych_protocol import InvalidRequestError

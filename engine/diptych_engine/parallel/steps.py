@@ -57,7 +57,6 @@ class StepMessage(msgspec.Struct, array_like=True, gc=False):
     block_tables: Array
     num_decodes: int
     block_size: int
-    window: int | None
     given_rows: Array | None
     given_values: Array | None
     adapters: list[tuple[int, Array | None]]
@@ -77,7 +76,6 @@ class StepMessage(msgspec.Struct, array_like=True, gc=False):
             _array(torch.from_numpy(attention.block_tables)),
             attention.num_decodes,
             attention.block_size,
-            attention.window,
             None if inputs.given is None else _array(inputs.given.rows),
             None if inputs.given is None else _array(inputs.given.values),
             [
@@ -104,7 +102,6 @@ class StepMessage(msgspec.Struct, array_like=True, gc=False):
                 block_tables=_numpy(self.block_tables),
                 num_decodes=self.num_decodes,
                 block_size=self.block_size,
-                window=self.window,
                 device=device,
             ),
             adapters=[

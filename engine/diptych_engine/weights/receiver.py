@@ -11,8 +11,10 @@ from torch import Tensor
 
 from diptych_engine.models.interface import CausalLM, Packable, WeightSlot
 from diptych_engine.models.loader import fill, is_redundant, pack
+from diptych_engine.models.stored_parts import Piece, pieces_of, published_names
 from diptych_engine.models.wire_arrays import as_tensor
 from diptych_engine.weights.trainer import TensorHeaders, TrainerAddress, WeightGroup
+from diptych_frontend.model_files.family_spec import FamilySpec
 from diptych_protocol import Array, DiptychError, InvalidRequestError
 
 
@@ -22,6 +24,7 @@ class WeightReceiver:
     def __init__(
         self,
         model: CausalLM,
+        family: FamilySpec,
         rank: int,
         packables: Sequence[Packable] = (),
         bits: int | None = None,
@@ -29,6 +32,7 @@ class WeightReceiver:
         """rank: the worker's rank among those of all replicas of its engine. packables, bits: as
         `load_weights` had them."""
         self._model = model
+        self._family = family
         self._rank = rank
         self._packables, self._bits = packables, bits
         self._group: WeightGroup | None = None
@@ -54,7 +58,8 @@ class WeightReceiver:
 
     def names(self, is_checkpoint_format: bool) -> list[str]:
         """Return the names of all tensors that an update may replace."""
-        return list(self._slots(is_checkpoint_format))
+        names = self._slots(is_checkpoint_format)
+        return published_names(names, self._family) if is_checkpoint_format else list(names)
 
     @torch.inference_mode()
     def put(
@@ -73,10 +78,6 @@ class WeightReceiver:
         some changes.
         """
         slots = self._slots(is_checkpoint_format)
-        places = [
-            None if is_checkpoint_format and is_redundant(name, slots) else _slot(slots, name)
-            for name in names
-        ]
         if arrays:
             values = [as_tensor(array) for array in arrays]
             headers = TensorHeaders(
@@ -88,22 +89,23 @@ class WeightReceiver:
             headers = _convert(update_info, TensorHeaders, "update_info")
             stream = self._receive(headers)
         headers.check(len(names))
-        for name, place, dtype, shape in zip(
-            names, places, headers.dtypes, headers.shapes, strict=True
-        ):
-            _check(name, place, dtype, shape)
+        family = self._family if is_checkpoint_format else None
+        places = [
+            _places(name, dtype, shape, slots, family)
+            for name, dtype, shape in zip(names, headers.dtypes, headers.shapes, strict=True)
+        ]
         owners = {each.linear.weight.untyped_storage(): each for each in self._packables}
         now: Packable | None = None
-        for name, place, value in zip(names, places, stream, strict=True):
-            if place is None:
-                continue
-            own = owners.get(place.target.untyped_storage())
-            if now is not None and own is not now:  # only one is unpacked at a time
-                pack(now, self._bits)
-            now = own
-            if now is not None:
-                now.linear.unpack()
-            fill(place, value, name, reorder=is_checkpoint_format)
+        for name, pieces, value in zip(names, places, stream, strict=True):
+            for piece in pieces:
+                slot = slots[piece.name]
+                own = owners.get(slot.target.untyped_storage())
+                if now is not None and own is not now:  # only one is unpacked at a time
+                    pack(now, self._bits)
+                now = own
+                if now is not None:
+                    now.linear.unpack()
+                fill(slot, piece.of(value), name, reorder=is_checkpoint_format)
         if now is not None:
             pack(now, self._bits)
 
@@ -121,20 +123,40 @@ class WeightReceiver:
             raise
 
 
-def _slot(slots: Mapping[str, WeightSlot], name: str) -> WeightSlot:
-    slot = slots.get(name)
-    if slot is None:
-        raise InvalidRequestError(f"the model has no tensor {name}", param="names")
-    return slot
+def _places(
+    name: str,
+    dtype: str,
+    shape: list[int],
+    slots: Mapping[str, WeightSlot],
+    family: FamilySpec | None,
+) -> list[Piece]:
+    """The model's own tensors in one that the trainer sends; none if it adds nothing.
 
-
-def _check(name: str, slot: WeightSlot | None, dtype: str, shape: list[int]) -> None:
+    family: of a published checkpoint; None: the names are the slots'.
+    """
     if not getattr(torch, dtype).is_floating_point:
         raise InvalidRequestError(f"tensor {name} is {dtype}, not floats", param="names")
-    if slot is not None and tuple(shape) != slot.shape:
-        raise InvalidRequestError(
-            f"tensor {name} has the shape {shape}, not {list(slot.shape)}", param="names"
-        )
+    if family is not None and is_redundant(name, slots):
+        return []
+    if family is not None:
+        pieces = pieces_of(name, tuple(shape), slots, family)
+    else:
+        pieces = [Piece(name)] if name in slots else []
+    if not pieces:
+        raise InvalidRequestError(f"the model has no tensor {name}", param="names")
+    whole = torch.empty(shape, device="meta")
+    for piece in pieces:
+        slot = slots.get(piece.name)
+        found = tuple(piece.of(whole).shape)
+        if slot is None or found != slot.shape:
+            wanted = "no such part" if slot is None else list(slot.shape)
+            raise InvalidRequestError(
+                f"tensor {name} has the shape {shape}, in it {list(found)}, not {wanted}"
+                if piece.index
+                else f"tensor {name} has the shape {shape}, not {wanted}",
+                param="names",
+            )
+    return pieces
 
 
 def _convert(value: Any, kind: Any, param: str) -> Any:

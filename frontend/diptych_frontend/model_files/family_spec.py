@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final
+from typing import Final, Literal
 
 GGUF_TENSORS: Final = MappingProxyType(
     {
@@ -33,6 +33,9 @@ GGUF_TENSORS: Final = MappingProxyType(
 """A GGUF tensor's name -> Hugging Face's, both without `.weight` or `.bias`; N is the layer."""
 
 
+Gate = Literal["silu", "gelu_tanh", "clamped"]
+
+
 @dataclass(frozen=True, slots=True)
 class FamilySpec:
     """One family: how its files are read, and which of the engine's models computes it."""
@@ -43,11 +46,39 @@ class FamilySpec:
     """The model class, a key of `BUILDERS` in `engine/diptych_engine/models/registry.py`."""
     attention_bias: bool = False
     """The q, k and v projections add a bias."""
+    output_bias: bool = False
+    """The projection out of attention adds one."""
+    attention_sinks: bool = False
+    """Every head sees one more key, which has a score and no value."""
+    expert_bias: bool = False
+    """The router and the projections of experts add a bias."""
     qk_norm: bool = False
     """The q and k of every head are RMS-normalised before RoPE."""
     uses_window: bool = False
-    """`sliding_window` of config.json limits what every layer's attention sees; else it is unused
-    by this family, and `use_sliding_window` is refused."""
+    """`sliding_window` of config.json limits what attention sees; else it is unused by this family,
+    and `use_sliding_window` is refused."""
+    window_period: int = 0
+    """Every how many layers one sees everything all the same, where the file does not say it; 0:
+    no layer does."""
+    window_rope_theta: float | None = None
+    """The base of RoPE, without scaling, in layers with a window; None: as in all others."""
+    unrotated_period: int = 0
+    """Every how many layers one has no RoPE, where the file does not say it; 0: all have it."""
+    position_embedding_type: str | None = None
+    """The only value of that key of config.json that is supported; None: there is no such key."""
+    config_keys: Mapping[str, str] = field(default_factory=dict)
+    """A key of config.json -> the one that has its value in this family."""
+    config_defaults: Mapping[str, bool] = field(default_factory=dict)
+    """Values of config.json where it leaves them out."""
+    scales_embeddings: bool = False
+    """Embeddings are multiplied by the square root of the hidden size."""
+    gate: Gate = "silu"
+    """How an MLP combines gate and up projection: see `gated` in
+    `engine/diptych_engine/models/linear.py`."""
+    norms_after: bool = False
+    """What attention and MLP yield is normalised before it is added."""
+    norms_from_one: bool = False
+    """Safetensors hold the weights of norms less one."""
     sees: bool = False
     """Whether it takes images: config.json has the decoder in `text_config` and the vision tower in
     `vision_config`."""
@@ -55,9 +86,18 @@ class FamilySpec:
     """The prefix of the decoder's published tensor names, except `lm_head`."""
     has_experts: bool = False
     """Some layers are mixtures of experts, with the keys and tensors of Qwen3-MoE."""
+    transposes_experts: bool = False
+    """Safetensors stack experts as [experts, in, out], gate and up projection in turns."""
+    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """A published module of a layer -> the model's own modules that lie in its rows one after the
+    other; where there is only one, it is just named otherwise."""
     gguf_architecture: str = ""
     """`general.architecture` of a GGUF file, if it differs."""
     gguf_tensors: Mapping[str, str] = field(default_factory=lambda: GGUF_TENSORS)
+    gguf_yarn_truncates: bool = True
+    """Whether YaRN's bounds are whole places, which GGUF files do not say."""
+    gguf_attention_scales: Mapping[int, float] = field(default_factory=dict)
+    """`attention_scale` of models with so many layers, which GGUF files do not say."""
     gguf_interleaves_pairs: bool = False
     """Whether GGUF files store the two rows of each rotated pair of query and key side by side
     instead of half a head apart."""

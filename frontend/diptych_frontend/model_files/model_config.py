@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 import msgspec
 
 from diptych_frontend.model_files.families import FAMILIES, GGUF_ARCHITECTURES
 from diptych_frontend.model_files.family_spec import FamilySpec
+from diptych_frontend.model_files.layer_kinds import (
+    GGUFLayerKeys,
+    layers_from_gguf,
+    layers_from_hf,
+    rope_from_hf,
+    rope_theta,
+)
+from diptych_frontend.model_files.layer_kinds import unsupported as _unsupported
 from diptych_frontend.model_files.quantization import Quantization
 from diptych_frontend.model_files.rope_scaling import (
-    DIVISORS,
-    Divided,
     GGUFScaling,
     RopeScaling,
     Yarn,
@@ -25,6 +32,8 @@ from diptych_protocol import UNREADABLE, InvalidRequestError
 
 T = TypeVar("T")
 
+ACTIVATIONS: Final = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "clamped": "silu"}
+"""`hidden_act` of config.json for each of the gates."""
 MAX_EXPERTS: Final = 1 << 12
 MAX_SIZE: Final = 1 << 24
 """More than any dimension of a real model, so that a damaged file cannot request huge memory."""
@@ -53,6 +62,20 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Every head's q and k are RMS-normalised before RoPE (Qwen3)."""
     sliding_window: int | None = None
     """A token sees this many positions, including itself; None: all (Mistral 7B v0.1 has one)."""
+    full_layers: tuple[int, ...] = ()
+    """Layers whose tokens see everything in spite of `sliding_window`."""
+    window_rope_theta: float | None = None
+    """The base of RoPE, without scaling, in layers with a window; None: as in all others."""
+    rotary_dim: int = 0
+    """The first dimensions of each head, which RoPE rotates; 0: all."""
+    unrotated_layers: tuple[int, ...] = ()
+    """Layers without RoPE."""
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """What attention and MLP yield is multiplied by before it is added."""
+    attention_scale: float | None = None
+    """What products of queries and keys are multiplied by; None: 1 / sqrt(head_dim)."""
+    logits_divisor: float = 1.0
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     vision: VisionConfig | None = None
@@ -76,6 +99,10 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         sparse = self.num_experts > 0 and layer not in self.mlp_only_layers
         return sparse and (layer + 1) % self.decoder_sparse_step == 0
 
+    def window_of(self, layer: int) -> int | None:
+        """How many positions a token sees in a layer; None: all."""
+        return None if layer in self.full_layers else self.sliding_window
+
     def check(self) -> None:
         """Raise `InvalidRequestError` unless the numbers describe a model that can be built."""
         sizes = (
@@ -93,9 +120,12 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.head_dim % 2:
             raise _unsupported(f"head_dim is {self.head_dim}; RoPE needs an even one")
+        if self.rotated % 2 or not 0 < self.rotated <= self.head_dim:
+            raise _unsupported(f"RoPE of {self.rotated} of {self.head_dim} dimensions of a head")
         if not (0 < self.rms_norm_eps < math.inf and 0 < self.rope_theta < math.inf):
             raise _unsupported("rms_norm_eps and rope_theta must be positive and finite")
         self._check_rope_scaling()
+        self._check_scales()
         if self.sliding_window is not None and self.sliding_window < 1:
             raise _unsupported(f"sliding_window is {self.sliding_window}")
         outside = [t for t in self.eos_token_ids if not 0 <= t < self.vocab_size]
@@ -108,14 +138,25 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if not 0 <= self.vision.image_token_id < self.vocab_size:
                 raise _unsupported(f"image_token_id {self.vision.image_token_id}")
 
+    @property
+    def rotated(self) -> int:
+        """The number of a head's dimensions that are rotated."""
+        return self.rotary_dim or self.head_dim
+
+    def _check_scales(self) -> None:
+        for field in ("embedding_scale", "residual_scale", "attention_scale", "logits_divisor",
+                      "window_rope_theta"):  # fmt: skip
+            value = getattr(self, field)
+            if value is not None and not 0 < value < math.inf:
+                raise _unsupported(f"{field} is {value}")
+
     def _check_rope_scaling(self) -> None:
         scaling = self.rope_scaling
         if isinstance(scaling, Yarn) and self.rope_theta <= 1.0:
             raise _unsupported(f"rope_theta is {self.rope_theta}; YaRN needs more than 1")
-        if isinstance(scaling, Divided) and 2 * len(scaling.divisors) != self.head_dim:
-            raise _unsupported(
-                f"{DIVISORS} has {len(scaling.divisors)} values, not {self.head_dim // 2}"
-            )
+        for name, divisors in {} if scaling is None else scaling.all_divisors.items():
+            if 2 * len(divisors) != self.rotated:
+                raise _unsupported(f"{name} has {len(divisors)} values, not {self.rotated // 2}")
 
     def _check_experts(self, family: FamilySpec) -> None:
         if not self.num_experts:
@@ -152,11 +193,11 @@ class DummySizes(msgspec.Struct):
 def config_from_query(query: Mapping[str, str]) -> ModelConfig:
     """Return a dummy model's configuration: tiny defaults, each of which the query may override.
 
-    `eos_token_ids` and `mlp_only_layers` are comma-separated lists, `rope_scaling` a JSON object.
+    Tuples are comma-separated lists, `rope_scaling` a JSON object.
     `head_dim` follows from hidden_size and num_attention_heads unless it is given.
     """
     fields: dict[str, Any] = {**DUMMY_DEFAULTS, **query}
-    for name in ("eos_token_ids", "mlp_only_layers"):
+    for name in ("eos_token_ids", "mlp_only_layers", "full_layers", "unrotated_layers"):
         if name in query:
             fields[name] = [part for part in query[name].split(",") if part]
     if "rope_scaling" in query:
@@ -207,12 +248,13 @@ class GGUFVocabularyKeys(msgspec.Struct):
 def config_from_gguf(
     metadata: Mapping[str, Any],
     tensor_names: set[str],
-    rope_divisors: tuple[float, ...] | None = None,
+    rope_vectors: Mapping[str, tuple[float, ...]] = MappingProxyType({}),
 ) -> ModelConfig:
     """Return a configuration from GGUF metadata (`llama.block_count` and the like).
 
     Tensors supply what the metadata leaves out: without an output matrix in `tensor_names` the
-    embeddings are tied, and `rope_divisors` are the values of `DIVISORS`, if the file has it.
+    embeddings are tied, and `rope_vectors` are the values of those of `ROPE_VECTORS` that the file
+    has.
     """
     name = metadata.get("general.architecture")
     family = family_of(GGUF_ARCHITECTURES.get(name, name) if isinstance(name, str) else name)
@@ -221,8 +263,9 @@ def config_from_gguf(
     keys = _convert(own, GGUFKeys)
     vocabulary = _convert(metadata, GGUFVocabularyKeys)
     head_dim = keys.head_dim or _head_dim(keys.hidden_size, keys.num_attention_heads)
-    if keys.rope_dim not in (None, head_dim):
-        raise _unsupported("RoPE over a part of each head")
+    layers = layers_from_gguf(
+        _convert(own, GGUFLayerKeys), family, keys.num_hidden_layers, keys.hidden_size
+    )
     ends = dict.fromkeys(t for t in (vocabulary.eos, vocabulary.eot) if t is not None)
     return _checked(
         ModelConfig(
@@ -238,18 +281,23 @@ def config_from_gguf(
             rms_norm_eps=keys.rms_norm_eps,
             rope_theta=keys.rope_theta,
             rope_scaling=scaling_from_gguf(
-                _convert(own, GGUFScaling), keys.max_position_embeddings, rope_divisors
+                _convert(own, GGUFScaling),
+                keys.max_position_embeddings,
+                rope_vectors,
+                truncates=family.gguf_yarn_truncates,
             ),
             tie_word_embeddings="output.weight" not in tensor_names,
             attention_bias=family.attention_bias,
             qk_norm=family.qk_norm,
-            sliding_window=keys.sliding_window,
+            sliding_window=keys.sliding_window or None,
+            rotary_dim=0 if keys.rope_dim in (None, head_dim) else keys.rope_dim,
             bos_token_id=vocabulary.bos,
             eos_token_ids=tuple(ends),
             num_experts=keys.num_experts,
             num_experts_per_tok=keys.num_experts_per_tok,
             moe_intermediate_size=keys.moe_intermediate_size,
             norm_topk_prob=keys.num_experts > 0,  # the format has no key for it
+            **layers,
         )
     )
 
@@ -266,12 +314,11 @@ class HFConfig(msgspec.Struct):
     max_position_embeddings: int
     num_key_value_heads: int | None = None
     head_dim: int | None = None
-    hidden_act: str = "silu"
+    hidden_act: str | None = None
+    hidden_activation: str | None = None
+    """Gemma's name for it."""
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    rope_scaling: dict[str, Any] | None = None
-    rope_parameters: dict[str, Any] | None = None
-    """Newer files have `rope_theta` and the scaling rule in here."""
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -300,12 +347,15 @@ def config_from_hf(
     The latter two are empty if the model has none."""
     family = family_of(raw.get("model_type"))
     vision = _vision(raw, processor) if family.sees else None
-    config = _convert(_decoder_of(raw) if family.sees else raw, HFConfig)
+    raw = {**family.config_defaults, **(_decoder_of(raw) if family.sees else raw)}
+    raw |= {key: raw[own] for key, own in family.config_keys.items() if own in raw}
+    config = _convert(raw, HFConfig)
     _require_plain(config, family)
     ends = _convert(generation, HFGenerationConfig).eos_token_id
     if ends is None:
         ends = config.eos_token_id if config.eos_token_id is not None else []
-    rope = config.rope_parameters or config.rope_scaling or {}
+    rope = rope_from_hf(raw)
+    head_dim = config.head_dim or _head_dim(config.hidden_size, config.num_attention_heads)
     return _checked(
         ModelConfig(
             architecture=family.architecture,
@@ -315,10 +365,10 @@ def config_from_hf(
             num_hidden_layers=config.num_hidden_layers,
             num_attention_heads=config.num_attention_heads,
             num_key_value_heads=config.num_key_value_heads or config.num_attention_heads,
-            head_dim=config.head_dim or _head_dim(config.hidden_size, config.num_attention_heads),
+            head_dim=head_dim,
             max_position_embeddings=config.max_position_embeddings,
             rms_norm_eps=config.rms_norm_eps,
-            rope_theta=_rope_theta(rope, config.rope_theta),
+            rope_theta=rope_theta(rope, config.rope_theta),
             rope_scaling=scaling_from_hf(rope, config.max_position_embeddings),
             tie_word_embeddings=config.tie_word_embeddings,
             attention_bias=family.attention_bias,
@@ -328,6 +378,7 @@ def config_from_hf(
             eos_token_ids=tuple(ends) if isinstance(ends, list) else (ends,),
             vision=vision,
             **_experts(config),
+            **layers_from_hf(raw, family, config.num_hidden_layers, head_dim, config.hidden_size),
         )
     )
 
@@ -372,21 +423,15 @@ def _experts(config: HFConfig) -> dict[str, Any]:
 
 def _require_plain(config: HFConfig, family: FamilySpec) -> None:
     """Refuse variants of a known family whose arithmetic differs from what is built."""
-    if config.hidden_act != "silu":
-        raise _unsupported(f"hidden_act {config.hidden_act!r}")
+    activation = config.hidden_activation or config.hidden_act or ACTIVATIONS[family.gate]
+    if activation != ACTIVATIONS[family.gate]:
+        raise _unsupported(f"hidden_act {activation!r} in {config.model_type}")
     if config.mlp_bias:
         raise _unsupported("mlp_bias")
     if config.attention_bias and not family.attention_bias:
         raise _unsupported(f"attention_bias in {config.model_type}")
     if config.use_sliding_window and not family.uses_window:
         raise _unsupported(f"use_sliding_window in {config.model_type}")
-
-
-def _rope_theta(rope: Mapping[str, Any], default: float) -> float:
-    value = rope.get("rope_theta", default)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _unsupported(f"RoPE parameter rope_theta is {value!r}")
-    return value
 
 
 def family_of(architecture: Any) -> FamilySpec:
@@ -412,7 +457,3 @@ def _convert(fields: Mapping[str, Any], kind: type[T], *, strict: bool = True) -
 def _checked(config: ModelConfig) -> ModelConfig:
     config.check()
     return config
-
-
-def _unsupported(what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"model not supported: {what}", param="model")

@@ -28,7 +28,7 @@ from diptych_frontend.model_files.model_config import (
     config_from_query,
 )
 from diptych_frontend.model_files.quantization import quantization_from_hf
-from diptych_frontend.model_files.rope_scaling import DIVISORS
+from diptych_frontend.model_files.rope_scaling import ROPE_VECTORS
 from diptych_protocol import UNREADABLE, UNSAID, InvalidRequestError, SamplingDefaults
 
 log = logging.getLogger(__name__)
@@ -123,12 +123,13 @@ def resolve_model(uri: str, *, weights: bool = True) -> ModelSource:
         # A router may have the first header only, and computes no logits.
         headers = read_parts(path) if weights else [read_header(path)]
         tensors = {tensor.name: (at, tensor) for at in headers for tensor in at.raw_tensors}
-        divisors = None
-        if weights and DIVISORS in tensors:
-            header, tensor = tensors[DIVISORS]
-            divisors = read_floats(header.path, tensor)
+        vectors: dict[str, tuple[float, ...]] = {
+            name: read_floats(tensors[name][0].path, tensors[name][1])
+            for name in ROPE_VECTORS
+            if weights and name in tensors
+        }
         metadata = headers[0].metadata
-        config = config_from_gguf(metadata, set(tensors), divisors)
+        config = config_from_gguf(metadata, set(tensors), vectors)
         return ModelSource(uri, "gguf", path, config, sampling_from_gguf(metadata))
 
 

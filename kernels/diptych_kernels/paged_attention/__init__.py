@@ -17,6 +17,7 @@ def paged_attention(
     kv_scale: float = 1.0,
     *,
     may_round: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend from the step's new tokens, whose own keys and values are in the cache already.
 
@@ -24,13 +25,14 @@ def paged_attention(
     kv_layer: [num_blocks, 2, block_size, kv_heads, head_dim], a strided view; of the queries'
         dtype, of 8-bit floats or, on a CPU, of bfloat16.
     kv_scale: as `kv_write` takes it.
+    sinks: [heads], the score of one more key, which every token sees and which has no value.
     may_round: chunks of prompts may be computed in bfloat16 if that is faster.
     Returns [tokens, heads, head_dim]; heads is a multiple of kv_heads.
     """
     if queries.is_cuda:
         from diptych_kernels.paged_attention import triton
 
-        return triton.paged_attention(queries, kv_layer, metadata, kv_scale)
-    if cpu.fits(queries, kv_layer):
+        return triton.paged_attention(queries, kv_layer, metadata, kv_scale, sinks)
+    if sinks is None and cpu.fits(queries, kv_layer):
         return cpu.paged_attention(queries, kv_layer, metadata, may_round=may_round)
-    return reference.paged_attention(queries, kv_layer, metadata, kv_scale)
+    return reference.paged_attention(queries, kv_layer, metadata, kv_scale, sinks)

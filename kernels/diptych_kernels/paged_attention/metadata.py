@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 import torch
@@ -42,6 +43,18 @@ class AttentionMetadata:
     window: int | None = None
     """A token sees itself and the `window` - 1 tokens before it; None: everything before it."""
     device: torch.device = CPU
+
+    def within(self, window: int | None) -> Self:
+        """Return the same for layers with another window; it is made once a step."""
+        if window == self.window:
+            return self
+        if window not in self._narrowed:
+            self._narrowed[window] = replace(self, window=window)
+        return self._narrowed[window]
+
+    @cached_property
+    def _narrowed(self) -> dict[int | None, Self]:
+        return {}
 
     @cached_property
     def decode_groups(self) -> list[DecodeGroup]:
@@ -211,6 +224,8 @@ class FixedDecodes(AttentionMetadata):
     def change(self, context_lens: NDArray[np.int64], block_tables: NDArray[np.int64]) -> None:
         """Replace the numbers that recorded launches read; the arguments are named as the
         attributes."""
+        for other in self._narrowed.values():
+            other.change(context_lens, block_tables)
         for geometry, (plan, numbers) in self._schedules.items():
             self._write(self._cut(context_lens, block_tables, geometry, plan.num_splits), numbers)
 

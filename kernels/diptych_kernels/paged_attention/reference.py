@@ -12,48 +12,63 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diptych_kernels.kv_write.reference import FLOAT8
-from diptych_kernels.paged_attention.metadata import AttentionMetadata, PrefillChunk
+from diptych_kernels.paged_attention.metadata import AttentionMetadata, DecodeGroup, PrefillChunk
 
 
 def paged_attention(
-    queries: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, kv_scale: float = 1.0
+    queries: Tensor,
+    kv_layer: Tensor,
+    metadata: AttentionMetadata,
+    kv_scale: float = 1.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """As `diptych_kernels.paged_attention.paged_attention`."""
     if kv_layer.dtype is FLOAT8:
         kv_layer = kv_layer.to(queries.dtype) * kv_scale
     groups, chunks = metadata.decode_groups, metadata.prefill_chunks
     if len(groups) == 1 and not chunks:
-        return _decode(queries, kv_layer, groups[0].blocks, groups[0].longest, groups[0].mask)
+        return _decode(queries, kv_layer, groups[0], sinks)
     attended = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
     for group in groups:
-        attended[group.rows] = _decode(
-            queries[group.rows], kv_layer, group.blocks, group.longest, group.mask
-        )
+        attended[group.rows] = _decode(queries[group.rows], kv_layer, group, sinks)
     for chunk in chunks:
-        attended[chunk.rows] = prefill(queries[chunk.rows], kv_layer, chunk)
+        attended[chunk.rows] = prefill(queries[chunk.rows], kv_layer, chunk, sinks)
     return attended
 
 
-def _decode(
-    queries: Tensor, kv_layer: Tensor, blocks: Tensor, longest: int, mask: Tensor | None
-) -> Tensor:
+def _decode(queries: Tensor, kv_layer: Tensor, group: DecodeGroup, sinks: Tensor | None) -> Tensor:
     """One query per sequence: [sequences, heads, head_dim] -> the same.
 
     The heads that share keys are passed as that many queries of one head: they see the same keys,
     and larger products are faster.
     """
     size, heads, head_dim = queries.shape
-    keys, values = _gather(kv_layer, blocks, size, longest, queries.dtype)
+    keys, values = _gather(kv_layer, group.blocks, size, group.longest, queries.dtype)
     grouped = queries.view(size, keys.shape[1], -1, head_dim)
-    attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
+    if sinks is None:
+        attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=group.mask)
+    else:
+        attended = _with_sinks(
+            grouped, keys, values, sinks.view(keys.shape[1], -1), group.mask, is_causal=False
+        )
     return attended.reshape(size, heads, head_dim)
 
 
-def prefill(queries: Tensor, kv_layer: Tensor, chunk: PrefillChunk) -> Tensor:
+def prefill(
+    queries: Tensor, kv_layer: Tensor, chunk: PrefillChunk, sinks: Tensor | None = None
+) -> Tensor:
     """Several queries of one sequence: [tokens, heads, head_dim] -> the same."""
     keys, values = _gather(kv_layer, chunk.blocks, 1, chunk.length, queries.dtype)
+    own = queries.transpose(0, 1).unsqueeze(0)
+    if sinks is not None:
+        sharing = queries.shape[1] // keys.shape[1]
+        keys, values = (each.repeat_interleave(sharing, 1) for each in (keys, values))
+        attended = _with_sinks(
+            own, keys, values, sinks[:, None], chunk.mask, is_causal=chunk.mask is None
+        )
+        return attended.squeeze(0).transpose(0, 1)
     attended = F.scaled_dot_product_attention(
-        queries.transpose(0, 1).unsqueeze(0),
+        own,
         keys,
         values,
         attn_mask=chunk.mask,
@@ -61,6 +76,32 @@ def prefill(queries: Tensor, kv_layer: Tensor, chunk: PrefillChunk) -> Tensor:
         enable_gqa=True,
     )
     return attended.squeeze(0).transpose(0, 1)
+
+
+def _with_sinks(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    sinks: Tensor,
+    mask: Tensor | None,
+    *,
+    is_causal: bool,
+) -> Tensor:
+    """Attention in which a sink takes its share of each softmax. It has no value, so the share is
+    taken off what the other keys yield. sinks: of each head, or of each head and query.
+
+    This is the operator behind torch's fused attention, which alone returns the logarithm of the
+    sum of exponentials too.
+    """
+    hidden = None
+    if mask is not None:
+        hidden = torch.zeros_like(mask, dtype=queries.dtype).masked_fill_(~mask, -torch.inf)
+    attended, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        queries, keys, values, is_causal=is_causal, attn_mask=hidden
+    )
+    share = torch.sigmoid(log_sums - sinks)
+    weighted: Tensor = attended * share[..., None].to(attended.dtype)
+    return weighted
 
 
 def _gather(

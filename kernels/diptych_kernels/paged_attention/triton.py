@@ -82,13 +82,13 @@ def attend(
 
 @triton.jit(do_not_specialize=VARIES)
 def attention_kernel(
-    queries_ptr, kv_ptr, out_ptr, lse_ptr, numbers_ptr,
+    queries_ptr, kv_ptr, sinks_ptr, out_ptr, lse_ptr, numbers_ptr,
     context_lens_at, tiles_at, tables_at, first_tile, tile_tokens,
     queries_token_stride, queries_head_stride,
     kv_block_stride, kv_half_stride, kv_slot_stride, kv_head_stride,
     score_scale, value_scale, window, num_splits, HEADER: tl.constexpr,
     SHARING: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SLOTS: tl.constexpr,
-    WINDOWED: tl.constexpr, SPLIT: tl.constexpr,
+    WINDOWED: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Programs: tiles x key heads x splits.
@@ -136,6 +136,12 @@ def attention_kernel(
     largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if SINKS:
+        # A key that was seen before all others. It is in the first split only.
+        largest = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        if SPLIT:
+            largest = tl.where(split == 0, largest, -float("inf"))
+        total = tl.where(largest > -float("inf"), 1.0, 0.0)
     # Keys that every row sees, in whole steps: they need no mask. What is left is a step or two.
     unmasked = begin
     if not WINDOWED:
@@ -204,14 +210,18 @@ def merge_kernel(
 
 
 def paged_attention(
-    queries: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, kv_scale: float = 1.0
+    queries: Tensor,
+    kv_layer: Tensor,
+    metadata: AttentionMetadata,
+    kv_scale: float = 1.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute the same as the reference."""
     device = queries.device
     geometry = Geometry(queries.shape[1], kv_layer.shape[3], num_processors(device))
     schedule, numbers = metadata.on_device(geometry)
     out = torch.empty(queries.shape, dtype=queries.dtype, device=device)
-    launch = _Launch(queries, kv_layer, metadata, schedule, numbers, kv_scale)
+    launch = _Launch(queries, kv_layer, metadata, schedule, numbers, kv_scale, sinks)
     if schedule.num_decodes:
         launch.decodes(out)
     if schedule.num_chunk_tiles:
@@ -238,11 +248,12 @@ class _Launch:
         schedule: Schedule,
         numbers: Tensor,
         kv_scale: float,
+        sinks: Tensor | None,
     ) -> None:
         self._queries, self._kv_layer = queries, kv_layer
         self._schedule, self._numbers = schedule, numbers
         self._window = metadata.window
-        self._kv_scale = kv_scale
+        self._kv_scale, self._sinks = kv_scale, sinks
         _, self._heads, self._head_dim = queries.shape
         self._kv_heads = kv_layer.shape[3]
         # A GPU makes no product of matrices with fewer dimensions.
@@ -284,7 +295,7 @@ class _Launch:
         block_m = max(MIN_ROWS, triton.next_power_of_2(tile_tokens * sharing))
         block_n, num_warps, num_stages = loop_shape(block_m, self._block_d, self._queries.dtype)
         attention_kernel[(num_tiles, self._kv_heads, num_splits)](
-            self._queries, self._kv_layer, out, lse, self._numbers,
+            self._queries, self._kv_layer, self._sinks, out, lse, self._numbers,
             plan.context_lens_at, plan.tiles_at, plan.tables_at, first_tile, tile_tokens,
             *self._queries.stride()[:2], *self._kv_layer.stride()[:4],
             # exp2 is what the hardware has.
@@ -292,7 +303,8 @@ class _Launch:
             self._window or 0, num_splits, HEADER=HEADER,
             SHARING=sharing, HEADS=self._heads, HEAD_DIM=self._head_dim,
             SLOTS=self._kv_layer.shape[2], WINDOWED=self._window is not None,
-            SPLIT=num_splits > 1, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=self._block_d,
+            SINKS=self._sinks is not None, SPLIT=num_splits > 1,
+            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=self._block_d,
             num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
 

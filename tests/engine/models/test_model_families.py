@@ -8,96 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers  # its classes are imported when they are used
+from model_kit.families import CONFIGS, SIZES, config_of, published
 
 from diptych_frontend.model_files.families import FAMILIES
 from diptych_frontend.model_files.model_source import resolve_model
 
 NUM_TOKENS = 70
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-YARN_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-EXPERTS: dict[str, Any] = {
-    "head_dim": 16,
-    "num_experts": 7,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-    "norm_topk_prob": True,
-}
-CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", SIZES),
-    "llama tied": ("LlamaConfig", SIZES | {"tie_word_embeddings": True}),
-    "llama wide heads": ("LlamaConfig", SIZES | {"head_dim": 16}),
-    "llama no sharing": ("LlamaConfig", SIZES | {"num_key_value_heads": 6}),
-    "llama3 rope": ("LlamaConfig", SIZES | {"rope_parameters": LLAMA3_ROPE}),
-    "linear rope": ("LlamaConfig", SIZES | {"rope_parameters": LINEAR_ROPE}),
-    "yarn rope": ("Qwen3Config", SIZES | {"head_dim": 16, "rope_parameters": YARN_ROPE}),
-    "yarn rope of its own kind": (
-        "LlamaConfig",
-        SIZES
-        | {"head_dim": 32}
-        | {
-            "rope_parameters": YARN_ROPE
-            | {"beta_fast": 8, "beta_slow": 0.5, "truncate": False}
-            | {"mscale": 1.5, "mscale_all_dim": 0.5}
-        },
-    ),
-    "mistral": ("MistralConfig", SIZES | {"sliding_window": None}),
-    "mistral window": ("MistralConfig", SIZES | {"sliding_window": 20}),
-    "qwen2": ("Qwen2Config", SIZES | {"rms_norm_eps": 1e-6}),
-    "qwen3": ("Qwen3Config", SIZES | {"head_dim": 16}),
-    "qwen3_moe": ("Qwen3MoeConfig", SIZES | EXPERTS),
-    "qwen3_moe mixed layers": (
-        "Qwen3MoeConfig",
-        SIZES
-        | EXPERTS
-        | {"norm_topk_prob": False, "mlp_only_layers": [0], "decoder_sparse_step": 2},
-    ),
-}
-
-
-def config_of(name: str) -> transformers.PretrainedConfig:
-    """transformers' own configuration of one model."""
-    kind, sizes = CONFIGS[name]
-    config: transformers.PretrainedConfig = getattr(transformers, kind)(**sizes)
-    return config
-
-
-def published(name: str, folder: Path, **options: Any) -> Any:
-    """A random model whose norms and biases matter too, saved under `folder`."""
-    torch.manual_seed(0)
-    make: Any = transformers.AutoModelForCausalLM.from_config
-    model = make(config_of(name), attn_implementation="eager").eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or "bias" in name:
-                parameter.add_(0.3 * torch.randn(parameter.shape))
-    model.save_pretrained(folder, **options)
-    return model
 
 
 @pytest.fixture(scope="module", params=CONFIGS, ids=str)
@@ -126,6 +42,19 @@ def test_logits_equal_transformers(
     actual = lone_sequence(resolve_model(str(folder)), 96).logits_in_chunks(token_ids, sizes)
     assert expected.std() > 0.5  # else the tolerance would prove nothing
     torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_a_sequence_that_is_handed_over_goes_on(
+    family: Any, lone_sequence: Callable[..., Any]
+) -> None:
+    """The other engine keeps the blocks in other places."""
+    folder, token_ids, expected = family
+    first, second = (lone_sequence(resolve_model(str(folder)), 96) for _ in range(2))
+    first.logits(token_ids[:40])
+    second.blocks = first.blocks[::-1].copy()
+    second.cache[second.blocks] = first.cache[first.blocks]
+    actual = second.logits(token_ids[40:], 40)
+    torch.testing.assert_close(actual, expected[40:], atol=1e-3, rtol=1e-3)
 
 
 def test_every_family_is_compared() -> None:

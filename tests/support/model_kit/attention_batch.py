@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ class Batch:
         kv_heads: int = 2,
         head_dim: int = 8,
         window: int | None = None,
+        has_sinks: bool = False,
         dtype: torch.dtype = torch.float32,
         kv_dtype: torch.dtype | None = None,
         kv_scale: float = 1.0,
@@ -57,6 +59,7 @@ class Batch:
         self.kv_layer = cache.to(device)[:, LAYER]
         counts = np.array([new for _, new in sequences])
         self.queries = torch.randn(int(counts.sum()), heads, head_dim).to(device, dtype)
+        self.sinks = torch.randn(heads).to(device, dtype) + 1.0 if has_sinks else None
         self.metadata = AttentionMetadata(
             query_starts=np.concatenate(([0], counts.cumsum())),
             context_lens=np.array([context for context, _ in sequences]),
@@ -79,13 +82,21 @@ class Batch:
                 keys, values = dense[first : position + 1].unbind(1)
                 query = queries[begin + offset].view(keys.shape[1], -1, keys.shape[2])
                 scores = torch.einsum("ghd,tgd->ght", query, keys) / math.sqrt(query.shape[-1])
-                attended = torch.einsum("ght,tgd->ghd", scores.softmax(-1), values)
+                if self.sinks is not None:
+                    sinks = self.sinks.cpu().double().view(keys.shape[1], -1, 1)
+                    scores = torch.cat([scores, sinks], -1)
+                shares = scores.softmax(-1)[..., : len(keys)]
+                attended = torch.einsum("ght,tgd->ghd", shares, values)
                 outputs.append(attended.flatten(0, 1))
             begin += new
         return torch.stack(outputs)
 
     def check(self, attend: Callable[..., Tensor], atol: float = 1e-5, rtol: float = 1e-5) -> None:
         """`attend` has the arguments of `paged_attention`."""
-        scale = {} if self.kv_scale == 1.0 else {"kv_scale": self.kv_scale}
-        actual = attend(self.queries, self.kv_layer, self.metadata, **scale)
+        options: dict[str, Any] = {}
+        if self.kv_scale != 1.0:
+            options["kv_scale"] = self.kv_scale
+        if self.sinks is not None:
+            options["sinks"] = self.sinks
+        actual = attend(self.queries, self.kv_layer, self.metadata, **options)
         torch.testing.assert_close(actual.cpu().double(), self.expected(), atol=atol, rtol=rtol)

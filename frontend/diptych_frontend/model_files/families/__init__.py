@@ -1,7 +1,7 @@
 """The families of supported models, one file each.
 
 A file here that defines `FAMILY` is a family; no other list names it. To add one, write that file,
-a row of `CONFIGS` in `tests/engine/models/test_model_families.py`, and, if its layers compute what
+a row of `CONFIGS` in `tests/support/model_kit/families.py`, and, if its layers compute what
 no other's do, a model class in `engine/diptych_engine/models/`.
 """
 

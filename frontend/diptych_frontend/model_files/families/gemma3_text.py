@@ -1,0 +1,33 @@
+"""Gemma 3, the models without images, and the decoder of the others in GGUF files."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from diptych_frontend.model_files.family_spec import GGUF_TENSORS, FamilySpec
+
+FAMILY: Final = FamilySpec(
+    "gemma3_text",
+    qk_norm=True,
+    uses_window=True,
+    window_period=6,
+    window_rope_theta=10000.0,
+    scales_embeddings=True,
+    gate="gelu_tanh",
+    norms_after=True,
+    norms_from_one=True,
+    config_defaults={"tie_word_embeddings": True},
+    parts={
+        "post_attention_layernorm": ("norm_after_attention",),
+        "pre_feedforward_layernorm": ("post_attention_layernorm",),
+        "post_feedforward_layernorm": ("norm_after_mlp",),
+    },
+    gguf_architecture="gemma3",
+    gguf_tensors=GGUF_TENSORS
+    | {
+        "blk.N.post_attention_norm": "model.layers.N.post_attention_layernorm",
+        "blk.N.ffn_norm": "model.layers.N.pre_feedforward_layernorm",
+        "blk.N.post_ffw_norm": "model.layers.N.post_feedforward_layernorm",
+    },
+    gguf_attention_scales={62: 168**-0.5},
+)

@@ -1,0 +1,9 @@
+"""Granite 3, and in GGUF files the dense models of Granite 4: Llama with four multipliers."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from diptych_frontend.model_files.family_spec import FamilySpec
+
+FAMILY: Final = FamilySpec("granite", gguf_interleaves_pairs=True)

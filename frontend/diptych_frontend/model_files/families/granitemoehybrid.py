@@ -1,0 +1,17 @@
+"""Granite 4, the dense models. Those with Mamba layers or experts are refused."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from diptych_frontend.model_files.family_spec import FamilySpec
+
+FAMILY: Final = FamilySpec(
+    "granitemoehybrid",
+    position_embedding_type="rope",
+    config_keys={"intermediate_size": "shared_intermediate_size"},
+    parts={
+        "shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj"),
+        "shared_mlp.output_linear": ("mlp.down_proj",),
+    },
+)
