@@ -90,7 +90,12 @@ async def run(args: argparse.Namespace) -> None:
     admin_listener = listen(args.host, args.admin_port) if args.admin_port is not None else None
     public = f"tcp://{args.host}:{args.core_port}" if args.core_port is not None else None
     config = pod_config(args)
-    engine = await AsyncLLM.start(config, public_endpoint=public, keys_dir=args.keys)
+    engine = await AsyncLLM.start(
+        config,
+        public_endpoint=public,
+        keys_dir=args.keys,
+        reads_texts=api_listener is not None,  # routers send tokens to the core
+    )
     metrics = ServerMetrics(engine.model_name, engine.stats_by_engine)
     sites = [Site(build_probe_app(engine, metrics), listener)]
     if api_listener is not None:

@@ -12,8 +12,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-import numpy as np
-
 Extra = Callable[[int, int], bytes]
 """A function from a range of tokens to what they stand for besides themselves."""
 FIRST_DIGEST: Final = 1
@@ -111,4 +109,4 @@ def next_digest(digest: int, added: bytes, removed: bytes) -> int:
 
 def _sum(keys: bytes) -> int:
     """The sum of keys of 8 bytes each; what remains of one that is cut off does not count."""
-    return int(np.frombuffer(keys, "<u8", len(keys) // 8).sum())
+    return sum(array("Q", keys[: len(keys) // 8 * 8]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,12 +16,10 @@ from model_kit.questions import WHOLE
 from waits import PATIENCE_S
 
 from diptych.known_models import DEFAULT
+from diptych_frontend.text.input_processor import InputProcessor
 from diptych_kernels.packed_product import is_available
+from diptych_protocol import EngineConfig
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not is_available(), reason="nothing is packed on this processor"),
-]
 ENGINE_MIB, SERVICE_MIB = 450, 1500
 
 
@@ -31,6 +30,21 @@ def mib_of(process: psutil.Process, kind: str) -> float:
     return int(found[1]) / 1024
 
 
+def test_the_front_end_of_an_engine_needs_no_arrays() -> None:
+    """NumPy takes 15 MiB. Torch is not even installed where only routers run."""
+    said = "import sys, diptych_engine.__main__; print({'numpy', 'torch'} & sys.modules.keys())"
+    found = subprocess.run([sys.executable, "-c", said], capture_output=True, check=True, text=True)
+    assert found.stdout == "set()\n"
+
+
+def test_an_engine_that_gets_tokens_only_has_no_tokenizer_in_memory(smollm2: str) -> None:
+    config = EngineConfig(smollm2)
+    assert InputProcessor.of(config).renderer.tokenizer is not None
+    assert InputProcessor.of(config, reads_texts=False).renderer.tokenizer is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_available(), reason="nothing is packed on this processor")
 def test_engines_are_small_and_share_their_weights(tmp_path: Path) -> None:
     """One engine prefills and two decode. What they share counts once in the sum of all processes
     (PSS), and for each engine in what it has resident (RSS). Nothing here is forked from the test's
@@ -52,8 +66,10 @@ def test_engines_are_small_and_share_their_weights(tmp_path: Path) -> None:
         ]
         engines = [each for each in processes if "core_process" in " ".join(each.cmdline())]
         assert len(engines) == 3
-        for engine in engines:
-            assert mib_of(engine, "Rss") < ENGINE_MIB
+        for core in engines:
+            front_end = core.parent()
+            assert front_end is not None
+            assert mib_of(core, "Rss") + mib_of(front_end, "Rss") < ENGINE_MIB
         assert sum(mib_of(process, "Pss") for process in processes) < SERVICE_MIB
         mapped = [psutil.Process(each.pid).memory_maps() for each in engines]
         files = [{x.path for x in maps if x.path.endswith(".packed")} for maps in mapped]

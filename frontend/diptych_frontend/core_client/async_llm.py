@@ -75,6 +75,7 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
         public_endpoint: str | None = None,
         keys_dir: Path | None = None,
         stall_limit_s: float = STALL_LIMIT_S,
+        reads_texts: bool = True,
     ) -> None:
         """Start the core's process; needs no event loop. The names are vLLM's.
 
@@ -91,6 +92,7 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
         client_count, client_index: how many front-ends that core has, and which one this is.
         aggregate_engine_logging: write one line of statistics for all cores together.
         core: the same, as an object.
+        reads_texts: see `InputProcessor.of`.
 
         Raises `InvalidRequestError` for a configuration or a model that cannot work, and
         `UnsupportedFeatureError` for an option that means nothing here.
@@ -101,7 +103,7 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
             raise InvalidRequestError(
                 f"client_index {client_index} is not one of {client_count}", param="client_index"
             )
-        inputs = InputProcessor.of(vllm_config)
+        inputs = InputProcessor.of(vllm_config, reads_texts=reads_texts)
         super().__init__(
             vllm_config,
             inputs,
@@ -197,6 +199,7 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
         public_endpoint: str | None = None,
         keys_dir: Path | None = None,
         stall_limit_s: float = STALL_LIMIT_S,
+        reads_texts: bool = True,
     ) -> Self:
         """Start an engine and wait until it is ready."""
         engine = cls(
@@ -204,6 +207,7 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
             public_endpoint=public_endpoint,
             keys_dir=keys_dir,
             stall_limit_s=stall_limit_s,
+            reads_texts=reads_texts,
         )
         try:
             await engine.ready()

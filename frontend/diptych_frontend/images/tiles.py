@@ -10,8 +10,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from diptych_frontend.model_files.vision_config import VisionConfig
 from diptych_protocol import Array
 
@@ -100,6 +98,8 @@ def _resized(image: Image, size: tuple[int, int], config: VisionConfig) -> Image
 
 
 def _tiles(parts: list[Image], rows: int, columns: int) -> Tiles:
+    import numpy as np
+
     stacked = np.stack([np.asarray(part) for part in parts]).transpose(0, 3, 1, 2)
     pixels = np.ascontiguousarray(stacked)
     return Tiles(Array("uint8", pixels.shape, pixels.data), rows, columns)

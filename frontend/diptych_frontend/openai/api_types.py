@@ -53,7 +53,7 @@ Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 AlternativesCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
 NOBODY_ASKS: Final = "not needed"
 ALL_CACHED: Final = "every prefix is cached"
-ONE_TIER: Final = "all requests have one tier"
+ONE_TIER: Final = "there is one tier"
 LLGUIDANCE: Final = "llguidance decides"
 RENDERED: Final = "/tokenize renders"
 PROCESSOR: Final = "the model's processor decides"
@@ -82,7 +82,7 @@ class VllmRequest(msgspec.Struct):
         "vllm_xargs": ignored("no plugins", {}),
         "mm_payload": ignored(RENDERED, "tensors"),
         "return_mm_kwargs": ignored(RENDERED),
-        "ec_transfer_params": refused("no hand-off of images"),
+        "ec_transfer_params": refused("no hand-off"),
         "watermarking": refused("not offered", False),
     }
 

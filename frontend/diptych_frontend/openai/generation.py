@@ -45,6 +45,9 @@ logger = logging.getLogger("diptych.openai")
 
 RANK_HEADER = "X-data-parallel-rank"
 
+BEGUN_AT_ONCE = 16
+"""The prompts of one request that begin in one turn of the event loop: a thousand would hold it up
+for most of a second."""
 ABORT_TIMEOUT_S = 10.0
 """How long the other prompts of a failed request may take to end."""
 
@@ -373,9 +376,13 @@ async def _merge(streams: list[AsyncGenerator[Item, None]]) -> AsyncGenerator[It
         except Exception as exc:
             await queue.put(exc)
 
-    pumps = [asyncio.create_task(pump(stream)) for stream in streams]
-    unfinished = len(pumps)
+    pumps: list[asyncio.Task[None]] = []
     try:
+        for stream in streams:
+            pumps.append(asyncio.create_task(pump(stream)))
+            if not len(pumps) % BEGUN_AT_ONCE:
+                await asyncio.sleep(0)  # the others' turn
+        unfinished = len(pumps)
         while unfinished:
             item = await queue.get()
             if isinstance(item, Exception):

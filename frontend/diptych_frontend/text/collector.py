@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Final, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Final, Generic, TypeVar, cast
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from diptych_frontend.text.logprobs import PromptLogprobs
 from diptych_protocol import (
@@ -21,6 +19,10 @@ from diptych_protocol import (
     PoolingRequestOutput,
     RequestOutput,
 )
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Output = TypeVar("Output", RequestOutput, PoolingRequestOutput)
 
@@ -227,6 +229,8 @@ def joined(parts: Sequence[Array]) -> NDArray[np.int16] | None:
                 f"routed_experts is {part.dtype} {list(part.shape)}, not int16 "
                 f"[tokens, {', '.join(map(str, parts[0].shape[1:]))}]"
             )
+    import numpy as np  # here, as in `prompt_embeds`
+
     return np.concatenate(
         [np.frombuffer(part.data, np.int16).reshape(part.shape) for part in parts]
     )

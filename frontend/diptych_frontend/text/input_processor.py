@@ -59,17 +59,19 @@ class InputProcessor:
         self.reasoning_parser = reasoning_parser
 
     @classmethod
-    def of(cls, config: EngineConfig) -> Self:
+    def of(cls, config: EngineConfig, *, reads_texts: bool = True) -> Self:
         """Return the processor for the model of one engine.
 
-        Raises `InvalidRequestError` for a configuration or a model that cannot work.
+        reads_texts: False for one that gets tokens only; it has no tokenizer in memory. Raises
+        `InvalidRequestError` for a configuration or a model that cannot work.
         """
         config.check()
         source = resolve_model(config.model)
         model = source.config
+        skips_tokenizer = config.skip_tokenizer_init or not reads_texts
         model_limit = model.max_position_embeddings
         return cls(
-            TextRenderer(source, skip_tokenizer_init=config.skip_tokenizer_init),
+            TextRenderer(source, skip_tokenizer_init=skips_tokenizer),
             max_model_len=min(config.max_model_len or model_limit, model_limit),
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,

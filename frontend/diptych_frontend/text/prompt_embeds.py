@@ -5,15 +5,13 @@ from __future__ import annotations
 import sys
 from typing import Any, Final
 
-import numpy as np
-
 from diptych_protocol import Array, InvalidRequestError
 from diptych_protocol.wire import MAX_MESSAGE_BYTES
 
-EXPONENTS: Final[dict[str, tuple[type[np.unsignedinteger[Any]], int]]] = {
-    "float32": (np.uint32, 0x7F80_0000),
-    "bfloat16": (np.uint16, 0x7F80),
-    "float16": (np.uint16, 0x7C00),
+EXPONENTS: Final = {
+    "float32": ("uint32", 0x7F80_0000),
+    "bfloat16": ("uint16", 0x7F80),
+    "float16": ("uint16", 0x7C00),
 }
 """The position of the exponent in a number. If all its bits are ones, the number is infinite or
 NaN. NumPy has no bfloat16."""
@@ -25,6 +23,8 @@ def check_embeds(embeds: Any, hidden_size: int) -> Array:
 
     Raises `InvalidRequestError` for anything else, and for more than one message can carry.
     """
+    import numpy as np  # 11 MiB, which most front-ends do not need
+
     try:
         embeds = _as_array(embeds)
     except (RuntimeError, TypeError, ValueError) as exc:  # a sparse tensor, a type of numbers
@@ -40,13 +40,15 @@ def check_embeds(embeds: Any, hidden_size: int) -> Array:
     if data.nbytes > MAX_MESSAGE_BYTES:
         raise _refusal(f"of at most {MAX_MESSAGE_BYTES} bytes, not {data.nbytes}")
     kind, exponent = EXPONENTS[embeds.dtype]
-    if ((np.frombuffer(data, kind) & kind(exponent)) == exponent).any():
+    if ((np.frombuffer(data, kind) & np.dtype(kind).type(exponent)) == exponent).any():
         raise _refusal("finite")
     return embeds
 
 
 def _as_array(embeds: Any) -> Any:
     """Over the memory of a tensor on the CPU, or of an array, if it is contiguous."""
+    import numpy as np
+
     torch = sys.modules.get("torch")  # whoever has a tensor has loaded it; a front-end need not
     if torch is not None and isinstance(embeds, torch.Tensor):
         flat = embeds.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

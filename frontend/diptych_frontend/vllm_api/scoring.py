@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Final
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 from msgspec import UNSET, UnsetType
 from starlette.types import Receive, Scope, Send
 
@@ -32,12 +30,17 @@ from diptych_protocol import (
     TokensPrompt,
 )
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Vector = npt.NDArray[np.float32]
+
 logger = logging.getLogger("diptych.openai")
 
 SCORE_PATHS: Final = ("/score", "/v1/score")
 RERANK_PATHS: Final = ("/rerank", "/v1/rerank", "/v2/rerank")
 """The paths with a version are those of Jina's and Cohere's clients."""
-Vector = npt.NDArray[np.float32]
 Texts = str | list[str]
 FIRST: Final = ("queries", "text_1", "data_1")
 SECOND: Final = ("documents", "text_2", "data_2", "items")
@@ -179,6 +182,8 @@ def _listed(texts: Texts, field: str) -> list[str]:
 def cosines(first: Sequence[Vector], second: Sequence[Vector]) -> list[float]:
     """Return the cosine of each second vector with its first one, or with the only first one. The
     vectors have length 1."""
+    import numpy as np  # here, as in `prompt_embeds`
+
     products = np.stack(first) * np.stack(second)
     scores: list[float] = products.sum(axis=1, dtype=np.float64).tolist()
     return scores
@@ -239,4 +244,6 @@ class ScoringRoute:
 
 
 def _as_vector(array: Array) -> Vector:
+    import numpy as np
+
     return np.frombuffer(array.data, np.float32)

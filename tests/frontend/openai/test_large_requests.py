@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from chaos_kit.large_requests import english, large_requests
 from waits import PATIENCE_S
 
 from diptych_frontend.app import build_app
+from diptych_frontend.openai.generation import BEGUN_AT_ONCE
 from diptych_frontend.openai.request_workers import INLINE_BYTES, MAX_WAITING_BYTES
 from diptych_protocol import EngineOverloadedError
 
@@ -105,6 +107,20 @@ async def test_an_engine_without_room_is_asked_before_the_work(
     assert answer.status_code == 503
     assert answer.headers["retry-after"]
     assert not renderers.render
+
+
+async def test_the_many_prompts_of_a_request_begin_in_turn_with_others_work(
+    client: httpx.AsyncClient, engine: Any
+) -> None:
+    body = ASK | {"prompt": [[1]] * 500}
+    asking = asyncio.create_task(client.post("/v1/completions", json=body))
+    begun = [0]
+    while len(engine.seen) < 500:
+        await asyncio.sleep(0)
+        begun.append(len(engine.seen))
+    assert max(after - before for before, after in pairwise(begun)) <= 2 * BEGUN_AT_ONCE
+    answer = await asking
+    assert len(answer.json()["choices"]) == 500
 
 
 async def test_one_client_with_many_large_requests_is_told_to_wait(

@@ -106,6 +106,21 @@ async def _nowhere(message: Any) -> None:
     """Nobody reads the answers."""
 
 
+def test_guesses_have_the_names_that_vllm_gives_them() -> None:
+    stats = SchedulerStats(drafts=3, draft_tokens=9, draft_tokens_accepted=5, accepted_at=[3, 2])
+    text = ServerMetrics("m", lambda: {"d": stats}).exposition("")[0].decode()
+    found = samples(text)
+    for name, labels, value in (
+        ("drafts", {}, 3),
+        ("draft_tokens", {}, 9),
+        ("accepted_tokens", {}, 5),
+        ("accepted_tokens_per_pos", {"position": "0"}, 3),
+        ("accepted_tokens_per_pos", {"position": "1"}, 2),
+    ):
+        key = (f"diptych:spec_decode_num_{name}_total", tuple({"engine": "d", **labels}.items()))
+        assert found[key] == value
+
+
 def test_the_hinge_of_each_engine_is_reported() -> None:
     transfer = KVTransferStats(
         leases_held=1,
