@@ -21,6 +21,7 @@ from model_kit.kernel_model import (
 from diptych_engine.models import StepInputs
 from diptych_engine.models.decode_graphs import Compute, DecodeGraphs, Recorder, cuda_recorder
 from diptych_engine.models.interface import GivenEmbeddings
+from diptych_engine.models.mixture import stacks_pay
 from diptych_kernels.paged_attention import AttentionMetadata
 from diptych_kernels.paged_attention import triton as paged_attention
 from diptych_kernels.paged_attention.gpu_schedule import Geometry
@@ -74,9 +75,12 @@ def test_recorded_decodes_are_those_of_the_model(
     make_recorder: Callable[[], Recorder],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    chosen = config(**FAMILIES[family])
+    if device != CPU and chosen.num_experts and not stacks_pay(chosen, device, torch.float32):
+        pytest.skip("an engine does not record such a model here: each layer waits for counts")
     choose_kernels(device, monkeypatch)
     monkeypatch.setattr(paged_attention, "num_processors", lambda _: processors)
-    model = make_model(config(**FAMILIES[family]), device, LONGEST)
+    model = make_model(chosen, device, LONGEST)
     layers, own_layers = (make_cache(device, NUM_BLOCKS + 1) for _ in range(2))
     graphs = DecodeGraphs(model, own_layers, LONGEST, make_recorder)
     with torch.inference_mode():
