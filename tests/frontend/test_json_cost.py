@@ -18,7 +18,16 @@ from diptych_frontend.confined.json_cost import (
 )
 
 MANY = 20_000
-HARD = ("1e300", "-1.5E+300", "1e-320", "9007199254740993.0", "0." + "2" * 700, "1" * 4000)
+HARD = (
+    "1e300",
+    "-1.5E+300",
+    "1e-320",
+    "1e23",
+    "1E+023",
+    "9007199254740993.0",
+    "0." + "2" * 700,
+    "1" * 4000,
+)
 """Numbers that take a decoder ten to a thousand times as long as others."""
 DEAR: dict[str, bytes] = {
     **{
@@ -40,6 +49,7 @@ CHEAP: dict[str, Any] = {
     "token ids": [50256] * (MAX_VALUES - 2),
     "small numbers": [0.125] * MANY,
     "some hard numbers": [1e300] * 200,
+    "numbers near zero": [1.5e-5, -2.5e-07, -1000, -12345.5] * 1000,
     "texts": ["1e300"] * MANY,
 }
 
