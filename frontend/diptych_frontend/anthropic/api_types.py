@@ -164,12 +164,11 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
 
     RULES: ClassVar[Rules] = {
         "cache_control": taken(ALL_CACHED),
-        "context_management": refused("conversations stay whole"),
+        "context_management": ignored("conversations stay whole"),  # Claude Code always sends it
         "mcp_servers": refused("tools are the client's", []),
         "speed": ignored(ONE_TIER, "standard"),
         "thread": refused("messages are not stored"),
         "compaction": refused("conversations stay whole"),
-        "chat_template_kwargs": refused("use chats", {}),
     }
 
     model: str
@@ -178,6 +177,8 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     tools: Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: AutoChoice | AnyChoice | ToolChoice | NoChoice | None = None
     thinking: Thinking | AdaptiveThinking | NoThinking | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the model's chat template, as vLLM takes them."""
     output_config: OutputConfig | None = None
     cache_control: Any = None
 

@@ -74,6 +74,7 @@ def as_chat(request: CountTokensRequest, *, reasons: bool) -> TranslatedChat:
         tools=None if request.tools is None else [_tool(tool) for tool in request.tools],
         include_reasoning=_shows_thinking(request, reasons),
         response_format=_format(request),
+        chat_template_kwargs=request.chat_template_kwargs,
     )
     if messages[-1].role == "assistant":
         _continue(request, chat)

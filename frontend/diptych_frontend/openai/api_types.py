@@ -87,7 +87,25 @@ class VllmRequest(msgspec.Struct):
     }
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Sampled(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How answers are sampled, as vLLM takes it with chats, completions and responses."""
+
+    top_k: Int64 | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: Int64 | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Int64] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    logit_bias: dict[Int64, float] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+
+
+class GenerationRequest(Sampled, kw_only=True):
     """What both generation routes share."""
 
     FORMAT_FIELD: ClassVar[str] = "response_format"
@@ -122,28 +140,15 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     n: Int64 | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Int64 | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: Int64 | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Int64] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
     min_tokens: Int64 | None = None
-    skip_special_tokens: bool | None = None
     max_tokens: Int64 | None = None
     priority: Int64 | None = None
     cache_salt: CacheSalt | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
-    logit_bias: dict[Int64, float] | None = None
     bad_words: list[str] | None = None
     prompt_logprobs: AlternativesCount | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputsParams | None = None
     guided_json: str | dict[str, Any] | None = None
     """The older names of `structured_outputs`, field by field."""
     guided_regex: str | None = None

@@ -19,6 +19,7 @@ from diptych_frontend.openai.api_types import (
     PROCESSOR,
     CacheSalt,
     Int64,
+    Sampled,
     VllmRequest,
 )
 from diptych_frontend.openai.errors import from_decode_error
@@ -173,15 +174,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Ignored: events are never padded."""
 
 
-OF_CHATS: Final = (
-    "chat_template_kwargs", "frequency_penalty", "ignore_eos", "include_reasoning",
-    "include_stop_str_in_output", "logit_bias", "min_p", "presence_penalty", "repetition_penalty",
-    "seed", "skip_special_tokens", "stop", "stop_token_ids", "structured_outputs", "top_k",
-)  # fmt: skip
-"""vLLM takes these with responses, too."""
-
-
-class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ResponsesRequest(Sampled, kw_only=True):
     """Body of POST /v1/responses."""
 
     RULES: ClassVar[Rules] = {
@@ -208,7 +201,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
         "previous_input_messages": refused("use previous_response_id"),
         "mm_processor_kwargs": refused(PROCESSOR, {}),
         "media_io_kwargs": refused(PROCESSOR, {}),
-        **{field: refused("use chats") for field in OF_CHATS},
     }
 
     model: str
@@ -222,6 +214,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     max_output_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)] | None = None
     temperature: float | None = None
     top_p: float | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None
     tools: Annotated[list[FunctionTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None

@@ -17,6 +17,7 @@ from diptych_frontend.openai.api_types import (
     ChatMessage,
     ImagePart,
     ImageUrl,
+    Sampled,
     TextPart,
 )
 from diptych_frontend.responses_api.api_types import (
@@ -86,6 +87,9 @@ def as_chat(request: ResponsesRequest, before: Sequence[Item]) -> ResponseChat:
         priority=request.priority,
         cache_salt=request.cache_salt,
         json_schemas=request.json_schemas,
+        chat_template_kwargs=request.chat_template_kwargs,
+        include_reasoning=request.include_reasoning,
+        **{name: getattr(request, name) for name in Sampled.__struct_fields__},
     )
 
 

@@ -227,6 +227,18 @@ async def test_options_reach_the_engine(http: httpx.AsyncClient, engine: Any) ->
     assert (priority, prompt["cache_salt"]) == (3, "s")
 
 
+async def test_what_claude_code_and_users_of_vllm_send_is_taken(
+    http: httpx.AsyncClient, rendered: list[Any]
+) -> None:
+    edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    variables = {"enable_thinking": False}
+    asked = body(context_management=edits, chat_template_kwargs=variables)
+    answer = await http.post(PATH, json=asked)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-diptych-ignored"] == "context_management"
+    assert rendered[-1][1]["template_kwargs"] == variables
+
+
 async def test_an_answer_that_has_begun_goes_on(http: httpx.AsyncClient, engine: Any) -> None:
     await ask(http, body(USER, BEGUN))
     [(_, _, _, prompt)] = engine.seen

@@ -182,6 +182,27 @@ async def test_options_reach_the_engine_and_are_told(http: httpx.AsyncClient, en
     assert (told["instructions"], told["store"], told["tool_choice"]) == ("Go.", True, "auto")
 
 
+async def test_what_vllm_takes_with_responses_is_taken(
+    strict_http: httpx.AsyncClient, engine: Any, rendered: list[Any]
+) -> None:
+    asked = {
+        "top_k": 20, "min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": 0.25,
+        "repetition_penalty": 1.5, "seed": 7, "stop": ["x"], "stop_token_ids": [3],
+        "include_stop_str_in_output": True, "ignore_eos": True, "skip_special_tokens": False,
+    }  # fmt: skip
+    variables = {"enable_thinking": False}
+    form = {"choice": ["a", "b"]}
+    others = {"logit_bias": {"5": 1.5}, "structured_outputs": form, "include_reasoning": False}
+    told = await strict_http.post(
+        PATH, json=body(**asked, **others, chat_template_kwargs=variables)
+    )
+    assert told.status_code == 200, told.text
+    [(_, params, _, _)] = engine.seen
+    assert {name: getattr(params, name) for name in asked} == asked
+    assert (params.logit_bias, params.structured_outputs.choice) == ({5: 1.5}, ["a", "b"])
+    assert rendered[0][1]["template_kwargs"] == variables
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "f"}])
 async def test_a_forced_call_is_a_form(http: httpx.AsyncClient, engine: Any, choice: Any) -> None:
     told = await ask(http, body(tools=[TOOL], tool_choice=choice))
