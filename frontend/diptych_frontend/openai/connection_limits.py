@@ -208,7 +208,9 @@ class LimitedProtocol(HttpToolsProtocol):
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
         for name, value in self.headers:
             if name == b"connection":
-                lines.append(b"connection: " + (b"close" if b"close" in value else b"keep-alive"))
+                lines.append(
+                    b"connection: " + (b"close" if b"close" in value.lower() else b"keep-alive")
+                )
             elif name != b"upgrade":
                 lines.append(name + b": " + value)
         self.parser = httptools.HttpRequestParser(self)

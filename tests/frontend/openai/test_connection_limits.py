@@ -135,13 +135,14 @@ async def test_a_request_that_would_rather_speak_another_protocol_is_answered(
     chunked = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
     counted = b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    last = REQUEST + b"Connection: close\r\n\r\n"
+    last = REQUEST + b"Connection: Close, Upgrade\r\nUpgrade: h2c\r\n\r\n"
     sent = b"".join(head + wish + b"\r\n" + each for each in (chunked, counted)) + last
     async with serve(build_app(engine)) as url:
         pieces = [sent[at : at + size] for at in range(0, len(sent), size)]
         answer = await answer_to(url, *pieces)
     assert answer.count(b"HTTP/1.1 200 OK") == 3, answer
     assert answer.count(b'"object":"text_completion"') == 2
+    assert answer.count(b"connection: close") == 1
     assert not caplog.records, "strangers fill no log"
 
 
