@@ -50,6 +50,8 @@ AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 CENTRES: Final = {4: 8, 8: 128}
 """Sizes of levels around one zero, in bits, and the level that stands for 0."""
 WORD: Final = 32
+ONE: Final = ((), (1,))
+"""Shapes of what a whole matrix shares."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -127,7 +129,7 @@ class QuantisedTensor:
             rows, columns = self._sizes("weight")
             scale = self._scale_end
             allowed: tuple[tuple[int, ...], ...] = (
-                (), (1,), (rows,), (rows, 1), self._blocks(rows, columns)
+                *ONE, (rows,), (rows, 1), self._blocks(rows, columns)
             )  # fmt: skip
             self._expect(scale, *allowed)
             return rows, columns
@@ -182,7 +184,7 @@ class QuantisedTensor:
         if not groups or (columns % groups and "g_idx" not in self.parts):
             raise self._unusable("scales", f"has {groups} groups for {columns} inputs")
         self._expect("scales", (groups, rows))
-        self._expect("qzeros", (groups, rows // of_word))
+        self._expect("qzeros", (groups, -(-rows // of_word)))
         if "g_idx" in self.parts:
             self._expect("g_idx", (columns,))
         return rows, columns
@@ -196,12 +198,16 @@ class QuantisedTensor:
             rows, columns = self._sizes("weight")
         if "weight_g_idx" in self.parts:
             raise self._unusable("weight_g_idx", "sorts the inputs by activations (actorder)")
+        packs = "weight_packed" in self.parts
+        if not packs and self._stored("weight_scale").shape in ONE:
+            if "weight_zero_point" in self.parts:
+                self._expect("weight_zero_point", *ONE)
+            return rows, columns
         _, groups = self._sizes("weight_scale")
         if not groups or columns % groups:
             raise self._unusable("weight_scale", f"has {groups} groups for {columns} inputs")
         self._expect("weight_scale", (rows, groups))
         if "weight_zero_point" in self.parts:
-            packs = "weight_packed" in self.parts
             high = -(-rows * self.quantization.bits // WORD) if packs else rows
             self._expect("weight_zero_point", (high, groups))
         return rows, columns
@@ -227,14 +233,15 @@ class QuantisedTensor:
     def _gptq(self) -> _Levels:
         bits = self.quantization.bits
         levels = unpacked(self._read("qweight").t(), bits)
-        zeros = unpacked(self._read("qzeros"), bits) + self.quantization.zero_shift
-        zeros = (zeros & ((1 << bits) - 1)).t().contiguous()
+        # It was taken from whole words: a zero point of 0 has borrowed from the next.
+        shift = sum(self.quantization.zero_shift << bit for bit in range(0, WORD, bits))
+        zeros = unpacked(self._read("qzeros") + shift, bits).t()[: levels.shape[0]].contiguous()
         scale = self._read("scales").float().t().contiguous()
         group_of = None
         if "g_idx" in self.parts:
             group_of = self._read("g_idx").long()
             in_order = torch.arange(len(group_of)) // -(-len(group_of) // scale.shape[1])
-            if not torch.equal(group_of, in_order):
+            if len(group_of) % scale.shape[1] or not torch.equal(group_of, in_order):
                 if not 0 <= int(group_of.min()) <= int(group_of.max()) < scale.shape[1]:
                     raise self._unusable("g_idx", "names groups that are not there")
                 return _Levels(levels, zeros, scale, group_of)
@@ -243,6 +250,8 @@ class QuantisedTensor:
     def _compressed(self) -> _Levels:
         rows, columns = self.shape
         scale, bits = self._read("weight_scale").float(), self.quantization.bits
+        if scale.dim() <= 1:
+            scale = scale.reshape(1, 1).expand(rows, 1).contiguous()
         packs = "weight_packed" in self.parts
         middle = 1 << (bits - 1) if packs else 0
         zeros = torch.full(scale.shape, middle, dtype=torch.int16)
@@ -251,7 +260,7 @@ class QuantisedTensor:
             if packs:
                 zeros = unpacked(stored.t(), bits).t()[:rows].contiguous()
             else:
-                zeros = stored.to(torch.int16)
+                zeros = stored.to(torch.int16).reshape(-1, scale.shape[1]).expand_as(scale)
         if packs:
             levels = unpacked(self._read("weight_packed"), bits)[:, :columns].contiguous()
         else:

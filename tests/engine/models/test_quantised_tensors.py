@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from diptych_engine.models import CausalLM, build_model, load_weights
+from diptych_engine.models.quantised_tensors import unpacked
 from diptych_engine.models.shard import Shard
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.model_files.quantization import quantization_from_hf
@@ -62,10 +63,12 @@ def awq(rows: int, columns: int, generator: torch.Generator) -> tuple[Tensors, T
     return {"qweight": packed[0], "qzeros": packed[1], "scales": s}, values.t()
 
 
-def gptq(bits: int, *, is_symmetric: bool = True, shift: int = 1, sorts: bool = False) -> Scheme:
+def gptq(
+    bits: int, *, is_symmetric: bool = True, shift: int = 1, sorts: bool = False, lowest: int = 6
+) -> Scheme:
     def scheme(rows: int, columns: int, generator: torch.Generator) -> tuple[Tensors, Tensor]:
         q, groups = numbers(1 << bits, (columns, rows), generator), columns // 64
-        z = numbers(4 << (bits - 4), (groups, rows), generator) + (6 << (bits - 4))
+        z = numbers(4 << (bits - 4), (groups, rows), generator) + (lowest << (bits - 4))
         if is_symmetric:
             z[:] = 1 << (bits - 1)
         s, group_of = scales((groups, rows), generator), torch.arange(columns) // 64
@@ -74,7 +77,7 @@ def gptq(bits: int, *, is_symmetric: bool = True, shift: int = 1, sorts: bool = 
         values = (q - z[group_of]) * s.float()[group_of]
         tensors = {
             "qweight": words(q.t(), bits).t().contiguous(),
-            "qzeros": words(z - shift, bits),
+            "qzeros": words(z, bits) - sum(shift << bit for bit in range(0, 32, bits)),
             "scales": s,
             "g_idx": group_of.to(torch.int32),
         }
@@ -107,6 +110,16 @@ def ints(rows: int, columns: int, generator: torch.Generator) -> tuple[Tensors, 
     s = scales((rows, 1), generator).bfloat16()
     unused = {"input_scale": torch.ones(1)}
     return {"weight": q.to(torch.int8), "weight_scale": s} | unused, q * s.float()
+
+
+def ints_of_one_scale(
+    rows: int, columns: int, generator: torch.Generator
+) -> tuple[Tensors, Tensor]:
+    q = numbers(100, (rows, columns), generator) - 50
+    tensors = {"weight_scale": torch.tensor([0.01]), "weight_zero_point": torch.tensor([3])}
+    stored = {end: each.bfloat16() for end, each in tensors.items()}
+    stored["weight_zero_point"] = stored["weight_zero_point"].to(torch.int8)
+    return {"weight": q.to(torch.int8)} | stored, (q - 3) * stored["weight_scale"].float()
 
 
 def fp8(kind: str) -> Scheme:
@@ -143,6 +156,7 @@ FORMATS: dict[str, tuple[Json, Scheme, int | None]] = {
     "awq": (AWQ, awq, 8),
     "gptq-4": (GPTQ, gptq(4), 4),
     "gptq-4-zeros": (GPTQ, gptq(4, is_symmetric=False), 8),
+    "gptq-4-zeros-of-0": (GPTQ, gptq(4, is_symmetric=False, lowest=0), 8),
     "gptq-v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, gptq(4, shift=0), 4),
     "gptq-8": (GPTQ | {"bits": 8}, gptq(8), 8),
     "gptq-sorted": (GPTQ | {"desc_act": True}, gptq(4, sorts=True), None),
@@ -150,6 +164,7 @@ FORMATS: dict[str, tuple[Json, Scheme, int | None]] = {
     "int4-zeros": (INT4, packed_ints(4, has_zeros=True), 8),
     "int8-packed": (compressed("pack-quantized", num_bits=8, type="int"), packed_ints(8), 8),
     "int8": (INT8, ints, 8),
+    "int8-tensor": (INT8, ints_of_one_scale, 8),
 }
 """config.json's entry, the scheme, and the kind of tiles; None: floats."""
 
@@ -257,10 +272,11 @@ def test_matrices_that_are_left_out_stay_as_they_are(tmp_path: Path) -> None:
         (GPTQ | {"bits": 2}, "bits is 2, not 4 or 8"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', not gptq"),
         (GPTQ | {"is_marlin_format": True}, "is_marlin_format is True"),
-        (GPTQ | {"dynamic": {"-:x": {}}}, "dynamic gives matrices"),
+        (GPTQ | {"dynamic": {"-:x": {}, "+:y": {"bits": 8}}}, r"bits of dynamic\['\+:y'\] is 8"),
         (compressed("pack-quantized", num_bits=3, type="int"), "num_bits of pack-quantized"),
         (compressed("nvfp4-pack-quantized", num_bits=4, type="float"), "format is 'nvfp4"),
         (INT8 | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config.format"),
+        (INT8 | {"transform_config": {"config_groups": {"R3": {}}}}, "transform_config rotates"),
         (INT8 | {"config_groups": 1}, "config_groups"),
         ("fp8", "it is not an object"),
     ],
@@ -270,6 +286,12 @@ def test_what_cannot_be_read_is_refused_by_its_name(config: Any, said: str) -> N
         quantization_from_hf({"quantization_config": config})
     assert refused.value.param == "model"
     assert "weightPacking" in str(refused.value)
+
+
+def test_matrices_may_be_left_out_by_patterns() -> None:
+    config = GPTQ | {"dynamic": {"-:.*gate$": {}, "down": {"group_size": 32}}}
+    found = quantization_from_hf({"quantization_config": config})
+    assert found == quantization_from_hf({"quantization_config": GPTQ})
 
 
 def test_a_router_whose_engines_are_others_refuses_nothing(tmp_path: Path) -> None:
@@ -298,6 +320,7 @@ K = "model.layers.0.self_attn.k_proj"
         ("awq", "qzeros", torch.zeros(1, 8, dtype=torch.int32), r"\[1, 8\], not \[4, 8\]"),
         ("gptq-4", "scales", torch.zeros(3, 64).half(), "scales has 3 groups|qzeros has the shape"),
         ("gptq-sorted", "g_idx", torch.full((128,), 9, dtype=torch.int32), "g_idx names groups"),
+        ("int8-tensor", "weight_zero_point", torch.zeros(7).char(), r"has the shape \[7\], not"),
         ("fp8", "weight_scale", torch.zeros(7), r"weight_scale has the shape \[7\]"),
         ("fp8", "qweight", torch.zeros(7), "qweight does not belong to fp8"),
         ("fp8", "weight", torch.zeros(64, 128, dtype=torch.int8), "weight has the type I8, not F8"),
@@ -316,3 +339,16 @@ def test_tensors_that_do_not_fit_are_named(
     with pytest.raises(InvalidRequestError, match=said) as refused:
         Owner(model=path)
     assert K in str(refused.value)
+
+
+def test_groups_that_divide_no_matrix_are_those_that_g_idx_names(tmp_path: Path) -> None:
+    config, scheme, _ = FORMATS["gptq-4"]
+    path, _ = save(tmp_path, config, scheme)
+    stored = load_file(tmp_path / "model.safetensors")
+    stored[f"{K}.g_idx"] = (torch.arange(128) // 43).to(torch.int32)
+    stored[f"{K}.scales"] = torch.ones(3, 64).half()
+    stored[f"{K}.qzeros"] = torch.zeros(3, 8, dtype=torch.int32)
+    save_file(stored, tmp_path / "model.safetensors")
+    model = model_of(Owner(model=path))
+    levels = unpacked(stored[f"{K}.qweight"].t(), 4)
+    assert torch.equal(model.slots[f"{K}.weight"].target.sum(), (levels - 1).float().sum())
