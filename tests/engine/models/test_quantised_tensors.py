@@ -25,6 +25,7 @@ from diptych_protocol import InvalidRequestError
 
 Tensors = dict[str, Tensor]
 Json = dict[str, Any]
+Sizes = dict[str, tuple[int, int]]
 Scheme = Callable[[int, int, torch.Generator], tuple[Tensors, Tensor]]
 """(outputs, inputs) -> a matrix's tensors by the ends of their names, and its values."""
 SIZES: Json = {
@@ -37,6 +38,11 @@ MODULES = {
     "self_attn.o_proj": (128, 128), "mlp.gate_proj": (256, 128), "mlp.up_proj": (256, 128),
     "mlp.down_proj": (128, 256),
 }  # fmt: skip
+FUSED = {
+    "self_attn.qkv_proj": (256, 128), "self_attn.o_proj": (128, 128),
+    "mlp.gate_up_proj": (512, 128), "mlp.down_proj": (128, 256),
+}  # fmt: skip
+"""Those of Phi-3."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -108,7 +114,7 @@ def packed_ints(bits: int, *, has_zeros: bool = False) -> Scheme:
 def ints(rows: int, columns: int, generator: torch.Generator) -> tuple[Tensors, Tensor]:
     q = numbers(255, (rows, columns), generator) - 127
     s = scales((rows, 1), generator).bfloat16()
-    unused = {"input_scale": torch.ones(1)}
+    unused = {"input_scale": torch.ones(1), "input_zero_point": torch.ones(1).char()}
     return {"weight": q.to(torch.int8), "weight_scale": s} | unused, q * s.float()
 
 
@@ -169,7 +175,9 @@ FORMATS: dict[str, tuple[Json, Scheme, int | None]] = {
 """config.json's entry, the scheme, and the kind of tiles; None: floats."""
 
 
-def save(folder: Path, config: Json, scheme: Scheme) -> tuple[str, Tensors]:
+def save(
+    folder: Path, config: Json, scheme: Scheme, modules: Sizes = MODULES, family: str = "llama"
+) -> tuple[str, Tensors]:
     """A checkpoint whose layer is quantised, and its values."""
     folder.mkdir(exist_ok=True)
     generator = torch.Generator().manual_seed(1)
@@ -182,12 +190,13 @@ def save(folder: Path, config: Json, scheme: Scheme) -> tuple[str, Tensors]:
         "model.layers.0.post_attention_layernorm.weight": torch.ones(128),
     }
     values = {name: tensor.float() for name, tensor in stored.items()}
-    for module, shape in MODULES.items():
+    for module, shape in modules.items():
         name = f"model.layers.0.{module}"
         tensors, values[f"{name}.weight"] = scheme(*shape, generator)
         stored |= {f"{name}.{end}": tensor.contiguous() for end, tensor in tensors.items()}
     save_file(stored, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(SIZES | {"quantization_config": config}))
+    described = SIZES | {"model_type": family, "quantization_config": config}
+    (folder / "config.json").write_text(json.dumps(described))
     return str(folder), values
 
 
@@ -247,6 +256,26 @@ def test_a_rank_has_its_own_share(name: str, rank: int, tmp_path: Path) -> None:
         own.named_parameters(), plain.named_parameters(), strict=True
     ):
         assert torch.equal(packed, other)
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "awq", "gptq-4", "int4"])
+def test_matrices_that_a_family_stores_as_one_are_separate_here(name: str, tmp_path: Path) -> None:
+    config, scheme, kind = FORMATS[name]
+    path, values = save(tmp_path, config, scheme, FUSED, "phi3")
+    model = model_of(Owner(model=path, weight_packing="auto"))
+    source = resolve_model(path)
+    plain = build_model(source.config, 16, torch.float32, torch.device("cpu"))
+    load_weights(plain.slots, source)
+    stored = values["model.layers.0.mlp.gate_up_proj.weight"]
+    for part, rows in zip(("gate", "up"), stored.split(256), strict=True):
+        own = plain.slots[f"model.layers.0.mlp.{part}_proj.weight"].target
+        torch.testing.assert_close(own, rows, rtol=1e-6, atol=0)
+    for (_, packed), (_, other) in zip(
+        model.named_parameters(), plain.named_parameters(), strict=True
+    ):
+        assert torch.equal(packed, other)
+    if is_available() and is_available(torch.float8_e4m3fn):
+        assert kinds(model) == {kind}
 
 
 def test_matrices_that_are_left_out_stay_as_they_are(tmp_path: Path) -> None:
@@ -320,6 +349,10 @@ K = "model.layers.0.self_attn.k_proj"
         ("awq", "qzeros", torch.zeros(1, 8, dtype=torch.int32), r"\[1, 8\], not \[4, 8\]"),
         ("gptq-4", "scales", torch.zeros(3, 64).half(), "scales has 3 groups|qzeros has the shape"),
         ("gptq-sorted", "g_idx", torch.full((128,), 9, dtype=torch.int32), "g_idx names groups"),
+        ("awq", "scales", torch.full((4, 64), torch.nan).half(), "numbers that are not finite"),
+        ("fp8", "weight_scale", torch.full((), torch.inf), "numbers that are not finite"),
+        ("fp8", "weight", torch.zeros(64, 128), "weight has the type F32, not F8_E4M3"),
+        ("awq", "weight", torch.zeros(64, 128), "weight does not belong to awq"),
         ("int8-tensor", "weight_zero_point", torch.zeros(7).char(), r"has the shape \[7\], not"),
         ("fp8", "weight_scale", torch.zeros(7), r"weight_scale has the shape \[7\]"),
         ("fp8", "qweight", torch.zeros(7), "qweight does not belong to fp8"),
