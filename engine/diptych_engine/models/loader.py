@@ -29,7 +29,7 @@ from diptych_engine.models.packed import PackedMatrix, Part
 from diptych_engine.models.packed_file import Matrices, file_for, shared_matrices
 from diptych_engine.models.quantised_tensors import gather_quantised
 from diptych_engine.models.rounding import rounded
-from diptych_engine.models.stored_parts import StoredTensor, separate_gguf, separate_stored
+from diptych_engine.models.stored_parts import StoredTensor, joined, separate_gguf, separate_stored
 from diptych_frontend.model_files.family_spec import FamilySpec
 from diptych_frontend.model_files.model_config import family_of
 from diptych_frontend.model_files.model_source import GGUFTensor, ModelSource
@@ -342,11 +342,13 @@ def _load_safetensors(
         raise ValueError(f"{source.uri} has no path")
     with ExitStack() as stack:
         family = family_of(source.config.architecture)
-        stored = separate_stored(_open_safetensors(source.path, stack), slots, family)
+        stored = joined(_open_safetensors(source.path, stack))
         quantization = source.config.quantization
         found = gather_quantised(stored, quantization) if quantization else stored.items()
         table: dict[str, Stored] = {
-            name: tensor for name, tensor in found if not is_redundant(name, slots)
+            name: tensor
+            for name, tensor in separate_stored(found, slots, family).items()
+            if not is_redundant(name, slots)
         }
         _require_same_names(slots, table)
         for name, tensor in table.items():
@@ -398,7 +400,7 @@ def fill(slot: WeightSlot, values: Tensor, name: str, *, reorder: bool) -> None:
     values = slot.share_of(values)
     if reorder:
         values = interleave_pairs(values, slot)
-    slot.target.copy_(values + slot.added if slot.added else values)
+    slot.target.copy_(values.float() + slot.added if slot.added else values)
 
 
 def _require_shape(slot: WeightSlot, shape: tuple[int, ...], name: str) -> None:

@@ -11,15 +11,15 @@ Layouts: AutoAWQ's `gemm`, AutoGPTQ's and GPTQModel's, compressed-tensors' `pack
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from diptych_engine.models.floats import Floats
 from diptych_engine.models.groups import Groups
-from diptych_engine.models.stored_parts import StoredTensor
+from diptych_engine.models.stored_parts import WHOLE, Piece, StoredTensor
 from diptych_frontend.model_files.quantization import Quantization
 from diptych_kernels.native.tile_layout import GROUP
 from diptych_protocol import InvalidRequestError
@@ -99,22 +99,32 @@ class QuantisedTensor:
     module: str
     parts: Mapping[str, StoredTensor]
     """By the ends of their names."""
+    piece: Piece = WHOLE
+    """All of its rows, or some."""
+
+    def cut(self, piece: Piece) -> QuantisedTensor:
+        return replace(self, piece=piece)
 
     @property
     def recipe(self) -> object:
         parts = [(end, part.recipe) for end, part in sorted(self.parts.items())]
-        return self.quantization, self.module, parts
+        return self.quantization, self.module, parts, self.piece
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts.values())
+        stored = sum(part.nbytes for part in self.parts.values())
+        return stored * self.shape[0] // (self.whole_shape[0] or 1)
 
     @property
     def is_packable(self) -> bool:
-        return self.shape[1] % GROUP == 0
+        return self.whole_shape[1] % GROUP == 0
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, ...]:
+        return self.piece.shape_in(self.whole_shape)
+
+    @property
+    def whole_shape(self) -> tuple[int, int]:
         """Raises `InvalidRequestError`, naming a tensor, if there is none, or it does not fit."""
         for end, part in sorted(self.parts.items()):
             if end not in ENDS[self.quantization.method]:
@@ -137,13 +147,19 @@ class QuantisedTensor:
 
     def values(self) -> Tensor:
         if self._is_float:
-            return self._read("weight").float().mul_(self._scale_for(1))
+            return self._read("weight")[self._rows].float().mul_(self._scale_for(1)[self._rows])
         return self._levels().values()
 
     def part(self) -> Floats | Groups | None:
         if not self._is_float:
             return self._levels().groups()
-        return Floats(self._read("weight"), self._scale_for(GROUP)) if self.is_packable else None
+        if not self.is_packable:
+            return None
+        return Floats(self._read("weight")[self._rows], self._scale_for(GROUP)[self._rows])
+
+    @property
+    def _rows(self) -> Any:
+        return self.piece.index or ...
 
     # --- 8-bit floats -------------------------------------------------------------------------
 
@@ -161,7 +177,7 @@ class QuantisedTensor:
 
     def _scale_for(self, span: int) -> Tensor:
         """[out, in / span] float32."""
-        rows, columns = self.shape
+        rows, columns = self.whole_shape
         scale = self._read(self._scale_end).float()
         blocks = self._blocks(rows, columns)
         if tuple(scale.shape) == blocks and blocks[0] != rows:
@@ -209,11 +225,13 @@ class QuantisedTensor:
     def _levels(self) -> _Levels:
         match self.quantization.method:
             case "awq":
-                return self._awq()
+                whole = self._awq()
             case "gptq":
-                return self._gptq()
+                whole = self._gptq()
             case _:
-                return self._compressed()
+                whole = self._compressed()
+        own = self._rows
+        return _Levels(whole.levels[own], whole.zeros[own], whole.scale[own], whole.group_of)
 
     def _awq(self) -> _Levels:
         order = torch.tensor(AWQ_ORDER)
@@ -241,7 +259,7 @@ class QuantisedTensor:
         return _Levels(levels, zeros, scale)
 
     def _compressed(self) -> _Levels:
-        rows, columns = self.shape
+        rows, columns = self.whole_shape
         scale, bits = self._read("weight_scale").float(), self.quantization.bits
         packs = "weight_packed" in self.parts
         middle = 1 << (bits - 1) if packs else 0

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,6 +59,10 @@ class Piece:
         values = stored[self.index]
         return values.t() if self.transposed else values
 
+    def shape_in(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Return its shape, in a stored tensor of that shape."""
+        return tuple(self.of(torch.empty(whole, device="meta")).shape)
+
 
 WHOLE: Final = Piece("")
 
@@ -73,6 +77,9 @@ class StoredTensor:
     name: str
     piece: Piece = WHOLE
 
+    def cut(self, piece: Piece) -> Self:
+        return replace(self, piece=piece)
+
     @property
     def recipe(self) -> object:
         return self.path.name, self.name, self.piece
@@ -83,7 +90,7 @@ class StoredTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.piece.of(torch.empty(self.whole_shape, device="meta")).shape)
+        return self.piece.shape_in(self.whole_shape)
 
     @property
     def nbytes(self) -> int:
@@ -202,32 +209,45 @@ def published_names(slots: Iterable[str], family: FamilySpec) -> list[str]:
     return list(names)
 
 
+class Divisible(Protocol):
+    """A tensor that may hold several of the model's own."""
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]: ...
+
+    def cut(self, piece: Piece) -> Self:
+        """Return one of them."""
+
+
+T = TypeVar("T", bound=Divisible)
+
+
 def separate_stored(
-    stored: Mapping[str, StoredTensor], slots: Mapping[str, WeightSlot], family: FamilySpec
-) -> dict[str, StoredTensor]:
+    stored: Iterable[tuple[str, T]], slots: Mapping[str, WeightSlot], family: FamilySpec
+) -> dict[str, T]:
     """Return a table of tensors by the model's own names. A tensor that fits no slot stays as it
     is, and the loader refuses it by name."""
-    separate: dict[str, StoredTensor] = {}
-    for name, tensor in _joined(stored).items():
+    separate: dict[str, T] = {}
+    for name, tensor in stored:
         pieces = pieces_of(name, tensor.whole_shape, slots, family)
         for piece in pieces:
-            separate[piece.name] = replace(tensor, piece=piece)
+            separate[piece.name] = tensor.cut(piece)
         if not pieces:
             separate[name] = tensor
     return separate
 
 
-def _joined(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """A table in which blocks and scales are one tensor."""
-    joined: dict[str, StoredTensor] = {}
+def joined(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return a table in which blocks and scales are one tensor."""
+    found: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
         stem = name.removesuffix(BLOCKS)
         scales = stored.get(f"{stem}{SCALES}") if stem != name else None
         if scales is not None and len(tensor.whole_shape) == MXFP4_RANK:
-            joined[stem] = StoredMxfp4(tensor.path, tensor.file, stem, scales=scales)
+            found[stem] = StoredMxfp4(tensor.path, tensor.file, stem, scales=scales)
         elif not name.endswith(SCALES) or f"{name.removesuffix(SCALES)}{BLOCKS}" not in stored:
-            joined[name] = tensor
-    return joined
+            found[name] = tensor
+    return found
 
 
 def separate_gguf(

@@ -36,6 +36,11 @@ MODULES = {
     "self_attn.o_proj": (128, 128), "mlp.gate_proj": (256, 128), "mlp.up_proj": (256, 128),
     "mlp.down_proj": (128, 256),
 }  # fmt: skip
+PHI3: Json = SIZES | {"model_type": "phi3"}
+PHI3_MODULES = {
+    "self_attn.qkv_proj": (256, 128), "self_attn.o_proj": (128, 128),
+    "mlp.gate_up_proj": (512, 128), "mlp.down_proj": (128, 256),
+}  # fmt: skip
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -154,7 +159,13 @@ FORMATS: dict[str, tuple[Json, Scheme, int | None]] = {
 """config.json's entry, the scheme, and the kind of tiles; None: floats."""
 
 
-def save(folder: Path, config: Json, scheme: Scheme) -> tuple[str, Tensors]:
+def save(
+    folder: Path,
+    config: Json,
+    scheme: Scheme,
+    sizes: Json = SIZES,
+    modules: dict[str, tuple[int, int]] = MODULES,
+) -> tuple[str, Tensors]:
     """A checkpoint whose layer is quantised, and its values."""
     folder.mkdir(exist_ok=True)
     generator = torch.Generator().manual_seed(1)
@@ -167,12 +178,12 @@ def save(folder: Path, config: Json, scheme: Scheme) -> tuple[str, Tensors]:
         "model.layers.0.post_attention_layernorm.weight": torch.ones(128),
     }
     values = {name: tensor.float() for name, tensor in stored.items()}
-    for module, shape in MODULES.items():
+    for module, shape in modules.items():
         name = f"model.layers.0.{module}"
         tensors, values[f"{name}.weight"] = scheme(*shape, generator)
         stored |= {f"{name}.{end}": tensor.contiguous() for end, tensor in tensors.items()}
     save_file(stored, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(SIZES | {"quantization_config": config}))
+    (folder / "config.json").write_text(json.dumps(sizes | {"quantization_config": config}))
     return str(folder), values
 
 
@@ -215,6 +226,23 @@ def test_values_are_those_of_the_published_arithmetic(name: str, tmp_path: Path)
         assert kinds(model_of(owner)) == {kind}
     first = generate(owner.core, [1, 2, 3])
     assert first == generate(Owner(model=path, kv_cache_dtype="bfloat16").core, [1, 2, 3])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_several_projections_may_be_one_matrix(name: str, tmp_path: Path) -> None:
+    config, scheme, kind = FORMATS[name]
+    path, values = save(tmp_path, config, scheme, PHI3, PHI3_MODULES)
+    source = resolve_model(path)
+    model = build_model(source.config, 16, torch.float32, torch.device("cpu"))
+    load_weights(model.slots, source, packables=model.packables)
+    layer = "model.layers.0."
+    expected = [values[f"{layer}{module}.weight"] for module in PHI3_MODULES]
+    own = [packable.linear for packable in model.packables if "layers" in packable.published[0]]
+    for linear, value in zip(own[1:], expected[1:], strict=True):
+        torch.testing.assert_close(linear.values().t(), value, rtol=1e-6, atol=0)
+    torch.testing.assert_close(own[0].values().t()[192:], expected[0][192:], rtol=1e-6, atol=0)
+    if is_available() and is_available(torch.float8_e4m3fn):
+        assert kinds(model) == {kind}
 
 
 @pytest.mark.parametrize("name", ["fp8-blocks", "gptq-4", "int4-zeros"])
