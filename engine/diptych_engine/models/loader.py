@@ -407,7 +407,7 @@ def fill(slot: WeightSlot, values: Tensor, name: str, *, reorder: bool) -> None:
     values = slot.share_of(values)
     if reorder:
         values = interleave_pairs(values, slot)
-    slot.target.copy_(values + slot.added if slot.added else values)
+    slot.target.copy_(values.float() + slot.added if slot.added else values)
 
 
 def _require_shape(slot: WeightSlot, shape: tuple[int, ...], name: str) -> None:
