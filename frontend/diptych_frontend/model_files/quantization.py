@@ -5,7 +5,7 @@ What engines cannot read is refused here, by its name, before any tensor is read
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -82,9 +82,10 @@ class _Ct(msgspec.Struct):
     sparsity_config: dict[str, Any] | None = None
 
 
-def quantization_from_hf(raw: Mapping[str, Any]) -> Quantization | None:
+def quantization_from_hf(raw: Mapping[str, Any], joined: Sequence[str] = ()) -> Quantization | None:
     """Return what config.json says; None if nothing is quantised.
 
+    joined: modules whose files have several projections in one matrix.
     Raises `InvalidRequestError` for a way of quantising that no engine reads.
     """
     found = raw.get("quantization_config") or raw.get("compression_config")
@@ -98,9 +99,12 @@ def quantization_from_hf(raw: Mapping[str, Any]) -> Quantization | None:
     if method not in _READERS:
         raise _refused(f"quant_method is {method!r}, not one of {', '.join(_READERS)}")
     try:
-        return _READERS[method](found)
+        quantization = _READERS[method](found)
     except msgspec.ValidationError as exc:
         raise _refused(str(exc)) from exc
+    if quantization is not None and joined:
+        raise _refused(f"{joined[0]} is several projections, which are read unquantised only")
+    return quantization
 
 
 def _fp8(found: dict[str, Any]) -> Quantization:

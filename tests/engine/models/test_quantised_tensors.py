@@ -272,6 +272,14 @@ def test_what_cannot_be_read_is_refused_by_its_name(config: Any, said: str) -> N
     assert "weightPacking" in str(refused.value)
 
 
+def test_projections_that_are_stored_together_are_refused_by_their_name(tmp_path: Path) -> None:
+    uri, _ = save(tmp_path, FP8, fp8("tensor"))
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "phi3"}))
+    with pytest.raises(InvalidRequestError, match=r"qkv_proj is several.*weightPacking"):
+        resolve_model(uri)
+
+
 def test_a_router_whose_engines_are_others_refuses_nothing(tmp_path: Path) -> None:
     """It reads no weights."""
     save(tmp_path, {"quant_method": "bitsandbytes"}, ints)
