@@ -4,7 +4,8 @@ An answer that repeats its prompt, such as an edit of code, goes on as the promp
 last tokens (prompt lookup; A. Saxena, 2023). A step computes guessed tokens beside the last known
 one, each in a row of its own, as the decode that it will be if the guess is right. From each row
 the next token is sampled as it would be without guesses: with the same random number, and with what
-its options make of the tokens before. So guesses change when tokens come, and never which.
+its options make of the tokens before. So guesses change when tokens come, and never which,
+except where a product of more rows rounds otherwise, as in bfloat16 on a GPU.
 """
 
 from __future__ import annotations
