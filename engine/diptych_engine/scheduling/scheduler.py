@@ -303,7 +303,7 @@ class Scheduler:
             scheduled.append(share)
             request = share.request
             guesses, known = found.get(request, []), len(request.token_ids)
-            if not self._reserve(request, known + len(guesses)):
+            if guesses and not self._reserve(request, known + len(guesses)):
                 del guesses[len(request.block_ids) * self.block_size - known :]
             scheduled += [
                 ScheduledRequest(request, position, 1, samples=True, guess=token)
