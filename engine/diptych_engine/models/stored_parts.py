@@ -59,12 +59,25 @@ class Piece:
         values = stored[self.index]
         return values.t() if self.transposed else values
 
-    def shape_in(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Return its shape, in a stored tensor of that shape."""
-        return tuple(self.of(torch.empty(whole, device="meta")).shape)
+    def shape_in(self, whole: Iterable[int]) -> tuple[int, ...]:
+        """Return its shape in a stored one of this shape."""
+        return tuple(self.of(torch.empty(tuple(whole), device="meta")).shape)
 
 
 WHOLE: Final = Piece("")
+
+
+class Divisible(Protocol):
+    """A stored tensor that may have several of the model's own in it."""
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]: ...
+
+    def at(self, piece: Piece) -> Self:
+        """Return one of them."""
+
+
+Divided = TypeVar("Divided", bound=Divisible)
 
 
 @dataclass(slots=True, frozen=True)
@@ -76,9 +89,6 @@ class StoredTensor:
     """The same, opened by `safe_open`."""
     name: str
     piece: Piece = WHOLE
-
-    def cut(self, piece: Piece) -> Self:
-        return replace(self, piece=piece)
 
     @property
     def recipe(self) -> object:
@@ -108,6 +118,9 @@ class StoredTensor:
 
     def part(self) -> Floats | None:
         return Floats(self.values()) if self.is_packable else None
+
+    def at(self, piece: Piece) -> Self:
+        return replace(self, piece=piece)
 
     def values(self) -> Tensor:
         found: Tensor = self.file.get_slice(self.name)[self.piece.index or ...]
@@ -209,45 +222,32 @@ def published_names(slots: Iterable[str], family: FamilySpec) -> list[str]:
     return list(names)
 
 
-class Divisible(Protocol):
-    """A tensor that may hold several of the model's own."""
-
-    @property
-    def whole_shape(self) -> tuple[int, ...]: ...
-
-    def cut(self, piece: Piece) -> Self:
-        """Return one of them."""
-
-
-T = TypeVar("T", bound=Divisible)
-
-
 def separate_stored(
-    stored: Iterable[tuple[str, T]], slots: Mapping[str, WeightSlot], family: FamilySpec
-) -> dict[str, T]:
+    stored: Mapping[str, Divided], slots: Mapping[str, WeightSlot], family: FamilySpec
+) -> dict[str, Divided]:
     """Return a table of tensors by the model's own names. A tensor that fits no slot stays as it
     is, and the loader refuses it by name."""
-    separate: dict[str, T] = {}
-    for name, tensor in stored:
+    separate: dict[str, Divided] = {}
+    for name, tensor in stored.items():
         pieces = pieces_of(name, tensor.whole_shape, slots, family)
         for piece in pieces:
-            separate[piece.name] = tensor.cut(piece)
+            separate[piece.name] = tensor.at(piece)
         if not pieces:
             separate[name] = tensor
     return separate
 
 
 def joined(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return a table in which blocks and scales are one tensor."""
-    found: dict[str, StoredTensor] = {}
+    """A table in which blocks and scales are one tensor."""
+    whole: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
         stem = name.removesuffix(BLOCKS)
         scales = stored.get(f"{stem}{SCALES}") if stem != name else None
         if scales is not None and len(tensor.whole_shape) == MXFP4_RANK:
-            found[stem] = StoredMxfp4(tensor.path, tensor.file, stem, scales=scales)
+            whole[stem] = StoredMxfp4(tensor.path, tensor.file, stem, scales=scales)
         elif not name.endswith(SCALES) or f"{name.removesuffix(SCALES)}{BLOCKS}" not in stored:
-            found[name] = tensor
-    return found
+            whole[name] = tensor
+    return whole
 
 
 def separate_gguf(
