@@ -99,6 +99,8 @@ class FamilySpec:
     that ends a text."""
     gguf_yarn_truncates: bool = True
     """Whether YaRN's bounds are whole places, which GGUF files do not say."""
+    gguf_finetuned_is_rope: bool = False
+    """Whether `rope.scaling.finetuned` of a GGUF file says that there is RoPE at all."""
     gguf_attention_scales: Mapping[int, float] = field(default_factory=dict)
     """`attention_scale` of models with so many layers, which GGUF files do not say."""
     gguf_interleaves_pairs: bool = False

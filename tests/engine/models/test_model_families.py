@@ -83,6 +83,14 @@ def test_what_a_configuration_leaves_out_is_as_transformers_has_it(kind: str) ->
             assert config_from_hf(rest, {}, {}) == whole, key
 
 
+def test_a_length_of_training_beside_the_rule_of_rope_is_the_one_that_counts() -> None:
+    raw = config_of("phi3 long rope").to_dict()
+    other = raw | {
+        "rope_parameters": raw["rope_parameters"] | {"original_max_position_embeddings": 9}
+    }
+    assert config_from_hf(other, {}, {}) == config_from_hf(raw, {}, {})
+
+
 def test_norms_in_16_bits_lose_nothing_in_float32(
     tmp_path: Path, lone_sequence: Callable[..., Any]
 ) -> None:
