@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 from waits import PATIENCE_S
 
+from diptych_frontend.model_files.model_config import config_from_gguf
 from diptych_frontend.model_files.model_source import (
     LLAMA_CPP,
     ModelConfig,
@@ -112,6 +113,30 @@ def test_a_gguf_file_is_sampled_as_it_says_and_else_as_llama_cpp_does(tmp_path: 
     writer.close()
     said = SamplingDefaults(temperature=0.25, top_k=7)
     assert resolve_model(str(path)).sampling == said.over(LLAMA_CPP)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "texts"),
+    [
+        ("gemma3", ("<eos>", "<end_of_turn>")),
+        ("phi3", ("<|endoftext|>", "<|end|>")),
+        ("gpt-oss", ("<|endoftext|>", "<|return|>", "<|call|>")),
+    ],
+)
+def test_an_answer_also_ends_where_a_gguf_file_does_not_say(
+    tmp_path: Path, architecture: str, texts: tuple[str, ...]
+) -> None:
+    """llama.cpp knows such tokens by their texts; an answer would go on behind its turn."""
+    sizes = ("block_count", "context_length", "embedding_length", "feed_forward_length")
+    metadata: dict[str, Any] = {f"{architecture}.{key}": 64 for key in sizes}
+    metadata |= {
+        "general.architecture": architecture,
+        f"{architecture}.attention.head_count": 4,
+        "tokenizer.ggml.tokens": ["a", "b", *texts],
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+    expected = tuple(range(2, 2 + len(texts)))
+    assert config_from_gguf(metadata, set()).eos_token_ids == expected
 
 
 def test_the_packaged_model_is_read_from_its_metadata(model_source: ModelSource) -> None:

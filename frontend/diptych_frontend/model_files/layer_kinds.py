@@ -131,7 +131,7 @@ def rope_from_hf(raw: Mapping[str, Any], layer_type: str = FULL) -> dict[str, An
     if not isinstance(rope, dict):
         raise unsupported(f"RoPE parameters {rope!r}")
     trained = raw.get("original_max_position_embeddings")
-    return rope if trained is None else {"original_max_position_embeddings": trained, **rope}
+    return rope if trained is None else {**rope, "original_max_position_embeddings": trained}
 
 
 def every(period: int, layers: int) -> tuple[int, ...]:

@@ -266,7 +266,8 @@ def config_from_gguf(
     layers = layers_from_gguf(
         _convert(own, GGUFLayerKeys), family, keys.num_hidden_layers, keys.hidden_size
     )
-    ends = dict.fromkeys(t for t in (vocabulary.eos, vocabulary.eot) if t is not None)
+    named = [vocabulary.tokens.index(x) for x in family.gguf_ends if x in vocabulary.tokens]
+    ends = dict.fromkeys(t for t in (vocabulary.eos, vocabulary.eot, *named) if t is not None)
     return _checked(
         ModelConfig(
             architecture=family.architecture,

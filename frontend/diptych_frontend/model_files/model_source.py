@@ -26,7 +26,6 @@ from diptych_frontend.model_files.model_config import (
     config_from_gguf,
     config_from_hf,
     config_from_query,
-    family_of,
 )
 from diptych_frontend.model_files.quantization import quantization_from_hf
 from diptych_frontend.model_files.rope_scaling import ROPE_VECTORS
@@ -193,9 +192,7 @@ def _read_hf_config(folder: Path, weights: bool) -> tuple[ModelConfig, SamplingD
     raw = _read_json(folder / "config.json")
     config = config_from_hf(raw, generating, _read_json(processor) if processor.exists() else {})
     if weights:
-        stored = family_of(config.architecture).parts
-        joined = [name for name, own in stored.items() if len(own) > 1]
-        quantization = quantization_from_hf(raw, joined)
+        quantization = quantization_from_hf(raw)
         config = msgspec.structs.replace(config, quantization=quantization)
     return config, sampling_from_hf(generating)
 

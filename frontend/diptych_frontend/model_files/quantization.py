@@ -5,7 +5,7 @@ What engines cannot read is refused here, by its name, before any tensor is read
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -17,8 +17,6 @@ REMEDY: Final = (
     "take the model's unquantised files, with weightPacking q4 or q8 to make them small, or a GGUF "
     "file"
 )
-WHOLE: Final = -1
-"""A group size: a row is one group."""
 CT_FORMATS: Final = {
     "float-quantized": ("float", (8,)),
     "naive-quantized": ("float", (8,)),
@@ -61,8 +59,8 @@ class _Gptq(msgspec.Struct):
     bits: int
     checkpoint_format: str = "gptq"
     is_marlin_format: bool = False
-    dynamic: dict[str, Any] | None = None
-    """Other settings for some of the matrices."""
+    dynamic: dict[str, dict[str, Any]] | None = None
+    """Other settings for some of the matrices; those after "-:" are left out."""
 
 
 class _CtWeights(msgspec.Struct):
@@ -80,12 +78,13 @@ class _Ct(msgspec.Struct):
     config_groups: dict[str, _CtGroup]
     format: str = ""
     sparsity_config: dict[str, Any] | None = None
+    transform_config: dict[str, Any] | None = None
+    """Rotations, some of which the products' inputs need, too."""
 
 
-def quantization_from_hf(raw: Mapping[str, Any], joined: Sequence[str] = ()) -> Quantization | None:
+def quantization_from_hf(raw: Mapping[str, Any]) -> Quantization | None:
     """Return what config.json says; None if nothing is quantised.
 
-    joined: modules whose files have several projections in one matrix.
     Raises `InvalidRequestError` for a way of quantising that no engine reads.
     """
     found = raw.get("quantization_config") or raw.get("compression_config")
@@ -99,12 +98,9 @@ def quantization_from_hf(raw: Mapping[str, Any], joined: Sequence[str] = ()) -> 
     if method not in _READERS:
         raise _refused(f"quant_method is {method!r}, not one of {', '.join(_READERS)}")
     try:
-        quantization = _READERS[method](found)
+        return _READERS[method](found)
     except msgspec.ValidationError as exc:
         raise _refused(str(exc)) from exc
-    if quantization is not None and joined:
-        raise _refused(f"{joined[0]} is several projections, which are read unquantised only")
-    return quantization
 
 
 def _fp8(found: dict[str, Any]) -> Quantization:
@@ -126,8 +122,9 @@ def _gptq(found: dict[str, Any]) -> Quantization:
     _require("bits", config.bits, (4, 8))
     _require("is_marlin_format", config.is_marlin_format, (False,))
     _require("checkpoint_format", config.checkpoint_format, tuple(GPTQ_ZEROS))
-    if config.dynamic:
-        raise _refused("dynamic gives matrices settings of their own")
+    for pattern, own in (config.dynamic or {}).items():
+        if not pattern.startswith("-:"):  # groups and their order are read from the tensors
+            _require(f"bits of dynamic[{pattern!r}]", own.get("bits", config.bits), (config.bits,))
     return Quantization("gptq", config.bits, GPTQ_ZEROS[config.checkpoint_format])
 
 
@@ -135,6 +132,8 @@ def _compressed(found: dict[str, Any]) -> Quantization | None:
     config = msgspec.convert(found, _Ct)
     sparsity = (config.sparsity_config or {}).get("format", "dense")
     _require("sparsity_config.format", sparsity, ("dense",))
+    if (config.transform_config or {}).get("config_groups"):
+        raise _refused("transform_config rotates weights and inputs")
     kinds, blocks = set(), set()
     for group in config.config_groups.values():
         if group.weights is None:
