@@ -51,9 +51,9 @@ def main() -> None:
       diptych up examples/smollm2.yaml    serve what a file says
       diptych chat                        talk to it from another terminal
       diptych top                         what its engines do now
-    diptych bench                       how quick it is under load
+      diptych bench                       how quick it is under load
       diptych why                         the newest requests, and where they went
-    diptych trace REQUEST-ID            when one was where, drawn over time
+      diptych trace REQUEST-ID            when one was where, drawn over time
       diptych doctor                      what will work on this machine
 
     \b

@@ -92,14 +92,15 @@ class SpeculativeConfig(
         ),
     ] = 16
     prompt_lookup_min: Annotated[
-        int, Meta(ge=1, le=64, description="Fewest last tokens that stood there.")
+        int, Meta(ge=1, le=64, description="Fewest last tokens that must have stood before.")
     ] = 3
     prompt_lookup_max: Annotated[
         int,
         Meta(
             ge=1,
             le=64,
-            description="Most that are compared; the last place where the most stood counts.",
+            description="Most last tokens that are compared. Of the places where most of them "
+            "stood the last counts.",
         ),
     ] = 16
 
@@ -118,9 +119,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     weight_packing: Annotated[
         Literal["auto", "q8", "q4", "none"],
         Meta(
-            description="auto: on a CPU, the 4- and 8-bit weights of a file are multiplied as they "
-            "are, which is several times faster; q8, q4: other matrices too, rounded to so many "
-            "bits, embeddings and the output to 8; none: everything in `dtype`."
+            description="auto: on a CPU, weights of 4 to 16 bits stay as the file has them, which "
+            "is smaller and faster; q8, q4: floats too are rounded to so many bits, embeddings and "
+            "the output to 8; none: everything in `dtype`."
         ),
     ] = "auto"
     cpu_level: Annotated[

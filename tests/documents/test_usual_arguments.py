@@ -43,8 +43,8 @@ def test_values_that_ask_for_what_is_done_are_taken(caplog: pytest.LogCaptureFix
 
 
 def test_a_whole_model_refuses_them_too() -> None:
-    with pytest.raises(UnsupportedFeatureError, match="quantization='awq'"):
-        LLM("dummy://", quantization="awq")
+    with pytest.raises(UnsupportedFeatureError, match="quantization='bitsandbytes'"):
+        LLM("dummy://", quantization="bitsandbytes")
 
 
 def test_a_command_line_has_them() -> None:

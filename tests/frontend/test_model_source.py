@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 from waits import PATIENCE_S
 
+from diptych_frontend.model_files.model_config import config_from_gguf
 from diptych_frontend.model_files.model_source import (
     LLAMA_CPP,
     ModelConfig,
@@ -112,6 +113,55 @@ def test_a_gguf_file_is_sampled_as_it_says_and_else_as_llama_cpp_does(tmp_path: 
     writer.close()
     said = SamplingDefaults(temperature=0.25, top_k=7)
     assert resolve_model(str(path)).sampling == said.over(LLAMA_CPP)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "texts"),
+    [
+        ("gemma3", ("<eos>", "<end_of_turn>")),
+        ("phi3", ("<|endoftext|>", "<|end|>")),
+        ("gpt-oss", ("<|endoftext|>", "<|return|>", "<|call|>")),
+    ],
+)
+def test_an_answer_also_ends_where_a_gguf_file_does_not_say(
+    tmp_path: Path, architecture: str, texts: tuple[str, ...]
+) -> None:
+    """llama.cpp knows such tokens by their texts; an answer would go on behind its turn."""
+    vocabulary = {"tokens": ["a", "b", *texts], "eos_token_id": 2}
+    said = {f"tokenizer.ggml.{key}": value for key, value in vocabulary.items()}
+    config = config_from_gguf(sizes_in_gguf(architecture) | said, set())
+    assert config.eos_token_ids == tuple(range(2, 2 + len(texts)))
+
+
+def sizes_in_gguf(architecture: str) -> dict[str, Any]:
+    sizes = ("block_count", "context_length", "embedding_length", "feed_forward_length")
+    heads = {"attention.head_count": 4, "vocab_size": 9}
+    own = {
+        f"{architecture}.{key}": value for key, value in (dict.fromkeys(sizes, 64) | heads).items()
+    }
+    return own | {"general.architecture": architecture}
+
+
+def test_the_converter_of_granite_4_names_each_layers_heads() -> None:
+    metadata = sizes_in_gguf("granite") | {"granite.rope.scaling.finetuned": True}
+    key = "granite.attention.head_count_kv"
+    config = config_from_gguf(metadata | {key: [2] * 64}, set())
+    assert (config.num_key_value_heads, config.unrotated_layers) == (2, ())
+    with pytest.raises(InvalidRequestError, match="layers of 0 and 2 key-value heads"):
+        config_from_gguf(metadata | {key: [2, 0] * 32}, set())
+
+
+@pytest.mark.parametrize("architecture", ["gemma3", "smollm3"])
+def test_a_damaged_number_of_layers_takes_no_memory(architecture: str) -> None:
+    metadata = sizes_in_gguf(architecture) | {f"{architecture}.block_count": 1 << 60}
+    with pytest.raises(InvalidRequestError, match="num_hidden_layers is 1152921504606846976"):
+        config_from_gguf(metadata, set())
+
+
+@pytest.mark.parametrize(("architecture", "unrotated"), [("granite", 64), ("llama", 0)])
+def test_a_file_of_granite_may_say_that_there_is_no_rope(architecture: str, unrotated: int) -> None:
+    metadata = sizes_in_gguf(architecture) | {f"{architecture}.rope.scaling.finetuned": False}
+    assert len(config_from_gguf(metadata, set()).unrotated_layers) == unrotated
 
 
 def test_the_packaged_model_is_read_from_its_metadata(model_source: ModelSource) -> None:

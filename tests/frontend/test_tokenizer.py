@@ -315,6 +315,7 @@ def test_how_digits_are_grouped_depends_on_the_family(pre: str, expected: list[s
         ("refact", "ab 12", ["ab", " ", "1", "2"]),
         ("falcon3", "HelloWorld'S 1234", ["HelloWorld", "'S", " ", "123", "4"]),
         ("smaug-bpe", "a.\n\nb", ["a", ".\n\n", "b"]),
+        ("dbrx", "HelloWorld'S 1234.\n\nb", ["HelloWorld", "'S", " ", "123", "4", ".\n\n", "b"]),
         ("deepseek-r1-qwen", "HelloWorld'S 12", ["HelloWorld", "'S", " ", "1", "2"]),
         ("tekken", "HelloWorld's 12/\n", ["Hello", "World", "'s", " ", "1", "2", "/\n"]),
         ("tekken", "ÀÉe\u0301漢字ABC d", ["ÀÉe\u0301漢字", "ABC", " d"]),

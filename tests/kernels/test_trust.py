@@ -13,10 +13,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from engine_kit.core import core_request, make_core, run
+from engine_kit.control import Owner
+from engine_kit.core import core_request, generate, make_core, run
+from model_kit.checkpoints import save_model
+from model_kit.gguf import SIZES, random_tensors
 
 import diptych_kernels
 from diptych_engine.models.layer_calls import have_kernels
@@ -132,3 +136,25 @@ def test_without_a_right_product_nothing_is_packed_and_the_engine_answers(
         assert output.new_token_ids == [7042]
     finally:
         core.close()
+
+
+def kinds(owner: Owner) -> set[torch.dtype | None]:
+    runner: Any = owner.core.runner
+    packed = [each.linear.packed for each in runner.model.packables]
+    return {None if own is None else own.tiles.dtype for own in packed}
+
+
+def test_matrices_that_others_packed_wait_for_a_right_product(
+    plant: Plant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without one nothing is packed for others, and what they packed is not used."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tensors = {name: tensor.bfloat16() for name, tensor in random_tensors().items()}
+    uri = save_model(tmp_path / "model", tensors, **SIZES)
+    answer = generate(Owner(model=uri, weight_packing="none").core, [1, 2, 3])
+    fault: dict[str, bytes | Exception] = {"float_product-16": OSError("no room")}
+    for faults, found in ((fault, None), ({}, torch.bfloat16), (fault, None)):
+        plant(faults)
+        owner = Owner(model=uri, weight_packing="auto")
+        assert kinds(owner) == {found}
+        assert generate(owner.core, [1, 2, 3]) == answer

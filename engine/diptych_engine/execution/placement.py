@@ -19,6 +19,9 @@ SPARE_ROWS_ON_A_CPU, SPARE_ROWS_ON_A_GPU = 3.0, 64.0
 """The time of a step without any decode, as the number of decodes that take as long: on a CPU as
 `python -m benchmarks speculation` shows for the demo's model; on a GPU a step takes about the same
 time until there are some dozens."""
+LOST_ROWS_ON_A_GPU = 32.0
+"""See `guesses.pay`: an estimate for a small model, which loses most. Without steps ahead it was
+up to a seventh slower (benchmarks/results/gpu.md), and the host looks for guesses meanwhile."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FLOAT8_SINCE = (8, 9)
 """The compute capability from which on Triton converts 8-bit floats (e4m3)."""

@@ -18,6 +18,7 @@ from diptych_engine.execution.batch_rows import BatchRows
 from diptych_engine.execution.kv_cache_size import blocks_in, bytes_for_kv
 from diptych_engine.execution.kv_memory import KVMemory
 from diptych_engine.execution.placement import (
+    LOST_ROWS_ON_A_GPU,
     SPARE_ROWS_ON_A_CPU,
     SPARE_ROWS_ON_A_GPU,
     block_bytes,
@@ -158,6 +159,7 @@ class ModelRunner:
         self.enough_prompt_tokens = enough_prompt_tokens(config, self._device)
         self.spare_rows = SPARE_ROWS_ON_A_GPU if on_gpu else SPARE_ROWS_ON_A_CPU
         self.runs_ahead = config.runs_ahead(on_gpu=on_gpu)
+        self.lost_rows = LOST_ROWS_ON_A_GPU if on_gpu and self.runs_ahead else 0.0
         self._prompt_logprobs = PromptLogprobs(source.config.vocab_size)
         self._pooler = Pooler(config.pooling)
         self._embeds = PromptEmbeds(self.model, self._dtype, self._device)

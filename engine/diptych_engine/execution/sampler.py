@@ -16,6 +16,7 @@ from diptych_engine.execution.readback import Readback
 from diptych_engine.execution.row_options import Processor, RowOptions, change_logits
 from diptych_engine.execution.sampling_math import describe, find_largest, uniforms
 from diptych_engine.scheduling.request import NOT_SAMPLED, Pending, Request, StepResult
+from diptych_engine.scheduling.step_results import stop_condition
 from diptych_kernels.host_arrays import to_device
 from diptych_kernels.sampling import Filters, sample
 
@@ -135,7 +136,8 @@ class Sampler:
         guesses: [requests], the token from which each row of logits was computed, if it is one. The
         rows of a request's guesses follow its own, in the order of their places. Options that look
         at the tokens before, as those of grammars, are given only such that were sampled: they
-        choose for a guess after it was right, and never have to take a token back.
+        choose for a guess after it was right, and never have to take a token back or see one after
+        the answer's end.
         """
         turn = [i for i, g in enumerate(guesses) if g is None or rows[i] not in self._special]
         if len(turn) == len(guesses):
@@ -155,7 +157,8 @@ class Sampler:
                 nans[i] = 0 if result.num_nans is None else result.num_nans[at]
                 if i + 1 < len(rows) and rows[i] in self._special and guesses[i + 1] == token:
                     now[i + 1] = replace(now[i], token_ids=[*now[i].token_ids, token])
-                    following.append(i + 1)
+                    if stop_condition(now[i + 1], token) is None:
+                        following.append(i + 1)
             failed, is_first, turn = (result.failed if is_first else failed), False, following
         result = StepResult(
             tokens,

@@ -29,12 +29,13 @@ from diptych_engine.models.packed import PackedMatrix, Part
 from diptych_engine.models.packed_file import Matrices, file_for, shared_matrices
 from diptych_engine.models.quantised_tensors import gather_quantised
 from diptych_engine.models.rounding import rounded
-from diptych_engine.models.stored_parts import StoredTensor, separate_gguf, separate_stored
+from diptych_engine.models.stored_parts import StoredTensor, joined, separate_gguf, separate_stored
 from diptych_frontend.model_files.family_spec import FamilySpec
 from diptych_frontend.model_files.model_config import family_of
 from diptych_frontend.model_files.model_source import GGUFTensor, ModelSource
 from diptych_frontend.model_files.rope_scaling import ROPE_VECTORS
 from diptych_kernels.packed_product import is_available
+from diptych_kernels.trust import set_aside
 from diptych_protocol import InvalidRequestError
 
 Names = tuple[str, ...]
@@ -210,16 +211,20 @@ class _Load:
             packed: Callable[[Names], PackedMatrix | None] = self._pack
             shared = self._shared(pool) if self._packable and is_available() else None
             if shared is not None:
-                packed = lambda names: shared.get(names[0])  # noqa: E731
+                usable = {name: own for name, own in shared.items() if own.is_usable}
+                packed = lambda names: usable.get(names[0])  # noqa: E731
             for names in pool.map(lambda names: self._load(names, packed), self._jobs):
                 self._tell(names)
 
     def _shared(self, pool: ThreadPoolExecutor) -> Matrices | None:
         """All that can be packed, from the file that all engines of this machine map."""
         recipe = [
-            (name, self._table[name].recipe, self._slots[name].order)
+            (
+                packable.least_bits,
+                [(name, self._table[name].recipe, self._slots[name].order) for name in names],
+            )
             for names in self._packable
-            for name in names
+            if (packable := self._jobs[names]) is not None
         ]
 
         def make() -> Iterator[tuple[str, PackedMatrix]]:
@@ -229,6 +234,8 @@ class _Load:
                 self._tell(names)
                 if own is not None:
                     yield names[0], own
+            if any(name.startswith("float_") for name in set_aside()):
+                raise RuntimeError("kernels were put aside, and others may trust theirs")
 
         num_bytes = sum(self._untold[names] for names in self._packable)
         path = file_for(self._files, (self._reorder, self._bits, recipe))
@@ -342,11 +349,13 @@ def _load_safetensors(
         raise ValueError(f"{source.uri} has no path")
     with ExitStack() as stack:
         family = family_of(source.config.architecture)
-        stored = separate_stored(_open_safetensors(source.path, stack), slots, family)
+        stored = joined(_open_safetensors(source.path, stack))
         quantization = source.config.quantization
-        found = gather_quantised(stored, quantization) if quantization else stored.items()
+        found = dict(gather_quantised(stored, quantization) if quantization else stored.items())
         table: dict[str, Stored] = {
-            name: tensor for name, tensor in found if not is_redundant(name, slots)
+            name: tensor
+            for name, tensor in separate_stored(found, slots, family).items()
+            if not is_redundant(name, slots)
         }
         _require_same_names(slots, table)
         for name, tensor in table.items():
@@ -398,7 +407,7 @@ def fill(slot: WeightSlot, values: Tensor, name: str, *, reorder: bool) -> None:
     values = slot.share_of(values)
     if reorder:
         values = interleave_pairs(values, slot)
-    slot.target.copy_(values + slot.added if slot.added else values)
+    slot.target.copy_(values.float() + slot.added if slot.added else values)
 
 
 def _require_shape(slot: WeightSlot, shape: tuple[int, ...], name: str) -> None:

@@ -49,6 +49,11 @@ class PackedMatrix:
         """Whether products round the other factor."""
         return self.tiles.dtype is torch.uint8
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether this process trusts the kernels: another one may have packed it."""
+        return is_available(None if self.rounds else self.tiles.dtype)
+
     def values(self) -> Tensor:
         """Return [out, in] float32."""
         return values_of(self.tiles)

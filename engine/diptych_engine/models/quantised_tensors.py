@@ -11,7 +11,7 @@ Layouts: AutoAWQ's `gemm`, AutoGPTQ's and GPTQModel's, compressed-tensors' `pack
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from diptych_engine.models.floats import Floats
 from diptych_engine.models.groups import Groups
-from diptych_engine.models.stored_parts import StoredTensor
+from diptych_engine.models.stored_parts import WHOLE, Piece, StoredTensor
 from diptych_frontend.model_files.quantization import Quantization
 from diptych_kernels.native.tile_layout import GROUP
 from diptych_protocol import InvalidRequestError
@@ -43,13 +43,18 @@ ENDS: Final[Mapping[str, set[str]]] = {
     },
 }  # fmt: skip
 """Those of each method."""
-UNUSED: Final = {"input_scale", "output_scale", "q_scale", "k_scale", "v_scale"}
+UNUSED: Final = {
+    "input_scale", "input_zero_point", "output_scale", "output_zero_point", "q_scale", "k_scale",
+    "v_scale",
+}  # fmt: skip
 """They say how products and KV might be rounded beside, and are not."""
 AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where each of 8 columns is in an int32."""
 CENTRES: Final = {4: 8, 8: 128}
 """Sizes of levels around one zero, in bits, and the level that stands for 0."""
 WORD: Final = 32
+ONE: Final = ((), (1,))
+"""Shapes of what a whole matrix shares."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -99,22 +104,29 @@ class QuantisedTensor:
     module: str
     parts: Mapping[str, StoredTensor]
     """By the ends of their names."""
+    piece: Piece = WHOLE
+    """Which of the rows."""
 
     @property
     def recipe(self) -> object:
         parts = [(end, part.recipe) for end, part in sorted(self.parts.items())]
-        return self.quantization, self.module, parts
+        return self.quantization, self.module, parts, self.piece
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts.values())
+        whole = sum(part.nbytes for part in self.parts.values())
+        return whole * self.shape[0] // max(1, self.whole_shape[0])
 
     @property
     def is_packable(self) -> bool:
         return self.shape[1] % GROUP == 0
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, ...]:
+        return self.piece.shape_in(self.whole_shape)
+
+    @property
+    def whole_shape(self) -> tuple[int, int]:
         """Raises `InvalidRequestError`, naming a tensor, if there is none, or it does not fit."""
         for end, part in sorted(self.parts.items()):
             if end not in ENDS[self.quantization.method]:
@@ -127,7 +139,7 @@ class QuantisedTensor:
             rows, columns = self._sizes("weight")
             scale = self._scale_end
             allowed: tuple[tuple[int, ...], ...] = (
-                (), (1,), (rows,), (rows, 1), self._blocks(rows, columns)
+                *ONE, (rows,), (rows, 1), self._blocks(rows, columns)
             )  # fmt: skip
             self._expect(scale, *allowed)
             return rows, columns
@@ -135,15 +147,25 @@ class QuantisedTensor:
             return self._shape_of_words()
         return self._shape_of_compressed()
 
+    def at(self, piece: Piece) -> QuantisedTensor:
+        return replace(self, piece=piece)
+
     def values(self) -> Tensor:
         if self._is_float:
-            return self._read("weight").float().mul_(self._scale_for(1))
-        return self._levels().values()
+            return self.piece.of(self._read("weight").float().mul_(self._scale_for(1)))
+        return self.piece.of(self._levels().values())
 
     def part(self) -> Floats | Groups | None:
-        if not self._is_float:
-            return self._levels().groups()
-        return Floats(self._read("weight"), self._scale_for(GROUP)) if self.is_packable else None
+        if not self.is_packable:
+            return None
+        own: Floats | Groups | None
+        if self._is_float:
+            own = Floats(self._read("weight"), self._scale_for(GROUP))
+        else:
+            own = self._levels().groups()
+        if own is None or not self.piece.index:
+            return own
+        return own.rows(self.piece.of(torch.arange(self.whole_shape[0])))
 
     # --- 8-bit floats -------------------------------------------------------------------------
 
@@ -161,8 +183,8 @@ class QuantisedTensor:
 
     def _scale_for(self, span: int) -> Tensor:
         """[out, in / span] float32."""
-        rows, columns = self.shape
-        scale = self._read(self._scale_end).float()
+        rows, columns = self.whole_shape
+        scale = self._scales(self._scale_end)
         blocks = self._blocks(rows, columns)
         if tuple(scale.shape) == blocks and blocks[0] != rows:
             high, wide = self.quantization.block
@@ -182,7 +204,7 @@ class QuantisedTensor:
         if not groups or (columns % groups and "g_idx" not in self.parts):
             raise self._unusable("scales", f"has {groups} groups for {columns} inputs")
         self._expect("scales", (groups, rows))
-        self._expect("qzeros", (groups, rows // of_word))
+        self._expect("qzeros", (groups, -(-rows // of_word)))
         if "g_idx" in self.parts:
             self._expect("g_idx", (columns,))
         return rows, columns
@@ -196,12 +218,16 @@ class QuantisedTensor:
             rows, columns = self._sizes("weight")
         if "weight_g_idx" in self.parts:
             raise self._unusable("weight_g_idx", "sorts the inputs by activations (actorder)")
+        packs = "weight_packed" in self.parts
+        if not packs and self._stored("weight_scale").shape in ONE:
+            if "weight_zero_point" in self.parts:
+                self._expect("weight_zero_point", *ONE)
+            return rows, columns
         _, groups = self._sizes("weight_scale")
         if not groups or columns % groups:
             raise self._unusable("weight_scale", f"has {groups} groups for {columns} inputs")
         self._expect("weight_scale", (rows, groups))
         if "weight_zero_point" in self.parts:
-            packs = "weight_packed" in self.parts
             high = -(-rows * self.quantization.bits // WORD) if packs else rows
             self._expect("weight_zero_point", (high, groups))
         return rows, columns
@@ -221,28 +247,31 @@ class QuantisedTensor:
             unpacked(words, 4).view(*words.shape, len(order))[..., order].flatten(-2).t()
             for words in map(self._read, ("qweight", "qzeros"))
         )
-        scale = self._read("scales").float().t()
+        scale = self._scales("scales").t()
         return _Levels(levels.contiguous(), zeros.contiguous(), scale.contiguous())
 
     def _gptq(self) -> _Levels:
         bits = self.quantization.bits
         levels = unpacked(self._read("qweight").t(), bits)
-        zeros = unpacked(self._read("qzeros"), bits) + self.quantization.zero_shift
-        zeros = (zeros & ((1 << bits) - 1)).t().contiguous()
-        scale = self._read("scales").float().t().contiguous()
+        # It was taken from whole words: a zero point of 0 has borrowed from the next.
+        shift = sum(self.quantization.zero_shift << bit for bit in range(0, WORD, bits))
+        zeros = unpacked(self._read("qzeros") + shift, bits).t()[: levels.shape[0]].contiguous()
+        scale = self._scales("scales").t().contiguous()
         group_of = None
         if "g_idx" in self.parts:
             group_of = self._read("g_idx").long()
             in_order = torch.arange(len(group_of)) // -(-len(group_of) // scale.shape[1])
-            if not torch.equal(group_of, in_order):
+            if len(group_of) % scale.shape[1] or not torch.equal(group_of, in_order):
                 if not 0 <= int(group_of.min()) <= int(group_of.max()) < scale.shape[1]:
                     raise self._unusable("g_idx", "names groups that are not there")
                 return _Levels(levels, zeros, scale, group_of)
         return _Levels(levels, zeros, scale)
 
     def _compressed(self) -> _Levels:
-        rows, columns = self.shape
-        scale, bits = self._read("weight_scale").float(), self.quantization.bits
+        rows, columns = self.whole_shape
+        scale, bits = self._scales("weight_scale"), self.quantization.bits
+        if scale.dim() <= 1:
+            scale = scale.reshape(1, 1).expand(rows, 1).contiguous()
         packs = "weight_packed" in self.parts
         middle = 1 << (bits - 1) if packs else 0
         zeros = torch.full(scale.shape, middle, dtype=torch.int16)
@@ -251,7 +280,7 @@ class QuantisedTensor:
             if packs:
                 zeros = unpacked(stored.t(), bits).t()[:rows].contiguous()
             else:
-                zeros = stored.to(torch.int16)
+                zeros = stored.to(torch.int16).reshape(-1, scale.shape[1]).expand_as(scale)
         if packs:
             levels = unpacked(self._read("weight_packed"), bits)[:, :columns].contiguous()
         else:
@@ -262,6 +291,12 @@ class QuantisedTensor:
 
     def _read(self, end: str) -> Tensor:
         return self._stored(end).values()
+
+    def _scales(self, end: str) -> Tensor:
+        scales = self._read(end).float()
+        if not scales.isfinite().all():
+            raise self._unusable(end, "has numbers that are not finite")
+        return scales
 
     def _stored(self, end: str) -> StoredTensor:
         found = self.parts.get(end)
@@ -299,7 +334,8 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
 def gather_quantised(
     stored: Mapping[str, StoredTensor], quantization: Quantization
 ) -> Iterator[tuple[str, StoredTensor | QuantisedTensor]]:
-    """Yield the published tensors of a quantised model, of which some are several in the files."""
+    """Yield the tensors of a quantised model by the names that they would have if it were not;
+    some are several in the files."""
     modules: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in stored.items():
         module, _, end = name.rpartition(".")
@@ -309,7 +345,7 @@ def gather_quantised(
             yield name, tensor
     for module, parts in modules.items():
         plain = parts.get("weight")
-        if plain is not None and plain.dtype in FLOATS:
+        if plain is not None and plain.dtype in FLOATS and len(parts) == 1:
             yield f"{module}.weight", plain
         else:
             yield f"{module}.weight", QuantisedTensor(quantization, module, parts)

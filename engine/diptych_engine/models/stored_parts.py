@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,8 +59,25 @@ class Piece:
         values = stored[self.index]
         return values.t() if self.transposed else values
 
+    def shape_in(self, whole: Iterable[int]) -> tuple[int, ...]:
+        """Return its shape in a stored one of this shape."""
+        return tuple(self.of(torch.empty(tuple(whole), device="meta")).shape)
+
 
 WHOLE: Final = Piece("")
+
+
+class Divisible(Protocol):
+    """A stored tensor that may have several of the model's own in it."""
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]: ...
+
+    def at(self, piece: Piece) -> Self:
+        """Return one of them."""
+
+
+Divided = TypeVar("Divided", bound=Divisible)
 
 
 @dataclass(slots=True, frozen=True)
@@ -83,7 +100,7 @@ class StoredTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.piece.of(torch.empty(self.whole_shape, device="meta")).shape)
+        return self.piece.shape_in(self.whole_shape)
 
     @property
     def nbytes(self) -> int:
@@ -101,6 +118,9 @@ class StoredTensor:
 
     def part(self) -> Floats | None:
         return Floats(self.values()) if self.is_packable else None
+
+    def at(self, piece: Piece) -> Self:
+        return replace(self, piece=piece)
 
     def values(self) -> Tensor:
         found: Tensor = self.file.get_slice(self.name)[self.piece.index or ...]
@@ -203,31 +223,31 @@ def published_names(slots: Iterable[str], family: FamilySpec) -> list[str]:
 
 
 def separate_stored(
-    stored: Mapping[str, StoredTensor], slots: Mapping[str, WeightSlot], family: FamilySpec
-) -> dict[str, StoredTensor]:
+    stored: Mapping[str, Divided], slots: Mapping[str, WeightSlot], family: FamilySpec
+) -> dict[str, Divided]:
     """Return a table of tensors by the model's own names. A tensor that fits no slot stays as it
     is, and the loader refuses it by name."""
-    separate: dict[str, StoredTensor] = {}
-    for name, tensor in _joined(stored).items():
+    separate: dict[str, Divided] = {}
+    for name, tensor in stored.items():
         pieces = pieces_of(name, tensor.whole_shape, slots, family)
         for piece in pieces:
-            separate[piece.name] = replace(tensor, piece=piece)
+            separate[piece.name] = tensor.at(piece)
         if not pieces:
             separate[name] = tensor
     return separate
 
 
-def _joined(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def joined(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """A table in which blocks and scales are one tensor."""
-    joined: dict[str, StoredTensor] = {}
+    whole: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
         stem = name.removesuffix(BLOCKS)
         scales = stored.get(f"{stem}{SCALES}") if stem != name else None
         if scales is not None and len(tensor.whole_shape) == MXFP4_RANK:
-            joined[stem] = StoredMxfp4(tensor.path, tensor.file, stem, scales=scales)
+            whole[stem] = StoredMxfp4(tensor.path, tensor.file, stem, scales=scales)
         elif not name.endswith(SCALES) or f"{name.removesuffix(SCALES)}{BLOCKS}" not in stored:
-            joined[name] = tensor
-    return joined
+            whole[name] = tensor
+    return whole
 
 
 def separate_gguf(

@@ -4,7 +4,8 @@ An answer that repeats its prompt, such as an edit of code, goes on as the promp
 last tokens (prompt lookup; A. Saxena, 2023). A step computes guessed tokens beside the last known
 one, each in a row of its own, as the decode that it will be if the guess is right. From each row
 the next token is sampled as it would be without guesses: with the same random number, and with what
-its options make of the tokens before. So guesses change when tokens come, and never which.
+its options make of the tokens before. So guesses change when tokens come, and never which,
+except where a product of more rows rounds otherwise, as in bfloat16 on a GPU.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def look_up(
     last = len(tokens) - 1
     ends = np.flatnonzero(tokens[:last] == tokens[last])
     length = 1
-    while length < longest and len(ends):
-        ends_of_more = ends[ends >= length]
+    while length < longest and len(ends) > (length >= shortest):  # a last one is the best
+        ends_of_more = ends if ends[0] >= length else ends[1:]
         ends_of_more = ends_of_more[tokens[ends_of_more - length] == tokens[last - length]]
         if not len(ends_of_more):
             break
@@ -46,7 +47,8 @@ def look_up(
     if length < shortest or not len(ends):
         return tokens[:0]
     begin = int(ends[-1]) + 1
-    return np.resize(tokens[begin : begin + count], count)
+    found = tokens[begin : begin + count]
+    return found if len(found) == count else np.resize(found, count)
 
 
 def worthwhile(chance: float, rows: int, spare_rows: float, most: int) -> int:
@@ -62,6 +64,16 @@ def worthwhile(chance: float, rows: int, spare_rows: float, most: int) -> int:
         right *= chance
         count += 1
     return count
+
+
+def pay(gain: float, guesses: int, rows: int, spare_rows: float, lost_rows: float) -> bool:
+    """Return whether a step gets more tokens from a second with all its guesses than without.
+
+    gain: how many of them are right on average. rows: those without a guess.
+    lost_rows: the time for which the device waits, because a step with guesses is planned only when
+    the tokens before it are known, as the number of rows that take as long.
+    """
+    return gain * (spare_rows + rows) > rows * (guesses + lost_rows)
 
 
 @dataclass(slots=True)

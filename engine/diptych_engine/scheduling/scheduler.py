@@ -38,7 +38,7 @@ from diptych_engine.scheduling.block_pool import BlockPool
 from diptych_engine.scheduling.early_loads import EarlyLoads, EarlyState
 from diptych_engine.scheduling.encoder_cache import EncoderCache
 from diptych_engine.scheduling.fair_rows import FairPart, who_gives_way
-from diptych_engine.scheduling.guesses import Guesser, worthwhile
+from diptych_engine.scheduling.guesses import LOOK_AGAIN, Guesser, pay, worthwhile
 from diptych_engine.scheduling.idle_sessions import IdleSessions
 from diptych_engine.scheduling.journey import JourneyLog, Station
 from diptych_engine.scheduling.lent_blocks import LentBlocks
@@ -159,6 +159,8 @@ class Scheduler:
     """Which tokens are guessed; None: none."""
     spare_rows: float = math.inf
     """See `guesses.worthwhile`."""
+    lost_rows: float = 0.0
+    """See `guesses.pay`."""
 
     encoder: EncoderCache = field(default_factory=EncoderCache)
     """The images whose features are cached."""
@@ -213,7 +215,7 @@ class Scheduler:
         if encoder.passed:
             encoder.let_go()
         block_size = self.block_size
-        index = guessed = 0
+        index = 0
         for request in self.running:  # the loop may remove requests, but only from the end
             if budget == 0:
                 break
@@ -234,43 +236,80 @@ class Scheduler:
                 continue
             scheduled.append(ScheduledRequest(request, start, 1, request.pooling is None))
             budget -= 1
-            if self.speculation is not None:
-                others = len(self.running) - index
-                added = self._guess(self.speculation, request, others, guessed, budget - others)
-                scheduled += added
-                guessed += len(added)
-                budget -= len(added)
         if chunks or self.waiting:
             budget = self._share_out(scheduled, budget, chunks, admitting=not preempted)
+        num_known = len(scheduled)
+        if self.speculation is not None and self._guesses(self.speculation, scheduled, budget):
+            scheduled = self._with_guesses(self.speculation, scheduled, budget)
+        guessed = len(scheduled) - num_known
         removed, self._removed = self._removed, []
         images = None if encoder.work is None else encoder.take_work()
-        return StepPlan(scheduled, allowed - budget, removed, images=images, guesses=guessed > 0)
+        num_tokens = allowed - budget + guessed
+        return StepPlan(scheduled, num_tokens, removed, images=images, guesses=guessed > 0)
 
-    def _guess(
-        self, settings: SpeculativeConfig, request: Request, others: int, guessed: int, budget: int
-    ) -> list[ScheduledRequest]:
-        """Return shares for guesses of a request's next tokens, as many as pay.
+    def _guesses(
+        self,
+        settings: SpeculativeConfig,
+        shares: Sequence[ScheduledRequest],
+        budget: int,
+        *,
+        look: bool = False,
+    ) -> dict[Request, list[int]]:
+        """Return guesses of the next tokens of requests, none if they do not pay together.
 
-        guessed: those that the step has already. Requests and guesses together are never more than
-        requests may run, so that a full batch has no guesses. Guesses take no block that the next
-        tokens of the `others`, which follow in the step, may need.
+        budget: what prompts and known tokens leave of the step. Requests and guesses together are
+        never more than requests may run, so that a full batch has no guesses. look: else nothing is
+        looked up, and every request is taken to have as many guesses as it may; so a step where
+        even these do not pay needs no look.
         """
-        known, rows = len(request.token_ids), len(self.running) + guessed
-        room = min(budget, self.max_num_seqs - rows, request.max_total_tokens - known - 1)
-        if room <= 0 or known <= request.num_prompt_tokens or request.pooling is not None:
-            return []
-        if request.guesser is None:
-            request.guesser = Guesser()
-        most = min(room, settings.num_speculative_tokens)
-        count = worthwhile(request.guesser.chance(known), rows, self.spare_rows, most)
-        guesses = request.guesser.guess(request.token_ids, settings, count).tolist()
-        short = self._blocks_for(known + len(guesses)) - len(request.block_ids)
-        if short > self.pool.num_free - others or not self._reserve(request, known + len(guesses)):
-            del guesses[len(request.block_ids) * self.block_size - known :]
-        return [
-            ScheduledRequest(request, position, 1, samples=True, guess=token)
-            for position, token in enumerate(guesses, known)
-        ]
+        found: dict[Request, list[int]] = {}
+        gain, running = 0.0, len(self.running)
+        guessed = 0
+        for share in shares:
+            request = share.request
+            known, rows = len(request.token_ids), running + guessed
+            room = min(
+                budget - guessed, self.max_num_seqs - rows, request.max_total_tokens - known - 1
+            )
+            decodes = share.samples and share.num_tokens == 1 and known > request.num_prompt_tokens
+            if room <= 0 or not decodes:
+                continue
+            guesser = request.guesser = request.guesser or Guesser()
+            chance = guesser.chance(known)
+            most = min(room, settings.num_speculative_tokens)
+            count = worthwhile(chance, rows, self.spare_rows, most)
+            guesses = [0] * count
+            if look:
+                guesses = guesser.guess(request.token_ids, settings, count).tolist()
+            if guesses:
+                found[request] = guesses
+                guessed += count
+                gain += sum(chance**i for i in range(1, count + 1))
+        if pay(gain, guessed, running, self.spare_rows, self.lost_rows):
+            return found
+        for request in found if look else ():
+            request.guesser = request.guesser or Guesser()
+            request.guesser.look_at = len(request.token_ids) + LOOK_AGAIN
+        return {}
+
+    def _with_guesses(
+        self, settings: SpeculativeConfig, shares: Sequence[ScheduledRequest], budget: int
+    ) -> list[ScheduledRequest]:
+        """Return the shares of a step and, after that of the token before, those of guesses. They
+        get blocks that the step leaves."""
+        found = self._guesses(settings, shares, budget, look=True)
+        scheduled: list[ScheduledRequest] = []
+        for share in shares:
+            scheduled.append(share)
+            request = share.request
+            guesses, known = found.get(request, []), len(request.token_ids)
+            if guesses and not self._reserve(request, known + len(guesses)):
+                del guesses[len(request.block_ids) * self.block_size - known :]
+            scheduled += [
+                ScheduledRequest(request, position, 1, samples=True, guess=token)
+                for position, token in enumerate(guesses, known)
+            ]
+        return scheduled
 
     def _be_fair(self) -> None:
         """Serve those first who were served least, and take from those who were served most."""
@@ -327,7 +366,7 @@ class Scheduler:
         be admitted, preempted or given a chunk of its prompt, the core waits for results and plans
         from them.
         """
-        if self.gate.frozen or plan.guesses or self._may_admit():
+        if self.gate.frozen or plan.guesses or self._may_admit() or self._looks_after(plan):
             return None
         shares: list[ScheduledRequest] = []
         num_running = 0
@@ -341,8 +380,6 @@ class Scheduler:
             end = share.start + share.num_tokens
             if end + 1 >= request.max_total_tokens:
                 continue
-            if self.speculation is not None and self._looks_now(request, end + 1):
-                return None
             if not self._reserve(request, end + 1):
                 return None
             shares.append(ScheduledRequest(request, end, 1, samples=True))
@@ -350,11 +387,15 @@ class Scheduler:
             return None
         return StepPlan(shares, len(shares), removed=[], ahead=True)
 
-    def _looks_now(self, request: Request, num_tokens: int) -> bool:
-        """Whether the step for so many tokens is to wait for them, because guesses may follow."""
-        if len(self.running) >= self.max_num_seqs or request.pooling is not None:
+    def _looks_after(self, plan: StepPlan) -> bool:
+        """Whether the step after this one is to wait for its tokens, because guesses may follow."""
+        if self.speculation is None or not any(
+            share.request.guesser is None or share.start + 2 >= share.request.guesser.look_at
+            for share in plan.scheduled
+        ):
             return False
-        return request.guesser is None or num_tokens >= request.guesser.look_at
+        budget = self.max_num_batched_tokens - len(plan.scheduled)
+        return bool(self._guesses(self.speculation, plan.scheduled, budget))
 
     def _may_admit(self) -> bool:
         """Whether a waiting request may find room: with all rows taken only one that fetches its

@@ -114,6 +114,7 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
         enough_prompt_tokens=runner.enough_prompt_tokens,
         speculation=config.speculative_config,
         spare_rows=runner.spare_rows,
+        lost_rows=runner.lost_rows,
         encoder=EncoderCache(config.encoder_cache_tokens, config.max_num_batched_tokens),
         stats=SchedulerStats(cpu_level=cpu_level, cpu_kernels_set_aside=num_set_aside),
     )

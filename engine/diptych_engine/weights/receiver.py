@@ -144,10 +144,9 @@ def _places(
         pieces = [Piece(name)] if name in slots else []
     if not pieces:
         raise InvalidRequestError(f"the model has no tensor {name}", param="names")
-    whole = torch.empty(shape, device="meta")
     for piece in pieces:
         slot = slots.get(piece.name)
-        found = tuple(piece.of(whole).shape)
+        found = piece.shape_in(shape)
         if slot is None or found != slot.shape:
             wanted = "no such part" if slot is None else list(slot.shape)
             raise InvalidRequestError(

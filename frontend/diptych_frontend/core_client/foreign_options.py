@@ -18,6 +18,10 @@ log = logging.getLogger(__name__)
 
 _WHY = {"mm_registry": "the model's own processor takes images"}
 PREFIX: Final = "VLLM_"
+QUANTISED_FILES: Final = (
+    "awq", "awq_marlin", "compressed-tensors", "gguf", "gptq", "gptq_marlin", "mxfp4"
+)  # fmt: skip
+"""Quantisations that only files have. vLLM's `fp8` may also request that floats are rounded."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class ForeignArgs(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
         Any, Foreign("no code of a model's is ever run", (False,), True)
     ] = None
     quantization: Annotated[
-        Any, Foreign("the model's file says how its weights are stored", ("gguf",))
+        Any, Foreign("the model's files say how its weights are stored", QUANTISED_FILES)
     ] = None
     load_format: Annotated[
         Any,

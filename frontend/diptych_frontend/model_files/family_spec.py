@@ -68,7 +68,7 @@ class FamilySpec:
     """The only value of that key of config.json that is supported; None: there is no such key."""
     config_keys: Mapping[str, str] = field(default_factory=dict)
     """A key of config.json -> the one that has its value in this family."""
-    config_defaults: Mapping[str, bool] = field(default_factory=dict)
+    config_defaults: Mapping[str, bool | float] = field(default_factory=dict)
     """Values of config.json where it leaves them out."""
     scales_embeddings: bool = False
     """Embeddings are multiplied by the square root of the hidden size."""
@@ -94,8 +94,13 @@ class FamilySpec:
     gguf_architecture: str = ""
     """`general.architecture` of a GGUF file, if it differs."""
     gguf_tensors: Mapping[str, str] = field(default_factory=lambda: GGUF_TENSORS)
+    gguf_ends: tuple[str, ...] = ()
+    """Tokens that end an answer, beside those that a GGUF file names: it often names only the one
+    that ends a text."""
     gguf_yarn_truncates: bool = True
     """Whether YaRN's bounds are whole places, which GGUF files do not say."""
+    gguf_finetuned_is_rope: bool = False
+    """Whether `rope.scaling.finetuned` of a GGUF file says that there is RoPE at all."""
     gguf_attention_scales: Mapping[int, float] = field(default_factory=dict)
     """`attention_scale` of models with so many layers, which GGUF files do not say."""
     gguf_interleaves_pairs: bool = False

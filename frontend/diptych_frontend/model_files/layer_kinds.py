@@ -18,6 +18,7 @@ from diptych_protocol import InvalidRequestError
 FULL: Final = "full_attention"
 WINDOWED: Final = "sliding_attention"
 LAYER_TYPES: Final = (FULL, "attention", WINDOWED)
+MAX_LAYERS: Final = 1 << 16
 Scale = Annotated[float, msgspec.Meta(gt=0.0, le=1e9)]
 """What is multiplied or divided by."""
 
@@ -66,6 +67,7 @@ class GGUFLayerKeys(msgspec.Struct):
         name="attention.sliding_window_pattern", default=None
     )
     window_rope_theta: Scale | None = msgspec.field(name="rope.freq_base_swa", default=None)
+    finetuned: bool = msgspec.field(name="rope.scaling.finetuned", default=True)
     embedding_scale: Scale | None = None
     residual_scale: Scale = 1.0
     attention_scale: Scale | None = msgspec.field(name="attention.scale", default=None)
@@ -84,9 +86,10 @@ def layers_from_gguf(
         full = tuple(index for index, windowed in enumerate(keys.pattern[:layers]) if not windowed)
     else:
         full = every(keys.pattern or family.window_period, layers)
+    no_rope = family.gguf_finetuned_is_rope and not keys.finetuned
     return {
         "full_layers": full,
-        "unrotated_layers": every(family.unrotated_period, layers),
+        "unrotated_layers": every(1 if no_rope else family.unrotated_period, layers),
         "window_rope_theta": keys.window_rope_theta or family.window_rope_theta,
         "embedding_scale": keys.embedding_scale or _embedding_scale(family, hidden_size),
         "residual_scale": keys.residual_scale,
@@ -131,11 +134,13 @@ def rope_from_hf(raw: Mapping[str, Any], layer_type: str = FULL) -> dict[str, An
     if not isinstance(rope, dict):
         raise unsupported(f"RoPE parameters {rope!r}")
     trained = raw.get("original_max_position_embeddings")
-    return rope if trained is None else {"original_max_position_embeddings": trained, **rope}
+    return rope if trained is None else {**rope, "original_max_position_embeddings": trained}
 
 
 def every(period: int, layers: int) -> tuple[int, ...]:
     """Return the last layer of each `period`; 0: none."""
+    if layers > MAX_LAYERS:  # before there is a list of them
+        raise unsupported(f"num_hidden_layers is {layers}")
     return tuple(range(period - 1, layers, period)) if period > 0 else ()
 
 

@@ -226,7 +226,10 @@ class GGUFKeys(msgspec.Struct):
     num_hidden_layers: int = msgspec.field(name="block_count")
     num_attention_heads: int = msgspec.field(name="attention.head_count")
     max_position_embeddings: int = msgspec.field(name="context_length")
-    num_key_value_heads: int | None = msgspec.field(name="attention.head_count_kv", default=None)
+    num_key_value_heads: int | list[int] | None = msgspec.field(
+        name="attention.head_count_kv", default=None
+    )
+    """The number of every layer, or a list of all layers' numbers."""
     head_dim: int | None = msgspec.field(name="attention.key_length", default=None)
     rope_dim: int | None = msgspec.field(name="rope.dimension_count", default=None)
     rope_theta: float = msgspec.field(name="rope.freq_base", default=10000.0)
@@ -266,7 +269,15 @@ def config_from_gguf(
     layers = layers_from_gguf(
         _convert(own, GGUFLayerKeys), family, keys.num_hidden_layers, keys.hidden_size
     )
-    ends = dict.fromkeys(t for t in (vocabulary.eos, vocabulary.eot) if t is not None)
+    named = [vocabulary.tokens.index(x) for x in family.gguf_ends if x in vocabulary.tokens]
+    kv_heads = keys.num_key_value_heads or keys.num_attention_heads
+    if isinstance(kv_heads, list):
+        if len(set(kv_heads)) > 1:
+            raise _unsupported(
+                f"layers of {' and '.join(map(str, sorted(set(kv_heads))))} key-value heads"
+            )
+        kv_heads = kv_heads[0]
+    ends = dict.fromkeys(t for t in (vocabulary.eos, vocabulary.eot, *named) if t is not None)
     return _checked(
         ModelConfig(
             architecture=family.architecture,
@@ -275,7 +286,7 @@ def config_from_gguf(
             intermediate_size=keys.intermediate_size,
             num_hidden_layers=keys.num_hidden_layers,
             num_attention_heads=keys.num_attention_heads,
-            num_key_value_heads=keys.num_key_value_heads or keys.num_attention_heads,
+            num_key_value_heads=kv_heads,
             head_dim=head_dim,
             max_position_embeddings=keys.max_position_embeddings,
             rms_norm_eps=keys.rms_norm_eps,

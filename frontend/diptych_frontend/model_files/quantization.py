@@ -17,8 +17,6 @@ REMEDY: Final = (
     "take the model's unquantised files, with weightPacking q4 or q8 to make them small, or a GGUF "
     "file"
 )
-WHOLE: Final = -1
-"""A group size: a row is one group."""
 CT_FORMATS: Final = {
     "float-quantized": ("float", (8,)),
     "naive-quantized": ("float", (8,)),
@@ -61,8 +59,8 @@ class _Gptq(msgspec.Struct):
     bits: int
     checkpoint_format: str = "gptq"
     is_marlin_format: bool = False
-    dynamic: dict[str, Any] | None = None
-    """Other settings for some of the matrices."""
+    dynamic: dict[str, dict[str, Any]] | None = None
+    """Other settings for some of the matrices; those after "-:" are left out."""
 
 
 class _CtWeights(msgspec.Struct):
@@ -80,6 +78,8 @@ class _Ct(msgspec.Struct):
     config_groups: dict[str, _CtGroup]
     format: str = ""
     sparsity_config: dict[str, Any] | None = None
+    transform_config: dict[str, Any] | None = None
+    """Rotations, some of which the products' inputs need, too."""
 
 
 def quantization_from_hf(raw: Mapping[str, Any]) -> Quantization | None:
@@ -122,8 +122,9 @@ def _gptq(found: dict[str, Any]) -> Quantization:
     _require("bits", config.bits, (4, 8))
     _require("is_marlin_format", config.is_marlin_format, (False,))
     _require("checkpoint_format", config.checkpoint_format, tuple(GPTQ_ZEROS))
-    if config.dynamic:
-        raise _refused("dynamic gives matrices settings of their own")
+    for pattern, own in (config.dynamic or {}).items():
+        if not pattern.startswith("-:"):  # groups and their order are read from the tensors
+            _require(f"bits of dynamic[{pattern!r}]", own.get("bits", config.bits), (config.bits,))
     return Quantization("gptq", config.bits, GPTQ_ZEROS[config.checkpoint_format])
 
 
@@ -131,6 +132,8 @@ def _compressed(found: dict[str, Any]) -> Quantization | None:
     config = msgspec.convert(found, _Ct)
     sparsity = (config.sparsity_config or {}).get("format", "dense")
     _require("sparsity_config.format", sparsity, ("dense",))
+    if (config.transform_config or {}).get("config_groups"):
+        raise _refused("transform_config rotates weights and inputs")
     kinds, blocks = set(), set()
     for group in config.config_groups.values():
         if group.weights is None:

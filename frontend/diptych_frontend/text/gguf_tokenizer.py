@@ -74,7 +74,7 @@ WORD_RULES: Final = {
     **dict.fromkeys(("default", "gpt-2", "a.x-4.0", "mellum", "trillion"), WordRule(as_gpt2=True)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "minerva-7b"), _DIGITS_APART),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0"), _LLAMA3),
-    "smaug-bpe": WordRule((WORD_SPLIT % 3,)),
+    **dict.fromkeys(("smaug-bpe", "dbrx"), WordRule((WORD_SPLIT % 3,))),
     "qwen2": replace(_QWEN, composes=True),
     **dict.fromkeys(("deepseek-r1-qwen", "megrez", "kormo", "f2llmv2"), _QWEN),
     "tekken": WordRule((CASE_SPLIT % ("", "", 1),), keeps_whole=True, adds_bos=True),

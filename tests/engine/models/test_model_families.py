@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from model_kit.families import CONFIGS, SIZES, config_of, published
 
 from diptych_frontend.model_files.families import FAMILIES
+from diptych_frontend.model_files.model_config import config_from_hf
 from diptych_frontend.model_files.model_source import resolve_model
+from diptych_protocol import InvalidRequestError
 
 NUM_TOKENS = 70
 
@@ -61,6 +65,43 @@ def test_every_family_is_compared() -> None:
     """Those that see are compared in `test_models_that_see.py`."""
     blind = {name for name, family in FAMILIES.items() if not family.sees}
     assert {config_of(name).model_type for name in CONFIGS} == blind
+
+
+NEW = ("SmolLM3Config", "GraniteConfig", "Phi3Config", "Gemma3TextConfig", "GptOssConfig")
+"""Their defaults differ from Llama's."""
+
+
+@pytest.mark.parametrize("kind", NEW)
+def test_what_a_configuration_leaves_out_is_as_transformers_has_it(kind: str) -> None:
+    raw = getattr(transformers, kind)().to_dict()
+    whole = config_from_hf(raw, {}, {})
+    for key in raw.keys() - {"bos_token_id", "eos_token_id", "num_local_experts", "layer_types"}:
+        if key == "num_key_value_heads" or (kind == "GptOssConfig" and key == "rope_parameters"):
+            continue  # such a file's tensors do not fit; gpt-oss is never without YaRN's numbers
+        with suppress(InvalidRequestError):
+            rest = {other: value for other, value in raw.items() if other != key}
+            assert config_from_hf(rest, {}, {}) == whole, key
+
+
+def test_a_length_of_training_beside_the_rule_of_rope_is_the_one_that_counts() -> None:
+    raw = config_of("phi3 long rope").to_dict()
+    other = raw | {
+        "rope_parameters": raw["rope_parameters"] | {"original_max_position_embeddings": 9}
+    }
+    assert config_from_hf(other, {}, {}) == config_from_hf(raw, {}, {})
+
+
+def test_norms_in_16_bits_lose_nothing_in_float32(
+    tmp_path: Path, lone_sequence: Callable[..., Any]
+) -> None:
+    """Gemma's are stored less one, which 16 bits hold better than the sum."""
+    published("gemma3_text", tmp_path).bfloat16().save_pretrained(tmp_path)
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    model = load(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    with torch.inference_mode():
+        expected = model(torch.arange(40)[None]).logits[0]
+    actual = lone_sequence(resolve_model(str(tmp_path)), 48).logits(list(range(40)))
+    torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
 
 
 def test_weights_in_shards(tmp_path: Path, lone_sequence: Callable[..., Any]) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,13 @@ def test_the_second_engine_maps_what_the_first_one_has_packed(folder: Path, mode
         assert_as_in_the_file(own, model)
     path.unlink()  # whoever has mapped it keeps it
     assert_as_in_the_file(second, model)
+
+
+def test_a_file_is_of_the_sizes_of_levels_that_are_allowed(folder: Path, model: str) -> None:
+    first = loaded(model)
+    others = [replace(packable, least_bits=8) for packable in first.packables]
+    load_weights(first.slots, resolve_model(model), packables=others)
+    assert len(list(folder.iterdir())) == 2
 
 
 @pytest.mark.parametrize("place", [0.0, 0.5, 0.98, 1.0])

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from diptych_engine.models import CausalLM, build_model, load_weights
+from diptych_engine.models.quantised_tensors import unpacked
 from diptych_engine.models.shard import Shard
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.model_files.quantization import quantization_from_hf
@@ -24,6 +25,7 @@ from diptych_protocol import InvalidRequestError
 
 Tensors = dict[str, Tensor]
 Json = dict[str, Any]
+Sizes = dict[str, tuple[int, int]]
 Scheme = Callable[[int, int, torch.Generator], tuple[Tensors, Tensor]]
 """(outputs, inputs) -> a matrix's tensors by the ends of their names, and its values."""
 SIZES: Json = {
@@ -36,6 +38,11 @@ MODULES = {
     "self_attn.o_proj": (128, 128), "mlp.gate_proj": (256, 128), "mlp.up_proj": (256, 128),
     "mlp.down_proj": (128, 256),
 }  # fmt: skip
+FUSED = {
+    "self_attn.qkv_proj": (256, 128), "self_attn.o_proj": (128, 128),
+    "mlp.gate_up_proj": (512, 128), "mlp.down_proj": (128, 256),
+}  # fmt: skip
+"""Those of Phi-3."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -62,10 +69,12 @@ def awq(rows: int, columns: int, generator: torch.Generator) -> tuple[Tensors, T
     return {"qweight": packed[0], "qzeros": packed[1], "scales": s}, values.t()
 
 
-def gptq(bits: int, *, is_symmetric: bool = True, shift: int = 1, sorts: bool = False) -> Scheme:
+def gptq(
+    bits: int, *, is_symmetric: bool = True, shift: int = 1, sorts: bool = False, lowest: int = 6
+) -> Scheme:
     def scheme(rows: int, columns: int, generator: torch.Generator) -> tuple[Tensors, Tensor]:
         q, groups = numbers(1 << bits, (columns, rows), generator), columns // 64
-        z = numbers(4 << (bits - 4), (groups, rows), generator) + (6 << (bits - 4))
+        z = numbers(4 << (bits - 4), (groups, rows), generator) + (lowest << (bits - 4))
         if is_symmetric:
             z[:] = 1 << (bits - 1)
         s, group_of = scales((groups, rows), generator), torch.arange(columns) // 64
@@ -74,7 +83,7 @@ def gptq(bits: int, *, is_symmetric: bool = True, shift: int = 1, sorts: bool = 
         values = (q - z[group_of]) * s.float()[group_of]
         tensors = {
             "qweight": words(q.t(), bits).t().contiguous(),
-            "qzeros": words(z - shift, bits),
+            "qzeros": words(z, bits) - sum(shift << bit for bit in range(0, 32, bits)),
             "scales": s,
             "g_idx": group_of.to(torch.int32),
         }
@@ -105,8 +114,18 @@ def packed_ints(bits: int, *, has_zeros: bool = False) -> Scheme:
 def ints(rows: int, columns: int, generator: torch.Generator) -> tuple[Tensors, Tensor]:
     q = numbers(255, (rows, columns), generator) - 127
     s = scales((rows, 1), generator).bfloat16()
-    unused = {"input_scale": torch.ones(1)}
+    unused = {"input_scale": torch.ones(1), "input_zero_point": torch.ones(1).char()}
     return {"weight": q.to(torch.int8), "weight_scale": s} | unused, q * s.float()
+
+
+def ints_of_one_scale(
+    rows: int, columns: int, generator: torch.Generator
+) -> tuple[Tensors, Tensor]:
+    q = numbers(100, (rows, columns), generator) - 50
+    tensors = {"weight_scale": torch.tensor([0.01]), "weight_zero_point": torch.tensor([3])}
+    stored = {end: each.bfloat16() for end, each in tensors.items()}
+    stored["weight_zero_point"] = stored["weight_zero_point"].to(torch.int8)
+    return {"weight": q.to(torch.int8)} | stored, (q - 3) * stored["weight_scale"].float()
 
 
 def fp8(kind: str) -> Scheme:
@@ -143,6 +162,7 @@ FORMATS: dict[str, tuple[Json, Scheme, int | None]] = {
     "awq": (AWQ, awq, 8),
     "gptq-4": (GPTQ, gptq(4), 4),
     "gptq-4-zeros": (GPTQ, gptq(4, is_symmetric=False), 8),
+    "gptq-4-zeros-of-0": (GPTQ, gptq(4, is_symmetric=False, lowest=0), 8),
     "gptq-v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, gptq(4, shift=0), 4),
     "gptq-8": (GPTQ | {"bits": 8}, gptq(8), 8),
     "gptq-sorted": (GPTQ | {"desc_act": True}, gptq(4, sorts=True), None),
@@ -150,11 +170,14 @@ FORMATS: dict[str, tuple[Json, Scheme, int | None]] = {
     "int4-zeros": (INT4, packed_ints(4, has_zeros=True), 8),
     "int8-packed": (compressed("pack-quantized", num_bits=8, type="int"), packed_ints(8), 8),
     "int8": (INT8, ints, 8),
+    "int8-tensor": (INT8, ints_of_one_scale, 8),
 }
 """config.json's entry, the scheme, and the kind of tiles; None: floats."""
 
 
-def save(folder: Path, config: Json, scheme: Scheme) -> tuple[str, Tensors]:
+def save(
+    folder: Path, config: Json, scheme: Scheme, modules: Sizes = MODULES, family: str = "llama"
+) -> tuple[str, Tensors]:
     """A checkpoint whose layer is quantised, and its values."""
     folder.mkdir(exist_ok=True)
     generator = torch.Generator().manual_seed(1)
@@ -167,12 +190,13 @@ def save(folder: Path, config: Json, scheme: Scheme) -> tuple[str, Tensors]:
         "model.layers.0.post_attention_layernorm.weight": torch.ones(128),
     }
     values = {name: tensor.float() for name, tensor in stored.items()}
-    for module, shape in MODULES.items():
+    for module, shape in modules.items():
         name = f"model.layers.0.{module}"
         tensors, values[f"{name}.weight"] = scheme(*shape, generator)
         stored |= {f"{name}.{end}": tensor.contiguous() for end, tensor in tensors.items()}
     save_file(stored, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(SIZES | {"quantization_config": config}))
+    described = SIZES | {"model_type": family, "quantization_config": config}
+    (folder / "config.json").write_text(json.dumps(described))
     return str(folder), values
 
 
@@ -234,6 +258,26 @@ def test_a_rank_has_its_own_share(name: str, rank: int, tmp_path: Path) -> None:
         assert torch.equal(packed, other)
 
 
+@pytest.mark.parametrize("name", ["fp8-blocks", "awq", "gptq-4", "int4"])
+def test_matrices_that_a_family_stores_as_one_are_separate_here(name: str, tmp_path: Path) -> None:
+    config, scheme, kind = FORMATS[name]
+    path, values = save(tmp_path, config, scheme, FUSED, "phi3")
+    model = model_of(Owner(model=path, weight_packing="auto"))
+    source = resolve_model(path)
+    plain = build_model(source.config, 16, torch.float32, torch.device("cpu"))
+    load_weights(plain.slots, source)
+    stored = values["model.layers.0.mlp.gate_up_proj.weight"]
+    for part, rows in zip(("gate", "up"), stored.split(256), strict=True):
+        own = plain.slots[f"model.layers.0.mlp.{part}_proj.weight"].target
+        torch.testing.assert_close(own, rows, rtol=1e-6, atol=0)
+    for (_, packed), (_, other) in zip(
+        model.named_parameters(), plain.named_parameters(), strict=True
+    ):
+        assert torch.equal(packed, other)
+    if is_available() and is_available(torch.float8_e4m3fn):
+        assert kinds(model) == {kind}
+
+
 def test_matrices_that_are_left_out_stay_as_they_are(tmp_path: Path) -> None:
     path, values = save(tmp_path, INT4, packed_ints(4))
     stored = load_file(tmp_path / "model.safetensors")
@@ -257,10 +301,11 @@ def test_matrices_that_are_left_out_stay_as_they_are(tmp_path: Path) -> None:
         (GPTQ | {"bits": 2}, "bits is 2, not 4 or 8"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', not gptq"),
         (GPTQ | {"is_marlin_format": True}, "is_marlin_format is True"),
-        (GPTQ | {"dynamic": {"-:x": {}}}, "dynamic gives matrices"),
+        (GPTQ | {"dynamic": {"-:x": {}, "+:y": {"bits": 8}}}, r"bits of dynamic\['\+:y'\] is 8"),
         (compressed("pack-quantized", num_bits=3, type="int"), "num_bits of pack-quantized"),
         (compressed("nvfp4-pack-quantized", num_bits=4, type="float"), "format is 'nvfp4"),
         (INT8 | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config.format"),
+        (INT8 | {"transform_config": {"config_groups": {"R3": {}}}}, "transform_config rotates"),
         (INT8 | {"config_groups": 1}, "config_groups"),
         ("fp8", "it is not an object"),
     ],
@@ -270,6 +315,12 @@ def test_what_cannot_be_read_is_refused_by_its_name(config: Any, said: str) -> N
         quantization_from_hf({"quantization_config": config})
     assert refused.value.param == "model"
     assert "weightPacking" in str(refused.value)
+
+
+def test_matrices_may_be_left_out_by_patterns() -> None:
+    config = GPTQ | {"dynamic": {"-:.*gate$": {}, "down": {"group_size": 32}}}
+    found = quantization_from_hf({"quantization_config": config})
+    assert found == quantization_from_hf({"quantization_config": GPTQ})
 
 
 def test_a_router_whose_engines_are_others_refuses_nothing(tmp_path: Path) -> None:
@@ -298,6 +349,11 @@ K = "model.layers.0.self_attn.k_proj"
         ("awq", "qzeros", torch.zeros(1, 8, dtype=torch.int32), r"\[1, 8\], not \[4, 8\]"),
         ("gptq-4", "scales", torch.zeros(3, 64).half(), "scales has 3 groups|qzeros has the shape"),
         ("gptq-sorted", "g_idx", torch.full((128,), 9, dtype=torch.int32), "g_idx names groups"),
+        ("awq", "scales", torch.full((4, 64), torch.nan).half(), "numbers that are not finite"),
+        ("fp8", "weight_scale", torch.full((), torch.inf), "numbers that are not finite"),
+        ("fp8", "weight", torch.zeros(64, 128), "weight has the type F32, not F8_E4M3"),
+        ("awq", "weight", torch.zeros(64, 128), "weight does not belong to awq"),
+        ("int8-tensor", "weight_zero_point", torch.zeros(7).char(), r"has the shape \[7\], not"),
         ("fp8", "weight_scale", torch.zeros(7), r"weight_scale has the shape \[7\]"),
         ("fp8", "qweight", torch.zeros(7), "qweight does not belong to fp8"),
         ("fp8", "weight", torch.zeros(64, 128, dtype=torch.int8), "weight has the type I8, not F8"),
@@ -316,3 +372,16 @@ def test_tensors_that_do_not_fit_are_named(
     with pytest.raises(InvalidRequestError, match=said) as refused:
         Owner(model=path)
     assert K in str(refused.value)
+
+
+def test_groups_that_divide_no_matrix_are_those_that_g_idx_names(tmp_path: Path) -> None:
+    config, scheme, _ = FORMATS["gptq-4"]
+    path, _ = save(tmp_path, config, scheme)
+    stored = load_file(tmp_path / "model.safetensors")
+    stored[f"{K}.g_idx"] = (torch.arange(128) // 43).to(torch.int32)
+    stored[f"{K}.scales"] = torch.ones(3, 64).half()
+    stored[f"{K}.qzeros"] = torch.zeros(3, 8, dtype=torch.int32)
+    save_file(stored, tmp_path / "model.safetensors")
+    model = model_of(Owner(model=path))
+    levels = unpacked(stored[f"{K}.qweight"].t(), 4)
+    assert torch.equal(model.slots[f"{K}.weight"].target.sum(), (levels - 1).float().sum())

@@ -10,7 +10,7 @@ from engine_kit.toy_engine import ToyRunner, make_request, make_scheduler, run, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych_engine.scheduling.guesses import LOOK_AGAIN, Guesser, look_up, worthwhile
+from diptych_engine.scheduling.guesses import LOOK_AGAIN, Guesser, look_up, pay, worthwhile
 from diptych_protocol import EngineConfig, InvalidRequestError, SpeculativeConfig
 
 EAGER = SpeculativeConfig(prompt_lookup_min=1, num_speculative_tokens=5)
@@ -47,6 +47,18 @@ def test_as_many_are_guessed_as_get_the_most_tokens_from_a_second(
 
     count = worthwhile(chance, rows, spare, most)
     assert rate(count) == pytest.approx(max(map(rate, range(most + 1))), rel=1e-9)
+
+
+@given(
+    st.floats(0, 20), st.integers(1, 40), st.integers(1, 70), st.sampled_from([3.0, 64.0]),
+    st.sampled_from([0.0, 32.0]),
+)  # fmt: skip
+def test_guesses_pay_if_they_gain_more_than_the_wait_for_tokens_takes(
+    gain: float, guesses: int, rows: int, spare: float, lost: float
+) -> None:
+    with_them, without = (rows + gain) / (spare + rows + guesses + lost), rows / (spare + rows)
+    if abs(with_them - without) > 1e-9:
+        assert pay(gain, guesses, rows, spare, lost) == (with_them > without)
 
 
 def test_a_request_whose_guesses_are_wrong_stops_and_tries_again_rarely() -> None:
@@ -183,6 +195,49 @@ def test_steps_run_ahead_but_where_a_guess_may_follow() -> None:
             break
     assert len(looked) <= 60 // LOOK_AGAIN + 3
     assert scheduler.stats.tokens_generated == 60
+
+
+@pytest.mark.parametrize(("others", "guessed"), [(0, True), (6, False)])
+def test_a_step_runs_ahead_where_the_guesses_of_one_of_many_do_not_pay(
+    others: int, *, guessed: bool
+) -> None:
+    """All others would wait for its tokens."""
+    runner = ToyRunner(num_rows=16, model=lambda tokens: 300 if tokens[0] == 300 else len(tokens))
+    scheduler = make_scheduler(
+        300, max_num_seqs=16, max_num_batched_tokens=64, speculation=EAGER, spare_rows=64.0,
+        lost_rows=32.0,
+    )  # fmt: skip
+    for name, first in enumerate([300, *range(others)]):
+        scheduler.add(make_request(str(name), [first, 301, first], 64))
+    ahead, plan, num_ahead, num_steps = None, None, 0, 0
+    while scheduler.has_work and (ahead is None or scheduler.running):
+        plan = ahead or scheduler.schedule()
+        ahead = scheduler.plan_ahead(plan)
+        num_ahead, num_steps = num_ahead + (ahead is not None), num_steps + 1
+        for made in scheduler.update(plan, runner.execute(plan)):
+            if made.request.finish_reason is not None:
+                scheduler.finish(made.request, made.request.finish_reason)
+    assert (scheduler.stats.draft_tokens_accepted > 40) == guessed
+    assert (num_ahead > 0.9 * num_steps) != guessed
+
+
+def test_prompts_have_their_tokens_of_a_step_before_guesses() -> None:
+    """An answer whose guesses are right would keep every prompt waiting until its end."""
+    done = []
+    for speculation in (None, EAGER):
+        runner = ToyRunner(model=lambda _: 1)
+        scheduler = make_scheduler(200, speculation=speculation, spare_rows=64.0)
+        scheduler.add(make_request("repeats", [1, 1, 1], 100))
+        for _ in range(3):
+            step(scheduler, runner)
+        scheduler.add(make_request("waits", list(range(20)), 3))
+        num_steps = 0
+        while "waits" in scheduler.requests:
+            step(scheduler, runner)
+            num_steps += 1
+        done.append(num_steps)
+        assert "repeats" in scheduler.requests
+    assert done[1] <= done[0]
 
 
 def test_the_shortest_is_at_most_the_longest() -> None:

@@ -121,6 +121,19 @@ def test_an_answer_is_the_same(
     assert made[1] == made[0]
 
 
+def test_an_answer_with_its_end_among_its_guesses_asks_no_function_beyond(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    name = "engine_kit.logits_processors:repeat_once"
+    prompt = [5, 6, 7, 8, 5, 6, 7, 8, 0]
+    for core in pair(logits_processors=[name]):
+        outputs = run(core, asked("r", prompt, logits_processors=[name]))["r"]
+        assert tokens(outputs) == prompt
+        assert outputs[-1].error is None
+    assert core.stats().draft_tokens_accepted > 0
+    assert not caplog.records
+
+
 def test_guesses_were_right_and_wrong(cores: tuple[EngineCore, EngineCore]) -> None:
     """Else the tests above would show nothing."""
     stats = [core.stats() for core in cores]

@@ -28,6 +28,11 @@ def repeat_prompt(prompt: list[int], output: list[int], logits: Tensor) -> Tenso
     return _only(prompt[len(output) % len(prompt)], logits)
 
 
+def repeat_once(prompt: list[int], output: list[int], logits: Tensor) -> Tensor:
+    """Fails after the prompt's end."""
+    return _only(prompt[len(output)], logits)
+
+
 def fail(output: list[int], logits: Tensor) -> Tensor:
     raise LookupError("nothing suits me")
 

@@ -16,7 +16,13 @@ FAMILY: Final = FamilySpec(
     gate="gelu_tanh",
     norms_after=True,
     norms_from_one=True,
-    config_defaults={"tie_word_embeddings": True},
+    config_defaults={
+        "tie_word_embeddings": True,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "rope_theta": 1e6,
+        "sliding_window": 4096,
+    },
     parts={
         "post_attention_layernorm": ("norm_after_attention",),
         "pre_feedforward_layernorm": ("post_attention_layernorm",),
@@ -29,5 +35,6 @@ FAMILY: Final = FamilySpec(
         "blk.N.ffn_norm": "model.layers.N.pre_feedforward_layernorm",
         "blk.N.post_ffw_norm": "model.layers.N.post_feedforward_layernorm",
     },
+    gguf_ends=("<end_of_turn>",),
     gguf_attention_scales={62: 168**-0.5},
 )

@@ -17,10 +17,17 @@ FAMILY: Final = FamilySpec(
     gate="clamped",
     has_experts=True,
     config_keys={"moe_intermediate_size": "intermediate_size"},
-    config_defaults={"norm_topk_prob": True},
+    config_defaults={
+        "norm_topk_prob": True,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "sliding_window": 128,
+    },
     transposes_experts=True,
     parts={"mlp.router": ("mlp.gate",)},
     gguf_architecture="gpt-oss",
+    gguf_ends=("<|return|>", "<|call|>"),
     gguf_yarn_truncates=False,
     gguf_tensors=GGUF_TENSORS
     | {

@@ -6,4 +6,9 @@ from typing import Final
 
 from diptych_frontend.model_files.family_spec import FamilySpec
 
-FAMILY: Final = FamilySpec("granite", gguf_interleaves_pairs=True)
+FAMILY: Final = FamilySpec(
+    "granite",
+    config_defaults={"attention_multiplier": 1.0},
+    gguf_interleaves_pairs=True,
+    gguf_finetuned_is_rope=True,
+)

@@ -9,6 +9,6 @@ from diptych_frontend.model_files.family_spec import FamilySpec
 FAMILY: Final = FamilySpec(
     "smollm3",
     unrotated_period=4,
-    config_defaults={"tie_word_embeddings": True},
+    config_defaults={"tie_word_embeddings": True, "rope_theta": 2e6},
     gguf_interleaves_pairs=True,
 )
