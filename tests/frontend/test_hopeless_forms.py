@@ -49,6 +49,7 @@ HOPELESS_SCHEMAS: dict[str, tuple[dict[str, Any], str]] = {
     "by name": (ANCHORED, "no answer fits"),
     "a contradiction": ({"type": "integer", "minimum": 2, "maximum": 1}, "minimum"),
     "nothing": ({"type": "string", "pattern": r"[^\s\S]"}, "empty"),
+    "as wide as no parser": ({"properties": {f"m{i}": True for i in range(600)}}, "about 500"),
 }
 HOPELESS: dict[str, tuple[dict[str, Any], str]] = {
     **{name: ({"json": schema}, says) for name, (schema, says) in HOPELESS_SCHEMAS.items()},

@@ -50,6 +50,7 @@ NO_TEXT: Final = "NoExtension"
 BACKTRACE: Final = "\n<backtrace>"
 """The rest of an error of llguidance from here on describes this machine, not the grammar."""
 NOTHING_FITS: Final = "no answer fits it"
+TOO_WIDE: Final = "its object has more than about 500 members that may be left out: require some"
 Verdict = tuple[str, tuple[str, ...]]
 """Why no answer can have a form (empty if one can), and what of the form is not enforced."""
 
@@ -206,7 +207,7 @@ def _judged(encoded: bytes) -> Verdict:
         form = msgspec.msgpack.decode(encoded, type=StructuredOutputsParams)
         grammar = grammar_of(form)
         matcher = _begun(grammar)
-        reason = reason_of(matcher) or _flaw_inside(form, grammar)
+        reason = reason_of(matcher) or _flaw_inside(form, grammar) or _width_inside(matcher)
         gone = loosened(decoded(form.json))[1] if form.lenient and form.json is not None else []
         gone += left_out(matcher.get_grammar_warnings()) if form.lenient else []
     except (ValueError, RecursionError) as exc:
@@ -226,6 +227,14 @@ def reason_of(matcher: LLMatcher) -> str:
     """Return why a grammar cannot be used, after its first mask; empty if it can."""
     reason = matcher.get_error().partition(BACKTRACE)[0]
     return NOTHING_FITS if reason.startswith(NO_TEXT) else reason
+
+
+def _width_inside(matcher: LLMatcher) -> str:
+    """Why an object cannot begin: some hundred members that may be left out are beyond a parser's
+    limits, which it finds behind the bracket."""
+    inside = matcher.deep_copy()
+    inside.try_consume_tokens([ord("{")])
+    return TOO_WIDE if reason_of(inside) not in ("", NOTHING_FITS) else ""
 
 
 def _flaw_inside(form: StructuredOutputsParams, grammar: str) -> str:
