@@ -30,7 +30,7 @@ ReasoningParserName = Annotated[
     ),
 ]
 ToolCallParserName = Annotated[
-    Literal["auto", "hermes", "llama", "mistral", "deepseek", "pythonic", "qwen3_coder"],
+    Literal["auto", "hermes", "llama", "mistral", "granite", "deepseek", "pythonic", "qwen3_coder"],
     Meta(
         description="How the model writes calls of tools (docs/answers.md). auto: as its chat "
         "template shows, or in channels where `reasoning_parser` is harmony."

@@ -61,6 +61,7 @@ FORMATS: Final[Mapping[str, ToolCallFormat]] = MappingProxyType(
             has_special_markers=True,
             prepare=earlier.short_ids,
         ),
+        "granite": ToolCallFormat(mistral.OF_GRANITE, mistral.open_call, has_special_markers=True),
         "deepseek": ToolCallFormat(deepseek.MARKERS, deepseek.open_call),
         "pythonic": ToolCallFormat(pythonic.MARKERS, pythonic.open_call, bare="["),
         "qwen3_coder": ToolCallFormat(qwen3_coder.MARKERS, qwen3_coder.open_call),
@@ -73,6 +74,7 @@ FORMATS: Final[Mapping[str, ToolCallFormat]] = MappingProxyType(
 SIGNS: Final = (
     ("<｜tool▁call▁begin｜>", "deepseek"),
     ("[TOOL_CALLS]", "mistral"),
+    ("<|tool_call|>", "granite"),
     ("<function=", "qwen3_coder"),
     ("<tool_call>", "hermes"),
     ("[func_name1(", "pythonic"),

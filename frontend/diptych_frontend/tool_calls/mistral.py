@@ -1,5 +1,6 @@
 """The format of Mistral's models: `[TOOL_CALLS]` and a JSON list of calls, or since tokenizer
-version 11 `[TOOL_CALLS]name[ARGS]{...}` for each call."""
+version 11 `[TOOL_CALLS]name[ARGS]{...}` for each call. Granite 3 writes such a list behind a marker
+of its own."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from diptych_frontend.tool_calls.json_end import JsonEnd
 
 CALLS: Final = "[TOOL_CALLS]"
 MARKERS: Final = (CALLS,)
+OF_GRANITE: Final = ("<|tool_call|>", "<tool_call>")
 MAX_HEADER: Final = 256
 """A longer text up to the first bracket is not the beginning of a call."""
 
@@ -29,7 +31,8 @@ _HEADER: Final = re.compile(
 class MistralCalls:
     """See `OpenCall`."""
 
-    def __init__(self) -> None:
+    def __init__(self, marker: str) -> None:
+        self._start = len(marker)
         self._name: str | None = None
         self._begin: int | None = None
         self._json = JsonEnd(0)
@@ -37,10 +40,10 @@ class MistralCalls:
     def end(self, text: str) -> Ended | None:
         """See `OpenCall`."""
         if self._begin is None:
-            header = _HEADER.match(text, len(CALLS), len(CALLS) + MAX_HEADER)
+            header = _HEADER.match(text, self._start, self._start + MAX_HEADER)
             if header is None:
-                is_long = len(text) >= len(CALLS) + MAX_HEADER
-                return Ended(len(CALLS), None) if is_long else None
+                is_long = len(text) >= self._start + MAX_HEADER
+                return Ended(self._start, None) if is_long else None
             self._name = header["name"]
             self._begin = header.end() - 1
             self._json = JsonEnd(self._begin)
@@ -62,4 +65,4 @@ class MistralCalls:
 
 def open_call(marker: str, tools: Tools) -> MistralCalls:
     """Return the calls that begin with the marker."""
-    return MistralCalls()
+    return MistralCalls(marker)

@@ -13,6 +13,7 @@ from diptych_frontend.reasoning.harmony import HarmonySplitter
 from diptych_frontend.tool_calls.calls import MAX_CALL, ParsedCall
 from diptych_frontend.tool_calls.formats import FORMATS, SIGNS, format_of
 from diptych_frontend.tool_calls.json_end import MAX_DEPTH
+from diptych_frontend.tool_calls.mistral import OF_GRANITE
 from diptych_frontend.tool_calls.parser import ToolCallParser
 from diptych_protocol import EngineConfig, InvalidRequestError, RouterConfig
 
@@ -37,6 +38,7 @@ LLAMA = '{"name": "f", "parameters": {"x": "<b>"}}'
 LLAMA_G = '{"name": "g", "parameters": {}}'
 
 LIST = '[TOOL_CALLS] [{"name": "f", "arguments": {"x": "<b>"}, "id": "abcdefghi"}]'
+GRANITE = '<|tool_call|>[{"name": "f", "arguments": {"x": "<b>"}}]'
 NAMED = '[TOOL_CALLS]f[ARGS]{"x": "<b>"}'
 
 V3 = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"x": "<b>"}\n```<｜tool▁call▁end｜>'
@@ -115,6 +117,11 @@ CASES: list[tuple[str, str, str, list[ParsedCall]]] = [
     ("mistral", NAMED[:-1], NAMED[:-1], []),
     ("mistral", f"[TOOL_CALLS]{'x ' * 200}{NAMED}", f"[TOOL_CALLS]{'x ' * 200}", [F]),
     ("mistral", "[TOOL", "[TOOL", []),
+    ("granite", GRANITE, "", [F]),
+    ("granite", f'First. {GRANITE[:-1]}, {{"name": "g", "arguments": {{}}}}]', "First. ", [F, G]),
+    ("granite", GRANITE.replace("|", ""), "", [F]),
+    ("granite", "<|tool_call|> none", "<|tool_call|> none", []),
+    ("granite", GRANITE[:-1], GRANITE[:-1], []),
     ("deepseek", f"{ALL}{V3}{END}", "", [F]),
     ("deepseek", f"{ALL}{V3}\n{V3}{END}", "", [F, F]),
     ("deepseek", f"First.{ALL}{V31}{V31_G}{END}", "First.", [F, G]),
@@ -176,6 +183,7 @@ LONG = [
     ("qwen3_coder", f"<tool_call><function=f>{BLANKS}</tool_call>"),
     ("qwen3_coder", f"<tool_call><function=f><parameter=x>v</parameter>{BLANKS}y</tool_call>"),
     ("mistral", f"[TOOL_CALLS]{BLANKS}x"),
+    ("granite", f"<|tool_call|>{BLANKS}x"),
     ("llama", f"<|python_tag|>{BLANKS}x"),
     ("pythonic", f"<|python_start|>{BLANKS}x"),
     ("pythonic", f"[f(x=1){BLANKS}y]"),
@@ -208,6 +216,7 @@ CUT = {
     "llama, with a type": f"So.\n{TYPED_LLAMA};{LLAMA_G}",
     "mistral": f"So.\n{NAMED}[TOOL_CALLS]g{{}}",
     "mistral, in a list": f'So.\n{LIST[:-1]}, {{"name": "g", "arguments": {{}}}}]',
+    "granite": f'So.\n{GRANITE[:-1]}, {{"name": "g", "arguments": {{}}}}]',
     "deepseek": f"So.\n{ALL}{V31}\n{V31_G}{END}",
     "deepseek, in a fence": f"So.\n{ALL}{V3}\n{V31_G}{END}",
     "pythonic": "So.\n[f(x='<b>'), g()]",
@@ -254,6 +263,7 @@ PARTS: dict[str, list[str]] = {
     "hermes": [CALL, OTHER, "<tool_call>", "</tool_call>", '{"name": "f"}'],
     "llama": [LLAMA, LLAMA_G, "<|python_tag|>", ";", "{", "}", '"', "\\", "["],
     "mistral": [LIST, NAMED, "[TOOL_CALLS]", "[ARGS]", "f", "[", "]", "{", "}", '"', "\\"],
+    "granite": [GRANITE, *OF_GRANITE, "f", "[", "]", "{", "}", '"', "\\"],
     "deepseek": [ALL, END, V3, V31, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "{}"],
     "pythonic": [PYTHON, PYTHON_VALUES, START, PYTHON_END, "[", "]", "(", ")", "'", '"', "\\", ","],
     "qwen3_coder": [XML, XML_G, "<tool_call>", "</tool_call>", "<function=f>", "</function>"],
@@ -278,6 +288,7 @@ BEGINNINGS: dict[str, tuple[str, str]] = {
     "hermes": ('<tool_call>{"name": "f", "arguments": {"x": ', "}}</tool_call>"),
     "llama": ('{"name": "f", "parameters": {"x": ', "}}"),
     "mistral": ('[TOOL_CALLS]f[ARGS]{"x": ', "}"),
+    "granite": ('<|tool_call|>[{"name": "f", "arguments": {"x": ', "}}]"),
     "deepseek": ('<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": ', "}<｜tool▁call▁end｜>"),
     "pythonic": ("[f(x=", ")]"),
     "qwen3_coder": (
@@ -322,6 +333,7 @@ def test_contract_C05_a_call_without_end_does_not_hold_the_answer_back(name: str
         ("hermes", CALL + OTHER),
         ("llama", f"{LLAMA};{LLAMA_G}"),
         ("mistral", f"{NAMED}{LIST}"),
+        ("granite", f"{GRANITE}{GRANITE}"),
         ("deepseek", f"{ALL}{V31}{V31_G}{END}"),
         ("pythonic", "[f(x='<b>'), g()]"),
         ("qwen3_coder", XML + XML_G),
@@ -340,6 +352,7 @@ def test_contract_C05_without_parallel_calls_the_first_counts(name: str, answer:
         ("auto", "think", "<tool_call>", "hermes"),
         ("auto", "none", "<tool_call><function=", "qwen3_coder"),
         ("auto", "none", "[TOOL_CALLS] [", "mistral"),
+        ("auto", "none", "<|tool_call|> <tool_call>", "granite"),
         ("auto", "think", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "deepseek"),
         ("auto", "none", "<|start_header_id|>ipython<|end_header_id|>", "llama"),
         # Hermes 3 on Llama's tokens

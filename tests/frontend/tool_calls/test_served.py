@@ -22,6 +22,7 @@ ANSWERS = {
     "hermes": f'So. <tool_call>{{"name": "f", "arguments": {WRITTEN}}}</tool_call>',
     "llama": f'So.\n{{"name": "f", "parameters": {WRITTEN}}}',
     "mistral": f"So. [TOOL_CALLS]f[ARGS]{WRITTEN}",
+    "granite": f'So. <|tool_call|>[{{"name": "f", "arguments": {WRITTEN}}}]',
     "deepseek": "So. <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n"
     f"```json\n{WRITTEN}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "pythonic": "So.\n[f(x='<b>', n=[1, {'a': None}])]",
@@ -190,7 +191,7 @@ async def test_contract_C05_special_tokens_stay_only_where_calls_are_looked_for(
     for changes in ({}, {"tool_choice": "none"}, {"tools": None}):
         await family.of(name).post("/v1/chat/completions", CHAT | changes)
         keeps = not family.engine.seen[-1][1].skip_special_tokens
-        assert keeps == (name == "mistral" and not changes)
+        assert keeps == (name in ("mistral", "granite") and not changes)
 
 
 @pytest.mark.parametrize("name", FORMATS)
