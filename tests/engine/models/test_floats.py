@@ -10,6 +10,7 @@ import pytest
 import torch
 from engine_kit.control import Owner
 from engine_kit.core import core_request, generate, run
+from engine_kit.weights import model_of, replace
 from gguf import GGMLQuantizationType as Kind
 from model_kit.checkpoints import save_model
 from model_kit.gguf import SIZES, random_tensors, save_gguf
@@ -20,7 +21,6 @@ from diptych_engine.models.floats import Floats
 from diptych_engine.models.shard import Shard
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_kernels.packed_product import is_available
-from diptych_protocol import Array, WeightTransferUpdateRequest
 
 pytestmark = pytest.mark.skipif(
     not (is_available(torch.bfloat16) and is_available(torch.float16)),
@@ -32,12 +32,6 @@ PROMPT = [1, 2, 3]
 def save(folder: Path, dtype: torch.dtype, **changes: Tensor) -> str:
     tensors = {name: tensor.to(dtype) for name, tensor in random_tensors().items()}
     return save_model(folder, tensors | changes, **SIZES)
-
-
-def model_of(owner: Owner) -> CausalLM:
-    runner: Any = owner.core.runner
-    own: CausalLM = runner.model
-    return own
 
 
 def dtypes(model: CausalLM) -> set[torch.dtype | None]:
@@ -155,12 +149,7 @@ def test_new_weights_stay_in_16_bits_where_these_hold_them(model: str) -> None:
     down, up = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("down", "up"))
     given = {down: new[down].bfloat16().float(), up: new[up]}
     for own in (owner, plain):
-        own.call("pause_generation")
-        own.call("start_weight_update", True)
-        arrays = [Array("float32", tuple(t.shape), t.numpy().tobytes()) for t in given.values()]
-        own.call("update_weights", WeightTransferUpdateRequest(list(given), arrays))
-        own.call("finish_weight_update")
-        own.call("resume_generation")
+        replace(own, given)
     assert_same_parameters(model_of(owner), model_of(plain))
     packed = {p.published[-1]: p.linear.packed for p in model_of(owner).packables}
     assert dtypes(model_of(plain)) == {None}, "nothing is packed unless it may be"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 import torch
 from engine_kit.control import Owner
 from engine_kit.core import generate
+from engine_kit.weights import assert_equal, model_of, parameters, replace
 from gguf import GGMLQuantizationType as Kind
 from model_kit.gguf import quantised, random_tensors, save_gguf
 from torch import Tensor
@@ -39,12 +39,6 @@ def owner_of(model: str, weight_packing: str = "auto") -> Owner:
     return Owner(model=model, weight_packing=weight_packing)
 
 
-def model_of(owner: Owner) -> CausalLM:
-    runner: Any = owner.core.runner
-    own: CausalLM = runner.model
-    return own
-
-
 def tiles_of(owner: Owner) -> list[Tensor]:
     packables = model_of(owner).packables
     return [p.linear.packed.tiles for p in packables if p.linear.packed]
@@ -68,27 +62,6 @@ def resident_bytes(mapped: list[Tensor]) -> int:
         if any(line.startswith(start) for start in starts):
             found += next(int(x.split()[1]) for x in lines if x.startswith("Rss:"))
     return found << 10
-
-
-def parameters(owner: Owner) -> dict[str, Tensor]:
-    return {name: own.clone() for name, own in model_of(owner).named_parameters()}
-
-
-def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert list(actual) == list(expected)
-    for name, tensor in expected.items():
-        assert torch.equal(actual[name], tensor), name
-
-
-def replace(owner: Owner, tensors: dict[str, Tensor], *, published: bool = True) -> None:
-    arrays = [
-        Array("float32", tuple(t.shape), t.contiguous().numpy().tobytes()) for t in tensors.values()
-    ]
-    owner.call("pause_generation")
-    owner.call("start_weight_update", published)
-    owner.call("update_weights", WeightTransferUpdateRequest(list(tensors), arrays))
-    owner.call("finish_weight_update")
-    owner.call("resume_generation")
 
 
 def test_what_is_packed_is_in_memory_once(model: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from engine_kit.control import Owner
 from engine_kit.core import generate
+from engine_kit.weights import model_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -198,12 +199,6 @@ def save(
     described = SIZES | {"model_type": family, "quantization_config": config}
     (folder / "config.json").write_text(json.dumps(described))
     return str(folder), values
-
-
-def model_of(owner: Owner) -> CausalLM:
-    runner: Any = owner.core.runner
-    own: CausalLM = runner.model
-    return own
 
 
 def kinds(model: CausalLM) -> set[int | None]:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from engine_kit.control import Owner
 from engine_kit.core import generate, make_core
+from engine_kit.weights import assert_equal, model_of, parameters, replace
 from model_kit.checkpoints import save_model
 from model_kit.gguf import SIZES, random_tensors
 from torch import Tensor
 
-from diptych_engine.models import CausalLM
 from diptych_engine.models.rounding import rounded
 from diptych_kernels.cpu_level import CpuLevel, forced
 from diptych_kernels.packed_product import is_available
-from diptych_protocol import Array, InvalidRequestError, WeightTransferUpdateRequest
+from diptych_protocol import InvalidRequestError
 
 PROMPT = [1, 2, 3]
 PACKINGS = pytest.mark.parametrize(("packing", "bits"), [("q8", 8), ("q4", 4)])
@@ -40,16 +39,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("model"), tensors, **SIZES)
 
 
-def model_of(owner: Owner) -> CausalLM:
-    runner: Any = owner.core.runner
-    own: CausalLM = runner.model
-    return own
-
-
-def parameters(owner: Owner) -> dict[str, Tensor]:
-    return {name: own.clone() for name, own in model_of(owner).named_parameters()}
-
-
 def expected(plain: dict[str, Tensor], bits: int) -> dict[str, Tensor]:
     """The parameters of a plain engine, with every matrix rounded."""
     return {
@@ -60,23 +49,6 @@ def expected(plain: dict[str, Tensor], bits: int) -> dict[str, Tensor]:
         else nearest(own.t(), bits).t()
         for name, own in plain.items()
     }
-
-
-def assert_equal(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert list(actual) == list(wanted)
-    for name, tensor in wanted.items():
-        assert torch.equal(actual[name], tensor), name
-
-
-def replace(owner: Owner, tensors: dict[str, Tensor], *, published: bool = True) -> None:
-    arrays = [
-        Array("float32", tuple(t.shape), t.contiguous().numpy().tobytes()) for t in tensors.values()
-    ]
-    owner.call("pause_generation")
-    owner.call("start_weight_update", published)
-    owner.call("update_weights", WeightTransferUpdateRequest(list(tensors), arrays))
-    owner.call("finish_weight_update")
-    owner.call("resume_generation")
 
 
 @pytest.mark.parametrize("bits", [4, 8])
