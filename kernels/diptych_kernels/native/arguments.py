@@ -75,6 +75,8 @@ class DecodeAttention(Arguments):
     block_stride: int
     attended: int
     item: int
+    sinks: int
+    """0 if the model has none."""
     num_decodes: int
     heads: int
     kv_heads: int
@@ -99,6 +101,8 @@ class ChunkAttention(Arguments):
     block_stride: int
     attended: int
     item: int
+    sinks: int
+    """0 if the model has none."""
     tokens: int
     heads: int
     kv_heads: int

@@ -33,6 +33,6 @@ def paged_attention(
         from diptych_kernels.paged_attention import triton
 
         return triton.paged_attention(queries, kv_layer, metadata, kv_scale, sinks)
-    if sinks is None and cpu.fits(queries, kv_layer):
-        return cpu.paged_attention(queries, kv_layer, metadata, may_round=may_round)
+    if cpu.fits(queries, kv_layer):
+        return cpu.paged_attention(queries, kv_layer, metadata, may_round=may_round, sinks=sinks)
     return reference.paged_attention(queries, kv_layer, metadata, kv_scale, sinks)

@@ -47,7 +47,11 @@ def number_of(head_dim: int) -> int:
 
 
 def decode_arguments(
-    queries: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, attended: Tensor
+    queries: Tensor,
+    kv_layer: Tensor,
+    metadata: AttentionMetadata,
+    attended: Tensor,
+    sinks: Tensor | None,
 ) -> DecodeAttention:
     """Return the arguments of either kernel for all decodes of a step."""
     _, heads, head_dim = queries.shape
@@ -59,12 +63,13 @@ def decode_arguments(
         kv_layer.stride(0) * kv_layer.itemsize,
         attended.data_ptr(),
         kv_layer.itemsize,
+        0 if sinks is None else sinks.data_ptr(),
         *metadata.decode_batch.arguments(heads, kv_layer.shape[3], head_dim, threads),
     )
 
 
 def chunk_arguments(
-    queries: Tensor, kv_layer: Tensor, own: ChunkNumbers, attended: Tensor
+    queries: Tensor, kv_layer: Tensor, own: ChunkNumbers, attended: Tensor, sinks: Tensor | None
 ) -> ChunkAttention:
     """Return the arguments of either kernel for a chunk."""
     _, heads, head_dim = queries.shape
@@ -76,6 +81,7 @@ def chunk_arguments(
         kv_layer.stride(0) * kv_layer.itemsize,
         attended.data_ptr() + first * attended.stride(0) * FLOAT,
         kv_layer.itemsize,
+        0 if sinks is None else sinks.data_ptr(),
         *own.arguments(heads, kv_layer.shape[3], head_dim, threads),
     )
 
@@ -91,20 +97,26 @@ def fits(queries: Tensor, kv_layer: Tensor) -> bool:
 
 
 def paged_attention(
-    queries: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, *, may_round: bool
+    queries: Tensor,
+    kv_layer: Tensor,
+    metadata: AttentionMetadata,
+    *,
+    may_round: bool,
+    sinks: Tensor | None,
 ) -> Tensor:
     """As `diptych_kernels.paged_attention.paged_attention`, for what `fits`."""
     attended = torch.empty(queries.shape)
     threads = torch.get_num_threads()
     if has_kernels(queries.shape[2]):
-        for kernel, arguments in calls(queries, kv_layer, metadata, attended, may_round=may_round):
+        found = calls(queries, kv_layer, metadata, attended, may_round=may_round, sinks=sinks)
+        for kernel, arguments in found:
             kernel.run(arguments, threads)
         return attended
     if metadata.num_decodes:
-        kernel, arguments = _decode_call(queries, kv_layer, metadata, attended)
+        kernel, arguments = _decode_call(queries, kv_layer, metadata, attended, sinks)
         kernel.run(arguments, threads)
     for chunk in metadata.prefill_chunks:
-        attended[chunk.rows] = reference.prefill(queries[chunk.rows], kv_layer, chunk)
+        attended[chunk.rows] = reference.prefill(queries[chunk.rows], kv_layer, chunk, sinks)
     return attended
 
 
@@ -127,26 +139,33 @@ def calls(
     attended: Tensor,
     *,
     may_round: bool,
+    sinks: Tensor | None = None,
 ) -> list[Call]:
     """Return the calls that compute the attention of a step, for what `fits` and sizes that have
     kernels.
 
     For another layer, replace argument `rope_kv_write.CACHE` by that layer's address.
     """
-    found = [_decode_call(queries, kv_layer, metadata, attended)] if metadata.num_decodes else []
+    found = []
+    if metadata.num_decodes:
+        found.append(_decode_call(queries, kv_layer, metadata, attended, sinks))
     if metadata.num_decodes < len(metadata.context_lens):
         head_dim = queries.shape[2]
         in_tiles = may_round and is_trusted(AMX_CHUNK, head_dim)
         kernel = chunk_kernel(head_dim) if in_tiles else prefill_kernel(head_dim)
         for own in metadata.chunk_numbers:
-            found.append((kernel, chunk_arguments(queries, kv_layer, own, attended)))
+            found.append((kernel, chunk_arguments(queries, kv_layer, own, attended, sinks)))
     return found
 
 
 def _decode_call(
-    queries: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, attended: Tensor
+    queries: Tensor,
+    kv_layer: Tensor,
+    metadata: AttentionMetadata,
+    attended: Tensor,
+    sinks: Tensor | None,
 ) -> Call:
-    arguments = decode_arguments(queries, kv_layer, metadata, attended)
+    arguments = decode_arguments(queries, kv_layer, metadata, attended, sinks)
     return decode_kernel(queries.shape[2], kv_layer.dtype), arguments
 
 
@@ -195,31 +214,34 @@ def _attention(
     return random_values(int(counts.sum()), HEADS, head_dim), cache, metadata
 
 
-def _decodes(kernel: Kernel, dtype: torch.dtype) -> Results:
+def _decodes(kernel: Kernel, dtype: torch.dtype, sinks: Tensor | None) -> Results:
     """One of them has more than one partition of keys."""
     head_dim = kernel.number or WIDTH
     queries, cache, metadata = _attention([(70, 1), (3, 1)], head_dim, dtype)
     out = unwritten(*queries.shape)
-    kernel.run(decode_arguments(queries, cache, metadata, out), 1)
-    return out, reference.paged_attention(queries, cache, metadata)
+    kernel.run(decode_arguments(queries, cache, metadata, out, sinks), 1)
+    return out, reference.paged_attention(queries, cache, metadata, sinks=sinks)
 
 
 def _all_decodes(kernel: Kernel) -> Results:
-    both = [_decodes(kernel, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    both = [
+        _decodes(kernel, torch.float32, None),
+        _decodes(kernel, torch.bfloat16, random_values(HEADS)),
+    ]
     actual, expected = (torch.stack(results) for results in zip(*both, strict=True))
     return actual, expected
 
 
 def _rounded_decodes(kernel: Kernel) -> Results:
-    return _decodes(kernel, torch.bfloat16)
+    return _decodes(kernel, torch.bfloat16, random_values(HEADS))
 
 
 def _chunk(kernel: Kernel) -> Results:
     queries, cache, metadata = _attention([(70, 19)], kernel.number, torch.bfloat16)
     out = unwritten(*queries.shape)
-    [own] = metadata.chunk_numbers
-    kernel.run(chunk_arguments(queries, cache, own, out), 1)
-    return out, reference.paged_attention(queries, cache, metadata)
+    [own], sinks = metadata.chunk_numbers, random_values(HEADS)
+    kernel.run(chunk_arguments(queries, cache, own, out, sinks), 1)
+    return out, reference.paged_attention(queries, cache, metadata, sinks=sinks)
 
 
 DECODES = KnownCase("decode_attention", _all_decodes, tolerance=1e-5)

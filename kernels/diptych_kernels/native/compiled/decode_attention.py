@@ -86,7 +86,7 @@ def attention(head_dim, score, add_values):
             for head in range(heads):
                 of_head = partials + begin * partial_size + head * (dim + 2) * FLOAT
                 target = given.attended + (sequence * heads + head) * dim * FLOAT
-                _merge(of_head, partial_size, count, target, dim)
+                _merge(of_head, partial_size, count, sink_of(given.sinks, head), target, dim)
 
     def decode_attention(address):
         given = carray(address, 1, ARGUMENTS)[0]
@@ -234,13 +234,19 @@ def _add4(weights, values, stride, target, dim):
         y[i] += (weight0 * x0[i] + weight1 * x1[i]) + (weight2 * x2[i] + weight3 * x3[i])
 
 
+@njit
+def sink_of(sinks, head):
+    """Return the score of a head's sink, as the other scores are scaled; LOWEST: it has none."""
+    return floats(sinks, head + 1)[head] * np.float32(LOG2_E) if sinks else LOWEST
+
+
 @njit(error_model="numpy", fastmath=FAST)
-def _merge(partials, stride, count, target, dim):
-    """The attention of one head from its partials."""
-    largest = floats(partials, dim + 2)[dim]
+def _merge(partials, stride, count, sink, target, dim):
+    """The attention of one head from its partials, and from a sink, which has no value."""
+    largest = max(sink, floats(partials, dim + 2)[dim])
     for index in range(count):
         largest = max(largest, floats(partials + index * stride, dim + 2)[dim])
-    total = np.float32(0.0)
+    total = ZERO if sink == LOWEST else exp2(sink - largest)
     y = floats(target, dim)
     for i in range(dim):
         y[i] = np.float32(0.0)
