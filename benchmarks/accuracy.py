@@ -149,7 +149,7 @@ def page(results: dict[str, Any]) -> str:
             cells = [
                 kind,
                 reader,
-                " / ".join(f"{told[f'kl_{how}'] * 1e4:.2f}" for how in ways),
+                " / ".join(f"{abs(told[f'kl_{how}']) * 1e4:.2f}" for how in ways),
                 " / ".join(f"{told[f'others_{how}'] * share:.1f}" for how in ways),
                 f"{told['perplexity']:.3f}",
             ]

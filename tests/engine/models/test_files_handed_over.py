@@ -1,4 +1,4 @@
-"""A Q4_K_M file of each family goes through a prefill and a decode engine with the tokens of one."""
+"""A Q4_K_M file of each family goes through two engines with the tokens of one."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 from benchmarks.gguf_files import mixture, requantised
-from engine_kit.control import Owner
 from engine_kit.handoff import LocalRouter, engines, request
-from engine_kit.weights import model_of
 from gguf import GGMLQuantizationType as Kind
 from model_kit.families import published
 from model_kit.family_gguf import ARCHITECTURES, save_family_gguf
@@ -63,5 +61,4 @@ def test_a_q4_k_m_file_goes_through_two_engines_with_the_tokens_of_one(
         [found] = LocalRouter(None, prefill=[prefill], decode=[decode]).run(message)
         assert len(expected[-1].outputs[0].token_ids) == 12
         assert found[-1].outputs[0].token_ids == expected[-1].outputs[0].token_ids
-        assert decode.hinge.loads_completed if hasattr(decode.hinge, "loads_completed") else True
-        assert decode.prompt_tokens_computed < len(PROMPT)
+        assert decode.hinge.loads_completed == 1

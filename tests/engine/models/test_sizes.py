@@ -1,5 +1,5 @@
-"""Models of the sizes that people run: what llama.cpp's quantiser writes loads, answers as llama.cpp
-does, and takes little more memory than its file."""
+"""Models of the sizes that people run load, answer as llama.cpp does, and take little more memory
+than their files."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ as between its own ways to compute a prompt and a generated token."""
 ENGINE = """
 import re, sys
 from pathlib import Path
-import numpy as np, torch
-from benchmarks.quality import PACKED_CACHE, log_probabilities
+import numpy as np
 from engine_kit.control import Owner
 from engine_kit.core import generate
 from engine_kit.weights import model_of
@@ -37,6 +36,8 @@ generate(owner.core, token_ids, max_tokens=4)
 assert all(packable.linear.packed for packable in model_of(owner).packables)
 rollup = Path("/proc/self/smaps_rollup").read_text()
 print(int(re.search(r"^Pss:\\s+(\\d+)", rollup, re.MULTILINE)[1]) << 10)
+
+from benchmarks.quality import PACKED_CACHE, log_probabilities
 for name, prompt in (("prompt", len(token_ids)), ("generated", 1)):
     found = log_probabilities(
         model_of(owner), resolve_model(path), token_ids, PACKED_CACHE, prompt
