@@ -25,20 +25,21 @@ ROOT: Final = Path(__file__).parents[2]
 PAGE: Final = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- families -->\n", "<!-- end of families -->\n"
 TESTS: Final = "tests/engine/models/"
-GGUF_COLUMNS: Final = ("GGUF", "Q4_K_M through two engines")
+GGUF: Final = "GGUF, as"
+HANDED_OVER: Final = (
+    "test_files_handed_over.py::test_a_q4_k_m_file_goes_through_two_engines_with_the_tokens_of_one"
+)
 COLUMNS: Final[Mapping[str, tuple[str, ...]]] = {
     "folder": (
         "test_model_families.py::test_logits_equal_transformers",
         "test_models_that_see.py::test_features_and_logits_equal_transformers",
     ),
-    GGUF_COLUMNS[0]: (
+    GGUF: (
         "test_gguf_families.py::test_logits_equal_transformers",
         "test_mixture.py::test_experts_of_a_gguf_file",
+        HANDED_OVER,
     ),
-    GGUF_COLUMNS[1]: (
-        "test_files_handed_over.py::"
-        "test_a_q4_k_m_file_goes_through_two_engines_with_the_tokens_of_one",
-    ),
+    "Q4_K_M, two engines": (HANDED_OVER,),
     "quantised folder": (
         "test_quantised_tensors.py::test_values_are_those_of_the_published_arithmetic",
         "test_quantised_tensors.py::test_matrices_that_a_family_stores_as_one_are_separate_here",
@@ -60,16 +61,13 @@ Cells = dict[tuple[str, str], set[str]]
 def cells(node_ids: Iterable[str]) -> Cells:
     """What tests tell, by their names."""
     found: Cells = defaultdict(set)
-    columns = {TESTS + test: column for column, tests in COLUMNS.items() for test in tests}
     for node_id in node_ids:
         test, _, parameters = node_id.rstrip("]").partition("[")
-        if test not in columns:
-            continue
-        words = parameters.split("-")
-        family = ONLY.get(test.rpartition("::")[2], words[0])
-        if family in FAMILIES:
-            levels = {level.word for level in CpuLevel} & set(words)
-            found[family, columns[test]] |= levels
+        words = [ONLY.get(test.rpartition("::")[2], ""), *parameters.split("-")]
+        family = next((word for word in words if word in FAMILIES), None)
+        for column, tests in COLUMNS.items():
+            if family is not None and test.removeprefix(TESTS) in tests:
+                found[family, column] |= {level.word for level in CpuLevel} & set(words)
     return found
 
 
@@ -77,22 +75,17 @@ def table(told: Cells) -> str:
     heads = [
         f"[{column}](../{TESTS}{test.partition('::')[0]})" for column, (test, *_) in COLUMNS.items()
     ]
-    rows = [
-        f"| family | `model_type` | GGUF architecture | {' | '.join(heads)} |",
-        "|---" * (3 + len(COLUMNS)) + "|",
-    ]
+    rows = [f"| family | `model_type` | {' | '.join(heads)} |", "|---" * (2 + len(COLUMNS)) + "|"]
     for family in FAMILIES:
-        has_file = any((family, column) in told for column in GGUF_COLUMNS)
-        architecture = f"`{_architecture(family)}`" if has_file else ""
-        marks = [_mark(told.get((family, column))) for column in COLUMNS]
-        rows.append(f"| {' | '.join([_name(family), f'`{family}`', architecture, *marks])} |")
+        marks = [_mark(family, column, told.get((family, column))) for column in COLUMNS]
+        rows.append(f"| {' | '.join([_name(family), f'`{family}`', *marks])} |")
     return "\n".join(rows) + "\n"
 
 
 def _name(family: str) -> str:
     """As the family's file begins."""
     about = import_module(f"{families.__name__}.{family}").__doc__ or family
-    return re.split(r"[:;]|\.\s|\.$", about.partition("\n")[0])[0]
+    return re.split(r"[:;,]|\.\s|\.$", about.partition("\n")[0])[0]
 
 
 def _architecture(family: str) -> str:
@@ -101,9 +94,11 @@ def _architecture(family: str) -> str:
     return own if shared is None else MODEL_ARCH_NAMES[shared]
 
 
-def _mark(levels: set[str] | None) -> str:
+def _mark(family: str, column: str, levels: set[str] | None) -> str:
     if levels is None:
         return ""
+    if column == GGUF:
+        return f"`{_architecture(family)}`"
     return ", ".join(level.word for level in CpuLevel if level.word in levels) or "yes"
 
 
@@ -114,7 +109,7 @@ def written() -> set[tuple[str, str]]:
         (family, column)
         for family, rest in rows
         if family in FAMILIES
-        for column, mark in zip(COLUMNS, rest.split("|")[1:], strict=True)
+        for column, mark in zip(COLUMNS, rest.split("|"), strict=True)
         if mark.strip()
     }
 
