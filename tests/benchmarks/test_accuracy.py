@@ -18,7 +18,7 @@ def test_the_page_is_that_of_the_records() -> None:
 
 
 def test_what_is_on_by_default_keeps_the_budget() -> None:
-    """Of every type that was measured, at every level, as a prompt and token by token."""
+    """Every type does, at every level, as a prompt and token by token."""
     types = json.loads(RECORD.read_text())["types"]
     assert set(types) == {*TYPES, *ROUNDED}
     for name in TYPES:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from models_table import COLUMNS, FAMILIES, ROOT, TESTS, cells, written
+from models_table import COLUMNS, ROOT, TESTS, cells, written
+
+from diptych_frontend.model_files.families import FAMILIES
 
 
 def test_every_family_has_a_row_and_each_mark_a_test() -> None:

@@ -55,7 +55,8 @@ pytestmark = [
 
 def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
     shifted: NDArray[np.float32] = logits - logits.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    shifted -= np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return shifted
 
 
 @pytest.mark.timeout(3600)
@@ -72,11 +73,14 @@ def test_a_model_loads_answers_as_llama_cpp_and_is_small(size: str, tmp_path: Pa
             save_shape(path, shape, peer.quantise)
             peer.call("load", str(path), 1, TOKENS, False)
             theirs = log_softmax(peer.logits(token_ids, TOKENS)[:-1])
-        printed = subprocess.run(
-            [sys.executable, "-c", ENGINE, str(path), str(tmp_path)],
-            capture_output=True, text=True, check=True, timeout=3000,
-            env=os.environ
-            | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": ":".join(sys.path)},
+        packing, mapping = (
+            subprocess.run(
+                [sys.executable, "-c", ENGINE, str(path), str(tmp_path)],
+                capture_output=True, text=True, check=True, timeout=3000,
+                env=os.environ
+                | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": ":".join(sys.path)},
+            )
+            for _ in range(2)
         )  # fmt: skip
         file_bytes = path.stat().st_size
     finally:
@@ -86,4 +90,7 @@ def test_a_model_loads_answers_as_llama_cpp_and_is_small(size: str, tmp_path: Pa
         ours = np.load(tmp_path / f"{name}.npy")
         assert float((np.exp(theirs) * (theirs - ours)).sum(-1).mean()) < NEAR
     room = 1.15 * file_bytes + shape.kv_bytes(128) + 300e6
-    assert int(printed.stdout) < room, (int(printed.stdout) / 1e6, room / 1e6)
+    # The first one's heap keeps some of what packing took.
+    assert int(packing.stdout) < 1.02 * room
+    assert int(mapping.stdout) < room
+    print(f"{file_bytes / 1e6:.0f} MB of file: {packing.stdout} {mapping.stdout} bytes")
