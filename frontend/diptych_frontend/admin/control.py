@@ -51,7 +51,7 @@ class ControlRoutes:
 
     def _route(self, kind: type[ControlCall[Any]]) -> Route:
         async def act(request: Request) -> Response:
-            call = await body_of(request, kind)
+            call = body_of(request, kind)
             answer = await self._engine.control(call)
             shown = call.report(answer)
             return await self._state(request) if shown is None else report(shown)
@@ -69,7 +69,7 @@ class ControlRoutes:
 
     async def reject_kv_transfer(self, request: Request) -> Response:
         """Free what is held for a request that somebody refused before admission."""
-        refused = await body_of(request, RejectKVTransfer)
+        refused = body_of(request, RejectKVTransfer)
         await self._engine.reject_kv_transfer(refused.request_id, refused.kv_transfer_params)
         return report(Done())
 

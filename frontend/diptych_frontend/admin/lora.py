@@ -47,7 +47,7 @@ class LoraRoutes:
         ]
 
     async def load(self, request: Request) -> Response:
-        wanted = await body_of(request, LoadAdapter)
+        wanted = body_of(request, LoadAdapter)
         try:
             await self._engine.load_adapter(wanted.lora_name, wanted.lora_path)
         except UtilityError as exc:  # its files, or the lack of a place for it
@@ -55,7 +55,7 @@ class LoraRoutes:
         return self._report()
 
     async def unload(self, request: Request) -> Response:
-        await self._engine.unload_adapter((await body_of(request, UnloadAdapter)).lora_name)
+        await self._engine.unload_adapter((body_of(request, UnloadAdapter)).lora_name)
         return self._report()
 
     def _report(self) -> Response:

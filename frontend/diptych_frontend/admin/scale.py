@@ -36,6 +36,6 @@ class ScaleRoutes:
 
     async def scale_elastic_ep(self, request: Request) -> Response:
         """Change the number of cores, and answer when all of them serve."""
-        wanted = await body_of(request, Scale)
+        wanted = body_of(request, Scale)
         await self._engine.scale_elastic_ep(wanted.new_data_parallel_size, wanted.drain_timeout)
         return report(ScaleReport(len(self._engine.stats_by_engine())))

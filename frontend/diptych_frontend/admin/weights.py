@@ -44,12 +44,12 @@ class WeightRoutes:
         return [Route(f"/admin/{a.__name__}", refusable(a), methods=["POST"]) for a in acts]
 
     async def init_weight_transfer_engine(self, request: Request) -> Response:
-        wanted = await body_of(request, WeightTransferInitRequest)
+        wanted = body_of(request, WeightTransferInitRequest)
         await self._engine.init_weight_transfer_engine(wanted)
         return report(Done())
 
     async def update_weights(self, request: Request) -> Response:
-        wanted = await body_of(request, Update)
+        wanted = body_of(request, Update)
         announced = WeightTransferUpdateRequest(wanted.names, update_info=wanted.update_info)
         await self._engine.update_weights(announced)
         return report(Done())
