@@ -69,8 +69,7 @@ logger = logging.getLogger(__name__)
 
 
 def ENGINE_DEAD_ERROR(error: BaseException | None = None) -> MQEngineDeadError:
-    """Return the error for callers that wait for a dead engine; `error` is the first thing that
-    went wrong."""
+    """Return the error for callers of a dead engine; `error` is what went wrong first."""
     if error is None:
         return MQEngineDeadError("the engine is not running any more")
     dead = MQEngineDeadError(f"the engine is not running any more; the first error: {error!r}")
