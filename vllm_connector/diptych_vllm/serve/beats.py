@@ -1,5 +1,4 @@
-"""Sends clients heartbeats for vLLM's core, which shows that it works by answering between two
-steps."""
+"""Sends clients heartbeats for vLLM's core, which lives if it answers between two steps."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ class CoreBeats:
 
     def follow(self, client: bytes, name: object = "") -> bool:
         """Add a client that wants heartbeats, with its name (see `Heartbeat`). Returns False if too
-        many clients receive them already."""
+        many have them already."""
         return self._timer.follow(client, name)
 
     def forget(self, client: bytes) -> None:
@@ -53,8 +52,7 @@ class CoreBeats:
 
     @contextmanager
     def during_call(self, method: str) -> Iterator[None]:
-        """Promise the time of a call while it is carried out, also where the core answers
-        meanwhile."""
+        """Promise the time of a call while it lasts, even if the core answers meanwhile."""
         if method in QUICK_CALLS:
             yield
             return
