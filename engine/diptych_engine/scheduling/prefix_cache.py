@@ -33,8 +33,7 @@ class PrefixCache:
         return self.pool.match(self._lookup_hashes(request))
 
     def will_have(self, request: Request) -> list[bytes]:
-        """Return the hashes of the blocks that are to be computed here for a prompt, and of those
-        before them; none if another engine computes it."""
+        """See `Scheduler.will_remember`."""
         if not self.enabled or request.fetches:
             return []
         self._extend_hashes(request)

@@ -267,12 +267,9 @@ class CoreServer:
 
     def _add(self, request: EngineCoreRequest, client: bytes) -> None:
         self._core.add(request, client)
-        if self._prefix_news.tells_others:
-            scheduler = self._core.scheduler
-            known = scheduler.find(request.request_id)
-            names = [] if known is None else scheduler.prefixes.will_have(known)
-            if names:
-                self._prefix_news.expect(names)
+        news, scheduler = self._prefix_news, self._core.scheduler
+        if news.tells_others and (names := scheduler.will_remember(request.request_id)):
+            news.expect(names)
 
     def _call(self, client: bytes, payload: list[Frame]) -> None:
         call = wire.utility_decoder.decode(payload)
