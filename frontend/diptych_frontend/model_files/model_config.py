@@ -225,8 +225,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 class GGUFKeys(msgspec.Struct):
-    """The metadata that describes the decoder. Each key has the architecture's name
-    as its prefix."""
+    """The metadata of the decoder. Each key begins with the architecture's name."""
 
     hidden_size: int = msgspec.field(name="embedding_length")
     intermediate_size: int = msgspec.field(name="feed_forward_length")
@@ -263,8 +262,7 @@ def config_from_gguf(
     """Return a configuration from GGUF metadata (`llama.block_count` and the like).
 
     Tensors supply what the metadata leaves out: without an output matrix in `tensor_names` the
-    embeddings are tied, and `rope_vectors` are the values of those of `ROPE_VECTORS` that the file
-    has.
+    embeddings are tied, and `rope_vectors` are the file's values of `ROPE_VECTORS`.
     """
     name = metadata.get("general.architecture")
     family = family_of(GGUF_ARCHITECTURES.get(name, name) if isinstance(name, str) else name)
