@@ -276,6 +276,8 @@ class Scheduler:
         guessed = 0
         if self.stakes is not None and running:
             budget = min(budget, self.stakes.most(running))
+        if budget <= 0:
+            return {}
         for share in shares:
             request = share.request
             known, rows = len(request.token_ids), running + guessed
