@@ -136,9 +136,9 @@ def page(results: dict[str, Any]) -> str:
     share = 100 / (results["tokens"] - 1)
     lines = [
         "# Accuracy by type and level", "",
-        f"SmolLM2-135M, which is published in Q4_1, written in each type by llama.cpp's quantiser; "
-        f"{results['tokens']} tokens of benchmarks/data/alice.txt (`python -m benchmarks.accuracy`)."
-        " Mean KL is in units of 1e-4, from the dequantised model in float32; other greedy tokens "
+        "SmolLM2-135M, which is published in Q4_1, written in each type by llama.cpp's quantiser; "
+        f"{results['tokens']} tokens of alice.txt (`python -m benchmarks.accuracy`). "
+        "Mean KL is in units of 1e-4, from the dequantised model in float32; other greedy tokens "
         "are a share of all. The text is read as a prompt / token by token.", "",
         f"{results['machine']}; llama.cpp's kernels: {results['peer'].strip(' |')}.", "",
         "| type | read by | mean KL | other greedy tokens, % | perplexity |", "|---" * 5 + "|",

@@ -48,6 +48,7 @@ chunks = st.lists(
     head_dim=st.sampled_from([6, 16, 32, 64]),
     kv_dtype=kv_dtypes,
     has_sinks=st.booleans(),
+    softcap=st.sampled_from([0.0, 1.5]),
 )
 def test_equals_dense_attention(
     sequences: list[tuple[int, int]],
@@ -58,10 +59,12 @@ def test_equals_dense_attention(
     head_dim: int,
     kv_dtype: torch.dtype,
     has_sinks: bool,
+    softcap: float,
 ) -> None:
     batch = Batch(
         sequences,
         has_sinks=has_sinks,
+        softcap=softcap,
         kv_dtype=kv_dtype,
         window=window,
         block_size=block_size,

@@ -76,6 +76,10 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attention_scale: float | None = None
     """What products of queries and keys are multiplied by; None: 1 / sqrt(head_dim)."""
     logits_divisor: float = 1.0
+    attention_softcap: float = 0.0
+    """Scores of attention become cap tanh(score / cap); 0: they stay as they are."""
+    logits_softcap: float = 0.0
+    """Likewise for logits."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     vision: VisionConfig | None = None
@@ -149,6 +153,9 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             value = getattr(self, field)
             if value is not None and not 0 < value < math.inf:
                 raise _unsupported(f"{field} is {value}")
+        for field in ("attention_softcap", "logits_softcap"):
+            if not 0 <= getattr(self, field) < math.inf:
+                raise _unsupported(f"{field} is {getattr(self, field)}")
 
     def _check_rope_scaling(self) -> None:
         scaling = self.rope_scaling

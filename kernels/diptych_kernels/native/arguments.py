@@ -76,7 +76,8 @@ class DecodeAttention(Arguments):
     attended: int
     item: int
     sinks: int
-    """0 if the model has none."""
+    """0 if the model has none; likewise for the soft cap."""
+    softcap: int
     num_decodes: int
     heads: int
     kv_heads: int
@@ -102,7 +103,8 @@ class ChunkAttention(Arguments):
     attended: int
     item: int
     sinks: int
-    """0 if the model has none."""
+    """0 if the model has none; likewise for the soft cap."""
+    softcap: int
     tokens: int
     heads: int
     kv_heads: int

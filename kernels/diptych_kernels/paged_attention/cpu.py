@@ -20,7 +20,7 @@ from torch import Tensor
 
 from diptych_kernels.cpu_level import remembered
 from diptych_kernels.native.arguments import ChunkAttention, DecodeAttention
-from diptych_kernels.native.kernel import Call, Kernel, kernel_of
+from diptych_kernels.native.kernel import Call, Kernel, bits_of, kernel_of
 from diptych_kernels.native.layout import is_known
 from diptych_kernels.native.prefill_chunk import ChunkNumbers
 from diptych_kernels.paged_attention import reference
@@ -33,7 +33,7 @@ WIDTH = 32
 """The kernel for chunks supports heads whose size is a multiple of this."""
 COMMON_DIMS = frozenset({64, 128})
 """Sizes of heads with a kernel of their own, which is a quarter faster."""
-HEADS, KV_HEADS, BLOCK_SIZE = 4, 2, 16
+HEADS, KV_HEADS, BLOCK_SIZE, SOFTCAP = 4, 2, 16, 1.5
 
 
 def fills_vectors(head_dim: int) -> bool:
@@ -52,6 +52,7 @@ def decode_arguments(
     metadata: AttentionMetadata,
     attended: Tensor,
     sinks: Tensor | None,
+    softcap: float,
 ) -> DecodeAttention:
     """Return the arguments of either kernel for all decodes of a step."""
     _, heads, head_dim = queries.shape
@@ -64,12 +65,18 @@ def decode_arguments(
         attended.data_ptr(),
         kv_layer.itemsize,
         0 if sinks is None else sinks.data_ptr(),
+        bits_of(softcap),
         *metadata.decode_batch.arguments(heads, kv_layer.shape[3], head_dim, threads),
     )
 
 
 def chunk_arguments(
-    queries: Tensor, kv_layer: Tensor, own: ChunkNumbers, attended: Tensor, sinks: Tensor | None
+    queries: Tensor,
+    kv_layer: Tensor,
+    own: ChunkNumbers,
+    attended: Tensor,
+    sinks: Tensor | None,
+    softcap: float,
 ) -> ChunkAttention:
     """Return the arguments of either kernel for a chunk."""
     _, heads, head_dim = queries.shape
@@ -82,6 +89,7 @@ def chunk_arguments(
         attended.data_ptr() + first * attended.stride(0) * FLOAT,
         kv_layer.itemsize,
         0 if sinks is None else sinks.data_ptr(),
+        bits_of(softcap),
         *own.arguments(heads, kv_layer.shape[3], head_dim, threads),
     )
 
@@ -103,20 +111,25 @@ def paged_attention(
     *,
     may_round: bool,
     sinks: Tensor | None,
+    softcap: float,
 ) -> Tensor:
     """As `diptych_kernels.paged_attention.paged_attention`, for what `fits`."""
     attended = torch.empty(queries.shape)
     threads = torch.get_num_threads()
     if has_kernels(queries.shape[2]):
-        found = calls(queries, kv_layer, metadata, attended, may_round=may_round, sinks=sinks)
+        found = calls(
+            queries, kv_layer, metadata, attended, may_round=may_round, sinks=sinks, softcap=softcap
+        )
         for kernel, arguments in found:
             kernel.run(arguments, threads)
         return attended
     if metadata.num_decodes:
-        kernel, arguments = _decode_call(queries, kv_layer, metadata, attended, sinks)
+        kernel, arguments = _decode_call(queries, kv_layer, metadata, attended, sinks, softcap)
         kernel.run(arguments, threads)
     for chunk in metadata.prefill_chunks:
-        attended[chunk.rows] = reference.prefill(queries[chunk.rows], kv_layer, chunk, sinks)
+        attended[chunk.rows] = reference.prefill(
+            queries[chunk.rows], kv_layer, chunk, sinks, softcap
+        )
     return attended
 
 
@@ -140,6 +153,7 @@ def calls(
     *,
     may_round: bool,
     sinks: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> list[Call]:
     """Return the calls that compute the attention of a step, for what `fits` and sizes that have
     kernels.
@@ -148,13 +162,15 @@ def calls(
     """
     found = []
     if metadata.num_decodes:
-        found.append(_decode_call(queries, kv_layer, metadata, attended, sinks))
+        found.append(_decode_call(queries, kv_layer, metadata, attended, sinks, softcap))
     if metadata.num_decodes < len(metadata.context_lens):
         head_dim = queries.shape[2]
         in_tiles = may_round and is_trusted(AMX_CHUNK, head_dim)
         kernel = chunk_kernel(head_dim) if in_tiles else prefill_kernel(head_dim)
         for own in metadata.chunk_numbers:
-            found.append((kernel, chunk_arguments(queries, kv_layer, own, attended, sinks)))
+            found.append(
+                (kernel, chunk_arguments(queries, kv_layer, own, attended, sinks, softcap))
+            )
     return found
 
 
@@ -164,8 +180,9 @@ def _decode_call(
     metadata: AttentionMetadata,
     attended: Tensor,
     sinks: Tensor | None,
+    softcap: float,
 ) -> Call:
-    arguments = decode_arguments(queries, kv_layer, metadata, attended, sinks)
+    arguments = decode_arguments(queries, kv_layer, metadata, attended, sinks, softcap)
     return decode_kernel(queries.shape[2], kv_layer.dtype), arguments
 
 
@@ -214,34 +231,36 @@ def _attention(
     return random_values(int(counts.sum()), HEADS, head_dim), cache, metadata
 
 
-def _decodes(kernel: Kernel, dtype: torch.dtype, sinks: Tensor | None) -> Results:
+def _decodes(
+    kernel: Kernel, dtype: torch.dtype, sinks: Tensor | None = None, softcap: float = 0.0
+) -> Results:
     """One of them has more than one partition of keys."""
     head_dim = kernel.number or WIDTH
     queries, cache, metadata = _attention([(70, 1), (3, 1)], head_dim, dtype)
     out = unwritten(*queries.shape)
-    kernel.run(decode_arguments(queries, cache, metadata, out, sinks), 1)
-    return out, reference.paged_attention(queries, cache, metadata, sinks=sinks)
+    kernel.run(decode_arguments(queries, cache, metadata, out, sinks, softcap), 1)
+    return out, reference.paged_attention(queries, cache, metadata, sinks=sinks, softcap=softcap)
 
 
 def _all_decodes(kernel: Kernel) -> Results:
     both = [
-        _decodes(kernel, torch.float32, None),
-        _decodes(kernel, torch.bfloat16, random_values(HEADS)),
+        _decodes(kernel, torch.float32),
+        _decodes(kernel, torch.bfloat16, random_values(HEADS), SOFTCAP),
     ]
     actual, expected = (torch.stack(results) for results in zip(*both, strict=True))
     return actual, expected
 
 
 def _rounded_decodes(kernel: Kernel) -> Results:
-    return _decodes(kernel, torch.bfloat16, random_values(HEADS))
+    return _decodes(kernel, torch.bfloat16, random_values(HEADS), SOFTCAP)
 
 
 def _chunk(kernel: Kernel) -> Results:
     queries, cache, metadata = _attention([(70, 19)], kernel.number, torch.bfloat16)
     out = unwritten(*queries.shape)
     [own], sinks = metadata.chunk_numbers, random_values(HEADS)
-    kernel.run(chunk_arguments(queries, cache, own, out, sinks), 1)
-    return out, reference.paged_attention(queries, cache, metadata, sinks=sinks)
+    kernel.run(chunk_arguments(queries, cache, own, out, sinks, SOFTCAP), 1)
+    return out, reference.paged_attention(queries, cache, metadata, sinks=sinks, softcap=SOFTCAP)
 
 
 DECODES = KnownCase("decode_attention", _all_decodes, tolerance=1e-5)

@@ -18,6 +18,7 @@ from diptych_kernels.native.compiled.primitives import (
     FAST,
     await_others,
     exp2,
+    float_of,
     floats,
     ints,
     num_threads,
@@ -33,7 +34,7 @@ STEP = 4
 """Keys that are computed together."""
 ARGUMENTS = record_of(DecodeAttention)
 LOG2_E = math.log2(math.e)
-ZERO, LOWEST = np.float32(0.0), np.float32(-1e30)
+ZERO, ONE, LOWEST = np.float32(0.0), np.float32(1.0), np.float32(-1e30)
 """LOWEST is less than any score, and finite: a difference of two of them is 0."""
 
 
@@ -76,6 +77,8 @@ def attention(head_dim, score, add_values):
             score(query, geometry, table, keys, scores, spare, dim)
             for head in range(heads):
                 mine = partial + head * (dim + 2) * FLOAT
+                if given.softcap:
+                    cap(scores + head * PARTITION * FLOAT, float_of(given.softcap))
                 _weigh(scores + head * PARTITION * FLOAT, keys[1] - first, mine, dim)
             add_values(geometry, table, keys, scores, spare, partial, dim)
         await_others()
@@ -232,6 +235,17 @@ def _add4(weights, values, stride, target, dim):
     y = floats(target, dim)
     for i in range(dim):
         y[i] += (weight0 * x0[i] + weight1 * x1[i]) + (weight2 * x2[i] + weight3 * x3[i])
+
+
+@njit(error_model="numpy", fastmath=FAST)
+def cap(scores, softcap):
+    """Bend the scores of a partition: softcap tanh(score / softcap), in units of log2(e)."""
+    x, bound = floats(scores, PARTITION), softcap * np.float32(LOG2_E)
+    scale = np.float32(-2.0) / softcap
+    for i in range(PARTITION):
+        rest = exp2(abs(x[i]) * scale)
+        bent = bound * (ONE - rest) / (ONE + rest)
+        x[i] = -bent if x[i] < ZERO else bent
 
 
 @njit

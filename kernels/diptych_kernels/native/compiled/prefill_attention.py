@@ -19,11 +19,19 @@ from diptych_kernels.native.compiled.attention_tile import (
     value_tile,
 )
 from diptych_kernels.native.compiled.cache_rows import read_floats
-from diptych_kernels.native.compiled.decode_attention import LOG2_E, LOWEST, ZERO, sink_of
+from diptych_kernels.native.compiled.decode_attention import (
+    LOG2_E,
+    LOWEST,
+    ONE,
+    ZERO,
+    cap,
+    sink_of,
+)
 from diptych_kernels.native.compiled.primitives import (
     FAST,
     await_others,
     exp2,
+    float_of,
     floats,
     ints,
     num_threads,
@@ -35,7 +43,6 @@ from diptych_kernels.native.prefill_chunk import PARTITION, ROWS_TOGETHER
 KEYS_TOGETHER = 16
 """Keys that are transposed together (the lanes of a vector), or whose values are added together."""
 ARGUMENTS = record_of(ChunkAttention)
-ONE = np.float32(1.0)
 
 
 def entry(head_dim):
@@ -91,6 +98,8 @@ def attention(dim, prepare, begin_row, score, add_values, begin_thread, end_thre
                 part_end = min(part + PARTITION, last + 1)
                 score(own_queries, layout, head, part, part_end, scores, dim)
                 for row in range(num_rows):
+                    if given.softcap:
+                        cap(scores + row * PARTITION * FLOAT, float_of(given.softcap))
                     position = before + (first_row + row) // sharing
                     low = min(max(part, position - window + 1), part_end) - part
                     high = max(min(part_end, position + 1) - part, low)
