@@ -623,6 +623,11 @@ class Scheduler:
         else:
             self._go_on_from(early, request)
 
+    def will_remember(self, request_id: str) -> list[bytes]:
+        """Return the hashes of the prompt's blocks; none if another engine computes it."""
+        request = self.requests.get(request_id)
+        return [] if request is None else self.prefixes.will_have(request)
+
     def _enrol(self, request: Request) -> None:
         self.requests[request.request_id] = request
         request.account = self.tenants.open(request.tenant)

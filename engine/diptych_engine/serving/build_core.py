@@ -11,11 +11,11 @@ from diptych_engine.control.image_intake import ImageIntake
 from diptych_engine.control.weight_calls import WeightCalls
 from diptych_engine.control.worker_calls import WorkerCalls
 from diptych_engine.execution.grammar_compiler import GrammarCompiler
-from diptych_engine.execution.named import named
 from diptych_engine.execution.processor import keep_freed_memory
 from diptych_engine.execution.runner import ModelRunner
+from diptych_engine.execution.worker_extension import named
 from diptych_engine.handoff.block_copies import for_the_hinge
-from diptych_engine.lora.calls import LoraCalls
+from diptych_engine.lora.table import LoraCalls
 from diptych_engine.parallel.lead import LeadRunner
 from diptych_engine.scheduling.block_pool import BlockPool
 from diptych_engine.scheduling.encoder_cache import EncoderCache
