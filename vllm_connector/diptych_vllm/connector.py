@@ -336,6 +336,7 @@ def _announced_from(config: VllmConfig, groups: KVGroups) -> int | None:
 
 def _require_tested(config: VllmConfig) -> None:
     parallel, transfer = config.parallel_config, config.kv_transfer_config
+    guessing = config.speculative_config
     require_tested(
         [
             (
@@ -348,7 +349,12 @@ def _require_tested(config: VllmConfig) -> None:
             ("decode_context_parallel_size", parallel.decode_context_parallel_size, 1),
             ("prefill_context_parallel_size", parallel.prefill_context_parallel_size, 1),
             ("kv_load_failure_policy", transfer.kv_load_failure_policy, "fail"),
-            ("speculative decoding", config.speculative_config is not None, False),
+            # Other methods have a model, whose KV would have to be handed over too.
+            (
+                "speculative_config.method",
+                "ngram" if guessing is None else guessing.method,
+                "ngram",
+            ),
             ("sleep mode", config.model_config.enable_sleep_mode, False),
         ]
     )
