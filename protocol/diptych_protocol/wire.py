@@ -21,7 +21,7 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -56,7 +56,23 @@ MAX_TENANT_LENGTH = 256
 """The most characters in the name of an API key."""
 MAX_DEADLINE_MS = 600_000
 
+_BEGAN_AT: Final = time.time() - time.monotonic()
+
 FINISH_REASON_STRINGS = ("stop", "length", "abort", "error")
+
+
+def steady_time() -> float:
+    """Return seconds since 1970 by a clock that never jumps, by which requests are ordered and
+    spans measured. It starts at the system's time when this process begins, and then advances
+    evenly. The system's clock may be set back or forth by hours. Then the newest request would be
+    served first, or waiting requests would miss their deadlines.
+    """
+    return _BEGAN_AT + time.monotonic()
+
+
+def time_of_day(monotonic_s: float) -> float:
+    """Return what `steady_time` was, or will be, at a time of `time.monotonic()`."""
+    return _BEGAN_AT + monotonic_s
 
 
 class FinishReason(enum.IntEnum):
@@ -108,7 +124,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     pooling_params: PoolingParams | None
     eos_token_id: int | None
     arrival_time: float
-    """`time.time()` of the front-end; compared only with other arrival times."""
+    """`steady_time()` of the front-end; compared only with other arrival times."""
     lora_request: LoRARequest | None
     cache_salt: str | None
     data_parallel_rank: int | None
@@ -277,10 +293,14 @@ class PrefixChanges(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
     depend on both."""
     digest: int = 0
     """The digest of all cached blocks (`next_digest`); 0 if not reported."""
+    expected: list[bytes] = []
+    """For each prompt that has come since the last message: `PREFIX_KEY_BYTES` of each block, which
+    will be cached. Beside other routers only, because one router knows what it sent."""
 
 
 class Heartbeat(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """A sign that a core's loop is running, for clients that called `FOLLOW_HEARTBEAT`."""
+    """A sign that a core's loop is running, for clients that called `FOLLOW_HEARTBEAT`. They pass a
+    name of theirs, the same to all engines."""
 
     within_s: float
     """The core promises its next heartbeat within this many seconds."""
@@ -288,6 +308,11 @@ class Heartbeat(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """A control call begins that may take long; new requests wait for its end."""
     adapters: list[str] | None = None
     """Names of the loaded adapters; None if this message does not report them."""
+    follower: int = 0
+    """Which one of the followers the client is, in the order of their names, from 0."""
+    followers: int = 1
+    requests: int = 0
+    """With statistics: how many requests of all followers had arrived when they were made."""
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

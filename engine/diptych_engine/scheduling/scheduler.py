@@ -38,9 +38,10 @@ from diptych_engine.scheduling.block_pool import BlockPool
 from diptych_engine.scheduling.early_loads import EarlyLoads, EarlyState
 from diptych_engine.scheduling.encoder_cache import EncoderCache
 from diptych_engine.scheduling.fair_rows import FairPart, who_gives_way
-from diptych_engine.scheduling.guesses import LOOK_AGAIN, Guesser, pay, worthwhile
+from diptych_engine.scheduling.guesses import LOOK_AGAIN, Guesser, Stakes, pay, worthwhile
 from diptych_engine.scheduling.idle_sessions import IdleSessions
 from diptych_engine.scheduling.journey import JourneyLog, Station
+from diptych_engine.scheduling.kv_groups import NULL_BLOCK, num_held
 from diptych_engine.scheduling.lent_blocks import LentBlocks
 from diptych_engine.scheduling.pause import PauseGate, is_under_way
 from diptych_engine.scheduling.prefix_cache import PrefixCache
@@ -161,6 +162,8 @@ class Scheduler:
     """See `guesses.worthwhile`."""
     lost_rows: float = 0.0
     """See `guesses.pay`."""
+    stakes: Stakes | None = None
+    """How much guesses may lose. None: they are wagered by estimates alone."""
 
     encoder: EncoderCache = field(default_factory=EncoderCache)
     """The images whose features are cached."""
@@ -173,6 +176,12 @@ class Scheduler:
     tenants: FairShare = field(init=False)
     """How much each tenant was served."""
     prefixes: PrefixCache = field(init=False)
+    num_groups: int = field(init=False)
+    """How many blocks a request has for the same tokens: one of each of the pool's groups."""
+    windowed: bool = field(init=False)
+    """Whether the windows of any group pass blocks, which are then released."""
+    num_held: Callable[[list[int]], int] = field(init=False)
+    """Counts the blocks of a request's list."""
     held: dict[str, Request] = field(default_factory=dict)
     """Requests whose grammars are being compiled."""
     loading: dict[str, Request] = field(default_factory=dict)
@@ -187,6 +196,8 @@ class Scheduler:
     """Keeps requests that arrive during a pause."""
     stats: SchedulerStats = field(default_factory=SchedulerStats)
     _removed: list[str] = field(default_factory=list)
+    _must_wait: bool = False
+    """Whether the next step could not be launched ahead for guesses, its own or those before it."""
     shared_until: int = 0
     """Steps before this one assume several tenants."""
     _order: Callable[[Request], Any] = field(init=False)
@@ -196,6 +207,8 @@ class Scheduler:
         self.tenants = FairShare(CREDIT_STEPS * self.max_num_batched_tokens)
         self.waiting = make_queue(self.policy, self.tenants)
         self.idle = IdleSessions(self.max_idle_sessions)
+        self.num_groups, self.windowed = self.pool.groups.count, self.pool.groups.windowed
+        self.num_held = num_held if self.windowed else len
         self.prefixes = PrefixCache(self.pool, self.block_size, self.enable_prefix_caching)
         self.early = EarlyLoads(self.pool, self.prefixes)
         self.leased = LentBlocks(self.pool)
@@ -214,7 +227,7 @@ class Scheduler:
         encoder = self.encoder
         if encoder.passed:
             encoder.let_go()
-        block_size = self.block_size
+        block_size, num_groups = self.block_size, self.num_groups
         index = 0
         for request in self.running:  # the loop may remove requests, but only from the end
             if budget == 0:
@@ -227,7 +240,7 @@ class Scheduler:
                 end = min(end, start + max(1, budget - (len(self.running) - index)))
                 if chunks and not self._reserve(request, end):
                     continue
-            if end > len(request.block_ids) * block_size:
+            if end * num_groups > len(request.block_ids) * block_size:
                 preempted |= self._make_room(request, end)
                 if request.status is not RequestStatus.RUNNING:
                     break
@@ -238,15 +251,19 @@ class Scheduler:
             budget -= 1
         if chunks or self.waiting:
             budget = self._share_out(scheduled, budget, chunks, admitting=not preempted)
-        guessed = 0
+        guessed, wager = 0, self._must_wait
         if self.speculation is not None and self._guesses(self.speculation, scheduled, budget):
             num_known = len(scheduled)
             scheduled = self._with_guesses(self.speculation, scheduled, budget)
             guessed = len(scheduled) - num_known
+            wager = wager or guessed > 0
+        self._must_wait = guessed > 0 and self.lost_rows > 0
         removed, self._removed = self._removed, []
         images = None if encoder.work is None else encoder.take_work()
         num_tokens = allowed - budget + guessed
-        return StepPlan(scheduled, num_tokens, removed, images=images, guesses=guessed > 0)
+        return StepPlan(
+            scheduled, num_tokens, removed, images=images, guesses=guessed > 0, wager=wager
+        )
 
     def _guesses(
         self,
@@ -266,6 +283,10 @@ class Scheduler:
         found: dict[Request, list[int]] = {}
         gain, running = 0.0, len(self.running)
         guessed = 0
+        if self.stakes is not None and running:
+            budget = min(budget, self.stakes.most(running))
+        if budget <= 0:
+            return {}
         for share in shares:
             request = share.request
             known, rows = len(request.token_ids), running + guessed
@@ -275,12 +296,16 @@ class Scheduler:
             decodes = share.samples and share.num_tokens == 1 and known > request.num_prompt_tokens
             if room <= 0 or not decodes:
                 continue
-            guesser = request.guesser = request.guesser or Guesser()
+            pause = LOOK_AGAIN if self.lost_rows else 0
+            guesser = request.guesser = request.guesser or Guesser(pause=pause)
+            if known < guesser.look_at:
+                continue
+            guesser.check(request.token_ids, settings)
             chance = guesser.chance(known)
             most = min(room, settings.num_speculative_tokens)
             count = worthwhile(chance, rows, self.spare_rows, most)
             guesses = [0] * count
-            if look:
+            if look and count:
                 guesses = guesser.guess(request.token_ids, settings, count).tolist()
             if guesses:
                 found[request] = guesses
@@ -289,8 +314,8 @@ class Scheduler:
         if pay(gain, guessed, running, self.spare_rows, self.lost_rows):
             return found
         for request in found if look else ():
-            request.guesser = request.guesser or Guesser()
-            request.guesser.look_at = len(request.token_ids) + LOOK_AGAIN
+            if request.guesser is not None:
+                request.guesser.look_at = len(request.token_ids) + request.guesser.pause
         return {}
 
     def _with_guesses(
@@ -305,7 +330,7 @@ class Scheduler:
             request = share.request
             guesses, known = found.get(request, []), len(request.token_ids)
             if guesses and not self._reserve(request, known + len(guesses)):
-                del guesses[len(request.block_ids) * self.block_size - known :]
+                del guesses[self.prefixes.num_tokens(request.block_ids) - known :]
             scheduled += [
                 ScheduledRequest(request, position, 1, samples=True, guess=token)
                 for position, token in enumerate(guesses, known)
@@ -335,7 +360,9 @@ class Scheduler:
         if not (lacks_row or lacks_blocks):
             return None
         part = FairPart(
-            max(1, self.max_num_seqs // len(tenants)), self.pool.num_blocks // len(tenants)
+            max(1, self.max_num_seqs // len(tenants)),
+            self.pool.num_blocks // len(tenants),
+            self.num_held,
         )
         return who_gives_way(
             self.running,
@@ -352,7 +379,7 @@ class Scheduler:
         if lacking <= pool.num_free:
             return True
         hit = [] if request.block_ids else self.prefixes.find(request)
-        return lacking - len(hit) <= pool.num_free - pool.num_free_among(hit)
+        return lacking - self.num_held(hit) <= pool.num_free - pool.num_free_among(hit)
 
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
         """Return the step after `plan`, whose results have not been applied yet; None if it depends
@@ -367,7 +394,10 @@ class Scheduler:
         be admitted, preempted or given a chunk of its prompt, the core waits for results and plans
         from them.
         """
-        if self.gate.frozen or plan.guesses or self._may_admit() or self._looks_after(plan):
+        if self.gate.frozen or plan.guesses or self._may_admit():
+            return None
+        if self._looks_after(plan):
+            self._must_wait = self.lost_rows > 0
             return None
         shares: list[ScheduledRequest] = []
         num_running = 0
@@ -391,7 +421,7 @@ class Scheduler:
     def _looks_after(self, plan: StepPlan) -> bool:
         """Whether the step after this one is to wait for its tokens, because guesses may follow."""
         if self.speculation is None or not any(
-            share.request.guesser is None or share.start + 2 >= share.request.guesser.look_at
+            share.request.guesser is None or share.start + 1 >= share.request.guesser.look_at
             for share in plan.scheduled
         ):
             return False
@@ -407,9 +437,22 @@ class Scheduler:
             return True
         return self._who_gives_way() is not None
 
-    def update(self, plan: StepPlan, result: StepResult) -> list[TokenOutput]:
-        """Apply a step's results. Requests that ended meanwhile get nothing more."""
+    def update(
+        self, plan: StepPlan, result: StepResult, seconds: float | None = None
+    ) -> list[TokenOutput]:
+        """Apply a step's results. Requests that ended meanwhile get nothing more.
+
+        seconds: since the step before it ended, or since it began after a rest, if it is known.
+        """
+        generated = self.stats.tokens_generated
         outputs = apply_results(plan, result, self.prefixes, self.stats)
+        if self.stakes is not None and seconds is not None:
+            num_shares = len(plan.scheduled)
+            if 0 < num_shares == plan.num_tokens:  # a step with prompts takes longer
+                guesses = sum(share.guess is not None for share in plan.scheduled)
+                tokens = self.stats.tokens_generated - generated
+                rows = num_shares - guesses
+                self.stakes.took(rows, guesses, tokens, seconds, wager=plan.wager)
         if self.journey is not None:
             self.journey.saw_step(plan, outputs, self.stats.steps)
         return outputs
@@ -521,7 +564,7 @@ class Scheduler:
         hit = self._find_room(request, spared)
         if hit is None:
             return False
-        start = request.num_computed_tokens or len(hit) * self.block_size
+        start = request.num_computed_tokens or self.prefixes.num_tokens(hit)
         wanted = request.num_tokens - start
         if request.prefix_source is not None and not self.prefixes.worth_fetching(request, start):
             request.prefix_source = None
@@ -548,10 +591,12 @@ class Scheduler:
         """The remembered blocks of a request for which there are free blocks; None: there are not
         enough, whoever may be asked for some."""
         pool = self.pool
+        if self.windowed:
+            self._release_passed(request)
         while True:
             # With blocks of its own, its KV came through the hinge.
             hit = [] if request.block_ids else self.prefixes.find(request)
-            short = self._blocks_lacking(request) - len(hit) + spared
+            short = self._blocks_lacking(request) - self.num_held(hit) + spared
             if short <= pool.num_free - pool.num_free_among(hit):
                 return hit
             if self._reclaim_unused():
@@ -590,6 +635,11 @@ class Scheduler:
             self.gate.enter(request, self.waiting)
         else:
             self._go_on_from(early, request)
+
+    def will_remember(self, request_id: str) -> list[bytes]:
+        """Return the hashes of the prompt's blocks; none if another engine computes it."""
+        request = self.requests.get(request_id)
+        return [] if request is None else self.prefixes.will_have(request)
 
     def _enrol(self, request: Request) -> None:
         self.requests[request.request_id] = request
@@ -737,7 +787,8 @@ class Scheduler:
     def _take_prefix(self, request: Request, hit: list[int], start: int) -> None:
         """Have a waiting request begin at `start`, with the remembered blocks that it was found."""
         if not request.block_ids:
-            self.prefixes.count_lookup(request, len(hit) * self.block_size, self.stats)
+            num_hit = self.prefixes.num_tokens(hit)
+            self.prefixes.count_lookup(request, num_hit, self.stats)
         self.pool.take(hit)
         request.block_ids.extend(hit)
         request.num_computed_tokens = start
@@ -784,12 +835,11 @@ class Scheduler:
 
     def _order_load(self, request: Request) -> None:
         """Reserve the destination blocks of a hand-off and ask for what is missing."""
-        num_local = len(request.block_ids)
-        num_remote = self._blocks_for(request.num_remote_tokens)
-        request.block_ids.extend(self.pool.allocate(max(0, num_remote - num_local)))
+        num_local, kept = len(request.block_ids), self.prefixes.kept(request.num_remote_tokens)
+        request.block_ids.extend(self.pool.allocate_for(kept, num_local))
         self._await_load(request)
         names = None if request.prefix_source is None else self.prefixes.names(request)
-        self.load_orders.append(LoadOrder.of(request, num_local, num_remote, names))
+        self.load_orders.append(LoadOrder.of(request, num_local, kept, names))
 
     def _await_load(self, request: Request) -> None:
         request.become(RequestStatus.WAITING_FOR_REMOTE_KV)
@@ -808,17 +858,34 @@ class Scheduler:
     # --- blocks -------------------------------------------------------------------------------
 
     def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        """How many places the list of a request has that has blocks for so many tokens."""
+        return -(-num_tokens // self.block_size) * self.num_groups
 
     def _blocks_lacking(self, request: Request) -> int:
-        """How many more blocks the tokens of a request need that it has so far."""
+        """How many more blocks the tokens of a request need at a time that it has so far."""
+        if self.windowed:
+            return self.pool.groups.most(request.num_tokens) - num_held(request.block_ids)
         return self._blocks_for(request.num_tokens) - len(request.block_ids)
+
+    def _release_passed(self, request: Request) -> None:
+        """Release the blocks of a request that no token attends to any more. The results of a step
+        that is under way are not counted, so it still has all of its blocks."""
+        block_ids, passed = request.block_ids, list[int]()
+        for group, rows in enumerate(self.pool.groups.passed(request.num_computed_tokens)):
+            for place in range((rows - 1) * self.num_groups + group, -1, -self.num_groups):
+                if block_ids[place] == NULL_BLOCK:
+                    break
+                passed.append(block_ids[place])
+                block_ids[place] = NULL_BLOCK
+        self.pool.release(passed)
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
         """Give a running request the blocks that so many tokens need, if need be those of others.
 
         Returns whether running requests were preempted for it; it may be among them itself.
         """
+        if self.windowed:
+            self._release_passed(request)
         short = self._blocks_for(num_tokens) - len(request.block_ids)
         preempted = False
         while short > self.pool.num_free:
@@ -833,6 +900,8 @@ class Scheduler:
     def _reserve(self, request: Request, num_tokens: int) -> bool:
         """Give a running request the blocks that so many tokens need; False if too few are free."""
         short = self._blocks_for(num_tokens) - len(request.block_ids)
+        if short > 0 and self.windowed:
+            self._release_passed(request)
         if short > self.pool.num_free:
             return False
         request.block_ids.extend(self.pool.allocate(max(0, short)))
@@ -870,6 +939,10 @@ class Scheduler:
         request.num_computed_tokens = 0
 
     # --- what others read ---------------------------------------------------------------------
+
+    def kept(self, num_tokens: int) -> Sequence[int]:
+        """Return the places of the blocks that are lent of a request's first tokens, in order."""
+        return self.prefixes.kept(num_tokens)
 
     def view(self) -> SchedulerView:
         """Return the present state."""
@@ -934,28 +1007,32 @@ class Scheduler:
         """Return the running totals with the present gauges. The caller may change them."""
         queued = self.prefixes.queued_prompt_tokens(self.requests.values())
         coming = [*self.loading.values(), *self.early.coming]
-        arriving = [len(x.block_ids) - self._blocks_for(x.num_computed_tokens) for x in coming]
+        arriving = [self._told(x, self._blocks_for(x.num_computed_tokens)) for x in coming]
         awaited = zip(coming, arriving, strict=True)
-        holders = [Holder(x.request_id, len(x.block_ids)) for x in self.running[:MAX_HOLDERS_TOLD]]
-        holders += [Holder(x.request_id, len(x.block_ids), n) for x, n in awaited]
+        holders = [Holder(x.request_id, self._told(x)) for x in self.running[:MAX_HOLDERS_TOLD]]
+        holders += [Holder(x.request_id, self._told(x), n) for x, n in awaited]
         return msgspec.structs.replace(
             self.stats,
             num_running=len(self.running),
             num_waiting=self.num_waiting,
             num_waiting_for_remote_kv=len(self.loading),
             num_waiting_for_input=len(self.idle),
-            blocks_total=self.pool.num_blocks,
-            blocks_free=self.pool.num_free,
+            blocks_total=self.pool.num_blocks // self.num_groups,
+            blocks_free=self.pool.num_free // self.num_groups,
             images_encoded=self.encoder.encoded,
             encoder_cache_hits=self.encoder.hits,
             encoder_cache_tokens=self.encoder.num_tokens,
             queued_prompt_tokens=queued.total(),
             queued_tokens_of=dict(queued.most_common(MAX_TENANTS_TOLD)) if any(queued) else {},
-            blocks_remembered=self.pool.num_remembered,
+            blocks_remembered=self.pool.num_remembered // self.num_groups,
             blocks_arriving=sum(arriving),
             accepted_at=list(self.stats.accepted_at),
             holders=holders[:MAX_HOLDERS_TOLD],
         )
+
+    def _told(self, request: Request, first: int = 0) -> int:
+        """How many blocks a request has, from a place on, as others are told: of all layers."""
+        return self.num_held(request.block_ids[first:]) // self.num_groups
 
     # --- pauses --------------------------------------------------------------------------------
 

@@ -11,17 +11,18 @@ from diptych_engine.control.image_intake import ImageIntake
 from diptych_engine.control.weight_calls import WeightCalls
 from diptych_engine.control.worker_calls import WorkerCalls
 from diptych_engine.execution.grammar_compiler import GrammarCompiler
-from diptych_engine.execution.named import named
 from diptych_engine.execution.processor import keep_freed_memory
 from diptych_engine.execution.runner import ModelRunner
+from diptych_engine.execution.worker_extension import named
 from diptych_engine.handoff.block_copies import for_the_hinge
-from diptych_engine.lora.calls import LoraCalls
+from diptych_engine.lora.table import LoraCalls
 from diptych_engine.parallel.lead import LeadRunner
 from diptych_engine.scheduling.block_pool import BlockPool
 from diptych_engine.scheduling.encoder_cache import EncoderCache
+from diptych_engine.scheduling.guesses import Stakes
 from diptych_engine.scheduling.journey import JourneyLog
 from diptych_engine.scheduling.scheduler import Scheduler
-from diptych_frontend.model_files.model_source import resolve_model
+from diptych_frontend.model_files.model_source import ModelConfig, resolve_model
 from diptych_kv_transfer import open_connector
 from diptych_protocol import (
     CurveKeys,
@@ -49,6 +50,14 @@ def executor_class(config: EngineConfig) -> type[ModelRunner]:
     return chosen
 
 
+def longest_context(config: EngineConfig, model: ModelConfig, runner: ModelRunner) -> int:
+    """Return how many tokens a request may have by the configuration, and with all blocks."""
+    limit = config.max_model_len or model.max_position_embeddings
+    if runner.kv_groups.windowed:
+        return runner.kv_groups.longest(limit, runner.num_blocks)
+    return min(limit, runner.num_blocks * config.block_size)
+
+
 def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCore:
     """Load the model and build the engine.
 
@@ -67,25 +76,23 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
         engine_id=config.engine_id or f"engine-{secrets.token_hex(4)}",
         epoch=f"{os.getpid():x}-{secrets.token_hex(8)}",
         model=config.name,
-        max_model_len=min(
-            config.max_model_len or model.max_position_embeddings,
-            runner.num_blocks * config.block_size,
-        ),
+        max_model_len=longest_context(config, model, runner),
         vocab_size=model.vocab_size,
         block_size=config.block_size,
-        num_blocks=runner.num_blocks,
+        num_blocks=runner.num_blocks // runner.kv_groups.count,
         dtype=runner.dtype_name,
         compat={
             "model": config.model,
             # What was fetched is a link to a folder named for its content.
             "weights": "" if source.path is None else str(source.path.resolve()),
-            "num_layers": model.num_hidden_layers,
+            "num_layers": runner.layers_per_block,
             "kv_heads": model.num_key_value_heads,
             "head_dim": model.head_dim,
             "dtype": runner.kv_dtype_name,
             "layout": "block-major/1",
             "revision": config.revision,
-        },
+        }
+        | ({"groups": str(runner.kv_groups)} if runner.kv_groups.windowed else {}),
         max_num_seqs=config.max_num_seqs,
         pid=os.getpid(),
         kv_transfer=config.kv_transfer is not None,
@@ -101,7 +108,7 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
     )
     cpu_level, num_set_aside = runner.cpu_facts
     scheduler = Scheduler(
-        BlockPool(runner.num_blocks),
+        BlockPool(runner.num_blocks, runner.kv_groups),
         config.block_size,
         config.max_num_seqs,
         config.max_num_batched_tokens,
@@ -115,6 +122,9 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
         speculation=config.speculative_config,
         spare_rows=runner.spare_rows,
         lost_rows=runner.lost_rows,
+        stakes=None
+        if config.speculative_config is None
+        else Stakes(runner.spare_rows, runner.lost_rows),
         encoder=EncoderCache(config.encoder_cache_tokens, config.max_num_batched_tokens),
         stats=SchedulerStats(cpu_level=cpu_level, cpu_kernels_set_aside=num_set_aside),
     )

@@ -26,11 +26,11 @@ from diptych_engine.control.core import AT_WORK, SHUTTING_DOWN, EngineCore, Post
 from diptych_engine.control.shutdown import Shutdown
 from diptych_engine.scheduling.request import Pending, StepPlan
 from diptych_engine.serving.heartbeat_sender import HeartbeatSender
+from diptych_frontend.core_client.client import receive_frames
 from diptych_frontend.core_client.core_socket import bind_core_socket
 from diptych_frontend.core_client.curve import CurveGate
 from diptych_frontend.core_client.farewell import Farewell
 from diptych_frontend.core_client.prefix_news import PrefixNews
-from diptych_frontend.core_client.zmq_frames import receive_frames
 from diptych_protocol import (
     UNREADABLE,
     CurveKeys,
@@ -155,6 +155,8 @@ class CoreServer:
         self._receive(0 if self._has_work() else self._idle_wait_ms())
         if self._has_work():
             begin = time.monotonic()
+            if self._prefix_news.expected:
+                self._tell_prefixes(at_once=True)
             plan, pending = self._start_step()
             self._receive(0)
             core.finish_step(plan, pending)
@@ -265,6 +267,9 @@ class CoreServer:
 
     def _add(self, request: EngineCoreRequest, client: bytes) -> None:
         self._core.add(request, client)
+        news, scheduler = self._prefix_news, self._core.scheduler
+        if news.tells_others and (names := scheduler.will_remember(request.request_id)):
+            news.expect(names)
 
     def _call(self, client: bytes, payload: list[Frame]) -> None:
         call = wire.utility_decoder.decode(payload)
@@ -272,7 +277,7 @@ class CoreServer:
             self._follow_prefixes(client)
             return
         if call.method == wire.FOLLOW_HEARTBEAT:
-            self._heartbeat.follow(client)
+            self._heartbeat.follow(client, *call.args[:1])
             return
         self._heartbeat.before_call(call.method)
         try:

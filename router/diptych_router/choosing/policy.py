@@ -140,7 +140,8 @@ class Priced:
     def best(self, among: Flags | None = None, pairing: Pairing | None = None) -> int | None:
         """Return the cheapest engine of all or of some; one of them if several are.
 
-        pairing: with an engine of the other pool. Among equal ones, the nearest to it count.
+        pairing: with an engine of the other pool. Among equal ones, the nearest to it count, and
+        of these the router's homes (`RouterShare`).
         """
         total = self._total if pairing is None else self._total + pairing.extra
         if among is not None:
@@ -160,6 +161,9 @@ class Priced:
         if pairing is not None and len(equal) > 1:
             near = pairing.near[equal]
             equal = equal[near == near.min()]
+        if len(equal) > 1:
+            home = self.engines.table.column["home"][equal] > 0
+            equal = equal[home] if home.any() else equal
         if len(equal) == 1:
             return int(equal[0])
         if self.engines.tie is None:
@@ -213,11 +217,10 @@ class Priced:
         wanted = self._terms.get(FETCH)
         return int(self.engines.elsewhere[at]) if wanted is not None and wanted[at] > 0 else 0
 
-    def to_compute(self, at: int) -> float:
+    def to_compute(self, at: int, fetched: int) -> float:
         """Return how many tokens of the prompt it would neither have nor fetch; always at least the
         last one."""
-        has = max(float(self.engines.cached[at]), self.fetches(at))
-        return max(1.0, self._prompt_tokens - has)
+        return max(1.0, self._prompt_tokens - max(float(self.engines.cached[at]), fetched))
 
 
 _Picked = tuple[Priced, int]
@@ -307,7 +310,7 @@ def _pick_pair(
     pairs: PairRates | None,
 ) -> tuple[_Picked, _Picked] | None:
     """The cheapest pair among the engines that fit together."""
-    if not len(prefill.table):
+    if not prefill.table.rows:
         return None
     first = Priced(policy, request, "prefill", prefill, draw)
     second = Priced(policy, request, "decode", decode, draw)
@@ -328,13 +331,14 @@ def _pair(
     policy: Policy, pair: tuple[_Picked, _Picked], weighed: Sequence[Priced] = ()
 ) -> Decision:
     (first, p), (second, d) = pair
+    fetched = first.fetches(p)
     return Decision(
         first.rows[p].key,
         second.rows[d].key,
         f"{policy.reason} pair",
-        fetch_tokens=first.fetches(p),
+        fetch_tokens=fetched,
         terms=_added(first.terms(p), second.terms(d)),
-        to_compute=first.to_compute(p),
+        to_compute=first.to_compute(p, fetched),
         weighed=weighed or (first, second),
     )
 
@@ -414,13 +418,13 @@ def _one(
     priced: Priced, at: int, reason: str, weighed: Sequence[Priced], *, of_prefill: bool = False
 ) -> Decision:
     """One engine does all that is to be done."""
-    key = priced.rows[at].key
+    key, fetched = priced.rows[at].key, priced.fetches(at)
     return Decision(
         key if of_prefill else None,
         key,
         reason,
-        fetch_tokens=priced.fetches(at),
+        fetch_tokens=fetched,
         terms=priced.terms(at),
-        to_compute=priced.to_compute(at),
+        to_compute=priced.to_compute(at, fetched),
         weighed=weighed,
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import secrets
 import time
 from collections.abc import Callable, Collection, Coroutine
 from pathlib import Path
@@ -24,7 +25,6 @@ from diptych_protocol import (
     SchedulerStats,
 )
 from diptych_protocol.wire import PrefixChanges
-from diptych_router.choosing.first_token import FirstToken
 from diptych_router.choosing.fleet_table import FOR_A_PAIR, FleetTable
 from diptych_router.choosing.policies import policy_of
 from diptych_router.choosing.policy import Decision, RequestView
@@ -71,11 +71,13 @@ class Pools:
         self._config = config
         self._targets = targets
         self._read_keys = read_keys
+        self._name = secrets.token_hex(8)
         self._serving = ServingFile(serving)
         self._on_change, self._on_outputs = on_change, on_outputs
         self._on_lost, self._on_hang = on_lost, on_hang
         policy, self.refused_settings = policy_of(config)
         self.fleet = FleetTable(policy, Random().randrange, config.disaggregate)
+        self.first_token, self.placed = self.fleet.first_token, self.fleet.placed
         self._follows_prefixes = policy.reads_prefixes
         self._followed: dict[str, int] = {}
         """Key -> which connection the engine was last greeted over: `EngineLink.times_up`."""
@@ -171,15 +173,6 @@ class Pools:
             if key and (key not in self.links or not self.usable(self.links[key])):
                 return False
         return True
-
-    def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
-        """Return when the first token is expected after this choice; None if too
-        little is known."""
-        return self.fleet.first_token(request, decision)
-
-    def placed(self, request: RequestView, decision: Decision) -> None:
-        """Record that a request goes to these engines, which will have the KV of its prompt."""
-        self.fleet.placed(request, decision, time.monotonic())
 
     def went_well(self, *keys: str) -> None:
         """See `Fleet`."""
@@ -321,6 +314,7 @@ class Pools:
                     endpoint,
                     self._read_keys,
                     row,
+                    router=self._name,
                     on_news=self._changed,
                     on_outputs=self._on_outputs,
                     on_lost=self._on_lost,
