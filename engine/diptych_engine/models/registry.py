@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -13,7 +13,7 @@ from diptych_engine.models.llama import LlamaModel
 from diptych_engine.models.shard import WHOLE, Shard
 from diptych_frontend.model_files.model_config import ModelConfig, family_of
 
-Builder = Callable[[ModelConfig, int, torch.dtype, torch.device, Shard], CausalLM]
+Builder = Callable[[ModelConfig, int, torch.dtype, torch.device, Shard, Sequence[int]], CausalLM]
 
 BUILDERS: Final[dict[str, Builder]] = {"llama": LlamaModel, "idefics3": Idefics3Model}
 """Builders, by the name that a `FamilySpec` gives its model class."""
@@ -25,10 +25,13 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device,
     shard: Shard = WHOLE,
+    group_of: Sequence[int] = (),
 ) -> CausalLM:
     """Allocate a rank's share of a model, with undefined weights.
+
+    group_of: the number of each layer's group, if layers are in groups with KV blocks of their own.
 
     Raises `InvalidRequestError` for an unknown architecture.
     """
     builder = BUILDERS[family_of(config.architecture).model]
-    return builder(config, max_positions, dtype, device, shard)
+    return builder(config, max_positions, dtype, device, shard, group_of)
