@@ -26,9 +26,11 @@ class Idefics3Model(LlamaModel):
         dtype: torch.dtype,
         device: torch.device,
         shard: Shard = WHOLE,
+        *,
+        packs: bool = False,
     ) -> None:
         """Raises `ValueError` for a configuration without vision."""
-        super().__init__(config, max_positions, dtype, device, shard)
+        super().__init__(config, max_positions, dtype, device, shard, packs=packs)
         if config.vision is None:
             raise ValueError(f"{config.architecture} without vision")
         self._sight = Sight(config.vision, config.hidden_size, dtype, device)

@@ -25,7 +25,7 @@ from torch import Tensor
 from diptych_engine.models.floats import Floats
 from diptych_engine.models.groups import Groups, has_groups, read_groups
 from diptych_engine.models.interface import Packable, WeightSlot, share
-from diptych_engine.models.packed import PackedMatrix, Part
+from diptych_engine.models.packed import PackedMatrix, Part, packed_beside
 from diptych_engine.models.packed_file import Matrices, file_for, shared_matrices
 from diptych_engine.models.quantised_tensors import gather_quantised
 from diptych_engine.models.rounding import rounded
@@ -78,9 +78,7 @@ def load_weights(
         case "safetensors":
             _load_safetensors(slots, source, progress, packables, bits)
         case "dummy":
-            _fill_randomly(slots, seed, progress)
-            for packable in packables:
-                pack(packable, bits)
+            _fill_randomly(slots, seed, progress, packables, bits)
 
 
 def is_quantised(source: ModelSource) -> bool:
@@ -209,12 +207,18 @@ class _Load:
         # NumPy and torch let go of the interpreter while they compute, so threads help.
         with ThreadPoolExecutor(LOADER_THREADS) as pool:
             packed: Callable[[Names], PackedMatrix | None] = self._pack
-            shared = self._shared(pool) if self._packable and is_available() else None
+            shared = self._shared(pool) if self._packable and self._may_share else None
             if shared is not None:
                 usable = {name: own for name, own in shared.items() if own.is_usable}
                 packed = lambda names: usable.get(names[0])  # noqa: E731
             for names in pool.map(lambda names: self._load(names, packed), self._jobs):
                 self._tell(names)
+
+    @property
+    def _may_share(self) -> bool:
+        """Whether packed matrices stay in the memory of the host."""
+        devices = {self._slots[names[0]].target.device.type for names in self._packable}
+        return devices == {"cpu"} and is_available()
 
     def _shared(self, pool: ThreadPoolExecutor) -> Matrices | None:
         """All that can be packed, from the file that all engines of this machine map."""
@@ -260,13 +264,13 @@ class _Load:
         """A projection of these tensors; None if it cannot be packed."""
         shares = []
         packable = self._jobs[names]
-        for name in names if packable is not None and is_available() else ():
+        for name in names:
             part, slot = self._part(name, packable), self._slots[name]
             own = None if part is None else share_of(part, slot, reorder=self._reorder)
             if own is None:
                 return None
             shares.append(own)
-        return PackedMatrix.of(shares) if shares else None
+        return None if packable is None else packed_beside(packable.linear.weight, shares)
 
     def _part(self, name: str, packable: Packable | None) -> Part | None:
         """What the file holds; or, where that is no levels, its values rounded if that was asked
@@ -286,15 +290,16 @@ class _Load:
 
 
 def pack(packable: Packable, bits: int | None) -> None:
-    """Pack a projection that is plain: rounded to levels of so many bits; or exactly, if 16 bits
-    hold all of its numbers."""
+    """Pack a projection that is plain: rounded to levels of so many bits; or exactly, on a CPU, if
+    16 bits hold all of its numbers."""
     linear = packable.linear
     if linear.packed is not None:
         return
     values = linear.weight.t()
     part: Part | None = rounded(values, max(bits, packable.least_bits)) if bits else None
-    part = part or Floats.exactly(values)
-    packed = None if part is None else PackedMatrix.of([part])
+    if part is None and values.dtype is torch.float32:
+        part = Floats.exactly(values)
+    packed = None if part is None else packed_beside(linear.weight, [part])
     if packed is not None:
         linear.pack(packed)
     elif part is not None:
@@ -384,16 +389,28 @@ def is_redundant(name: str, slots: Mapping[str, WeightSlot]) -> bool:
     return repeated or name.endswith("rotary_emb.inv_freq")
 
 
-def _fill_randomly(slots: Mapping[str, WeightSlot], seed: int, progress: Progress) -> None:
+def _fill_randomly(
+    slots: Mapping[str, WeightSlot],
+    seed: int,
+    progress: Progress,
+    packables: Sequence[Packable],
+    bits: int | None,
+) -> None:
+    owners = {name: packable for packable in packables for name in packable.published}
     total = sum(slot.target.nbytes for slot in slots.values())
     generator = torch.Generator().manual_seed(seed)
     done = 0
     for name, slot in slots.items():
+        own = owners.get(name)
+        if own is not None:
+            own.linear.unpack()
         if "norm" in name:
             slot.target.fill_(1.0)
         else:
             values = torch.randn(slot.shape, generator=generator)
             slot.target.copy_(slot.share_of(values).mul_(DUMMY_SCALE))
+        if own is not None and name == own.published[-1]:
+            pack(own, bits)
         done += slot.target.nbytes
         progress(done, total)
 

@@ -13,7 +13,8 @@ from diptych_engine.models.llama import LlamaModel
 from diptych_engine.models.shard import WHOLE, Shard
 from diptych_frontend.model_files.model_config import ModelConfig, family_of
 
-Builder = Callable[[ModelConfig, int, torch.dtype, torch.device, Shard], CausalLM]
+Builder = Callable[..., CausalLM]
+"""Takes the arguments of `build_model`."""
 
 BUILDERS: Final[dict[str, Builder]] = {"llama": LlamaModel, "idefics3": Idefics3Model}
 """Builders, by the name that a `FamilySpec` gives its model class."""
@@ -25,10 +26,13 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device,
     shard: Shard = WHOLE,
+    *,
+    packs: bool = False,
 ) -> CausalLM:
     """Allocate a rank's share of a model, with undefined weights.
 
+    packs: its `packables` have no memory until they are loaded.
     Raises `InvalidRequestError` for an unknown architecture.
     """
     builder = BUILDERS[family_of(config.architecture).model]
-    return builder(config, max_positions, dtype, device, shard)
+    return builder(config, max_positions, dtype, device, shard, packs=packs)
