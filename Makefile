@@ -121,6 +121,7 @@ lock: ## write requirements.lock anew, after a change of the pins in pyproject.t
 crds: $(VENV)/.demo ## write the CRD, its reference and the chart's copy anew from the types
 	$(BIN)/python -m diptych_operator.api.crd
 	$(BIN)/python charts/generate.py
+	$(BIN)/python docs/reference_pages.py
 
 dist: $(VENV)/.test ## the wheel and the sdist, into dist; the wheel is built of the sdist
 	rm -rf dist

@@ -35,9 +35,10 @@ ROWS: Final = 64
 PACKED_CACHE: Final = torch.bfloat16
 
 
-def load(source: ModelSource, num_tokens: int) -> CausalLM:
+def load(source: ModelSource, num_tokens: int, bits: int | None = None) -> CausalLM:
+    """A model that is packed where the processor has kernels; bits: see `load_weights`."""
     model = build_model(source.config, num_tokens, torch.float32, torch.device("cpu"))
-    load_weights(model.slots, source, packables=model.packables)
+    load_weights(model.slots, source, packables=model.packables, bits=bits)
     return model
 
 

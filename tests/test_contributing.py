@@ -194,6 +194,7 @@ def test_a_metric_is_shown(service: Service) -> None:
 
 def test_settings_are_in_the_definition_the_reference_and_the_arguments(copy: Copy) -> None:
     copy.run("-m", "diptych_operator.api.crd")
+    copy.run("docs/reference_pages.py")
     crd = (copy.path / "crds" / "diptych.dev_inferenceservices.yaml").read_text()
     reference = (copy.path / "docs" / "reference.md").read_text()
     for name in ("niceness", "longestRequest"):

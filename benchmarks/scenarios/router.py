@@ -10,9 +10,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -114,14 +115,26 @@ def other_routers(peers: dict[str, str], workers: Sequence[int]) -> list[System]
     ]
 
 
+def completion(url: str, body: bytes) -> bytes:
+    """Return the bytes of a request."""
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: {urlsplit(url).netloc}\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+async def head_of(reader: asyncio.StreamReader) -> bytes:
+    """Return the head of an answer. Raises `RuntimeError` unless its status is 200."""
+    answer = await reader.readuntil(b"\r\n\r\n")
+    if not answer.startswith(b"HTTP/1.1 200"):
+        raise RuntimeError(answer.decode())
+    return answer
+
+
 async def hammer(url: str, connections: int, seconds: float) -> dict[str, float]:
     """Each connection sends its next request when it has an answer."""
-    address = urlsplit(url)
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: {address.netloc}\r\n"
-        f"content-type: application/json\r\ncontent-length: {len(BODY)}\r\n\r\n"
-    )
-    request = head.encode() + BODY
+    address, request = urlsplit(url), completion(url, BODY)
     latencies: list[float] = []
 
     async def connection() -> None:
@@ -129,9 +142,7 @@ async def hammer(url: str, connections: int, seconds: float) -> dict[str, float]
         while time.perf_counter() < end:
             started = time.perf_counter()
             writer.write(request)
-            answer = await reader.readuntil(b"\r\n\r\n")
-            if not answer.startswith(b"HTTP/1.1 200"):
-                raise RuntimeError(answer.decode())
+            answer = await head_of(reader)
             _, _, length = answer.lower().partition(b"content-length:")
             await reader.readexactly(int(length.split(b"\r\n")[0]))
             latencies.append((time.perf_counter() - started) * 1e3)
@@ -177,29 +188,44 @@ def routers_on_one_core(
         yield routers
 
 
-def run(options: Options, reporter: Reporter) -> list[Record]:
-    seconds = QUICK_SECONDS if options.quick else SECONDS
-    with routers_on_one_core(options, reporter) as routers:
-        return _measured(routers, seconds, options, reporter)
+Drive = Callable[[str], Coroutine[None, None, dict[str, float]]]
+"""Puts load on a router, by its URL. The figures have a number of what was asked for."""
 
 
-def _measured(
-    routers: list[Running], seconds: float, options: Options, reporter: Reporter
+def measured(
+    routers: list[Running],
+    cases: Mapping[str, Drive],
+    each: tuple[str, str],
+    shown: tuple[str, ...],
+    options: Options,
+    reporter: Reporter,
 ) -> list[Record]:
+    """Measure each case with each router in turn. each: the figure that counts what was asked for,
+    and the name of the figure with the processor time of one of them. shown: while it runs."""
     records = []
-    with reporter.counting("measuring", len(CONNECTIONS) * options.times * len(routers)):
-        for connections in CONNECTIONS:
-            case = f"{connections} connection{'s' * (connections > 1)}"
+    with reporter.counting("measuring", len(cases) * options.times * len(routers)):
+        for case, drive in cases.items():
             for repetition in range(options.times):
                 for router in rotated(routers, repetition):
                     before = router.cpu_seconds()
-                    figures = uvloop.run(hammer(router.url, connections, seconds))
+                    figures = uvloop.run(drive(router.url))
                     used = router.cpu_seconds() - before
-                    figures["cpu_us"] = used * 1e6 / figures["requests"]
-                    record = Record(case, router.system.name, repetition, figures)
-                    records.append(record)
-                    reporter.done(record, VERSUS)
+                    figures[each[1]] = used * 1e6 / figures[each[0]]
+                    records.append(Record(case, router.system.name, repetition, figures))
+                    reporter.done(records[-1], shown)
     return records
+
+
+def run(options: Options, reporter: Reporter) -> list[Record]:
+    seconds = QUICK_SECONDS if options.quick else SECONDS
+    cases: dict[str, Drive] = {
+        f"{number} connection{'s' * (number > 1)}": partial(
+            hammer, connections=number, seconds=seconds
+        )
+        for number in CONNECTIONS
+    }
+    with routers_on_one_core(options, reporter) as routers:
+        return measured(routers, cases, ("requests", "cpu_us"), VERSUS, options, reporter)
 
 
 SCENARIO = Scenario(

@@ -5,13 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from functools import partial
 from urllib.parse import urlsplit
 
-import uvloop
 from benchmarks.figures import Record
-from benchmarks.scenario import Column, Options, Reporter, Scenario, rotated
-from benchmarks.scenarios.router import START_TIMEOUT_S, routers_on_one_core
-from benchmarks.servers import Running
+from benchmarks.scenario import Column, Options, Reporter, Scenario
+from benchmarks.scenarios.router import (
+    START_TIMEOUT_S,
+    Drive,
+    completion,
+    head_of,
+    measured,
+    routers_on_one_core,
+)
 
 STREAMS = (1, 16, 64)
 STEP_MS = 10
@@ -28,17 +34,11 @@ async def read_streams(url: str, streams: int, tokens: int) -> dict[str, float]:
         "model": "smollm2", "prompt": "The capital of France is Paris. The capital of Germany is",
         "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True,
     }).encode()  # fmt: skip
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: {address.netloc}\r\n"
-        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
 
     async def stream() -> None:
         reader, writer = await asyncio.open_connection(address.hostname, address.port)
-        writer.write(head.encode() + body)
-        answer = await reader.readuntil(b"\r\n\r\n")
-        if not answer.startswith(b"HTTP/1.1 200"):
-            raise RuntimeError(answer.decode())
+        writer.write(completion(url, body))
+        await head_of(reader)
         events, tail = 0, b""
         while END not in tail:
             data = await reader.read(1 << 16)
@@ -57,6 +57,7 @@ async def read_streams(url: str, streams: int, tokens: int) -> dict[str, float]:
         for _ in range(streams):
             group.create_task(stream())
     return {
+        "tokens": streams * tokens,
         "tokens_per_s": streams * tokens / (time.perf_counter() - started),
         "tokens_an_event": streams * tokens / sum(counts),
     }
@@ -64,27 +65,12 @@ async def read_streams(url: str, streams: int, tokens: int) -> dict[str, float]:
 
 def run(options: Options, reporter: Reporter) -> list[Record]:
     tokens = QUICK_TOKENS if options.quick else TOKENS
+    cases: dict[str, Drive] = {
+        f"{number} stream{'s' * (number > 1)}": partial(read_streams, streams=number, tokens=tokens)
+        for number in STREAMS
+    }
     with routers_on_one_core(options, reporter, STEP_MS, kinds=("P/D",)) as routers:
-        return _measured(routers, tokens, options, reporter)
-
-
-def _measured(
-    routers: list[Running], tokens: int, options: Options, reporter: Reporter
-) -> list[Record]:
-    records = []
-    with reporter.counting("measuring", len(STREAMS) * options.times * len(routers)):
-        for streams in STREAMS:
-            case = f"{streams} stream{'s' * (streams > 1)}"
-            for repetition in range(options.times):
-                for router in rotated(routers, repetition):
-                    before = router.cpu_seconds()
-                    figures = uvloop.run(read_streams(router.url, streams, tokens))
-                    used = router.cpu_seconds() - before
-                    figures["cpu_us_token"] = used * 1e6 / (streams * tokens)
-                    record = Record(case, router.system.name, repetition, figures)
-                    records.append(record)
-                    reporter.done(record, VERSUS)
-    return records
+        return measured(routers, cases, ("tokens", "cpu_us_token"), VERSUS, options, reporter)
 
 
 SCENARIO = Scenario(

@@ -2,7 +2,7 @@
 
 `python -m benchmarks.simulate routers` writes benchmarks/results/routing.{md,json,png}. What it
 means stands in benchmarks/results/findings.md. The engines cost what those of Dynamo's simulator
-cost (`mocker.py`), so its own reports can be set beside ours: `--peer DIRECTORY` reads them.
+cost (`mocker_costs`), so its own reports can be set beside ours: `--peer DIRECTORY` reads them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from typing import Any, Final
 
 import numpy as np
 from benchmarks.machine import RESULTS, machine
-from benchmarks.simulate import mocker
-from benchmarks.simulate.calibration import on_paper
+from benchmarks.simulate.calibration import Calibration, on_paper
 from benchmarks.simulate.cluster import Simulation
+from benchmarks.simulate.costs import StepCost
+from benchmarks.simulate.engine import Limits
 from benchmarks.simulate.metrics import Objectives
+from benchmarks.simulate.plan import Overheads
 from benchmarks.simulate.workload import of_trace
 from benchmarks.traces.generate import generate
 from benchmarks.traces.recorded import Trace
@@ -29,6 +31,37 @@ from benchmarks.traces.recorded import Trace
 from diptych.plots import looks, new_figure, save
 from diptych_protocol.router_settings import Disaggregate
 from diptych_router.choosing.policies import POLICIES
+
+LIMITS: Final = Limits(16384, 64, max_num_seqs=256, max_num_batched_tokens=8192)
+KNOTS: Final = (1, 256, 1024, 2048, 4096, 6144, 8192)
+KV_TOKEN_S: Final = 131072 / 64e9
+"""KV of an 8B model over 64 GB/s."""
+
+
+def prompt_step_s(tokens: int) -> float:
+    """Seconds of a step that computes so many tokens of prompts."""
+    return (4.209989e-07 * tokens**2 + 1.518344e-02 * tokens + 16.50142) * 1e-3
+
+
+def mocker_costs() -> Calibration:
+    """Return the step costs of the engines that NVIDIA Dynamo's router is simulated with: its
+    `mocker` has a polynomial for steps that compute prompts, and one for steps that decode
+    (ai-dynamo/dynamo, `lib/mocker/src/common/perf_model.rs`).
+
+    Its decode steps take 5.74 ms, and 54.01 ms more for each part of its KV memory in use. The
+    square of that part is left out: it is small here."""
+    capacity = LIMITS.num_blocks * LIMITS.block_size
+    return Calibration(
+        machine="the engine of Dynamo's simulator (mocker's polynomials)",
+        prefill=StepCost(tuple((knot, prompt_step_s(knot)) for knot in KNOTS), 0.0, 0.0, 0.0),
+        decode=StepCost(((1, 5.74e-3),), 0.0, 0.0, 54.01e-3 / capacity),
+        slowdown={"prefill": 1.0, "decode": 1.0},
+        overheads=Overheads(request_s=0.0, hand_off_s=1e-3, kv_token_s=KV_TOKEN_S),
+        limits=LIMITS,
+        one_machine=False,
+        errors={},
+    )
+
 
 TRACES: Final = {
     "agents": ("agents", 1500, 0.64, 3.9),
@@ -84,7 +117,7 @@ def trace_of(name: str) -> Trace:
 def simulate(case: Case) -> dict[str, Any]:
     """What users saw of one run."""
     trace = trace_of(case.trace)
-    costs = mocker.costs() if case.engines == "mocker" else on_paper()
+    costs = mocker_costs() if case.engines == "mocker" else on_paper()
     plan = replace(
         costs.plan(case.pods, case.pods, case.routers, POLICIES[case.policy]),
         disaggregate=case.disaggregate,

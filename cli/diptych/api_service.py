@@ -1,5 +1,4 @@
-"""Finds the service that a command talks to: the one that the user names, or the newest on this
-machine."""
+"""Finds the service that a command talks to: the one that is named, or the newest here."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ import httpx
 
 from diptych.errors import RunError
 from diptych.laptop import rundir
-from diptych.laptop.client import options
+from diptych.laptop.rundir import options
 
 TIMEOUT: Final = httpx.Timeout(10.0)
 

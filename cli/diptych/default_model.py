@@ -13,7 +13,7 @@ import httpx
 from diptych.known_models import DEFAULT, KNOWN, PREFERRED, KnownModel, size_text
 from diptych.models import is_here
 from diptych_frontend.model_files.fetch.download import with_deadline
-from diptych_frontend.model_files.fetch.errors import UnreachableError
+from diptych_frontend.model_files.fetch.source import UnreachableError
 from diptych_protocol.model_uri import parse_model_uri
 
 ENOUGH_MEMORY: Final = 8 << 30

@@ -15,8 +15,7 @@ from rich.table import Table
 from diptych.chat.loop import printer
 from diptych.chat.stream import TIMEOUT, ChatError, stream_chat
 from diptych.errors import RunError
-from diptych.laptop.client import options
-from diptych.laptop.rundir import RunState
+from diptych.laptop.rundir import RunState, options
 
 QUESTION = "What is the name of the capital of France?"
 """The example's model answers this question alike on every processor: each word leads by more than
@@ -52,8 +51,7 @@ class HandOff:
     transports: tuple[str, ...]
 
     def since(self, before: HandOff) -> HandOff:
-        """Return the difference to `before`, for example without the canaries that a router sends
-        at its start."""
+        """Return the difference to `before`, without the canaries of a router's start, say."""
         return HandOff(
             self.blocks - before.blocks,
             self.bytes - before.bytes,
@@ -64,8 +62,7 @@ class HandOff:
 
 
 def read_hand_off(metrics: str) -> HandOff:
-    """Sum up the metrics of the hand-off in a text exposition. Raises `ValueError` if
-    it is none."""
+    """Sum up the hand-off's metrics in a text exposition. Raises `ValueError` if it is none."""
     totals: dict[str, float] = defaultdict(float)
     transports: set[str] = set()
     for family in text_string_to_metric_families(metrics):

@@ -1,5 +1,4 @@
-"""Reads each engine's load from a router's metrics, for `diptych up` and both `top`. It performs no
-I/O."""
+"""Reads engines' load from a router's metrics, for `diptych up` and both `top`, without I/O."""
 
 from __future__ import annotations
 
@@ -91,8 +90,7 @@ def _sample(engine: str, values: Mapping[str, float]) -> Sample:
 
 
 def merged(of_routers: Sequence[Mapping[str, Sample]]) -> dict[str, Sample]:
-    """Merge what several routers report. Engines report the same to all, but one router may know of
-    more of them."""
+    """Merge what routers report: the same of each engine, but one may know of more engines."""
     known: dict[str, Sample] = {}
     for samples in of_routers:
         known = {**samples, **known}

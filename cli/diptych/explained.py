@@ -1,11 +1,9 @@
-"""Formats what routers report about requests, for `diptych why` and `kubectl diptych why`, without
-I/O."""
+"""Formats what routers report about requests, for both commands `why`, without I/O."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -14,6 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from diptych.router_admin import Told
+from diptych.watching import bare_table
 from diptych_protocol.admin import (
     AttemptReport,
     Choice,
@@ -31,36 +31,19 @@ DUTIES: Final = {
 CHOSEN: Final = ">"
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
-    """The answer of one router."""
-
-    router: str
-    """The pod's name."""
-    known: Explanation
-
-
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """The requests in the record of one router."""
-
-    router: str
-    known: RequestList
-
-
-def as_json(told: Sequence[Told] | Sequence[Listed]) -> list[dict[str, Any]]:
+def as_json(told: Sequence[Told[Any]]) -> list[dict[str, Any]]:
     """Return values for programs: one entry for each router that answered."""
     return [{"router": one.router, **msgspec.to_builtins(one.known)} for one in told]
 
 
-def listing(found: Sequence[Listed]) -> RenderableType:
+def listing(found: Sequence[Told[RequestList]]) -> RenderableType:
     """Format one line for each request, the newest first."""
     lines = [(one.router, line) for one in found for line in one.known.requests]
     if not lines:
         return Text("no request has come since the routers started")
-    table = _table("REQUEST", "TIME", "ROUTER", "PREFILL", "DECODE", "OUTCOME")
-    for column in ("PROMPT", "ANSWER", "ATTEMPTS", "FIRST TOKEN"):
-        table.add_column(column, justify="right", no_wrap=True)
+    numbers = ("PROMPT", "ANSWER", "ATTEMPTS", "FIRST TOKEN")
+    names = ("REQUEST", "TIME", "ROUTER", "PREFILL", "DECODE", "OUTCOME")
+    table = bare_table(*names, *numbers, right=numbers)
     for router, line in sorted(lines, key=lambda pair: -pair[1].unix_time):
         table.add_row(*map(escape, _cells(router, line)))
     return table
@@ -79,7 +62,7 @@ def _cells(router: str, line: RequestLine) -> Iterator[str]:
     yield _seconds(line.first_token_s)
 
 
-def explanation(found: Sequence[Told]) -> RenderableType:
+def explanation(found: Sequence[Told[Explanation]]) -> RenderableType:
     """Format all that routers have recorded under one id."""
     parts: list[RenderableType] = []
     for one in found:
@@ -88,7 +71,7 @@ def explanation(found: Sequence[Told]) -> RenderableType:
     return Group(*parts[:-1])
 
 
-def _request(told: Told, request: RequestReport) -> Iterator[RenderableType]:
+def _request(told: Told[Explanation], request: RequestReport) -> Iterator[RenderableType]:
     known = told.known
     yield Text(f"{request.request_id}  {_clock(request.unix_time)}  {told.router}", style="bold")
     yield Text(f"policy    {known.policy}, disaggregate: {known.disaggregate}")
@@ -135,10 +118,10 @@ def _candidates(choice: Choice) -> Table:
     """Candidates x terms, the cheapest first."""
     terms = list(dict.fromkeys(name for x in choice.candidates for name in x.terms))
     places = any(candidate.near for candidate in choice.candidates)
-    table = _table("", DUTIES[choice.duty].upper(), *(("PLACE",) if places else ()))
     total = "total_s" if any(name.endswith("_s") for name in terms) else "total"
-    for column in ("CACHED TOKENS", *map(_heading, (*terms, total))):
-        table.add_column(column, justify="right", no_wrap=True)
+    numbers = ["CACHED TOKENS", *map(_heading, (*terms, total))]
+    names = ("", DUTIES[choice.duty].upper(), *(("PLACE",) if places else ()))
+    table = bare_table(*names, *numbers, right=numbers)
     for candidate in choice.candidates:
         amounts = [_amount(name, candidate.terms.get(name)) for name in terms]
         table.add_row(
@@ -159,18 +142,16 @@ def _candidates(choice: Choice) -> Table:
 def _terms_alone(attempt: AttemptReport) -> RenderableType:
     if not attempt.terms:
         return Text("no cost was weighed")
-    table = _table("COST")
-    for name in attempt.terms:
-        table.add_column(_heading(name), justify="right", no_wrap=True)
+    numbers = [_heading(name) for name in attempt.terms]
+    table = bare_table("COST", *numbers, right=numbers)
     table.add_row("chosen", *(_amount(name, value) for name, value in attempt.terms.items()))
     return table
 
 
 def _came_true(attempt: AttemptReport, request: RequestReport) -> Table:
     """Predicted against real."""
-    table = _table("WHAT CAME TRUE")
-    for column in ("PREDICTED", "REAL", "REAL / PREDICTED"):
-        table.add_column(column, justify="right", no_wrap=True)
+    numbers = ("PREDICTED", "REAL", "REAL / PREDICTED")
+    table = bare_table("WHAT CAME TRUE", *numbers, right=numbers)
     for what, predicted, real in (
         ("first token", attempt.first_token_expected_s, attempt.first_token_s),
         ("hand-off", attempt.hand_off_expected_s, attempt.hand_off_s),
@@ -180,13 +161,6 @@ def _came_true(attempt: AttemptReport, request: RequestReport) -> Table:
     had = "-" if attempt.cached_tokens is None else str(attempt.cached_tokens)
     expected = str(round(request.prompt_tokens - attempt.to_compute)) if attempt.terms else "-"
     table.add_row("tokens of the prompt in cache", expected, had, "-")
-    return table
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column, no_wrap=True)
     return table
 
 

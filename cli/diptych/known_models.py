@@ -17,8 +17,7 @@ from diptych_protocol.model_uri import parse_model_uri
 DEFAULT: Final = "smollm2:135m"
 """The default model, which is that of examples/smollm2.yaml."""
 PREFERRED: Final = "qwen3:0.6b"
-"""What `diptych up` serves instead where that costs nobody a surprise: its answers are worth
-reading."""
+"""What `diptych up` serves instead where that surprises nobody: its answers are worth reading."""
 APACHE: Final = "Apache-2.0"
 
 
@@ -47,8 +46,7 @@ class KnownModel:
 
     def manifest(self) -> dict[str, Any]:
         """Return its InferenceService, with one engine in each pool. The defaults have two decode
-        engines, so that one can be killed in a trial. The table's name is the model's name for
-        clients."""
+        engines: one can be killed in a trial. Clients know it by its name here."""
         pins = {"revision": self.revision, "sha256": self.sha256}
         written: dict[str, Any] = {field: pin for field, pin in pins.items() if pin}
         if self.sampling:
@@ -166,8 +164,7 @@ def size_text(size_bytes: int) -> str:
 
 
 def nearest(name: str, names: Iterable[str] = tuple(KNOWN)) -> list[str]:
-    """Return names that the user may have meant: the one with the most similar spelling, and those
-    of its family."""
+    """Return names that may have been meant: the most similar one, and those of its family."""
     wanted = name.casefold()
     family = wanted.partition(":")[0]
     alike = difflib.get_close_matches(wanted, names, n=1)

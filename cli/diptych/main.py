@@ -1,5 +1,4 @@
-"""The `diptych` command. Each command imports what it needs when it runs, so that `--help` is
-instant."""
+"""The `diptych` command. Commands import what they need when they run: `--help` is instant."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-import msgspec
 from click.shell_completion import get_completion_class
 from rich.console import Console
 
@@ -19,7 +17,7 @@ from diptych.doctor.command import doctor
 from diptych.request_trace import trace
 from diptych.service_argument import service_argument, service_or_none
 from diptych.top import top
-from diptych.watching import console_for_tables
+from diptych.watching import console_for_tables, print_json
 
 if TYPE_CHECKING:
     from diptych.known_models import Source
@@ -182,7 +180,7 @@ def render(source: Source, output: str) -> None:
         click.echo(to_yaml(objects), nl=False)
         return
     listing = {"apiVersion": "v1", "kind": "List", "items": objects}
-    click.echo(msgspec.json.format(msgspec.json.encode(listing), indent=2))
+    print_json(listing)
 
 
 @main.command()
@@ -205,7 +203,7 @@ def models(as_json: bool) -> None:
     rows, choice = view.listed(cache), default_choice(cache, sys.stderr)
     if as_json:
         shown = view.as_json(rows, choice.model)
-        click.echo(msgspec.json.format(msgspec.json.encode(shown), indent=2))
+        print_json(shown)
     else:
         console_for_tables().print(view.table(rows, choice.model))
         click.echo(f"`diptych up` without a name: {choice}", err=True)
@@ -268,7 +266,7 @@ def why(request_id: str | None, limit: int, as_json: bool) -> None:
     for problem in problems:
         click.echo(problem, err=True)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(answers), indent=2))
+        print_json(answers)
     else:
         console_for_tables().print(picture)
 

@@ -10,9 +10,9 @@ import yaml
 from diptych.errors import BadInputError
 from diptych.known_models import KnownModel, Source
 from diptych_frontend.installation import this_installation
-from diptych_frontend.model_files.fetch.errors import URI
+from diptych_frontend.model_files.fetch.source import URI
 from diptych_frontend.model_files.model_source import resolve_model
-from diptych_operator.api.errors import SpecError
+from diptych_operator.api.base import SpecError
 from diptych_operator.api.parse import ServiceFile, parse_file
 from diptych_operator.api.service import InferenceService
 from diptych_operator.new_secrets import new_secrets
@@ -22,8 +22,7 @@ from diptych_protocol.model_uri import parse_model_uri
 
 
 def load(source: Source) -> ServiceFile:
-    """Load a YAML file, or the service of a known model. Raises `BadInputError` naming file and
-    field."""
+    """Load a YAML file, or a known model's service. Raises `BadInputError`, naming the field."""
     try:
         return parse_file(_text(source))
     except SpecError as exc:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from diptych.known_models import KNOWN, KnownModel, size_text
 from diptych.manifest import in_package
+from diptych.watching import bare_table
 from diptych_frontend.model_files.fetch import is_cached
 
 
@@ -36,9 +37,7 @@ def is_here(model: KnownModel, cache: Path) -> bool:
 
 def table(rows: Iterable[Listed], default: KnownModel) -> Table:
     """Format one line for each model."""
-    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("NAME", "SIZE", "HERE", "LICENSE", "WHERE"):
-        shown.add_column(column, no_wrap=True, justify="right" if column == "SIZE" else "left")
+    shown = bare_table("NAME", "SIZE", "HERE", "LICENSE", "WHERE", right=("SIZE",))
     for row in rows:
         model = row.model
         name = f"{model.name} (default)" if model == default else model.name

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-import msgspec
 
 if TYPE_CHECKING:
-    from diptych.explained import Told
+    from diptych.router_admin import Told
     from diptych_frontend.timeline.lanes import Timeline
+    from diptych_protocol.admin import Explanation
 
 svg_option = click.option(
     "--svg",
@@ -45,20 +45,21 @@ def trace(request_id: str, svg: Path | None, as_json: bool) -> None:
     show_timelines(told, svg, as_json=as_json)
 
 
-def show_timelines(told: Sequence[Told], svg: Path | None, *, as_json: bool) -> None:
+def show_timelines(told: Sequence[Told[Explanation]], svg: Path | None, *, as_json: bool) -> None:
     """Print the timelines from routers' answers, and draw them if a file is given. Raises
     `RunError` if it cannot be written."""
     from rich.console import Console, Group
     from rich.text import Text
 
     from diptych.timeline_text import drawn
+    from diptych.watching import print_json
     from diptych_frontend.timeline.lanes import timeline
 
     found = [timeline(request) for one in told for request in one.known.requests]
     if svg is not None:
         _draw(svg, found)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(found), indent=2))
+        print_json(found)
     elif svg is None:
         console = Console()
         parts = [part for one in found for part in (drawn(one, console.width), Text())]

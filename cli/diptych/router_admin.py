@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Final, TypeVar
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -15,6 +16,15 @@ LIST_PATH: Final = "/admin/requests"
 T = TypeVar("T")
 Get = Callable[[str], tuple[int, bytes]]
 """A function from a path to the status and the body of a router's answer. Raises `RouterError`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told(Generic[T]):
+    """The answer of one router."""
+
+    router: str
+    """The pod's name."""
+    known: T
 
 
 class RouterError(Exception):
@@ -39,20 +49,19 @@ def path_of(request_id: str) -> str:
 
 def ask_all(
     routers: Iterable[tuple[str, Get]], path: str, kind: type[T]
-) -> tuple[list[tuple[str, T]], list[str]]:
-    """Return the answers by the routers' names, and an error for each router that did not answer.
+) -> tuple[list[Told[T]], list[str]]:
+    """Return the answers, and an error for each router that did not answer.
 
-    Raises `UnknownRequestError` if all that answer know nothing of it, `RouterError` if none
-    answers.
+    Raises `UnknownRequestError` if none of them knows it, `RouterError` if none answers.
     """
-    found: list[tuple[str, T]] = []
+    found: list[Told[T]] = []
     problems: list[str] = []
     unknown: str = ""
     for name, get in routers:
         try:
             status, body = get(path)
             if status == 200:
-                found.append((name, msgspec.json.decode(body, type=kind)))
+                found.append(Told(name, msgspec.json.decode(body, type=kind)))
             elif status == 404:
                 unknown = _message(body)
             else:

@@ -1,4 +1,5 @@
-"""The argument of `up`, `demo` and `render`: a service's file, or the name of a known model."""
+"""How commands are told of a service: `up`, `demo` and `render` by its file or the name of a known
+model, those that talk to an API by its model and key."""
 
 from __future__ import annotations
 
@@ -69,3 +70,18 @@ def _unknown(name: str) -> str:
         "and any other model is served from a file that names it, such as those in "
         f"{own_file('examples')}"
     )
+
+
+def api_options(command: Any) -> Any:
+    """Decorates a command that takes `model` and `api_key`; see `find_service`."""
+    for option in (
+        click.option(
+            "--api-key",
+            envvar="OPENAI_API_KEY",
+            show_envvar=True,
+            help="For an API elsewhere; a service on this machine has its own.",
+        ),
+        click.option("--model", help="Model name; left out, the first one the API lists."),
+    ):
+        command = option(command)
+    return command

@@ -1,5 +1,4 @@
-"""The entry points of the console scripts. If the extra with their packages is missing, they say
-so."""
+"""The entry points of the console scripts, which say which extra is missing, if one is."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
-from diptych.laptop.client import read_metrics
-from diptych.laptop.rundir import PodState, RunState
+from diptych.laptop.rundir import PodState, RunState, read_metrics
 
 
 def with_facts(state: RunState) -> RunState:
@@ -52,8 +51,7 @@ def read_cpus(metrics: str) -> dict[str, str]:
 
 
 def read_health(metrics: str) -> dict[str, str]:
-    """Return the router's judgement of each engine, by name. Raises `ValueError` as `read_cpus`
-    does."""
+    """Return the router's judgement of each engine, by name. Raises as `read_cpus` does."""
     found: dict[str, str] = {}
     for family in text_string_to_metric_families(metrics):
         for sample in family.samples:

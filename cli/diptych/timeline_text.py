@@ -1,5 +1,4 @@
-"""Draws a request's timeline for a terminal: bars for each lane, and a list of events. It performs
-no I/O."""
+"""Draws a request's timeline for a terminal, and a list of events, without I/O."""
 
 from __future__ import annotations
 
@@ -10,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from diptych.watching import bare_table
 from diptych_frontend.timeline.lanes import MEANINGS, Kind, Lane, Timeline
 from diptych_frontend.timeline.picture import milliseconds
 
@@ -51,8 +51,7 @@ def drawn(timeline: Timeline, columns: int) -> RenderableType:
 
 
 def _bars(lane: Lane, seconds: float, room: int) -> Text:
-    """Each column shows what took most of it; a bar that is too short for one gets one if it is
-    free."""
+    """Each column shows what took most of it, or a bar too short for one if it is free."""
     letters: list[tuple[str, str]] = [(" ", "")] * room
     scale = room / max(seconds, 1e-6)
     for bar in lane.bars:
@@ -65,11 +64,7 @@ def _bars(lane: Lane, seconds: float, room: int) -> Text:
 
 
 def _events(timeline: Timeline) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("AT", justify="right", no_wrap=True)
-    table.add_column("TOOK", justify="right", no_wrap=True)
-    table.add_column("WHERE", no_wrap=True)
-    table.add_column("WHAT")
+    table = bare_table("AT", "TOOK", "WHERE", "WHAT", right=("AT", "TOOK"), wrap=("WHAT",))
     for at_s, took_s, where, what, style in sorted(_rows(timeline), key=lambda row: row[0]):
         took = "" if took_s is None else milliseconds(took_s)
         table.add_row(milliseconds(at_s), took, Text(where), Text(what), style=style)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import click
-import msgspec
 
 from diptych.defaults import TOP_INTERVAL_S
 
@@ -37,12 +36,12 @@ def top(name: str | None, interval: float, watch: bool, as_json: bool) -> None:
       diptych top smollm2 --json | jq '[.[].running] | add'
     """
     from diptych import engine_load
-    from diptych.watching import loads_over, show
+    from diptych.watching import loads_over, print_json, show
 
     look = loads_over(interval, lambda: read_engines(name))
     if as_json:
         shown = engine_load.as_json(look())
-        click.echo(msgspec.json.format(msgspec.json.encode(shown), indent=2))
+        print_json(shown)
         return
     show(lambda: engine_load.table(look()), watch, pause_s=0.0)
 
@@ -53,8 +52,7 @@ def read_engines(name: str | None) -> Mapping[str, Sample]:
 
     from diptych.engine_load import items_of, read_samples
     from diptych.errors import RunError
-    from diptych.laptop.client import read_metrics
-    from diptych.laptop.rundir import find
+    from diptych.laptop.rundir import find, read_metrics
 
     state = find(name)
     try:

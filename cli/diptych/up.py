@@ -30,9 +30,9 @@ from diptych.laptop.pods import (
     port_runs,
 )
 from diptych.laptop.ports import free_ports, is_free
+from diptych.laptop.programs import connector_packages
 from diptych.laptop.rundir import PodState, RunDirectory, RunState
 from diptych.laptop.supervisor import CrashLoopError, RunningPod, Supervisor
-from diptych.laptop.vllm_packages import connector_packages
 from diptych.manifest import check_model, rendered
 from diptych_frontend.openai.server import Site, listen, serve_aside
 from diptych_frontend.processors import usable_processors
@@ -47,8 +47,7 @@ CONTROL_FILE = "page-control.json"
 """The file in the run directory that contains the address of the kill switch."""
 
 WhileReady = Callable[[RunState], Awaitable[None]]
-"""What to do once the service is ready. `up` ends when it returns, and cancels it in order to end
-early."""
+"""What to do once the service is ready. `up` ends when it returns, or cancels it to end early."""
 
 
 async def up(

@@ -1,12 +1,15 @@
-"""Shows tables once or repeatedly until Ctrl-C, and measures loads over an interval."""
+"""How commands show tables and values, once or until Ctrl-C, and measure loads over an interval."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Final, NoReturn
+from collections.abc import Callable, Container, Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 
+import click
+import msgspec
 from rich.console import Console, RenderableType
+from rich.table import Table
 
 if TYPE_CHECKING:
     from diptych.engine_load import Load, Sample
@@ -24,11 +27,23 @@ def console_for_tables() -> Console:
     return console if console.is_terminal else Console(width=PIPE_COLUMNS)
 
 
+def print_json(value: Any) -> None:
+    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
+
+
+def bare_table(*columns: str, right: Container[str] = (), wrap: Container[str] = ()) -> Table:
+    """Return a table without lines, in which only the columns of `wrap` take several lines."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in columns:
+        side: Literal["left", "right"] = "right" if name in right else "left"
+        table.add_column(name, no_wrap=name not in wrap, justify=side)
+    return table
+
+
 def loads_over(
     interval_s: float, read: Callable[[], Mapping[str, Sample]]
 ) -> Callable[[], list[Load]]:
-    """Take samples now. Each call of the result waits for the interval and returns the loads since
-    the last samples."""
+    """Take samples now. Each call of the result waits, and returns the loads since the last."""
     from diptych.engine_load import loads
 
     before, seen_at = read(), time.monotonic()
@@ -47,8 +62,7 @@ def loads_over(
 def show(
     picture: Callable[[], RenderableType], watch: bool, pause_s: float = WATCH_INTERVAL_S
 ) -> None:
-    """Print a table once, or update it repeatedly on a terminal; elsewhere print it again each
-    time."""
+    """Print a table once, or again and again: in its place on a terminal."""
     console = console_for_tables()
     if not watch:
         console.print(picture())

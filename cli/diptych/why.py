@@ -11,7 +11,6 @@ from typing import Final, TypeVar
 import httpx
 
 from diptych.errors import RunError
-from diptych.explained import Listed, Told
 from diptych.laptop import rundir
 from diptych.laptop.pods import LOOPBACK
 from diptych.laptop.rundir import RunState
@@ -19,6 +18,7 @@ from diptych.router_admin import (
     LIST_PATH,
     Get,
     RouterError,
+    Told,
     UnknownRequestError,
     ask_all,
     path_of,
@@ -29,24 +29,21 @@ TIMEOUT_S: Final = 10.0
 T = TypeVar("T")
 
 
-def explain(request_id: str) -> tuple[list[Told], list[str]]:
-    """Return what the routers of all services here report about a request, and the errors of
-    others.
+def explain(request_id: str) -> tuple[list[Told[Explanation]], list[str]]:
+    """Return what all routers here report about a request, and the errors of others.
 
     Raises `RunError` if none knows it or none can be asked.
     """
-    answers, problems = _ask(path_of(request_id), Explanation)
-    return [Told(router, known) for router, known in answers], problems
+    return _ask(path_of(request_id), Explanation)
 
 
-def recent(limit: int) -> tuple[list[Listed], list[str]]:
-    """Return the newest requests of each router here, and the errors of others.
-    Raises `RunError`."""
-    answers, problems = _ask(f"{LIST_PATH}?limit={limit}", RequestList)
-    return [Listed(router, known) for router, known in answers], problems
+def recent(limit: int) -> tuple[list[Told[RequestList]], list[str]]:
+    """Return the newest requests of each router here, and the errors of others. Raises
+    `RunError`."""
+    return _ask(f"{LIST_PATH}?limit={limit}", RequestList)
 
 
-def _ask(path: str, kind: type[T]) -> tuple[list[tuple[str, T]], list[str]]:
+def _ask(path: str, kind: type[T]) -> tuple[list[Told[T]], list[str]]:
     states = rundir.running()
     if not states:
         raise RunError("no service runs here; start one with `diptych up`")

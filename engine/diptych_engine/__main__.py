@@ -24,8 +24,6 @@ from starlette.routing import Route
 
 from diptych_frontend.admin.calls import build_admin_app, report, seconds_of
 from diptych_frontend.admin.control import ControlRoutes
-from diptych_frontend.admin.lora import LoraRoutes
-from diptych_frontend.admin.scale import ScaleRoutes
 from diptych_frontend.admin.weights import WeightRoutes
 from diptych_frontend.app import build_app, build_probe_app
 from diptych_frontend.core_client.async_llm import AsyncLLM
@@ -105,9 +103,7 @@ async def run(args: argparse.Namespace) -> None:
         routes = [
             *admin.routes(),
             *ControlRoutes(engine).routes(),
-            *LoraRoutes(engine).routes(),
             *WeightRoutes(engine).routes(),
-            *ScaleRoutes(engine).routes(),
         ]
         sites.append(Site(build_admin_app(args.keys, routes), admin_listener))
 

@@ -16,10 +16,10 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from diptych_frontend.anthropic.answers import ANTHROPIC
 from diptych_frontend.anthropic.api_types import CountTokensRequest
-from diptych_frontend.anthropic.errors import ANTHROPIC
 from diptych_frontend.anthropic.routes import MessagesApi, TokenCount, counted_prompt
-from diptych_frontend.api_docs.routes import docs_routes
+from diptych_frontend.api_docs.page import docs_routes
 from diptych_frontend.batches_api.in_process import AskedByBatch
 from diptych_frontend.batches_api.routes import FILES_PATH, BatchRoutes
 from diptych_frontend.batches_api.service import BatchService
@@ -83,7 +83,7 @@ def accepted(engine: EngineClient) -> EngineClient:
     """
     if isinstance(engine, EngineClient) and not any(_foreign(engine, name) for name in OURS):
         return engine
-    return cast(EngineClient, _DocumentedEngine(engine))
+    return cast("EngineClient", _DocumentedEngine(engine))
 
 
 class _DocumentedEngine:

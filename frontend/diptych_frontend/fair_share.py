@@ -35,8 +35,7 @@ class FairShare:
     """The accounts of all tenants. The code that serves a token adds to `Account.served`."""
 
     def __init__(self, credit: float) -> None:
-        """credit: how many tokens a tenant who begins to wait may be behind those who
-        already wait."""
+        """credit: how many tokens a tenant may be behind the others when it begins to wait."""
         self.credit = credit
         self._active: dict[str, Account] = {}
         """Those with open requests."""

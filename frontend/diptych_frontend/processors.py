@@ -1,9 +1,7 @@
-"""How many processors this process may use: those that it is bound to, limited by its container's
-quota.
+"""How many processors this process may use: its binding, limited by its container's quota.
 
 A control group's quota is no binding: a container with a limit of four processors on a node with 64
-sees 64. More threads than the quota do not run more; all of them are stopped together once it is
-used up.
+sees 64. More threads than the quota do not run more: all are stopped together once it is used up.
 """
 
 from __future__ import annotations
@@ -41,8 +39,7 @@ def own_groups(own: str, root: Path, controller: str) -> Iterator[Path]:
     """Return the folders of all groups whose limits apply to this process, from its own group up.
 
     `own` and `root` are as in `quota`; `controller` is version 1's name of the limited resource.
-    Files of version 1 and of version 2 have different names, and each folder has those of one
-    version.
+    Files of versions 1 and 2 have different names; a folder has those of one.
     """
     for line in own.splitlines():
         _, controllers, path = line.split(":", 2)

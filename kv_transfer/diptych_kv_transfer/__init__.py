@@ -1,5 +1,4 @@
-"""The hand-off: KV blocks of finished prefills are lent to decode engines over UCX. The code calls
-this part the hinge."""
+"""The hinge: KV blocks of finished prefills are lent to decode engines over UCX."""
 
 from diptych_kv_transfer.connector import KVConnector, open_connector
 from diptych_kv_transfer.signing.references import UnprovenReferenceError

@@ -1,5 +1,4 @@
-"""KVConnector: the interface through which an engine core uses the hinge, that is,
-hands KV over."""
+"""KVConnector: the interface through which an engine core hands KV over, by the hinge."""
 
 from __future__ import annotations
 
@@ -98,8 +97,7 @@ def open_connector(
 def start_hinge(
     config: KVTransferConfig, me: Hello, kv_memory: Sequence[Shard], key: HingeKey
 ) -> HingeThread:
-    """Listen, and start the hinge of the engine `me`, whose host names are already replaced by
-    addresses.
+    """Listen, and start the hinge of the engine `me`, whose hosts are addresses already.
 
     Raises what `open_connector` raises for an address or a memory.
     """
@@ -271,13 +269,11 @@ class KVConnector:
         self._references.check_use(params, digest_of(token_ids, cache_salt))
 
     def prove(self, params: KVTransferParams) -> None:
-        """Raise `UnprovenReferenceError` if any field of the reference was edited. The tokens are
-        not compared."""
+        """Raise `UnprovenReferenceError` if a field was edited. Tokens are not compared."""
         self._references.check(params)
 
     def take(self, params: KVTransferParams) -> None:
-        """Record that a request has arrived with a checked reference. No other
-        request may use it."""
+        """Record that a checked reference has come, which no other request may use."""
         self._references.take(params)
 
     def is_taken(self, params: KVTransferParams) -> bool:
@@ -296,8 +292,7 @@ class KVConnector:
         self._driver.tell(lambda hinge, _now: hinge.loads.reach(address))
 
     def hold(self, request_id: str, params: KVTransferParams) -> None:
-        """Connect to the prefill engine and keep the lease alive while a request with a hand-off
-        queues."""
+        """Connect to prefill and keep the lease alive while the request queues."""
         self._references.check(params)
         lease = lease_of(params, self._lease_seconds)
         self._driver.tell(lambda hinge, now: hinge.loads.hold(request_id, lease, now))
@@ -364,8 +359,7 @@ class KVConnector:
         self._driver.tell(lambda hinge, now: hinge.loads.adopt(request_id, now))
 
     def cancel_load(self, request_id: str) -> None:
-        """Give up a held or started load, and tell the prefill engine. The lease of an early load
-        stays.
+        """Give up a held or started load, and tell the prefill engine. An early one's lease stays.
 
         A started load still ends in LoadEnded, unless it was reported already.
         """

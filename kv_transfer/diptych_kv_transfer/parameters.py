@@ -1,5 +1,4 @@
-"""Describes an engine and its leases in `kv_transfer_params`, and reads such descriptions. It
-performs no I/O."""
+"""Describes engines and leases in `kv_transfer_params`, and reads that, without I/O."""
 
 from __future__ import annotations
 

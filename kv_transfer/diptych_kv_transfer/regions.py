@@ -18,8 +18,7 @@ class Regions:
     from several threads.
 
     The transport reads and writes blocks in place if it reaches that memory. Other blocks are
-    copied to the host before they are sent, and received blocks for them are staged until they are
-    valid.
+    copied to the host to be sent, and received ones are staged until they are valid.
     """
 
     def __init__(

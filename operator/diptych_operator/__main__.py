@@ -29,8 +29,7 @@ from diptych_operator.kube.liveness import WatchLiveness
 from diptych_operator.kube.rivals import Rivals
 from diptych_operator.kube.watch import Indexed, ServiceKey, registry, settings, watched_paths
 from diptych_operator.kube.work_queue import WorkQueue
-from diptych_operator.metrics import OperatorMetrics
-from diptych_operator.probes import serve_probes
+from diptych_operator.metrics import OperatorMetrics, serve_probes
 from diptych_operator.reconcile import Reconciler
 from diptych_operator.routers import Routers
 from diptych_protocol import DiptychError
@@ -94,8 +93,7 @@ class Leader:
         return self._queue.standstill_s() if self._queue else 0.0
 
     async def operate(self) -> None:
-        """Serve until `stop` is set. When this method ends, the process ends. Raises
-        `DiptychError`."""
+        """Serve until `stop` is set; the process ends with it. Raises `DiptychError`."""
         if (cluster := await self._cluster_with_crd()) is None:
             return
         log.info("leading as %s on %s", self._args.identity, cluster)

@@ -19,15 +19,13 @@ from typing import Final
 from diptych_protocol.admin import RECENT_S, RouterReport
 
 SETTLING_S: Final = 2 * RECENT_S
-"""Time after adding pods until most answers that began before have ended, and no longer count as
-recent."""
+"""Time after adding pods until most answers that began before no longer count as recent."""
 FEWEST_NOT_KEPT: Final = 3
 """With fewer misses than this, chance may be the cause."""
 TRIED_PART: Final = 0.2
 """Share of the pods that is removed at a time; at least one pod."""
 SAFE_PART: Final = 0.9
-"""Fewer pods are tried up to this share of the requests/s per pod that were too many, because rates
-fluctuate."""
+"""Fewer pods are tried up to this share of the rate per pod that was too much: rates fluctuate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +51,7 @@ class Overload:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What the autoscaler has learned about a pool. If it is lost, the pool may try too few pods
-    once more."""
+    """What was learned about a pool. If it is lost, the pool may try too few pods again."""
 
     ready: int = 0
     since: float = 0.0

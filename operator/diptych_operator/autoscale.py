@@ -60,8 +60,7 @@ Recent = tuple[Recommendation, ...]
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The state that one decision passes to the next. If it is lost, nothing shrinks
-    for a while."""
+    """What one decision passes to the next. If it is lost, nothing shrinks for a while."""
 
     prefill: Recent = ()
     decode: Recent = ()
@@ -91,8 +90,7 @@ def autoscale(
     block_size: int,
     unreachable_routers: int = 0,
 ) -> Scaling:
-    """Return the pods that both pools should have now. A pool without autoscaling keeps its
-    `replicas`.
+    """Return the pods of both pools now. A pool without autoscaling keeps its `replicas`.
 
     `prefill`: None if the engines of decode compute prompts too. `wanted`: the current target size
     of the service. `ready`: ready pods by the kubelet, of all revisions; if no router lists one of

@@ -1,5 +1,4 @@
-"""Carries out a plan: applies, scales and deletes objects, in an order that adds capacity before it
-removes any."""
+"""Carries out a plan: applies, scales and deletes objects, and adds capacity first."""
 
 from __future__ import annotations
 
@@ -106,8 +105,7 @@ class Executor:
                     await self._children.scale(raw, wanted)
 
     async def _name_the_idlest(self, snapshot: ServiceSnapshot, step: Step) -> None:
-        """Before a pool shrinks, mark its pods with their open work, so that the idlest pod goes
-        first."""
+        """Before a pool shrinks, mark its pods with their open work: the idlest goes first."""
         shrinking = {
             (name, role)
             for name, counts in step.replicas.items()

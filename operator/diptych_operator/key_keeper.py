@@ -81,8 +81,7 @@ class KeyKeeper:
         return token
 
     async def token(self, service: InferenceService, keys: str) -> str | None:
-        """Return the admin token of a key set; None if it does not exist. Raises as
-        `ensure` does."""
+        """Return a key set's admin token; None if there is none. Raises as `ensure` does."""
         gone = not keys or _id(service, keys) in self._removed
         return None if gone else await self._read(service, keys)
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from diptych_operator.api.errors import SpecError
+from diptych_operator.api.base import SpecError
 from diptych_operator.api.images import Images
 from diptych_operator.api.limits import Allowed, check_limits
 from diptych_operator.api.parse import parse_object

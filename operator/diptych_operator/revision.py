@@ -74,8 +74,7 @@ def _decided(engine: Engine) -> dict[str, object]:
 
 
 def key_set(service: InferenceService) -> str:
-    """Return the name of the keys that the service asks for. A new value of the rotation annotation
-    gives a new name."""
+    """Return the name of the service's keys. A new rotation annotation gives a new name."""
     return _digest(service.metadata.annotations.get(ROTATE_ANNOTATION, ""))
 
 

@@ -1,5 +1,4 @@
-"""Pools that an external autoscaler sizes: one PoolScaler each, for `kubectl scale`, an HPA or
-KEDA.
+"""Pools that others size: one PoolScaler each, for `kubectl scale`, an HPA or KEDA.
 
 The spec of a PoolScaler belongs to the autoscaler. The operator creates the object with the pool's
 present size. After that it has neither code nor right to write the spec.
@@ -127,8 +126,7 @@ class PoolScalers:
         self._cluster = cluster
 
     async def keep(self, snapshot: ServiceSnapshot, aim: Counts) -> Problem | None:
-        """Make sure that each pool that is scaled from outside has one, at first with the pool's
-        `aim`.
+        """Make sure that each pool scaled from outside has one, at first with its `aim`.
 
         Returns the problems that the user has to solve; raises other `ApiError`s.
         """

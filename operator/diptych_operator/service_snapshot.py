@@ -1,5 +1,4 @@
-"""One service at the beginning of a pass: its spec, and the reports of the cluster
-and the routers."""
+"""One service at the beginning of a pass: its spec, and reports of cluster and routers."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ class ServiceSnapshot:
 
     @property
     def aim(self) -> Counts:
-        """The size that both pools had until now. At the start, or after scaling to zero, that of
-        the spec.
+        """The size of both pools until now; at the start, or after scaling to zero, the spec's.
 
         Nothing in either pool counts as a size only where idle pools may be scaled to zero.
         """

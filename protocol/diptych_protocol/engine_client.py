@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypedDict, TypeVar, Unpack, get_args, get_type_hints
+from inspect import Parameter
+from operator import attrgetter
+from typing import Any, Final, Protocol, TypedDict, TypeVar, Unpack, get_args, get_type_hints
 
 from diptych_protocol.arrays import Array
 from diptych_protocol.config import EngineConfig, RouterConfig
@@ -69,65 +71,99 @@ EngineInput = TokensPrompt | EmbedsPrompt
 
 
 class OurOptions(TypedDict, total=False):
-    """The options of a request that vLLM's documents do not have.
-
-    Each is a field of `EngineCoreRequest`, under the same name: that is all that an option needs
-    to reach an engine core from any client.
-    """
+    """The options of a request that vLLM's documents do not have."""
 
     tenant: str
     """Whose request it is: engines are fair to tenants."""
 
 
-class FurtherOptions(OurOptions, total=False):
-    """The options that follow the documented parameters of `add_request`, with the same rule."""
+class PromptOptions(OurOptions, total=False):
+    """What a caller may say of a request beside its prompt and its parameters, whether an answer or
+    a vector is wanted. One that is left out has the empty value of its type.
 
+    An option that is a field of `EngineCoreRequest` under the same name reaches an engine core from
+    any client, and needs nothing else for that.
+    """
+
+    lora_request: LoRARequest | None
+    tokenization_kwargs: dict[str, Any] | None
+    trace_headers: Mapping[str, str] | None
+    priority: int
     reasoning_ended: bool | None
     """True: no reasoning is to come, so that the form of `structured_outputs` holds from the first
     token on. False: the prompt has begun it. None: the prompt's end, or else the output, shows."""
+
+
+class OneCoreOptions(PromptOptions, total=False):
+    """What a client with one engine core may say of any request."""
+
+    prompt_text: str | None
+    """The text of a prompt that has none of its own."""
     reasoning_parser_kwargs: dict[str, Any] | None
     """`{"chat_template_kwargs": {...}}`: what the template was given, of which `enable_thinking:
     false` says that no reasoning is to come. The text of a request with these keeps the markers of
     reasoning that are special tokens."""
 
 
-class RequestOptions(FurtherOptions, total=False):
-    """What a caller may say of a request beside its prompt and its parameters: each is a keyword of
-    `EngineClient.generate`. One that is left out has the empty value of its type."""
+class RequestOptions(OneCoreOptions, total=False):
+    """The keywords of `EngineClient.generate`."""
 
-    prompt_text: str | None
-    """The text of a prompt that has none of its own."""
-    lora_request: LoRARequest | None
-    tokenization_kwargs: dict[str, Any] | None
-    trace_headers: Mapping[str, str] | None
-    priority: int
     data_parallel_rank: int | None
     """The engine core that is to compute it; None: any."""
 
 
+ENCODE_ORDER: Final = (
+    "lora_request", "trace_headers", "priority", "tokenization_kwargs", "reasoning_ended",
+)  # fmt: skip
+"""The options that callers of `encode` may give by position."""
+ADD_ORDER: Final = (
+    "lora_request", "tokenization_kwargs", "trace_headers", "priority", "data_parallel_rank",
+    "prompt_text",
+)  # fmt: skip
+"""The same of `AsyncLLM.add_request`, after its time of arrival."""
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def spelled_out(options: type) -> Callable[[F], F]:
-    """Let the signature of a method that takes `**options` show each of them, with its default."""
+def spelled_out(options: type, order: Sequence[str] = ()) -> Callable[[F], F]:
+    """Let the signature of a method that takes `**options` show each of them, with its default.
+
+    order: those that it also takes by position, as `*documented`; it calls `by_name`.
+    """
+    hints = get_type_hints(options)
     added = [
-        inspect.Parameter(
+        Parameter(
             name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None if type(None) in get_args(hint) else hint(),
-            annotation=hint,
+            Parameter.POSITIONAL_OR_KEYWORD if name in order else Parameter.KEYWORD_ONLY,
+            default=None if type(None) in get_args(hints[name]) else hints[name](),
+            annotation=hints[name],
         )
-        for name, hint in get_type_hints(options).items()
+        for name in dict.fromkeys((*order, *hints))
     ]
 
     def spell(method: F) -> F:
         shown: Any = method
         signature = inspect.signature(method)
-        *own, _ = signature.parameters.values()
-        shown.__signature__ = signature.replace(parameters=[*own, *added])
+        known = (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+        own = [each for each in signature.parameters.values() if each.kind in known]
+        parameters = sorted([*own, *added], key=attrgetter("kind"))
+        shown.__signature__ = signature.replace(parameters=parameters)
         return method
 
     return spell
+
+
+def by_name(order: Sequence[str], documented: Sequence[Any], options: Any) -> Any:
+    """Return a caller's options, including those that were given by position, in this order.
+
+    Raises `TypeError` for too many, and for one that was given twice.
+    """
+    if len(documented) > len(order):
+        raise TypeError(f"{len(documented)} options by position, but there are {len(order)}")
+    named = dict(zip(order, documented, strict=False))
+    if twice := named.keys() & options.keys():
+        raise TypeError(f"{', '.join(sorted(twice))} given by position and by name")
+    return {**named, **options}
 
 
 class Renderer(Protocol):

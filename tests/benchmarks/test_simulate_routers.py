@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks.simulate import mocker, routers
+from benchmarks.simulate import routers
 from benchmarks.simulate.routers import Case
 
 
@@ -53,6 +53,6 @@ def test_a_peers_reports_are_read(tmp_path: Path) -> None:
 
 
 def test_the_costs_of_the_peers_engines_are_its_polynomial() -> None:
-    cost = mocker.costs().prefill
+    cost = routers.mocker_costs().prefill
     for tokens in (1, 300, 5000, 8192):
-        assert cost._linear(tokens) == pytest.approx(mocker.prompt_step_s(tokens), rel=0.02)
+        assert cost._linear(tokens) == pytest.approx(routers.prompt_step_s(tokens), rel=0.02)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from diptych.errors import BadInputError
-from diptych.laptop import client
+from diptych.laptop import rundir as client
 from diptych.laptop.api_access import ApiAccess
 from diptych.laptop.pods import LOOPBACK, local_pods, port_runs
 from diptych.laptop.rundir import RunDirectory, RunState

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from rich.console import Console, RenderableType
 
-from diptych.explained import Listed, Told, as_json, explanation, listing
-from diptych.router_admin import Get, RouterError, UnknownRequestError, ask_all, path_of
+from diptych.explained import as_json, explanation, listing
+from diptych.router_admin import Get, RouterError, Told, UnknownRequestError, ask_all, path_of
 from diptych_protocol.admin import (
     AttemptReport,
     Candidate,
@@ -52,7 +52,7 @@ def request(*attempts: AttemptReport, **facts: Any) -> RequestReport:
     return RequestReport(**{**known, **facts, "attempts": list(attempts)})
 
 
-def told(*requests: RequestReport) -> Told:
+def told(*requests: RequestReport) -> Told[Explanation]:
     known = Explanation(policy="prefix_aware", disaggregate="auto", requests=list(requests))
     return Told("svc-router-0", known)
 
@@ -170,7 +170,7 @@ def line(name: str, at: float, **facts: Any) -> RequestLine:
 
 def test_requests_of_several_routers_are_listed_by_time() -> None:
     found = [
-        Listed(router, RequestList(requests=lines, num_remembered=len(lines), most_remembered=4096))
+        Told(router, RequestList(requests=lines, num_remembered=len(lines), most_remembered=4096))
         for router, lines in (
             ("r0", [line("c", 3.0, outcome="", first_token_s=None), line("a", 1.0)]),
             ("r1", [line("b", 2.0, prefill="")]),
@@ -205,7 +205,7 @@ def test_whoever_knows_it_answers_and_the_others_problems_are_told() -> None:
         ("e", answering(200, "nonsense")),
     ]
     found, problems = ask_all(routers, path_of("x"), Explanation)
-    assert [name for name, _ in found] == ["b"]
+    assert [each.router for each in found] == ["b"]
     assert problems[:2] == ["c: connection refused", "d: HTTP 401: wrong token"]
     assert problems[2].startswith("e: ")
 

@@ -123,13 +123,13 @@ def test_a_status_that_is_not_up_to_date_is_said_to_be_so(item: Any, words: str)
 # --- why --------------------------------------------------------------------------------------
 
 
-def explain(*warnings: Any, **conditions: Any) -> why.Explanation:
+def explain(*warnings: Any, **conditions: Any) -> why.ServiceExplanation:
     return why.explain(view.service_view(raw(**conditions)), warnings)
 
 
 def test_a_service_that_is_well_is_said_to_be_so_in_one_line() -> None:
     found = explain(event("svc-decode-1", "Unhealthy", "probe failed"))
-    assert found == why.Explanation(
+    assert found == why.ServiceExplanation(
         True, "ns/svc is available. A router and both pools of revision aaaaaaaa are ready."
     )
 

@@ -12,8 +12,7 @@ from cluster_kit.crds import inference_service, vllm_spec
 from waits import PATIENCE_S
 
 from diptych.errors import BadInputError
-from diptych.laptop.programs import VLLM_VARIABLE, other_programs
-from diptych.laptop.vllm_packages import IMPORTED, UCX, connector_packages
+from diptych.laptop.programs import IMPORTED, UCX, VLLM_VARIABLE, connector_packages, other_programs
 from diptych_operator.api.images import Images
 from diptych_operator.api.parse import parse_object
 from diptych_operator.api.service import InferenceService
@@ -130,6 +129,6 @@ def test_vllm_is_given_what_the_connector_imports_and_nothing_of_its_own(tmp_pat
 def test_where_a_package_is_missing_the_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("diptych.laptop.vllm_packages.IMPORTED", ("libucx_of_nobody",))
+    monkeypatch.setattr("diptych.laptop.programs.IMPORTED", ("libucx_of_nobody",))
     with pytest.raises(BadInputError, match=r"libucx_of_nobody.* -m pip install .*libucx-cu13=="):
         connector_packages(FILE, POOLS)

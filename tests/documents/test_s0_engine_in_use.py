@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 
 from diptych_engine import AsyncLLM, EngineArgs, LLMEngine
-from diptych_protocol import PoolingParams, SamplingParams
+from diptych_protocol import InvalidRequestError, PoolingParams, SamplingParams
 
 EngineDeadError: Any = import_module("diptych_engine.as_vllm.v1.engine.exceptions").EngineDeadError
 ARGS = EngineArgs("dummy://", num_blocks=64, max_model_len=256)
+NO_DICT: Any = 7
 QUESTIONS = (
     "check_health", "start_profile", "stop_profile", "reset_mm_cache", "reset_encoder_cache",
     "reset_prefix_cache", "sleep", "wake_up", "is_sleeping", "pause_generation",
@@ -30,11 +32,22 @@ def engine() -> Iterator[AsyncLLM]:
 
 
 async def answers(engine: AsyncLLM, request_id: str) -> list[Any]:
-    params = SamplingParams(max_tokens=2)
-    return [
-        *[each async for each in engine.generate([1, 2, 3], params, request_id)],
-        *[each async for each in engine.encode([1, 2, 3], PoolingParams(), request_id)],
-    ]
+    """Options may be given by position, in the document's order."""
+    params, pooling = SamplingParams(max_tokens=2), PoolingParams()
+    found: list[Any] = [each async for each in engine.generate([1, 2, 3], params, request_id)]
+    with refusing("tokenization_kwargs"):
+        await engine.add_request(request_id, [1], params, None, None, NO_DICT)
+    with refusing("tokenization_kwargs"):
+        await anext(engine.encode([1], pooling, request_id, None, None, 0, NO_DICT))
+    vectors = engine.encode([1, 2, 3], pooling, request_id, None, None, 0, None, None)
+    return [*found, *[each async for each in vectors]]
+
+
+@contextmanager
+def refusing(param: str) -> Iterator[None]:
+    with pytest.raises(InvalidRequestError) as caught:
+        yield
+    assert caught.value.param == param
 
 
 def test_requests_end_to_end(engine: AsyncLLM) -> None:
@@ -50,9 +63,16 @@ def test_requests_end_to_end(engine: AsyncLLM) -> None:
     assert not engine.errored
 
 
-def test_an_empty_id_is_an_id_of_the_synchronous_engine_too() -> None:
+def test_ids_and_options_are_the_same_with_the_synchronous_engine() -> None:
     engine = LLMEngine.from_engine_args(ARGS)
-    engine.add_request("", [1, 2, 3], SamplingParams(max_tokens=2))
+    params = SamplingParams(max_tokens=2)
+    with refusing("tokenization_kwargs"):
+        engine.add_request("", [1], params, None, None, NO_DICT)
+    with refusing("prompt_text"):
+        engine.add_request("", [1], params, None, None, None, None, 0, NO_DICT)
+    with pytest.raises(TypeError, match="data_parallel_rank"):
+        engine.add_request("", [1], params, data_parallel_rank=0)  # type: ignore[call-arg]
+    engine.add_request("", [1, 2, 3], params)
     shown = set()
     while engine.has_unfinished_requests():
         shown |= {output.request_id for output in engine.step()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any
 
 import msgspec
@@ -18,14 +18,15 @@ from diptych_frontend.text.input_processor import InputProcessor
 from diptych_frontend.text.renderer import TextRenderer
 from diptych_protocol import (
     EngineCoreRequest,
-    FurtherOptions,
     InvalidRequestError,
     KVTransferParams,
     RequestOptions,
     SamplingParams,
 )
+from diptych_protocol.engine_client import ADD_ORDER, ENCODE_ORDER, by_name
 
 LIMIT = 20
+POSITIONAL = Parameter.POSITIONAL_OR_KEYWORD
 
 
 @pytest.fixture
@@ -239,8 +240,22 @@ def test_an_option_of_a_request_is_said_once(inputs: InputProcessor) -> None:
     shown = signature(AsyncEngine.generate).parameters
     given: dict[str, Any] = {"tenant": "a", "reasoning_ended": None, "priority": 0}
     assert {name: shown[name].default for name in given} == {**given, "tenant": ""}
-    assert set(RequestOptions.__annotations__) < set(shown)
-    assert set(FurtherOptions.__annotations__) < set(EngineCoreRequest.__struct_fields__)
+    options = set(RequestOptions.__annotations__)
+    assert options < set(shown)
+    of_the_prompt = {"prompt_text", "tokenization_kwargs"}
+    assert options - of_the_prompt < set(EngineCoreRequest.__struct_fields__)
     assert inputs.process("r", [1], SamplingParams(), **given).tenant == "a"
     with pytest.raises(TypeError, match="tenent"):
         inputs.process("r", [1], SamplingParams(), tenent="a")
+
+
+def test_documented_options_are_also_taken_by_position() -> None:
+    """`by_name` gives them the names that the signatures show, in the same order."""
+    for method, order in ((AsyncEngine.encode, ENCODE_ORDER), (AsyncEngine.add_request, ADD_ORDER)):
+        places = [n for n, p in signature(method).parameters.items() if p.kind is POSITIONAL]
+        assert tuple(places[-len(order) :]) == order
+        assert by_name(order, [1, 2], {"tenant": "a"}) == {order[0]: 1, order[1]: 2, "tenant": "a"}
+        with pytest.raises(TypeError, match=order[0]):
+            by_name(order, [1], {order[0]: 1})
+        with pytest.raises(TypeError, match="by position"):
+            by_name(order, range(len(order) + 1), {})

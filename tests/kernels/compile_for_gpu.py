@@ -75,7 +75,9 @@ def compile_only(kernel: JITFunction, grid: Any) -> Callable[..., None]:
     return run
 
 
-def attend(kv_dtype: torch.dtype, window: int | None, head_dim: int = HEAD_DIM) -> None:
+def attend(
+    kv_dtype: torch.dtype, window: int | None, head_dim: int = HEAD_DIM, softcap: float = 0.0
+) -> None:
     """Two long decodes and a chunk after a prefix."""
     metadata = AttentionMetadata(
         query_starts=np.array([0, 1, 2, 102]),
@@ -86,7 +88,8 @@ def attend(kv_dtype: torch.dtype, window: int | None, head_dim: int = HEAD_DIM) 
         window=window,
     )
     queries = torch.empty(102, HEADS, head_dim, dtype=torch.bfloat16)
-    paged_attention.paged_attention(queries, cache(kv_dtype, head_dim), metadata)
+    kv_layer = cache(kv_dtype, head_dim)
+    paged_attention.paged_attention(queries, kv_layer, metadata, softcap=softcap)
 
 
 def multiply(tiles: torch.Tensor, rows: int) -> None:
@@ -126,7 +129,7 @@ def main() -> None:
     multiply(torch.empty(shape, dtype=torch.uint8).view(FLOAT8), packed_product.FEW_ROWS)
     packed_product.unpack_rows(torch.empty(shape, dtype=torch.uint8), x, slots[0])
     attend(torch.bfloat16, None)
-    attend(FLOAT8, 3000)
+    attend(FLOAT8, 3000, softcap=50.0)
     attend(torch.bfloat16, None, NARROW_HEAD)
 
 

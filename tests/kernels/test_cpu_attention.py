@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -46,6 +47,8 @@ chunks = st.lists(
     kv_heads=st.integers(1, 3),
     head_dim=st.sampled_from([6, 16, 32, 64]),
     kv_dtype=kv_dtypes,
+    has_sinks=st.booleans(),
+    softcap=st.sampled_from([0.0, 1.5]),
 )
 def test_equals_dense_attention(
     sequences: list[tuple[int, int]],
@@ -55,9 +58,13 @@ def test_equals_dense_attention(
     kv_heads: int,
     head_dim: int,
     kv_dtype: torch.dtype,
+    has_sinks: bool,
+    softcap: float,
 ) -> None:
     batch = Batch(
         sequences,
+        has_sinks=has_sinks,
+        softcap=softcap,
         kv_dtype=kv_dtype,
         window=window,
         block_size=block_size,
@@ -71,9 +78,9 @@ def test_equals_dense_attention(
     batch.check(reference.paged_attention)
 
 
-def rounding(*args: Any) -> Tensor:
+def rounding(*args: Any, **options: Any) -> Tensor:
     """Chunks in bfloat16, where there is a matrix unit."""
-    return paged_attention(*args, may_round=True)
+    return paged_attention(*args, may_round=True, **options)
 
 
 def _alone(batch: Batch, index: int) -> Tensor:
@@ -140,14 +147,21 @@ def test_other_types_and_layouts_go_to_the_reference() -> None:
 
 
 @both_caches
-@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (70, False), (70, True)])
 @pytest.mark.parametrize("attend", [paged_attention, rounding])
 def test_how_a_prompt_is_cut_changes_no_bit(
-    attend: Callable[..., Tensor], window: int | None, kv_dtype: torch.dtype
+    attend: Callable[..., Tensor], window: int | None, has_sinks: bool, kv_dtype: torch.dtype
 ) -> None:
     """Tokens come in chunks of several; the last one comes alone, as decodes do."""
-    whole = Batch([(150, 150)], block_size=16, window=window, head_dim=32, kv_dtype=kv_dtype)
-    metadata = whole.metadata
+    whole = Batch(
+        [(150, 150)],
+        block_size=16,
+        window=window,
+        has_sinks=has_sinks,
+        head_dim=32,
+        kv_dtype=kv_dtype,
+    )
+    metadata, attend = whole.metadata, partial(attend, sinks=whole.sinks)
     expected = attend(whole.queries, whole.kv_layer, metadata)
     ends = [7, 64, 100, 149]
     for start, end in pairwise([0, *ends]):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from model_kit.attention_batch import Batch
@@ -25,11 +27,18 @@ from diptych_kernels.paged_attention.metadata import MAX_GROUP_TOKENS
     ],
 )
 @pytest.mark.parametrize("window", [None, 1, 4, 10])
-@pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
+@pytest.mark.parametrize(
+    "scoring",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"has_sinks": True}, id="sinks"),
+        pytest.param({"softcap": 1.5}, id="capped"),
+    ],
+)
 def test_equals_dense_attention(
-    sequences: list[tuple[int, int]], window: int | None, has_sinks: bool
+    sequences: list[tuple[int, int]], window: int | None, scoring: dict[str, Any]
 ) -> None:
-    Batch(sequences, window=window, has_sinks=has_sinks).check(reference.paged_attention)
+    Batch(sequences, window=window, **scoring).check(reference.paged_attention)
 
 
 @pytest.mark.parametrize(

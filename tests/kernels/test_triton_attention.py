@@ -7,6 +7,8 @@ that are about 1, and sums of independent roundings grow less than their terms.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -48,11 +50,21 @@ def check(batch: Batch) -> None:
     ],
 )
 @pytest.mark.parametrize("window", [None, 1, 10, MIN_SPLIT + 5])
-@pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
+@pytest.mark.parametrize(
+    "scoring",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"has_sinks": True}, id="sinks"),
+        pytest.param({"softcap": 1.5}, id="capped"),
+    ],
+)
 def test_equals_dense_attention(
-    sequences: list[tuple[int, int]], window: int | None, has_sinks: bool, device: torch.device
+    sequences: list[tuple[int, int]],
+    window: int | None,
+    scoring: dict[str, Any],
+    device: torch.device,
 ) -> None:
-    check(Batch(sequences, block_size=16, window=window, has_sinks=has_sinks, device=device))
+    check(Batch(sequences, block_size=16, window=window, **scoring, device=device))
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,6 @@ ELSEWHERE = {
     "cli/diptych/engine_load.py": "our own engines",
     "cli/diptych/status.py": "our own routers",
     "cli/diptych/router_admin.py": "our own routers",
-    "vllm_connector/diptych_vllm/routes.py": "tests/vllm_connector/test_routes.py",
     "cli/diptych/kubectl/cluster.py": "the API server",
     "cli/diptych/laptop/rundir.py": "what `diptych up` wrote",
     "cli/diptych/laptop/pods.py": "our own objects",

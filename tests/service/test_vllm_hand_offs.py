@@ -48,7 +48,7 @@ def transfer_options(connector: Connector) -> tuple[str, ...]:
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"lease_seconds": LEASE_S},
         }
-    own = ("--middleware", "diptych_vllm.routes.Routes", "--max-num-batched-tokens", "128")
+    own = ("--max-num-batched-tokens", "128")
     return (
         "--block-size", "32", "--kv-transfer-config", json.dumps(config),
         *(own if connector == "diptych" else ()),

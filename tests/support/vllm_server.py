@@ -23,8 +23,6 @@ from waits import FOR_EVER_S, wait_until
 from diptych_vllm.figures import FIGURES
 
 MODEL = "sensitive"
-ROUTES = ("--middleware", "diptych_vllm.routes.Routes")
-"""vLLM's option for our connector's route."""
 OURS = ("protocol", "frontend", "kernels", "kv_transfer", "vllm_connector")
 
 
@@ -140,12 +138,10 @@ class VllmServer:
         body = self.post(prompt, 1, **fields).json()
         return body["choices"][0]["token_ids"], body["kv_transfer_params"]
 
-    def reject(self, content: Any) -> httpx.Response:
-        """Call the route for rejections. content: `kv_transfer_params`, or a body as it is."""
-        body = {"content": content} if isinstance(content, bytes) else {
-            "json": {"kv_transfer_params": content}
-        }  # fmt: skip
-        return self.client.post("/v1/kv_transfer/reject", **body)
+    def reject(self, params: dict[str, Any]) -> None:
+        """Give a lease back: with a request that vLLM's front-end refuses."""
+        refused = self.post([1], 1, model="another", kv_transfer_params=params)
+        assert refused.status_code == 404, refused.text
 
     # --- what it holds ------------------------------------------------------------------------
 

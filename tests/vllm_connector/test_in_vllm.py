@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from model_kit.sensitive_model import ANSWER_TOKENS, HIDDEN, Question, questions
 from vllm_kit.environment import START_S, needs_vllm
-from vllm_server import MODEL, ROUTES, VllmServer, connector_config, save_model_for_vllm
+from vllm_server import MODEL, VllmServer, connector_config, save_model_for_vllm
 from waits import Deadline, wait_until
 
 pytestmark = [*needs_vllm, pytest.mark.timeout(1200)]
@@ -45,7 +45,7 @@ def asked(model: str) -> list[Question]:
 def servers(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VllmServer]]:
     folder = tmp_path_factory.mktemp("logs")
     started = [
-        VllmServer(model, folder / name, connector_config(**SETTINGS), *ROUTES, *CHUNKS)
+        VllmServer(model, folder / name, connector_config(**SETTINGS), *CHUNKS)
         for name in ("p", "d")
     ]
     try:
@@ -190,7 +190,7 @@ def test_a_configuration_that_was_not_tested_ends_the_start_with_a_sentence(
 def announced(p: VllmServer, question: Question, lease_id: str) -> dict[str, Any]:
     """What a router says of the KV of a prompt that P has not computed yet."""
     known = p.prefill([1, 2, 3])
-    assert p.reject(known).status_code == 200
+    p.reject(known)
     assert known["announcing"]["min_tokens"] == CHUNK + 1
     engine = ("remote_engine_id", "remote_host", "remote_port", "epoch", "compat", "tp_size")
     return {name: known[name] for name in engine} | {
@@ -288,7 +288,7 @@ def test_a_forged_reference_is_an_error_and_poisons_nothing(
     assert d.answer(victim.prompt, ANSWER_TOKENS, kv_transfer_params=forged) is None
     for question in (victim, forger):
         assert d.answer(question.prompt, ANSWER_TOKENS) == question.answer
-    assert p.reject(params).status_code == 200, "so that nobody has to wait for the lease's end"
+    p.reject(params)  # so that nobody has to wait for the lease's end
     wait_until(p.holds_nothing)
     wait_until(d.holds_nothing)
 
@@ -304,7 +304,7 @@ def test_a_reference_serves_once_and_only_its_own_prompt(
     live = p.prefill(question.prompt)
     assert d.answer(other.prompt, ANSWER_TOKENS, kv_transfer_params=live) is None
     assert d.answer(other.prompt, ANSWER_TOKENS) == other.answer
-    assert p.reject(live).status_code == 200
+    p.reject(live)
     wait_until(p.holds_nothing)
 
 
@@ -352,7 +352,7 @@ def test_rejections_free_p_at_once(
         params = p.prefill(question.prompt)
         assert not p.holds_nothing()
         began = time.perf_counter()
-        assert server.reject(params).status_code == 200
+        server.reject(params)
         deadline = Deadline("P frees the blocks")
         while not p.holds_nothing():
             deadline.check()
@@ -374,20 +374,14 @@ def test_what_cannot_be_rejected_harms_nobody(
     used = p.prefill(asked[12].prompt)
     assert d.answer(asked[12].prompt, 4, kv_transfer_params=used) is not None
     given_back = p.prefill(asked[13].prompt)
-    assert p.reject(given_back).status_code == 200
-    refused = [
-        *(kept | change for change in (
-            {"lease_id": "0" * 32}, {"proof": "0" * 128}, {"remote_host": "192.0.2.1"},
-            {"epoch": "another"}, {"proof": None}, {"remote_port": 1 << 70}, {"lease_id": [1]},
-        )),
-        {}, None, "lease", b"", b"{", b"\xff", b"[" * 100_000, b'{"kv_transfer_params": {}}',
-    ]  # fmt: skip
+    p.reject(given_back)
+    changes: tuple[dict[str, Any], ...] = (
+        {"lease_id": "0" * 32}, {"proof": "0" * 128}, {"remote_host": "192.0.2.1"},
+        {"epoch": "another"}, {"proof": None}, {"lease_id": [1]},
+    )  # fmt: skip
     for server in (p, d):
-        assert [server.reject(params).status_code for params in refused] == [400] * len(refused)
-        assert server.reject(b" " * (2 << 20)).status_code == 413
-        for over in (used, given_back):
-            assert server.reject(over).status_code == 200
-        assert server.client.get("/v1/kv_transfer/reject").status_code == 405
+        for params in (*(kept | change for change in changes), {}, used, given_back):
+            server.reject(params)
     assert not p.holds_nothing(), "a lease that nobody has named is kept"
     question = asked[11]
     assert d.answer(question.prompt, ANSWER_TOKENS, kv_transfer_params=kept) == question.answer
@@ -401,7 +395,7 @@ def test_a_lease_that_has_expired_is_nothing_to_reject(
     params = p.prefill(asked[14].prompt)
     wait_until(p.holds_nothing, "the lease expires")
     for server in (p, d):
-        assert server.reject(params).status_code == 200
+        server.reject(params)
     assert handed_over(p, d, asked[14]) == asked[14].answer
 
 
@@ -461,7 +455,7 @@ def test_a_reference_of_a_prefill_engine_that_was_restarted_is_an_error(
     assert d.answer(asked[8].prompt, ANSWER_TOKENS, kv_transfer_params=first) is None
     settings = SETTINGS | {"listen_port": first["remote_port"]}
     transfer = connector_config(**settings) | {"engine_id": first["remote_engine_id"]}
-    again = VllmServer(model, tmp_path / "p", transfer, *ROUTES, *CHUNKS)
+    again = VllmServer(model, tmp_path / "p", transfer, *CHUNKS)
     servers[0] = again
     again.wait_until_ready()
     again.prefill(asked[10].prompt)

@@ -26,7 +26,7 @@ from diptych_vllm.serve.hand_off import (
     asked_of,
     passes_token_on,
 )
-from diptych_vllm.serve.requests import OURS
+from diptych_vllm.serve.translation import OURS
 
 NIXL = "NixlConnector"
 LEASE_S = 30.0

@@ -15,7 +15,7 @@ import pytest
 from free_ports import free_port
 from model_kit.sensitive_model import ANSWER_TOKENS, Question, questions
 from vllm_kit.environment import needs_nixl, needs_vllm
-from vllm_server import MODEL, ROUTES, VllmServer, connector_config, save_model_for_vllm
+from vllm_server import MODEL, VllmServer, connector_config, save_model_for_vllm
 from waits import PATIENCE_S
 
 from diptych_frontend.core_client.client import CoreClient
@@ -141,7 +141,7 @@ def ours(
 ) -> Iterator[list[tuple[VllmServer, int]]]:
     settings = connector_config(lease_seconds=60, load_timeout_s=60)
     folder = tmp_path_factory.mktemp("ours")
-    yield from _started(model, folder, [settings, settings], *ROUTES, *CHUNKS)
+    yield from _started(model, folder, [settings, settings], *CHUNKS)
 
 
 async def _wired(servers: list[tuple[VllmServer, int]]) -> list[Wired]:

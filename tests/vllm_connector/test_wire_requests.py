@@ -16,8 +16,14 @@ from diptych_protocol import (
 )
 from diptych_protocol.arrays import Array
 from diptych_protocol.wire import Abilities, ErrorKind
-from diptych_vllm.serve.outputs import LOWEST, output_of
-from diptych_vllm.serve.requests import check_request, form_of, sampling_of, token_ids_of
+from diptych_vllm.serve.translation import (
+    LOWEST,
+    check_request,
+    form_of,
+    output_of,
+    sampling_of,
+    token_ids_of,
+)
 
 ABLE = Abilities(images=False, adapters=False, prompt_embeds=False, logits_processors=False)
 

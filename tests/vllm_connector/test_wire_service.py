@@ -41,8 +41,8 @@ from diptych_vllm.serve.hand_off import FETCHES, VllmHandOffs
 from diptych_vllm.serve.kv_events import RememberedBlocks
 from diptych_vllm.serve.load import VllmLoad
 from diptych_vllm.serve.middleware import ServedWire
-from diptych_vllm.serve.requests import OURS
 from diptych_vllm.serve.settings import ServedPort
+from diptych_vllm.serve.translation import OURS
 
 Eventually = Callable[[Callable[[], Any]], Awaitable[None]]
 ABOUT = EngineDescription(

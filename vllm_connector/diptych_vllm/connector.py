@@ -77,8 +77,7 @@ class HingeOfWorker(KVConnectorHandshakeMetadata):
 
 
 class DiptychConnector(KVConnectorBase_V1, SupportsHMA):
-    """Hands KV over under leases. Raises `InvalidRequestError` for a vLLM or a configuration that
-    was not tested."""
+    """Hands KV over under leases. Raises `InvalidRequestError` for what was not tested."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig

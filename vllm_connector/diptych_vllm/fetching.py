@@ -1,12 +1,10 @@
-"""The decode engine's part of the scheduler half: requests whose prompts other engines have
-computed.
+"""The decode engine's part of the scheduler half: prompts that other engines have computed.
 
     arrived ──▶ HELD ──blocks allocated──▶ LOADING ──worker reports it received──▶ DONE
        │          └──no tokens to load, or finished: the lease is given back──▶ DONE
        └────▶ REFUSED ──blocks allocated──▶ LOADING, as a load that fails
 
-A reference is for the first tokens of a prompt, or for all of them. vLLM computes the remaining
-tokens here.
+A reference is for the first tokens of a prompt, or for all. vLLM computes the others here.
 
 An *announcement* comes before the prefill engine has answered, and names a lease that it will
 promise. Its signature proves only which engine owns the lease, but not which lease it is. That is
@@ -73,8 +71,7 @@ class Fetching:
     lease_seconds: float
     _requests: dict[str, Fetched] = field(default_factory=dict)
     _awaited: set[str] = field(default_factory=set)
-    """Requests whose loads the worker has to report. vLLM keeps their blocks until then, even if
-    they have finished."""
+    """Requests whose loads the worker has to report: until then vLLM keeps their blocks."""
     _num_loads: int = 0
     num_refused: int = 0
     """Requests with references that they must not use."""
@@ -129,8 +126,7 @@ class Fetching:
         return fetched
 
     def num_elsewhere(self, request_id: str, num_here: int) -> int:
-        """Return how many tokens can be loaded after the first `num_here` ones. It may be called
-        often."""
+        """Return how many tokens can be loaded after the first `num_here` ones."""
         fetched = self._requests.get(request_id)
         if fetched is None or fetched.state not in (State.HELD, State.REFUSED):
             return 0
@@ -188,8 +184,7 @@ class Fetching:
         return [Cancel(fetched.load)]
 
     def rejected(self, request: Arrival, engine_id: str) -> list[Order]:
-        """Release a lease that nobody wants, as a message about a lost request reports. `engine_id`
-        is our own.
+        """Release a lease that nobody wants, by news of a lost request. `engine_id` is our own.
 
         Repeating it is harmless. If a request has arrived with the lease's reference, that request
         owns the lease.

@@ -123,8 +123,7 @@ class KVGroups:
         num_here: how many of the lease's `num_tokens` tokens, from the first one on, are here.
         block_ids: the blocks of the request that needs the rest.
 
-        None: the lease does not fill exactly these blocks, and vLLM would use blocks that were not
-        filled.
+        None: the lease does not fill exactly these blocks, and vLLM would use the others.
         """
         wanted: dict[int, int] = {}
         num_before = 0
@@ -143,8 +142,7 @@ class KVGroups:
 
     def serves_last(self, num_tokens: int) -> bool:
         """Whether a lease has everything that its own last token attends to. vLLM computes that
-        token again if the prompt ends there. Its windows begin one token before those of the next
-        token."""
+        token again if the prompt ends there. Its windows begin a token earlier."""
         return all(
             group.kept(num_tokens - 1).start == group.kept(num_tokens).start
             for group in self.groups

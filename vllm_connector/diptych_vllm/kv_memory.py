@@ -117,8 +117,7 @@ def compat_of(
     """Return everything that must be equal in engines that exchange this KV.
 
     facts: the model's and vLLM's configuration. A value that is too long for the wire is replaced
-    by its fingerprint. The number of ranks may differ, so blocks are described as they would be at
-    a single rank.
+    by its fingerprint. The number of ranks may differ, so blocks are described as at one rank.
     """
     blocks = [(name, _whole_block(x, ranks), str(x.dtype)) for name, x in layers.items()]
     shape, dtype = blocks[0][1:]

@@ -20,8 +20,7 @@ class Promise:
 
 @dataclass(frozen=True, slots=True)
 class Lend:
-    """Lend the first, computed blocks of a promised lease, so that its reader need not wait for the
-    others."""
+    """Lend the first blocks of a promised lease, so that its reader need not wait for all."""
 
     lease_id: str
     block_ids: list[int]
@@ -30,8 +29,7 @@ class Lend:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Lend these blocks under a promised lease. Its request keeps them until it is reported as
-    sent."""
+    """Lend these blocks of a promised lease. Its request keeps them until they are sent."""
 
     lease_id: str
     request_id: str
@@ -47,8 +45,7 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """End a lease of this engine, in any state. If it was granted, its request is
-    reported as sent."""
+    """End a lease of this engine, in any state. If granted, its request is reported as sent."""
 
     lease_id: str
 

@@ -78,8 +78,7 @@ class Source:
 
 
 def epoch_of_rank(epoch: str, rank: int, num_ranks: int) -> str:
-    """Return the epoch of a rank's hinge, which differs from those of other ranks. `epoch` is the
-    engine's."""
+    """Return the epoch of a rank's hinge, which no other rank has. `epoch` is the engine's."""
     return epoch if num_ranks == 1 else f"{epoch}/{rank}/{num_ranks}"
 
 

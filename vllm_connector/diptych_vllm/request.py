@@ -25,8 +25,7 @@ class Arrival:
     params: Any
     """The client's `kv_transfer_params`, not validated."""
     rejected: bool = False
-    """Whether vLLM's front-end has refused the request, or it has failed, so that this only reports
-    its end."""
+    """Whether vLLM's front-end has refused it, or it has failed: this only reports its end."""
 
     @property
     def digest(self) -> str:

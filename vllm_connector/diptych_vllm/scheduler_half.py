@@ -111,8 +111,7 @@ class SchedulerHalf:
             self._orders += self._fetching.arrived(request, params)
 
     def num_elsewhere(self, request_id: str, num_here: int) -> int:
-        """Return how many tokens of a request's prompt can be loaded after the first `num_here`
-        ones.
+        """Return how many tokens of a prompt can be loaded after the first `num_here` ones.
 
         It has no side effects.
         """
@@ -132,8 +131,7 @@ class SchedulerHalf:
         return self._lending.promised
 
     def step(self, progress: Mapping[str, Progress], preempted: Set[str]) -> None:
-        """Record that vLLM has scheduled a step, which reaches the worker with the orders that are
-        taken next.
+        """Record that vLLM has scheduled a step, which the orders taken next go with.
 
         progress: how far it will bring each promised request that it computes. preempted: the
         promised requests that have lost their blocks.
@@ -173,14 +171,12 @@ class SchedulerHalf:
         return bool(self._orders)
 
     def take_orders(self) -> list[Order]:
-        """Return the orders since the last call. They have to reach the worker half
-        in this order."""
+        """Return the orders since the last call, for the worker half, in this order."""
         orders, self._orders = self._orders, []
         return orders
 
     def awaited(self, sent: Iterable[str], received: Iterable[str]) -> tuple[set[str], set[str]]:
-        """Return the reported ids that vLLM waits for, each once. Any other id would end vLLM's
-        core."""
+        """Return the ids that vLLM waits for, each once. Any other would end its core."""
         good_sent = {request_id for request_id in sent if self._lending.sent(request_id)}
         good_received = {
             request_id for request_id in received if self._fetching.received(request_id)

@@ -1,5 +1,4 @@
-"""The worker half's table: which request each lease and each load belongs to, and the reports to
-vLLM.
+"""The worker half's table: the requests of leases and loads, and the reports to vLLM.
 
 vLLM ends a request's wait, or frees its blocks, when it reads the request's id in a report. An
 unexpected id ends its core. So each grant and each fetch ends in exactly one report. A fetch from
@@ -66,8 +65,7 @@ class Transfers:
         self._ended.discard(lease_id)
 
     def holding(self, load: str, names: list[str]) -> None:
-        """Record that the leases of a load are kept alive, by loads of the hinge with
-        these names."""
+        """Record that loads of the hinge, of these names, keep a load's leases alive."""
         self._held[load] = names
 
     def fetching(self, load: str, request_id: str, names: list[str]) -> None:

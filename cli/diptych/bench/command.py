@@ -18,7 +18,8 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from diptych.api_options import api_options
+from diptych.service_argument import api_options
+from diptych.watching import print_json
 
 if TYPE_CHECKING:
     from diptych.api_service import Service
@@ -170,7 +171,7 @@ def bench(url: str | None, model: str | None, api_key: str | None, **options: An
     outcome = asyncio.run(_measure(service, plan, requests, options))
     found = summary(outcome.sent, outcome.seconds, goal, outcome.cut_off)
     if options["as_json"]:
-        click.echo(msgspec.json.format(msgspec.json.encode(asdict(found)), indent=2))
+        print_json(asdict(found))
     else:
         from diptych.bench.view import shown
 

@@ -66,8 +66,7 @@ class Summary:
     """None if the server does not report it."""
     output_tokens_per_s: float
     cached_share: float | None
-    """Share of prompt tokens that were in a prefix cache, 0 to 1; None if the server does not
-    report it."""
+    """Share of prompt tokens found in a prefix cache, 0 to 1; None if the server does not say."""
     tokens_counted: bool
     """The server reports no numbers of tokens, so every event of a stream counts as one."""
     good: float | None

@@ -12,8 +12,7 @@ from diptych.plots import LINES, new_figure, save
 
 
 def draw(path: Path, title: str, sent: Sequence[Sent], seconds: float, goal: Goal) -> None:
-    """Write an SVG. Raises `RunError` if the file cannot be written, `ImportError` without
-    matplotlib."""
+    """Write an SVG. Raises `RunError` if it cannot be written, `ImportError` without matplotlib."""
     figure = new_figure(12, 3.4)
     first, between, over_time = figure.subplots(1, 3)
     samples = answers(sent)

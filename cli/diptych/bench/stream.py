@@ -62,8 +62,7 @@ class _Delta(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     delta: _Delta | None = None
-    """What a chat adds to the answer. Completions have `text` instead, which may be empty: half a
-    letter."""
+    """What a chat adds to the answer. Completions have `text` instead, which may be empty."""
 
     def brings_tokens(self) -> bool:
         said = self.delta

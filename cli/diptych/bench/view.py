@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diptych.bench.figures import Distribution, Goal, Sent, Summary, answers, gaps_ms, rates
+from diptych.watching import bare_table
 
 NUM_BARS = 10
 BAR_COLUMNS = 40
@@ -37,10 +38,8 @@ def shown(summary: Summary, sent: Sequence[Sent], goal: Goal) -> RenderableType:
 
 
 def _times(summary: Summary) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("MILLISECONDS")
-    for column in ("MEAN", "P50", "P90", "P99", "MAX"):
-        table.add_column(column, justify="right")
+    numbers = ("MEAN", "P50", "P90", "P99", "MAX")
+    table = bare_table("MILLISECONDS", *numbers, right=numbers, wrap=("MILLISECONDS", *numbers))
     for name, found in (
         ("time to first token", summary.ttft_ms),
         ("pause between tokens", summary.inter_token_ms),
@@ -82,8 +81,7 @@ def _goal(goal: Goal) -> str:
 
 
 def histogram(title: str, values: Sequence[float]) -> RenderableType:
-    """Draw how many values are in each interval, up to the 99th percentile; the last one has the
-    rest."""
+    """Count the values in each interval, up to the 99th percentile; the last one has the rest."""
     if not values:
         return Text(f"{title}: none")
     ordered = sorted(values)

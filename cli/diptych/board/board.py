@@ -19,8 +19,7 @@ from diptych.laptop.supervisor import RunningPod
 TICK_S = 1.0
 """The shortest time between two drawings of the table. It is drawn only if it has changed."""
 SLOW_S = 3
-"""When a start takes longer, the table shows the last line of the log, such as how many kernels are
-compiled."""
+"""When a start takes longer, the table shows the last line of the log, such as what is compiled."""
 LAST_LINES = 5
 """The number of lines of a pod's log that are shown when it fails."""
 _LOG_HEAD = re.compile(r"^[\d:]+ [A-Z] \[[^]]*\] [\w.]+: ")
@@ -50,8 +49,7 @@ class Board:
 
     @contextlib.contextmanager
     def showing(self, pods: Sequence[RunningPod]) -> Iterator[None]:
-        """Show these pods during the block. Afterwards the last table stays, and the terminal is as
-        it was."""
+        """Show these pods during the block. Afterwards the last table stays."""
         self._pods = pods
         if self._plain:
             yield
@@ -146,6 +144,5 @@ def _row(pod: RunningPod, now: float) -> PodRow:
 
 
 def message_of(line: str) -> str:
-    """Return the message of a line in one of our pods' logs, without time and level; other lines
-    unchanged."""
+    """Return the message of a line in a log of ours, without time and level; others unchanged."""
     return _LOG_HEAD.sub("", line, count=1)

@@ -1,5 +1,4 @@
-"""Reads the figures of a service from its router's /metrics, and compares two readings. It performs
-no I/O."""
+"""Reads a service's figures from its router's /metrics, and compares two readings, without I/O."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ from diptych.laptop.lifecycle import Phase
 T = TypeVar("T")
 
 WIDE_COLUMNS = 100
-"""From this width on, the table has wider gaps and shows the role, which is usually also part of
-the name."""
+"""From this width on, gaps are wider and the role is shown, which is usually in the name too."""
 OTHERS, WIDE_OTHERS = 56, 72
 """The most columns that all but the name take."""
 LEAST_NAME = 24

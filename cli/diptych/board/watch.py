@@ -13,8 +13,7 @@ from collections.abc import Callable
 import httpx
 
 from diptych.board.figures import Figures, Pace, pace, read_figures
-from diptych.laptop.client import options
-from diptych.laptop.rundir import RunState
+from diptych.laptop.rundir import RunState, options
 
 PERIOD_S = 1.0
 TIMEOUT_S = 2.0

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from diptych.api_options import api_options
+from diptych.service_argument import api_options
 
 
 @click.command()

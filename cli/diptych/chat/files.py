@@ -35,8 +35,7 @@ class _Chat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def image_url(path: Path) -> str:
-    """Read an image into a data URL. Raises `FileError` for a file that no model here
-    would take."""
+    """Read an image into a data URL. Raises `FileError` for one that no model here would take."""
     found = _read(path, MAX_IMAGE_BYTES)
     try:
         decoded(found, str(path))

@@ -41,8 +41,7 @@ def order_in(line: str, *, by_hand: bool) -> Order | None:
     """Parse a command; None if the line is a message.
 
     A person's line that begins with an unknown command is most likely a typing error, and raises
-    `SlashError`, but a path such as /etc/hosts is a message. In a pipe, such lines are messages
-    too.
+    `SlashError`, but a path such as /etc/hosts is a message. In a pipe, it is a message too.
     """
     name, _, argument = line.strip().partition(" ")
     if name in NAMES:

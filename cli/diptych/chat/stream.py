@@ -47,8 +47,7 @@ class _Chunk(msgspec.Struct):
 
 
 def read_event(data: str) -> Piece:
-    """Parse the payload of one server-sent event. Raises `ChatError` for an error or for invalid
-    data."""
+    """Parse the payload of a server-sent event. Raises `ChatError` for errors and invalid data."""
     try:
         chunk = msgspec.json.decode(data, type=_Chunk)
     except UNREADABLE as exc:

@@ -122,8 +122,7 @@ def check_memory(facts: Facts) -> Check:
 
 
 def check_ucx(facts: Facts) -> Check:
-    """Check UCX. Engines on a laptop connect over TCP on loopback, and may then read each other's
-    memory."""
+    """Check UCX. On a laptop, engines connect over TCP, and may then read each other's memory."""
     ucx = facts.ucx
     if ucx.problem:
         return Check("ucx", State.FAIL, ucx.problem, _again(facts, "libucx-cu13"))

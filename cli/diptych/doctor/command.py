@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import click
-import msgspec
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -33,11 +32,11 @@ def doctor(as_json: bool) -> None:
     from diptych.defaults import DEFAULT_PORT, MODEL_CACHE
     from diptych.doctor.checks import State, examine, verdict
     from diptych.doctor.gather import gather
-    from diptych.watching import console_for_tables
+    from diptych.watching import console_for_tables, print_json
 
     checks = examine(gather(DEFAULT_PORT, MODEL_CACHE))
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(checks), indent=2))
+        print_json(checks)
     else:
         console = console_for_tables()
         console.print(table(checks))
@@ -47,13 +46,12 @@ def doctor(as_json: bool) -> None:
 
 def table(checks: Sequence[Check]) -> RenderableType:
     """One row for each check, with the remedy below what was found."""
-    from rich.table import Table
     from rich.text import Text
 
-    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    shown.add_column("CHECK", no_wrap=True)
-    shown.add_column("", no_wrap=True)
-    shown.add_column("FOUND", overflow="fold")
+    from diptych.watching import bare_table
+
+    shown = bare_table("CHECK", "", "FOUND", wrap=("FOUND",))
+    shown.columns[-1].overflow = "fold"
     for check in checks:
         found = Text(check.found)
         if check.remedy:

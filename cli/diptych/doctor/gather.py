@@ -103,8 +103,7 @@ def memory() -> Memory:
 
 
 def memory_limit(own: str, root: Path) -> tuple[float, float]:
-    """Return the bytes that control groups allow, and how many of them are left; infinity without a
-    limit."""
+    """Return the bytes that control groups allow, and those left; infinity without a limit."""
     limit = left = math.inf
     for folder in own_groups(own, root, "memory"):
         allowed, used = _first_number(folder, MEMORY_LIMITS), _first_number(folder, MEMORY_USES)
@@ -168,8 +167,7 @@ def _reads_neighbours() -> bool:
 def may_read_neighbours(scope: str, capabilities: int) -> bool:
     """Whether Yama lets a process read another one of its user that it did not start.
 
-    scope: the value of `kernel.yama.ptrace_scope`, empty without Yama. capabilities: the effective
-    ones.
+    scope: `kernel.yama.ptrace_scope`, empty without Yama. capabilities: the effective ones.
     """
     if scope in ("", "0"):
         return True

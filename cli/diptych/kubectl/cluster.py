@@ -101,8 +101,7 @@ class Cluster:
         return self._list(self._core("events"), query)
 
     def admin_tokens(self, name: str) -> list[str]:
-        """Return the admin tokens of a service, the newest first: during a rotation
-        there are two."""
+        """Return the admin tokens of a service, the newest first: a rotation has two."""
         from diptych_protocol.admin import ADMIN_TOKEN_FILE
 
         query = {"labelSelector": f"{_SERVICE_LABEL}={name},{_KEYS_LABEL}"}

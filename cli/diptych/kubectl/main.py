@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-import msgspec
 from rich.console import Console, RenderableType
 
 from diptych.defaults import TOP_INTERVAL_S
@@ -16,12 +15,12 @@ from diptych.main import CONTEXT
 from diptych.main import render as render_file
 from diptych.request_trace import show_timelines, svg_option
 from diptych.service_argument import service_argument
-from diptych.watching import console_for_tables, loads_over, show
+from diptych.watching import console_for_tables, loads_over, print_json, show
 
 if TYPE_CHECKING:
     from diptych.engine_load import Sample
     from diptych.known_models import Source
-    from diptych.kubectl.why import Explanation
+    from diptych.kubectl.why import ServiceExplanation
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -94,7 +93,7 @@ def status(
 
     if as_json:
         found = view.as_json(look())
-        _print_json(found[0] if name else found)
+        print_json(found[0] if name else found)
         return
 
     def picture() -> RenderableType:
@@ -148,7 +147,7 @@ def why(
     view = service_view(cluster.service(name))
     found = explain(view, _warnings(cluster))
     if as_json:
-        _print_json(found)
+        print_json(found)
     else:
         _print_explanation(found, console_for_tables())
     raise SystemExit(0 if found.healthy else 1)
@@ -179,10 +178,12 @@ def trace(
       kubectl diptych trace smollm2 0f3c5a7e9b1d2f40
       kubectl diptych trace smollm2 0f3c5a7e9b1d2f40 --svg trace.svg
     """
-    from diptych.kubectl.routers import ask_about
+    from diptych.kubectl.routers import ask_routers
+    from diptych.router_admin import path_of
+    from diptych_protocol.admin import Explanation
 
     cluster = Cluster.connect(Access(kubeconfig, context, namespace))
-    told, problems = ask_about(cluster, name, request_id)
+    told, problems = ask_routers(cluster, name, path_of(request_id), Explanation)
     for problem in problems:
         click.echo(problem, err=True)
     show_timelines(told, svg, as_json=as_json)
@@ -225,7 +226,7 @@ def top(
     https = bool((cluster.service(name).get("spec") or {}).get("router", {}).get("tls"))
     look = loads_over(interval, lambda: _samples(cluster, name, https))
     if as_json:
-        _print_json(engine_load.as_json(look()))
+        print_json(engine_load.as_json(look()))
         return
     show(lambda: engine_load.table(look()), watch, pause_s=0.0)
 
@@ -248,18 +249,20 @@ def render(ctx: click.Context, source: Source, output: str) -> None:
 
 def _explain_requests(cluster: Cluster, name: str, request_id: str | None, as_json: bool) -> None:
     from diptych import explained
-    from diptych.kubectl.routers import ask_about, ask_for_newest
+    from diptych.kubectl.routers import ask_routers
+    from diptych.router_admin import LIST_PATH, path_of
+    from diptych_protocol.admin import Explanation, RequestList
 
     if request_id is None:
-        listed, problems = ask_for_newest(cluster, name)
+        listed, problems = ask_routers(cluster, name, LIST_PATH, RequestList)
         picture, answers = explained.listing(listed), explained.as_json(listed)
     else:
-        told, problems = ask_about(cluster, name, request_id)
+        told, problems = ask_routers(cluster, name, path_of(request_id), Explanation)
         picture, answers = explained.explanation(told), explained.as_json(told)
     for problem in problems:
         click.echo(problem, err=True)
     if as_json:
-        _print_json(answers)
+        print_json(answers)
     else:
         console_for_tables().print(picture)
 
@@ -301,7 +304,7 @@ def _samples(cluster: Cluster, name: str, https: bool) -> dict[str, Sample]:
     return merged(found)
 
 
-def _print_explanation(found: Explanation, console: Console) -> None:
+def _print_explanation(found: ServiceExplanation, console: Console) -> None:
     def say(text: str, style: str = "") -> None:
         console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
@@ -315,10 +318,6 @@ def _print_explanation(found: Explanation, console: Console) -> None:
         say("\nNewest warnings", "bold")
         for event in found.events:
             say(f"  {event}")
-
-
-def _print_json(value: Any) -> None:
-    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
 
 
 if __name__ == "__main__":

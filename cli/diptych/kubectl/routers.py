@@ -6,32 +6,19 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
-from diptych.explained import Listed, Told
 from diptych.kubectl.cluster import Cluster, ClusterError
-from diptych.router_admin import LIST_PATH, Get, RouterError, ask_all, path_of
+from diptych.router_admin import Get, RouterError, Told, ask_all
 from diptych_operator.api.names import ADMIN_PORT
 from diptych_operator.status.observed import pod_view
-from diptych_protocol.admin import Explanation, RequestList
 
 T = TypeVar("T")
 
 
-def ask_about(cluster: Cluster, name: str, request_id: str) -> tuple[list[Told], list[str]]:
-    """Return the routers' answers about a request, and an error for each router that cannot be
-    asked. Raises `ClusterError` if no router knows it, or none can be asked."""
-    answers, problems = _ask(cluster, name, path_of(request_id), Explanation)
-    return [Told(router, known) for router, known in answers], problems
-
-
-def ask_for_newest(cluster: Cluster, name: str) -> tuple[list[Listed], list[str]]:
-    """Return the newest requests of each router; otherwise as `ask_about`."""
-    answers, problems = _ask(cluster, name, LIST_PATH, RequestList)
-    return [Listed(router, known) for router, known in answers], problems
-
-
-def _ask(
+def ask_routers(
     cluster: Cluster, name: str, path: str, kind: type[T]
-) -> tuple[list[tuple[str, T]], list[str]]:
+) -> tuple[list[Told[T]], list[str]]:
+    """Return the routers' answers, and an error for each router that cannot be asked. Raises
+    `ClusterError` if no router knows the request, or none can be asked."""
     cluster.service(name)  # whose name is wrong should hear that, not that there are no routers
     try:
         return ask_all(_routers(cluster, name), path, kind)

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from diptych.watching import bare_table
 from diptych_operator.api.status import Condition, PoolStatus, Status
 from diptych_operator.status.canaries import duration, size
 
@@ -43,8 +44,7 @@ class ServiceView:
 
 
 def service_view(raw: Raw) -> ServiceView:
-    """Read an object leniently: the plugin may be older or newer than the operator that wrote the
-    status."""
+    """Read an object leniently: it may come from an older or a newer operator."""
     meta, spec = raw.get("metadata") or {}, raw.get("spec") or {}
     try:
         status = msgspec.convert(raw.get("status") or {}, Status, strict=False)
@@ -78,9 +78,10 @@ def listing(views: Sequence[ServiceView], *, everywhere: bool = False) -> Render
     if not views:
         where = "in this cluster" if everywhere else "in this namespace; -A looks in all"
         return Text(f"no InferenceService {where}")
-    table = _table(
+    table = bare_table(
         *(("NAMESPACE",) if everywhere else ()),
         *("NAME", "AVAILABLE", "REASON", "PREFILL", "DECODE", "ROUTER", "KV", "REVISION"),
+        wrap=("REASON",),
     )
     for view in views:
         available = view.condition("Available")
@@ -126,7 +127,7 @@ def unreported(view: ServiceView) -> str:
 
 
 def _pools(view: ServiceView) -> Table:
-    table = _table("POOL", "READY", "UPDATED", "DRAINING")
+    table = bare_table("POOL", "READY", "UPDATED", "DRAINING")
     for role in POOLS:
         pool = _pool(view, role)
         table.add_row(role, escape(pool.summary or "-"), str(pool.updated), str(pool.draining))
@@ -134,7 +135,7 @@ def _pools(view: ServiceView) -> Table:
 
 
 def _conditions(view: ServiceView) -> Table:
-    table = _table("CONDITION", "", "REASON", "SINCE", "MESSAGE")
+    table = bare_table("CONDITION", "", "REASON", "SINCE", "MESSAGE", wrap=("REASON", "MESSAGE"))
     table.columns[-1].overflow = "fold"
     for condition in view.status.conditions:
         table.add_row(
@@ -144,13 +145,6 @@ def _conditions(view: ServiceView) -> Table:
             escape(condition.last_transition_time),
             escape(condition.message),
         )
-    return table
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column, no_wrap=column not in ("MESSAGE", "REASON"))
     return table
 
 

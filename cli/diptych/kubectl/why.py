@@ -1,5 +1,4 @@
-"""Explains for `kubectl diptych why` what is wrong with a service and what to do. It performs no
-I/O."""
+"""Explains for `kubectl diptych why` what is wrong with a service and what to do, without I/O."""
 
 from __future__ import annotations
 
@@ -17,9 +16,8 @@ NEWEST_EVENTS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
-    """`healthy` decides the command's exit code. A healthy service may have causes or
-    events too."""
+class ServiceExplanation:
+    """`healthy` decides the command's exit code. A healthy service may have causes or events."""
 
     healthy: bool
     headline: str
@@ -36,22 +34,22 @@ class Cause:
     remedy: str = ""
 
 
-def explain(view: ServiceView, warnings: Sequence[Raw] = ()) -> Explanation:
+def explain(view: ServiceView, warnings: Sequence[Raw] = ()) -> ServiceExplanation:
     """Explain a service. `warnings`: Warning events of the namespace; those of other objects are
     ignored."""
     name = f"{view.namespace}/{view.name}"
     if not view.reported:
         cause = Cause("The status is not up to date", unreported(view))
-        return Explanation(False, f"{name}: nothing is known of its newest spec.", (cause,))
+        return ServiceExplanation(False, f"{name}: nothing is known of its newest spec.", (cause,))
     causes = tuple(_causes(view))
     available = _is(view, "Available", "True")
     failing = _is(view, "Degraded", "True") or _reason(view, "Progressing") == Reason.ROLLOUT_FAILED
     healthy = available and not failing
     if healthy:
         message = _message(view, "Available")
-        return Explanation(True, f"{name} is available. {message}".rstrip(), causes)
+        return ServiceExplanation(True, f"{name} is available. {message}".rstrip(), causes)
     headline = f"{name} {'answers requests, but wants attention' if available else _down(view)}."
-    return Explanation(False, headline, causes, tuple(_newest(view.name, warnings)))
+    return ServiceExplanation(False, headline, causes, tuple(_newest(view.name, warnings)))
 
 
 def _down(view: ServiceView) -> str:

@@ -1,2 +1,1 @@
-"""Runs the rendered Kubernetes objects as processes of one machine, for laptops and tests. It is
-not a cluster."""
+"""Runs the rendered objects as processes of one machine, for laptops and tests."""

@@ -131,8 +131,7 @@ class ApiAccess:
         return None if self.tls is None else self.tls.resolve() / CERTIFICATE_FILE
 
     def access(self, key: str = "") -> str:
-        """Describe in one line who may use the API. If a key made for the run is given, the line
-        contains it.
+        """Say in one line who may use the API, with the key that was made for the run, if given.
 
         Names of keys are those at the time of the call.
         """

@@ -27,7 +27,7 @@ from diptych_frontend.model_files.fetch import (
     UnreachableError,
     fetch_model,
 )
-from diptych_frontend.model_files.fetch.errors import URI
+from diptych_frontend.model_files.fetch.source import URI
 from diptych_operator.api.model import ModelCache
 from diptych_operator.api.service import InferenceService
 from diptych_protocol import InvalidRequestError
@@ -40,8 +40,7 @@ ANSWER_WITHIN_S: Final = 10.0
 def with_local_model(
     source: Source, service: InferenceService, cache: Path, console: Console
 ) -> InferenceService:
-    """Return the service with its model as a file of this machine, fetched into `cache` if
-    necessary.
+    """Return the service with its model as a file here, fetched into `cache` if necessary.
 
     Tokens come from the user's environment. Raises `BadInputError` for a model that is not
     available as written, `RunError` for one that could not be fetched now.

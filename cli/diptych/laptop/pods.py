@@ -43,8 +43,7 @@ from diptych_protocol import EngineConfig
 
 LOOPBACK = "127.0.0.1"
 PACKAGES_FOLDER = "packages"
-"""A folder of the run directory, with the packages that an init container would copy into pods of
-vLLM."""
+"""A folder of the run directory, with the packages that are copied into pods of vLLM."""
 NODE_NAME = "localhost"
 NO_PROGRAMS: Mapping[str, str] = MappingProxyType({})
 Object = dict[str, Any]
@@ -184,8 +183,7 @@ def files(objects: Sequence[Object], threads: int) -> dict[str, bytes]:
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """Expand variables as Kubernetes does: `$(NAME)` if NAME is known, else unchanged; `$$` is one
-    `$`."""
+    """Expand variables as Kubernetes does: `$(NAME)` if NAME is known; `$$` is one `$`."""
 
     def replacement(match: re.Match[str]) -> str:
         if match[0] == "$$":

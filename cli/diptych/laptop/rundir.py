@@ -1,20 +1,22 @@
 """The private directory of one `diptych up`: configuration, keys, logs and a state file.
 
-Other commands find running services by these directories. A directory whose owner is dead is
-removed.
+Other commands find running services by these directories, and reach their APIs with the key and the
+certificate there. A directory whose owner is dead is removed.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import ssl
 import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Final, Self
 
+import httpx
 import msgspec
 import psutil
 
@@ -52,8 +54,7 @@ class RunState(msgspec.Struct, frozen=True):
     """Unix time."""
     pid: int
     pid_created: float
-    """When the owner's process started. With `pid` it identifies the owner, because process ids are
-    reused."""
+    """When the owner's process started: with `pid` it names the owner, as ids are reused."""
     pods: list[PodState] = []
     access: str = ""
     """Who may use the API, without any key."""
@@ -98,8 +99,7 @@ class RunDirectory:
         partial.replace(target)
 
     def link(self, relative: str, directory: Path) -> None:
-        """Link a folder of somebody else into this directory. It stays when the directory is
-        removed."""
+        """Link a folder of somebody else into this directory. It outlives the directory."""
         target = self.path / relative
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         target.symlink_to(directory.resolve(), target_is_directory=True)
@@ -160,3 +160,39 @@ def _is_alive(state: RunState) -> bool:
         return False
     # The kernel keeps it since boot; as Unix time it moves when the clock is set right.
     return abs(created - state.pid_created) < 5.0
+
+
+METRICS_TIMEOUT_S: Final = 2.0
+
+
+def read_metrics(state: RunState) -> str:
+    """Return a service's /metrics from its router. Raises `httpx.HTTPError` and `OSError`."""
+    url = f"{state.url.removesuffix('/v1')}/metrics"
+    response = httpx.get(url, timeout=METRICS_TIMEOUT_S, **options(state))
+    response.raise_for_status()
+    return response.text
+
+
+def options(state: RunState | None = None, api_key: str | None = None) -> dict[str, Any]:
+    """Return keyword arguments for an httpx client or call.
+
+    A service on this machine has its own key and certificate. Others need `api_key`, and a
+    certificate that the system trusts. The key of a service that has just ended is empty.
+    """
+    key, trust = api_key, ssl.create_default_context()
+    if state is not None and state.certificate:
+        # It is that very one, whoever signed it and whatever name it is for.
+        trust.load_verify_locations(state.certificate)
+        trust.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        trust.check_hostname = False
+    if state is not None:
+        key = _read(Path(state.key_file)) if state.key_file else None
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return {"trust_env": False, "verify": trust, "headers": headers}
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""

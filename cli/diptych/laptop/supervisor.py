@@ -20,8 +20,7 @@ from diptych.laptop.pods import HttpProbe, LocalPod
 QUICK_POLL_S = 0.1
 """The period until a pod is ready for the first time, short because somebody waits for it."""
 MAX_GRACE_S = 10.0
-"""The longest wait for a graceful end, even if a pod asks for more: somebody who pressed Ctrl-C
-will not wait longer."""
+"""The longest wait for a graceful end: somebody who pressed Ctrl-C will not wait longer."""
 KILL_WAIT_S = 5.0
 LEASH_START_S = 10.0
 LOG_TAIL_BYTES = 16384

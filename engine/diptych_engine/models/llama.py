@@ -135,6 +135,7 @@ class LlamaModel(torch.nn.Module):
             and len(self._dense) == len(self._layers)
             and self._family.gate == "silu"
             and not self._family.norms_after
+            and not config.attention_softcap
         )
         self._calls: LayerCalls | None = None
 
@@ -351,7 +352,12 @@ class LlamaModel(torch.nn.Module):
         queries = heads[:, : self.config.num_attention_heads]
         may_round = rounds(self._layers)
         attended = paged_attention(
-            queries, kv_layer, attends_to, may_round=may_round, sinks=layer.sinks
+            queries,
+            kv_layer,
+            attends_to,
+            may_round=may_round,
+            sinks=layer.sinks,
+            softcap=self.config.attention_softcap,
         )
         return attended.flatten(1)
 
@@ -360,7 +366,7 @@ class LlamaModel(torch.nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         normed = self.normed(hidden)
-        logits = self._head.product(normed, normed.shape[0])
-        return (
-            logits if self.config.logits_divisor == 1.0 else logits.div_(self.config.logits_divisor)
-        )
+        logits, cap = self._head.product(normed, normed.shape[0]), self.config.logits_softcap
+        if self.config.logits_divisor != 1.0:
+            logits.div_(self.config.logits_divisor)
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits

@@ -6,7 +6,7 @@ import itertools
 import sys
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, Unpack, cast
 
 import msgspec
 from tqdm import tqdm
@@ -18,15 +18,16 @@ from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_protocol import (
     EngineGenerateError,
     InvalidRequestError,
-    LoRARequest,
     PoolingParams,
     PoolingRequestOutput,
+    PromptOptions,
     PromptType,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
 )
 from diptych_protocol.as_sent import params_as_sent
+from diptych_protocol.engine_client import spelled_out
 
 Conversation = list[dict[str, Any]]
 Params = TypeVar("Params", SamplingParams, PoolingParams)
@@ -44,19 +45,20 @@ class LLM:
         self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model, **engine_args))
         self._ids = itertools.count()
 
+    @spelled_out(PromptOptions)
     def generate(
         self,
         prompts: PromptType | Sequence[PromptType],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | None = None,
-        lora_request: LoRARequest | None = None,
-        priority: int = 0,
+        **options: Unpack[PromptOptions],
     ) -> list[RequestOutput]:
         """Return answers to the prompts, in their order.
 
         A list of integers is one prompt of token ids. The parameters are for all prompts, or one
-        for each. `use_tqdm` shows a progress bar; None shows it on a terminal.
+        for each. `use_tqdm` shows a progress bar; None shows it on a terminal. The options are for
+        all prompts.
 
         An answer that failed in the engine has the finish reason "error". Raises
         `InvalidRequestError` for a prompt or a parameter that can never succeed.
@@ -66,17 +68,18 @@ class LLM:
         whole = [
             msgspec.structs.replace(one, output_kind=RequestOutputKind.FINAL_ONLY) for one in params
         ]
-        return cast(list[RequestOutput], self._run(each, whole, use_tqdm, lora_request, priority))
+        return cast(list[RequestOutput], self._run(each, whole, use_tqdm, options))
 
+    @spelled_out(PromptOptions)
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | None = None,
-        lora_request: LoRARequest | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: dict[str, Any] | None = None,
+        **options: Unpack[PromptOptions],
     ) -> list[RequestOutput]:
         """Return answers to one conversation or several; otherwise as `generate`.
 
@@ -96,15 +99,16 @@ class LLM:
             )
             for one in several
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **options)
 
+    @spelled_out(PromptOptions)
     def embed(
         self,
         prompts: PromptType | Sequence[PromptType],
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         use_tqdm: bool | None = None,
-        lora_request: LoRARequest | None = None,
+        **options: Unpack[PromptOptions],
     ) -> list[PoolingRequestOutput]:
         """Return a vector for each prompt; otherwise as `generate`.
 
@@ -113,7 +117,7 @@ class LLM:
         each = _as_list(prompts)
         params = _one_each(pooling_params, PoolingParams, len(each))
         vectors: list[PoolingRequestOutput] = []
-        for output in self._run(each, params, use_tqdm, lora_request, 0):
+        for output in self._run(each, params, use_tqdm, options):
             if isinstance(output, RequestOutput):
                 raise EngineGenerateError(str(output.outputs[0].stop_reason))
             vectors.append(output)
@@ -133,8 +137,7 @@ class LLM:
         prompts: Sequence[PromptType],
         params: Sequence[SamplingParams | PoolingParams],
         use_tqdm: bool | None,
-        lora_request: LoRARequest | None,
-        priority: int,
+        options: PromptOptions,
     ) -> list[RequestOutput | PoolingRequestOutput]:
         """Keep the engine filled, but not over, until every prompt has its answer."""
         engine = self.llm_engine
@@ -148,13 +151,7 @@ class LLM:
                 while len(answers) < len(ids):
                     while to_send and self._open_with(to_send[-1][2]) <= room:
                         request_id, prompt, wanted = to_send.pop()
-                        engine.add_request(
-                            request_id,
-                            prompt,
-                            wanted,
-                            lora_request=lora_request,
-                            priority=priority,
-                        )
+                        engine.add_request(request_id, prompt, wanted, **options)
                     for output in engine.step():
                         if output.finished:
                             answers[output.request_id] = output

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self, Unpack
 
 from diptych_engine.serving.engine_metrics import EngineMetrics, RequestFacts
 from diptych_engine.serving.engine_reports import EngineReports, log_interval_s
@@ -33,7 +33,7 @@ from diptych_protocol import (
     EngineConfig,
     EngineCoreRequest,
     InvalidRequestError,
-    LoRARequest,
+    OneCoreOptions,
     PoolingParams,
     PoolingRequestOutput,
     PromptType,
@@ -44,6 +44,7 @@ from diptych_protocol import (
 )
 from diptych_protocol.as_sent import check_id, check_whole, ids_of
 from diptych_protocol.control_calls import CALL_TIMEOUT_S
+from diptych_protocol.engine_client import ADD_ORDER, by_name, spelled_out
 from diptych_protocol.errors import AbsentError
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
 
 
 _NOTHING = nullcontext()
+_ORDER: Final = tuple(name for name in ADD_ORDER if name != "data_parallel_rank")
+"""The options that callers of `add_request` may give by position."""
 
 
 @dataclass(slots=True)
@@ -177,17 +180,15 @@ class LLMEngine(EngineReports):
 
     # --- requests -----------------------------------------------------------------------------
 
+    @spelled_out(OneCoreOptions, _ORDER)
     def add_request(
         self,
         request_id: str,
         prompt: EngineCoreRequest | PromptType,
         params: SamplingParams | PoolingParams,
         arrival_time: float | None = None,
-        lora_request: LoRARequest | None = None,
-        tokenization_kwargs: dict[str, Any] | None = None,
-        trace_headers: Mapping[str, str] | None = None,
-        priority: int = 0,
-        prompt_text: str | None = None,
+        *documented: Any,
+        **options: Unpack[OneCoreOptions],
     ) -> str:
         """Queue a request; its outputs come from `step`, under `request_id`.
 
@@ -200,6 +201,9 @@ class LLMEngine(EngineReports):
         """
         check_id(request_id)
         check_whole(prompt)
+        if documented:
+            options = by_name(_ORDER, documented, options)
+        prompt_text = options.pop("prompt_text", None)
         if prompt_text is not None and not isinstance(prompt_text, str):
             raise InvalidRequestError("prompt_text must be a string", param="prompt_text")
         if isinstance(prompt, EngineCoreRequest):
@@ -210,10 +214,8 @@ class LLMEngine(EngineReports):
             params,
             self.get_supported_tasks(),
             arrival_time,
-            lora_request,
-            tokenization_kwargs,
-            trace_headers,
-            priority,
+            data_parallel_rank=None,  # whoever names one is refused: there is one core
+            **options,
         )
         self.input_processor.assign_request_id(request)
         if not isinstance(prompt, EngineCoreRequest):

@@ -1,5 +1,4 @@
-"""The admin port of our pods: a few routes with JSON bodies, for holders of the service's admin
-token.
+"""The admin port of our pods: a few routes with JSON bodies, for holders of the admin token.
 
 The token is a file of the service's Secret, which a rotation changes while the process runs. So it
 is read again for each request, and the previous token is valid as long as the Secret has it.
@@ -55,8 +54,7 @@ async def body_of(request: Request, kind: type[T]) -> T:
 
 
 def seconds_of(request: Request, name: str, default: float, most: float) -> float:
-    """Return a query parameter in seconds. Raises `InvalidRequestError` unless it is
-    in 0..`most`."""
+    """Return a query parameter in seconds. Raises `InvalidRequestError` unless in 0..`most`."""
     text = request.query_params.get(name)
     if text is None:
         return default
@@ -70,8 +68,7 @@ def seconds_of(request: Request, name: str, default: float, most: float) -> floa
 
 
 class AdminToken:
-    """Refuses requests without one of the Secret's tokens. Without any token there,
-    it refuses all."""
+    """Refuses requests without one of the Secret's tokens, and all if there is none."""
 
     def __init__(self, app: ASGIApp, keys_dir: Path) -> None:
         self._app = app

@@ -7,7 +7,8 @@ call is done. A call that the engine's present state does not allow gets 409.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from functools import wraps
+from typing import Annotated, Any, Final
 
 import msgspec
 from starlette.requests import Request
@@ -22,9 +23,22 @@ from diptych_protocol.control_calls import CONTROL_CALLS, ControlCall, Done
 Handler = Callable[[Request], Awaitable[Response]]
 
 
+MAX_DRAIN_S: Final = 86400
+
+
 class RejectKVTransfer(msgspec.Struct, forbid_unknown_fields=True):
     request_id: str
     kv_transfer_params: dict[str, Any]
+
+
+class Scale(msgspec.Struct, forbid_unknown_fields=True):
+    new_data_parallel_size: int
+    drain_timeout: Annotated[float, msgspec.Meta(ge=0, le=MAX_DRAIN_S)] = 300.0
+    """Seconds within which the requests of a removed core may end there."""
+
+
+class ScaleReport(msgspec.Struct, frozen=True):
+    data_parallel_size: int
 
 
 class ControlReport(msgspec.Struct, frozen=True):
@@ -47,6 +61,7 @@ class ControlRoutes:
         return [
             *(self._route(kind) for kind in CONTROL_CALLS if kind.PATH),
             Route("/admin/reject_kv_transfer", reject, methods=["POST"]),
+            Route("/admin/scale_elastic_ep", self.scale_elastic_ep, methods=["POST"]),
         ]
 
     def _route(self, kind: type[ControlCall[Any]]) -> Route:
@@ -65,18 +80,23 @@ class ControlRoutes:
         asleep = stats.paused or stats.sleep_level > 0
         return report(ControlReport(stats.paused, asleep, stats.sleep_level))
 
-    # --- the hinge ----------------------------------------------------------------------------
-
     async def reject_kv_transfer(self, request: Request) -> Response:
         """Free what is held for a request that somebody refused before admission."""
         refused = await body_of(request, RejectKVTransfer)
         await self._engine.reject_kv_transfer(refused.request_id, refused.kv_transfer_params)
         return report(Done())
 
+    async def scale_elastic_ep(self, request: Request) -> Response:
+        """Change the number of cores, and answer when all of them serve."""
+        wanted = await body_of(request, Scale)
+        await self._engine.scale_elastic_ep(wanted.new_data_parallel_size, wanted.drain_timeout)
+        return report(ScaleReport(len(self._engine.stats_by_engine())))
+
 
 def refusable(act: Handler) -> Handler:
     """Turn the engine's refusal into a conflict, since the call may succeed in another state."""
 
+    @wraps(act)
     async def handler(request: Request) -> Response:
         try:
             return await act(request)

@@ -1,13 +1,16 @@
-"""Receives new weights over HTTP, on the admin port of an engine pod, from a trainer in another
-pod.
+"""Adapters and new weights over HTTP, on the admin port of an engine pod.
 
+    POST /admin/load_lora_adapter             {"lora_name": "sql", "lora_path": "/adapters/sql"}
+    POST /admin/unload_lora_adapter           {"lora_name": "sql"}
     POST /admin/init_weight_transfer_engine   {"init_info": {…}}      where the trainer listens
     POST /admin/start_weight_update           {"is_checkpoint_format": true}
     POST /admin/update_weights                {"names": […], "update_info": {…}}
     POST /admin/finish_weight_update
     POST /admin/reload_weights                the model's own files again
 
-The bodies only announce tensors; the trainer's process group carries them (`weights.trainer`).
+An adapter's path is one in the engine's pod. Once it is loaded, API requests may use its name in
+place of the model's. The bodies about weights only announce tensors: the process group of a trainer
+in another pod carries them (`weights.trainer`).
 """
 
 from __future__ import annotations
@@ -22,8 +25,29 @@ from starlette.routing import Route
 from diptych_frontend.admin.calls import body_of, report
 from diptych_frontend.admin.control import refusable
 from diptych_frontend.core_client.weights import CoreWeights
-from diptych_protocol import WeightTransferInitRequest, WeightTransferUpdateRequest
+from diptych_protocol import (
+    InvalidRequestError,
+    LoRARequest,
+    UtilityError,
+    WeightTransferInitRequest,
+    WeightTransferUpdateRequest,
+)
 from diptych_protocol.control_calls import Done
+
+
+class LoadAdapter(msgspec.Struct, forbid_unknown_fields=True):
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapter(msgspec.Struct, forbid_unknown_fields=True):
+    lora_name: str
+
+
+class AdapterReport(msgspec.Struct):
+    """The adapters that requests may name now."""
+
+    adapters: list[LoRARequest]
 
 
 class Update(msgspec.Struct, forbid_unknown_fields=True):
@@ -39,9 +63,27 @@ class WeightRoutes:
 
     def routes(self) -> list[Route]:
         acts = (
-            self.init_weight_transfer_engine, self.update_weights,
-        )  # fmt: skip
-        return [Route(f"/admin/{a.__name__}", refusable(a), methods=["POST"]) for a in acts]
+            self.load_lora_adapter,
+            self.unload_lora_adapter,
+            refusable(self.init_weight_transfer_engine),
+            refusable(self.update_weights),
+        )
+        return [Route(f"/admin/{act.__name__}", act, methods=["POST"]) for act in acts]
+
+    async def load_lora_adapter(self, request: Request) -> Response:
+        wanted = await body_of(request, LoadAdapter)
+        try:
+            await self._engine.load_adapter(wanted.lora_name, wanted.lora_path)
+        except UtilityError as exc:  # its files, or the lack of a place for it
+            raise InvalidRequestError(str(exc), param="lora_path") from exc
+        return self._adapters()
+
+    async def unload_lora_adapter(self, request: Request) -> Response:
+        await self._engine.unload_adapter((await body_of(request, UnloadAdapter)).lora_name)
+        return self._adapters()
+
+    def _adapters(self) -> Response:
+        return report(AdapterReport(list(self._engine.adapters.values())))
 
     async def init_weight_transfer_engine(self, request: Request) -> Response:
         wanted = await body_of(request, WeightTransferInitRequest)

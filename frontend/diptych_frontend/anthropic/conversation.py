@@ -41,8 +41,7 @@ from diptych_frontend.tool_calls import tools
 from diptych_protocol import InvalidRequestError
 
 FAILED: Final = "Error:"
-"""A prefix of the result of a tool that failed, because chat templates have no other place for
-that."""
+"""Stands before the result of a tool that failed: chat templates have no other place for that."""
 
 
 class TranslatedChat(ChatCompletionRequest, kw_only=True):

@@ -72,8 +72,7 @@ def _kinds(operations: Sequence[Operation]) -> list[Kind]:
 
 
 def _type_items(schemas: Schema, ref_of: dict[Kind, Schema]) -> None:
-    """Say what the items of a response's input are: its type does not, because clients leave the
-    type of a message out."""
+    """Say what the items of an input are: clients leave the type of a message out."""
     message = schemas[_name(ref_of[responses.Message])]
     message["required"].remove("type")
     items = {"anyOf": [ref_of[kind] for kind in ITEMS]}

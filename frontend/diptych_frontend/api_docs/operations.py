@@ -8,9 +8,8 @@ from typing import Final, Literal
 import msgspec
 
 from diptych_frontend.anthropic import answers as anthropic
-from diptych_frontend.anthropic.answers import Message
+from diptych_frontend.anthropic.answers import FailureBody, Message
 from diptych_frontend.anthropic.api_types import CountTokensRequest, MessagesRequest
-from diptych_frontend.anthropic.errors import FailureBody
 from diptych_frontend.anthropic.routes import TokenCount
 from diptych_frontend.batches_api.api_types import (
     Batch,

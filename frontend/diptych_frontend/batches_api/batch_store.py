@@ -1,5 +1,4 @@
-"""Stores batches: their states, and the files that their runners write. All calls block on the
-disk."""
+"""Stores batches: their states, and the files of their runners. Calls block on the disk."""
 
 from __future__ import annotations
 
@@ -88,8 +87,7 @@ class BatchStore:
         return BatchList(data, first, last, len(ids) > limit)
 
     def cancel(self, client: str, batch_id: str) -> Batch:
-        """Request the end of a batch. Raises `InvalidRequestError` if it has ended or does not
-        exist."""
+        """Request a batch's end. Raises `InvalidRequestError` if it has ended or is not there."""
         batch = self.get(client, batch_id)
         if batch.status in ENDED or batch.status == "finalizing":
             raise InvalidRequestError(
@@ -119,8 +117,7 @@ class BatchStore:
         return self._folder.open_batches()
 
     def claim(self, state: Path) -> tuple[Record, Journal] | None:
-        """Lock a batch in order to process it. None: another process has it, or there is nothing
-        left to do."""
+        """Lock a batch to process it. None: another process has it, or nothing is left to do."""
         if not state.exists():
             # Whoever creates it marks it first.
             with contextlib.suppress(FileNotFoundError):
@@ -156,8 +153,7 @@ class BatchStore:
         write_whole(state, msgspec.json.encode(record))
 
     def input_of(self, record: Record) -> BinaryIO:
-        """Return the input of a batch, even if it has expired. Raises `InvalidRequestError` if it
-        was deleted."""
+        """Return a batch's input, even if it expired. Raises `InvalidRequestError` if deleted."""
         return self.files.open(record.client, record.batch.input_file_id)
 
     def finish(

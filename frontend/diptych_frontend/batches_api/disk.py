@@ -42,8 +42,7 @@ class Disk:
             raise EngineOverloadedError(f"the batch directory {what}; retry later") from exc
 
     async def run_long(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run `work` that reads or writes whole files, without a time limit. Raises `OSError`
-        itself."""
+        """Run `work` on whole files, without a time limit. Raises `OSError` itself."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, partial(work, *args, **kwargs))
 

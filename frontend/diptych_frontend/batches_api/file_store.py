@@ -89,8 +89,7 @@ class FileStore:
         raise _no_such_file(file_id)
 
     def open(self, client: str, file_id: str) -> BinaryIO:
-        """Open a file by its id, even if it has expired. Raises `InvalidRequestError` if it does
-        not exist."""
+        """Open a file by its id, even if it expired. Raises `InvalidRequestError` without one."""
         if is_id(file_id, "file-"):
             with contextlib.suppress(FileNotFoundError):
                 return (self._folder.files(client) / f"{file_id}.data").open("rb")

@@ -42,8 +42,7 @@ def is_id(text: str, kind: Literal["file-", "batch_"]) -> bool:
 
 
 def client_name(client: str) -> str:
-    """Return the name of a client's folder, from the name of its API key, which is empty without
-    keys."""
+    """Return the name of a client's folder, by that of its API key, which may be empty."""
     return hashlib.blake2b(client.encode(), digest_size=16).hexdigest()
 
 

@@ -68,8 +68,7 @@ class UploadForm:
         return b"".join(of_file)
 
     def ended(self) -> FileForm:
-        """Return the fields after the whole body. Raises `InvalidRequestError`,
-        naming the field."""
+        """Return the fields after the body. Raises `InvalidRequestError`, naming the field."""
         try:
             self._parser.close()
         except MultipartError as exc:

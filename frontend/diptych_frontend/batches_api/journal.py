@@ -66,8 +66,7 @@ class Journal:
                 self._descriptor = -1
 
     def append(self, sign: bytes, result: bytes) -> None:
-        """Add the answer to a request. Raises `OSError` if the disk does not accept all of it; then
-        nothing was added."""
+        """Add an answer. Raises `OSError` if the disk is full; then nothing was added."""
         entry = sign + result + b"\n"
         told = _DECODER.decode(result)
         with self._appending:

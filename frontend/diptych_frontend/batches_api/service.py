@@ -10,12 +10,11 @@ from typing import Final
 
 from starlette.types import ASGIApp
 
-from diptych_frontend.batches_api.batch_run import Surroundings
+from diptych_frontend.batches_api.batch_run import BatchMetrics, Surroundings
 from diptych_frontend.batches_api.batch_store import BatchStore
 from diptych_frontend.batches_api.disk import Disk
 from diptych_frontend.batches_api.file_store import FileStore
 from diptych_frontend.batches_api.folder import Folder
-from diptych_frontend.batches_api.metrics import BatchMetrics
 from diptych_frontend.batches_api.runner import BatchRunner
 from diptych_frontend.batches_api.upload import Uploads
 from diptych_frontend.observability.metrics import ServerMetrics

@@ -90,8 +90,7 @@ def counted(record: Record, completed: int, failed: int, usage: BatchUsage) -> R
 
 
 def cancelling(record: Record, since: int) -> Record:
-    """Record that its client has cancelled it. A batch that has ended, or is about to, stays as it
-    is."""
+    """Record that its client has cancelled it. A batch that is at its end stays as it is."""
     if record.batch.status not in ("validating", "in_progress"):
         return record
     return _with(record, status="cancelling", cancelling_at=since)
@@ -114,8 +113,7 @@ def ended(record: Record, end: End, *, output: bool, error: bool, now: int) -> R
 
 
 def next_end(record: Record, now: float) -> End | None:
-    """Return the state in which it has to end at once, whatever lines are left; None
-    to continue."""
+    """Return the state in which it has to end, whatever lines are left; None to continue."""
     status = record.batch.status
     if status == "cancelling":
         return "cancelled"

@@ -45,8 +45,7 @@ class BrowserRules:
     """What the owner of a server allows beyond what is harmless."""
 
     hosts: frozenset[str] = frozenset()
-    """Further names of the server, in lower case. Names that no other site can have are always
-    allowed."""
+    """Further names of the server, in lower case. Those that no site can have are allowed."""
     origins: frozenset[str] = frozenset()
     """Origins of sites whose pages may use the API, in lower case."""
 

@@ -1,5 +1,4 @@
-"""What the caller of confined work says of it: that it is in haste, or that nobody waits for the
-work any longer."""
+"""What the caller of confined work says of it: it is in haste, or nobody waits any longer."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ class ConnectionEndedError(Exception):
 def send_frame(
     connection: socket.socket, head: bytes, body: bytes | memoryview, due: float
 ) -> None:
-    """Send a message. Raises `ConnectionEndedError`, and `TimeoutError` after `due`
-    (`time.monotonic`)."""
+    """Send a message. Raises `ConnectionEndedError`, and `TimeoutError` after `due` (monotonic)."""
     try:
         for part in (LENGTHS.pack(len(head), len(body)) + head, body):
             connection.settimeout(_left(due))

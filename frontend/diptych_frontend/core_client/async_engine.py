@@ -36,12 +36,11 @@ from diptych_protocol import (
     EngineDeadError,
     EngineGenerateError,
     EngineOverloadedError,
-    FurtherOptions,
     InvalidRequestError,
     LoRARequest,
-    OurOptions,
     PoolingParams,
     PoolingRequestOutput,
+    PromptOptions,
     PromptType,
     RequestOptions,
     RequestOutput,
@@ -52,7 +51,7 @@ from diptych_protocol import (
     UtilityError,
 )
 from diptych_protocol.as_sent import check_whole, ids_of
-from diptych_protocol.engine_client import spelled_out
+from diptych_protocol.engine_client import ADD_ORDER, ENCODE_ORDER, by_name, spelled_out
 from diptych_protocol.weights import numbered
 
 if TYPE_CHECKING:
@@ -180,19 +179,15 @@ class AsyncEngine(EngineClient):
         finally:
             self._end(collector)
 
-    @spelled_out(OurOptions)
+    @spelled_out(PromptOptions, ENCODE_ORDER)
     async def encode(
         self,
         prompt: PromptType,
         pooling_params: PoolingParams,
         request_id: str,
-        lora_request: LoRARequest | None = None,
-        trace_headers: Mapping[str, str] | None = None,
-        priority: int = 0,
-        tokenization_kwargs: dict[str, Any] | None = None,
-        reasoning_ended: bool | None = None,
+        *documented: Any,
         truncate_prompt_tokens: int | None = None,
-        **ours: Unpack[OurOptions],
+        **options: Unpack[PromptOptions],
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """Do the same as `EngineClient.encode`; `truncate_prompt_tokens` of older callers is
         ignored."""
@@ -205,17 +200,9 @@ class AsyncEngine(EngineClient):
             raise InvalidRequestError(
                 "sampling parameters are for generate", param="pooling_params"
             )
-        collector = await self.add_request(
-            request_id,
-            prompt,
-            pooling_params,
-            lora_request=lora_request,
-            tokenization_kwargs=tokenization_kwargs,
-            trace_headers=trace_headers,
-            priority=priority,
-            reasoning_ended=reasoning_ended,
-            **ours,
-        )
+        if documented:
+            options = by_name(ENCODE_ORDER, documented, options)
+        collector = await self.add_request(request_id, prompt, pooling_params, **options)
         try:
             yield await collector.get()
         finally:
@@ -265,20 +252,15 @@ class AsyncEngine(EngineClient):
         self.output_processor.next_piece(whole, prompt.text)
         self._submit(prompt.newest(whole))
 
-    @spelled_out(FurtherOptions)
+    @spelled_out(RequestOptions, ADD_ORDER)
     async def add_request(
         self,
         request_id: str,
         prompt: EngineCoreRequest | PromptType,
         params: SamplingParams | PoolingParams,
         arrival_time: float | None = None,
-        lora_request: LoRARequest | None = None,
-        tokenization_kwargs: dict[str, Any] | None = None,
-        trace_headers: Mapping[str, str] | None = None,
-        priority: int = 0,
-        data_parallel_rank: int | None = None,
-        prompt_text: str | None = None,
-        **further: Unpack[FurtherOptions],
+        *documented: Any,
+        **options: Unpack[RequestOptions],
     ) -> Collector[Any]:
         """Send a request; its outputs come to the collector.
 
@@ -291,6 +273,9 @@ class AsyncEngine(EngineClient):
         """
         self._check_usable()
         await self._connect()
+        if documented:
+            options = by_name(ADD_ORDER, documented, options)
+        prompt_text = options.pop("prompt_text", None)
         if prompt_text is not None and not isinstance(prompt_text, str):
             raise InvalidRequestError("prompt_text must be a string", param="prompt_text")
         made = prompt if isinstance(prompt, EngineCoreRequest) else None
@@ -301,13 +286,8 @@ class AsyncEngine(EngineClient):
             request_id,
             prompt,
             params,
-            lora_request=lora_request,
-            tokenization_kwargs=tokenization_kwargs,
             arrival_time=arrival_time,
-            priority=priority,
-            trace_headers=trace_headers,
-            data_parallel_rank=data_parallel_rank,
-            **further,
+            **options,
         )
         if _is_quick(prompt, params if made is None else params_of(made, params)):
             request = process()

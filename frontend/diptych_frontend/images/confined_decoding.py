@@ -1,8 +1,7 @@
 """Reads the header of an image, or decodes it and cuts it into tiles, in a process of its own:
 `python -m` of this module.
 
-Decoders are large C programs, and anybody can make the files. Even a header may be as large as a
-file.
+Decoders are large C programs, and anybody can make the files. A header may be as large as a file.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ BOUNDS: Final = WorkBounds(
     message_bytes=max(MAX_IMAGE_BYTES, MAX_TILE_BYTES) + (1 << 16),
     idle_seconds=60,
 )
-"""An image of the most pixels is turned and converted, which takes about four copies of four bytes
-per pixel."""
+"""To turn and convert the largest image takes some four copies of four bytes a pixel."""
 
 
 class Asked(msgspec.Struct, array_like=True):
@@ -55,8 +53,7 @@ def size_of(encoded: bytes, where: str) -> tuple[int, int]:
 def tiles_of(encoded: bytes, where: str, config: VisionConfig) -> Tiles:
     """Return the tiles of an image file.
 
-    Raises `InvalidRequestError`, naming `where`, for a file that cannot be decoded within the
-    limits.
+    Raises `InvalidRequestError`, naming `where`, for a file beyond the limits, or of no use.
     """
     answer, pixels = _ask(encoded, where, config)
     return Tiles(Array("uint8", answer.shape, memoryview(pixels)), answer.rows, answer.columns)

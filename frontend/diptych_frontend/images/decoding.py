@@ -1,5 +1,4 @@
-"""Accepts images from callers: where their bytes may come from, and what a decoder may do with
-them.
+"""Accepts images from callers: where bytes may come from, and what a decoder may do.
 
 Everything here has a limit, and nothing is fetched from an address, because a caller could make the
 server fetch what only the server can reach.
@@ -25,11 +24,9 @@ MAX_PIXELS: Final = 24 << 20
 MAX_SIDE: Final = 16_384
 """Limit on width and on height: a decoder's rows and a filter's tables grow with one of them."""
 MAX_ASPECT: Final = 200
-"""Limit on the ratio of the sides. Beyond it, the model would see almost nothing of the shorter
-one."""
+"""Limit on the ratio of the sides: beyond it, a model sees almost nothing of the shorter one."""
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
-"""Only these formats, and only their first frame, because each further decoder is more code to
-trust."""
+"""Only these formats, and their first frame: each further decoder is more code to trust."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,7 @@ PARAM: Final = "mm_features"
 
 
 def content_hash(pixels: Array) -> str:
-    """Return the name of an image: a digest of its tiles, which depend on the options that cut
-    them."""
+    """Return the name of an image: a digest of its tiles, and so of the options that cut them."""
     content = hashlib.blake2b(f"image {pixels.dtype} {pixels.shape} ".encode(), digest_size=16)
     content.update(pixels.data)
     return content.hexdigest()

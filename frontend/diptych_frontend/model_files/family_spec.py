@@ -1,5 +1,4 @@
-"""What distinguishes one family of decoder models from another. It contains data only and imports
-no torch."""
+"""What distinguishes one family of decoder models from another: data only, without torch."""
 
 from __future__ import annotations
 
@@ -58,8 +57,7 @@ class FamilySpec:
     """`sliding_window` of config.json limits what attention sees; else it is unused by this family,
     and `use_sliding_window` is refused."""
     window_period: int = 0
-    """Every how many layers one sees everything all the same, where the file does not say it; 0:
-    no layer does."""
+    """Every how many layers one sees everything, where the file does not say; 0: none does."""
     window_rope_theta: float | None = None
     """The base of RoPE, without scaling, in layers with a window; None: as in all others."""
     unrotated_period: int = 0
@@ -80,8 +78,7 @@ class FamilySpec:
     norms_from_one: bool = False
     """Safetensors hold the weights of norms less one."""
     sees: bool = False
-    """Whether it takes images: config.json has the decoder in `text_config` and the vision tower in
-    `vision_config`."""
+    """Whether it takes images: config.json has `text_config` and `vision_config`."""
     text_prefix: str = "model."
     """The prefix of the decoder's published tensor names, except `lm_head`."""
     has_experts: bool = False
@@ -95,8 +92,7 @@ class FamilySpec:
     """`general.architecture` of a GGUF file, if it differs."""
     gguf_tensors: Mapping[str, str] = field(default_factory=lambda: GGUF_TENSORS)
     gguf_ends: tuple[str, ...] = ()
-    """Tokens that end an answer, beside those that a GGUF file names: it often names only the one
-    that ends a text."""
+    """Tokens that end an answer, beside those of a GGUF file, which may only name a text's end."""
     gguf_yarn_truncates: bool = True
     """Whether YaRN's bounds are whole places, which GGUF files do not say."""
     gguf_finetuned_is_rope: bool = False

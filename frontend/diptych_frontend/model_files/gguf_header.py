@@ -34,8 +34,7 @@ MAX_RANK: Final = 8
 MAX_HEADER_BYTES: Final = 256 << 20
 """The most bytes of metadata and tensor table; a vocabulary of a million entries takes less."""
 MAX_VALUES: Final = 8 << 20
-"""The most elements of all arrays, pairs and tensors: each takes more memory than its bytes in the
-file."""
+"""The most elements of all arrays, pairs and tensors: each takes more memory than in the file."""
 DEFAULT_ALIGNMENT: Final = 32
 FLOAT32: Final = 0
 """The type of a tensor that is not quantised."""
@@ -82,8 +81,7 @@ class GGUFHeader:
     file_size: int
 
     def tensors(self) -> dict[str, GGUFTensor]:
-        """Return the tensor table by name. Raises `GGUFError` for a tensor that does not fit the
-        file."""
+        """Return the tensor table by name. Raises `GGUFError` for a tensor beyond the file."""
         # Imported late: it brings NumPy, which a front-end has no other use for.
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -134,8 +132,7 @@ def _require_within(raw: RawTensor, nbytes: int, file_size: int) -> None:
 def read_header(path: Path) -> GGUFHeader:
     """Parse the header of the file. Raises `GGUFError` if it is damaged, `OSError` if unreadable.
 
-    Every count in the file is checked against the file's size and against our own limits before it
-    is used.
+    Every count is checked against the file's size and our own limits before it is used.
     """
     with path.open("rb") as file:
         if file.read(4) != MAGIC:
@@ -177,8 +174,7 @@ def read_parts(path: Path) -> list[GGUFHeader]:
 
 
 def read_floats(path: Path, raw: RawTensor) -> tuple[float, ...]:
-    """Return the values of a small vector of float32. Raises `GGUFError` if it is something
-    else."""
+    """Return the values of a small float32 vector. Raises `GGUFError` for anything else."""
     if raw.ggml_type != FLOAT32 or len(raw.shape) != 1 or raw.shape[0] > MAX_FLOATS:
         raise GGUFError(f"tensor {raw.name} is no vector of at most {MAX_FLOATS} float32")
     size = 4 * raw.shape[0]

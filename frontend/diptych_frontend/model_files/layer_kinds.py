@@ -46,13 +46,8 @@ class HFLayerKeys(msgspec.Struct):
 
     def refuse_others(self, family: FamilySpec) -> None:
         """Raise `InvalidRequestError` for arithmetic that no family has yet."""
-        for field in (
-            "attn_logit_softcapping",
-            "final_logit_softcapping",
-            "use_bidirectional_attention",
-        ):
-            if getattr(self, field):
-                raise unsupported(f"{field} {getattr(self, field)}")
+        if self.use_bidirectional_attention:
+            raise unsupported("use_bidirectional_attention")
         for field, only in (("swiglu_limit", 7.0), ("swiglu_alpha", 1.702)):
             if getattr(self, field) not in (None, only):
                 raise unsupported(f"{field} {getattr(self, field)}, not {only}")
@@ -72,16 +67,14 @@ class GGUFLayerKeys(msgspec.Struct):
     residual_scale: Scale = 1.0
     attention_scale: Scale | None = msgspec.field(name="attention.scale", default=None)
     logits_divisor: Scale = msgspec.field(name="logit_scale", default=1.0)
-    attention_softcap: float = msgspec.field(name="attn_logit_softcapping", default=0.0)
-    logits_softcap: float = msgspec.field(name="final_logit_softcapping", default=0.0)
+    attention_softcap: float | None = msgspec.field(name="attn_logit_softcapping", default=None)
+    logits_softcap: float | None = msgspec.field(name="final_logit_softcapping", default=None)
 
 
 def layers_from_gguf(
     keys: GGUFLayerKeys, family: FamilySpec, layers: int, hidden_size: int
 ) -> dict[str, Any]:
     """Return the fields of `ModelConfig` that describe layers."""
-    if keys.attention_softcap or keys.logits_softcap:
-        raise unsupported("soft caps")
     if isinstance(keys.pattern, list):  # whether each layer has a window
         full = tuple(index for index, windowed in enumerate(keys.pattern[:layers]) if not windowed)
     else:
@@ -95,6 +88,7 @@ def layers_from_gguf(
         "residual_scale": keys.residual_scale,
         "attention_scale": keys.attention_scale or family.gguf_attention_scales.get(layers),
         "logits_divisor": keys.logits_divisor,
+        **_softcaps(keys.attention_softcap, keys.logits_softcap, family),
     }
 
 
@@ -119,6 +113,7 @@ def layers_from_hf(
         "residual_scale": keys.residual_multiplier or 1.0,
         "attention_scale": keys.attention_multiplier if scalar is None else scalar**-0.5,
         "logits_divisor": keys.logits_scaling or 1.0,
+        **_softcaps(keys.attn_logit_softcapping, keys.final_logit_softcapping, family),
     }
 
 
@@ -146,6 +141,15 @@ def every(period: int, layers: int) -> tuple[int, ...]:
 
 def _embedding_scale(family: FamilySpec, hidden_size: int) -> float:
     return math.sqrt(hidden_size) if family.scales_embeddings and hidden_size > 0 else 1.0
+
+
+def _softcaps(attention: float | None, logits: float | None, family: FamilySpec) -> dict[str, Any]:
+    defaults = family.config_defaults  # a GGUF file may leave them out too
+    if attention is None:
+        attention = defaults.get("attn_logit_softcapping", 0.0)
+    if logits is None:
+        logits = defaults.get("final_logit_softcapping", 0.0)
+    return {"attention_softcap": attention, "logits_softcap": logits}
 
 
 def _window_rope_theta(

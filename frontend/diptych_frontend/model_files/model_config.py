@@ -76,6 +76,10 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attention_scale: float | None = None
     """What products of queries and keys are multiplied by; None: 1 / sqrt(head_dim)."""
     logits_divisor: float = 1.0
+    attention_softcap: float = 0.0
+    """Scores of attention become cap tanh(score / cap); 0: they stay as they are."""
+    logits_softcap: float = 0.0
+    """Likewise for logits."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     vision: VisionConfig | None = None
@@ -149,6 +153,9 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             value = getattr(self, field)
             if value is not None and not 0 < value < math.inf:
                 raise _unsupported(f"{field} is {value}")
+        for field in ("attention_softcap", "logits_softcap"):
+            if not 0 <= getattr(self, field) < math.inf:
+                raise _unsupported(f"{field} is {getattr(self, field)}")
 
     def _check_rope_scaling(self) -> None:
         scaling = self.rope_scaling
@@ -218,8 +225,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 class GGUFKeys(msgspec.Struct):
-    """The metadata that describes the decoder. Each key has the architecture's name
-    as its prefix."""
+    """The metadata of the decoder. Each key begins with the architecture's name."""
 
     hidden_size: int = msgspec.field(name="embedding_length")
     intermediate_size: int = msgspec.field(name="feed_forward_length")
@@ -256,8 +262,7 @@ def config_from_gguf(
     """Return a configuration from GGUF metadata (`llama.block_count` and the like).
 
     Tensors supply what the metadata leaves out: without an output matrix in `tensor_names` the
-    embeddings are tied, and `rope_vectors` are the values of those of `ROPE_VECTORS` that the file
-    has.
+    embeddings are tied, and `rope_vectors` are the file's values of `ROPE_VECTORS`.
     """
     name = metadata.get("general.architecture")
     family = family_of(GGUF_ARCHITECTURES.get(name, name) if isinstance(name, str) else name)

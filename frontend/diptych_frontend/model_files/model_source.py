@@ -78,15 +78,13 @@ class ModelSource:
     uri: str
     format: Literal["gguf", "safetensors", "dummy"]
     path: Path | None
-    """The GGUF file, or the first of several; the directory of safetensors; None for dummy
-    weights."""
+    """The GGUF file, or the first of several; the directory of safetensors; None for dummies."""
     config: ModelConfig
     sampling: SamplingDefaults = UNSAID
     """How to sample where a request does not say."""
 
     def tensors(self) -> dict[str, GGUFTensor]:
-        """Return the position of each tensor in the GGUF file. Raises `ValueError` for another
-        format."""
+        """Return each tensor's position in the GGUF file. Raises `ValueError` for others."""
         if self.format != "gguf" or self.path is None:
             raise ValueError(f"{self.uri} is not a GGUF file")
         with readable(self.path):

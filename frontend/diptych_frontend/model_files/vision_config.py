@@ -35,8 +35,7 @@ class VisionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     longest_edge: int = 0
     """Pixels to which the longer edge of an image is resized before it is cut into tiles."""
     splits: bool = True
-    """A large image becomes several tiles and a small copy of the whole; otherwise it becomes one
-    tile."""
+    """A large image becomes several tiles and a small copy of the whole; others, one tile."""
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     """For each channel, on a scale from 0 to 1."""
@@ -117,8 +116,7 @@ class HFImageProcessor(msgspec.Struct):
 
 
 def vision_from_hf(raw: Mapping[str, Any], processor: Mapping[str, Any]) -> VisionConfig:
-    """Return the configuration from config.json and preprocessor_config.json (empty if the model
-    has none).
+    """Return the configuration from config.json and preprocessor_config.json (empty without).
 
     Raises `msgspec.ValidationError` for other types, and `ValueError` for what is not supported.
     """

@@ -57,8 +57,7 @@ class Times:
     __slots__ = ("_bounds", "counts", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """bounds: the largest value of each bucket, ascending. One more bucket is for larger
-        values."""
+        """bounds: the largest value of each bucket, ascending; one more is for larger ones."""
         self._bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
@@ -231,8 +230,7 @@ class RequestProgress:
     """Measures the times of one prompt. Enter it when the prompt is sent to the engine, and call
     `saw` for each output.
 
-    On exit it counts how the prompt ended; it does not count requests that were refused before they
-    ran.
+    On exit it counts how the prompt ended, but not requests that were refused before.
     """
 
     def __init__(self, metrics: ServerMetrics, num_prompt_tokens: int, tenant: str) -> None:

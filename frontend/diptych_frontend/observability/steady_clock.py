@@ -1,5 +1,4 @@
-"""A clock that shows the time of day and never jumps, by which requests are ordered and spans
-measured.
+"""A clock of the time of day that never jumps, by which requests are ordered and spans measured.
 
 It starts at the system's time when this process begins, and then advances evenly. The system's
 clock may be set back or forth by hours. Then the newest request would be served first, or waiting

@@ -37,8 +37,7 @@ class ApiKeys:
     """The keys of a directory, as they were at the last refresh."""
 
     def __init__(self, directory: Path) -> None:
-        """Read the keys. A directory without a usable key admits nobody, and a line in the log says
-        so."""
+        """Read the keys. A directory without a usable key admits nobody, as the log says."""
         self._directory = directory
         self._mark: Mark | None = None
         self._complaint = ""

@@ -16,12 +16,11 @@ from msgspec import UNSET
 from starlette.types import Receive, Scope, Send
 
 from diptych_frontend.observability.metrics import ServerMetrics
-from diptych_frontend.observability.tracing import trace_context
 from diptych_frontend.openai.api_types import NOBODY_ASKS, CacheSalt, Int64
 from diptych_frontend.openai.asgi import UntilDisconnect
-from diptych_frontend.openai.exchange import Exchange, exchange_of, header, send_bytes
+from diptych_frontend.openai.exchange import Exchange, exchange_of, send_bytes
 from diptych_frontend.openai.field_rules import Rules, ignored, refused, taken
-from diptych_frontend.openai.generation import adapter_of
+from diptych_frontend.openai.generation import adapter_of, prompt_options
 from diptych_frontend.openai.request_body import decode_body, most_values, split_prompts
 from diptych_frontend.openai.request_workers import INLINE_BYTES, RequestWorkers
 from diptych_frontend.openai.responses import Warnings, encode
@@ -30,9 +29,9 @@ from diptych_protocol import (
     EngineClient,
     EngineGenerateError,
     InvalidRequestError,
-    LoRARequest,
     PoolingParams,
     PoolingRequestOutput,
+    PromptOptions,
     TokensPrompt,
 )
 
@@ -110,9 +109,7 @@ class Job:
 
     prompts: list[TokensPrompt]
     params: PoolingParams
-    priority: int
-    adapter: LoRARequest | None
-    trace_headers: dict[str, str] | None
+    options: PromptOptions
     exchange: Exchange
     field: str
     """The name of the request's field with the prompts."""
@@ -159,10 +156,7 @@ class Embedder:
             prompt,
             job.params,
             f"{job.exchange.request_id}-{index}",
-            lora_request=job.adapter,
-            trace_headers=job.trace_headers,
-            priority=job.priority,
-            tenant=job.exchange.tenant,
+            **job.options,
         )
         with self._metrics.track(len(prompt["prompt_token_ids"]), job.exchange.tenant) as progress:
             try:
@@ -204,12 +198,9 @@ class EmbeddingRoute:
         request, prompts = await self._read(scope, exchange.body)
         adapter = adapter_of(request.model, self._served_names, self._engine.adapters)
         async with UntilDisconnect(receive, exchange) as client:
-            trace_headers = trace_context(
-                header(scope, b"traceparent"), header(scope, b"tracestate")
-            )
             params = PoolingParams(dimensions=request.dimensions)
-            priority = exchange.priority(request.priority)
-            job = Job(prompts, params, priority, adapter, trace_headers, exchange, "input")
+            options = prompt_options(scope, exchange, adapter, request.priority)
+            job = Job(prompts, params, options, exchange, "input")
             # Each is written as soon as it is there, so that no answer blocks the others for long,
             # and numbers do not lie around as Python objects.
             write = partial(_written, encoding_format=request.encoding_format or "float")

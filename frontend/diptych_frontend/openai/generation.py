@@ -33,6 +33,7 @@ from diptych_protocol import (
     EngineGenerateError,
     InvalidRequestError,
     LoRARequest,
+    PromptOptions,
     RefusedByEngineError,
     Renderer,
     RequestOptions,
@@ -150,13 +151,8 @@ class GenerationRoute(Generic[B, R]):
             params,
             {
                 **self._api.options(request),
-                "lora_request": sound.adapter,
-                "priority": exchange.priority(request.priority),
+                **prompt_options(scope, exchange, sound.adapter, request.priority),
                 "data_parallel_rank": _data_parallel_rank(scope),
-                "trace_headers": trace_context(parent, header(scope, b"tracestate"))
-                if (parent := header(scope, b"traceparent"))
-                else None,
-                "tenant": exchange.tenant,
             },
             sum([len(prompt["prompt_token_ids"]) for prompt in sound.prompts]),
             {"not_enforced": ", ".join(sound.not_enforced)} if sound.not_enforced else {},
@@ -280,6 +276,19 @@ class GenerationRoute(Generic[B, R]):
         else:
             body = await asyncio.to_thread(writer.answer, collected, tally)
         await send_bytes(send, 200, body, headers)
+
+
+def prompt_options(
+    scope: Scope, exchange: Exchange, adapter: LoRARequest | None, asked_priority: int | None
+) -> PromptOptions:
+    """Return what an engine is told of each prompt of a request, whatever it asks for."""
+    parent = header(scope, b"traceparent")
+    return {
+        "lora_request": adapter,
+        "priority": exchange.priority(asked_priority),
+        "trace_headers": trace_context(parent, header(scope, b"tracestate")) if parent else None,
+        "tenant": exchange.tenant,
+    }
 
 
 def _apart(writer: AnswerWriter, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:

@@ -72,8 +72,7 @@ def mark(directory: Path, names: Iterable[str]) -> Mark:
 
 
 def read(path: Path, most: int) -> bytes:
-    """Return the content of a file. Raises `OSError`, also if it is no file or larger
-    than `most`."""
+    """Return the content of a file of at most `most` bytes. Raises `OSError`."""
     # A pipe without a writer would keep us waiting.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

@@ -15,8 +15,7 @@ MAX_PARAMS_BYTES = 256 << 10
 """Limit, in bytes, of the `kv_transfer_params` that are searched for; they list a prompt's blocks.
 Nothing larger is decoded, because decoding runs on the event loop."""
 MAX_VALUES = 1 << 14
-"""Limit on the number of JSON values that are decoded: twice the number of blocks of a prompt of
-131,072 tokens."""
+"""The most JSON values that are decoded: twice the blocks of a prompt of 131,072 tokens."""
 _KEY = re.compile(rb'"kv_transfer_params"\s{0,16}:\s{0,16}(?=\{)')
 _LONGEST_KEY = 64
 

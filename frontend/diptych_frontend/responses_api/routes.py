@@ -120,8 +120,7 @@ class StoredResponses:
         return Response(kept.body, media_type="application/json")
 
     async def input_items(self, request: Request) -> Response:
-        """GET the input of a response, with the conversation before it. Raises
-        `InvalidRequestError`."""
+        """GET a response's input, with the conversation before. Raises `InvalidRequestError`."""
         response_id = request.path_params["response_id"]
         tenant = exchange_of(request.scope).tenant
         kept = self._store.get(tenant, response_id)

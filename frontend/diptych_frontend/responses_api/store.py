@@ -26,7 +26,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Responses by tenant and id. When the store is full, the tenant that uses most of it loses its
+    """Responses by tenant and id. When it is full, the tenant that uses most of it loses its
     oldest.
 
     Several threads may use it.

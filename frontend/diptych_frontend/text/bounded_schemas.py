@@ -1,5 +1,4 @@
-"""Adds limits to a JSON schema where it has none by oversight, and where models tend to write
-without end.
+"""Adds limits to a JSON schema where it lacks them and models tend to write without end.
 
 The results fit the original schema; docs/answers.md says what is limited.
 """

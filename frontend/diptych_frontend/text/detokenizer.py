@@ -11,8 +11,7 @@ from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_protocol import SamplingParams
 
 PRIMING_TOKENS: Final = 6
-"""The last tokens of the prompt, which the decoder reads first because they may change the text
-after them."""
+"""The last tokens of the prompt, which may change the text after them, so they are read first."""
 REPLACEMENT: Final = "\ufffd"
 """The character that stands for bytes that are not UTF-8, or not yet."""
 MAX_UNDECODED: Final = 16

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from copy import copy
-from typing import Any, Self, Unpack
+from typing import Any, Self
 
 import msgspec
 
@@ -19,10 +19,8 @@ from diptych_frontend.text.structured_outputs import check_structured_outputs
 from diptych_protocol import (
     EngineConfig,
     EngineCoreRequest,
-    FurtherOptions,
     InvalidRequestError,
     KVTransferParams,
-    LoRARequest,
     PoolingParams,
     PromptType,
     ReasoningParserName,
@@ -100,12 +98,9 @@ class InputProcessor:
         params: SamplingParams | PoolingParams,
         supported_tasks: Collection[str] | None = None,
         arrival_time: float | None = None,
-        lora_request: LoRARequest | None = None,
+        *,
         tokenization_kwargs: dict[str, Any] | None = None,
-        trace_headers: Mapping[str, str] | None = None,
-        priority: int = 0,
-        data_parallel_rank: int | None = None,
-        **further: Unpack[FurtherOptions],
+        **options: Any,
     ) -> EngineCoreRequest:
         """Build the request for the core. The caller's objects stay as they are.
 
@@ -113,6 +108,8 @@ class InputProcessor:
         and routing are used, and its id counts as the caller's. `params` are for one without any.
 
         supported_tasks: refuse a pooling task that is not among them, as the core would.
+
+        options: the others of `RequestOptions`, which are fields of the request.
 
         Raises `InvalidRequestError`, naming the field, for a prompt or a parameter that can never
         succeed; for an id that is not a string, the error is also a `TypeError`.
@@ -132,13 +129,10 @@ class InputProcessor:
             pooling_params=params if isinstance(params, PoolingParams) else None,
             eos_token_id=None,
             arrival_time=steady_time() if arrival_time is None else arrival_time,
-            lora_request=lora_request,
             cache_salt=rendered.get("cache_salt"),
-            data_parallel_rank=data_parallel_rank,
             prompt_embeds=rendered.get("prompt_embeds"),
-            priority=priority,
-            trace_headers=trace_headers,
-            **further,
+            # These two have no default on the wire.
+            **{"lora_request": None, "data_parallel_rank": None, **options},
         )
         return self._finish(request_as_sent(request), supported_tasks)
 

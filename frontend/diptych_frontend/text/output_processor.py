@@ -134,8 +134,7 @@ class OutputProcessor:
     def process(self, outputs: list[EngineCoreOutput]) -> list[str]:
         """Pass the outputs of a step to their consumers; drop those with unknown ids.
 
-        Returns the requests that have ended here but still run in the core, where the caller has to
-        abort them.
+        Returns the requests that have ended here, which the caller has to abort in the core.
         """
         still_running: list[str] = []
         for output in outputs:

@@ -33,8 +33,7 @@ class SchemaPlace:
 
 
 def endless_part(schema: object) -> str | None:
-    """Return a JSON pointer to a part of the schema that matches no finite value; None if there is
-    none.
+    """Return a JSON pointer to a part that matches no finite value; None if there is none.
 
     Only circles count. The time is proportional to the schema's size.
     """

@@ -51,8 +51,7 @@ class References:
                     self._named[form.format(part[key])] = part
 
     def target(self, schema: Schema) -> object:
-        """Return the target of a part's `$ref`; None if it has none, or the target is not in the
-        document."""
+        """Return the target of a part's `$ref`; None without one, or if it leads elsewhere."""
         ref = schema.get("$ref")
         if not isinstance(ref, str):
             return None

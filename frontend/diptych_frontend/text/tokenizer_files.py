@@ -25,8 +25,7 @@ def load_tokenizer(source: ModelSource) -> Tokenizer | None:
 
 
 def tokenizer_from_hf(folder: Path, eos_token_ids: tuple[int, ...]) -> Tokenizer | None:
-    """Load a tokenizer from tokenizer.json and tokenizer_config.json; None without
-    tokenizer.json."""
+    """Load a tokenizer from its two JSON files; None without tokenizer.json."""
     if not (folder / "tokenizer.json").is_file():
         return None
     try:
@@ -85,8 +84,7 @@ def _token_text(token: str | SpecialToken | None) -> str:
 
 
 def _only_template(template: str | list[NamedTemplate] | None) -> str | None:
-    """Return the default template or, if there is one for conversations with tools, a template that
-    chooses between both."""
+    """Return the default template, or one that chooses between it and that for tools."""
     if not isinstance(template, list):
         return template
     # Each has lines of its own, without the last line break, as when Jinja loads it alone.

@@ -69,8 +69,7 @@ class Timeline:
 
 
 def timeline(request: RequestReport) -> Timeline:
-    """Return the lanes of a request. What an engine does not report is part of the
-    bar before it."""
+    """Return the lanes of a request. What an engine does not report is in the bar before."""
     seconds = _seconds(request)
     router = Lane(ROUTER)
     lanes = {ROUTER: router}

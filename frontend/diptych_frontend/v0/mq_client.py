@@ -58,6 +58,7 @@ from diptych_protocol.control_calls import (
     StopProfile,
     WakeUp,
 )
+from diptych_protocol.engine_client import ADD_ORDER, by_name
 
 VLLM_RPC_TIMEOUT: Final = 10_000
 """Milliseconds that an engine may take to answer a greeting, and between two heartbeats."""
@@ -68,8 +69,7 @@ logger = logging.getLogger(__name__)
 
 
 def ENGINE_DEAD_ERROR(error: BaseException | None = None) -> MQEngineDeadError:
-    """Return the error for callers that wait for a dead engine; `error` is the first thing that
-    went wrong."""
+    """Return the error for callers of a dead engine; `error` is what went wrong first."""
     if error is None:
         return MQEngineDeadError("the engine is not running any more")
     dead = MQEngineDeadError(f"the engine is not running any more; the first error: {error!r}")
@@ -239,9 +239,8 @@ class MQLLMEngineClient(AsyncLLM):
         prompt: Any,
         params: Any,
         arrival_time: float | None = None,
-        lora_request: LoRARequest | None = None,
-        *args: Any,
-        **kwargs: Any,
+        *documented: Any,
+        **options: Any,
     ) -> Collector[Any]:
         """Do the same as any client, but raise `ValueError` for an id that is in use."""
         self._check_usable()
@@ -251,12 +250,12 @@ class MQLLMEngineClient(AsyncLLM):
             raise ValueError(f"Request {request_id} already exists")
         self._arriving.add(request_id)
         try:
-            if lora_request is not None:  # its tokenizer is read where that holds nobody up
-                await asyncio.to_thread(self._tokenizers.renderer_for, lora_request)
-            return await super().add_request(
-                request_id, prompt, params_of_today(params), arrival_time, lora_request,
-                *args, **kwargs,
-            )  # fmt: skip
+            options = by_name(ADD_ORDER, documented, options)
+            adapter = options.get("lora_request")
+            if adapter is not None:  # its tokenizer is read where that holds nobody up
+                await asyncio.to_thread(self._tokenizers.renderer_for, adapter)
+            params = params_of_today(params)
+            return await super().add_request(request_id, prompt, params, arrival_time, **options)
         finally:
             self._arriving.discard(request_id)
 

@@ -70,8 +70,7 @@ class GuidedDecodingParams(StructuredOutputsParams, omit_defaults=True):
     """None, `auto` or `guidance`."""
 
     def form(self) -> StructuredOutputsParams:
-        """Return the form under its present name. Raises `InvalidRequestError` for
-        another backend."""
+        """Return the form by its present name. Raises `InvalidRequestError` for another backend."""
         if self.backend not in BACKENDS:
             raise InvalidRequestError(
                 f"guided_decoding.backend {self.backend!r} is not here; leave it out, or use "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -86,10 +85,8 @@ class AdapterInputs(InputProcessor):
         request_id: str,
         prompt: Any,
         params: SamplingParams | PoolingParams,
-        supported_tasks: Collection[str] | None = None,
-        arrival_time: float | None = None,
-        lora_request: LoRARequest | None = None,
         *args: Any,
+        lora_request: LoRARequest | None = None,
         **options: Any,
     ) -> EngineCoreRequest:
         """Do the same as any client. Also raises `InvalidRequestError` for a form if the adapter
@@ -106,8 +103,7 @@ class AdapterInputs(InputProcessor):
             inputs = copy.copy(self)
             inputs.renderer = renderer
         return InputProcessor.process_inputs(
-            inputs, request_id, prompt, params, supported_tasks, arrival_time, lora_request,
-            *args, **options,
+            inputs, request_id, prompt, params, *args, lora_request=lora_request, **options
         )  # fmt: skip
 
 

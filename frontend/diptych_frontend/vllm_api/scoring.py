@@ -12,13 +12,12 @@ from msgspec import UNSET, UnsetType
 from starlette.types import Receive, Scope, Send
 
 from diptych_frontend.observability.metrics import ServerMetrics
-from diptych_frontend.observability.tracing import trace_context
 from diptych_frontend.openai.api_types import NOBODY_ASKS, CacheSalt, Int64
 from diptych_frontend.openai.asgi import UntilDisconnect
 from diptych_frontend.openai.embeddings import MAX_INPUTS, Embedder, EmbeddingUsage, Job, called
-from diptych_frontend.openai.exchange import exchange_of, header, send_bytes
+from diptych_frontend.openai.exchange import exchange_of, send_bytes
 from diptych_frontend.openai.field_rules import Rules, refused, taken
-from diptych_frontend.openai.generation import adapter_of
+from diptych_frontend.openai.generation import adapter_of, prompt_options
 from diptych_frontend.openai.request_body import decode_body, most_values
 from diptych_frontend.openai.request_workers import INLINE_BYTES, RequestWorkers
 from diptych_frontend.openai.responses import encode
@@ -215,9 +214,8 @@ class ScoringRoute:
             scope, body, lambda: self._read(scope, body)
         )
         adapter = adapter_of(request.model, self._served_names, self._engine.adapters)
-        trace_headers = trace_context(header(scope, b"traceparent"), header(scope, b"tracestate"))
-        params, priority = PoolingParams(), request.priority or 0
-        job = Job(prompts, params, priority, adapter, trace_headers, exchange, "documents")
+        options = prompt_options(scope, exchange, adapter, request.priority)
+        job = Job(prompts, PoolingParams(), options, exchange, "documents")
         async with UntilDisconnect(receive, exchange) as client:
             vectors = await self._embedder.embed(job, _as_vector)
             scores = cosines(vectors[:first], vectors[first:])

@@ -29,8 +29,7 @@ from diptych_frontend.tool_calls.tools import MAX_TOOLS, Tool
 from diptych_protocol import EngineClient, InvalidRequestError
 
 PIECE: Final = 8192
-"""The number of values of a long list that are encoded at a time, because an encoder lets no other
-thread run meanwhile."""
+"""The values of a list that are encoded at a time: meanwhile no other thread runs."""
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -14,7 +14,7 @@ from diptych_kernels.native.kernel import Call, Kernel, kernel_of
 from diptych_kernels.silu_mul import cpu as silu_mul
 from diptych_kernels.trust import KnownCase, Results, is_trusted, random_values, unwritten
 
-MAX_NUMBERS: Final = 20
+MAX_NUMBERS: Final = 21
 WIDTH: Final = 1 + MAX_NUMBERS
 """Length of a row: the kernel's address and then its numbers."""
 

@@ -75,6 +75,9 @@ class DecodeAttention(Arguments):
     block_stride: int
     attended: int
     item: int
+    sinks: int
+    """0 if the model has none; likewise for the soft cap."""
+    softcap: int
     num_decodes: int
     heads: int
     kv_heads: int
@@ -99,6 +102,9 @@ class ChunkAttention(Arguments):
     block_stride: int
     attended: int
     item: int
+    sinks: int
+    """0 if the model has none; likewise for the soft cap."""
+    softcap: int
     tokens: int
     heads: int
     kv_heads: int

@@ -34,7 +34,7 @@ class DecodeBatch:
 
     def arguments(self, heads: int, kv_heads: int, head_dim: int, threads: int) -> tuple[int, ...]:
         """Return the arguments of `DecodeAttention` that are the same for all layers: from the
-        seventh on."""
+        ninth on."""
         if threads != self._threads:  # each has memory of its own
             self._threads = threads
             # Of each partition and head: the weighted sum of values, the maximum, the sum.

@@ -39,7 +39,7 @@ class ChunkNumbers:
 
     def arguments(self, heads: int, kv_heads: int, head_dim: int, threads: int) -> tuple[int, ...]:
         """Return the arguments of `ChunkAttention` that are the same for all layers: from the
-        seventh on."""
+        ninth on."""
         if threads != self._threads:  # each has memory of its own
             self._threads = threads
             num_keys = -(-(self._length - self._begin) // PARTITION) * PARTITION

@@ -18,6 +18,7 @@ def paged_attention(
     *,
     may_round: bool = False,
     sinks: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Attend from the step's new tokens, whose own keys and values are in the cache already.
 
@@ -26,13 +27,16 @@ def paged_attention(
         dtype, of 8-bit floats or, on a CPU, of bfloat16.
     kv_scale: as `kv_write` takes it.
     sinks: [heads], the score of one more key, which every token sees and which has no value.
+    softcap: scores become softcap tanh(score / softcap); 0: they stay as they are.
     may_round: chunks of prompts may be computed in bfloat16 if that is faster.
     Returns [tokens, heads, head_dim]; heads is a multiple of kv_heads.
     """
     if queries.is_cuda:
         from diptych_kernels.paged_attention import triton
 
-        return triton.paged_attention(queries, kv_layer, metadata, kv_scale, sinks)
-    if sinks is None and cpu.fits(queries, kv_layer):
-        return cpu.paged_attention(queries, kv_layer, metadata, may_round=may_round)
-    return reference.paged_attention(queries, kv_layer, metadata, kv_scale, sinks)
+        return triton.paged_attention(queries, kv_layer, metadata, kv_scale, sinks, softcap)
+    if cpu.fits(queries, kv_layer):
+        return cpu.paged_attention(
+            queries, kv_layer, metadata, may_round=may_round, sinks=sinks, softcap=softcap
+        )
+    return reference.paged_attention(queries, kv_layer, metadata, kv_scale, sinks, softcap)

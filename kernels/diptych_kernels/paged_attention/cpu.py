@@ -20,7 +20,7 @@ from torch import Tensor
 
 from diptych_kernels.cpu_level import remembered
 from diptych_kernels.native.arguments import ChunkAttention, DecodeAttention
-from diptych_kernels.native.kernel import Call, Kernel, kernel_of
+from diptych_kernels.native.kernel import Call, Kernel, bits_of, kernel_of
 from diptych_kernels.native.layout import is_known
 from diptych_kernels.native.prefill_chunk import ChunkNumbers
 from diptych_kernels.paged_attention import reference
@@ -33,7 +33,7 @@ WIDTH = 32
 """The kernel for chunks supports heads whose size is a multiple of this."""
 COMMON_DIMS = frozenset({64, 128})
 """Sizes of heads with a kernel of their own, which is a quarter faster."""
-HEADS, KV_HEADS, BLOCK_SIZE = 4, 2, 16
+HEADS, KV_HEADS, BLOCK_SIZE, SOFTCAP = 4, 2, 16, 1.5
 
 
 def fills_vectors(head_dim: int) -> bool:
@@ -47,7 +47,12 @@ def number_of(head_dim: int) -> int:
 
 
 def decode_arguments(
-    queries: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, attended: Tensor
+    queries: Tensor,
+    kv_layer: Tensor,
+    metadata: AttentionMetadata,
+    attended: Tensor,
+    sinks: Tensor | None,
+    softcap: float,
 ) -> DecodeAttention:
     """Return the arguments of either kernel for all decodes of a step."""
     _, heads, head_dim = queries.shape
@@ -59,12 +64,19 @@ def decode_arguments(
         kv_layer.stride(0) * kv_layer.itemsize,
         attended.data_ptr(),
         kv_layer.itemsize,
+        0 if sinks is None else sinks.data_ptr(),
+        bits_of(softcap),
         *metadata.decode_batch.arguments(heads, kv_layer.shape[3], head_dim, threads),
     )
 
 
 def chunk_arguments(
-    queries: Tensor, kv_layer: Tensor, own: ChunkNumbers, attended: Tensor
+    queries: Tensor,
+    kv_layer: Tensor,
+    own: ChunkNumbers,
+    attended: Tensor,
+    sinks: Tensor | None,
+    softcap: float,
 ) -> ChunkAttention:
     """Return the arguments of either kernel for a chunk."""
     _, heads, head_dim = queries.shape
@@ -76,6 +88,8 @@ def chunk_arguments(
         kv_layer.stride(0) * kv_layer.itemsize,
         attended.data_ptr() + first * attended.stride(0) * FLOAT,
         kv_layer.itemsize,
+        0 if sinks is None else sinks.data_ptr(),
+        bits_of(softcap),
         *own.arguments(heads, kv_layer.shape[3], head_dim, threads),
     )
 
@@ -91,20 +105,31 @@ def fits(queries: Tensor, kv_layer: Tensor) -> bool:
 
 
 def paged_attention(
-    queries: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, *, may_round: bool
+    queries: Tensor,
+    kv_layer: Tensor,
+    metadata: AttentionMetadata,
+    *,
+    may_round: bool,
+    sinks: Tensor | None,
+    softcap: float,
 ) -> Tensor:
     """As `diptych_kernels.paged_attention.paged_attention`, for what `fits`."""
     attended = torch.empty(queries.shape)
     threads = torch.get_num_threads()
     if has_kernels(queries.shape[2]):
-        for kernel, arguments in calls(queries, kv_layer, metadata, attended, may_round=may_round):
+        found = calls(
+            queries, kv_layer, metadata, attended, may_round=may_round, sinks=sinks, softcap=softcap
+        )
+        for kernel, arguments in found:
             kernel.run(arguments, threads)
         return attended
     if metadata.num_decodes:
-        kernel, arguments = _decode_call(queries, kv_layer, metadata, attended)
+        kernel, arguments = _decode_call(queries, kv_layer, metadata, attended, sinks, softcap)
         kernel.run(arguments, threads)
     for chunk in metadata.prefill_chunks:
-        attended[chunk.rows] = reference.prefill(queries[chunk.rows], kv_layer, chunk)
+        attended[chunk.rows] = reference.prefill(
+            queries[chunk.rows], kv_layer, chunk, sinks, softcap
+        )
     return attended
 
 
@@ -127,26 +152,37 @@ def calls(
     attended: Tensor,
     *,
     may_round: bool,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> list[Call]:
     """Return the calls that compute the attention of a step, for what `fits` and sizes that have
     kernels.
 
     For another layer, replace argument `rope_kv_write.CACHE` by that layer's address.
     """
-    found = [_decode_call(queries, kv_layer, metadata, attended)] if metadata.num_decodes else []
+    found = []
+    if metadata.num_decodes:
+        found.append(_decode_call(queries, kv_layer, metadata, attended, sinks, softcap))
     if metadata.num_decodes < len(metadata.context_lens):
         head_dim = queries.shape[2]
         in_tiles = may_round and is_trusted(AMX_CHUNK, head_dim)
         kernel = chunk_kernel(head_dim) if in_tiles else prefill_kernel(head_dim)
         for own in metadata.chunk_numbers:
-            found.append((kernel, chunk_arguments(queries, kv_layer, own, attended)))
+            found.append(
+                (kernel, chunk_arguments(queries, kv_layer, own, attended, sinks, softcap))
+            )
     return found
 
 
 def _decode_call(
-    queries: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, attended: Tensor
+    queries: Tensor,
+    kv_layer: Tensor,
+    metadata: AttentionMetadata,
+    attended: Tensor,
+    sinks: Tensor | None,
+    softcap: float,
 ) -> Call:
-    arguments = decode_arguments(queries, kv_layer, metadata, attended)
+    arguments = decode_arguments(queries, kv_layer, metadata, attended, sinks, softcap)
     return decode_kernel(queries.shape[2], kv_layer.dtype), arguments
 
 
@@ -195,31 +231,36 @@ def _attention(
     return random_values(int(counts.sum()), HEADS, head_dim), cache, metadata
 
 
-def _decodes(kernel: Kernel, dtype: torch.dtype) -> Results:
+def _decodes(
+    kernel: Kernel, dtype: torch.dtype, sinks: Tensor | None = None, softcap: float = 0.0
+) -> Results:
     """One of them has more than one partition of keys."""
     head_dim = kernel.number or WIDTH
     queries, cache, metadata = _attention([(70, 1), (3, 1)], head_dim, dtype)
     out = unwritten(*queries.shape)
-    kernel.run(decode_arguments(queries, cache, metadata, out), 1)
-    return out, reference.paged_attention(queries, cache, metadata)
+    kernel.run(decode_arguments(queries, cache, metadata, out, sinks, softcap), 1)
+    return out, reference.paged_attention(queries, cache, metadata, sinks=sinks, softcap=softcap)
 
 
 def _all_decodes(kernel: Kernel) -> Results:
-    both = [_decodes(kernel, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    both = [
+        _decodes(kernel, torch.float32),
+        _decodes(kernel, torch.bfloat16, random_values(HEADS), SOFTCAP),
+    ]
     actual, expected = (torch.stack(results) for results in zip(*both, strict=True))
     return actual, expected
 
 
 def _rounded_decodes(kernel: Kernel) -> Results:
-    return _decodes(kernel, torch.bfloat16)
+    return _decodes(kernel, torch.bfloat16, random_values(HEADS), SOFTCAP)
 
 
 def _chunk(kernel: Kernel) -> Results:
     queries, cache, metadata = _attention([(70, 19)], kernel.number, torch.bfloat16)
     out = unwritten(*queries.shape)
-    [own] = metadata.chunk_numbers
-    kernel.run(chunk_arguments(queries, cache, own, out), 1)
-    return out, reference.paged_attention(queries, cache, metadata)
+    [own], sinks = metadata.chunk_numbers, random_values(HEADS)
+    kernel.run(chunk_arguments(queries, cache, own, out, sinks, SOFTCAP), 1)
+    return out, reference.paged_attention(queries, cache, metadata, sinks=sinks, softcap=SOFTCAP)
 
 
 DECODES = KnownCase("decode_attention", _all_decodes, tolerance=1e-5)

@@ -41,8 +41,8 @@ alignments, which would stop the service again and again."""
 def attend(
     q, out, largest, total, kv_ptr, table_ptr, start_key, stop_key, end, position,
     kv_block_stride, kv_half_stride, kv_slot_stride, score_scale, window,
-    HEAD_DIM: tl.constexpr, SLOTS: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEAD_DIM: tl.constexpr, SLOTS: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Compute the running softmax along keys from start_key to stop_key; q is [M, D], position [M].
 
@@ -62,6 +62,10 @@ def attend(
         there = in_range[:, None] & in_dims[None, :] if MASKED else in_dims[None, :]
         k = tl.load(kv_ptr + slot[:, None] + dims[None, :], mask=there, other=0.0)  # [N, D]
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * score_scale
+        if SOFTCAP > 0.0:  # scores are in units of log2(e)
+            rest = tl.exp2(tl.abs(scores) * (-2.0 / SOFTCAP))
+            bent = SOFTCAP * 1.4426950408889634 * (1.0 - rest) / (1.0 + rest)
+            scores = tl.where(scores < 0.0, -bent, bent)
         if MASKED:
             seen = in_range[None, :] & (keys[None, :] <= position[:, None])
             if WINDOWED:
@@ -88,7 +92,7 @@ def attention_kernel(
     kv_block_stride, kv_half_stride, kv_slot_stride, kv_head_stride,
     score_scale, value_scale, window, num_splits, HEADER: tl.constexpr,
     SHARING: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SLOTS: tl.constexpr,
-    WINDOWED: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
+    WINDOWED: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Programs: tiles x key heads x splits.
@@ -150,12 +154,12 @@ def attention_kernel(
         out, largest, total = attend(
             q, out, largest, total, kv_ptr, table_ptr, begin, unmasked, end, position,
             kv_block_stride, kv_half_stride, kv_slot_stride, score_scale, window,
-            HEAD_DIM, SLOTS, WINDOWED, False, BLOCK_N, BLOCK_D,
+            HEAD_DIM, SLOTS, WINDOWED, SOFTCAP, False, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     out, largest, total = attend(
         q, out, largest, total, kv_ptr, table_ptr, unmasked, end, end, position,
         kv_block_stride, kv_half_stride, kv_slot_stride, score_scale, window,
-        HEAD_DIM, SLOTS, WINDOWED, True, BLOCK_N, BLOCK_D,
+        HEAD_DIM, SLOTS, WINDOWED, SOFTCAP, True, BLOCK_N, BLOCK_D,
     )  # fmt: skip
 
     # Rows past the tile's end saw nothing; they are not stored, but must not divide by zero.
@@ -215,13 +219,14 @@ def paged_attention(
     metadata: AttentionMetadata,
     kv_scale: float = 1.0,
     sinks: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Compute the same as the reference."""
     device = queries.device
     geometry = Geometry(queries.shape[1], kv_layer.shape[3], num_processors(device))
     schedule, numbers = metadata.on_device(geometry)
     out = torch.empty(queries.shape, dtype=queries.dtype, device=device)
-    launch = _Launch(queries, kv_layer, metadata, schedule, numbers, kv_scale, sinks)
+    launch = _Launch(queries, kv_layer, metadata, schedule, numbers, kv_scale, sinks, softcap)
     if schedule.num_decodes:
         launch.decodes(out)
     if schedule.num_chunk_tiles:
@@ -249,11 +254,12 @@ class _Launch:
         numbers: Tensor,
         kv_scale: float,
         sinks: Tensor | None,
+        softcap: float,
     ) -> None:
         self._queries, self._kv_layer = queries, kv_layer
         self._schedule, self._numbers = schedule, numbers
         self._window = metadata.window
-        self._kv_scale, self._sinks = kv_scale, sinks
+        self._kv_scale, self._sinks, self._softcap = kv_scale, sinks, softcap
         _, self._heads, self._head_dim = queries.shape
         self._kv_heads = kv_layer.shape[3]
         # A GPU makes no product of matrices with fewer dimensions.
@@ -303,7 +309,7 @@ class _Launch:
             self._window or 0, num_splits, HEADER=HEADER,
             SHARING=sharing, HEADS=self._heads, HEAD_DIM=self._head_dim,
             SLOTS=self._kv_layer.shape[2], WINDOWED=self._window is not None,
-            SINKS=self._sinks is not None, SPLIT=num_splits > 1,
+            SINKS=self._sinks is not None, SOFTCAP=self._softcap, SPLIT=num_splits > 1,
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=self._block_d,
             num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip

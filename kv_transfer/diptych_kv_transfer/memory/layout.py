@@ -35,8 +35,7 @@ class Layout:
 
     @classmethod
     def of(cls, compat: Mapping[str, str | int], geometry: Mapping[str, int]) -> Layout | None:
-        """Read a layout from an engine's description of itself; None if that is incomplete or
-        impossible."""
+        """Read a layout from an engine's description; None if that is not a possible one."""
         layers, heads, head_dim = (
             _positive(compat, name) for name in ("num_layers", "kv_heads", "head_dim")
         )
@@ -61,8 +60,7 @@ class Layout:
         return self.num_layers * 2 * self.block_size * self.local_heads * self.row_bytes
 
     def heads_of(self, rank: int) -> range:
-        """Return the heads of a rank. If there are more ranks than heads, several ranks have the
-        same head."""
+        """Return the heads of a rank. With more ranks than heads, several have the same head."""
         first = rank * self.kv_heads // self.num_ranks
         return range(first, first + self.local_heads)
 

@@ -45,8 +45,7 @@ class MemoryRegion(msgspec.Struct, frozen=True):
         return MemoryRegion(self.address + start, length, self.kind, self.device, self.owner)
 
     def array(self) -> NDArray[np.uint8]:
-        """Return the same bytes as an array [length]. Raises `ValueError` unless they are in the
-        host's memory."""
+        """Return the bytes as an array [length]. Raises `ValueError` unless the host has them."""
         if self.kind is not MemoryKind.HOST:
             raise ValueError(f"the host cannot address memory of {self.device}")
         return np.asarray(_Interface(self))

@@ -63,8 +63,7 @@ def repack(
         source: blocks in order; the first is the one that holds token `start`.
         target_blocks: ids of the target's blocks, in order; `start` is the first one's first token.
 
-    The layouts are of one model. The rest of the target stays unchanged, such as its tokens before
-    `start`.
+    The layouts are of one model. The rest of the target stays, such as its tokens before `start`.
     """
     cuts = list(pieces(start, end, source_layout.block_size, target_layout.block_size))
     filled = (end - start) % target_layout.block_size

@@ -33,8 +33,8 @@ class DeviceCopies(Protocol):
     def scatter(
         self, room: NDArray[np.uint8], block_ids: Sequence[int], index: int = 0, count: int = 1
     ) -> None:
-        """Copy place i of the room to block block_ids[i], or to a part of it. No id
-        occurs twice."""
+        """Copy place i of the room to block block_ids[i], or to a part of it. No id occurs
+        twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +63,11 @@ class Shard(msgspec.Struct, frozen=True):
         return cls(MemoryRegion.of(blocks), blocks.shape[1])
 
     def run(self, blocks: range) -> MemoryRegion:
-        """Return the memory of consecutive blocks. Raises `ValueError` for blocks that do not
-        exist."""
+        """Return the memory of consecutive blocks. Raises `ValueError` without such blocks."""
         return self.region.part(blocks.start * self.block_bytes, len(blocks) * self.block_bytes)
 
     def cut(self, block: int, part: Part) -> MemoryRegion:
-        """Return the memory of a part of one block. Raises `ValueError` for one that does not
-        exist."""
+        """Return the memory of a part of a block. Raises `ValueError` without such a block."""
         size, rest = divmod(self.block_bytes, part.count)
         if rest or not 0 <= part.index < part.count:
             raise ValueError(f"blocks of {self.block_bytes} bytes have no {part}")

@@ -59,8 +59,7 @@ class StagedCopies:
     """The part of each of our blocks that is filled."""
 
     def shortened(self, end: int, num_local: int) -> StagedCopies:
-        """Return the same plan for the first `num_local` blocks only, which end with
-        token `end`."""
+        """Return the same plan for the first `num_local` blocks, which end with token `end`."""
         return replace(
             self, blocks=self.blocks[:num_local], local_block_ids=self.local_block_ids[:num_local]
         )

@@ -1,2 +1,1 @@
-"""Authentication between engines: the service's keys, signed references, the handshake of a
-connection."""
+"""Authentication between engines: keys, signed references, the handshake of a connection."""

@@ -9,8 +9,7 @@
 The client reveals only a nonce to an unknown server. The server answers with a mac that looks like
 noise to anybody without the key. After that each record has a mac of its direction, its number, its
 kind and its content, under a key of this connection. So a record that was edited, repeated, left
-out, reordered or recorded elsewhere is detected. This module performs no I/O, and its caller passes
-the nonce.
+out, reordered or recorded elsewhere is detected. The caller passes the nonce.
 """
 
 from __future__ import annotations

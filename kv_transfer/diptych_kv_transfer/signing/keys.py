@@ -1,8 +1,7 @@
 """The hinge's key, which all engines of a service have, and nobody else.
 
 It is derived from the service's CURVE secret. So it is available wherever that secret is, and
-changes with it. Each use has a label of its own, so that a signature for one use is invalid for
-another.
+changes with it. Each use has its own label, so that no signature is valid for another one.
 """
 
 from __future__ import annotations

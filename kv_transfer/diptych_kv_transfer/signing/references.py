@@ -1,5 +1,4 @@
-"""How a prefill engine signs a reference to a lease, and what a decode engine checks before it
-trusts one.
+"""How a prefill engine signs a reference to a lease, and what a decode engine checks of it.
 
 A signature has two parts. One covers the fields that identify the lease, which is enough to give it
 back. The other covers every field, which is needed to read it. An announcement comes before there
@@ -49,8 +48,7 @@ class References:
     clock: Callable[[], float] = time.time
     """Unix time in seconds."""
     _taken: OrderedDict[str, float] = field(default_factory=OrderedDict)
-    """The proof of each reference that a request came with -> Unix time after which it is worth
-    nothing."""
+    """The proof of each reference that has come -> Unix time after which it is worthless."""
 
     # --- P ------------------------------------------------------------------------------------
 
@@ -67,8 +65,7 @@ class References:
     # --- D ------------------------------------------------------------------------------------
 
     def check_engine(self, params: KVTransferParams) -> None:
-        """Raise `UnprovenReferenceError` unless an engine of this service signed this
-        announcement."""
+        """Raise `UnprovenReferenceError` unless an engine of this service signed this."""
         self._check(params.proof or "", self._mac(ENGINE, params, ENGINE_FIELDS))
 
     def check_lease(self, params: KVTransferParams) -> None:
@@ -85,8 +82,7 @@ class References:
         """Raise as `check` does, and also if the reference is for tokens of another digest, has
         expired or was taken before.
 
-        Before this check nothing in a reference is trusted. In particular, nobody connects to its
-        address.
+        Nothing in a reference is trusted before: nobody connects to its address.
         """
         self.check(params)
         if not equal((params.tokens_digest or "").encode(), digest.encode()):
@@ -99,8 +95,7 @@ class References:
             raise UnprovenReferenceError("the reference was used here before; prefill again")
 
     def take(self, params: KVTransferParams) -> None:
-        """Record that a request has come with this reference, so that no other
-        request may use it."""
+        """Record that a reference has come, so that no other request may use it."""
         now = self.clock()
         self._taken[params.proof or ""] = (params.expires_at or 0) + MAX_SKEW_S
         while len(self._taken) > MAX_TAKEN or next(iter(self._taken.values())) < now:

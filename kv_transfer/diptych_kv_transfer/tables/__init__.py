@@ -1,2 +1,1 @@
-"""The state machines of a hand-off: leases, loads, and the messages between engines. They perform
-no I/O."""
+"""The state machines of a hand-off, without I/O: leases, loads, messages between engines."""

@@ -10,8 +10,7 @@ from diptych_kv_transfer.tables.messages import Open, Run
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Runs that travel together. The first has the tag `first`, and each further one the next
-    higher tag."""
+    """Runs that travel together. The first has the tag `first`, the next ones those after it."""
 
     first: int
     runs: list[Run]
@@ -75,8 +74,7 @@ class Claim:
 
 
 def _append(batch: Batch, index: int, block: int, *, joins: bool) -> None:
-    """Add a block to a batch: to its last run, if the block follows that in both memories, or else
-    as a new run."""
+    """Add a block to a batch: to its last run if it follows that in both memories, or alone."""
     if joins and batch.blocks[-1].stop == block:
         first, count = batch.runs[-1]
         batch.runs[-1] = first, count + 1

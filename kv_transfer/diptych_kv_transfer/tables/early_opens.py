@@ -14,8 +14,7 @@ from diptych_kv_transfer.tables.shares import lease_of
 
 MAX_EARLY, MAX_EARLY_RUNS = 256, 1024
 """Limits on the number of early Opens and on the runs in each. They bound the memory that peers can
-make us use. Beyond the limit the oldest is forgotten. Its reader asks again when its request
-arrives."""
+make us use. Beyond it, the oldest is forgotten; its reader asks again when its request arrives."""
 
 
 @dataclass(slots=True)

@@ -55,8 +55,7 @@ class Lease:
     sending: dict[int, Peer] = field(default_factory=dict)
     """First tag -> receiver, of the sends in flight."""
     fence_at: float = NEVER
-    """When to cut off readers that keep the blocks of an ended lease busy; `AT_ONCE`: the next
-    `tick` sets it."""
+    """When to cut off readers of an ended lease's blocks; `AT_ONCE`: the next `tick` sets it."""
     is_prefix: bool = False
     """Whether its blocks are cached ones, which a reader has asked for by name."""
     part: Part = WHOLE

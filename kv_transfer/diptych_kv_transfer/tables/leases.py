@@ -19,8 +19,7 @@ ended *and* no send of them is in flight. Ending revokes the reader's claim at o
 told, and its Close is answered `held=False` even while sends are still draining.
 
 A lease may be divided into shares (`shares.py`). Each share is a lease of its own, with the states
-above. The lease has ended when all its shares have. The table performs no I/O; its caller passes
-the time.
+above. The lease has ended when all its shares have. The table's caller passes the time.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ from diptych_kv_transfer.tables.shares import DividedLeases, lease_of, share_nam
 from diptych_protocol import KVTransferStats
 
 MAX_REMEMBERED = 4096
-"""Limit on the ended leases that are remembered, so that late messages about them get the right
-answer."""
+"""The most ended leases that are remembered: late messages about them are answered rightly."""
 
 
 @dataclass(slots=True)
@@ -58,8 +56,7 @@ class LeaseTable:
 
     lease_seconds: float
     leases: dict[str, Lease] = field(default_factory=dict)
-    """Live leases, and ended leases whose blocks are still being sent. A divided lease is here as
-    its shares."""
+    """Live leases, and ended ones still being sent; of a divided lease, its shares."""
     counts: Counter[LeaseState] = field(default_factory=Counter)
     """How many leases were promised, granted, first read, and ended in each way."""
     totals: KVTransferStats = field(default_factory=KVTransferStats)
@@ -117,8 +114,7 @@ class LeaseTable:
     def lend_prefix(
         self, lease_id: str, block_ids: list[int], last_name: bytes, now: float
     ) -> list[Action]:
-        """Answer a reader that asked for a prefix. `block_ids`: the blocks lent to it; empty if
-        none.
+        """Answer a reader that asked for a prefix. `block_ids`: the blocks lent to it, if any.
 
         `last_name` names the last of these blocks, and so all of them. If nobody wants them any
         more, the lease ends at once.

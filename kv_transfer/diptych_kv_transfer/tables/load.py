@@ -1,5 +1,4 @@
-"""One request's load on the decode engine: its lease, its state, and the blocks that are still
-missing."""
+"""One request's load on the decode engine: its lease, its state, the missing blocks."""
 
 from __future__ import annotations
 
@@ -68,8 +67,7 @@ class Prefix:
     """The first of our blocks that lacks KV."""
 
     def misfit(self, theirs: Hello) -> str:
-        """Return why these names are not those of the answering engine's blocks;
-        empty if they are."""
+        """Return why these are not the answering engine's blocks; empty if they are."""
         size = theirs.geometry.get("block_size", self.name_tokens)
         return "" if size == self.name_tokens else f"its blocks have {size} tokens"
 
@@ -176,8 +174,7 @@ class Load:
         return self.staged and not self.asked and self.state is LoadState.OPENING
 
     def ask(self) -> Open:
-        """Return the Open that asks the prefill engine for the blocks. A load that waited for room
-        gets its deadline now."""
+        """Return the Open that asks for the blocks. A load that waited gets its deadline now."""
         self.asked = True
         if self.deadline == NEVER:
             self.deadline = AT_ONCE
@@ -229,8 +226,7 @@ def next_to_stage(loads: Iterable[Load], room: int) -> list[tuple[Load, AnyStagi
     """Return the waiting loads that get room now. `room` is in bytes.
 
     Loads of arrived requests come first, in order. If none of these has room yet, the first may
-    have any size. Early loads never have more than half of the room, and get none while others
-    wait.
+    have any size. Early loads have half of the room at most, and none while others wait.
     """
     staged = [(load, load.staging) for load in loads if load.staging is not None]
     taken: Counter[bool] = Counter()

@@ -64,8 +64,7 @@ from diptych_kv_transfer.tables.waits import Waits
 from diptych_protocol import KVTransferStats
 
 STOP_SECONDS = 5.0
-"""How long the prefill engine may take to stop a load that was given up, before the connection is
-cut."""
+"""How long prefill may take to stop a load that was given up, before the connection is cut."""
 ANSWER_SECONDS, READ_SECONDS = 1.0, 5.0
 """How long the owner of a prefix may take to say what it lends, and then to send it. Meanwhile the
 request could compute the prefix itself."""
@@ -329,8 +328,7 @@ class LoadTable:
         return actions
 
     def _receive_batch(self, load: Load, peer: Peer, message: Sending, now: float) -> list[Action]:
-        """Post receives for an announced batch. This happens even if the load was given up, so that
-        P's sends end."""
+        """Post receives for an announced batch, given up or not, so that P's sends end."""
         if message.first in load.batches:
             return []  # repeated
         if load.state is LoadState.OPENING:

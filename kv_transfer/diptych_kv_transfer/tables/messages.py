@@ -71,8 +71,7 @@ class Open(Message, frozen=True):
     tag: Tag
     """Names the claim. It is the tag of the first run; each further run has the next higher tag."""
     runs: list[Run]
-    """The blocks that the reader lacks. Each run is contiguous in the reader's memory, and no block
-    is in two runs."""
+    """The blocks that the reader lacks, in runs that are contiguous there and disjoint."""
     early: bool = False
     """The prefill engine does not refuse an unknown lease, but answers when it knows the lease."""
     names: Annotated[list[BlockName], msgspec.Meta(max_length=MAX_PREFIX_BLOCKS)] = []

@@ -62,14 +62,12 @@ class PrefixAsks:
         return ask.to_engine()
 
     def pop(self, lease_id: str) -> Ask | None:
-        """Remove and return a question that the engine has answered; None if its reader has given
-        up."""
+        """Remove and return an answered question; None if its reader has given up."""
         self._num_unanswered -= 1
         return self._asks.pop(lease_id, None)
 
     def give_up(self, peer: Peer, lease_id: str) -> bool:
-        """Forget the question of a reader that has given up; False if it did not ask for this
-        lease."""
+        """Forget the question of a reader that gave up; False if it asked for another lease."""
         ask = self._asks.get(lease_id)
         if ask is None or ask.peer != peer:
             return False

@@ -1,5 +1,4 @@
-"""Decides which sends may copy their blocks from a device to the host, where copies stay until they
-are sent."""
+"""Decides which sends may copy their blocks to the host, where copies stay until they are sent."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ from diptych_kv_transfer.tables.actions import Peer, SendBlocks
 class SendRoom:
     """Limits the room for copies. Sends wait in order until those before them leave room.
 
-    A waiting send keeps its lease's blocks pinned, like any running send, so they can be copied
-    later.
+    A waiting send keeps its lease's blocks pinned, as a running one does, to copy them later.
     """
 
     room: int

@@ -96,8 +96,7 @@ class DividedLeases:
         self._leases[share.lease_id] = _Divided([other.name for other in share.all])
 
     def names(self, lease_id: str) -> list[str]:
-        """Return the names of a lease's shares that have not ended; the lease itself if it is
-        whole."""
+        """Return a lease's shares that have not ended; the lease itself if it is whole."""
         divided = self._leases.get(lease_id)
         return [lease_id] if divided is None else list(divided.left)
 

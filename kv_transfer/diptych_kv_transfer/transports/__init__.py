@@ -64,8 +64,7 @@ class Transport(Protocol):
         """
 
     def fence(self, peer: Peer) -> None:
-        """Cut a connection. It ends in PeerLost, after which none of its transfers
-        touches memory."""
+        """Cut a connection. It ends in PeerLost; then none of its transfers touches memory."""
 
     def poll(self, timeout_s: float | None) -> list[Event]:
         """Return events, and wait at most this long if there are none. `wake` ends the wait."""

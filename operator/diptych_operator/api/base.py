@@ -1,4 +1,4 @@
-"""What all parts of the InferenceService's types share."""
+"""What all parts of the InferenceService's types share, and the error about a wrong service."""
 
 from __future__ import annotations
 
@@ -9,6 +9,19 @@ from typing import Annotated, Any, get_type_hints
 
 import msgspec
 from msgspec import Meta
+
+from diptych_protocol import DiptychError
+
+
+class SpecError(DiptychError, ValueError):
+    """An InferenceService that can never work as written. `str()` is `field: problem`."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+        """Dotted path of the field from the object's root, such as `spec.prefill.replicas`."""
+        self.problem = problem
+
 
 OBJECT_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 """Pattern of the name of a Kubernetes object."""
@@ -38,8 +51,7 @@ def spec_part(
     names: Collection[str] = (),
     **own: tuple[Any, Any],
 ) -> type[msgspec.Struct]:
-    """Make a part of the spec from the fields of a configuration, in camelCase, and fields of its
-    own.
+    """Make a part of the spec from a configuration's fields, in camelCase, and its own.
 
     names: fields whose values are names of ours, in camelCase too.
     own: the type and default of each further field, or of one that is another here, by name.
@@ -64,8 +76,7 @@ def spec_part(
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A condition over several fields, in CEL for API servers and in Python for where there is
-    none."""
+    """A condition over several fields, in CEL for API servers and in Python elsewhere."""
 
     cel: str
     """True for a good object; `self` is the object at which the rule stands, with its defaults."""

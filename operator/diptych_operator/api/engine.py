@@ -14,11 +14,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from diptych_operator.api.base import Rule, SpecPart, spec_part
-from diptych_operator.api.vllm_arguments import Arguments
+from diptych_operator.api.base import Rule, SpecPart, ruled, spec_part
+from diptych_operator.api.vllm_arguments import (
+    ARGUMENT_RULES,
+    EQUAL_IN_BOTH,
+    OFFLOADING,
+    Argument,
+    Arguments,
+)
 from diptych_protocol import EngineSettings, SpeculativeConfig
 from diptych_protocol.config import Runtime
-from diptych_protocol.engine_settings import SPECULATION
+from diptych_protocol.engine_settings import MAX_RANKS, SPECULATION
 
 if TYPE_CHECKING:
 
@@ -83,6 +89,7 @@ else:
         speculative_config=(Annotated[Speculation | None, SPECULATION], None),
     )
     """Defaults are those of the engine, written out so that `kubectl explain` shows them."""
+
 
 VLLM_HAS: Final = frozenset(
     {
@@ -182,3 +189,41 @@ NOT_FOR_VLLM = tuple(
     if field.name not in VLLM_HAS
 )
 ENGINE_RULES = (STEP_BUDGET, LOOK_UP_ORDER, VLLM_IMAGE, ARGS_FOR_VLLM, *NOT_FOR_VLLM)
+
+
+class PrefillEngine(SpecPart, frozen=True):
+    image: Annotated[
+        str,
+        Meta(
+            pattern=r"^\S*$",
+            max_length=512,
+            title="an image reference",
+            description="Container image of prefill pods, such as one for other processors; left "
+            "out, spec.engine.image. It must be the same build of vLLM: only the engines' own "
+            "handshake can tell.",
+        ),
+    ] = ""
+    args: Annotated[
+        list[Argument],
+        Meta(
+            max_length=64,
+            title="a list of arguments",
+            description="Arguments of `vllm serve` for prefill pods; they come after "
+            "spec.engine.args, and the last of the same name counts. Those on which KV depends "
+            "are refused.",
+            **ruled(*ARGUMENT_RULES, *EQUAL_IN_BOTH, OFFLOADING),
+        ),
+    ] = []
+    tensor_parallel_size: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                le=MAX_RANKS,
+                description="Ranks of each prefill engine; left out, as many as decode engines "
+                "have (spec.engine.tensorParallelSize). With the connector nixl those are a "
+                "multiple of it.",
+            ),
+        ]
+        | None
+    ) = None

@@ -1,7 +1,6 @@
 """Chooses the images of a service, its own or else the operator's, and the user that they run as.
 
-`parse` returns services whose images are named. So rendered objects, revisions and the status agree
-on them.
+`parse` returns services whose images are named. So objects, revisions and the status agree on them.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from diptych_operator.api.errors import SpecError
+from diptych_operator.api.base import SpecError
 
 
 class Allowed(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
@@ -217,8 +217,7 @@ def _within(limit: Limit, value: Any, listed: list[str]) -> bool:
 
 
 def validations() -> list[dict[str, str]]:
-    """Return the `validations` of a ValidatingAdmissionPolicy, in which each list of `Allowed` is a
-    variable of that name."""
+    """Return the `validations` of the policy; each list of `Allowed` is a variable there."""
     found = []
     for limit, places in LIMITS:
         cel = " && ".join(

@@ -65,8 +65,7 @@ class ModelCache(SpecPart, frozen=True):
 
 _WORD = r"[A-Za-z0-9_.-]+"
 _SEGMENT = r"(\.{0,2}[^\s/.?#\\][^\s/?#\\]*|\.{3}[^\s/?#\\]*)"
-"""Pattern of one segment of a path: anything but `.` and `..`, written so that there is only one
-way to match it."""
+"""One segment of a path: anything but `.` and `..`, which matches in one way only."""
 _PATH = rf"{_SEGMENT}(/{_SEGMENT})*"
 _GGUF = rf"({_SEGMENT}/)*[^\s/?#\\]*\.gguf"
 URI_PATTERNS: dict[Scheme, str] = {

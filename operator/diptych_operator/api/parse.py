@@ -1,5 +1,4 @@
-"""Parses YAML, or an object of an API server, into an InferenceService, or raises a one-line
-`SpecError`.
+"""Parses YAML, or an API server's object, into an InferenceService, or raises `SpecError`.
 
 The error names the field and the remedy. The remedy comes from the schema that the CRD carries, so
 the two cannot disagree.
@@ -13,19 +12,21 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Hashable, Mapping
-from functools import cache
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import cache, lru_cache
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import yaml
+from msgspec import inspect
 
-from diptych_operator.api import rules
+from diptych_operator.api.base import Rule, SpecError
 from diptych_operator.api.crd import object_schema
-from diptych_operator.api.errors import SpecError
 from diptych_operator.api.images import Images, with_images
 from diptych_operator.api.service import API_VERSION, KIND, InferenceService
 from diptych_operator.api.status import Status
+from diptych_protocol import InvalidRequestError
+from diptych_protocol.model_uri import parse_model_uri
 
 MAX_TEXT_BYTES = 1 << 20
 _FREE_FORM = "x-kubernetes-preserve-unknown-fields"
@@ -108,8 +109,7 @@ def parse_file(text: str) -> ServiceFile:
 
 
 def parse_object(raw: Mapping[str, Any], images: Images) -> InferenceService:
-    """Parse one InferenceService that an API server sent; `images` fill in those that it does not
-    name.
+    """Parse an InferenceService of an API server; `images` are those that it does not name.
 
     Raises `SpecError`.
 
@@ -140,7 +140,7 @@ def _read(raw: Mapping[str, Any], images: Images) -> InferenceService:
         service = msgspec.convert(asked, InferenceService)
     except msgspec.ValidationError as exc:
         raise _explain(str(exc), asked) from exc
-    rules.check(service)
+    check_rules(service)
     service = msgspec.structs.replace(service, status=_status(raw.get("status")))
     return with_images(service, images)
 
@@ -259,3 +259,44 @@ def _shown(value: Any, schema: dict[str, Any]) -> str:
         return _JSON_NAMES[type(value)]
     shown = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
     return shown if len(shown) <= 80 else f"{shown[:77]}..."
+
+
+def check_rules(service: InferenceService) -> None:
+    """Raise `SpecError` for the first rule that the service breaks."""
+    rules = next(rules for name, _, rules in _fields(InferenceService) if name == "spec")
+    for where, rule in _broken("spec", service.spec, rules):
+        raise SpecError(where + rule.at, rule.message)
+    try:
+        parse_model_uri(service.spec.model.uri)
+    except InvalidRequestError as exc:
+        # Beyond regular expressions, such as a port that does not exist.
+        raise SpecError("spec.model.uri", str(exc).removeprefix("model: ")) from exc
+
+
+def _broken(where: str, value: Any, rules: Sequence[Rule]) -> Iterator[tuple[str, Rule]]:
+    """Path of the object at which a rule stands, and the rule; inner objects come first."""
+    if isinstance(value, msgspec.Struct):
+        for name, written, own in _fields(type(value)):
+            child = getattr(value, name)
+            if child is not None:
+                yield from _broken(f"{where}.{written}", child, own)
+    for rule in rules:
+        if not rule.kept(value):
+            yield where, rule
+
+
+@lru_cache(64)
+def _fields(kind: type[msgspec.Struct]) -> list[tuple[str, str, list[Rule]]]:
+    """Each field: its name, as it is written, and the rules that stand at it."""
+    info = cast("inspect.StructType", inspect.type_info(kind))
+    return [(field.name, field.encode_name, list(_rules(field.type))) for field in info.fields]
+
+
+def _rules(info: inspect.Type) -> Iterator[Rule]:
+    match info:
+        case inspect.Metadata(type=inner, extra=extra):
+            yield from (extra or {}).get("rules", ())
+            yield from _rules(inner)
+        case inspect.UnionType(types=types):
+            for each in types:
+                yield from _rules(each)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from diptych_operator.api.base import Rule, SpecPart, ruled
-from diptych_operator.api.prefill_engine import PrefillEngine
+from diptych_operator.api.engine import PrefillEngine
 
 Quantity = Annotated[
     Annotated[int, Meta(ge=0)]

@@ -350,8 +350,7 @@ class InferenceService(SpecPart, frozen=True):
 
     @property
     def verification(self) -> Verify:
-        """What canaries are sent for, as in `transfer.verify`. Without a hand-off of KV none are
-        sent."""
+        """What canaries are sent for, as in `transfer.verify`: Off where no KV is handed over."""
         return "Off" if self.spec.prefill is None else self.spec.transfer.verify
 
     @property

@@ -15,8 +15,7 @@ ConditionStatus = Literal["True", "False", "Unknown"]
 
 
 MAX_MESSAGE = 1024
-"""Characters in the message of a condition, a rollout or an event. Kubernetes rejects longer
-events."""
+"""Characters in the message of a condition, a rollout or an event, whose limit this is."""
 
 
 class _Status(msgspec.Struct, frozen=True, rename="camel", kw_only=True, omit_defaults=True):

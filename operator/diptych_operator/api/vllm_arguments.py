@@ -39,8 +39,7 @@ OWNED_ARGUMENTS: Final[dict[str, tuple[str, ...]]] = {
     "set spec.availability.drainSeconds": ("shutdown-timeout",),
     "write each argument by itself": ("config",),
 }  # fmt: skip
-"""vLLM's arguments that a service may not give itself, by what is to be done instead. A star stands
-for any ending."""
+"""Arguments of vLLM that a service may not give -> what to do instead. A star: any ending."""
 
 EQUAL_ARGUMENTS: Final[dict[str, tuple[str, ...]]] = {
     "how KV lies in memory depends on them": (

@@ -5,8 +5,7 @@ apply left: its `generation` moved (for kinds that have one) or else its resourc
 lacks labels, annotations or the owner that we gave it, which no generation counts. So a cluster at
 rest costs no request, and the fields of other managers are never compared with ours.
 
-A refused object is not sent again for a while, because passes may be frequent while somebody works
-on the remedy.
+A refused object is not sent again for a while: passes are frequent while somebody mends it.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ class _Applied:
     rendering: str
     uid: str
     version: str
-    """The version of the live object after our apply: its generation or resourceVersion, see
-    `_version`."""
+    """The live object's generation or resourceVersion after our apply, see `_version`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +139,7 @@ class Children:
     async def _check_free(
         self, owned: Raw, service: InferenceService, live: Mapping[ChildId, Raw]
     ) -> None:
-        """Make sure that no object of somebody else has this name; only objects with our label are
-        watched."""
+        """Make sure that nobody else's object has this name: only labelled ones are watched."""
         now, known = live.get(child_id(owned)), self._applied.get(child_id(owned))
         if now is not None:
             made_by_us = known is not None and known.uid == now["metadata"]["uid"]
@@ -202,8 +199,7 @@ class Children:
 
 
 def with_owner(obj: dict[str, Any], service: InferenceService) -> dict[str, Any]:
-    """Return the object with the service as its controller, so that it is deleted
-    with the service."""
+    """Return the object with the service as its controller, so that both end together."""
     return obj | {"metadata": obj["metadata"] | {"ownerReferences": [owner_of(service)]}}
 
 

@@ -1,5 +1,4 @@
-"""A small client of the Kubernetes API, with the few verbs that this operator needs on plain
-objects.
+"""A small client of the Kubernetes API, with the few verbs that the operator needs.
 
 The typed classes of the `kubernetes` package are not used: what is rendered is plain data already,
 and server-side apply wants exactly that data. The package brings configuration, authentication,
@@ -61,15 +60,13 @@ class ApiError(DiptychError):
         self.reason = reason
         """Kubernetes' own word for it, such as Conflict, Invalid, Forbidden."""
         self.kind = ""
-        """The kind of the object that was to be applied; empty if the request was no apply of a
-        child."""
+        """The kind of the object that was to be applied; empty for other requests."""
         self.component = ""
         """The part of the service that the object belongs to: `prefill`, `decode` or `router`."""
 
     @property
     def will_last(self) -> bool:
-        """Whether to report it to the user: not a passing conflict, limit or outage of the API
-        server."""
+        """Whether to tell the user: not of a passing conflict, limit or outage."""
         return self.is_refusal or self.status >= 500
 
     @property
@@ -120,8 +117,7 @@ class Kube:
     # --- objects ------------------------------------------------------------------------------
 
     async def apply(self, obj: Raw, *, dry_run: bool = False) -> Raw:
-        """Apply on the server's side: the fields of `obj` become ours, all others
-        stay as they are."""
+        """Apply on the server: the fields of `obj` become ours, all others stay."""
         meta = obj["metadata"]
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
         query |= {"dryRun": "All"} if dry_run else {}
@@ -183,8 +179,7 @@ class Kube:
         *,
         dry_run: bool = False,
     ) -> Raw:
-        """Change the fields that the patch names. Lists are replaced as a whole, including entries
-        of others."""
+        """Change the fields that the patch names. Lists are replaced, others' entries too."""
         path = object_path(api_version, kind, namespace, name)
         query = {"fieldManager": FIELD_MANAGER} | ({"dryRun": "All"} if dry_run else {})
         return await self.request("PATCH", path, query, patch, "application/merge-patch+json")

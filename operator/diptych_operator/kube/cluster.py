@@ -1,5 +1,4 @@
-"""Reads from its discovery API what a cluster supports, so that the operator can use the newest
-feature."""
+"""Reads from its discovery API what a cluster supports."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ class Cluster:
 
     @property
     def has_image_volumes(self) -> bool:
-        """Whether `oci://` models can be mounted, at least behind a feature gate (on by default in
-        1.35).
+        """Whether `oci://` models can be mounted, behind a feature gate (on in 1.35).
 
         Only asking the API server to accept such a pod shows whether the gate is on.
         """

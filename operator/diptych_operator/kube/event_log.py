@@ -1,5 +1,4 @@
-"""Kubernetes Events on services, which `kubectl describe` shows. They are posted on transitions
-only."""
+"""Kubernetes Events on services, which `kubectl describe` shows: transitions only."""
 
 from __future__ import annotations
 

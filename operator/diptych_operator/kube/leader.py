@@ -3,8 +3,7 @@
 There is one Lease for each namespace that an operator is told to serve, in that namespace, or one
 for the cluster. Its name is the same for every installation, so two of them never serve the same
 namespace. An operator that does not get all its Leases keeps none and changes nothing, so that
-others may serve what is free. `rivals` handles a namespace that has its own operator beside one for
-the cluster.
+others may serve what is free. `rivals` handles namespaces with operators beside the cluster's.
 
 The rules are those of client-go. The holder leads as long as it renews the Lease. A Lease that was
 not renewed for its duration, by the clock of the process that watches it, is free. Clocks of two

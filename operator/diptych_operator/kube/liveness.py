@@ -17,8 +17,7 @@ WATCH_TURN_S: Final = 60
 SILENCE_S: Final = 180.0
 """A watch that was not renewed within this time is broken."""
 START_S: Final = 60.0
-"""A watch that was not started within this time is broken too: kopf looks for a
-resource only once."""
+"""A watch not started within this time is broken: kopf looks for a resource only once."""
 STANDSTILL_S: Final = 600.0
 """The queue stands still if services have waited this long and no pass has ended."""
 

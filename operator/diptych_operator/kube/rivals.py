@@ -1,5 +1,4 @@
-"""Finds namespaces that have an operator of their own, which the operator of the cluster leaves
-alone.
+"""Finds namespaces with an operator of their own, which the cluster's operator leaves alone.
 
 The operator of the cluster checks a namespace's Lease before and during each pass, and stops a pass
 if another operator has taken the Lease. The other operator begins RETRY_S after taking a Lease that

@@ -124,8 +124,7 @@ def registry(
     changed: Callable[[ServiceKey], None],
     answered: Callable[[str, int], None],
 ) -> kopf.OperatorRegistry:
-    """Return the handlers for one run of `kopf.operator`. Each calls `changed` with the service's
-    key.
+    """Return the handlers of one run of kopf. Each calls `changed` with the service's key.
 
     They run only after all indices hold what the cluster held at the start. `answered` is called
     with the path and the status of each answer of the API server.

@@ -1,5 +1,4 @@
-"""The queue of services that need a pass: each key once, one worker per key, failures with
-back-off.
+"""The queue of services that need a pass: each key once, one worker a key, with back-off.
 
 It keeps the contract of client-go's work queue, on asyncio.
 """

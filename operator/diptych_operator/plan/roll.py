@@ -72,8 +72,7 @@ class Bounds:
         return "decode" if self.larger == "prefill" else "prefill"
 
     def rounded_up(self, larger: int) -> int:
-        """Return the pods of the smaller pool that belong to this many of the larger:
-        at least 1."""
+        """Return the pods of the smaller pool for this many of the larger: at least 1."""
         small, large = self.size.of(self.smaller), self.size.of(self.larger)
         return max(1, -(-larger * small // large))
 

@@ -38,8 +38,7 @@ class RevisionState:
     whole: bool = False
     """Whether its only pool is decode, whose engines compute prompts too."""
     trusted: Counts | None = None
-    """Engines that every reporting router sends requests to; None if that does not matter, or if no
-    router reports."""
+    """Engines that every reporting router trusts; None if that does not matter, or none reports."""
 
     @property
     def usable(self) -> Counts:
@@ -144,8 +143,7 @@ def both(counts: Counts) -> bool:
 
 
 def both_or_none(counts: Counts) -> Counts:
-    """Return no pods at all if one of the pools would be empty, because one pool alone cannot
-    serve."""
+    """Return no pods at all if one of the pools would be empty: one alone cannot serve."""
     return counts if both(counts) else NOTHING
 
 

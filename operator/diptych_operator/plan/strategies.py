@@ -37,8 +37,7 @@ ONE_OF_EACH = Counts(1, 1)
 
 
 def alone(view: RolloutView) -> Step:
-    """No old revision is alive: start all of the target at once, beside pods that are
-    terminating."""
+    """No old revision is alive: start all of the target, beside pods that terminate."""
     target = view.target.revision
     serving = (target,) if view.rollout.type == "BlueGreen" else ()
     replicas = {target: view.desired}
@@ -121,8 +120,7 @@ def recreate(view: RolloutView) -> Step:
 
 
 def blue_green(view: RolloutView) -> Step:
-    """The target starts at full size beside the old revision; then routers switch; then the old one
-    is removed.
+    """The target starts at full size beside the old one, routers switch, the old one goes.
 
     Old revisions that no router uses any more, such as a superseded target, are removed at once.
     """

@@ -14,11 +14,16 @@ from diptych_operator.api.service import InferenceService
 from diptych_operator.counts import Counts
 from diptych_operator.kube.cluster import Cluster
 from diptych_operator.render.config import router_config_map, serving_config_map
-from diptych_operator.render.guards import disruption_budget, network_policy, service_account
 from diptych_operator.render.keys import KeySets, ServiceSecrets, secret
 from diptych_operator.render.model import model_mount
 from diptych_operator.render.pods import engine_objects, router_deployment
-from diptych_operator.render.services import pool_service, router_service
+from diptych_operator.render.shared import (
+    disruption_budget,
+    network_policy,
+    pool_service,
+    router_service,
+    service_account,
+)
 from diptych_operator.render.vllm import vllm_objects
 from diptych_operator.revision import key_set, revision
 

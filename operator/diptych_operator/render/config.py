@@ -67,8 +67,7 @@ def engine_config(service: InferenceService, pool: Pool, revision: str, model: s
 
 
 def cpu_threads(pool: Pool, ranks: int) -> int | None:
-    """Return the threads for each rank by the pod's CPU limit; None without a limit, where the
-    engine decides."""
+    """Return the threads of a rank by the pod's CPU limit; None: the engine decides."""
     limit = pool.resources.limits.get("cpu")
     return None if limit is None else model_threads(float(_amount(limit)), ranks)
 
@@ -135,8 +134,7 @@ def router_config_map(service: InferenceService, model: str) -> dict[str, Any]:
 def serving_config_map(
     service: InferenceService, revisions: Sequence[str], asleep: bool
 ) -> dict[str, Any]:
-    """Return the ConfigMap that routers read repeatedly while they run: which
-    revisions may serve."""
+    """Return the ConfigMap that routers read while they run: which revisions may serve."""
     text = msgspec.json.encode({"revisions": list(revisions), "asleep": asleep}).decode()
     return {
         "apiVersion": "v1",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from diptych_operator.api.errors import SpecError
+from diptych_operator.api.base import SpecError
 from diptych_operator.api.names import (
     API_KEYS_DIR,
     BIND_HOST_VARIABLE,
@@ -56,8 +56,7 @@ class Pods:
     """How long a pod that is to end may still get new work."""
     annotations: Mapping[str, str] = field(default_factory=dict)
     scratch: Mapping[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
-    """Volumes that the container may write to, beside /tmp: by name, the mount path
-    and the source."""
+    """Volumes that the container may write to, beside /tmp: name -> mount path and source."""
     init_containers: Sequence[dict[str, Any]] = ()
     """Init containers beside those that fetch the model."""
     read_only: Mapping[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
@@ -197,8 +196,7 @@ def engine_environment(ports: dict[str, int], folders: Mapping[str, str]) -> lis
 
 
 def environment(ports: dict[str, int], folders: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return the variables that give a program its pod's name and address, and those of its
-    `folders`."""
+    """Return the variables with a pod's name and address, and those of its `folders`."""
     return [
         field_of_pod("POD_NAME", "metadata.name"),
         field_of_pod("POD_IP", "status.podIP"),
@@ -219,6 +217,16 @@ def variable(name: str, value: str) -> dict[str, Any]:
 def field_of_pod(name: str, path: str) -> dict[str, Any]:
     """Return a variable with the value of a field of the pod."""
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def probe(path: str, *, period_s: int, timeout_s: int, failures: int) -> dict[str, Any]:
+    """Return a probe of the port `http`, which says no after this many failures in a row."""
+    return {
+        "httpGet": {"path": path, "port": "http"},
+        "periodSeconds": period_s,
+        "timeoutSeconds": timeout_s,
+        "failureThreshold": failures,
+    }
 
 
 def container_ports(ports: dict[str, int]) -> list[dict[str, Any]]:

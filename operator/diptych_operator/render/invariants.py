@@ -1,5 +1,4 @@
-"""Checks that a podTemplate keeps what draining and the service's promises depend on,
-without I/O."""
+"""Checks that a podTemplate keeps what drains and promises depend on, without I/O."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from diptych_operator.api.errors import SpecError
+from diptych_operator.api.base import SpecError
 
 
 @dataclass(frozen=True, slots=True)

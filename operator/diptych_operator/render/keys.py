@@ -66,8 +66,7 @@ def secret(service: InferenceService, keys: str, secrets: ServiceSecrets) -> dic
 
 
 def hinge_keys_volume(service: InferenceService, keys: str) -> dict[str, Any]:
-    """Return a volume for a program that only transfers KV: without the token of the
-    admin ports."""
+    """Return a volume for a program that only transfers KV: without the admin token."""
     items = [{"key": file, "path": file} for file in (PUBLIC_KEY_FILE, SECRET_KEY_FILE)]
     source = {"secretName": secret_name(service, keys), "defaultMode": 0o440, "items": items}
     return {"name": "keys", "secret": source}

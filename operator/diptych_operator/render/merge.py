@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from diptych_operator.api.errors import SpecError
+from diptych_operator.api.base import SpecError
 
 _MERGED_BY = {"containers": "name", "initContainers": "name"}
 _REPLACED_BY = {

@@ -1,7 +1,6 @@
 """How a pod gets its model: read in place, mounted, or fetched by an init container.
 
-Credentials are mounted into that init container alone; a container that serves requests never gets
-them.
+Credentials are mounted into that init container alone; one that serves requests never gets them.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import quote
 
-from diptych_operator.api.errors import SpecError
+from diptych_operator.api.base import SpecError
 from diptych_operator.api.model import ModelCache
 from diptych_operator.api.names import MODEL_CONTAINER, Role
 from diptych_operator.api.pools import Resources
@@ -52,7 +51,7 @@ class ModelMount:
 def model_mount(
     service: InferenceService, role: Role, *, cluster_has_image_volumes: bool
 ) -> ModelMount:
-    """Return the mounts for a service that keeps `rules.check`.
+    """Return the mounts for a service that keeps `check_rules`.
 
     Raises `SpecError` for a model that this cluster cannot mount, naming a remedy.
     """

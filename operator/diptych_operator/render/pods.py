@@ -37,6 +37,7 @@ from diptych_operator.render.deployment import (
     deployment,
     engine_environment,
     environment,
+    probe,
     resources_of,
     variable,
 )
@@ -84,39 +85,24 @@ _TARGETS: dict[PoolName, str] = {
 }
 """The variable that tells routers where the engines of a pool are."""
 SCHEME_ANNOTATION = {"prometheus.io/scheme": "https"}
-"""The annotation that tells scrapers the scheme. The chart's PodMonitor and most configurations of
-Prometheus read it."""
+"""Tells scrapers the scheme. The chart's PodMonitor and most others read this annotation."""
 
-_HEALTH = {"path": "/health", "port": "http"}
-_LIVE = {"path": "/live", "port": "http"}
 _ENGINE_PROBES: dict[str, Any] = {
     # Ten minutes to load weights; until then neither of the others is asked.
-    "startupProbe": {
-        "httpGet": _HEALTH, "periodSeconds": 2, "timeoutSeconds": 2, "failureThreshold": 300,
-    },
+    "startupProbe": probe("/health", period_s=2, timeout_s=2, failures=300),
     # A program that a starved node keeps waiting is ready all the same: taking it out of service
     # would hand its load to pods that are starved too. Routers notice by themselves who is dead.
-    "readinessProbe": {
-        "httpGet": _HEALTH, "periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 3,
-    },
+    "readinessProbe": probe("/health", period_s=5, timeout_s=5, failures=3),
     # Says no to a dead or stalled core only, never to a busy one.
-    "livenessProbe": {
-        "httpGet": _LIVE, "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6,
-    },
-}  # fmt: skip
+    "livenessProbe": probe("/live", period_s=10, timeout_s=5, failures=6),
+}
 _ROUTER_PROBES: dict[str, Any] = {
     # Starting takes a second on a quiet node and half a minute on one that starts six pods at once.
-    "startupProbe": {
-        "httpGet": _LIVE, "periodSeconds": 1, "timeoutSeconds": 2, "failureThreshold": 180,
-    },
-    "readinessProbe": {
-        "httpGet": _HEALTH, "periodSeconds": 2, "timeoutSeconds": 5, "failureThreshold": 3,
-    },
+    "startupProbe": probe("/live", period_s=1, timeout_s=2, failures=180),
+    "readinessProbe": probe("/health", period_s=2, timeout_s=5, failures=3),
     # /health of a router also speaks of its pools, and no restart of a router heals a pool.
-    "livenessProbe": {
-        "httpGet": _LIVE, "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 3,
-    },
-}  # fmt: skip
+    "livenessProbe": probe("/live", period_s=10, timeout_s=5, failures=3),
+}
 
 
 def engine_objects(

@@ -28,6 +28,7 @@ from diptych_operator.render.deployment import (
     container_ports,
     deployment,
     engine_environment,
+    probe,
     resources_of,
     variable,
 )
@@ -54,27 +55,18 @@ _VARIABLES = {
 }
 _MIDDLEWARE: Final = "--middleware=diptych_vllm.serve.middleware.Wire"
 """How vLLM speaks to routers. vLLM adds it to the middleware of the service's own arguments."""
-_ROUTES: Final = "--middleware=diptych_vllm.routes.Routes"
-"""The route by which those who are no routers of ours give leases back."""
 _COPY_DIR: Final = "/var/lib/diptych/connector"
 """Where the init container has the volume that is to be filled."""
 _NIXL_ROLES: Final[Mapping[PoolName, str]] = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _KV_PORT: Final = f"$({PORT_VARIABLES['kv']})"
-_HEALTH = {"path": "/health", "port": "http"}
 _PROBES: dict[str, Any] = {
     # An hour to load and compile; until then neither of the others is asked. A rollout gives up
     # after its progressDeadlineSeconds in any case.
-    "startupProbe": {
-        "httpGet": _HEALTH, "periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 720,
-    },
-    "readinessProbe": {
-        "httpGet": _HEALTH, "periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 3,
-    },
+    "startupProbe": probe("/health", period_s=5, timeout_s=5, failures=720),
+    "readinessProbe": probe("/health", period_s=5, timeout_s=5, failures=3),
     # Says no when the core has died; vLLM then mostly ends by itself. A busy one may answer late.
-    "livenessProbe": {
-        "httpGet": _HEALTH, "periodSeconds": 10, "timeoutSeconds": 10, "failureThreshold": 6,
-    },
-}  # fmt: skip
+    "livenessProbe": probe("/health", period_s=10, timeout_s=10, failures=6),
+}
 
 
 def vllm_objects(
@@ -158,7 +150,7 @@ def _handoff(service: InferenceService, pool: PoolName, revision: str) -> list[s
         case "nixl":
             return [_transfer_config(_nixl(service, pool))]
         case "diptych":
-            return [_transfer_config(_diptych(service, revision)), _ROUTES]
+            return [_transfer_config(_diptych(service, revision))]
 
 
 def _nixl(service: InferenceService, pool: PoolName) -> dict[str, Any]:

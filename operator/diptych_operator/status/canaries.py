@@ -33,8 +33,7 @@ def newest(observed: Observed, revision: str) -> CanaryReport | None:
 def failures(observed: Observed, revisions: Collection[str]) -> list[str]:
     """Describe the canaries that keep an engine from being trusted.
 
-    An engine that failed with one partner and then succeeded with another is trusted: the failure
-    is past.
+    An engine that failed with one partner and then succeeded with another is trusted.
     """
     found = set()
     for router in observed.routers:

@@ -20,8 +20,7 @@ MAX_PART = 600
 
 
 def verified(observed: Observed, revision: str, known: TransferStatus) -> bool:
-    """Whether a canary received KV in this revision. `known` is believed while no
-    router reports."""
+    """Whether a canary received KV in this revision, or `known` while no router reports."""
     if observed.routers:
         return observed.verified(revision)
     return bool(revision) and known.verified_revision == revision

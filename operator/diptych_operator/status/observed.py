@@ -67,8 +67,7 @@ class PodView:
 
     @property
     def gone(self) -> bool:
-        """Whether only its record is left, as for an evicted pod. Another pod may have its address
-        by now."""
+        """Whether only its record is left, as of an evicted pod, without its address."""
         return self.phase in ("Failed", "Succeeded")
 
     @property
@@ -117,8 +116,7 @@ class Observed:
         return self._counts(revision, lambda d: d.ready)
 
     def present(self, revision: str) -> Counts:
-        """Return the pods that exist, whether ready, starting or terminating; ended ones may
-        remain."""
+        """Return the pods that exist: ready, starting, terminating; ended ones may remain."""
         here = [p.role for p in self.pods if p.revision == revision and not p.gone]
         return Counts(here.count("prefill"), here.count("decode"))
 
@@ -127,8 +125,7 @@ class Observed:
         return Counts(read(prefill) if prefill else 0, read(decode) if decode else 0)
 
     def trusted(self, revision: str) -> Counts | None:
-        """Return the engines of a revision that every reporting router has verified; None without
-        reports."""
+        """Return the engines of a revision that every router verified; None without reports."""
         if not self.routers:
             return None
         return Counts(*(self._verified_by_all(revision, role) for role in POOLS))

@@ -1,5 +1,4 @@
-"""Measures the progress of a rollout, which is kept in the status itself, and whether it has
-stalled."""
+"""Measures a rollout's progress, which the status itself keeps, and whether it stalls."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ class Progress:
         )
 
     def best_of(self, best: Progress) -> Progress:
-        """Return the best values so far, so that a pod that starts, dies and starts again counts
-        once."""
+        """Return the best values so far: a pod that dies and starts again counts once."""
         ready = Counts(
             max(self.ready.prefill, best.ready.prefill), max(self.ready.decode, best.ready.decode)
         )
@@ -80,8 +78,7 @@ class Progress:
 def rollout_status(
     step: Step, counted: Progress, previous: RolloutStatus, now: str
 ) -> RolloutStatus:
-    """Return the rollout's part of the status. `last_progress_at` moves when the
-    rollout advances."""
+    """Return the rollout's status. `last_progress_at` moves when it advances."""
     message = step.message[:MAX_MESSAGE]
     best = Progress.parse(previous.progress)
     if step.phase in AT_REST:

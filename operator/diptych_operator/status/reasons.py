@@ -1,20 +1,13 @@
 """Every condition and every reason that a status may carry, with what it means and what to do.
 
-`python -m diptych_operator.status.reasons [FILE]` writes them into docs/status.md. Reasons are
-stable: scripts and alerts compare them, so one that has been released keeps its name and its
-meaning.
+`make crds` writes them into docs/status.md. Reasons are stable: scripts and alerts compare them, so
+one that has been released keeps its name and its meaning.
 """
 
 from __future__ import annotations
 
-import sys
 from enum import StrEnum
-from itertools import groupby
-from pathlib import Path
 from typing import Self
-
-PAGE = Path("docs/status.md")
-MARK = "<!-- From here on written by `python -m diptych_operator.status.reasons`. -->\n"
 
 
 class ConditionType(StrEnum):
@@ -83,8 +76,7 @@ class Group(StrEnum):
 
 
 class Reason(StrEnum):
-    """The reasons. Members carry `group`, `meaning` and `remedy` (empty where there is nothing to
-    do)."""
+    """The reasons, with `group`, `meaning` and `remedy` (empty if there is nothing to do)."""
 
     group: Group
     meaning: str
@@ -263,36 +255,3 @@ class Reason(StrEnum):
         "Uninstall one of the two, or give them different namespaces.",
     )  # fmt: skip
     RECOVERED = "Recovered", Group.EVENTS, "What wanted attention does no more."
-
-
-def reference() -> str:
-    """Return all conditions and reasons as Markdown tables."""
-    lines = ["## Conditions", "", "| condition | true when |", "|---|---|"]
-    lines += [f"| `{condition}` | {condition.meaning} |" for condition in ConditionType]
-    lines += ["", "## Reasons"]
-    for group, reasons in groupby(Reason, key=lambda reason: reason.group):
-        lines += [
-            "",
-            f"### {group}",
-            "",
-            "| reason | what it means | what to do |",
-            "|---|---|---|",
-        ]
-        lines += [
-            f"| `{reason}` | {reason.meaning} | {reason.remedy or '-'} |" for reason in reasons
-        ]
-    return "\n".join(lines) + "\n"
-
-
-def main(arguments: list[str]) -> None:
-    """Write the reference into the page, after its mark."""
-    page = Path(arguments[0]) if arguments else PAGE
-    prose, mark, _ = page.read_text(encoding="utf-8").partition(MARK)
-    if not mark:
-        sys.exit(f"{page} has no line {MARK.strip()!r}, after which the reference would stand")
-    page.write_text(f"{prose}{MARK}\n{reference()}", encoding="utf-8")
-    print(f"wrote {page}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -1,7 +1,6 @@
 """Finds the Secrets and ConfigMaps that a pod refers to, and the remedy for a missing one.
 
-A node waits for a volume without any message in the pod's status, so the operator checks for
-itself.
+A node waits for a volume without a word in the pod's status, so the operator checks.
 """
 
 from __future__ import annotations

@@ -303,7 +303,7 @@ async def test_control_needs_the_token_and_is_not_on_the_public_port(
     admin: httpx.AsyncClient, engine: AsyncLLM
 ) -> None:
     paths = [route.path for route in ControlRoutes(engine).routes()]
-    assert len(paths) == 15
+    assert len(paths) == 16
     public = httpx.AsyncClient(
         transport=httpx.ASGITransport(build_app(engine)), base_url="http://pod"
     )

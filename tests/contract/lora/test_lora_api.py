@@ -14,7 +14,7 @@ from model_kit.checkpoints import merged, random_tensors, save_adapter, save_mod
 from waits import PATIENCE_S
 
 from diptych_frontend.admin.calls import build_admin_app
-from diptych_frontend.admin.lora import LoraRoutes
+from diptych_frontend.admin.weights import WeightRoutes
 from diptych_frontend.app import build_app
 from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_protocol import EngineConfig, LoRARequest, SamplingParams, UtilityError
@@ -54,7 +54,7 @@ async def http(engine: AsyncLLM, folder: Path) -> AsyncIterator[httpx.AsyncClien
     """The API, and below /admin the admin port."""
     mounts = {
         "http://api": httpx.ASGITransport(build_app(engine)),
-        "http://admin": httpx.ASGITransport(build_admin_app(folder, LoraRoutes(engine).routes())),
+        "http://admin": httpx.ASGITransport(build_admin_app(folder, WeightRoutes(engine).routes())),
     }
     async with httpx.AsyncClient(mounts=mounts, timeout=PATIENCE_S) as client:
         yield client

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from diptych_frontend.admin.calls import build_admin_app
-from diptych_frontend.admin.scale import ScaleRoutes
+from diptych_frontend.admin.control import ControlRoutes
 from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_protocol import (
     EngineConfig,
@@ -169,7 +169,7 @@ async def test_contract_C23_the_number_of_cores_can_be_set_on_the_admin_port(
     engine: AsyncLLM, tmp_path: Path, body: dict[str, Any], status: int, answer: str
 ) -> None:
     (tmp_path / ADMIN_TOKEN_FILE).write_text("secret")
-    app = build_admin_app(tmp_path, ScaleRoutes(engine).routes())
+    app = build_admin_app(tmp_path, ControlRoutes(engine).routes())
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://admin") as http:
         response = await http.post(

@@ -34,6 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     },
+    "gemma2": {"query_pre_attn_scalar": 16},
     "gpt_oss": {},
     "qwen2": {},
     "qwen3": {},

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.gguf_files import mixture, requantised
 from benchmarks.quality import DATA, PACKED_CACHE, divergence, load, log_probabilities
 from engine_kit.core import core_request, make_core, run
 from gguf import GGMLQuantizationType as Kind
-from model_kit.quantised import requantised
+from model_kit.quantised import quantise
 from model_kit.questions import WHOLE
 
 from diptych_engine.models import build_model, load_weights
-from diptych_frontend.model_files.gguf_header import GGUFTensor
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.text.tokenizer_files import load_tokenizer
 from diptych_kernels.packed_product import is_available
@@ -29,21 +28,6 @@ pytestmark = [
 ]
 
 
-def mixture(base: Kind) -> Callable[[GGUFTensor], Kind]:
-    """What llama.cpp calls M: more bits for some layers' values and down projections, and for the
-    output matrix."""
-
-    def kind_of(tensor: GGUFTensor) -> Kind:
-        if tensor.name == "token_embd.weight":
-            return Kind.Q6_K
-        layer, eighth = int(tensor.name.split(".")[1]), LAYERS // 8
-        more = layer < eighth or layer >= 7 * LAYERS // 8 or (layer - eighth) % 3 == 2
-        is_kept = "attn_v" in tensor.name or "ffn_down" in tensor.name
-        return Kind.Q6_K if more and is_kept else base
-
-    return kind_of
-
-
 @pytest.mark.parametrize(
     "base", [Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_XS], ids=lambda kind: kind.name
 )
@@ -52,7 +36,7 @@ def test_a_requantised_model_stays_packed_and_answers(
 ) -> None:
     original = resolve_model(smollm2).path
     assert original is not None
-    path = requantised(original, tmp_path / "model.gguf", mixture(base))
+    path = requantised(original, tmp_path / "model.gguf", mixture(base, LAYERS), quantise)
     source = resolve_model(path)
     tokenizer = load_tokenizer(source)
     assert tokenizer is not None

@@ -23,7 +23,7 @@ from waits import FOR_EVER_S, PATIENCE_S, Deadline, source_of
 from diptych_frontend.model_files.fetch import BadSourceError, Credentials, FetchError, fetch_model
 from diptych_frontend.model_files.fetch.cache import CacheEntry
 from diptych_frontend.model_files.fetch.download import PARTS_AT_A_TIME, with_attempts
-from diptych_frontend.model_files.fetch.errors import ChangedError, UnreachableError
+from diptych_frontend.model_files.fetch.source import ChangedError, UnreachableError
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_protocol import InvalidRequestError
 

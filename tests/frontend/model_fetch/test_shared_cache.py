@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from diptych_frontend.model_files.fetch import Credentials, fetch_model
-from diptych_frontend.model_files.fetch.errors import UnreachableError
+from diptych_frontend.model_files.fetch.source import UnreachableError
 
 COMMIT = "c0ffee" + 34 * "0"
 WEIGHTS = "model-00001-of-00002.safetensors"

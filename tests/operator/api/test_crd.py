@@ -13,6 +13,7 @@ import jsonschema
 import msgspec
 import pytest
 import yaml
+from cluster_kit.charts import load_script
 from cluster_kit.crds import (
     EXAMPLES,
     SCHEMA,
@@ -75,8 +76,9 @@ def strict(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_files_are_up_to_date_with_the_types() -> None:
-    for path, text in generated().items():
-        assert (ROOT / path).read_text() == text, "run: python -m diptych_operator.api.crd"
+    pages = load_script(ROOT / "docs" / "reference_pages.py").generated()
+    for path, text in (generated() | pages).items():
+        assert (ROOT / path).read_text() == text, "run: make crds"
     crds = {path.relative_to(ROOT) for path in (ROOT / CRD_FOLDER).glob("*.yaml")}
     assert crds <= generated().keys()
 

@@ -12,7 +12,7 @@ from celpy.adapter import json_to_cel
 from cluster_kit.crds import ENVIRONMENT, inference_service
 from cluster_kit.reconciling import Store, one_pass
 
-from diptych_operator.api.errors import SpecError
+from diptych_operator.api.base import SpecError
 from diptych_operator.api.limits import LIMITS, Allowed, check_limits, validations
 
 Listed = dict[str, list[str]]

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from cluster_kit.crds import SCHEMA, broken_rules, inference_service, says_one_of
 
-from diptych_operator.api.errors import SpecError
+from diptych_operator.api.base import SpecError
 from diptych_operator.api.parse import parse
 
 SPEC = SCHEMA["properties"]["spec"]["properties"]

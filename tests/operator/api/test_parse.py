@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych_operator.api.errors import SpecError
+from diptych_operator.api.base import SpecError
 from diptych_operator.api.images import Images
 from diptych_operator.api.parse import parse, parse_object
 from diptych_operator.api.status import Condition, PoolStatus, Status

@@ -18,7 +18,7 @@ from cluster_kit.crds import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych_operator.api.errors import SpecError
+from diptych_operator.api.base import SpecError
 from diptych_operator.api.images import Images
 from diptych_operator.api.parse import parse_object
 from diptych_protocol.model_uri import parse_model_uri

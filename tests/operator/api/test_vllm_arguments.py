@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from cluster_kit.crds import inference_service, vllm_spec
 
-from diptych_operator.api.base import Rule
-from diptych_operator.api.errors import SpecError
+from diptych_operator.api.base import Rule, SpecError
 from diptych_operator.api.images import Images
 from diptych_operator.api.parse import parse_object
 from diptych_operator.api.vllm_arguments import (

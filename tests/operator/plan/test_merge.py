@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych_operator.api.errors import SpecError
+from diptych_operator.api.base import SpecError
 from diptych_operator.render.merge import merge, removed
 
 BASE: dict[str, Any] = {

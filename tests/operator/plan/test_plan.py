@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+from cluster_kit.rollout_sequence import running, sequence, table
 
 from diptych_operator.api.service import Rollout
 from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.plan import Phase, RevisionState, Step, plan
-from diptych_operator.plan.__main__ import main
-from diptych_operator.plan.sequence import running, sequence
 
 FOUR = Counts(4, 4)
 NONE = (0, 0)
@@ -340,23 +340,11 @@ def test_prefill_alone_cannot_be_desired() -> None:
         step([], Counts(1, 0))
 
 
-def test_the_table_shows_each_step(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--from", "1,2", "--surge", "1", "--unavailable", "0"])
-    assert capsys.readouterr().out == (
-        "step        old        new        sum  serving   phase\n"
-        "   0      1P 2D      1P 1D      2P 3D  all       Progressing\n"
-        "   1      1P 1D      1P 2D      2P 3D  all       Progressing\n"
-        "   2      0P 0D      1P 2D      1P 2D  all       Progressing\n"
-        "   3      0P 0D      1P 2D      1P 2D  all       Idle\n"
-    )
-
-
-def test_the_table_refuses_a_rollout_that_cannot_move(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit):
-        main(["--from", "1,2", "--surge", "0"])
-    assert "cannot both be 0" in capsys.readouterr().err
+def test_the_table_in_the_documents_is_what_the_planner_does() -> None:
+    old = running("old", Counts(3, 4))
+    steps = sequence("new", Counts(3, 4), Rollout(max_surge=1, max_unavailable=0), [old])
+    page = Path(__file__).parents[3] / "docs" / "rollouts.md"
+    assert "\n".join(table(steps)) in page.read_text(encoding="utf-8")
 
 
 def test_an_old_pod_stays_until_routers_trust_its_successor() -> None:

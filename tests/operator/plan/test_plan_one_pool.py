@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from cluster_kit.rollout_sequence import running, sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych_operator.api.service import Rollout
 from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.plan import Phase, RevisionState, Step, plan
-from diptych_operator.plan.sequence import running, sequence
 
 numbers = st.integers(1, 6)
 one_pool = st.builds(Counts, st.just(0), numbers)

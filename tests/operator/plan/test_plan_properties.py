@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
+from cluster_kit.rollout_sequence import running, sequence
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -12,7 +13,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from diptych_operator.api.service import Rollout
 from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.plan import Phase, RevisionState, Step, plan
-from diptych_operator.plan.sequence import running, sequence
 
 ROLES = ("prefill", "decode")
 EXAMPLES = int(os.environ.get("DIPTYCH_PLAN_EXAMPLES", "60"))

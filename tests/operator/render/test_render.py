@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych_frontend.browsers.gate import BrowserRules
-from diptych_operator.api.errors import SpecError
+from diptych_operator.api.base import SpecError
 from diptych_operator.api.images import Images, with_images
 from diptych_operator.api.parse import parse
 from diptych_operator.api.service import InferenceService

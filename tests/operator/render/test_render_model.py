@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waits import PATIENCE_S
 
-from diptych_operator.api.errors import SpecError
+from diptych_operator.api.base import SpecError
 from diptych_operator.api.names import Role
 from diptych_operator.api.service import InferenceService
 from diptych_operator.render.model import MODEL_CACHE_DIR, ModelMount, model_mount

@@ -11,13 +11,13 @@ from cluster_kit.crds import inference_service, vllm_spec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diptych_operator.api.base import SpecError
 from diptych_operator.api.engine import (
     NOT_FOR_VLLM,
     VLLM_HAS,
     VLLM_INSTEAD,
     Engine,
 )
-from diptych_operator.api.errors import SpecError
 from diptych_operator.api.images import Images
 from diptych_operator.api.parse import parse_object
 from diptych_operator.api.service import InferenceService

@@ -41,8 +41,7 @@ from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.plan import Phase, Step
 from diptych_operator.status.observed import DeploymentView, Observed, Problem
 from diptych_operator.status.progress import Progress, deadline_missed
-from diptych_operator.status.reasons import MARK, PAGE, ConditionType, Reason, reference
-from diptych_operator.status.reasons import main as write_reference
+from diptych_operator.status.reasons import ConditionType, Reason
 from diptych_operator.status.status import EventNote, access, events_between
 from diptych_protocol.admin import RefusedSetting
 
@@ -661,29 +660,8 @@ def test_conditions_of_another_operator_are_read_and_replaced() -> None:
 ROOT = Path(__file__).parents[3]
 
 
-def test_the_reference_is_what_the_code_says() -> None:
-    """`python -m diptych_operator.status.reasons` writes it anew."""
-    page = (ROOT / PAGE).read_text(encoding="utf-8")
-    assert page.partition(MARK)[2] == f"\n{reference()}"
-    for name in (*Reason, *ConditionType):
-        assert f"| `{name}` | " in page
-
-
 def test_every_reason_is_given_by_somebody() -> None:
     sources = (ROOT / "operator/diptych_operator").rglob("*.py")
     code = "".join(path.read_text() for path in sources if path.name != "reasons.py")
     unused = [r for r in Reason if f"Reason.{r.name}" not in code and f'"{r}"' not in code]
     assert unused == []
-
-
-def test_the_reference_is_written_into_its_page(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = tmp_path / "status.md"
-    page.write_text(f"# Prose\n{MARK}old tables\n")
-    write_reference([str(page)])
-    assert page.read_text() == f"# Prose\n{MARK}\n{reference()}"
-    page.write_text("# no mark\n")
-    with pytest.raises(SystemExit, match="has no line"):
-        write_reference([str(page)])
-    assert capsys.readouterr().out == f"wrote {page}\n"

@@ -28,6 +28,7 @@ class Batch:
         head_dim: int = 8,
         window: int | None = None,
         has_sinks: bool = False,
+        softcap: float = 0.0,
         dtype: torch.dtype = torch.float32,
         kv_dtype: torch.dtype | None = None,
         kv_scale: float = 1.0,
@@ -39,6 +40,7 @@ class Batch:
         device = device or torch.device("cpu")
         kv_dtype = kv_dtype or dtype
         self.sequences, self.window, self.kv_scale = sequences, window, kv_scale
+        self.softcap = softcap
         blocks_of = [-(-context // block_size) for context, _ in sequences]
         order = np.random.default_rng(0).permutation(sum(blocks_of) + 5)
         shape = (len(order), NUM_LAYERS, 2, block_size, kv_heads, head_dim)
@@ -82,6 +84,8 @@ class Batch:
                 keys, values = dense[first : position + 1].unbind(1)
                 query = queries[begin + offset].view(keys.shape[1], -1, keys.shape[2])
                 scores = torch.einsum("ghd,tgd->ght", query, keys) / math.sqrt(query.shape[-1])
+                if self.softcap:
+                    scores = self.softcap * (scores / self.softcap).tanh()
                 if self.sinks is not None:
                     sinks = self.sinks.cpu().double().view(keys.shape[1], -1, 1)
                     scores = torch.cat([scores, sinks], -1)
@@ -98,5 +102,7 @@ class Batch:
             options["kv_scale"] = self.kv_scale
         if self.sinks is not None:
             options["sinks"] = self.sinks
+        if self.softcap:
+            options["softcap"] = self.softcap
         actual = attend(self.queries, self.kv_layer, self.metadata, **options)
         torch.testing.assert_close(actual.cpu().double(), self.expected(), atol=atol, rtol=rtol)

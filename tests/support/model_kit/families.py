@@ -119,6 +119,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"sliding_window_pattern": 2, "tie_word_embeddings": True}
         | {"rope_parameters": {"full_attention": LINEAR_ROPE, "sliding_attention": LOCAL_ROPE}},
     ),
+    "gemma2": (
+        "Gemma2Config",
+        SIZES
+        | {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 20}
+        | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0},
+    ),
     "gpt_oss": (
         "GptOssConfig",
         SIZES

@@ -22,6 +22,7 @@ ARCHITECTURES: Final = {
     "granite": MODEL_ARCH.GRANITE,
     "phi3": MODEL_ARCH.PHI3,
     "gemma3_text": MODEL_ARCH.GEMMA3,
+    "gemma2": MODEL_ARCH.GEMMA2,
     "gpt_oss": MODEL_ARCH.GPT_OSS,
     "qwen2": MODEL_ARCH.QWEN2,
     "qwen3": MODEL_ARCH.QWEN3,
@@ -65,7 +66,7 @@ def _converted(model: Any) -> Iterator[tuple[str, Tensor]]:
             )
             halves = tensor.view(-1, 2, dim // 2, tensor.shape[1])
             yield name, halves.transpose(1, 2).reshape(tensor.shape)
-        elif config.model_type == "gemma3_text" and "norm" in name:
+        elif config.model_type.startswith("gemma") and "norm" in name:
             yield name, tensor + 1.0
         elif "experts" in name:
             yield from _experts(name, tensor)
@@ -124,6 +125,10 @@ def _add_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
                 writer.add_rope_scaling_orig_ctx_len(trained)
                 factor = (1.0 + np.log(growth) / np.log(trained)) ** 0.5
                 writer.add_rope_scaling_attn_factors(float(factor))
+        case "gemma2":
+            writer.add_sliding_window(config.sliding_window)
+            writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+            writer.add_final_logit_softcapping(config.final_logit_softcapping)
         case "gemma3_text" | "gpt_oss":
             writer.add_sliding_window(config.sliding_window)
     if config.model_type == "gpt_oss":

@@ -30,6 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_scale": 0.2,
         "embedding_scale": 5.0,
     },
+    "gemma2": {"architecture": "gemma2", "attention_softcap": 2.0, "logits_softcap": 1.0},
     "gpt_oss": {
         "architecture": "gpt_oss",
         "attention_bias": True,
@@ -77,9 +78,12 @@ def attend(
     *,
     may_round: bool,
     sinks: Tensor | None,
+    softcap: float,
 ) -> Tensor:
     """Triton's kernel rounds nothing but what it is given in."""
-    return paged_attention.paged_attention(queries, kv_layer, metadata, sinks=sinks)
+    return paged_attention.paged_attention(
+        queries, kv_layer, metadata, sinks=sinks, softcap=softcap
+    )
 
 
 def choose_kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ ggml-common.h of ggml.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Final
 
 import gguf
@@ -15,8 +14,6 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import IQ4_NL
 from numpy.typing import NDArray
-
-from diptych_frontend.model_files.gguf_header import GGUFTensor, read_header
 
 Values = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
@@ -127,10 +124,6 @@ def _iq4_xs(blocks: Values) -> Bytes:
     )
 
 
-FALLBACK: Final = {
-    Kind.Q4_K: Kind.Q5_0, Kind.Q5_K: Kind.Q5_1, Kind.Q6_K: Kind.Q8_0, Kind.IQ4_XS: Kind.IQ4_NL,
-}  # fmt: skip
-"""What llama.cpp's quantiser takes for rows that are no multiple of 256."""
 _BLOCKS: Final[Mapping[Any, Callable[[Values], Bytes]]] = {
     Kind.Q4_K: _q4_k,
     Kind.Q5_K: _q5_k,
@@ -142,33 +135,3 @@ TWO_STAGES: Final = (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_XS)
 """Types whose scales are products."""
 PACKED_KINDS: Final = (Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, *_BLOCKS)
 """Types that stay packed."""
-
-
-def requantised(model: Path, target: Path, kind_of: Callable[[GGUFTensor], Kind]) -> str:
-    """Write a GGUF file's matrices anew, each as `kind_of` says, or as llama.cpp's quantiser falls
-    back where its rows are no multiple of 256. Returns the new file's path."""
-    header = read_header(model)
-    writer = gguf.GGUFWriter(target, header.metadata["general.architecture"])
-    for key, value in header.metadata.items():
-        if isinstance(value, list):
-            writer.add_array(key, value)
-        elif key != "general.architecture":
-            writer.add_key_value(key, value, _type_of(value))
-    raw = np.memmap(model, dtype=np.uint8, mode="r")
-    for name, tensor in header.tensors().items():
-        rows = raw[tensor.offset :][: tensor.nbytes].reshape(*tensor.shape[:-1], -1)
-        values = gguf.quants.dequantize(rows, tensor.type)
-        kind = kind_of(tensor) if len(tensor.shape) > 1 else Kind.F32
-        if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
-            kind = FALLBACK[kind]
-        writer.add_tensor(name, quantise(values, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return str(target)
-
-
-def _type_of(value: object) -> gguf.GGUFValueType:
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    return gguf.GGUFValueType.UINT32 if is_number else gguf.GGUFValueType.get_type(value)

@@ -29,10 +29,8 @@ from diptych.errors import BadInputError
 from diptych_engine.lora.peft import read_peft
 from diptych_engine.models import loader
 from diptych_engine.parallel import steps
-from diptych_frontend.admin.control import RejectKVTransfer
-from diptych_frontend.admin.lora import LoadAdapter, UnloadAdapter
-from diptych_frontend.admin.scale import Scale
-from diptych_frontend.admin.weights import Update
+from diptych_frontend.admin.control import RejectKVTransfer, Scale
+from diptych_frontend.admin.weights import LoadAdapter, UnloadAdapter, Update
 from diptych_frontend.batches_api.form import UploadForm
 from diptych_frontend.batches_api.lines import check
 from diptych_frontend.browsers.gate import HOST, ORIGIN, BrowserRules

@@ -24,8 +24,7 @@ from diptych_protocol.wire import ErrorKind
 from diptych_vllm.serve.early import EarlyPrompts, early_id
 from diptych_vllm.serve.engine_view import ServedEngine
 from diptych_vllm.serve.hand_off import FETCHES, TooLateError, VllmHandOffs, asked_of
-from diptych_vllm.serve.outputs import failure, output_of
-from diptych_vllm.serve.requests import check_request
+from diptych_vllm.serve.translation import check_request, failure, output_of
 
 log = logging.getLogger(__name__)
 
@@ -191,8 +190,7 @@ class VllmAnswers:
             log.info("request %s: nothing to release: %s", name, exc)
 
     async def reject(self, lease: dict[str, Any]) -> None:
-        """Let the owner of a lease free its blocks, because nobody will read them. Raises
-        `InvalidRequestError`."""
+        """Let a lease's owner free its blocks: nobody reads them. Raises `InvalidRequestError`."""
         params = self._hand_offs.given_back(lease)
         if params is not None:
             await self._engine.reject(params)

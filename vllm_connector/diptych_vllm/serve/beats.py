@@ -1,5 +1,4 @@
-"""Sends clients heartbeats for vLLM's core, which shows that it works by answering between two
-steps."""
+"""Sends clients heartbeats for vLLM's core, which lives if it answers between two steps."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ class CoreBeats:
         """Control calls that are being carried out, without quick ones."""
 
     def follow(self, client: bytes) -> bool:
-        """Add a client that wants heartbeats. Returns False if too many clients receive them
-        already."""
+        """Add a client that wants heartbeats. Returns False if too many have them already."""
         return self._timer.follow(client)
 
     def forget(self, client: bytes) -> None:
@@ -53,8 +51,7 @@ class CoreBeats:
 
     @contextmanager
     def during_call(self, method: str) -> Iterator[None]:
-        """Promise the time of a call while it is carried out, also where the core answers
-        meanwhile."""
+        """Promise the time of a call while it lasts, even if the core answers meanwhile."""
         if method in QUICK_CALLS:
             yield
             return

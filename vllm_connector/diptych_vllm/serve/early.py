@@ -75,8 +75,7 @@ class EarlyPrompts:
         self._prompts[client, request.request_id] = EarlyPrompt(num_blocks, task)
 
     async def has(self, key: Key) -> bool:
-        """Return whether the KV of the prompt is here, now that the request has come. Waits until
-        the fetch has ended."""
+        """Return whether the KV of the prompt is here, once its fetch has ended."""
         prompt = self._prompts.pop(key, None)
         if prompt is None:
             return False
@@ -98,8 +97,7 @@ class EarlyPrompts:
 
 
 def _first_token_of(request: EngineCoreRequest, asked: dict[str, Any]) -> EngineCoreRequest:
-    """Return a request for one token, under an id of its own, that makes vLLM fetch the KV of this
-    request's prompt."""
+    """Return a request for one token, under its own id, for which vLLM fetches this prompt's KV."""
     known = request.generated_token_ids or ()
     params = SamplingParams(
         temperature=0.0, max_tokens=len(known) + 1, ignore_eos=True, extra_args={PARAM: asked}

@@ -1,6 +1,6 @@
 """Translates between the wire's service and vLLM's `AsyncLLM`. It decides nothing.
 
-Only this module of the folder imports vLLM. The names that vLLM does not declare public are in
+Only this module of the folder imports vLLM. Names that vLLM does not declare public are in
 `versions`.
 """
 
@@ -39,9 +39,8 @@ from diptych_protocol.pooling import POOLING_TASKS
 from diptych_protocol.wire import Abilities, ErrorKind
 from diptych_vllm.serve.event_socket import EventSource, source_of
 from diptych_vllm.serve.load import VllmLoad
-from diptych_vllm.serve.outputs import VllmOutput
-from diptych_vllm.serve.requests import OURS, form_of, sampling_of, token_ids_of
 from diptych_vllm.serve.settings import ServedPort
+from diptych_vllm.serve.translation import OURS, VllmOutput, form_of, sampling_of, token_ids_of
 from diptych_vllm.versions import add_stat_logger, handshakes, hear_of_prompts, series_of
 
 NO_ROOM: Final = (429, 503)
@@ -90,8 +89,7 @@ class ServedVllm:
         self.engine_id: str = "" if transfer is None else transfer.engine_id or ""
         self.load = VllmLoad(config.cache_config.num_gpu_blocks or 0, self.connector)
         self.received: dict[str, int] = {}
-        """Request -> number of tokens of its prompt whose KV came from elsewhere, until its client
-        has been told."""
+        """Request -> tokens of its prompt whose KV came from elsewhere, until it is told."""
         self.announced_from: int | None = None
         add_stat_logger(llm, LoadLogger(self.load))
         hear_of_prompts(llm, self._received)
@@ -102,8 +100,7 @@ class ServedVllm:
             self.load.blocks_came(-(-num_tokens // self._config.cache_config.block_size))
 
     async def describe(self) -> EngineDescription:
-        """Return the description of the engine. With our connector, its identity is that of its
-        hinge."""
+        """Describe the engine. With our connector, its identity is that of its hinge."""
         model, cache = self._config.model_config, self._config.cache_config
         settings = self._settings
         tasks = set(await self._llm.get_supported_tasks())
@@ -198,8 +195,7 @@ class ServedVllm:
     # --- requests -----------------------------------------------------------------------------
 
     def generate(self, request: EngineCoreRequest) -> AsyncIterator[VllmOutput]:
-        """Run a request. Raises `InvalidRequestError`, and the errors that `error_of`
-        translates."""
+        """Run a request. Raises `InvalidRequestError`, and what `error_of` translates."""
         fields = sampling_of(request, self.max_model_len)
         form = form_of(request.sampling)
         if form is not None:
@@ -219,8 +215,7 @@ class ServedVllm:
         return answer
 
     async def pool(self, request: EngineCoreRequest, params: PoolingParams) -> Array:
-        """Return the vectors of a prompt in the form of `PoolingOutput.data`. Raises as
-        `generate`."""
+        """Return a prompt's vectors, as in `PoolingOutput.data`. Raises as `generate`."""
         wanted = VllmPoolingParams(
             task=params.task, dimensions=params.dimensions, use_activation=params.normalize
         )

@@ -9,7 +9,7 @@ from diptych_protocol import EngineCoreRequest, LoRARequest, PoolingParams
 from diptych_protocol.arrays import Array
 from diptych_protocol.wire import Abilities, ErrorKind
 from diptych_vllm.serve.load import VllmLoad
-from diptych_vllm.serve.outputs import VllmOutput
+from diptych_vllm.serve.translation import VllmOutput
 
 
 class ServedEngine(Protocol):
@@ -17,8 +17,7 @@ class ServedEngine(Protocol):
 
     load: VllmLoad
     received: dict[str, int]
-    """Request -> number of tokens of its prompt whose KV came from elsewhere, until its client has
-    been told."""
+    """Request -> tokens of its prompt whose KV came from elsewhere, until it is told."""
     announced_from: int | None
     """The length, in tokens, from which on announcing a prompt saves time; None: it never does."""
 

@@ -21,8 +21,7 @@ log = logging.getLogger(__name__)
 
 MAX_EVENT_BYTES: Final = 16 << 20
 REPLAY_S: Final = 10.0
-"""How long the answer to a question for old events may take: the server answers between two batches
-of new ones."""
+"""How long old events may take: the server sends them between two batches of new ones."""
 MAX_PORTS: Final = 1 << 16
 MAX_REPLAYED: Final = 1_000_000
 _LAST: Final = (-1).to_bytes(8, "big", signed=True)
@@ -105,8 +104,7 @@ async def follow(
 async def _replay(
     context: zmq.asyncio.Context, source: EventSource, blocks: RememberedBlocks
 ) -> int:
-    """Process the events that the server keeps. Returns the number of the next event, as far as it
-    is known."""
+    """Process the events that the server keeps. Returns the next one's number, if known."""
     if source.replay is None:
         return 0
     expected = 0

@@ -27,7 +27,7 @@ from diptych_protocol import (
 )
 from diptych_protocol.kv_transfer_params import PARAM
 from diptych_vllm.lending import lease_given_back
-from diptych_vllm.serve.requests import OURS
+from diptych_vllm.serve.translation import OURS
 
 LENDS: Final = "do_remote_decode"
 FETCHES: Final = "do_remote_prefill"
@@ -36,13 +36,11 @@ MARGIN: Final = 1 / 3
 decode engine has scheduled the request, it renews the lease itself."""
 NAME, COMPAT, UNTIL = "lease_id", "compat", "take_before"
 """The fields that this module adds to a reference of NIXL's: its name, the fingerprint of the
-engines that can read its blocks, and the time, in seconds since 1970, after which nobody may read
-them."""
+engines that can read its blocks, and the Unix time after which nobody may read them."""
 
 
 class TooLateError(DiptychError):
-    """A reference must not be used any more, for the reason in the message. No engine is at
-    fault."""
+    """A reference must not be used any more, as the message says. No engine is at fault."""
 
 
 def asked_of(request: EngineCoreRequest) -> dict[str, Any]:
@@ -102,8 +100,7 @@ class VllmHandOffs:
         return self._lease_seconds * MARGIN if self._connector not in ("", OURS) else None
 
     def told(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Return the parameters for vLLM's connector, without null values, which it does not know.
-        Raises `TooLateError`."""
+        """Return vLLM's connector's parameters, without nulls. Raises `TooLateError`."""
         if asked.get(LENDS):
             lent: dict[str, Any] = {LENDS: True, FETCHES: False}
             if isinstance(asked.get(NAME), str):
@@ -129,9 +126,8 @@ class VllmHandOffs:
         self._taken.pop(str(asked.get(NAME)), None)
 
     def given_back(self, lease: dict[str, Any]) -> dict[str, Any] | None:
-        """Return what to tell the connector if nobody wants these blocks; None if it may be reading
-        them, or knows already. Raises `InvalidRequestError` for a reference without a valid
-        signature."""
+        """Return what to tell the connector if nobody wants these blocks; None if it reads them or
+        knows already. Raises `InvalidRequestError` for an invalid signature."""
         if self._references is not None:
             return lease_given_back(self._references, lease)
         name, until = str(lease.get(NAME)), lease.get(UNTIL)

@@ -30,9 +30,9 @@ from diptych_vllm.serve.event_socket import EventSource, follow
 from diptych_vllm.serve.hand_off import VllmHandOffs
 from diptych_vllm.serve.kv_events import EventsError, RememberedBlocks
 from diptych_vllm.serve.port import WirePort
-from diptych_vllm.serve.requests import OURS
 from diptych_vllm.serve.service import WireService
 from diptych_vllm.serve.settings import ServedPort
+from diptych_vllm.serve.translation import OURS
 from diptych_vllm.settings import ConnectorSettings
 from diptych_vllm.versions import http_server_of
 
@@ -105,8 +105,7 @@ class ServedWire:
         self._service.take(client, frames, arrays)
 
     async def _follow(self, source: EventSource, blocks: RememberedBlocks) -> None:
-        """Report which blocks the core has cached. Without these reports, routers choose by
-        load."""
+        """Report which blocks the core has cached; else routers choose by load."""
         while True:
             try:
                 await follow(source, blocks, self._service.tell_prefixes)

@@ -40,7 +40,7 @@ from diptych_vllm.serve.calls import VllmCalls
 from diptych_vllm.serve.early import EarlyPrompts
 from diptych_vllm.serve.engine_view import ServedEngine
 from diptych_vllm.serve.hand_off import VllmHandOffs
-from diptych_vllm.serve.outputs import failure
+from diptych_vllm.serve.translation import failure
 
 log = logging.getLogger(__name__)
 
@@ -112,8 +112,7 @@ class WireService:
         return list(self._clients)
 
     async def watch(self) -> None:
-        """Ask the core all the time, and send heartbeats to clients that want them. Ends when the
-        core has died."""
+        """Ask the core all the time, and send heartbeats, until the core has died."""
         while True:
             try:
                 await self._beats.run()
@@ -175,8 +174,7 @@ class WireService:
                 raise ValueError(f"{other.name} is not accepted from a socket")
 
     def _answer_malformed(self, client: bytes, frames: list[bytes], error: Exception) -> None:
-        """Send an error to whoever waits for the answer to an unreadable message, if the message
-        tells who that is."""
+        """Send an error to whoever waits for the answer to an unreadable message, if known."""
         self._engine.load.stats.malformed_messages += 1
         reason = f"the message cannot be read: {error}"
         request_id, call_id = asker_of(frames)
@@ -254,8 +252,7 @@ class WireService:
             self._send(client, message)
 
     def _tell_posture(self) -> None:
-        """Tell every client when the engine drains, pauses, sleeps or wakes, whether or not it has
-        requests here."""
+        """Tell each client, busy or not, when the engine drains, pauses, sleeps or wakes."""
         stats = self._engine.load.stats
         posture = stats.draining, stats.paused, stats.sleep_level
         at_work = False, False, 0

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 from diptych_frontend.model_files.fetch.credentials import Credentials, read_credentials
-from diptych_frontend.model_files.fetch.errors import BadSourceError, FetchError, UnreachableError
 from diptych_frontend.model_files.fetch.fetch import fetch_model, is_cached
 from diptych_frontend.model_files.fetch.progress import Progress
+from diptych_frontend.model_files.fetch.source import BadSourceError, FetchError, UnreachableError
 
 __all__ = [
     "BadSourceError",

@@ -30,8 +30,7 @@ from typing import Final
 import msgspec
 
 from diptych_frontend.model_files.fetch.download import is_as_listed, sha256_of
-from diptych_frontend.model_files.fetch.errors import CACHE, FetchError
-from diptych_frontend.model_files.fetch.source import Checksum, RemoteFile
+from diptych_frontend.model_files.fetch.source import CACHE, Checksum, FetchError, RemoteFile
 from diptych_protocol import UNREADABLE
 
 logger = logging.getLogger(__name__)
@@ -60,8 +59,7 @@ class CacheEntry:
     """One model's place in the cache. Methods raise `FetchError` for errors of the disk."""
 
     def __init__(self, root: Path, name: str, *, recorded: bool = False) -> None:
-        """recorded: also treat a copy as damaged if it differs from the digests of its record, so
-        it is read completely."""
+        """recorded: read a copy completely, to compare it with the digests of its record."""
         self._root = root
         self._name = name
         self._recorded = recorded
@@ -110,8 +108,7 @@ class CacheEntry:
             os.utime(lock)
 
     def partial(self, content: str) -> Path:
-        """Return the folder to fetch `content` into. Unfinished files of other versions are
-        removed."""
+        """Return the folder to fetch `content` into, without unfinished files of other versions."""
         folder = self._root / ".partial"
         own = folder / f"{self._name}-{content}"
         if own.is_symlink():

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Final
 
-from diptych_frontend.model_files.fetch.errors import CREDENTIALS, BadSourceError
+from diptych_frontend.model_files.fetch.source import CREDENTIALS, BadSourceError
 
 MAX_KEY_BYTES: Final = 64 << 10
 

@@ -18,14 +18,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, TypeVar
 
-from diptych_frontend.model_files.fetch.errors import (
+from diptych_frontend.model_files.fetch.source import (
     SHA256,
     URI,
     BadSourceError,
+    Checksum,
     FetchError,
+    RemoteFile,
+    Source,
     UnreachableError,
 )
-from diptych_frontend.model_files.fetch.source import Checksum, RemoteFile, Source
 from diptych_frontend.model_files.gguf_header import MAGIC, MAX_HEADER_BYTES, GGUFError, read_header
 
 logger = logging.getLogger(__name__)
@@ -40,8 +42,7 @@ LONGEST_PAUSE_S: Final = 30.0
 HASH_CHUNK_BYTES: Final = 4 << 20
 
 Advance = Callable[[int], None]
-"""Called with the number of bytes by which the file on the disk has grown; negative if it was
-deleted."""
+"""Called with the bytes by which the file has grown; negative if it was deleted."""
 
 
 def download(source: Source, file: RemoteFile, path: Path, advance: Advance) -> str:

@@ -21,16 +21,18 @@ from diptych_frontend.model_files.fetch.download import (
     with_attempts,
     with_deadline,
 )
-from diptych_frontend.model_files.fetch.errors import (
+from diptych_frontend.model_files.fetch.progress import Meter, Report, log_progress
+from diptych_frontend.model_files.fetch.source import (
     REVISION,
     SHA256,
     URI,
     BadSourceError,
+    Checksum,
     FetchError,
+    RemoteFile,
+    Source,
     UnreachableError,
 )
-from diptych_frontend.model_files.fetch.progress import Meter, Report, log_progress
-from diptych_frontend.model_files.fetch.source import Checksum, RemoteFile, Source
 from diptych_protocol.model_uri import (
     ModelUri,
     Reader,
@@ -69,7 +71,7 @@ def open_source(uri: ModelUri, revision: str, credentials: Credentials) -> Sourc
 
                 return S3Source(uri, credentials)
             case "https":
-                from diptych_frontend.model_files.fetch.web import WebSource
+                from diptych_frontend.model_files.fetch.http_ranges import WebSource
 
                 return WebSource(uri, credentials)
             case _:
@@ -169,8 +171,7 @@ def fetch_model(
     """Fetch the model into `cache`, and return what `resolve_model` opens: its folder or GGUF file.
 
     If a model that cannot change is there already, the source is not asked. A model that can change
-    is fetched again when its source reports another version; if the source is unreachable, the copy
-    is used.
+    is fetched again when its source reports another version, unless that is unreachable.
 
     With `sha256` the copy is read, and fetched again if it differs. In a `shared` cache, which
     others write to, a copy is used only if it matches the source's listing: without an answer of

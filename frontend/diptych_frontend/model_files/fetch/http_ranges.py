@@ -1,9 +1,10 @@
-"""Reads parts of files over HTTP, with deadlines and with errors that contain no secret."""
+"""Reads parts of files over HTTP, with deadlines and errors that contain no secret: for the Hub,
+and of https://HOST/FILE.gguf, on any server."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -11,14 +12,17 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from diptych_frontend.model_files.fetch.errors import (
+from diptych_frontend.model_files.fetch.credentials import Credentials
+from diptych_frontend.model_files.fetch.source import (
     CREDENTIALS,
     URI,
     BadSourceError,
     ChangedError,
     FetchError,
+    RemoteFile,
     UnreachableError,
 )
+from diptych_protocol.model_uri import ModelUri, parts_of
 
 CONNECT_TIMEOUT_S: Final = 10.0
 READ_TIMEOUT_S: Final = 30.0
@@ -38,8 +42,7 @@ class Head:
 
 
 class HttpRanges:
-    """A client of one origin. Only that origin gets the token, not servers to which
-    it redirects."""
+    """A client of one origin, which alone gets the token: no server that it redirects to."""
 
     def __init__(self, token: str = "") -> None:
         self._own = {"authorization": f"Bearer {token}"} if token else {}
@@ -151,3 +154,31 @@ def _mapped_errors(url: str) -> Iterator[None]:
         raise UnreachableError(f"{_origin(url)} cannot be reached ({cause})") from None
     except (httpx2.HTTPError, httpx2.InvalidURL) as exc:
         raise FetchError(f"{_origin(url)}: {type(exc).__name__}") from None
+
+
+class WebSource:
+    """A file of a web server, which gives no checksum; only the service can specify one."""
+
+    def __init__(self, uri: ModelUri, credentials: Credentials) -> None:
+        self._uri = uri
+        self._ranges = HttpRanges(credentials.token)
+
+    def files(self) -> Sequence[RemoteFile]:
+        """See `Source`. Returns the file, or all those that the model is split into. A file's
+        version is the server's entity tag."""
+        return [self._remote_file(name) for name in parts_of(self._uri.path)]
+
+    def _remote_file(self, name: str) -> RemoteFile:
+        url = self._uri.text.removesuffix(self._uri.path) + name
+        head = self._ranges.head(url)
+        version = head.version or f"of {head.size} bytes"
+        return RemoteFile(name, head.size, version, url)
+
+    def read(self, file: RemoteFile, start: int, end: int) -> bytes:
+        """See `Source`."""
+        version = "" if file.version.startswith("of ") else file.version
+        return self._ranges.read(file.locator, start, end, version)
+
+    def close(self) -> None:
+        """See `Source`."""
+        self._ranges.close()

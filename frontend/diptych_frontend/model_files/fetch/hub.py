@@ -19,24 +19,24 @@ from huggingface_hub.errors import (
 from huggingface_hub.hf_api import ModelInfo, RepoSibling
 
 from diptych_frontend.model_files.fetch.credentials import Credentials
-from diptych_frontend.model_files.fetch.errors import (
+from diptych_frontend.model_files.fetch.http_ranges import HttpRanges, refusal
+from diptych_frontend.model_files.fetch.source import (
     CREDENTIALS,
     REVISION,
     URI,
     BadSourceError,
+    Checksum,
     FetchError,
+    RemoteFile,
     UnreachableError,
 )
-from diptych_frontend.model_files.fetch.http_ranges import HttpRanges, refusal
-from diptych_frontend.model_files.fetch.source import Checksum, RemoteFile
 from diptych_protocol.model_uri import ModelUri
 
 LISTING_TIMEOUT_S: Final = 30.0
 
 
 class HubSource:
-    """Uses the hub's client to list and resolve files, and HTTP ranges, which can be resumed, to
-    read them."""
+    """Lists and resolves files with the hub's client, and reads them in HTTP ranges."""
 
     def __init__(self, uri: ModelUri, revision: str, credentials: Credentials) -> None:
         self._repo = uri.host
@@ -62,8 +62,7 @@ class HubSource:
         return self._ranges.read(file.locator, start, end)
 
     def close(self) -> None:
-        """See `Source`. The hub's client has one session for the process, created
-        again on demand."""
+        """See `Source`. The hub's client has one session a process, made on demand."""
         self._ranges.close()
         close_session()
 

@@ -19,14 +19,14 @@ from obstore.exceptions import (
 from obstore.store import S3Store
 
 from diptych_frontend.model_files.fetch.credentials import Credentials
-from diptych_frontend.model_files.fetch.errors import (
+from diptych_frontend.model_files.fetch.source import (
     CREDENTIALS,
     URI,
     BadSourceError,
     ChangedError,
+    RemoteFile,
     UnreachableError,
 )
-from diptych_frontend.model_files.fetch.source import RemoteFile
 from diptych_protocol.model_uri import ModelUri, parts_of
 
 if TYPE_CHECKING:

@@ -1,10 +1,50 @@
-"""The interface of a place that models come from."""
+"""The interface of a place that models come from, and the errors, by who can solve the problem.
+
+FetchError            the source or the cache failed; another attempt may work (exit code 1)
+├── UnreachableError  the source did not answer, or broke off; a cached copy may be used
+├── ChangedError      the source holds another version than it did a moment ago
+└── BadSourceError    the service asks for what does not exist as written (exit code 2)
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
+
+from diptych_protocol import DiptychError
+
+
+class FetchError(DiptychError):
+    """One line that says what went wrong, and what to do."""
+
+
+class UnreachableError(FetchError):
+    """The source did not answer, or broke off. Another attempt may succeed."""
+
+    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        """The source asked for at least this pause."""
+
+
+class ChangedError(FetchError):
+    """The parts fetched so far and the next ones belong to different versions."""
+
+
+class BadSourceError(FetchError):
+    """`field` of the service is wrong; `str()` is `field: problem; remedy`."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+
+
+URI = "spec.model.uri"
+REVISION = "spec.model.revision"
+SHA256 = "spec.model.sha256"
+CREDENTIALS = "spec.model.credentials"
+CACHE = "spec.model.cache"
 
 
 @dataclass(frozen=True, slots=True)

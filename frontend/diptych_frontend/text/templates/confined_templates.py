@@ -1,5 +1,4 @@
-"""Renders conversations by a model's chat template, in a process of its own: `python -m` of this
-module.
+"""Renders conversations by a model's chat template, in a process: `python -m` of this module.
 
 A template is a program by the model's author. It may loop for ever, or make a gigabyte of text in
 one step, even while its constants are folded, before it is rendered.

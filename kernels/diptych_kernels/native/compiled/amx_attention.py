@@ -19,7 +19,8 @@ from diptych_kernels.native.compiled.amx import (
 )
 from diptych_kernels.native.compiled.attention_tile import FLOAT
 from diptych_kernels.native.compiled.cache_rows import read_halves
-from diptych_kernels.native.compiled.prefill_attention import LOG2_E, ZERO, attention, place_of
+from diptych_kernels.native.compiled.decode_attention import LOG2_E, ZERO
+from diptych_kernels.native.compiled.prefill_attention import attention, place_of
 from diptych_kernels.native.compiled.primitives import FAST, floats, halves_of, words_of
 from diptych_kernels.native.compiled.vectors import round_32
 from diptych_kernels.native.prefill_chunk import PARTITION, ROWS_TOGETHER

@@ -18,6 +18,7 @@ from diptych_kernels.native.compiled.primitives import (
     FAST,
     await_others,
     exp2,
+    float_of,
     floats,
     ints,
     num_threads,
@@ -33,7 +34,7 @@ STEP = 4
 """Keys that are computed together."""
 ARGUMENTS = record_of(DecodeAttention)
 LOG2_E = math.log2(math.e)
-ZERO, LOWEST = np.float32(0.0), np.float32(-1e30)
+ZERO, ONE, LOWEST = np.float32(0.0), np.float32(1.0), np.float32(-1e30)
 """LOWEST is less than any score, and finite: a difference of two of them is 0."""
 
 
@@ -76,6 +77,8 @@ def attention(head_dim, score, add_values):
             score(query, geometry, table, keys, scores, spare, dim)
             for head in range(heads):
                 mine = partial + head * (dim + 2) * FLOAT
+                if given.softcap:
+                    cap(scores + head * PARTITION * FLOAT, float_of(given.softcap))
                 _weigh(scores + head * PARTITION * FLOAT, keys[1] - first, mine, dim)
             add_values(geometry, table, keys, scores, spare, partial, dim)
         await_others()
@@ -86,7 +89,7 @@ def attention(head_dim, score, add_values):
             for head in range(heads):
                 of_head = partials + begin * partial_size + head * (dim + 2) * FLOAT
                 target = given.attended + (sequence * heads + head) * dim * FLOAT
-                _merge(of_head, partial_size, count, target, dim)
+                _merge(of_head, partial_size, count, sink_of(given.sinks, head), target, dim)
 
     def decode_attention(address):
         given = carray(address, 1, ARGUMENTS)[0]
@@ -235,12 +238,29 @@ def _add4(weights, values, stride, target, dim):
 
 
 @njit(error_model="numpy", fastmath=FAST)
-def _merge(partials, stride, count, target, dim):
-    """The attention of one head from its partials."""
-    largest = floats(partials, dim + 2)[dim]
+def cap(scores, softcap):
+    """Bend the scores of a partition: softcap tanh(score / softcap), in units of log2(e)."""
+    x, bound = floats(scores, PARTITION), softcap * np.float32(LOG2_E)
+    scale = np.float32(-2.0) / softcap
+    for i in range(PARTITION):
+        rest = exp2(abs(x[i]) * scale)
+        bent = bound * (ONE - rest) / (ONE + rest)
+        x[i] = -bent if x[i] < ZERO else bent
+
+
+@njit
+def sink_of(sinks, head):
+    """Return the score of a head's sink, as the other scores are scaled; LOWEST: it has none."""
+    return floats(sinks, head + 1)[head] * np.float32(LOG2_E) if sinks else LOWEST
+
+
+@njit(error_model="numpy", fastmath=FAST)
+def _merge(partials, stride, count, sink, target, dim):
+    """The attention of one head from its partials, and from a sink, which has no value."""
+    largest = max(sink, floats(partials, dim + 2)[dim])
     for index in range(count):
         largest = max(largest, floats(partials + index * stride, dim + 2)[dim])
-    total = np.float32(0.0)
+    total = ZERO if sink == LOWEST else exp2(sink - largest)
     y = floats(target, dim)
     for i in range(dim):
         y[i] = np.float32(0.0)

@@ -19,10 +19,19 @@ from diptych_kernels.native.compiled.attention_tile import (
     value_tile,
 )
 from diptych_kernels.native.compiled.cache_rows import read_floats
+from diptych_kernels.native.compiled.decode_attention import (
+    LOG2_E,
+    LOWEST,
+    ONE,
+    ZERO,
+    cap,
+    sink_of,
+)
 from diptych_kernels.native.compiled.primitives import (
     FAST,
     await_others,
     exp2,
+    float_of,
     floats,
     ints,
     num_threads,
@@ -34,9 +43,6 @@ from diptych_kernels.native.prefill_chunk import PARTITION, ROWS_TOGETHER
 KEYS_TOGETHER = 16
 """Keys that are transposed together (the lanes of a vector), or whose values are added together."""
 ARGUMENTS = record_of(ChunkAttention)
-LOG2_E = math.log2(math.e)
-ZERO, LOWEST = np.float32(0.0), np.float32(-1e30)
-"""LOWEST is less than any score, and finite: a difference of two of them is 0."""
 
 
 def entry(head_dim):
@@ -82,7 +88,8 @@ def attention(dim, prepare, begin_row, score, add_values, begin_thread, end_thre
                 source = given.queries + token * given.query_stride
                 source += (head * sharing + place) * dim * FLOAT
                 begin_row(source if row < num_rows else 0, own_queries, row, dim)
-                _begin_sums(sums + row * dim * FLOAT, states + 2 * row * FLOAT, dim)
+                sink = sink_of(given.sinks, head * sharing + place)
+                _begin_sums(sums + row * dim * FLOAT, states + 2 * row * FLOAT, sink, dim)
             before = length - tokens
             first = before + first_row // sharing
             last = before + (first_row + num_rows - 1) // sharing
@@ -91,6 +98,8 @@ def attention(dim, prepare, begin_row, score, add_values, begin_thread, end_thre
                 part_end = min(part + PARTITION, last + 1)
                 score(own_queries, layout, head, part, part_end, scores, dim)
                 for row in range(num_rows):
+                    if given.softcap:
+                        cap(scores + row * PARTITION * FLOAT, float_of(given.softcap))
                     position = before + (first_row + row) // sharing
                     low = min(max(part, position - window + 1), part_end) - part
                     high = max(min(part_end, position + 1) - part, low)
@@ -164,11 +173,12 @@ def _begin(source, queries, row, dim):
 
 
 @njit
-def _begin_sums(sums, state, dim):
+def _begin_sums(sums, state, sink, dim):
+    """What a row has seen before its first key: a sink, if there is one."""
     x, largest_and_total = floats(sums, dim), floats(state, 2)
     for i in range(dim):
         x[i] = ZERO
-    largest_and_total[0], largest_and_total[1] = LOWEST, ZERO
+    largest_and_total[0], largest_and_total[1] = sink, ZERO if sink == LOWEST else ONE
 
 
 @njit
@@ -233,6 +243,6 @@ def _add_values(geometry, layout, head, part, part_end, scores, spare, sums, dim
 @njit(error_model="numpy", fastmath=FAST)
 def _finish(sums, state, target, dim):
     x, y = floats(sums, dim), floats(target, dim)
-    scale = np.float32(1.0) / floats(state, 2)[1]
+    scale = ONE / floats(state, 2)[1]
     for i in range(dim):
         y[i] = x[i] * scale

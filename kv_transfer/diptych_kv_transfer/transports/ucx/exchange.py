@@ -24,8 +24,7 @@ from diptych_kv_transfer.transports.ucx.worker import Endpoint, Worker
 log = logging.getLogger(__name__)
 
 MAX_UNCLAIMED_OFFERS, MAX_UNCLAIMED_RUNS = 4096, 1 << 20
-"""Limits on the offers that nobody has asked for yet, and on their runs. Only a malicious peer
-exceeds them."""
+"""Limits on offers that nobody has asked for, and on their runs: only malice exceeds them."""
 TRANSFER_BITS = 38
 """The number of bits of a UCX tag that identify the transfer. They are random, so that no other
 peer can send to it."""

@@ -20,8 +20,7 @@ from typing import Annotated
 import msgspec
 
 MAX_FRAME_BYTES = 8 << 20
-"""Limit, in bytes, of a frame: enough for the runs of a million tokens in scattered
-blocks of 16."""
+"""Limit, in bytes, of a frame: enough for a million tokens in scattered blocks of 16."""
 
 Tag = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Address = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
@@ -44,8 +43,7 @@ class Introduction(Frame, frozen=True):
     """UCX's remote key of our memory."""
     probe_address: Address
     probe: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-    """The bytes at `probe_address`. By them a reader checks that it can read, and that it reads the
-    right process."""
+    """The bytes at `probe_address`: who reads them can read, and reads the right process."""
 
 
 class Offer(Frame, frozen=True):

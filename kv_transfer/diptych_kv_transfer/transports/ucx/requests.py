@@ -17,8 +17,7 @@ ALL_BITS: Final = (1 << 64) - 1
 _PARAM = byref(libucp.RequestParam(op_attr_mask=libucp.OP_ATTR_FLAG_NO_IMM_CMPL))
 """UCX returns a request also for what it has done at once."""
 _BYTES = byref(libucp.RequestParam())
-"""A stream's send takes none of NO_IMM_CMPL: libucp 1.21 would forget that it sends bytes, and send
-nothing."""
+"""Streams send without NO_IMM_CMPL: with it, libucp 1.21 would forget to send anything."""
 _WHOLE = byref(
     libucp.RequestParam(
         op_attr_mask=libucp.OP_ATTR_FIELD_FLAGS, flags=libucp.STREAM_RECV_FLAG_WAITALL

@@ -103,8 +103,7 @@ class SameHost:
         )
 
     def meet(self, other: Introduction) -> OtherProcess | None:
-        """Return a process of this host that lets us read its memory; None if it is elsewhere or
-        does not."""
+        """Return a process of this host that lets us read its memory; None without one."""
         if other.host != self.introduction.host:
             return None
         found = np.zeros(len(other.probe), np.uint8)
@@ -218,8 +217,7 @@ def may_read() -> bool:
 
 
 def network_transports() -> str:
-    """Return UCX_TLS for connections: the environment's value, without transports that stay on the
-    host.
+    """Return UCX_TLS for connections: the environment's, without transports of one host.
 
     Raises `OSError` when nothing is left.
     """

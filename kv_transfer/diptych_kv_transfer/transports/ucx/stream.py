@@ -96,8 +96,7 @@ class Stream:
 
     @property
     def ended(self) -> bool:
-        """Whether UCX no longer touches any of our buffers, which is soon after the endpoint was
-        closed."""
+        """Whether UCX has let go of our buffers, soon after the endpoint was closed."""
         self._sends = [send for send in self._sends if not send.ended]
         return self._receiving.ended and not self._sends
 

@@ -2,8 +2,7 @@
 
 Runs are cut into pieces that UCX sends at once, without asking the receiver first. With many small
 runs, round trips would otherwise take most of the time. A piece is received whole or not at all, so
-a receive can be cancelled at any moment; UCX cannot cancel a larger message that has arrived in
-part.
+a receive can be cancelled at any moment, as that of a larger message could not.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from diptych_kv_transfer.transports.ucx.libucp import IN_PROGRESS, OK, UcpError
 
 PIECE_BYTES = 1 << 20
 TAG_BITS = 24
-"""Number of low bits of a tag that count the pieces of a transfer; the other bits say which
-transfer."""
+"""The low bits of a tag that count the pieces of a transfer; the others say which transfer."""
 
 
 class UcxTransfer:

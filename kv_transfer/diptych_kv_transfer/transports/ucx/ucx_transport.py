@@ -67,8 +67,7 @@ HANDSHAKE_TIMEOUT_S = 20.0
 """A peer that has not proven itself within this time is disconnected."""
 MEETING_TIMEOUT_S = 2.0
 MAX_PROGRESS = 256
-"""The number of UCX's steps between two looks at what arrived, so that a peer that sends without a
-pause is noticed."""
+"""UCX's steps between two looks at what arrived, so that a busy peer is noticed."""
 MAX_STRANGERS = 64
 """Limit on peers that have connected and not proven themselves. Beyond it the oldest is
 disconnected. An engine of the service needs one round trip to prove itself."""
@@ -386,8 +385,7 @@ class UcxTransport:
 
 
 def open_same_host() -> SameHost | None:
-    """Return how processes of this host read each other; None if UCX_TLS forbids it,
-    or UCX cannot."""
+    """Return how processes of this host read each other; None if UCX_TLS or UCX forbids it."""
     if not may_read():
         return None
     try:

@@ -188,8 +188,7 @@ class Endpoint:
 
     @property
     def transports(self) -> str:
-        """Return the names of the UCX transports that it uses, with commas; empty if UCX does not
-        know."""
+        """Return the UCX transports that it uses, with commas; empty if UCX does not know."""
         entries = (libucp.TransportEntry * MAX_TRANSPORTS)()
         attributes = libucp.EndpointAttributes(
             field_mask=libucp.EP_ATTR_FIELD_TRANSPORTS,

@@ -51,3 +51,12 @@ def running(revision: str, counts: Counts) -> RevisionState:
         RevisionState(revision), wanted=counts, ready=counts, present=counts,
         verified=counts != NOTHING, whole=bool(counts) and not counts.prefill,
     )  # fmt: skip
+
+
+def table(steps: Iterable[Step]) -> Iterator[str]:
+    """Return a line for each step: prefill+decode pods wanted of both revisions, and their sum."""
+    yield f"{'step':>4}  {'old':>9}  {'new':>9}  {'sum':>9}  {'serving':8}  phase"
+    for number, step in enumerate(steps):
+        old, new = (step.replicas.get(revision, NOTHING) for revision in ("old", "new"))
+        cells = "  ".join(f"{f'{c.prefill}P {c.decode}D':>9}" for c in (old, new, old + new))
+        yield f"{number:>4}  {cells}  {','.join(step.serving) or 'all':8}  {step.phase}"

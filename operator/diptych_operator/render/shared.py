@@ -1,5 +1,5 @@
-"""Objects that protect a service's pods: accounts without rights, budgets for evictions, closed
-ports."""
+"""The objects that a service has once, for all revisions, beside its pods' configuration: accounts
+without rights, Services, budgets for evictions, closed ports."""
 
 from __future__ import annotations
 
@@ -11,11 +11,45 @@ from diptych_operator.api.names import (
     OPERATOR_LABELS,
     SERVICE_LABEL,
     Role,
+    engine_ports,
     metadata,
     selector,
 )
 from diptych_operator.api.service import InferenceService
 from diptych_operator.kube.cluster import Cluster
+
+
+def pool_service(service: InferenceService, role: Role) -> dict[str, Any]:
+    """A headless Service: its DNS name resolves to the ready engine pods of one pool."""
+    headless = {"clusterIP": "None", "publishNotReadyAddresses": False}
+    return _service(service, role, engine_ports(service), headless)
+
+
+def router_service(service: InferenceService) -> dict[str, Any]:
+    """The Service that clients call: the OpenAI API."""
+    found = _service(service, "router", {"http": HTTP_PORT}, {"type": "ClusterIP"})
+    if service.spec.router.tls is not None:
+        found["spec"]["ports"][0] |= {"name": "https", "appProtocol": "https"}
+    return found
+
+
+def _service(
+    service: InferenceService, role: Role, ports: dict[str, int], kind: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(service, role, role),
+        "spec": {
+            **kind,
+            "selector": selector(service, role),
+            "ports": [
+                {"name": name, "port": port, "targetPort": name, "protocol": "TCP"}
+                for name, port in ports.items()
+            ],
+        },
+    }
+
 
 _NAMESPACE_NAME_LABEL = "kubernetes.io/metadata.name"
 
