@@ -12,7 +12,7 @@ from diptych_kernels.packed_product.gpu_tiles import FLOAT8, to_gpu_float_tiles,
 
 KINDS = (*LEVEL_BITS, FLOAT8)
 OF_EACH_KIND = pytest.mark.parametrize("kind", KINDS, ids=str)
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1.6e-2}
 OUTPUTS, COLUMNS = 76, 320
 """Neither fills a program, nor the last block."""
 
@@ -26,13 +26,14 @@ def matrix(kind: int | torch.dtype, device: torch.device) -> tuple[Tensor, Tenso
         scale = torch.rand(OUTPUTS, COLUMNS // GROUP, generator=generator)
         values = floats.float().view(*scale.shape, GROUP) * scale[..., None]
         tiles = to_gpu_float_tiles(floats.to(device), scale.to(device))
+        assert tiles is not None
         return tiles, values.view(OUTPUTS, COLUMNS).to(device)
     levels = torch.arange(OUTPUTS * COLUMNS).view(OUTPUTS, COLUMNS).remainder(1 << kind)
     scale, offset = torch.randn(2, OUTPUTS, COLUMNS // SPANS[kind], generator=generator)
     scale, offset = scale.half().float(), (offset * (1 << kind)).half().float()
     values = levels.view(*scale.shape, SPANS[kind]) * scale[..., None] + offset[..., None]
-    parts = levels.to(torch.uint8), scale, offset
-    made = to_gpu_tiles(*(part.to(device) for part in parts), kind)
+    own = levels.to(device, torch.uint8), scale.to(device), offset.to(device)
+    made = to_gpu_tiles(*own, kind)
     assert made is not None
     return made, values.view(OUTPUTS, COLUMNS).to(device)
 
@@ -52,21 +53,20 @@ def test_rows_are_those_of_the_matrix(kind: int | torch.dtype, device: torch.dev
 
 
 @OF_EACH_KIND
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("rows", [1, 19, packed.FEW_ROWS + 6])
-@pytest.mark.parametrize("programs", [1, 8], ids=["whole sums", "split sums"])
+@pytest.mark.parametrize(("rows", "programs"), [(1, 1), (1, 8), (19, 8), (packed.FEW_ROWS + 6, 1)])
 def test_products_are_those_with_the_matrix_in_floats(
     kind: int | torch.dtype,
-    dtype: torch.dtype,
     rows: int,
     programs: int,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Alone, and added to what is there; of a part of wider rows."""
-    if dtype is torch.bfloat16 and device.type == "cpu":
-        pytest.skip("Triton's interpreter multiplies matrices of bfloat16 wrongly")
-    monkeypatch.setattr(packed, "PROGRAMS", programs)
+    """Alone, and added to what is there; of a part of wider rows; their sums whole or split."""
+    # Triton's interpreter multiplies matrices of bfloat16 wrongly.
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    for name in ("ONE_ROW", "SOME_ROWS"):
+        divided = getattr(packed, name)._replace(outputs=64, programs=programs)
+        monkeypatch.setattr(packed, name, divided)
     monkeypatch.setattr(packed, "UNPACKED_BYTES", 40 * COLUMNS * dtype.itemsize)
     tiles, values = matrix(kind, device)
     values = values.to(dtype).float()
@@ -81,15 +81,7 @@ def test_products_are_those_with_the_matrix_in_floats(
         torch.testing.assert_close(out.float(), wanted * (1 + add), rtol=0, atol=near)
 
 
-def test_a_row_gets_the_same_bits_in_any_company(device: torch.device) -> None:
-    tiles, _ = matrix(4, device)
-    x = torch.randn(33, COLUMNS, generator=torch.Generator().manual_seed(3)).to(device)
-    out, alone = torch.empty(33, OUTPUTS, device=device), torch.empty(1, OUTPUTS, device=device)
-    packed.packed_product(x, tiles, out, add=False)
-    packed.packed_product(x[20:21], tiles, alone, add=False)
-    torch.testing.assert_close(out[20:21], alone, rtol=1e-6, atol=1e-4)
-
-
-def test_what_float16_cannot_hold_is_none() -> None:
-    scale = torch.full((16, 1), 7e4)
-    assert to_gpu_tiles(torch.zeros(16, 32, dtype=torch.uint8), scale, scale, 4) is None
+def test_what_tiles_cannot_hold_is_none() -> None:
+    large = torch.full((16, 1), 7e4)
+    assert to_gpu_tiles(torch.zeros(16, 32, dtype=torch.uint8), large, large, 4) is None
+    assert to_gpu_float_tiles(torch.full((16, 32), torch.nan).to(FLOAT8), large) is None

@@ -98,7 +98,8 @@ class GpuMatrix(PackedMatrix):
             if len(scales) < len(parts):
                 return None
             numbers = torch.cat([part.numbers.view(torch.uint8).to(device) for part in floats])
-            return cls(to_gpu_float_tiles(numbers.view(FLOAT8), torch.cat(scales)), weight)
+            tiles = to_gpu_float_tiles(numbers.view(FLOAT8), torch.cat(scales))
+            return None if tiles is None else cls(tiles, weight)
         kind = kind_for(max(part.bits for part in groups), min(part.span for part in groups))
         if kind is None:
             return None

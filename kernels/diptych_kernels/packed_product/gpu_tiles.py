@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diptych_kernels.native.tile_layout import BYTE, LOW_BITS, SPANS
-from diptych_kernels.packed_product.reference import LOW, MAX_HALF, POWER
+from diptych_kernels.packed_product.reference import LOW, MAX_HALF, POWER, are_finite
 
 COLUMNS: Final = 128
-"""Of a block."""
+"""A block has so many."""
 WORD_BYTES: Final = 4
 """Size of the factors of a span."""
 UNPACKED_BYTES: Final = 128 << 20
@@ -56,15 +56,18 @@ def to_gpu_tiles(levels: Tensor, scale: Tensor, offset: Tensor, bits: int) -> Te
     lanes = _lanes(levels, bits)
     planes = [_plane(lanes, bits)]
     if bits not in (LOW_BITS, BYTE):
-        tops = (lanes >> LOW_BITS).unflatten(2, (2, -1)).transpose(2, 3).flatten(2, 3)
+        halves = (lanes >> LOW_BITS).chunk(2, 2)
+        tops = torch.stack(halves, 3).flatten(2, 3)
         planes = [_plane(lanes & LOW, LOW_BITS), _plane(tops, bits - LOW_BITS)]
     factors = torch.stack([scale.half(), offset.half()], -1).view(torch.int32).squeeze(-1)
     return _tiles(planes, factors, lanes)
 
 
-def to_gpu_float_tiles(values: Tensor, scale: Tensor) -> Tensor:
+def to_gpu_float_tiles(values: Tensor, scale: Tensor) -> Tensor | None:
     """A matrix [rows, columns] of 8-bit floats, with a scale [rows, columns / 32] float32, as
-    [blocks, rows, bytes] of their type."""
+    [blocks, rows, bytes] of their type. None if a number is not finite."""
+    if not are_finite(values, scale):
+        return None
     lanes = _lanes(values.view(torch.uint8), BYTE)
     factors = (scale * POWER).contiguous().view(torch.int32)
     return _tiles([_plane(lanes, BYTE)], factors, lanes).view(values.dtype)
@@ -81,10 +84,10 @@ def _lanes(levels: Tensor, bits: int) -> Tensor:
 def _plane(lanes: Tensor, bits: int) -> Tensor:
     """Lanes of `bits` bits -> [blocks, bytes of all rows] uint8: a word for each place in a lane,
     the first lane in its lowest bits."""
-    shared = lanes.unflatten(2, (-1, BYTE // bits))
-    words = shared[:, :, :, 0].clone()
-    for number in range(1, BYTE // bits):
-        words |= shared[:, :, :, number] << bits * number
+    together = BYTE // bits
+    words = lanes[:, :, ::together].clone()
+    for number in range(1, together):
+        words |= lanes[:, :, number::together] << bits * number
     return words.permute(1, 0, 3, 2).flatten(1)
 
 

@@ -10,7 +10,7 @@ Names: N outputs, M rows of x, S columns of a span.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import triton
@@ -20,22 +20,29 @@ from torch import Tensor
 from diptych_kernels.native.tile_layout import SPANS
 from diptych_kernels.packed_product.gpu_tiles import COLUMNS, FLOAT8, UNPACKED_BYTES, bits_of
 
-FEW_ROWS: Final = 64
-"""Up to so many the packed matrix is multiplied as it is."""
-OUTPUTS: Final = 64
-"""Of a program."""
-MIN_ROWS: Final = 16
-"""Fewer take a product as long."""
-WARPS: Final = 4
-STAGES: Final = 3
-"""How deep loads run ahead of products."""
-PROGRAMS: Final = 512
-"""About as many read at once: four on each multiprocessor. It does not depend on the rows, so that
-a row's sums do not depend on those beside it."""
+
+class Shape(NamedTuple):
+    """How a product is divided."""
+
+    outputs: int
+    """A program computes so many."""
+    programs: int
+    """About as many read at once: some on each multiprocessor."""
+    warps: int
+    stages: int
+    """How deep loads run ahead of what is computed."""
+
+
+ONE_ROW: Final = Shape(64, 1024, 4, 3)
+SOME_ROWS: Final = Shape(128, 512, 4, 3)
+FEW_ROWS: Final = 128
+"""Up to so many rows the packed matrix is multiplied as it is."""
+MIN_ROWS: Final = 8
+"""Fewer take a product of matrices as long."""
 ROWS: Final = 32
-"""That a program unpacks."""
+"""A program unpacks so many."""
 SUMS: Final = 512
-"""That a program adds up."""
+"""A program adds up so many."""
 EXPONENT: Final = 139 << 23
 """The bits of 4096.0."""
 WIDTH = tl.constexpr(COLUMNS)
@@ -86,7 +93,7 @@ def product_kernel(
     x_ptr, tiles_ptr, out_ptr, exponent, rows, n, columns, blocks, blocks_of_split,
     x_stride, out_stride, split_stride, ADD: tl.constexpr,
     ROW_BYTES: tl.constexpr, BITS: tl.constexpr, SPAN: tl.constexpr, IS_FLOAT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Programs: N / BLOCK_N x splits of the columns."""
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -95,15 +102,23 @@ def product_kernel(
     real = row < rows
     first = tl.program_id(1) * blocks_of_split
     block_ptr = tiles_ptr + first.to(tl.int64) * n * ROW_BYTES
-    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for block in range(first, tl.minimum(first + blocks_of_split, blocks)):
+    last = tl.minimum(first + blocks_of_split, blocks)
+    sums = tl.zeros([BLOCK_N, SPAN if BLOCK_M == 1 else BLOCK_M], tl.float32)
+    for block in tl.range(first, last, num_stages=STAGES):
         for lane in tl.static_range(WIDTH // SPAN):
             w = unpacked(block_ptr, exponent, outputs, in_range, n, lane, BITS, SPAN, IS_FLOAT)
             column = block * WIDTH + lane * SPAN + tl.arange(0, SPAN)
-            there = (column < columns)[:, None] & real[None, :]
-            x = tl.load(x_ptr + column[:, None] + row[None, :] * x_stride, mask=there, other=0.0)
-            sums = tl.dot(w.to(x.dtype), x, sums, input_precision="ieee")
+            if BLOCK_M == 1:
+                x = tl.load(x_ptr + column, mask=column < columns, other=0.0)
+                sums += w * x.to(tl.float32)[None, :]
+            else:
+                there = (column < columns)[:, None] & real[None, :]
+                places = column[:, None] + row[None, :] * x_stride
+                x = tl.load(x_ptr + places, mask=there, other=0.0)
+                sums = tl.dot(w.to(x.dtype), x, sums, input_precision="ieee")
         block_ptr += n * ROW_BYTES
+    if BLOCK_M == 1:
+        sums = tl.sum(sums, 1)[:, None]
     there = in_range[:, None] & real[None, :]
     out_ptr += tl.program_id(1) * split_stride
     target = out_ptr + outputs[:, None] + row[None, :] * out_stride
@@ -170,17 +185,19 @@ def packed_product(x: Tensor, tiles: Tensor, out: Tensor, *, add: bool) -> None:
         _unpacked_product(x, tiles, out, add=add)
         return
     blocks, n, _ = tiles.shape
-    programs = triton.cdiv(n, OUTPUTS)
-    of_split = triton.cdiv(blocks, max(1, PROGRAMS // programs))
+    shape = ONE_ROW if len(x) == 1 else SOME_ROWS
+    programs = triton.cdiv(n, shape.outputs)
+    of_split = triton.cdiv(blocks, max(1, shape.programs // programs))
     splits = triton.cdiv(blocks, of_split)
+    block_m = 1 if len(x) == 1 else max(MIN_ROWS, triton.next_power_of_2(len(x)))
     parts = out
     if splits > 1:
         parts = torch.empty(splits, len(x), n, dtype=torch.float32, device=x.device)
     product_kernel[(programs, splits)](
         x, tiles.view(torch.uint8), parts, EXPONENT, len(x), n, x.shape[1], blocks, of_split,
         x.stride(0), parts.stride(-2), parts.stride(0), ADD=add and splits == 1, **_kind(tiles),
-        BLOCK_N=OUTPUTS, BLOCK_M=max(MIN_ROWS, triton.next_power_of_2(len(x))),
-        num_warps=WARPS, num_stages=STAGES,
+        BLOCK_N=shape.outputs, BLOCK_M=block_m, STAGES=shape.stages,
+        num_warps=shape.warps,
     )  # fmt: skip
     if splits > 1:
         sum_kernel[(len(x), triton.cdiv(n, SUMS))](

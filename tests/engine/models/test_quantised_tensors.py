@@ -277,10 +277,10 @@ def test_a_gpu_has_the_same_values_as_packed(name: str, row_bytes: int, tmp_path
     own = build_model(source.config, 16, torch.float32, foreign_device.DEVICE, packs=True)
     load_weights(own.slots, source, packables=own.packables)
     for packable in own.packables:
-        packed = packable.linear.packed
+        matrix = packable.linear.packed
         in_layer = "layers" in packable.published[0]
-        assert (packed.tiles.shape[2] if packed else 0) == row_bytes * in_layer
-        assert bool(packable.linear.weight.untyped_storage().nbytes()) == (packed is None)
+        assert (matrix.tiles.shape[2] if matrix else 0) == row_bytes * in_layer
+        assert bool(packable.linear.weight.untyped_storage().nbytes()) == (matrix is None)
     for (_, packed), (_, other) in zip(
         own.named_parameters(), plain.named_parameters(), strict=True
     ):

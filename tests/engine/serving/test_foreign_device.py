@@ -27,6 +27,7 @@ from diptych_frontend.text.collector import joined
 from diptych_kernels.block_copy import triton as block_copy
 from diptych_kernels.block_copy.copies import BlockCopies
 from diptych_kernels.cpu_level import CpuLevel, forced
+from diptych_kernels.packed_product import triton as packed_product
 from diptych_kernels.sampling import triton as sampling
 from diptych_protocol import KVTransferConfig
 
@@ -215,7 +216,8 @@ def test_packed_matrices_are_multiplied_there(
     which have no memory there; also after sleep."""
     gguf = tmp_path / "model.gguf"
     path = save_gguf(gguf) if packing == "auto" else save_sensitive_model(tmp_path)
-    prompt = [(5 * i) % 60 for i in range(70)]
+    prompt = [(5 * i) % 60 for i in range(20)]
+    foreign.setattr(packed_product, "FEW_ROWS", 16)  # the prompt has many
     place(foreign, torch.device("cpu"))
     with forced(CpuLevel.NONE):
         plain = make_core(path, weight_packing=packing, kv_cache_dtype="float32", **OPTIONS)
