@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from e2e.bench import Bench
 from e2e.chart import Chart
 from e2e.figures import ARTIFACTS, Figures
 from e2e.kubectl import Kubectl, KubectlError, Object
@@ -100,6 +101,14 @@ def operating(chart: Chart, kubectl: Kubectl) -> Iterator[Chart]:
 def smollm2(kubectl: Kubectl, client: Client, chart: Chart) -> Service:
     """The example's service; not yet applied."""
     return Service(kubectl, client, "smollm2")
+
+
+@pytest.fixture(scope="module")
+def unapplied(
+    smollm2: Service, client: Client, chart: Chart, kubectl: Kubectl, figures: Figures
+) -> Bench:
+    """The example's service and all that disturbs it."""
+    return Bench(smollm2, client, chart, kubectl, figures)
 
 
 @pytest.fixture(scope="session")

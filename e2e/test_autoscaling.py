@@ -6,11 +6,8 @@ import time
 
 import pytest
 from e2e.bench import ENGINE_RESOURCES, Bench
-from e2e.chart import Chart
-from e2e.figures import Figures
-from e2e.kubectl import Kubectl, Object
-from e2e.service import ENGINE_ROLES, READY_TIMEOUT_S, Service
-from e2e.traffic import Client
+from e2e.kubectl import Object
+from e2e.service import ENGINE_ROLES, READY_TIMEOUT_S
 
 PATIENCE_S = 10
 """scaleDownSeconds."""
@@ -23,25 +20,17 @@ DECODE = {"kvUtilization": 1}
 
 
 @pytest.fixture(scope="module")
-def bench(
-    smollm2: Service,
-    client: Client,
-    chart: Chart,
-    kubectl: Kubectl,
-    figures: Figures,
-    example: Object,
-) -> Bench:
+def bench(unapplied: Bench, example: Object) -> Bench:
     """One pod in each pool; decode may grow."""
-    bench = Bench(smollm2, client, chart, kubectl, figures)
     bounds = {"minReplicas": LEAST, "maxReplicas": MOST, "scaleDownSeconds": PATIENCE_S}
-    bench.install(
+    unapplied.install(
         example,
         "apply with autoscaling",
         prefill={"autoscaling": bounds, "resources": ENGINE_RESOURCES},
         decode={"autoscaling": {**bounds, **DECODE}, "resources": ENGINE_RESOURCES},
         router={**example["spec"].get("router", {}), "holdSeconds": HOLD_S},
     )
-    return bench
+    return unapplied
 
 
 def test_decode_grows_with_the_load_and_shrinks_without(bench: Bench) -> None:

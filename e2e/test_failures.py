@@ -13,12 +13,9 @@ from typing import Any
 
 import pytest
 from e2e.bench import POOL, Bench
-from e2e.chart import Chart
-from e2e.figures import Figures
-from e2e.kubectl import Kubectl, Object
+from e2e.kubectl import Object
 from e2e.plugin import NOT_WELL, Plugin
 from e2e.service import Service
-from e2e.traffic import Client
 
 DEADLINE_S = 30
 """rollout.progressDeadlineSeconds."""
@@ -92,18 +89,10 @@ FAULTS = (IMAGE, MODEL, RDMA, TEMPLATE, GPU)
 
 
 @pytest.fixture(scope="module")
-def bench(
-    smollm2: Service,
-    client: Client,
-    chart: Chart,
-    kubectl: Kubectl,
-    figures: Figures,
-    example: Object,
-) -> Bench:
-    bench = Bench(smollm2, client, chart, kubectl, figures)
+def bench(unapplied: Bench, example: Object) -> Bench:
     rollout = {"progressDeadlineSeconds": DEADLINE_S}
-    bench.install(example, "apply one of each", prefill=POOL, decode=POOL, rollout=rollout)
-    return bench
+    unapplied.install(example, "apply one of each", prefill=POOL, decode=POOL, rollout=rollout)
+    return unapplied
 
 
 @pytest.fixture

@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 from e2e.bench import POOL, Bench
-from e2e.chart import Chart
-from e2e.figures import Figures
-from e2e.kubectl import Kubectl, KubectlError, Object, wait_for
+from e2e.kubectl import KubectlError, Object, wait_for
 from e2e.service import ENGINE_ROLES, READY_TIMEOUT_S, ROLES, Service
-from e2e.traffic import Client
 
 HOLD_S = 120
 """router.holdSeconds: as long as all pods of a pool take to leave and to come anew."""
@@ -22,18 +19,10 @@ QUESTION = "In one word: what do bees make?"
 
 
 @pytest.fixture(scope="module")
-def bench(
-    smollm2: Service,
-    client: Client,
-    chart: Chart,
-    kubectl: Kubectl,
-    figures: Figures,
-    example: Object,
-) -> Bench:
-    bench = Bench(smollm2, client, chart, kubectl, figures)
+def bench(unapplied: Bench, example: Object) -> Bench:
     router = {**example["spec"].get("router", {}), "holdSeconds": HOLD_S}
-    bench.install(example, "apply to change", prefill=POOL, decode=POOL, router=router)
-    return bench
+    unapplied.install(example, "apply to change", prefill=POOL, decode=POOL, router=router)
+    return unapplied
 
 
 def rolled_out(bench: Bench, max_num_seqs: int | None) -> str:

@@ -9,14 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from e2e.bench import AFTER, POOL, Bench
-from e2e.chart import Chart
-from e2e.figures import Figures
 from e2e.kubectl import Kubectl, Object, wait_for
-from e2e.service import READY_TIMEOUT_S, Service
-from e2e.traffic import Client
+from e2e.service import READY_TIMEOUT_S
 
 CONCURRENCY = 3
 DRAIN_TIMEOUT_S = 60.0
@@ -33,16 +31,9 @@ def cordoned(kubectl: Kubectl, node: str) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def bench(
-    smollm2: Service,
-    client: Client,
-    chart: Chart,
-    kubectl: Kubectl,
-    figures: Figures,
-    example: Object,
-) -> Bench:
+def bench(unapplied: Bench, example: Object) -> Bench:
     """The example with two pods of everything."""
-    bench = Bench(smollm2, client, chart, kubectl, figures, CONCURRENCY)
+    bench = replace(unapplied, concurrency=CONCURRENCY)
     router = {**example["spec"].get("router", {}), "replicas": 2}
     bench.install(example, "apply two of each", prefill=TWO, decode=TWO, router=router)
     return bench

@@ -16,10 +16,11 @@ from typing import Any
 from benchmarks.simulate.engine import Sequence as Row
 from benchmarks.simulate.metrics import Log
 from benchmarks.simulate.plan import Job, Plan, Pod
-from benchmarks.simulate.reports import prefix_news, statistics
+from benchmarks.simulate.reports import expected_news, prefix_news, statistics
 from benchmarks.simulate.routing import Refused, Router
 from benchmarks.simulate.workload import Request
 
+from diptych_protocol.wire import Heartbeat
 from diptych_router.engines.engine_table import Role
 
 REPORT_S = 0.25
@@ -148,6 +149,10 @@ class Simulation:
                 job.coming = coming
         job.at.received[job.router] += 1
         job.at.engine.add(row)
+        if len(self.routers) > 1 and not row.remote and self.plan.policy.reads_prefixes:
+            news = expected_news(job.at, job.request)
+            for router in self.routers:
+                router.hear_prefixes(job.at, news)
         self._wake(job.at)
 
     def _hand_over(self, job: Job, lent: Row) -> None:
@@ -318,8 +323,10 @@ class Simulation:
             pod.report_at = self.now + REPORT_S
         if stats is None and news is None:
             return
-        for router, received in zip(self.routers, pod.received, strict=True):
-            router.hear(pod, stats, received, news, self.now)
+        beat = Heartbeat(1.0, followers=len(self.routers), requests=sum(pod.received))
+        for number, (router, received) in enumerate(zip(self.routers, pod.received, strict=True)):
+            beat.follower = number
+            router.hear(pod, stats, beat, received, news, self.now)
 
     def _finish(self, job: Job) -> None:
         self.routers[job.router].saw_end(job.request.output)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from benchmarks.simulate.plan import Pod
-from benchmarks.simulate.workload import prefix_keys
+from benchmarks.simulate.workload import Request, prefix_keys
 
 from diptych_protocol.engine_stats import KVTransferStats, SchedulerStats
 from diptych_protocol.wire import PrefixChanges
+from diptych_router.engines.known_prefixes import BlockNaming
 
 
 def statistics(pod: Pod, *, moves: bool) -> SchedulerStats:
@@ -49,3 +50,10 @@ def prefix_news(pod: Pod) -> PrefixChanges | None:
         return None
     pod.news += 1
     return PrefixChanges(pod.news, b"".join(added), b"".join(removed))
+
+
+def expected_news(pod: Pod, request: Request) -> PrefixChanges:
+    """What it tells of a prompt that it is about to compute."""
+    keys = request.view.keys
+    names = [] if keys is None else [keys(BlockNaming(pod.pool.limits.block_size)).tobytes()]
+    return PrefixChanges(pod.news, expected=names)

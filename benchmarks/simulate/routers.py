@@ -26,7 +26,7 @@ from benchmarks.simulate.metrics import Objectives
 from benchmarks.simulate.plan import Overheads
 from benchmarks.simulate.workload import of_trace
 from benchmarks.traces.generate import generate
-from benchmarks.traces.recorded import Trace
+from benchmarks.traces.recorded import BLOCK_TOKENS, Trace
 
 from diptych.plots import looks, new_figure, save
 from diptych_protocol.router_settings import Disaggregate
@@ -66,10 +66,15 @@ def mocker_costs() -> Calibration:
 TRACES: Final = {
     "agents": ("agents", 1500, 0.64, 3.9),
     "conversations": ("conversations", 2500, 0.366, 3.4),
+    "bursts": ("conversations", 3000, 0.374, 3.4),
 }
 """Name -> kind, requests, ideal hit rate, requests a second; the seed is 0."""
+BURST_S: Final = 3.0
+"""The requests of `bursts` come every 3 s, ten at once, and are twice as long."""
 SPEEDS: Final = {"agents": (1, 2, 3, 4, 5, 6), "conversations": (2, 4, 6, 8, 12)}
 """Multiples of the rate for 4+4 engines."""
+BURST_SPEEDS: Final = (1, 2, 4)
+"""And for 8+8."""
 LARGE_SPEEDS: Final = {"agents": (16, 48), "conversations": (32, 96)}
 """And for 64+64."""
 OBJECTIVES: Final = Objectives(1.0, 0.05)
@@ -101,6 +106,9 @@ def cases() -> Iterator[Case]:
             yield Case(trace, 64, speed, "least_loaded")
             yield Case(trace, 64, speed, "prefix_aware")
             yield Case(trace, 64, speed, "prefix_aware", routers=4)
+    for speed in BURST_SPEEDS:
+        for policy, routers in (("least_loaded", 1), ("prefix_aware", 1), ("prefix_aware", 4)):
+            yield Case("bursts", 8, speed, policy, routers)
     for policy, routers in (("least_loaded", 1), ("prefix_aware", 1), ("prefix_aware", 4)):
         yield Case("agents", 500, 128, policy, routers)
     for speed in (2, 4, 8):
@@ -111,7 +119,8 @@ def cases() -> Iterator[Case]:
 @cache
 def trace_of(name: str) -> Trace:
     kind, requests, hit_rate, rate = TRACES[name]
-    return generate(kind, requests, hit_rate, rate, 0)
+    trace = generate(kind, requests, hit_rate, rate, 0)
+    return trace.scaled(2 * BLOCK_TOKENS).in_bursts(BURST_S) if name == "bursts" else trace
 
 
 def simulate(case: Case) -> dict[str, Any]:
@@ -197,7 +206,7 @@ def _plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     grid = figure.subplots(2, 3)
     whats = {"ttft_mean_ms": "TTFT mean ms", "ttft_p90_ms": "TTFT p90 ms"}
     whats["hits_of_ideal"] = "hits of the ideal"
-    for line, trace in zip(grid, TRACES, strict=True):
+    for line, trace in zip(grid, SPEEDS, strict=True):
         mine = [r for r in rows if (r["trace"], r["pods"]) == (trace, 4)]
         mine = [r for r in mine if r.get("engines", "mocker") == "mocker"]
         for axes, (what, label) in zip(line, whats.items(), strict=True):

@@ -10,7 +10,7 @@ from benchmarks.simulate.plan import Plan, Pod
 from benchmarks.simulate.workload import Request
 
 from diptych_protocol.engine_stats import SchedulerStats
-from diptych_protocol.wire import PrefixChanges
+from diptych_protocol.wire import Heartbeat, PrefixChanges
 from diptych_router.choosing.first_token import FirstToken
 from diptych_router.choosing.fleet_table import FleetTable
 from diptych_router.choosing.policy import Decision
@@ -92,15 +92,21 @@ class Router:
         self,
         pod: Pod,
         stats: SchedulerStats | None,
+        heartbeat: Heartbeat,
         received: int,
         news: PrefixChanges | None,
         now: float,
     ) -> None:
         """A pod's report, and what it began and ceased to remember."""
         if stats is not None:
+            self.rows[pod.key].heard(heartbeat, received, now)
             self.rows[pod.key].report(stats, received, now)
         if news is not None:
-            self.fleet.take_prefixes(pod.key, news, pod.pool.limits.num_blocks)
+            self.hear_prefixes(pod, news)
+
+    def hear_prefixes(self, pod: Pod, news: PrefixChanges) -> None:
+        """What a pod remembers, or will."""
+        self.fleet.take_prefixes(pod.key, news, pod.pool.limits.num_blocks)
 
     def successor(self, now: float) -> str | None:
         """Who takes over when the planned decode engine is lost."""

@@ -78,6 +78,13 @@ class Trace:
             self, requests=[replace(r, arrival=r.arrival / speed) for r in self.requests]
         )
 
+    def in_bursts(self, every_s: float) -> Trace:
+        """The same requests, of which all of so many seconds come in one moment."""
+        return replace(
+            self,
+            requests=[replace(r, arrival=r.arrival // every_s * every_s) for r in self.requests],
+        )
+
     def scaled(self, block_tokens: int) -> Trace:
         """The same requests with blocks of another length, and all lengths in proportion."""
         factor = block_tokens / self.block_tokens

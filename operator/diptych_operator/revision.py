@@ -8,6 +8,7 @@ it replaces the pods of one Deployment and needs no second pair of pools.
 from __future__ import annotations
 
 import hashlib
+from typing import Final
 
 import msgspec
 
@@ -62,6 +63,10 @@ _COUNTED_AT_THEIR_DEFAULTS = frozenset(
 """Fields that have always been part of the name, with whatever value."""
 
 
+_FORMER_DEFAULTS: Final = {"reasoning_parser": "none"}
+"""API servers wrote them out, so they say no more than defaults."""
+
+
 def _decided(engine: Engine) -> dict[str, object]:
     """What the spec says of engines. A field at its default may be new to this operator: that an
     upgrade knows of it must not roll out anything."""
@@ -69,7 +74,8 @@ def _decided(engine: Engine) -> dict[str, object]:
     return {
         name: value
         for name, value in fields.items()
-        if value != defaults[name] or name in _COUNTED_AT_THEIR_DEFAULTS
+        if name in _COUNTED_AT_THEIR_DEFAULTS
+        or value not in (defaults[name], _FORMER_DEFAULTS.get(name, defaults[name]))
     }
 
 

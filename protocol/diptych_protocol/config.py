@@ -401,7 +401,7 @@ class RouterConfig(RouterSettings, frozen=True, forbid_unknown_fields=True, omit
     ] = 512
     drain_seconds: Annotated[float, DRAIN, Meta(ge=0)] = 30.0
     lora_modules: LoraModules = msgspec.field(default_factory=dict)
-    reasoning_parser: ReasoningParserName = "none"
+    reasoning_parser: ReasoningParserName = "auto"
     tool_call_parser: ToolCallParserName = "auto"
     json_schemas: UsualJsonSchemas = "exact"
     otlp_traces_endpoint: TracesEndpoint | None = None

@@ -254,7 +254,8 @@ class EngineClient(ABC):
 
     @property
     def reasoning_parser(self) -> str:
-        """The format of the model's reasoning; `none` if it is not separated."""
+        """The format of the model's reasoning; `none` if it is not separated, `auto` if its chat
+        template shows it."""
         return self.vllm_config.reasoning_parser
 
     @property

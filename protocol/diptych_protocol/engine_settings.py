@@ -21,19 +21,29 @@ JsonSchemas = Literal["exact", "lenient"]
 
 # What routers have, too (`RouterConfig`).
 ReasoningParserName = Annotated[
-    Literal["none", "think", "harmony"],
+    Literal["auto", "none", "think", "harmony"],
     Meta(
         description="How the model marks its reasoning, which chats then tell apart from the "
-        "answer, and which no structured output constrains. think: between tags of this name, "
-        "as Qwen and DeepSeek models do; harmony: in channels, as gpt-oss does; none: all text "
-        "is the answer."
+        "answer, and which no structured output constrains. auto: as its chat template shows "
+        "(none with vLLM); think: between tags of this name, as Qwen and DeepSeek models do; "
+        "harmony: in channels, as gpt-oss does; none: all text is the answer."
     ),
 ]
 ToolCallParserName = Annotated[
-    Literal["auto", "hermes", "llama", "mistral", "granite", "deepseek", "pythonic", "qwen3_coder"],
+    Literal[
+        "auto",
+        "hermes",
+        "llama",
+        "mistral",
+        "granite",
+        "phi4_mini",
+        "deepseek",
+        "pythonic",
+        "qwen3_coder",
+    ],
     Meta(
         description="How the model writes calls of tools (docs/answers.md). auto: as its chat "
-        "template shows, or in channels where `reasoning_parser` is harmony."
+        "template shows, in channels where reasoning is in channels."
     ),
 ]
 UsualJsonSchemas = Annotated[
@@ -240,7 +250,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "the last token, mean the mean of all."
         ),
     ] = "last"
-    reasoning_parser: ReasoningParserName = "none"
+    reasoning_parser: ReasoningParserName = "auto"
     tool_call_parser: ToolCallParserName = "auto"
     json_schemas: UsualJsonSchemas = "exact"
     seed: Annotated[

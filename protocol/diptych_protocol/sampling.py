@@ -145,51 +145,45 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
                 self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
                 f"between 0 and {MAX_LOGPROBS}",
             ),
-            (
-                "logit_bias",
-                len(self.logit_bias or ()) <= MAX_BIASED,
-                f"of at most {MAX_BIASED} tokens",
-            ),
-            (
-                "logit_bias",
-                not self.logit_bias
-                or all(-100.0 <= bias <= 100.0 for bias in self.logit_bias.values()),
-                "between -100 and 100 for every token",
-            ),
-            ("bad_words", len(self.bad_words) <= MAX_STOPS, f"at most {MAX_STOPS} texts"),
-            (
-                "bad_words",
-                not self.bad_words or all(0 < len(s) <= MAX_STOP_CHARS for s in self.bad_words),
-                "not empty or huge",
-            ),
-            (
-                "bad_words_token_ids",
-                len(self.bad_words_token_ids or ()) <= MAX_BAD_SEQUENCES,
-                f"at most {MAX_BAD_SEQUENCES} sequences",
-            ),
-            (
-                "bad_words_token_ids",
-                not self.bad_words_token_ids
-                or all(0 < len(s) <= MAX_STOP_CHARS for s in self.bad_words_token_ids),
-                "not empty or huge",
-            ),
-            ("stop", len(self.stop) <= MAX_STOPS, f"at most {MAX_STOPS} strings"),
-            (
-                "stop",
-                not self.stop or all(0 < len(s) <= MAX_STOP_CHARS for s in self.stop),
-                "not empty or huge",
-            ),
-            (
-                "stop_token_ids",
-                len(self.stop_token_ids) <= MAX_STOP_IDS,
-                f"at most {MAX_STOP_IDS} ids",
-            ),
         ):
             if not ok:
                 value = getattr(self, field)
                 raise InvalidRequestError(f"{field} must be {wanted}, not {value!r}", param=field)
+        self._check_entries()
         if self.structured_outputs is not None:
             self.structured_outputs.check()
+
+    def _check_entries(self) -> None:
+        """Name the first wrong entry: there may be thousands."""
+        for field, entries, most in (
+            ("logit_bias", self.logit_bias, MAX_BIASED),
+            ("bad_words", self.bad_words, MAX_STOPS),
+            ("bad_words_token_ids", self.bad_words_token_ids, MAX_BAD_SEQUENCES),
+            ("stop", self.stop, MAX_STOPS),
+            ("stop_token_ids", self.stop_token_ids, MAX_STOP_IDS),
+        ):
+            if entries and len(entries) > most:
+                raise InvalidRequestError(
+                    f"{field} must have at most {most} entries, not {len(entries)}", param=field
+                )
+        for token_id, bias in (self.logit_bias or {}).items():
+            if not -100.0 <= bias <= 100.0:
+                raise InvalidRequestError(
+                    f"logit_bias of token {token_id} must be between -100 and 100, not {bias}",
+                    param="logit_bias",
+                )
+        for field, sequences in (
+            ("bad_words", self.bad_words),
+            ("bad_words_token_ids", self.bad_words_token_ids or ()),
+            ("stop", self.stop),
+        ):
+            for index, sequence in enumerate(sequences):
+                if not 0 < len(sequence) <= MAX_STOP_CHARS:
+                    raise InvalidRequestError(
+                        f"{field}[{index}] must have a length of 1 to {MAX_STOP_CHARS}, not "
+                        f"{len(sequence)}",
+                        param=field,
+                    )
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise `InvalidRequestError`, naming the field, unless every token exists."""

@@ -277,10 +277,14 @@ class PrefixChanges(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
     depend on both."""
     digest: int = 0
     """The digest of all cached blocks (`next_digest`); 0 if not reported."""
+    expected: list[bytes] = []
+    """For each prompt that has come since the last message: `PREFIX_KEY_BYTES` of each block, which
+    will be cached. Beside other routers only, because one router knows what it sent."""
 
 
 class Heartbeat(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """A sign that a core's loop is running, for clients that called `FOLLOW_HEARTBEAT`."""
+    """A sign that a core's loop is running, for clients that called `FOLLOW_HEARTBEAT`. They pass a
+    name of theirs, the same to all engines."""
 
     within_s: float
     """The core promises its next heartbeat within this many seconds."""
@@ -288,6 +292,11 @@ class Heartbeat(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """A control call begins that may take long; new requests wait for its end."""
     adapters: list[str] | None = None
     """Names of the loaded adapters; None if this message does not report them."""
+    follower: int = 0
+    """Which one of the followers the client is, in the order of their names, from 0."""
+    followers: int = 1
+    requests: int = 0
+    """With statistics: how many requests of all followers had arrived when they were made."""
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -205,4 +205,5 @@ def test_a_form_is_the_same_under_its_older_name() -> None:
 def test_the_decoding_config_names_what_finds_reasoning() -> None:
     thinks = msgspec.structs.replace(CONFIG, reasoning_parser="think")
     of = config_module.DecodingConfig.of
-    assert (of(CONFIG).reasoning_backend, of(thinks).reasoning_backend) == ("", "think")
+    assert (of(CONFIG, None).reasoning_backend, of(thinks, None).reasoning_backend) == ("", "think")
+    assert of(CONFIG, "<think></think>").reasoning_backend == "think"

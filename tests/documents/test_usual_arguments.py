@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
+from model_kit.families import SIZES
 
 from diptych_engine import LLM, LLMEngine
+from diptych_frontend.core_client.engine_args import OF_THE_MODEL
 from diptych_frontend.core_client.foreign_options import foreign_fields, warn_of_environment
 from diptych_frontend.v0.params import params_of_today
 from diptych_protocol import DiptychError, EngineCoreRequest, UnsupportedFeatureError
@@ -20,7 +24,7 @@ PARAMS = foreign_fields(as_vllm.SamplingParams)
 OTHER = "something else"
 
 
-@pytest.mark.parametrize("name", [*ARGUMENTS, "tokenizer"])
+@pytest.mark.parametrize("name", [*ARGUMENTS, *OF_THE_MODEL])
 def test_an_argument_is_refused_by_its_name_with_the_reason_or_logged(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -45,6 +49,27 @@ def test_values_that_ask_for_what_is_done_are_taken(caplog: pytest.LogCaptureFix
 def test_a_whole_model_refuses_them_too() -> None:
     with pytest.raises(UnsupportedFeatureError, match="quantization='bitsandbytes'"):
         LLM("dummy://", quantization="bitsandbytes")
+
+
+@pytest.mark.parametrize("method", ["fp8", "awq", "gptq", "compressed-tensors"])
+def test_a_quantization_is_compared_with_the_files(method: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    config = {"fmt": "e4m3", "bits": 4, "config_groups": {}, "quant_method": method}
+    raw = SIZES | {"quantization_config": config, "model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    as_vllm.EngineArgs(str(tmp_path), quantization=method).create_engine_config()
+    for other in {"fp8", "gptq_marlin", "gguf"} - {method, f"{method}_marlin"}:
+        said = f"quantization='{other}' is not supported: the files of .* are {method}"
+        with pytest.raises(UnsupportedFeatureError, match=said):
+            as_vllm.EngineArgs(str(tmp_path), quantization=other).create_engine_config()
+
+
+def test_a_gguf_file_and_floats_have_a_name_too(smollm2: str) -> None:
+    as_vllm.EngineArgs(smollm2, quantization="gguf").create_engine_config()
+    with pytest.raises(UnsupportedFeatureError, match=r"'awq' .* the files of .* are gguf"):
+        as_vllm.EngineArgs(smollm2, quantization="awq").create_engine_config()
+    with pytest.raises(UnsupportedFeatureError, match=r"'fp8' .* are not quantised"):
+        as_vllm.EngineArgs("dummy://", quantization="fp8").create_engine_config()
 
 
 def test_a_command_line_has_them() -> None:

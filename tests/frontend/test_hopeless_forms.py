@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -12,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
+from diptych_frontend.text.schema_widths import too_wide_part
 from diptych_frontend.text.structured_outputs import (
     _bytes_as_tokens,
     check_structured_outputs,
     grammar_of,
     parser_limits,
+    schema_for_llguidance,
 )
 from diptych_protocol import InvalidRequestError, StructuredOutputsParams
 
@@ -37,6 +40,13 @@ BRANCH = {
 PARTED = {"allOf": [{"type": "object"}, {"properties": {"x": {"$ref": "#"}}, "required": ["x"]}]}
 MAP = {"type": "object", "additionalProperties": {"$ref": "#"}, "required": ["k"]}
 ANCHORED = {"$ref": "#x", "$defs": {"q": {"$anchor": "x", "$ref": "#x"}}}
+
+
+def wide(members: int, letter: str = "m") -> dict[str, Any]:
+    return {"type": "object", "properties": {f"{letter}{i}": {} for i in range(members)}}
+
+
+WIDE = wide(600)
 HOPELESS_SCHEMAS: dict[str, tuple[dict[str, Any], str]] = {
     "itself": ({"$ref": "#"}, "no answer fits"),
     "a loop": (LOOP, "#/properties/x"),
@@ -49,7 +59,17 @@ HOPELESS_SCHEMAS: dict[str, tuple[dict[str, Any], str]] = {
     "by name": (ANCHORED, "no answer fits"),
     "a contradiction": ({"type": "integer", "minimum": 2, "maximum": 1}, "minimum"),
     "nothing": ({"type": "string", "pattern": r"[^\s\S]"}, "empty"),
-    "as wide as no parser": ({"properties": {f"m{i}": True for i in range(600)}}, "about 500"),
+    "as wide as no parser": (WIDE, "# has more than about 500"),
+    "wide inside": ({"properties": {"a": {"items": WIDE}}}, "#/properties/a/items has more"),
+    "wide behind a reference": (
+        {"properties": {"a": {"$ref": "#/$defs/w"}}, "$defs": {"w": WIDE}},
+        "#/properties/a has",
+    ),
+    "wide by alternatives": (
+        {"items": {"anyOf": [wide(300), wide(300, "q")]}},
+        "#/items has more",
+    ),
+    "wide behind what is required": (wide(1100) | {"required": ["m0"]}, "# has more"),
 }
 HOPELESS: dict[str, tuple[dict[str, Any], str]] = {
     **{name: ({"json": schema}, says) for name, (schema, says) in HOPELESS_SCHEMAS.items()},
@@ -64,6 +84,7 @@ HOPELESS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a terminal": ({"grammar": 'start: "y" A?\nA: "x" B\nB: /a/ & /b/'}, "no text fits A"),
     "gbnf": ({"grammar": 'root ::= "a" b\nb ::= "c" b'}, "no text fits"),
+    "a wide schema inside": ({"grammar": f'start: "x" %json {json.dumps(WIDE)}'}, "# has more"),
     "a schema inside": ({"grammar": f'start: "x" %json {json.dumps(LOOP)}'}, "#/properties/x"),
 }
 
@@ -75,6 +96,38 @@ def test_a_form_that_nothing_has_is_refused_by_its_field(name: str) -> None:
         check_structured_outputs(StructuredOutputsParams(**form))
     assert says in str(refusal.value)
     assert refusal.value.param == f"structured_outputs.{next(iter(form))}"
+
+
+def after_required(members: int) -> dict[str, Any]:
+    return wide(members) | {"required": ["m0"]}
+
+
+def before_required(members: int) -> dict[str, Any]:
+    return wide(members) | {"required": [f"m{members - 1}"]}
+
+
+def two_kinds(members: int) -> dict[str, Any]:
+    return {"type": "array", "items": {"anyOf": [wide(members), wide(members, "q")]}}
+
+
+@pytest.mark.parametrize(
+    ("make", "most", "begin"),
+    [
+        (wide, 500, "{"), (after_required, 1000, '{"m0":"x",'), (before_required, 667, "{"),
+        (two_kinds, 250, "[{"),
+    ],
+)  # fmt: skip
+def test_objects_are_as_wide_as_llguidance_has_room_for(
+    make: Callable[[int], dict[str, Any]], most: int, begin: str
+) -> None:
+    """The count of too_wide_part is what its parser finds out behind the bracket."""
+    for members, fits in ((most, True), (most + 1, False)):
+        schema = schema_for_llguidance(make(members), lenient=False)
+        assert (too_wide_part(schema) is None) == fits
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+        matcher = LLMatcher(_bytes_as_tokens(), grammar, log_level=0, limits=parser_limits())
+        matcher.try_consume_tokens([*begin.encode()])
+        assert ("items" in matcher.get_error()) == (not fits)
 
 
 POSSIBLE: list[dict[str, Any]] = [

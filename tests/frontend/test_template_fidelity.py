@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers  # its classes are imported when they are used
 from client_kit.environment import FOLDER, needs_client
 
+from diptych_frontend.reasoning.formats import name_of
 from diptych_frontend.text.templates.chat_template import ChatTemplate
+from diptych_frontend.tool_calls.formats import format_of, takes_tools
 from diptych_protocol import InvalidRequestError
 
 Conversation = tuple[list[dict[str, Any]], dict[str, Any]]
@@ -84,6 +87,14 @@ TOOLS = """{%- set ns = namespace(calls=0, names=[]) -%}
 REFUSES = (
     WHOLE + "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
 )
+FOLDED = """{% set said = messages[0].content if messages[0].role == 'system' else '' %}
+{%- for m in (messages[1:] if said else messages) -%}
+  {%- if (m['role'] == 'user') != (loop.index0 % 2 == 0) -%}
+    {{ raise_exception('roles must alternate user/assistant') }}
+  {%- endif -%}
+  {{ m.role + ': ' + (said if loop.first else '') + m.content | trim }}
+{% endfor %}"""
+"""As Gemma 2 and 3 have no role for the system."""
 JSON_ARGUMENTS = (
     "",
     "true",
@@ -101,6 +112,7 @@ TEMPLATES = {
     "stripped": STRIPPED,
     "whole": WHOLE,
     "refuses": REFUSES,
+    "folded": FOLDED,
     **{f"tojson({written})": TOOLS.replace("JSON", written) for written in JSON_ARGUMENTS},
 }
 
@@ -146,11 +158,39 @@ def test_a_message_that_is_shown_twice_leaves_no_mark() -> None:
         assert text.isascii() or "\ufdd0" not in text
 
 
+def test_a_model_without_a_role_for_the_system_has_its_words_in_the_first_turn() -> None:
+    assert ours(FOLDED, CONVERSATIONS["a system's word"]) == "user:  Be brief.\nHi <b> é & 'x'\n"
+    with pytest.raises(InvalidRequestError, match="refuses these messages: roles must") as refusal:
+        ChatTemplate(FOLDED, "", "").render([USER, USER], add_generation_prompt=True)
+    assert refusal.value.param == "messages"
+
+
+def published() -> dict[str, Path]:
+    """The templates in the wheel `axolotl`, which `make clients CLIENTS=axolotl` fetches."""
+    found = (FOLDER / "axolotl").glob("lib/*/site-packages/axolotl/**/*.jinja")
+    return {path.stem: path for path in sorted(found)}
+
+
+@needs_client("axolotl")
+@pytest.mark.slow
+def test_published_templates_tell_the_formats_of_their_models() -> None:
+    told = {}
+    for name, path in published().items():
+        template = path.read_text()
+        calls = format_of("auto", "auto", template) if takes_tools(template) else "none"
+        told[name] = (calls, name_of("auto", template))
+    assert told.items() >= {
+        "qwen3": ("hermes", "think"), "qwen_25": ("hermes", "none"), "llama3": ("none", "none"),
+        "llama3_2_vision": ("llama", "none"), "gemma3": ("none", "none"),
+        "phi_35": ("none", "none"), "phi_4": ("none", "think"),
+        "mistral_v3_tekken": ("mistral", "none"), "deepseek_v3": ("none", "think"),
+    }.items()  # fmt: skip
+
+
 @needs_client("axolotl")
 @pytest.mark.slow
 def test_published_templates_render_as_in_transformers() -> None:
-    """They are in the wheel `axolotl`, which `make clients CLIENTS=axolotl` fetches."""
-    templates = sorted((FOLDER / "axolotl").glob("lib/*/site-packages/axolotl/**/*.jinja"))
+    templates = [*published().values()]
     assert len(templates) == 36
     refused = 0
     for path, (name, conversation) in itertools.product(templates, CONVERSATIONS.items()):

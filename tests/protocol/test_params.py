@@ -108,3 +108,20 @@ def test_garbage_instead_of_params_is_refused(raw: Any) -> None:
 def test_a_fingerprint_depends_on_content_not_on_order() -> None:
     assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1})
     assert fingerprint({"a": 1}) != fingerprint({"a": 2})
+
+
+@pytest.mark.parametrize(
+    ("field", "entries", "says"),
+    [
+        ("logit_bias", dict.fromkeys(range(7, 900), 101.0), "of token 7 must be between"),
+        ("logit_bias", dict.fromkeys(range(2000), 1.0), "at most 1024 entries, not 2000"),
+        ("stop", ["a", "x" * 100_000], r"stop\[1\] must have a length of 1 to"),
+        ("bad_words", [""] * 9, r"bad_words\[0\] must have a length"),
+        ("stop_token_ids", [*range(5000)], "stop_token_ids must have at most"),
+    ],
+)
+def test_of_many_entries_the_first_wrong_one_is_named(field: str, entries: Any, says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says) as refusal:
+        SamplingParams(**{field: entries}).check()
+    assert refusal.value.param == field
+    assert len(str(refusal.value)) < 100

@@ -5,78 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from random import Random
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from toy_pools import EngineView, fleet_of
+from toy_pools import SIZE, Fleet, chain, idle, request
 
-from diptych_protocol.engine_stats import SchedulerStats
-from diptych_protocol.router_settings import Disaggregate
 from diptych_protocol.wire import PrefixChanges
-from diptych_router.choosing.fleet_table import FleetTable
-from diptych_router.choosing.policies.prefix_aware import POLICY
 from diptych_router.choosing.policy import Decision, Priced, RequestView
 from diptych_router.engines.block_holders import Keys
 from diptych_router.engines.engine_table import EngineRow
 from diptych_router.engines.known_prefixes import BlockNaming
 
-SIZE = 16
 TERMS = {"wait_s", "compute_s", "delay_s", "transfer_s", "steps_s", "streams_s"}
-
-
-def chain(start: int, blocks: int) -> Keys:
-    return np.arange(start + 1, start + 1 + blocks, dtype=np.uint64)
-
-
-def request(blocks: int, start: int = 0, output: float = 100.0) -> RequestView:
-    """A prompt of so many full blocks, and one token."""
-
-    def keys(_: BlockNaming) -> Keys:
-        return chain(start, blocks)
-
-    return RequestView(blocks * SIZE + 1, output, keys=keys)
-
-
-def idle(blocks: int = 10_000, free: int | None = None, **changes: Any) -> SchedulerStats:
-    return SchedulerStats(
-        blocks_total=blocks, blocks_free=blocks if free is None else free, **changes
-    )
-
-
-class Fleet:
-    """Pools of engines `p0`, `p1`… and `d0`, `d1`… that have reported once."""
-
-    def __init__(
-        self, prefill: int, decode: int, disaggregate: Disaggregate = "always", seed: int = 0
-    ) -> None:
-        first, second = (
-            [EngineView(f"{letter}{number}", "f") for number in range(count)]
-            for letter, count in (("p", prefill), ("d", decode))
-        )
-        draw = Random(seed).randrange
-        self.table: FleetTable = fleet_of(first, second, POLICY, draw, disaggregate)
-        self.rows: dict[str, EngineRow] = {
-            row.key: row for table in self.table.tables.values() for row in table.rows
-        }
-        for row in self.rows.values():
-            row["block_size"] = SIZE
-            row.report(idle(), 0, 0.0)
-            self.table.take_prefixes(row.key, PrefixChanges(0, whole=True), 10_000)
-
-    def remembers(self, key: str, keys: Keys) -> None:
-        self.table.take_prefixes(key, PrefixChanges(1, keys.tobytes()), 10_000)
-
-    def go(self, view: RequestView, now: float = 0.0) -> tuple[str | None, str]:
-        """Choose, and place it there."""
-        decision = self.table.choose(view, now)
-        assert decision is not None
-        self.table.placed(view, decision, now)
-        if decision.prefill is not None:
-            self.rows[decision.decode].charge(0, planned=1)
-        return decision.prefill, decision.decode
 
 
 def engines(decision: Decision | None) -> tuple[str | None, str]:

@@ -93,7 +93,8 @@ def _arguments() -> Iterator[str]:
         "a `TypeError`.\n"
     )
     yield from _foreign(EngineArgs)
-    yield "| `tokenizer` | the model itself | refused | it is the model's own |\n"
+    yield "| `tokenizer` | the model itself | refused | it is the model's own |"
+    yield "| `quantization` | what the model's files are | refused | the error names both |\n"
 
 
 def _params() -> Iterator[str]:

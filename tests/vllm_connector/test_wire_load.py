@@ -15,6 +15,16 @@ class Cache:
 
 
 @dataclass
+class Guesses:
+    """vLLM's `SpecDecodingStats`."""
+
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_accepted_tokens_per_pos: list[int]
+
+
+@dataclass
 class Step:
     """vLLM's `SchedulerStats`."""
 
@@ -24,6 +34,7 @@ class Step:
     kv_cache_usage: float = 0.0
     prefix_cache_stats: Cache = field(default_factory=Cache)
     kv_connector_stats: dict[str, Any] | None = None
+    spec_decoding_stats: Guesses | None = None
 
 
 @dataclass
@@ -51,6 +62,15 @@ def test_gauges_are_the_newest_and_totals_add_up() -> None:
     assert (stats.tokens_generated, stats.num_preemptions, stats.steps) == (3, 1, 2)
     assert (stats.prompt_tokens_computed, stats.remote_kv_tokens) == (8, 5)
     assert stats.kv_transfer is None
+
+
+def test_guesses_add_up() -> None:
+    load = VllmLoad(64, "")
+    for guesses in (None, Guesses(2, 6, 3, [2, 1, 0]), Guesses(1, 3, 1, [1, 0, 0])):
+        load.take(Step(spec_decoding_stats=guesses), None, 1.0)
+    stats = load.stats
+    assert (stats.drafts, stats.draft_tokens, stats.draft_tokens_accepted) == (3, 9, 4)
+    assert stats.accepted_at == [3, 1, 0]
 
 
 def test_time_counts_while_requests_run() -> None:

@@ -115,7 +115,7 @@ class EngineCore:
         self.dummy_steps = 0
         """See `SchedulerStats`; this and the next are counted by whoever drives the core."""
         self.malformed_messages = 0
-        self._step_began = 0.0
+        self._step_began = self._step_ended = 0.0
         self._seconds_stepping = 0.0
         self.residency = Residency()
         self.weights = WeightUpdate()
@@ -336,12 +336,16 @@ class EngineCore:
         since it started."""
         outputs = self._outputs
         results = pending()
-        self._seconds_stepping += perf_counter() - self._step_began
-        for made in self.scheduler.update(plan, results):
+        now = perf_counter()
+        self._seconds_stepping += now - self._step_began
+        seconds = now - (self._step_ended or self._step_began)
+        for made in self.scheduler.update(plan, results, seconds):
             request = made.request
             if request.finish_reason is not None:
                 self._finish(request, request.finish_reason, made.output)
             outputs[request.client].append(made.output)
+        if self.scheduler.stakes is not None:
+            self._step_ended = now if plan.scheduled and self.scheduler.has_work else 0.0
         self.hand_offs.lend_computed()
 
     def _finish(self, request: Request, reason: FinishReason, output: EngineCoreOutput) -> None:

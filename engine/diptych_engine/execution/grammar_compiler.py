@@ -21,7 +21,7 @@ from diptych_engine.scheduling.number_limit import Digits
 from diptych_engine.scheduling.reasoning import ReasoningTokens
 from diptych_engine.scheduling.request import Request
 from diptych_frontend.model_files.model_source import ModelSource
-from diptych_frontend.reasoning.formats import PROMPT_TAIL, ReasoningFormat, format_of
+from diptych_frontend.reasoning.formats import PROMPT_TAIL, format_of
 from diptych_frontend.text.deep_stack import deep_executor
 from diptych_frontend.text.structured_outputs import (
     FIELD,
@@ -67,15 +67,14 @@ class Vocabulary:
 class GrammarCompiler:
     """Compiles for one engine core. Only the core's thread calls `begin` and `finished`."""
 
-    def __init__(self, source: ModelSource, reasoning_parser: ReasoningParserName = "none") -> None:
+    def __init__(self, source: ModelSource, reasoning_parser: ReasoningParserName = "auto") -> None:
         """Begin to prepare the model's vocabulary, which takes up to a second.
 
         reasoning_parser: see `EngineConfig.reasoning_parser`.
         """
-        self._style = format_of(reasoning_parser)
         self._executor = deep_executor("grammar compiler")
         self._vocabulary: Future[Vocabulary] = self._executor.submit(
-            _vocabulary, source, self._style
+            _vocabulary, source, reasoning_parser
         )
         self._finished: SimpleQueue[Compiled] = SimpleQueue()
         self._waiting: dict[bytes, list[Request]] = {}
@@ -175,7 +174,7 @@ class GrammarCompiler:
         os.eventfd_write(self.wake_fd, 1)
 
 
-def _vocabulary(source: ModelSource, style: ReasoningFormat | None) -> Vocabulary:
+def _vocabulary(source: ModelSource, reasoning_parser: ReasoningParserName) -> Vocabulary:
     """The model's tokens as llguidance wants them. Raises `ValueError` if it has none."""
     try:
         tokenizer = load_tokenizer(source)
@@ -187,6 +186,7 @@ def _vocabulary(source: ModelSource, style: ReasoningFormat | None) -> Vocabular
     if not ends:
         raise ValueError("this model has no token that ends an answer")
     size = source.config.vocab_size
+    style = format_of(reasoning_parser, tokenizer.chat_template)
     tokens = LLTokenizer(tokenizer.backend.to_str(), n_vocab=size, eos_token=ends)
     return Vocabulary(
         tokens,

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diptych_engine.execution.grammar_state import GrammarState, constrain
-from diptych_engine.execution.named import named, refusal
 from diptych_engine.execution.sampling_math import penalize
+from diptych_engine.execution.worker_extension import named, refusal
 from diptych_engine.scheduling.request import Request
 from diptych_kernels.host_arrays import to_device
 from diptych_protocol import SamplingParams

@@ -47,7 +47,13 @@ from diptych_engine.execution.warm_up import WARM_UP_TOKENS, warm_up_request
 from diptych_engine.execution.worker_extension import extension_methods
 from diptych_engine.execution.worker_memory import WorkerMemory
 from diptych_engine.lora.bank import LoraBank
-from diptych_engine.models import StepInputs, build_model, is_quantised, load_weights
+from diptych_engine.models import (
+    StepInputs,
+    build_model,
+    check_weights,
+    is_quantised,
+    load_weights,
+)
 from diptych_engine.models.decode_graphs import DecodeGraphs, cuda_recorder
 from diptych_engine.models.mixture import stacks_pay
 from diptych_engine.models.progress import log_progress
@@ -121,8 +127,7 @@ class ModelRunner:
         self._max_tokens = max_tokens
         if config.enable_return_routed_experts:
             check_routed(source.config, max_tokens)
-        if source.format == "gguf":
-            source.tensors()  # what cannot be read is refused before anything is allocated
+        check_weights(source, shard)  # before anything is allocated
         started = time.monotonic()
         self.model = build_model(
             source.config, max_tokens, self._dtype, self._device, shard, packs=may_pack

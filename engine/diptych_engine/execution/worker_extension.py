@@ -1,4 +1,5 @@
-"""Worker methods of the operator's own, for `collective_rpc`.
+"""Loads the operator's own code by its name, `module:Class` or `module:function`: among it worker
+methods, for `collective_rpc`. Only the configuration can name it, or let clients do so.
 
 `EngineConfig.worker_extension` names a class as `module:Class`. Each worker makes one, with itself
 (a `ModelRunner`) as the only argument; its public methods may then be called by name, on every
@@ -8,12 +9,28 @@ worker. With `EngineConfig.allow_functions` clients may also name any function, 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
-from diptych_engine.execution.named import named, refusal
-from diptych_protocol import EngineConfig
+from diptych_protocol import EngineConfig, InvalidRequestError
 from diptych_protocol.control_calls import APPLY_MODEL, CALL_FUNCTION
+
+
+def named(spec: str, param: str) -> Any:
+    """Return the object of that name. Raises `InvalidRequestError`, with `param`, if
+    there is none."""
+    module, _, path = spec.partition(":")
+    try:
+        return reduce(getattr, path.split("."), importlib.import_module(module))
+    except Exception as exc:  # somebody else's code
+        raise refusal(spec, param, exc) from exc
+
+
+def refusal(spec: str, param: str, exc: Exception) -> InvalidRequestError:
+    """Return the error for an object that cannot be used."""
+    return InvalidRequestError(f"{param} {spec!r}: {type(exc).__name__}: {exc}", param=param)
 
 
 def extension_methods(config: EngineConfig, worker: Any) -> dict[str, Callable[..., Any]]:

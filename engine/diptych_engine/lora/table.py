@@ -1,4 +1,5 @@
-"""Knows which adapters are loaded. It is in the core, which knows who uses them.
+"""Knows which adapters are loaded, and the calls about them. It is in the core, which knows who
+uses them.
 
 There are `max_loras` places. A request names its adapter. The files are checked when it arrives,
 and loaded when it is scheduled, in place of the least recently used adapter. The scheduler makes
@@ -8,7 +9,7 @@ sure that running requests and pinned adapters never need more places than there
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import Any
 from weakref import WeakValueDictionary
@@ -178,3 +179,33 @@ class AdapterTable:
 
 def _refusal(message: str) -> InvalidRequestError:
     return InvalidRequestError(message, param="lora_request")
+
+
+class LoraCalls:
+    """The utility calls `add_lora`, `remove_lora`, `list_loras` and `pin_lora`."""
+
+    def __init__(self, table: AdapterTable, running: Callable[[], Sequence[Request]]) -> None:
+        """`running` returns the running requests."""
+        self._table = table
+        self._running = running
+
+    @property
+    def calls(self) -> tuple[Callable[..., Any], ...]:
+        return self.add_lora, self.remove_lora, self.list_loras, self.pin_lora
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter. Raises `InvalidRequestError` if that is not possible."""
+        self._table.add(lora_request, busy_adapters(self._running()))
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Unload an adapter; False if it is not loaded."""
+        return self._table.remove(lora_id, busy_adapters(self._running()))
+
+    def list_loras(self) -> list[int]:
+        """Return the ids of the loaded adapters."""
+        return self._table.listed()
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter loaded, even if others need its place; False if it is not loaded."""
+        return self._table.pin(lora_id)

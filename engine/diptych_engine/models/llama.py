@@ -78,6 +78,8 @@ class LlamaModel(torch.nn.Module):
         self.config = config
         self._eps = config.rms_norm_eps / config.residual_scale**2
         self._embedding_scale = config.embedding_scale / config.residual_scale
+        if self._family.scales_embeddings:  # which Gemma was trained with in the models' type
+            self._embedding_scale = torch.tensor(self._embedding_scale, dtype=dtype).item()
         self._given_scale = 1.0 if self._family.scales_embeddings else self._embedding_scale
         """What embeddings that callers give are multiplied by: some families publish theirs as they
         are before that, some as they are after it."""

@@ -6,6 +6,7 @@ model's fused tensors. Those that stay packed come from a file that all engines 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+import msgspec
 import numpy as np
 import torch
 from gguf.constants import GGMLQuantizationType
@@ -28,7 +30,9 @@ from diptych_engine.models.interface import Packable, WeightSlot, share
 from diptych_engine.models.packed import PackedMatrix, Part, packed_beside
 from diptych_engine.models.packed_file import Matrices, file_for, shared_matrices
 from diptych_engine.models.quantised_tensors import gather_quantised
+from diptych_engine.models.registry import build_model
 from diptych_engine.models.rounding import rounded
+from diptych_engine.models.shard import Shard
 from diptych_engine.models.stored_parts import StoredTensor, joined, separate_gguf, separate_stored
 from diptych_frontend.model_files.family_spec import FamilySpec
 from diptych_frontend.model_files.model_config import family_of
@@ -36,7 +40,7 @@ from diptych_frontend.model_files.model_source import GGUFTensor, ModelSource
 from diptych_frontend.model_files.rope_scaling import ROPE_VECTORS
 from diptych_kernels.packed_product import is_available
 from diptych_kernels.trust import set_aside
-from diptych_protocol import InvalidRequestError
+from diptych_protocol import UNREADABLE, InvalidRequestError
 
 Names = tuple[str, ...]
 """Published tensors that are loaded at once."""
@@ -51,6 +55,10 @@ GGUF_FLOATS: Final = {
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
 }
+HEADER_AT: Final = 8
+"""Where the header of a file of safetensors begins, behind its size, in bytes."""
+MAX_HEADER_BYTES: Final = 100_000_000
+"""As the library has it."""
 GGUF_NAME: Final = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 
@@ -72,13 +80,21 @@ def load_weights(
     of a type that cannot be read.
     """
     progress = on_progress or _ignore_progress
-    match source.format:
-        case "gguf":
-            _load_gguf(slots, source, progress, packables, bits)
-        case "safetensors":
-            _load_safetensors(slots, source, progress, packables, bits)
-        case "dummy":
-            _fill_randomly(slots, seed, progress, packables, bits)
+    if source.format == "dummy":
+        _fill_randomly(slots, seed, progress, packables, bits)
+        return
+    with ExitStack() as stack:
+        opened = _opened(slots, source, stack)
+        _Load(opened, packables, bits, progress).run()
+
+
+def check_weights(source: ModelSource, shard: Shard) -> None:
+    """Raise the same as `load_weights`, as far as the headers of files tell. Nothing else is read,
+    and nothing allocated."""
+    if source.format != "dummy":
+        planned = build_model(source.config, 1, torch.float32, torch.device("meta"), shard)
+        with ExitStack() as stack:
+            _opened(planned.slots, source, stack)
 
 
 def is_quantised(source: ModelSource) -> bool:
@@ -92,16 +108,34 @@ def _ignore_progress(done: int, total: int) -> None:
     """Nobody asked."""
 
 
-def _load_gguf(
-    slots: Mapping[str, WeightSlot],
-    source: ModelSource,
-    progress: Progress,
-    packables: Sequence[Packable],
-    bits: int | None,
-) -> None:
+@dataclass(slots=True, frozen=True)
+class _Opened:
+    """A model's files, whose tensors have the names and shapes of its slots."""
+
+    slots: Mapping[str, WeightSlot]
+    table: Mapping[str, Stored]
+    files: Sequence[Path]
+    reorder: bool
+
+
+def _opened(slots: Mapping[str, WeightSlot], source: ModelSource, stack: ExitStack) -> _Opened:
+    """Open the files, until the stack closes."""
     if source.path is None:
         raise ValueError(f"{source.uri} has no path")
     family = family_of(source.config.architecture)
+    if source.format == "gguf":
+        opened = _opened_gguf(slots, source, family)
+    else:
+        opened = _opened_safetensors(slots, source, source.path, family, stack)
+    _require_same_names(slots, opened.table)
+    for name, tensor in opened.table.items():
+        _require_shape(slots[name], tensor.shape, name)
+    return opened
+
+
+def _opened_gguf(
+    slots: Mapping[str, WeightSlot], source: ModelSource, family: FamilySpec
+) -> _Opened:
     named = {
         published_name(name, family): tensor
         for name, tensor in source.tensors().items()
@@ -110,16 +144,12 @@ def _load_gguf(
     table = separate_gguf(named, slots, family)
     # The converter has added it already.
     slots = {name: replace(slot, added=0.0) for name, slot in slots.items()}
-    _require_same_names(slots, table.keys())
-    for name, tensor in table.items():
-        _require_shape(slots[name], tensor.shape, name)
     files = {
         path: np.memmap(path, dtype=np.uint8, mode="r")
         for path in sorted({tensor.path for tensor in table.values()})
     }
     stored = {name: _FromGGUF(tensor, files[tensor.path]) for name, tensor in table.items()}
-    reorder = not family.gguf_interleaves_pairs
-    _Load(slots, stored, files, packables, bits, reorder=reorder, progress=progress).run()
+    return _Opened(slots, stored, list(files), reorder=not family.gguf_interleaves_pairs)
 
 
 class Stored(Protocol):
@@ -184,41 +214,42 @@ class _Load:
 
     def __init__(
         self,
-        slots: Mapping[str, WeightSlot],
-        table: Mapping[str, Stored],
-        files: Iterable[Path],
+        opened: _Opened,
         packables: Sequence[Packable],
         bits: int | None,
-        *,
-        reorder: bool,
         progress: Progress,
     ) -> None:
-        self._slots, self._table, self._files, self._reorder = slots, table, files, reorder
-        self._bits, self._jobs = bits, _jobs(table, packables)
+        self._slots, self._table = opened.slots, opened.table
+        self._files, self._reorder = opened.files, opened.reorder
+        self._bits, self._jobs = bits, _jobs(self._table, packables)
         self._packable = [
             names
             for names, packable in self._jobs.items()
-            if packable is not None and (bits or all(table[name].is_packable for name in names))
+            if packable is not None and (bits or all(map(self._gains, names)))
         ]
-        self._untold = {names: sum(table[x].nbytes for x in names) for names in self._jobs}
+        self._untold = {names: sum(self._table[x].nbytes for x in names) for names in self._jobs}
         self._progress, self._total, self._done = progress, sum(self._untold.values()), 0
 
     def run(self) -> None:
         # NumPy and torch let go of the interpreter while they compute, so threads help.
         with ThreadPoolExecutor(LOADER_THREADS) as pool:
             packed: Callable[[Names], PackedMatrix | None] = self._pack
-            shared = self._shared(pool) if self._packable and self._may_share else None
+            may_share = self._packable and self._on_cpu(self._packable[0][0]) and is_available()
+            shared = self._shared(pool) if may_share else None
             if shared is not None:
                 usable = {name: own for name, own in shared.items() if own.is_usable}
                 packed = lambda names: usable.get(names[0])  # noqa: E731
             for names in pool.map(lambda names: self._load(names, packed), self._jobs):
                 self._tell(names)
 
-    @property
-    def _may_share(self) -> bool:
-        """Whether packed matrices stay in the memory of the host."""
-        devices = {self._slots[names[0]].target.device.type for names in self._packable}
-        return devices == {"cpu"} and is_available()
+    def _gains(self, name: str) -> bool:
+        """Whether a tensor may be packed. Numbers of 16 bits are no smaller for it on a GPU."""
+        stored = self._table[name]
+        small = self._on_cpu(name) or stored.nbytes < 2 * math.prod(stored.shape)
+        return small and stored.is_packable
+
+    def _on_cpu(self, name: str) -> bool:
+        return self._slots[name].target.device.type == "cpu"
 
     def _shared(self, pool: ThreadPoolExecutor) -> Matrices | None:
         """All that can be packed, from the file that all engines of this machine map."""
@@ -248,7 +279,7 @@ class _Load:
     def _load(self, names: Names, packed: Callable[[Names], PackedMatrix | None]) -> Names:
         """Tensors that belong together: what becomes of one depends on all of them."""
         packable = self._jobs[names]
-        own = None if packable is None else packed(names)
+        own = packed(names) if names in self._packable else None
         if packable is not None and own is not None:
             packable.linear.pack(own)
             return names
@@ -343,30 +374,23 @@ def _values(raw: NDArray[np.uint8], tensor: GGUFTensor) -> Tensor:
     return torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
 
 
-def _load_safetensors(
+def _opened_safetensors(
     slots: Mapping[str, WeightSlot],
     source: ModelSource,
-    progress: Progress,
-    packables: Sequence[Packable],
-    bits: int | None,
-) -> None:
-    if source.path is None:
-        raise ValueError(f"{source.uri} has no path")
-    with ExitStack() as stack:
-        family = family_of(source.config.architecture)
-        stored = joined(_open_safetensors(source.path, stack))
-        quantization = source.config.quantization
-        found = dict(gather_quantised(stored, quantization) if quantization else stored.items())
-        table: dict[str, Stored] = {
-            name: tensor
-            for name, tensor in separate_stored(found, slots, family).items()
-            if not is_redundant(name, slots)
-        }
-        _require_same_names(slots, table)
-        for name, tensor in table.items():
-            _require_shape(slots[name], tensor.shape, name)
-        files = sorted({tensor.path for tensor in stored.values()})
-        _Load(slots, table, files, packables, bits, reorder=True, progress=progress).run()
+    folder: Path,
+    family: FamilySpec,
+    stack: ExitStack,
+) -> _Opened:
+    stored = joined(_open_safetensors(folder, stack))
+    quantization = source.config.quantization
+    found = dict(gather_quantised(stored, quantization) if quantization else stored.items())
+    table: dict[str, Stored] = {
+        name: tensor
+        for name, tensor in separate_stored(found, slots, family).items()
+        if not is_redundant(name, slots)
+    }
+    files = sorted({tensor.path for tensor in stored.values()})
+    return _Opened(slots, table, files, reorder=True)
 
 
 def _open_safetensors(folder: Path, stack: ExitStack) -> dict[str, StoredTensor]:
@@ -376,10 +400,36 @@ def _open_safetensors(folder: Path, stack: ExitStack) -> dict[str, StoredTensor]
         try:
             shard: Any = stack.enter_context(safe_open(path, framework="pt"))
         except (SafetensorError, OSError) as exc:
-            raise _unusable(f"{path} cannot be read: {exc}") from exc
+            raise _unusable(f"{path} cannot be read: {_cut_tensor(path) or exc}") from exc
         for name in shard.keys():  # noqa: SIM118 (not a dict: it cannot be iterated)
             stored[name] = StoredTensor(path, shard, name)
     return stored
+
+
+class _Place(msgspec.Struct):
+    """An entry of the header of a file of safetensors."""
+
+    data_offsets: tuple[int, int] = (0, 0)
+
+
+def _cut_tensor(path: Path) -> str:
+    """Which tensor a file of safetensors ends in; empty if that is not what is wrong with it."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header = int.from_bytes(file.read(HEADER_AT), "little")
+            if header > MAX_HEADER_BYTES:
+                return ""
+            places = msgspec.json.decode(file.read(header), type=dict[str, _Place])
+    except (OSError, *UNREADABLE):
+        return ""
+    ends = sorted((HEADER_AT + header + at.data_offsets[1], name) for name, at in places.items())
+    for end, name in ends:
+        if end > size:
+            return (
+                f"tensor {name} ends after the file does, at byte {end} of {size}: it is truncated"
+            )
+    return ""
 
 
 def is_redundant(name: str, slots: Mapping[str, WeightSlot]) -> bool:

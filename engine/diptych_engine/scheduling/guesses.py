@@ -11,6 +11,7 @@ except where a product of more rows rounds otherwise, as in bfloat16 on a GPU.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -22,8 +23,17 @@ from diptych_protocol import SpeculativeConfig
 
 HALF_LIFE: Final = 64
 """After this many tokens, a guess counts half in the estimate of the next ones."""
-LOOK_AGAIN: Final = 16
-"""Where steps run ahead, a request without a right guess waits so many tokens for its next look."""
+LOOK_AGAIN: Final = 8
+"""Where steps run ahead, a request whose last token is not to be guessed waits for so many."""
+FIRST_STAKE, MOST_AT_STAKE, ALLOWANCE = 1.0, 4.0, 0.01
+"""In steps: what guesses may lose at first, after they won more, and again with each step."""
+KNOWN_AFTER, KNOWN_FOR, LEARNED_FROM = 3, 32, 8
+"""After how many steps the usual time of one is known, for how many wagers it counts as known, and
+how many steps it is about the mean of."""
+SLOWEST: Final = 1.5
+"""A step that takes more than so many times as long as expected was disturbed; no more counts."""
+DEEPEST: Final = -1.0
+"""What guesses lose beyond that is forgotten, or a disturbance would end them for long."""
 
 
 def look_up(
@@ -88,14 +98,15 @@ class Guesser:
     wrong: float = 0.0
     learned_at: int = 0
     """How many tokens it had when the two counts were last changed."""
+    pause: int = 0
+    """For how many tokens to look no more after one that could not be guessed."""
     look_at: int = 0
     """With so many tokens, a step waits to look for guesses."""
 
     def chance(self, num_tokens: int) -> float:
-        """Return how likely a guess is right: two of three as long as little is known, at first and
-        when long nothing was learned."""
+        """Return how likely a guess is right: not at all as long as none was."""
         kept = self._kept(num_tokens)
-        return (kept * self.right + 1) / (kept * (self.right + self.wrong) + 1.5)
+        return kept * self.right / (kept * (self.right + self.wrong) + 0.5)
 
     def _kept(self, num_tokens: int) -> float:
         return math.exp2((self.learned_at - num_tokens) / HALF_LIFE)
@@ -106,16 +117,92 @@ class Guesser:
         self.right, self.wrong = kept * self.right + right, kept * self.wrong + (not right)
         self.learned_at = num_tokens
 
+    def check(self, token_ids: Sequence[int], settings: SpeculativeConfig) -> None:
+        """Learn whether the last token would have been guessed. This costs no row, so a request
+        guesses for nothing until it is likely to be right."""
+        last = len(token_ids) - 1
+        if self.learned_at >= last:
+            return
+        found = self._look_up(token_ids, last, settings, 1)
+        right = len(found) > 0 and int(found[0]) == token_ids[last]
+        if len(found):
+            self.learn(last, right=right)
+        self.look_at = last + 1 + (0 if right else self.pause)
+
     def guess(
         self, token_ids: Sequence[int], settings: SpeculativeConfig, count: int
     ) -> NDArray[np.int32]:
         """Return `count` guesses or none. token_ids: the request's, which only ever grow."""
+        known = len(token_ids)
+        found = self._look_up(token_ids, known, settings, count)
+        self.look_at = known + (0 if len(found) else self.pause)
+        return found
+
+    def _look_up(
+        self, token_ids: Sequence[int], end: int, settings: SpeculativeConfig, count: int
+    ) -> NDArray[np.int32]:
         known = len(token_ids)
         if known > len(self.tokens):
             self.tokens = np.resize(self.tokens, known + known // 2 + LOOK_AGAIN)
         self.tokens[self.num_tokens : known] = token_ids[self.num_tokens :]
         self.num_tokens = known
         shortest, longest = settings.prompt_lookup_min, settings.prompt_lookup_max
-        found = look_up(self.tokens[:known], shortest, longest, count) if count else self.tokens[:0]
-        self.look_at = known + (0 if len(found) else LOOK_AGAIN)
-        return found
+        return look_up(self.tokens[:end], shortest, longest, count)
+
+
+@dataclass(slots=True)
+class Account:
+    """What guesses won and lost in batches of about one size."""
+
+    row_s: float = 0.0
+    """How long a step without guesses takes, by row, spare ones included."""
+    measured: int = 0
+    """How many such steps there were."""
+    wagers: int = 0
+    """Steps with guesses since the last of them."""
+    stake: float = FIRST_STAKE
+    """How much of the time of such steps guesses may lose."""
+
+
+class Stakes:
+    """Bounds what guesses lose where estimates are wrong: of rows, of lost time, of chances.
+
+    Guesses wager time. A step with guesses wins the time that its tokens would have taken without
+    them, and loses its own. What guesses may lose is what they won of late, little of it, and one
+    per cent of all steps. So they never cost much more than that, and are tried again. There is no
+    clock here: the core tells how long steps took.
+    """
+
+    def __init__(self, spare_rows: float, lost_rows: float) -> None:
+        """See `worthwhile` and `pay`."""
+        self._spare_rows = spare_rows
+        self._lost_rows = lost_rows
+        self._accounts: defaultdict[int, Account] = defaultdict(Account)
+        """By the number of rows without guesses, in powers of two."""
+
+    def most(self, rows: int) -> int:
+        """Return how many guesses beside so many rows may be in vain."""
+        account = self._accounts[rows.bit_length()]
+        if account.measured < KNOWN_AFTER or account.wagers >= KNOWN_FOR:
+            return 0
+        return int(account.stake * (self._spare_rows + rows) - self._lost_rows)
+
+    def took(self, rows: int, guesses: int, tokens: int, seconds: float, *, wager: bool) -> None:
+        """A step of so many rows and guesses gave so many tokens.
+
+        wager: it had guesses, or its launch waited for tokens only because there might be some.
+        """
+        account = self._accounts[rows.bit_length()]
+        size = self._spare_rows + rows
+        row_s = seconds / size
+        if account.measured:
+            more = guesses + wager * self._lost_rows
+            row_s = min(row_s, SLOWEST * (1 + more / size) * account.row_s)
+        won = ALLOWANCE
+        if not wager:
+            account.measured, account.wagers = account.measured + 1, 0
+            account.row_s += (row_s - account.row_s) / min(account.measured, LEARNED_FROM)
+        elif account.measured:
+            account.wagers += 1
+            won += tokens / rows - row_s / account.row_s
+        account.stake = min(max(account.stake + won, DEEPEST), MOST_AT_STAKE)

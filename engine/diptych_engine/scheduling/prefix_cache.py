@@ -32,6 +32,13 @@ class PrefixCache:
             return []
         return self.pool.match(self._lookup_hashes(request))
 
+    def will_have(self, request: Request) -> list[bytes]:
+        """See `Scheduler.will_remember`."""
+        if not self.enabled or request.fetches:
+            return []
+        self._extend_hashes(request)
+        return request.block_hashes
+
     def worth_fetching(self, request: Request, num_here: int) -> bool:
         """Whether another engine may have more of a prefix than this one, and the request can use
         it."""

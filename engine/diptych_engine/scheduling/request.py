@@ -266,6 +266,8 @@ class StepPlan:
     """None if no token of the step belongs to an image."""
     guesses: bool = False
     """Whether any token of the step is only guessed."""
+    wager: bool = False
+    """Whether it takes longer for guesses, even if none was found; see `guesses.Stakes`."""
 
     def without_finished(self) -> StepPlan:
         """Return the plan without requests that have ended since it was made."""

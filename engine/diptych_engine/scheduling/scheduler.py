@@ -38,7 +38,7 @@ from diptych_engine.scheduling.block_pool import BlockPool
 from diptych_engine.scheduling.early_loads import EarlyLoads, EarlyState
 from diptych_engine.scheduling.encoder_cache import EncoderCache
 from diptych_engine.scheduling.fair_rows import FairPart, who_gives_way
-from diptych_engine.scheduling.guesses import LOOK_AGAIN, Guesser, pay, worthwhile
+from diptych_engine.scheduling.guesses import LOOK_AGAIN, Guesser, Stakes, pay, worthwhile
 from diptych_engine.scheduling.idle_sessions import IdleSessions
 from diptych_engine.scheduling.journey import JourneyLog, Station
 from diptych_engine.scheduling.lent_blocks import LentBlocks
@@ -161,6 +161,8 @@ class Scheduler:
     """See `guesses.worthwhile`."""
     lost_rows: float = 0.0
     """See `guesses.pay`."""
+    stakes: Stakes | None = None
+    """How much guesses may lose. None: they are wagered by estimates alone."""
 
     encoder: EncoderCache = field(default_factory=EncoderCache)
     """The images whose features are cached."""
@@ -187,6 +189,8 @@ class Scheduler:
     """Keeps requests that arrive during a pause."""
     stats: SchedulerStats = field(default_factory=SchedulerStats)
     _removed: list[str] = field(default_factory=list)
+    _must_wait: bool = False
+    """Whether the next step could not be launched ahead for guesses, its own or those before it."""
     shared_until: int = 0
     """Steps before this one assume several tenants."""
     _order: Callable[[Request], Any] = field(init=False)
@@ -238,15 +242,19 @@ class Scheduler:
             budget -= 1
         if chunks or self.waiting:
             budget = self._share_out(scheduled, budget, chunks, admitting=not preempted)
-        guessed = 0
+        guessed, wager = 0, self._must_wait
         if self.speculation is not None and self._guesses(self.speculation, scheduled, budget):
             num_known = len(scheduled)
             scheduled = self._with_guesses(self.speculation, scheduled, budget)
             guessed = len(scheduled) - num_known
+            wager = wager or guessed > 0
+        self._must_wait = guessed > 0 and self.lost_rows > 0
         removed, self._removed = self._removed, []
         images = None if encoder.work is None else encoder.take_work()
         num_tokens = allowed - budget + guessed
-        return StepPlan(scheduled, num_tokens, removed, images=images, guesses=guessed > 0)
+        return StepPlan(
+            scheduled, num_tokens, removed, images=images, guesses=guessed > 0, wager=wager
+        )
 
     def _guesses(
         self,
@@ -266,6 +274,10 @@ class Scheduler:
         found: dict[Request, list[int]] = {}
         gain, running = 0.0, len(self.running)
         guessed = 0
+        if self.stakes is not None and running:
+            budget = min(budget, self.stakes.most(running))
+        if budget <= 0:
+            return {}
         for share in shares:
             request = share.request
             known, rows = len(request.token_ids), running + guessed
@@ -275,12 +287,16 @@ class Scheduler:
             decodes = share.samples and share.num_tokens == 1 and known > request.num_prompt_tokens
             if room <= 0 or not decodes:
                 continue
-            guesser = request.guesser = request.guesser or Guesser()
+            pause = LOOK_AGAIN if self.lost_rows else 0
+            guesser = request.guesser = request.guesser or Guesser(pause=pause)
+            if known < guesser.look_at:
+                continue
+            guesser.check(request.token_ids, settings)
             chance = guesser.chance(known)
             most = min(room, settings.num_speculative_tokens)
             count = worthwhile(chance, rows, self.spare_rows, most)
             guesses = [0] * count
-            if look:
+            if look and count:
                 guesses = guesser.guess(request.token_ids, settings, count).tolist()
             if guesses:
                 found[request] = guesses
@@ -289,8 +305,8 @@ class Scheduler:
         if pay(gain, guessed, running, self.spare_rows, self.lost_rows):
             return found
         for request in found if look else ():
-            request.guesser = request.guesser or Guesser()
-            request.guesser.look_at = len(request.token_ids) + LOOK_AGAIN
+            if request.guesser is not None:
+                request.guesser.look_at = len(request.token_ids) + request.guesser.pause
         return {}
 
     def _with_guesses(
@@ -367,7 +383,10 @@ class Scheduler:
         be admitted, preempted or given a chunk of its prompt, the core waits for results and plans
         from them.
         """
-        if self.gate.frozen or plan.guesses or self._may_admit() or self._looks_after(plan):
+        if self.gate.frozen or plan.guesses or self._may_admit():
+            return None
+        if self._looks_after(plan):
+            self._must_wait = self.lost_rows > 0
             return None
         shares: list[ScheduledRequest] = []
         num_running = 0
@@ -391,7 +410,7 @@ class Scheduler:
     def _looks_after(self, plan: StepPlan) -> bool:
         """Whether the step after this one is to wait for its tokens, because guesses may follow."""
         if self.speculation is None or not any(
-            share.request.guesser is None or share.start + 2 >= share.request.guesser.look_at
+            share.request.guesser is None or share.start + 1 >= share.request.guesser.look_at
             for share in plan.scheduled
         ):
             return False
@@ -407,9 +426,22 @@ class Scheduler:
             return True
         return self._who_gives_way() is not None
 
-    def update(self, plan: StepPlan, result: StepResult) -> list[TokenOutput]:
-        """Apply a step's results. Requests that ended meanwhile get nothing more."""
+    def update(
+        self, plan: StepPlan, result: StepResult, seconds: float | None = None
+    ) -> list[TokenOutput]:
+        """Apply a step's results. Requests that ended meanwhile get nothing more.
+
+        seconds: since the step before it ended, or since it began after a rest, if it is known.
+        """
+        generated = self.stats.tokens_generated
         outputs = apply_results(plan, result, self.prefixes, self.stats)
+        if self.stakes is not None and seconds is not None:
+            num_shares = len(plan.scheduled)
+            if 0 < num_shares == plan.num_tokens:  # a step with prompts takes longer
+                guesses = sum(share.guess is not None for share in plan.scheduled)
+                tokens = self.stats.tokens_generated - generated
+                rows = num_shares - guesses
+                self.stakes.took(rows, guesses, tokens, seconds, wager=plan.wager)
         if self.journey is not None:
             self.journey.saw_step(plan, outputs, self.stats.steps)
         return outputs
@@ -590,6 +622,11 @@ class Scheduler:
             self.gate.enter(request, self.waiting)
         else:
             self._go_on_from(early, request)
+
+    def will_remember(self, request_id: str) -> list[bytes]:
+        """Return the hashes of the prompt's blocks; none if another engine computes it."""
+        request = self.requests.get(request_id)
+        return [] if request is None else self.prefixes.will_have(request)
 
     def _enrol(self, request: Request) -> None:
         self.requests[request.request_id] = request

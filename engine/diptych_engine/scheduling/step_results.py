@@ -45,6 +45,7 @@ def apply_results(
         if share.guess is None:
             known = start
         elif not _was_right(share, result.token_ids[position], start - known - 1, stats):
+            request.account.served += OUTPUT_WEIGHT  # it took as much as the token that it is not
             continue
         end = start + share.num_tokens
         if start < request.num_prompt_tokens:

@@ -11,14 +11,15 @@ from diptych_engine.control.image_intake import ImageIntake
 from diptych_engine.control.weight_calls import WeightCalls
 from diptych_engine.control.worker_calls import WorkerCalls
 from diptych_engine.execution.grammar_compiler import GrammarCompiler
-from diptych_engine.execution.named import named
 from diptych_engine.execution.processor import keep_freed_memory
 from diptych_engine.execution.runner import ModelRunner
+from diptych_engine.execution.worker_extension import named
 from diptych_engine.handoff.block_copies import for_the_hinge
-from diptych_engine.lora.calls import LoraCalls
+from diptych_engine.lora.table import LoraCalls
 from diptych_engine.parallel.lead import LeadRunner
 from diptych_engine.scheduling.block_pool import BlockPool
 from diptych_engine.scheduling.encoder_cache import EncoderCache
+from diptych_engine.scheduling.guesses import Stakes
 from diptych_engine.scheduling.journey import JourneyLog
 from diptych_engine.scheduling.scheduler import Scheduler
 from diptych_frontend.model_files.model_source import resolve_model
@@ -115,6 +116,9 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
         speculation=config.speculative_config,
         spare_rows=runner.spare_rows,
         lost_rows=runner.lost_rows,
+        stakes=None
+        if config.speculative_config is None
+        else Stakes(runner.spare_rows, runner.lost_rows),
         encoder=EncoderCache(config.encoder_cache_tokens, config.max_num_batched_tokens),
         stats=SchedulerStats(cpu_level=cpu_level, cpu_kernels_set_aside=num_set_aside),
     )

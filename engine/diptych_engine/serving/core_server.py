@@ -155,6 +155,8 @@ class CoreServer:
         self._receive(0 if self._has_work() else self._idle_wait_ms())
         if self._has_work():
             begin = time.monotonic()
+            if self._prefix_news.expected:
+                self._tell_prefixes(at_once=True)
             plan, pending = self._start_step()
             self._receive(0)
             core.finish_step(plan, pending)
@@ -265,6 +267,9 @@ class CoreServer:
 
     def _add(self, request: EngineCoreRequest, client: bytes) -> None:
         self._core.add(request, client)
+        news, scheduler = self._prefix_news, self._core.scheduler
+        if news.tells_others and (names := scheduler.will_remember(request.request_id)):
+            news.expect(names)
 
     def _call(self, client: bytes, payload: list[Frame]) -> None:
         call = wire.utility_decoder.decode(payload)
@@ -272,7 +277,7 @@ class CoreServer:
             self._follow_prefixes(client)
             return
         if call.method == wire.FOLLOW_HEARTBEAT:
-            self._heartbeat.follow(client)
+            self._heartbeat.follow(client, *call.args[:1])
             return
         self._heartbeat.before_call(call.method)
         try:

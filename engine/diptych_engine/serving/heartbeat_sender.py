@@ -38,12 +38,13 @@ class HeartbeatSender:
         self._timer = HeartbeatTimer()
         core.before_step = self._before_step
 
-    def follow(self, client: bytes) -> None:
-        if not self._timer.follow(client):
+    def follow(self, client: bytes, name: object = "") -> None:
+        """name: see `Heartbeat`."""
+        if not self._timer.follow(client, name):
             log.warning("a client may not hear the heartbeat: too many do")
 
     def forget(self, client: bytes) -> None:
-        self._timer.followers.discard(client)
+        self._timer.forget(client)
 
     def wait_s(self, now: float) -> float | None:
         """How long the loop may wait for messages; None: as long as it wants."""
@@ -80,7 +81,10 @@ class HeartbeatSender:
 
     def _tell(self, heartbeat: Heartbeat, stats: SchedulerStats | None) -> None:
         message = EngineCoreOutputs(self._rank, scheduler_stats=stats, heartbeat=heartbeat)
-        for client in list(self._timer.followers):
-            if stats is not None:
-                message.requests_received = self._num_received(client)
+        clients = list(self._timer.followers)
+        heartbeat.followers = len(clients)
+        received = [0 if stats is None else self._num_received(client) for client in clients]
+        heartbeat.requests = sum(received)
+        for number, client in enumerate(clients):
+            heartbeat.follower, message.requests_received = number, received[number]
             self._send(client, wire.encoder.encode(message))

@@ -55,12 +55,9 @@ class TranslatedChat(ChatCompletionRequest, kw_only=True):
         return "thinking" if self.reasoning_effort == "none" else "output_config.effort"
 
 
-def as_chat(request: CountTokensRequest, *, reasons: bool) -> TranslatedChat:
-    """Return a conversation as a chat.
-
-    reasons: whether the model's reasoning is separated from its answers. Raises
-    `InvalidRequestError` for what a chat cannot express.
-    """
+def as_chat(request: CountTokensRequest) -> TranslatedChat:
+    """Return a conversation as a chat. Raises `InvalidRequestError` for what a chat cannot
+    express."""
     messages = _messages(request)
     if len(messages) > MAX_MESSAGES:
         raise InvalidRequestError(
@@ -71,7 +68,7 @@ def as_chat(request: CountTokensRequest, *, reasons: bool) -> TranslatedChat:
         model=request.model,
         messages=messages,
         tools=None if request.tools is None else [_tool(tool) for tool in request.tools],
-        include_reasoning=_shows_thinking(request, reasons),
+        include_reasoning=_shows_thinking(request),
         response_format=_format(request),
         chat_template_kwargs=request.chat_template_kwargs,
     )
@@ -126,14 +123,9 @@ def _choose_tools(request: CountTokensRequest, chat: TranslatedChat) -> None:
     chat.parallel_tool_calls = not request.tool_choice.disable_parallel_tool_use
 
 
-def _shows_thinking(request: CountTokensRequest, reasons: bool) -> bool:
+def _shows_thinking(request: CountTokensRequest) -> bool:
+    """Clients ask for thinking whatever the model is; one that does not reason has none to show."""
     thinking = request.thinking
-    if isinstance(thinking, Thinking) and not reasons:
-        raise InvalidRequestError(
-            "thinking: this server does not know how its model marks reasoning (reasoning_parser "
-            'is none); leave it out, or send {"type": "disabled"}',
-            param="thinking",
-        )
     hides = isinstance(thinking, Thinking | AdaptiveThinking) and thinking.display == "omitted"
     return not hides
 

@@ -84,4 +84,4 @@ def counted_prompt(
 def _as_chat(chat: ChatApi, body: CountTokensRequest, scope: Scope) -> TranslatedChat:
     check_version(scope)
     exchange_of(scope).ignored_fields += body.num_cache_marks()
-    return chat.request(as_chat(body, reasons=chat.reasoning is not None), scope)
+    return chat.request(as_chat(body), scope)

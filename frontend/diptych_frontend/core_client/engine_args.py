@@ -15,6 +15,7 @@ from diptych_frontend.core_client.foreign_options import (
     judge_foreign,
     warn_of_environment,
 )
+from diptych_frontend.model_files.model_source import resolve_model
 from diptych_protocol import (
     UNREADABLE,
     EngineConfig,
@@ -33,6 +34,9 @@ OUR_NAMES: Final = {
     "kv_transfer_config": "kv_transfer",
 }
 """vLLM's name of a field -> ours, where they differ."""
+
+OF_THE_MODEL: Final = ("tokenizer", "quantization")
+"""Arguments that can only repeat what the model's files say."""
 
 
 class EngineArgs(ForeignArgs, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,6 +65,10 @@ class EngineArgs(ForeignArgs, frozen=True, kw_only=True, forbid_unknown_fields=T
         """
         warn_of_environment()
         Foreign("it is the model's own", (self.model,)).judge("tokenizer", self.tokenizer)
+        if self.quantization is not None:
+            stored = resolve_model(self.model).stored_as
+            why = f"the files of {self.model} are {stored or 'not quantised'}"
+            Foreign(why, (stored, f"{stored}_marlin")).judge("quantization", self.quantization)
         judge_foreign(self)
         values = {name: getattr(self, name) for name in EngineConfig.__struct_fields__}
         for theirs, ours in OUR_NAMES.items():
@@ -83,7 +91,7 @@ class EngineArgs(ForeignArgs, frozen=True, kw_only=True, forbid_unknown_fields=T
                 continue
             names = [field.name, *([theirs[field.name]] if field.name in theirs else [])]
             flags = [f"--{name.replace('_', '-')}" for name in names]
-            if field.name in foreign_fields(ForeignArgs) or field.name == "tokenizer":
+            if field.name in (*foreign_fields(ForeignArgs), *OF_THE_MODEL):
                 parser.add_argument(*flags, dest=field.name, **_FOREIGN_OPTION)
                 continue
             parser.add_argument(

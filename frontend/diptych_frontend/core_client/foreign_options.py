@@ -18,10 +18,6 @@ log = logging.getLogger(__name__)
 
 _WHY = {"mm_registry": "the model's own processor takes images"}
 PREFIX: Final = "VLLM_"
-QUANTISED_FILES: Final = (
-    "awq", "awq_marlin", "compressed-tensors", "gguf", "gptq", "gptq_marlin", "mxfp4"
-)  # fmt: skip
-"""Quantisations that only files have. vLLM's `fp8` may also request that floats are rounded."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +78,8 @@ class ForeignArgs(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     trust_remote_code: Annotated[
         Any, Foreign("no code of a model's is ever run", (False,), True)
     ] = None
-    quantization: Annotated[
-        Any, Foreign("the model's files say how its weights are stored", QUANTISED_FILES)
-    ] = None
+    quantization: Any = None
+    """What the model's files say, or None. `EngineArgs` compares."""
     load_format: Annotated[
         Any,
         Foreign(

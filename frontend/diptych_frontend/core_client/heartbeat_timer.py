@@ -8,6 +8,7 @@ how long steps of its size took here (`StepTimes`). Pure: time is passed in.
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Final
 
 from diptych_protocol.wire import Heartbeat
@@ -35,6 +36,8 @@ QUICK_CALLS: Final = frozenset(
 """Calls that routers make all the time; they only look something up or note something."""
 MAX_FOLLOWERS: Final = 256
 """A client beyond them hears no beats, and asks for statistics instead."""
+MAX_NAME: Final = 64
+"""Characters of a follower's name that count."""
 SIZES: Final = 40
 """Sizes of steps are powers of two of their numbers of tokens."""
 
@@ -60,19 +63,24 @@ class HeartbeatTimer:
     """Who hears the beats of one core, and when the next one is due."""
 
     def __init__(self) -> None:
-        self.followers: set[bytes] = set()
+        self.followers: dict[bytes, str] = {}
+        """Client -> its name, in the order of names."""
         self.steps = StepTimes()
         self._due = 0.0
         self._promised = 0.0
         """Until when the last word said that there may be silence."""
 
-    def follow(self, client: bytes) -> bool:
+    def follow(self, client: bytes, name: object = "") -> bool:
         """A client wants to hear the beats; False: too many do already. The next one is due."""
         if client not in self.followers and len(self.followers) >= MAX_FOLLOWERS:
             return False
-        self.followers.add(client)
+        self.followers[client] = str(name)[:MAX_NAME]
+        self.followers = dict(sorted(self.followers.items(), key=itemgetter(1)))
         self._due = 0.0
         return True
+
+    def forget(self, client: bytes) -> None:
+        self.followers.pop(client, None)
 
     def wait_s(self, now: float) -> float:
         """How long the loop may wait for messages."""

@@ -2,13 +2,14 @@
 prompt.
 
 A change waits for the next message, which is sent when nothing is computed, or else every
-`INTERVAL_S`. All followers get the same bytes. While nothing changes, the number and the digest of
-the last message are repeated, so that a follower who has missed it notices that.
+`INTERVAL_S`. What new prompts will bring is told before they are computed. All followers get the
+same bytes. While nothing changes, the number and the digest of the last message are repeated, so
+that a follower who has missed it notices that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from diptych_protocol.block_hashes import FIRST_DIGEST, next_digest
@@ -44,6 +45,8 @@ class PrefixNews:
         self.followers: set[bytes] = set()
         self._number, self._digest = 0, FIRST_DIGEST
         self._due = self._repeat_at = 0.0
+        self.expected: list[bytes] = []
+        """See `PrefixChanges`."""
 
     def follow(self, client: bytes) -> PrefixChanges | None:
         """A client wants to know of every change after this answer; None: too many do already.
@@ -68,13 +71,23 @@ class PrefixNews:
             if not self.followers:
                 self._memory.record_changes(False)
 
+    @property
+    def tells_others(self) -> bool:
+        """Whether some followers do not know what another one sends."""
+        return len(self.followers) > 1
+
+    def expect(self, hashes: Sequence[bytes]) -> None:
+        """A prompt with these blocks has come."""
+        self.expected.append(b"".join(map(_key, hashes)))
+
     def take(self, now: float, *, at_once: bool) -> PrefixChanges | None:
         """What there is to tell, if it is time to tell it, or if it is wanted at once. A message
         without changes has the number of the one before."""
         if not self.followers or (now < self._due and not at_once):
             return None
         changes = self._memory.take_changes()
-        if not changes and now < self._repeat_at:
+        expected, self.expected = self.expected, []
+        if not (changes or expected) and now < self._repeat_at:
             return None
         self._due, self._repeat_at = now + INTERVAL_S, now + REPEAT_S
         message = PrefixChanges(
@@ -82,6 +95,7 @@ class PrefixNews:
             b"".join(_key(block) for block, remembered in changes.items() if remembered),
             b"".join(_key(block) for block, remembered in changes.items() if not remembered),
             adapters=self._adapters(),
+            expected=expected,
         )
         if changes:
             self._number = message.number

@@ -66,6 +66,8 @@ class FamilySpec:
     """The only value of that key of config.json that is supported; None: there is no such key."""
     config_keys: Mapping[str, str] = field(default_factory=dict)
     """A key of config.json -> the one that has its value in this family."""
+    config_needs: Mapping[str, str] = field(default_factory=dict)
+    """A key of config.json -> what a file without it means, which is not supported."""
     config_defaults: Mapping[str, bool | float] = field(default_factory=dict)
     """Values of config.json where it leaves them out."""
     scales_embeddings: bool = False

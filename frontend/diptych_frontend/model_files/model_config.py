@@ -363,6 +363,9 @@ def config_from_hf(
     The latter two are empty if the model has none."""
     family = family_of(raw.get("model_type"))
     vision = _vision(raw, processor) if family.sees else None
+    for key, meaning in family.config_needs.items():
+        if raw.get(key) is None:
+            raise _unsupported(f"{family.architecture} without {key}: {meaning}")
     raw = {**family.config_defaults, **(_decoder_of(raw) if family.sees else raw)}
     raw |= {key: raw[own] for key, own in family.config_keys.items() if own in raw}
     config = _convert(raw, HFConfig)
@@ -444,8 +447,10 @@ def _require_plain(config: HFConfig, family: FamilySpec) -> None:
         raise _unsupported(f"hidden_act {activation!r} in {config.model_type}")
     if config.mlp_bias:
         raise _unsupported("mlp_bias")
-    if config.attention_bias and not family.attention_bias:
-        raise _unsupported(f"attention_bias in {config.model_type}")
+    may_differ = config.attention_bias or "attention_bias" in family.config_defaults
+    if may_differ and config.attention_bias != family.attention_bias:
+        said = str(config.attention_bias).lower()
+        raise _unsupported(f"attention_bias {said} in {config.model_type}")
     if config.use_sliding_window and not family.uses_window:
         raise _unsupported(f"use_sliding_window in {config.model_type}")
 

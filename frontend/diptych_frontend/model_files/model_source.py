@@ -27,7 +27,7 @@ from diptych_frontend.model_files.model_config import (
     config_from_hf,
     config_from_query,
 )
-from diptych_frontend.model_files.quantization import quantization_from_hf
+from diptych_frontend.model_files.quantization import method_of, quantization_from_hf
 from diptych_frontend.model_files.rope_scaling import ROPE_VECTORS
 from diptych_protocol import UNREADABLE, UNSAID, InvalidRequestError, SamplingDefaults
 
@@ -82,6 +82,8 @@ class ModelSource:
     config: ModelConfig
     sampling: SamplingDefaults = UNSAID
     """How to sample where a request does not say."""
+    stored_as: str = ""
+    """`gguf`, or how config.json says that matrices are quantised; empty: they are not."""
 
     def tensors(self) -> dict[str, GGUFTensor]:
         """Return each tensor's position in the GGUF file. Raises `ValueError` for others."""
@@ -115,7 +117,7 @@ def resolve_model(uri: str, *, weights: bool = True) -> ModelSource:
     path = _locate(uri)
     with readable(path):
         if path.is_dir():
-            return ModelSource(uri, "safetensors", path, *_read_hf_config(path, weights))
+            return _hf_source(uri, path, weights)
         if not path.is_file():
             raise _refuse(f"{path} does not exist; check the path, or mount the volume it is on")
         # A router may have the first header only, and computes no logits.
@@ -128,7 +130,7 @@ def resolve_model(uri: str, *, weights: bool = True) -> ModelSource:
         }
         metadata = headers[0].metadata
         config = config_from_gguf(metadata, set(tensors), vectors)
-        return ModelSource(uri, "gguf", path, config, sampling_from_gguf(metadata))
+        return ModelSource(uri, "gguf", path, config, sampling_from_gguf(metadata), "gguf")
 
 
 def _split(uri: str) -> SplitResult:
@@ -182,7 +184,7 @@ def _locate_in_package(package: str, name: str) -> Path:
     raise _refuse(f"the Python package {package!r} holds no file {name!r}")
 
 
-def _read_hf_config(folder: Path, weights: bool) -> tuple[ModelConfig, SamplingDefaults]:
+def _hf_source(uri: str, folder: Path, weights: bool) -> ModelSource:
     if weights and not any(folder.glob("*.safetensors")):
         raise _refuse(f"{folder} holds no *.safetensors; convert the weights, or name a GGUF file")
     generation, processor = folder / "generation_config.json", folder / "preprocessor_config.json"
@@ -192,7 +194,8 @@ def _read_hf_config(folder: Path, weights: bool) -> tuple[ModelConfig, SamplingD
     if weights:
         quantization = quantization_from_hf(raw)
         config = msgspec.structs.replace(config, quantization=quantization)
-    return config, sampling_from_hf(generating)
+    sampling = sampling_from_hf(generating)
+    return ModelSource(uri, "safetensors", folder, config, sampling, method_of(raw))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

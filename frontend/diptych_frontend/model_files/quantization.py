@@ -87,20 +87,28 @@ def quantization_from_hf(raw: Mapping[str, Any]) -> Quantization | None:
 
     Raises `InvalidRequestError` for a way of quantising that no engine reads.
     """
-    found = raw.get("quantization_config") or raw.get("compression_config")
-    if found is None:
-        return None
-    if not isinstance(found, dict):
-        raise _refused("it is not an object")
-    method = str(found.get("quant_method"))
-    if method == "mxfp4":  # of gpt-oss, whose tensors' names show what is packed
+    method = method_of(raw)
+    if method in ("", "mxfp4"):  # of gpt-oss, whose tensors' names show what is packed
         return None
     if method not in _READERS:
         raise _refused(f"quant_method is {method!r}, not one of {', '.join(_READERS)}")
     try:
-        return _READERS[method](found)
+        return _READERS[method](_said(raw) or {})
     except msgspec.ValidationError as exc:
         raise _refused(str(exc)) from exc
+
+
+def method_of(raw: Mapping[str, Any]) -> str:
+    """Return the `quant_method` of config.json; empty if nothing is quantised."""
+    found = _said(raw)
+    return "" if found is None else str(found.get("quant_method"))
+
+
+def _said(raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    found = raw.get("quantization_config") or raw.get("compression_config")
+    if found is not None and not isinstance(found, dict):
+        raise _refused("it is not an object")
+    return found
 
 
 def _fp8(found: dict[str, Any]) -> Quantization:

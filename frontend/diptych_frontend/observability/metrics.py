@@ -62,9 +62,9 @@ class Times:
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self._bounds, value)] += 1
-        self.sum += value
+    def observe(self, value: float, count: int = 1) -> None:
+        self.counts[bisect_left(self._bounds, value)] += count
+        self.sum += value * count
 
     def buckets(self) -> list[tuple[str, float]]:
         """Return the upper bounds as text, each with the number of values up to it."""
@@ -180,7 +180,7 @@ class ServerMetrics:
         )
         self.itl = tallies.times(
             f"{PREFIX}inter_token_latency_seconds",
-            "Streams: between two deliveries.",
+            "Streams: between two tokens; of several that come together each has its part.",
             _ITL_BUCKETS_S,
         )
         self.loop_lag = tallies.times(
@@ -261,7 +261,8 @@ class RequestProgress:
                     self._tenant_generation_tokens.inc(len(choice.token_ids))
                 previous = self._last_delivery.get(choice.index)
                 if previous is not None:
-                    metrics.itl.observe(now - previous)
+                    count = len(choice.token_ids)
+                    metrics.itl.observe((now - previous) / count, count)
                 self._last_delivery[choice.index] = now
             if choice.finish_reason is not None:
                 metrics.count_end(choice.finish_reason)

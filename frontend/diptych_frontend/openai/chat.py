@@ -198,11 +198,12 @@ class ChatApi:
                 "it would not learn of them: leave tools out, or force a call with tool_choice",
                 param="tools",
             )
+        declared = msgspec.to_builtins(tools)
         prompt = renderer.render_chat(
-            self._calls.prepare(messages),
+            self._calls.prepared(messages, declared, renderer.chat_template),
             add_generation_prompt=_begins_message(request),
             continue_final_message=request.continue_final_message is True,
-            tools=msgspec.to_builtins(tools) or None,
+            tools=declared or None,
             template_kwargs=request.chat_template_kwargs,
         )
         return [prompt]

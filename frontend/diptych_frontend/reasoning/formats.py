@@ -59,6 +59,19 @@ def begins_ended(
     return style.ended_in_prompt(prompt_tail()) if said is None else said
 
 
-def format_of(reasoning_parser: str) -> ReasoningFormat | None:
-    """Return the format that the setting names; None for `none`."""
-    return FORMATS.get(reasoning_parser)
+SIGNS: Final = (("<|channel|>", "harmony"), ("</think>", "think"))
+"""Texts that only the chat templates of models that reason contain: where a template leaves out
+earlier reasoning, ends it for a request that wants none, or tells the model of it."""
+
+
+def name_of(reasoning_parser: str, template: str | None) -> str:
+    """Return the name of the format for the setting. `auto` finds it in the chat template; a
+    template without any sign, or none at all, means `none`."""
+    if reasoning_parser != "auto":
+        return reasoning_parser
+    return next((name for sign, name in SIGNS if sign in (template or "")), "none")
+
+
+def format_of(reasoning_parser: str, template: str | None) -> ReasoningFormat | None:
+    """Return the format for the setting; None if reasoning is not separated."""
+    return FORMATS.get(name_of(reasoning_parser, template))

@@ -64,10 +64,13 @@ def said_ended(reasoning_ended: bool | None, kwargs: object) -> bool | None:
     return True if off else None
 
 
-def check_options(reasoning_parser: str, reasoning_ended: bool | None, kwargs: object) -> None:
-    """Raise `InvalidRequestError` for options that mean nothing with the engine's setting."""
+def check_options(is_separated: bool, reasoning_ended: bool | None, kwargs: object) -> None:
+    """Raise `InvalidRequestError` for options that mean nothing to the engine.
+
+    is_separated: whether it tells reasoning from answers.
+    """
     said_ended(reasoning_ended, kwargs)
-    if reasoning_parser != "none":
+    if is_separated:
         return
     for field, asked in (
         ("reasoning_ended", reasoning_ended is False),

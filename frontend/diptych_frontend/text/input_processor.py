@@ -13,6 +13,7 @@ import msgspec
 from diptych_frontend.images.features import check_features
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.observability.steady_clock import steady_time
+from diptych_frontend.reasoning.formats import format_of
 from diptych_frontend.reasoning.request_options import check_options
 from diptych_frontend.text.renderer import TextRenderer, tokenization
 from diptych_frontend.text.structured_outputs import check_structured_outputs
@@ -46,7 +47,7 @@ class InputProcessor:
         eos_token_ids: tuple[int, ...] = (),
         scheduling_policy: SchedulingPolicy = "fcfs",
         logits_processors: Collection[str] = (),
-        reasoning_parser: ReasoningParserName = "none",
+        reasoning_parser: ReasoningParserName = "auto",
     ) -> None:
         self.renderer = renderer
         self.max_model_len = max_model_len
@@ -187,8 +188,9 @@ class InputProcessor:
                 "arrival_time must be finite: requests are ordered by it", param="arrival_time"
             )
         if request.reasoning_ended is False or request.reasoning_parser_kwargs is not None:
+            style = format_of(self.reasoning_parser, self.renderer.chat_template)
             check_options(
-                self.reasoning_parser, request.reasoning_ended, request.reasoning_parser_kwargs
+                style is not None, request.reasoning_ended, request.reasoning_parser_kwargs
             )
         num_prompt_tokens = len(request.prompt_token_ids or ())
         if request.mm_features is not None:

@@ -42,14 +42,14 @@ class OutputProcessor:
         tokenizer: Tokenizer | None,
         *,
         stream_interval: int = 1,
-        reasoning_parser: ReasoningParserName = "none",
+        reasoning_parser: ReasoningParserName = "auto",
     ) -> None:
         """Without a tokenizer, answers are token ids and their text stays empty.
 
         stream_interval, reasoning_parser: as in `EngineConfig`.
         """
         self._tokenizer = tokenizer
-        style = format_of(reasoning_parser)
+        style = format_of(reasoning_parser, tokenizer.chat_template if tokenizer else None)
         self._markers: Collection[str] = () if style is None else style.markers
         """What stands around reasoning; some tokenizers have it as special tokens."""
         self._stream_interval = stream_interval

@@ -116,11 +116,11 @@ def _object_way(schema: Schema, use: Any) -> list[Part]:
     way: list[Part] = []
     properties = dict_at(schema, "properties")
     for name, value in properties.items():
-        part = use(value, f"properties/{_escaped(name)}", ALL_TYPES)
+        part = use(value, f"properties/{escaped(name)}", ALL_TYPES)
         way += part if name in required else []
     patterns = dict_at(schema, "patternProperties")
     for pattern, value in patterns.items():
-        use(value, f"patternProperties/{_escaped(pattern)}", ALL_TYPES)
+        use(value, f"patternProperties/{escaped(pattern)}", ALL_TYPES)
     part = use(schema.get("additionalProperties"), "additionalProperties", ALL_TYPES)
     return way + (part if required - properties.keys() and not patterns else [])
 
@@ -148,5 +148,6 @@ def _types(schema: object) -> frozenset[str]:
     return frozenset(name for name in names if isinstance(name, str)) or ALL_TYPES
 
 
-def _escaped(name: str) -> str:
+def escaped(name: str) -> str:
+    """Return a name as a JSON pointer has it."""
     return name.replace("~", "~0").replace("/", "~1")

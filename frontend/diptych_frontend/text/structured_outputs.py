@@ -21,6 +21,7 @@ from diptych_frontend.text.deep_stack import MAX_FORM_BYTES, deep_executor
 from diptych_frontend.text.lark_parts import embedded_schemas, part_without_text
 from diptych_frontend.text.schema_circles import endless_part
 from diptych_frontend.text.schema_parts import References, Schema, all_parts
+from diptych_frontend.text.schema_widths import too_wide_part
 from diptych_protocol import InvalidRequestError, StructuredOutputsParams
 
 _SUSPECT: Final = ("(?=", "(?!", "(?<", "\\1", "\\2", "\\3", "\\p", "\\c", "\\u")
@@ -50,7 +51,7 @@ NO_TEXT: Final = "NoExtension"
 BACKTRACE: Final = "\n<backtrace>"
 """The rest of an error of llguidance from here on describes this machine, not the grammar."""
 NOTHING_FITS: Final = "no answer fits it"
-TOO_WIDE: Final = "its object has more than about 500 members that may be left out: require some"
+TOO_WIDE: Final = "has more than about 500 members in a row that may be left out: require some"
 Verdict = tuple[str, tuple[str, ...]]
 """Why no answer can have a form (empty if one can), and what of the form is not enforced."""
 
@@ -207,7 +208,7 @@ def _judged(encoded: bytes) -> Verdict:
         form = msgspec.msgpack.decode(encoded, type=StructuredOutputsParams)
         grammar = grammar_of(form)
         matcher = _begun(grammar)
-        reason = reason_of(matcher) or _flaw_inside(form, grammar) or _width_inside(matcher)
+        reason = reason_of(matcher) or _flaw_inside(form, grammar)
         gone = loosened(decoded(form.json))[1] if form.lenient and form.json is not None else []
         gone += left_out(matcher.get_grammar_warnings()) if form.lenient else []
     except (ValueError, RecursionError) as exc:
@@ -229,24 +230,22 @@ def reason_of(matcher: LLMatcher) -> str:
     return NOTHING_FITS if reason.startswith(NO_TEXT) else reason
 
 
-def _width_inside(matcher: LLMatcher) -> str:
-    """Why an object cannot begin: some hundred members that may be left out are beyond a parser's
-    limits, which it finds behind the bracket."""
-    inside = matcher.deep_copy()
-    inside.try_consume_tokens([ord("{")])
-    return TOO_WIDE if reason_of(inside) not in ("", NOTHING_FITS) else ""
-
-
 def _flaw_inside(form: StructuredOutputsParams, grammar: str) -> str:
-    """A part of a form that no text fits: an answer that came there could not go on, or not end."""
-    schemas = [] if form.json is None else [decoded(form.json)]
+    """A part of a form that no text fits, or no parser has room for: an answer that came there
+    could not go on, or not end."""
+    schemas = []
+    if form.json is not None:
+        schemas = [schema_for_llguidance(decoded(form.json), lenient=form.lenient)]
     if form.grammar is not None:
         part = part_without_text(grammar, lambda lark: reason_of(_begun(lark)) != NOTHING_FITS)
         if part is not None:
             return f"no text fits {part}"
         schemas = embedded_schemas(grammar)
     endless = next(filter(None, map(endless_part, schemas)), None)
-    return f"no value fits {endless}, which always contains itself" if endless else ""
+    if endless:
+        return f"no value fits {endless}, which always contains itself"
+    wide = next(filter(None, map(too_wide_part, schemas)), None)
+    return f"the object {wide} {TOO_WIDE}" if wide else ""
 
 
 @functools.cache

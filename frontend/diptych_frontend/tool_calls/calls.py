@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import msgspec
 
 from diptych_frontend.reasoning.splitter import certain_length
-from diptych_protocol import UNREADABLE
+from diptych_protocol import UNREADABLE, InvalidRequestError
 
 MAX_CALL: Final = 256 << 10
 """A text with more characters than this is no call."""
@@ -76,12 +76,16 @@ class Marker:
 
 
 class BetweenMarkers:
-    """A call between a marker at its beginning and one at its end."""
+    """A call, or several, between a marker at the beginning and one at the end."""
 
     def __init__(
-        self, begin: str, end: str, read: Callable[[str], ParsedCall | None], inside: str = ""
+        self,
+        begin: str,
+        end: str,
+        read: Callable[[str], ParsedCall | list[ParsedCall] | None],
+        inside: str = "",
     ) -> None:
-        """read: parses the text between the markers as a call, if it is one.
+        """read: parses the text between the markers as calls, if it is that.
 
         inside: how that text begins.
         """
@@ -96,17 +100,20 @@ class BetweenMarkers:
             return None if len(text) <= MAX_CALL + len(self._end) else Ended(MAX_CALL, None)
         if found > MAX_CALL:
             return Ended(MAX_CALL, None)
-        call = self._read(text[self._begin : found])
-        return Ended(found + len(self._end), None if call is None else [call])
+        return Ended(found + len(self._end), self._calls(text[self._begin : found]))
 
     def unfinished(self, text: str) -> list[ParsedCall] | None:
         """See `OpenCall`."""
         written = text[self._begin :]
         written = written[: certain_length(written, (self._end,))]
-        call = self._read(written)
-        if call is not None:
-            return [call]
+        calls = self._calls(written)
+        if calls is not None:
+            return calls
         return [] if may_begin(written, (self._inside,)) else None
+
+    def _calls(self, written: str) -> list[ParsedCall] | None:
+        read = self._read(written)
+        return [read] if isinstance(read, ParsedCall) else read
 
 
 def may_begin(text: str, beginnings: Iterable[str]) -> bool:
@@ -146,3 +153,11 @@ def call_of(name: str, arguments: str) -> ParsedCall | None:
 def called(call: WrittenCall) -> ParsedCall:
     arguments = call.parameters if call.arguments is None else call.arguments
     return ParsedCall(call.name, msgspec.json.encode(arguments or {}).decode())
+
+
+def json_of(value: object, field: str = "tools") -> str:
+    """Return a part of a request in JSON. Raises `InvalidRequestError`, naming its field."""
+    try:
+        return msgspec.json.encode(value).decode()
+    except RecursionError:
+        raise InvalidRequestError(f"{field}: nested too deeply", param=field) from None

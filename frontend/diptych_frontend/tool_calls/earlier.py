@@ -1,12 +1,17 @@
-"""Rewrites earlier calls and their results into the shapes that chat templates expect."""
+"""Rewrites tools, earlier calls and their results into the shapes that chat templates expect."""
 
 from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable
 from typing import Any, Final
 
+from diptych_frontend.tool_calls.calls import json_of
+
 Message = dict[str, Any]
+Declared = list[dict[str, Any]]
+"""The tools of a request, as templates get them."""
 
 ID_LENGTH: Final = 9
 _SHORT_ID: Final = re.compile(rf"[a-zA-Z0-9]{{{ID_LENGTH}}}")
@@ -14,7 +19,12 @@ _THOUGHTS: Final = ("reasoning_content", "thinking")
 """Both have the same text: templates call it one or the other."""
 
 
-def short_ids(messages: list[Message]) -> list[Message]:
+def as_they_are(messages: list[Message], tools: Declared) -> list[Message]:
+    """Change nothing: most templates take what OpenAI's API has."""
+    return messages
+
+
+def short_ids(messages: list[Message], tools: Declared) -> list[Message]:
     """Replace every id of a call by one of nine letters and digits, as Mistral's templates require.
     Equal ids stay equal."""
     return [_with_short_ids(message) for message in messages]
@@ -37,7 +47,7 @@ def _short_id(call_id: str) -> str:
     return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:ID_LENGTH]
 
 
-def one_call_each(messages: list[Message]) -> list[Message]:
+def one_call_each(messages: list[Message], tools: Declared) -> list[Message]:
     """Split a message with several calls, which the templates of Llama refuse, into one message per
     call, each followed by its result."""
     made: list[Message] = []
@@ -70,10 +80,10 @@ def _parted(message: Message, calls: list[Any], results: list[Message]) -> list[
     return made
 
 
-def one_thought_each(messages: list[Message]) -> list[Message]:
+def one_thought_each(messages: list[Message], tools: Declared) -> list[Message]:
     """Do the same as `one_call_each`, and append the text of a message with a call to its
     reasoning, because the template of gpt-oss has one place for both."""
-    return [_with_one_thought(message) for message in one_call_each(messages)]
+    return [_with_one_thought(message) for message in one_call_each(messages, tools)]
 
 
 def _with_one_thought(message: Message) -> Message:
@@ -82,3 +92,33 @@ def _with_one_thought(message: Message) -> Message:
     if not (message.get("tool_calls") and thought and isinstance(said, str) and said):
         return message
     return {**message, "content": "", **dict.fromkeys(_THOUGHTS, f"{thought}\n{said}")}
+
+
+def tools_of_the_system(messages: list[Message], tools: Declared) -> list[Message]:
+    """Put the functions as JSON into the message of the system, where the template of Phi-4-mini
+    looks for them."""
+    if not tools:
+        return messages
+    system = {"role": "system", "content": ""}
+    if messages[0].get("role") == "system":
+        system, *messages = messages
+    functions = [tool["function"] for tool in tools]
+    return [{**system, "tools": json_of(functions)}, *messages]
+
+
+def calls_in_texts(
+    messages: list[Message], write: Callable[[list[dict[str, Any]]], str]
+) -> list[Message]:
+    """Move calls into the texts of their messages, for templates that show nothing else.
+
+    write: the calls as the model writes them, from their names and arguments.
+    """
+    return [_with_calls_in_text(message, write) for message in messages]
+
+
+def _with_calls_in_text(message: Message, write: Callable[[list[dict[str, Any]]], str]) -> Message:
+    calls = [call["function"] for call in message.get("tool_calls") or []]
+    if not calls or not isinstance(message["content"], str):
+        return message
+    without = {field: value for field, value in message.items() if field != "tool_calls"}
+    return {**without, "content": message["content"] + write(calls)}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
+from diptych_frontend.reasoning.formats import name_of
 from diptych_frontend.tool_calls import (
     deepseek,
     earlier,
@@ -15,6 +16,7 @@ from diptych_frontend.tool_calls import (
     hermes,
     llama,
     mistral,
+    phi,
     pythonic,
     qwen3_coder,
 )
@@ -40,11 +42,24 @@ class ToolCallFormat:
     has_special_markers: bool = False
     """Whether the markers are special tokens, which are usually absent from the text
     of an answer."""
-    prepare: Callable[[Messages], Messages] = list
-    """Converts the messages of a conversation for the templates of these models."""
+    prepare: Callable[[Messages, earlier.Declared], Messages] = earlier.as_they_are
+    """Converts the messages of a conversation, which is not empty, for the templates of these
+    models. Tools: empty where the request has none."""
+    write: Callable[[list[dict[str, Any]]], str] | None = None
+    """Writes calls as these models do, if there are templates that only show texts; from their
+    names and arguments."""
+
+    def prepared(
+        self, messages: Messages, tools: earlier.Declared, template: str | None
+    ) -> Messages:
+        """Return the messages of a conversation as the template wants them."""
+        made = self.prepare(messages, tools)
+        if self.write is None or template is None or "tool_calls" in template:
+            return made
+        return earlier.calls_in_texts(made, self.write)
 
 
-HERMES: Final = ToolCallFormat(hermes.MARKERS, hermes.open_call)
+HERMES: Final = ToolCallFormat(hermes.MARKERS, hermes.open_call, write=hermes.written)
 FORMATS: Final[Mapping[str, ToolCallFormat]] = MappingProxyType(
     {
         "hermes": HERMES,
@@ -61,7 +76,19 @@ FORMATS: Final[Mapping[str, ToolCallFormat]] = MappingProxyType(
             has_special_markers=True,
             prepare=earlier.short_ids,
         ),
-        "granite": ToolCallFormat(mistral.OF_GRANITE, mistral.open_call, has_special_markers=True),
+        "granite": ToolCallFormat(
+            mistral.OF_GRANITE,
+            mistral.open_call,
+            has_special_markers=True,
+            write=mistral.written_by_granite,
+        ),
+        "phi4_mini": ToolCallFormat(
+            phi.MARKERS,
+            phi.open_call,
+            has_special_markers=True,
+            prepare=earlier.tools_of_the_system,
+            write=phi.written,
+        ),
         "deepseek": ToolCallFormat(deepseek.MARKERS, deepseek.open_call),
         "pythonic": ToolCallFormat(pythonic.MARKERS, pythonic.open_call, bare="["),
         "qwen3_coder": ToolCallFormat(qwen3_coder.MARKERS, qwen3_coder.open_call),
@@ -74,6 +101,7 @@ FORMATS: Final[Mapping[str, ToolCallFormat]] = MappingProxyType(
 SIGNS: Final = (
     ("<｜tool▁call▁begin｜>", "deepseek"),
     ("[TOOL_CALLS]", "mistral"),
+    ("<|tool|>", "phi4_mini"),
     ("<|tool_call|>", "granite"),
     ("<function=", "qwen3_coder"),
     ("<tool_call>", "hermes"),
@@ -82,8 +110,9 @@ SIGNS: Final = (
     ("<|python_tag|>", "llama"),
 )
 """Texts that only the chat templates of one kind contain, the surest first."""
-_NAMES_TOOLS: Final = re.compile(r"\btools\b")
-"""The variable by which templates get tools. One that only says the word is not found out."""
+_NAMES_TOOLS: Final = re.compile(r"\b(xml_)?tools\b")
+"""The variable by which templates get tools, or SmolLM3's name for it. A template that only says
+the word is not found out."""
 
 
 def format_of(tool_call_parser: str, reasoning_parser: str, template: str | None) -> str:
@@ -94,7 +123,7 @@ def format_of(tool_call_parser: str, reasoning_parser: str, template: str | None
     """
     if tool_call_parser != "auto":
         return tool_call_parser
-    if reasoning_parser == "harmony":
+    if name_of(reasoning_parser, template) == "harmony":
         return "harmony"
     return next((name for sign, name in SIGNS if sign in (template or "")), "hermes")
 

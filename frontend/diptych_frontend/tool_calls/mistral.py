@@ -5,7 +5,7 @@ of its own."""
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Any, Final
 
 from diptych_frontend.tool_calls.calls import (
     FUNCTION_NAME,
@@ -14,6 +14,7 @@ from diptych_frontend.tool_calls.calls import (
     Tools,
     call_of,
     calls_of_json,
+    json_of,
 )
 from diptych_frontend.tool_calls.json_end import JsonEnd
 
@@ -66,3 +67,7 @@ class MistralCalls:
 def open_call(marker: str, tools: Tools) -> MistralCalls:
     """Return the calls that begin with the marker."""
     return MistralCalls(marker)
+
+
+def written_by_granite(calls: list[dict[str, Any]]) -> str:
+    return f"{OF_GRANITE[0]}{json_of(calls, 'messages')}"

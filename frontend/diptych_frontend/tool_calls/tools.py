@@ -20,6 +20,7 @@ from diptych_frontend.text.structured_outputs import (
     decoded,
     schema_for_llguidance,
 )
+from diptych_frontend.tool_calls.calls import json_of
 from diptych_frontend.tool_calls.hermes import BEGIN, END
 from diptych_protocol import InvalidRequestError, StructuredOutputsParams
 
@@ -81,7 +82,7 @@ def forced_call(
     calls = _several(parallel and not isinstance(choice, NamedTool))
     alternatives = _calls((f.name, _arguments(f, lenient)) for _, f in called)
     return StructuredOutputsParams(
-        grammar=f"start: {calls}\ncall: {_json(BEGIN)} ({alternatives})\n"
+        grammar=f"start: {calls}\ncall: {json_of(BEGIN)} ({alternatives})\n"
     )
 
 
@@ -98,7 +99,7 @@ def free_calls(
     answer = "call* TEXT" if parallel else "call | TEXT"
     return StructuredOutputsParams(
         grammar=f"start: {answer}\ncall: begin ({_free_calls(tools, lenient)})\n"
-        f"begin{BEGINS_LATER}: TEXT {_json(BEGIN)}\nTEXT: /(?s:.*)/\n"
+        f"begin{BEGINS_LATER}: TEXT {json_of(BEGIN)}\nTEXT: /(?s:.*)/\n"
     )
 
 
@@ -112,8 +113,8 @@ def calls_or_form(
     schema = ANY_OBJECT if form.json is None else decoded(form.json)
     schema = _compiled(schema, field, lenient)
     return StructuredOutputsParams(
-        grammar=f"start: {_several(parallel)} | %json {_json(schema)}\n"
-        f"call: {_json(BEGIN)} ({_free_calls(tools, lenient)})\n"
+        grammar=f"start: {_several(parallel)} | %json {json_of(schema)}\n"
+        f"call: {json_of(BEGIN)} ({_free_calls(tools, lenient)})\n"
     )
 
 
@@ -172,9 +173,9 @@ def _calls(called: Iterable[tuple[str, Schema]]) -> str:
 
     called: the names of functions, and what their arguments are compiled from.
     """
-    after = _json(f"}}\n{END}")
+    after = json_of(f"}}\n{END}")
     return "\n    | ".join(
-        _json(f'\n{{"name": "{name}", "arguments": ') + f" %json {_json(schema)} {after}"
+        json_of(f'\n{{"name": "{name}", "arguments": ') + f" %json {json_of(schema)} {after}"
         for name, schema in called
     )
 
@@ -188,10 +189,3 @@ def _compiled(schema: Schema, field: str, lenient: bool) -> Schema:
         return schema_for_llguidance(schema, lenient=lenient)
     except RecursionError:
         raise InvalidRequestError(f"{field}: nested too deeply", param=field) from None
-
-
-def _json(value: object) -> str:
-    try:
-        return msgspec.json.encode(value).decode()
-    except RecursionError:
-        raise InvalidRequestError("tools: nested too deeply", param="tools") from None

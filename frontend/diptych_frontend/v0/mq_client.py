@@ -105,7 +105,7 @@ class MQLLMEngineClient(AsyncLLM):
         self._first_error: BaseException | None = None
         self._core = AdoptedCore(ipc_path, engine_pid)
         super().__init__(engine_config, start_engine_loop=False, core=self._core)
-        self.decoding_config = DecodingConfig.of(engine_config)
+        self.decoding_config = DecodingConfig.of(engine_config, self.renderer.chat_template)
         self._tokenizers = TokenizerGroup(self.renderer)
         self.input_processor = AdapterInputs(self.input_processor, self._tokenizers)
         self.input_preprocessor = self.input_processor

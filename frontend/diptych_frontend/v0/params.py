@@ -10,6 +10,7 @@ import msgspec
 
 import diptych_protocol
 from diptych_frontend.core_client.foreign_options import Foreign, foreign_fields, judge_foreign
+from diptych_frontend.reasoning.formats import name_of
 from diptych_protocol import (
     EngineConfig,
     InvalidRequestError,
@@ -39,8 +40,9 @@ class DecodingConfig:
     """What separates reasoning, which may precede a form; empty for nothing."""
 
     @classmethod
-    def of(cls, config: EngineConfig) -> Self:
-        parser = config.reasoning_parser
+    def of(cls, config: EngineConfig, template: str | None) -> Self:
+        """template: the source of the model's chat template."""
+        parser = name_of(config.reasoning_parser, template)
         return cls(reasoning_backend="" if parser == "none" else parser)
 
 

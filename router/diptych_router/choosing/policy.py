@@ -140,7 +140,8 @@ class Priced:
     def best(self, among: Flags | None = None, pairing: Pairing | None = None) -> int | None:
         """Return the cheapest engine of all or of some; one of them if several are.
 
-        pairing: with an engine of the other pool. Among equal ones, the nearest to it count.
+        pairing: with an engine of the other pool. Among equal ones, the nearest to it count, and
+        of these the router's homes (`RouterShare`).
         """
         total = self._total if pairing is None else self._total + pairing.extra
         if among is not None:
@@ -160,6 +161,9 @@ class Priced:
         if pairing is not None and len(equal) > 1:
             near = pairing.near[equal]
             equal = equal[near == near.min()]
+        if len(equal) > 1:
+            home = self.engines.table.column["home"][equal] > 0
+            equal = equal[home] if home.any() else equal
         if len(equal) == 1:
             return int(equal[0])
         if self.engines.tie is None:

@@ -67,6 +67,7 @@ class EngineLink:
         read_keys: ReadKeys | None,
         row: EngineRow,
         *,
+        router: str = "",
         on_news: Callable[[], None],
         on_outputs: Callable[[EngineLink, EngineCoreOutputs], None],
         on_lost: Callable[[EngineLink, EngineDeadError], None],
@@ -74,6 +75,7 @@ class EngineLink:
     ) -> None:
         """Connect in the background.
 
+        `router`: a name of this router, the same for all engines and like no other router's.
         `on_news`: the engine is up, began to drain, or was paused or resumed. `on_outputs`: what it
         computed for others than `complete`. `on_lost`: every request on it is gone. `on_hang`: it
         hangs; called again and again until it speaks.
@@ -105,6 +107,7 @@ class EngineLink:
         self._on_outputs = on_outputs
         self._on_lost = on_lost
         self._on_hang = on_hang
+        self._router = router
         self._read_keys = read_keys
         self._key: CurveKeys | None = None
         """The key pair that was tried last."""
@@ -308,7 +311,7 @@ class EngineLink:
         self._liveness = Liveness()
         self._refresh_row()
         with contextlib.suppress(NotConnectedError, ClientClosedError):
-            self.client.tell(FOLLOW_HEARTBEAT)
+            self.client.tell(FOLLOW_HEARTBEAT, self._router)
         wait_s = STATS_INTERVAL_S
         while not await self._lost_within(wait_s):
             now = time.monotonic()
@@ -343,15 +346,16 @@ class EngineLink:
         if message.scheduler_stats is not None:
             self._take_stats(message.scheduler_stats, message.requests_received)
         if message.heartbeat is not None:
-            self._take_heartbeat(message.heartbeat)
+            self._take_heartbeat(message.heartbeat, message.requests_received)
             return
         if self._own.by_id:
             others = [output for output in message.outputs if not self._own.take(output)]
             message.outputs = others
         self._on_outputs(self, message)
 
-    def _take_heartbeat(self, heartbeat: Heartbeat) -> None:
+    def _take_heartbeat(self, heartbeat: Heartbeat, num_received: int) -> None:
         now = time.monotonic()
+        self.row.heard(heartbeat, num_received, now)
         if heartbeat.adapters is not None:
             self.row.adapters.tell(heartbeat.adapters, now)
         if self._liveness.beat(heartbeat, now):

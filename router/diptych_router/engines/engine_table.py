@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 
 from diptych_protocol import SchedulerStats
 from diptych_protocol.engine_stats import MAX_MOVES_TOLD, Move
+from diptych_protocol.wire import Heartbeat
 from diptych_router.engines.learned_rates import LearnedRates
 from diptych_router.engines.loaded_adapters import LoadedAdapters
 from diptych_router.engines.pair_rates import PairRates
+from diptych_router.engines.router_share import RouterShare
 
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, Role] = ("prefill", "decode")
@@ -49,10 +51,11 @@ FIELDS: Final = (
     "usable", "silent", "lends", "fingerprint", "block_size", "open_tokens", "given",
     "free_at", "rows", "coming", "free_tokens", "used_tokens",
     "step_s", "prompt_token_s", "row_s", "trip_s", "trip_token_s", "told_steps", "told_trips",
-    "adapter_s", "told_adapters",
+    "adapter_s", "told_adapters", "unheard_s", "home", "others",
 )  # fmt: skip
 """`free_tokens` is infinite for an engine that has not reported its KV memory, so that it never
-seems full; `used_tokens` is at least 1."""
+seems full; `used_tokens` is at least 1. `unheard_s`: seconds of prompts that this router gave it
+and no report includes yet. `home` and `others`: see `RouterShare.homes`."""
 SELDOM: Final = frozenset({"usable", "silent", "lends", "fingerprint", "block_size"})
 """Fields that change only when an engine comes, goes or hangs."""
 
@@ -87,6 +90,7 @@ class EngineTable:
         """[engines] Numbers that all routers know these engines by."""
         self._prompt_s = 0.0
         self._prompt_s_at = 0.0
+        self.share = RouterShare()
         self._set_columns(np.zeros((len(FIELDS), 0)))
 
     def __len__(self) -> int:
@@ -125,6 +129,7 @@ class EngineTable:
         row["given"], row["block_size"] = most, 1.0
         row["free_tokens"], row["used_tokens"] = math.inf, 1.0
         self.share_rates()
+        self._find_homes()
         return row
 
     def remove(self, row: EngineRow) -> None:
@@ -136,6 +141,25 @@ class EngineTable:
         self.rows = [other for other in self.rows if other is not row]
         for at, other in enumerate(self.rows):
             other.at = at
+        self._find_homes()
+
+    def heard(self, heartbeat: Heartbeat) -> None:
+        """An engine has said how many routers there are."""
+        if self.share.told(heartbeat):
+            self._find_homes()
+
+    def _find_homes(self) -> None:
+        self.column["home"][:], self.column["others"][:] = self.share.homes(self.identities)
+
+    def given_by_others(self) -> Floats | float:
+        """[engines] Seconds of prompts that the other routers have probably given to engines, and
+        no report includes yet: as many as this router gave to its own."""
+        of_another = self.share.of_another
+        if not of_another:
+            return 0.0
+        home, unheard = self.column["home"], self.column["unheard_s"]
+        given: Floats = float(home @ unheard) / home.sum() * of_another * self.column["others"]
+        return given
 
     def preferred(self, among: NDArray[np.intp], tie: int) -> int:
         """Return the one of some engines that a number prefers. Different numbers prefer different
@@ -240,6 +264,8 @@ class EngineRow:
         """Requests sent over this connection."""
         self._unheard: deque[_Unheard] = deque(maxlen=MOST_UNHEARD)
         """Requests given to it that no report has counted yet."""
+        self._num_received = self._num_of_all = 0
+        """Requests that the engine had from this router, and from all, by its last word."""
         self.num_planned = 0
         """Requests that are to decode here, once another engine has computed their prompts."""
 
@@ -279,6 +305,7 @@ class EngineRow:
         seconds = tokens * float(columns[_PROMPT_TOKEN, at])
         self._unheard.append(_Unheard(self.num_sent + 1, seconds, now, tokens, tenant))
         columns[_FREE_AT, at] = max(float(columns[_FREE_AT, at]), now) + seconds
+        columns[_UNHEARD, at] += seconds
         columns[_COMING, at] = self.num_planned + len(self._unheard)
 
     def sent(self, now: float) -> None:
@@ -293,8 +320,9 @@ class EngineRow:
         """Record that another process answers there, whose totals begin at zero."""
         self._last = None
         self._last_move = 0
-        self.num_sent = 0
+        self.num_sent = self._num_received = self._num_of_all = 0
         self._unheard.clear()
+        self["unheard_s"] = 0.0
         self.adapters = LoadedAdapters()
 
     def report(self, stats: SchedulerStats, num_received: int, now: float) -> None:
@@ -307,7 +335,7 @@ class EngineRow:
         columns = self._table.columns
         size = float(columns[_BLOCK_SIZE, self.at])
         queued_s = stats.queued_prompt_tokens * float(columns[_PROMPT_TOKEN, self.at])
-        unheard_s = sum(request.seconds for request in self._unheard)
+        unheard_s = columns[_UNHEARD, self.at] = sum(request.seconds for request in self._unheard)
         rows = stats.num_running + stats.num_waiting + stats.num_waiting_for_remote_kv
         free = stats.blocks_free * size if stats.blocks_total else math.inf
         used = max(1.0, (stats.blocks_total - stats.blocks_free) * size)
@@ -320,6 +348,15 @@ class EngineRow:
         if pairs is not None and stats.kv_transfer is not None:
             moves = self._new_moves(stats.kv_transfer.newest_moves)
             pairs.saw(self.at, moves, size, self._table.trips, now)
+
+    def heard(self, heartbeat: Heartbeat, num_received: int, now: float) -> None:
+        """Take over what it says of other routers, with how many requests of this one it has
+        received."""
+        self._table.heard(heartbeat)
+        if heartbeat.requests:
+            own, of_all = num_received - self._num_received, heartbeat.requests - self._num_of_all
+            self._table.share.received(own, of_all - own, now)
+            self._num_received, self._num_of_all = num_received, heartbeat.requests
 
     def _new_moves(self, told: list[Move]) -> list[Move]:
         """Those that were not told before."""
@@ -379,6 +416,7 @@ _BLOCK_SIZE: Final = _PLACE_OF["block_size"]
 _PROMPT_TOKEN: Final = _PLACE_OF["prompt_token_s"]
 _FREE_AT: Final = _PLACE_OF["free_at"]
 _COMING: Final = _PLACE_OF["coming"]
+_UNHEARD: Final = _PLACE_OF["unheard_s"]
 _OPEN_TOKENS: Final = _PLACE_OF["open_tokens"]
 _REPORTED: Final = [
     _PLACE_OF[name] for name in ("free_at", "rows", "coming", "free_tokens", "used_tokens")

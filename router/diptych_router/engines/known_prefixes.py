@@ -69,6 +69,7 @@ Lengths = NDArray[np.int32]
 MAX_BLOCKS: Final = 10_000_000
 """Beyond this, further reports are ignored: see `PrefixIndex.is_full`."""
 MAX_EXPECTED_BLOCKS: Final = 500_000
+EXPECTED_BYTES: Final = MAX_EXPECTED_BLOCKS * PREFIX_KEY_BYTES
 """The same limit for what was sent to engines in one interval."""
 NOBODY: Final[list[Run]] = [(0, 0)]
 Leading = tuple[int, int]
@@ -246,6 +247,8 @@ class KnownPrefixes:
         believed until it reports everything again.
         """
         follower = self._follower(engine)
+        for prompt in changes.expected:
+            self.index.expect(1 << follower.place, np.unique(_keys(prompt[:EXPECTED_BYTES])))
         if changes.whole:
             self._clear(follower)
             is_next = True

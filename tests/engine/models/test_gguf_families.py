@@ -12,7 +12,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from model_kit.families import SIZES, published
-from model_kit.family_gguf import save_family_gguf
+from model_kit.family_gguf import k_quants, save_family_gguf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -40,6 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3": {},
 }
 """What a file does not say is as llama.cpp has it for the architecture."""
+RULES_OF_ROPE = ("phi3 long rope", "phi3 short rope")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -53,6 +54,34 @@ def test_logits_equal_transformers(
         expected = model(token_ids[None]).logits[0]
     actual = lone_sequence(source, 96).logits_in_chunks(token_ids.tolist(), [40, 29, 1])
     torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
+
+
+OF_WHOLE_BLOCKS: dict[str, Any] = {
+    "hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 4,
+    "initializer_range": 0.1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in RULES_OF_ROPE])
+def test_k_quants_of_each_family(
+    name: str, tmp_path: Path, lone_sequence: Callable[..., Any]
+) -> None:
+    """The mixture of types of Q4_K_M, as it is and in tiles."""
+    sizes = OF_WHOLE_BLOCKS | ({"query_pre_attn_scalar": 64} if "gemma" in name else {})
+    model = published(name, tmp_path / "published", CASES[name] | sizes)
+    blocks = k_quants(model)
+    source = resolve_model(save_family_gguf(tmp_path / "model.gguf", model, blocks=blocks))
+    token_ids = torch.randint(0, SIZES["vocab_size"], (40,))
+    with torch.inference_mode():
+        expected = model(token_ids[None]).logits[0]
+    plain = lone_sequence(source, 48)
+    actual = plain.logits_in_chunks(token_ids.tolist(), [25, 14, 1])
+    torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
+    packed = lone_sequence(source, 48, packs=True).model
+    for (own, values), (_, other) in zip(
+        packed.named_parameters(), plain.model.named_parameters(), strict=True
+    ):
+        torch.testing.assert_close(values, other, atol=2e-3, rtol=2e-3, msg=own)
 
 
 def rounded_experts(model: Any) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ import torch
 import transformers
 from model_kit.families import CONFIGS, SIZES, config_of, published
 
+from diptych_engine.models import build_model, load_weights
 from diptych_frontend.model_files.families import FAMILIES
 from diptych_frontend.model_files.model_config import config_from_hf
 from diptych_frontend.model_files.model_source import resolve_model
@@ -103,6 +104,28 @@ def test_norms_in_16_bits_lose_nothing_in_float32(
         expected = model(torch.arange(40)[None]).logits[0]
     actual = lone_sequence(resolve_model(str(tmp_path)), 48).logits(list(range(40)))
     torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "granite"])
+def test_embeddings_in_bfloat16_are_scaled_as_transformers_does(
+    name: str, tmp_path: Path, lone_sequence: Callable[..., Any]
+) -> None:
+    """Gemma's factor is rounded too. The layers add nothing here."""
+    model = published(name, tmp_path, {"num_hidden_layers": 1}).bfloat16()
+    source, token_ids = resolve_model(str(tmp_path)), torch.arange(40)
+    with torch.inference_mode():
+        expected = model.model(token_ids[None], output_hidden_states=True).hidden_states[0][0]
+    sequence = lone_sequence(source, 48)
+    own = build_model(source.config, 48, torch.bfloat16, torch.device("cpu"))
+    load_weights(own.slots, source)
+    for linear in (each.linear for each in own.packables if "layers" in each.published[0]):
+        linear.weight.zero_()
+    own.logits = lambda hidden: hidden
+    sequence.model, sequence.cache = own, sequence.cache.bfloat16()
+    actual = sequence.logits(token_ids.tolist()).float() * source.config.residual_scale
+    torch.testing.assert_close(
+        actual, expected.float(), atol=0, rtol=0.0 if "gemma" in name else 0.01
+    )
 
 
 def test_weights_in_shards(tmp_path: Path, lone_sequence: Callable[..., Any]) -> None:

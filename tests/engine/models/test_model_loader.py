@@ -94,12 +94,18 @@ def test_a_repeated_tied_head_and_old_constants_are_passed_over(
         pytest.param("model.layers.0.mlp.up_proj.bias", torch.zeros(64), "no place", id="extra"),
     ],
 )
-def test_unusable_tensors_are_named(
-    folder: Path, tmp_path: Path, name: str, tensor: torch.Tensor | None, complaint: str
+def test_unusable_tensors_are_named_before_anything_is_allocated(
+    folder: Path,
+    tmp_path: Path,
+    name: str,
+    tensor: torch.Tensor | None,
+    complaint: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source = altered(folder, tmp_path, **{name: tensor})
+    monkeypatch.delattr("diptych_engine.execution.runner.build_model")
     with pytest.raises(InvalidRequestError, match=f"tensor {name}.*{complaint}"):
-        loaded(source)
+        make_core(source.uri)
 
 
 def test_a_damaged_file_is_named(folder: Path, tmp_path: Path) -> None:
@@ -184,15 +190,19 @@ def write_gguf(path: Path, architecture: str, tensors: dict[str, torch.Tensor]) 
     writer.close()
 
 
+@pytest.mark.parametrize("name", ["model.gguf", "model.safetensors"])
 def test_a_file_that_ends_too_early_is_refused_before_anything_is_allocated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By its tensor and the byte; what allocates is out of reach."""
-    path = Path(save_gguf(tmp_path / "model.gguf"))
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / name
+    if name == "model.gguf":
+        save_gguf(path)
     size = path.stat().st_size
     os.truncate(path, size - 100)
     monkeypatch.delattr("diptych_engine.execution.runner.build_model")
     with pytest.raises(
         InvalidRequestError, match=rf"tensor \S+ ends .* byte {size} of {size - 100}"
     ):
-        make_core(str(path), weight_packing="none")
+        make_core(str(path if name == "model.gguf" else tmp_path), weight_packing="none")

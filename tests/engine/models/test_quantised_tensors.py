@@ -14,6 +14,7 @@ from engine_kit import foreign_device
 from engine_kit.control import Owner
 from engine_kit.core import core_request, run
 from engine_kit.weights import model_of
+from model_kit.families import published
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -306,6 +307,83 @@ def test_matrices_that_a_family_stores_as_one_are_separate_here(name: str, tmp_p
         assert torch.equal(packed, other)
     if is_available() and is_available(torch.float8_e4m3fn):
         assert kinds(model) == {kind}
+
+
+FAMILY_SIZES: Json = {
+    "hidden_size": 128, "intermediate_size": 256, "head_dim": 32,
+    "num_attention_heads": 4, "moe_intermediate_size": 64, "shared_intermediate_size": 256,
+}  # fmt: skip
+"""Sizes that fill tiles."""
+
+
+def quantised_family(family: str, folder: Path, name: str) -> Any:
+    """Quantise the matrices of a family's layers, each expert by itself; transformers' model with
+    the same values."""
+    config, scheme, _ = FORMATS[name]
+    model = published(family, folder, FAMILY_SIZES)
+    generator, stored = torch.Generator().manual_seed(1), load_file(folder / "model.safetensors")
+    own = dict(model.named_parameters())
+
+    def replace(module: str, target: Tensor) -> None:
+        tensors, values = scheme(*target.shape, generator)
+        target.copy_(values)
+        stored.update({f"{module}.{end}": each.contiguous() for end, each in tensors.items()})
+
+    with torch.no_grad():
+        for full, parameter in own.items():
+            module, _, end = full.rpartition(".")
+            if ".layers." not in full or parameter.dim() < 2 or module.endswith("mlp.gate"):
+                continue
+            if parameter.dim() == 2:
+                del stored[full]
+                replace(module, parameter)
+                continue
+            for number, expert in enumerate(parameter):
+                parts = expert.chunk(2) if end == "gate_up_proj" else (expert,)
+                names = ("gate_proj", "up_proj") if end == "gate_up_proj" else (end,)
+                for part, rows in zip(names, parts, strict=True):
+                    stored.pop(f"{module}.{number}.{part}.weight", None)
+                    replace(f"{module}.{number}.{part}", rows)
+    save_file(stored, folder / "model.safetensors")
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(described | {"quantization_config": config}))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("mistral", "awq"),
+        ("qwen2", "gptq-4"),
+        ("qwen3", "fp8-blocks"),
+        ("qwen3", "awq"),
+        ("qwen3_moe", "fp8-blocks"),
+        ("qwen3_moe", "gptq-4"),
+        ("smollm3", "int4"),
+        ("granite", "float-quantized"),
+        ("granitemoehybrid", "int8"),
+        ("gemma2", "gptq-4-zeros"),
+        ("gemma3_text", "int4-zeros"),
+    ],
+)
+def test_each_family_is_read_as_it_is_quantised(
+    family: str, name: str, tmp_path: Path, lone_sequence: Callable[..., Any]
+) -> None:
+    model, token_ids = quantised_family(family, tmp_path, name), torch.arange(40)
+    with torch.inference_mode():
+        expected = model(token_ids[None]).logits[0]
+    source = resolve_model(str(tmp_path))
+    plain = lone_sequence(source, 48)
+    actual = plain.logits_in_chunks(token_ids.tolist(), [25, 14, 1])
+    assert expected.std() > 0.5  # else the tolerance would prove nothing
+    torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
+    packed = lone_sequence(source, 48, packs=True).model
+    for (own, values), (_, other) in zip(
+        packed.named_parameters(), plain.model.named_parameters(), strict=True
+    ):
+        assert torch.equal(values, other), own
+    if is_available() and is_available(torch.float8_e4m3fn):
+        assert kinds(packed) == {FORMATS[name][2]}
 
 
 def test_matrices_that_are_left_out_stay_as_they_are(tmp_path: Path) -> None:

@@ -88,6 +88,18 @@ def test_the_number_of_followers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     assert [timer.follow(x) for x in (b"a", b"b", b"c", b"a")] == [True, True, False, True]
 
 
+def test_followers_are_told_apart_by_their_names() -> None:
+    timer = HeartbeatTimer()
+    for client, name in ((b"1", "c"), (b"2", "a"), (b"3", "b")):
+        timer.follow(client, name)
+    assert list(timer.followers) == [b"2", b"3", b"1"]
+    timer.follow(b"2", "z" * 1000)
+    timer.forget(b"3")
+    timer.forget(b"3")
+    assert list(timer.followers) == [b"1", b"2"]
+    assert len(timer.followers[b"2"]) < 100
+
+
 # --- a real core ----------------------------------------------------------------------------------
 
 
@@ -100,9 +112,10 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.
     assert process.wait(PATIENCE_S) == 0
 
 
-def following(path: str) -> Client:
+def following(path: str, *name: str) -> Client:
     client = Client(path)
-    client.send(UTILITY, msgspec.msgpack.encode(UtilityCall(0, -1, FOLLOW_HEARTBEAT, [])))
+    call = UtilityCall(0, -1, FOLLOW_HEARTBEAT, [*name])
+    client.send(UTILITY, msgspec.msgpack.encode(call))
     return client
 
 
@@ -124,6 +137,24 @@ def test_an_idle_core_beats_with_its_statistics(core: tuple[subprocess.Popen[byt
         assert beat_of(message).within_s == WITHIN_S
         assert message.scheduler_stats is not None
     client.socket.close()
+
+
+def test_a_core_tells_each_router_which_one_it_is_and_what_all_have_sent(
+    core: tuple[subprocess.Popen[bytes], str],
+) -> None:
+    clients = [following(core[1], name) for name in ("b", "c", "a")]
+    for client in clients[:2]:
+        client.send(ADD, msgspec.msgpack.encode(request("r" + str(clients.index(client)))))
+    for client, number, own in zip(clients, (1, 2, 0), (1, 1, 0), strict=True):
+        while (message := next_beat(client)).heartbeat is not None:
+            beat = beat_of(message)
+            if beat.followers >= 3 and beat.requests >= 2:
+                break
+        # Clients of earlier tests, which have no name, come first until they are found gone.
+        assert beat.follower == number + beat.followers - 3
+        assert message.requests_received == own
+    for client in clients:
+        client.socket.close()
 
 
 def test_a_stopped_core_misses_its_heartbeat_and_goes_on(

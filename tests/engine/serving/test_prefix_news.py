@@ -145,6 +145,26 @@ def test_a_client_is_told_over_its_socket_also_of_what_others_computed(endpoint:
         client.socket.close()
 
 
+def test_other_routers_hear_of_a_prompt_before_it_is_computed(endpoint: str) -> None:
+    clients = [Client(endpoint) for _ in range(2)]
+    followers = [Follower() for _ in clients]
+    for client, follower in zip(clients, followers, strict=True):
+        follow(client)
+        follower.take(news_from(client))
+    clients[0].send(ADD, msgspec.msgpack.encode(request("e", [13] * 40)))
+    for client, follower in zip(clients, followers, strict=True):
+        while not (news := news_from(client)).expected:
+            follower.take(news)
+        [names] = map(keys_of, news.expected)
+        assert len(names) == 2
+        assert not follower.held & set(names)
+        while not follower.held >= set(names):
+            follower.take(news)
+            news = news_from(client) if not follower.held >= set(names) else news
+    for client in clients:
+        client.socket.close()
+
+
 def test_who_follows_twice_is_told_everything_twice_and_each_change_once(endpoint: str) -> None:
     client, follower = Client(endpoint), Follower()
     for _ in range(2):

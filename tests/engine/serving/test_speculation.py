@@ -50,8 +50,13 @@ def pair(*args: Any, **options: Any) -> tuple[EngineCore, EngineCore]:
     plain, guessing = make_core(*args, **options), make_core(
         *args, speculative_config=EAGER, **options
     )  # fmt: skip
-    guessing.scheduler.spare_rows = 1000.0
+    guess_always(guessing)
     return plain, guessing
+
+
+def guess_always(core: EngineCore) -> None:
+    """However long it takes."""
+    core.scheduler.spare_rows, core.scheduler.stakes = 1000.0, None
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +214,7 @@ def test_answers_are_the_same_across_a_hand_off_a_move_and_n_answers(
     ]
     with engines(model, alone={}, p=options, d0=options, d1=options) as made:
         for engine in made[1:]:
-            engine.core.scheduler.spare_rows = 1000.0
+            guess_always(engine.core)
         router = LocalRouter(None, prefill=made[1:2], decode=made[2:], move_after=move_after)
         answers = [
             [{a.index: a.token_ids for o in outputs for a in o.outputs} for outputs in each]
@@ -229,7 +234,7 @@ def test_a_stop_string_ends_an_answer_between_its_guesses(
     tokenizer = load_tokenizer(resolve_model(model))
     guessing = {"num_blocks": 128, "speculative_config": EAGER}
     with engines(model, alone={"num_blocks": 128}, guessing=guessing) as made:
-        made[1].core.scheduler.spare_rows = 1000.0
+        guess_always(made[1].core)
         routers = [LocalRouter(tokenizer, decode=[engine]) for engine in made]
         whole = request("w", PROMPT, ignore_eos=True, max_tokens=60)
         text = routers[0].run(whole)[0][-1].outputs[0].text

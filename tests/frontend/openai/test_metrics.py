@@ -9,12 +9,12 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from diptych_frontend.observability.metrics import ServerMetrics
+from diptych_frontend.observability.metrics import RequestProgress, ServerMetrics
 from diptych_frontend.openai.completions import CompletionApi
 from diptych_frontend.openai.exchange import EXCHANGE_KEY, Exchange
 from diptych_frontend.openai.generation import GenerationRoute
 from diptych_frontend.openai.request_workers import RequestWorkers
-from diptych_protocol import KVTransferStats, SchedulerStats
+from diptych_protocol import CompletionOutput, KVTransferStats, RequestOutput, SchedulerStats
 
 
 def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -24,6 +24,19 @@ def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
         for family in text_string_to_metric_families(text)
         for s in family.samples
     }
+
+
+def test_tokens_that_come_together_share_the_time_since_those_before() -> None:
+    """As guessed ones do; each would else count as quick as a whole step, or not at all."""
+    metrics = ServerMetrics("m")
+    with RequestProgress(metrics, 3, "") as progress:
+        for token_ids in ([1], [2, 3, 4, 5], [6]):
+            answer = CompletionOutput(0, "", token_ids)
+            progress.saw(RequestOutput("r", None, [], [answer], finished=False))
+    found = samples(metrics.exposition("")[0].decode())
+    assert found["diptych:inter_token_latency_seconds_count", ()] == 5
+    total = found["diptych:e2e_request_latency_seconds_sum", ()]
+    assert 0 < found["diptych:inter_token_latency_seconds_sum", ()] <= total
 
 
 async def test_requests_are_counted_and_timed(http: httpx.AsyncClient, engine: Any) -> None:

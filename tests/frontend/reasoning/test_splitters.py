@@ -137,7 +137,7 @@ def test_contract_C05_only_the_end_of_a_prompt_says_where_an_output_begins(
 
 
 def test_the_setting_names_the_formats() -> None:
-    for name in ("none", *FORMATS):
+    for name in ("auto", "none", *FORMATS):
         EngineConfig("dummy://", reasoning_parser=name).check()  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequestError, match="none, think or harmony"):
+    with pytest.raises(InvalidRequestError, match="auto, none, think or harmony"):
         EngineConfig("dummy://", reasoning_parser="other").check()  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from diptych_frontend.tool_calls.formats import FORMATS
 from diptych_protocol import InvalidRequestError
 
 ARGUMENTS = '{"city": "Zürich", "days": 2}'
+COMPACT = ARGUMENTS.replace(": ", ":").replace(", ", ",")
 
 
 def call(call_id: str, name: str = "f") -> dict[str, Any]:
@@ -52,6 +53,14 @@ LLAMA = """
   {%- elif m.role == 'tool' or m.role == 'ipython' %}
     {{- ' ipython:' + m.content + ' ' }}
   {%- endif %}
+{%- endfor %}"""
+PHI = """
+{%- for m in messages %}
+  {{- '<|' + m['role'] + '|>' + m['content'] }}
+  {%- if m['role'] == 'system' and 'tools' in m %}
+    {{- '<|tool|>' + m['tools'] + '<|/tool|>' }}
+  {%- endif %}
+  {{- '<|end|>' }}
 {%- endfor %}"""
 DEEPSEEK_V3 = """
 {%- for m in messages %}
@@ -102,6 +111,22 @@ HARMONY = """
             f'assistant:{{"name": "f", "parameters": {ARGUMENTS}}} ipython:sun '
             f'assistant:{{"name": "g", "parameters": {ARGUMENTS}}} ipython:rain ',
         ),
+        (
+            "phi4_mini", PHI,
+            [USER, called(call("a"), call("b", "g"), content="So. "), result("a")],
+            f'<|user|>hi<|end|><|assistant|>So. <|tool_call|>[{{"name":"f","arguments":{COMPACT}}},'
+            f'{{"name":"g","arguments":{COMPACT}}}]<|/tool_call|><|end|><|tool|>sun<|end|>',
+        ),
+        (
+            "hermes", PHI, [called(call("a"), content="So."), result("a")],
+            f'<|assistant|>So.<tool_call>\n{{"name":"f","arguments":{COMPACT}}}\n</tool_call><|end|>'
+            '<|tool|>sun<|end|>',
+        ),
+        (
+            "granite", PHI, [called(call("a")), result("a")],
+            f'<|assistant|><|tool_call|>[{{"name":"f","arguments":{COMPACT}}}]<|end|>'
+            '<|tool|>sun<|end|>',
+        ),
         ("deepseek", DEEPSEEK_V3, [called(call("a"))],
          f"function<sep>f\n```json\n{ARGUMENTS}\n```"),
         ("deepseek", DEEPSEEK_V31, [called(call("a"))], f"f<sep>{ARGUMENTS}"),
@@ -123,8 +148,19 @@ def test_contract_C05_a_template_finds_earlier_calls_as_it_wants_them(
     name: str, source: str, messages: list[Any], prompt: str
 ) -> None:
     template = ChatTemplate(source, "", "")
-    prepared = FORMATS[name].prepare(messages)
+    prepared = FORMATS[name].prepared(messages, [], source)
     assert template.render(prepared, add_generation_prompt=True) == prompt
+
+
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]])
+def test_contract_C05_phi_learns_of_tools_in_the_message_of_the_system(system: list[Any]) -> None:
+    declared = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    prepared = FORMATS["phi4_mini"].prepare([*system, USER], declared)
+    prompt = ChatTemplate(PHI, "", "").render(prepared, add_generation_prompt=True, tools=declared)
+    said = "Be brief." if system else ""
+    functions = '[{"name":"f","parameters":{"type":"object"}}]'
+    assert prompt == f"<|system|>{said}<|tool|>{functions}<|/tool|><|end|><|user|>hi<|end|>"
+    assert FORMATS["phi4_mini"].prepare([*system, USER], []) == [*system, USER]
 
 
 def test_the_templates_of_this_test_refuse_what_is_not_prepared() -> None:
@@ -135,28 +171,31 @@ def test_the_templates_of_this_test_refuse_what_is_not_prepared() -> None:
 
 def test_ids_become_short_the_same_way_each_time() -> None:
     messages = [called(call("call_1"), call("abcdefgh9")), result("call_1"), result("abcdefgh9")]
-    first, *results = short_ids(messages)
+    first, *results = short_ids(messages, [])
     ids = [made["id"] for made in first["tool_calls"]]
     assert ids == [message["tool_call_id"] for message in results]
     assert ids[1] == "abcdefgh9"
     assert ids[0].isalnum()
     assert len(ids[0]) == 9
-    assert short_ids(messages) == [first, *results]
+    assert short_ids(messages, []) == [first, *results]
     assert messages[1]["tool_call_id"] == "call_1"
 
 
 def test_calls_are_parted_with_what_came_of_them_and_nothing_is_lost() -> None:
     several = called(call("a"), call("b"), content="so", thinking="hm")
     messages = [several, result("b"), result("x"), result("a"), USER, called(call("c"))]
-    assert one_call_each(messages) == [
+    assert one_call_each(messages, []) == [
         called(call("a"), content="so", thinking="hm"), result("a"),
         called(call("b")), result("b"), result("x"), USER, called(call("c")),
     ]  # fmt: skip
-    assert one_call_each([USER]) == [USER]
-    assert one_call_each([called(call("a"), call("b"))]) == [called(call("a")), called(call("b"))]
+    assert one_call_each([USER], []) == [USER]
+    assert one_call_each([called(call("a"), call("b"))], []) == [
+        called(call("a")),
+        called(call("b")),
+    ]
 
 
 def test_thoughts_and_words_join_only_beside_a_call() -> None:
     plain = {"role": "assistant", "content": "so", "thinking": "hm"}
     silent = called(call("a"), thinking="hm")
-    assert one_thought_each([plain, silent]) == [plain, silent]
+    assert one_thought_each([plain, silent], []) == [plain, silent]

@@ -39,6 +39,8 @@ LLAMA_G = '{"name": "g", "parameters": {}}'
 
 LIST = '[TOOL_CALLS] [{"name": "f", "arguments": {"x": "<b>"}, "id": "abcdefghi"}]'
 GRANITE = '<|tool_call|>[{"name": "f", "arguments": {"x": "<b>"}}]'
+GRANITE_G = '<|tool_call|>[{"name": "g", "arguments": {}}]'
+PHI = f"{GRANITE}<|/tool_call|>"
 NAMED = '[TOOL_CALLS]f[ARGS]{"x": "<b>"}'
 
 V3 = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"x": "<b>"}\n```<｜tool▁call▁end｜>'
@@ -122,6 +124,11 @@ CASES: list[tuple[str, str, str, list[ParsedCall]]] = [
     ("granite", GRANITE.replace("|", ""), "", [F]),
     ("granite", "<|tool_call|> none", "<|tool_call|> none", []),
     ("granite", GRANITE[:-1], GRANITE[:-1], []),
+    ("phi4_mini", PHI, "", [F]),
+    ("phi4_mini", f'So. {GRANITE[:-1]}, {{"name": "g"}}]<|/tool_call|> then', "So. then", [F, G]),
+    ("phi4_mini", GRANITE, "", [F]),
+    ("phi4_mini", "<|tool_call|> none", "<|tool_call|> none", []),
+    ("phi4_mini", PHI.replace("{", "("), PHI.replace("{", "("), []),
     ("deepseek", f"{ALL}{V3}{END}", "", [F]),
     ("deepseek", f"{ALL}{V3}\n{V3}{END}", "", [F, F]),
     ("deepseek", f"First.{ALL}{V31}{V31_G}{END}", "First.", [F, G]),
@@ -217,6 +224,7 @@ CUT = {
     "mistral": f"So.\n{NAMED}[TOOL_CALLS]g{{}}",
     "mistral, in a list": f'So.\n{LIST[:-1]}, {{"name": "g", "arguments": {{}}}}]',
     "granite": f'So.\n{GRANITE[:-1]}, {{"name": "g", "arguments": {{}}}}]',
+    "phi4_mini": f"So.\n{PHI}{PHI.replace(GRANITE, GRANITE_G)}",
     "deepseek": f"So.\n{ALL}{V31}\n{V31_G}{END}",
     "deepseek, in a fence": f"So.\n{ALL}{V3}\n{V31_G}{END}",
     "pythonic": "So.\n[f(x='<b>'), g()]",
@@ -264,6 +272,7 @@ PARTS: dict[str, list[str]] = {
     "llama": [LLAMA, LLAMA_G, "<|python_tag|>", ";", "{", "}", '"', "\\", "["],
     "mistral": [LIST, NAMED, "[TOOL_CALLS]", "[ARGS]", "f", "[", "]", "{", "}", '"', "\\"],
     "granite": [GRANITE, *OF_GRANITE, "f", "[", "]", "{", "}", '"', "\\"],
+    "phi4_mini": [PHI, GRANITE, "<|/tool_call|>", "f", "[", "]", "{", "}", '"', "\\"],
     "deepseek": [ALL, END, V3, V31, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "{}"],
     "pythonic": [PYTHON, PYTHON_VALUES, START, PYTHON_END, "[", "]", "(", ")", "'", '"', "\\", ","],
     "qwen3_coder": [XML, XML_G, "<tool_call>", "</tool_call>", "<function=f>", "</function>"],
@@ -289,6 +298,7 @@ BEGINNINGS: dict[str, tuple[str, str]] = {
     "llama": ('{"name": "f", "parameters": {"x": ', "}}"),
     "mistral": ('[TOOL_CALLS]f[ARGS]{"x": ', "}"),
     "granite": ('<|tool_call|>[{"name": "f", "arguments": {"x": ', "}}]"),
+    "phi4_mini": ('<|tool_call|>[{"name": "f", "arguments": {"x": ', "}}]<|/tool_call|>"),
     "deepseek": ('<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": ', "}<｜tool▁call▁end｜>"),
     "pythonic": ("[f(x=", ")]"),
     "qwen3_coder": (
@@ -334,6 +344,7 @@ def test_contract_C05_a_call_without_end_does_not_hold_the_answer_back(name: str
         ("llama", f"{LLAMA};{LLAMA_G}"),
         ("mistral", f"{NAMED}{LIST}"),
         ("granite", f"{GRANITE}{GRANITE}"),
+        ("phi4_mini", f"{PHI}{PHI}"),
         ("deepseek", f"{ALL}{V31}{V31_G}{END}"),
         ("pythonic", "[f(x='<b>'), g()]"),
         ("qwen3_coder", XML + XML_G),
@@ -353,6 +364,9 @@ def test_contract_C05_without_parallel_calls_the_first_counts(name: str, answer:
         ("auto", "none", "<tool_call><function=", "qwen3_coder"),
         ("auto", "none", "[TOOL_CALLS] [", "mistral"),
         ("auto", "none", "<|tool_call|> <tool_call>", "granite"),
+        ("auto", "none", "<|tool|><|tool_call|>", "phi4_mini"),
+        ("auto", "auto", "<|channel|>analysis", "harmony"),
+        ("auto", "none", "<|channel|>analysis", "hermes"),
         ("auto", "think", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "deepseek"),
         ("auto", "none", "<|start_header_id|>ipython<|end_header_id|>", "llama"),
         # Hermes 3 on Llama's tokens

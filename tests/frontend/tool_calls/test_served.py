@@ -23,6 +23,7 @@ ANSWERS = {
     "llama": f'So.\n{{"name": "f", "parameters": {WRITTEN}}}',
     "mistral": f"So. [TOOL_CALLS]f[ARGS]{WRITTEN}",
     "granite": f'So. <|tool_call|>[{{"name": "f", "arguments": {WRITTEN}}}]',
+    "phi4_mini": f'So. <|tool_call|>[{{"name": "f", "arguments": {WRITTEN}}}]<|/tool_call|>',
     "deepseek": "So. <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n"
     f"```json\n{WRITTEN}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "pythonic": "So.\n[f(x='<b>', n=[1, {'a': None}])]",
@@ -31,6 +32,27 @@ ANSWERS = {
     "harmony": "<|channel|>final<|message|>So. <|end|><|start|>assistant"
     f"<|channel|>commentary to=functions.f json<|message|>{WRITTEN}<|call|>",
 }
+TEXTS_ONLY = ("granite", "phi4_mini")
+"""Their templates show no earlier calls."""
+THOUGHT = f"<think>\nhm\n</think>\n\n{ANSWERS['hermes']}"
+UNASKED = {
+    # family: its template as far as it tells formats, an answer, and whether that reasons
+    "Qwen 3": ("{% if tools %}<tool_call>{% endif %}{{ c.split('</think>')[-1] }}", THOUGHT, True),
+    "SmolLM3": ("{% if xml_tools %}<tool_call>{% endif %}<think></think>", THOUGHT, True),
+    "DeepSeek R1": (
+        "{{ tools }}<｜tool▁call▁begin｜>{{ c.split('</think>')[-1] }}<｜Assistant｜><think>\n",
+        f"<think>\nhm\n</think>\n\n{ANSWERS['deepseek']}", True,
+    ),
+    "gpt-oss": (
+        "{{ tools }}<|start|>assistant<|channel|>analysis<|message|>",
+        f"<|channel|>analysis<|message|>hm<|end|><|start|>assistant{ANSWERS['harmony']}", True,
+    ),
+    "Qwen 2.5": ("{% if tools %}<tool_call>{% endif %}", ANSWERS["hermes"], False),
+    "Granite 3": ("{% if tools %}<|tool_call|>{% endif %}", ANSWERS["granite"], False),
+    "Granite 4": ("{% if tools %}</tools><tool_call>{% endif %}", ANSWERS["hermes"], False),
+    "Llama 3.2": ("{{ tools }}<|start_header_id|>ipython", ANSWERS["llama"], False),
+    "Phi-4-mini": ("{{ m['tools'] + '<|tool|>' }}", ANSWERS["phi4_mini"], False),
+}  # fmt: skip
 USER: Any = [{"role": "user", "content": "hi"}]
 FUNCTION: Any = {"name": "f", "parameters": SCHEMA}
 STRICT: Any = {"strict": True, "parameters": {**SCHEMA, "additionalProperties": False}}
@@ -74,9 +96,17 @@ class Family:
     def of(self, name: str) -> Family:
         """The template of a model shows its format, but for harmony."""
         sign = next((sign for sign, sign_name in SIGNS if sign_name == name), None)
-        self._change(self.engine.renderer, "chat_template", f"{{{{ tools }}}}{sign or ''}")
+        shown = "{{ tools }}" if name in TEXTS_ONLY else "{{ tools }}{{ tool_calls }}"
+        self._change(self.engine.renderer, "chat_template", f"{shown}{sign or ''}")
         self.engine.reasoning_parser = "harmony" if name == "harmony" else "none"
         self.answer = ANSWERS[name]
+        return self
+
+    def saying(self, template: str, answer: str) -> Family:
+        """A model of which nothing was said but its template."""
+        self._change(self.engine.renderer, "chat_template", template)
+        self.engine.reasoning_parser, self.engine.tool_call_parser = "auto", "auto"
+        self.answer = answer
         return self
 
     async def post(self, path: str, body: Any) -> Any:
@@ -111,6 +141,28 @@ async def test_contract_C05_chats_tell_the_calls_of_every_family(family: Family,
     chunks = await family.post("/v1/chat/completions", CHAT | {"stream": True})
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert "".join(delta["content"] or "" for delta in deltas).strip() == "So."
+    [streamed] = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert streamed["function"] == call["function"]
+
+
+@pytest.mark.parametrize("name", UNASKED)
+async def test_contract_C05_a_template_tells_reasoning_and_calls_unasked(
+    family: Family, name: str
+) -> None:
+    template, answer, reasons = UNASKED[name]
+    [choice] = (await family.saying(template, answer).post("/v1/chat/completions", CHAT))["choices"]
+    message = choice["message"]
+    assert message["content"] == "So."
+    assert message.get("reasoning_content", "").strip() == ("hm" if reasons else "")
+    [call] = message["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == ARGUMENTS
+    if "▁" in answer:  # as above
+        return
+    chunks = await family.post("/v1/chat/completions", CHAT | {"stream": True})
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta["content"] or "" for delta in deltas).strip() == "So."
+    thought = "".join(delta.get("reasoning_content", "") for delta in deltas)
+    assert thought.strip() == message.get("reasoning_content", "").strip()
     [streamed] = [call for delta in deltas for call in delta.get("tool_calls", [])]
     assert streamed["function"] == call["function"]
 
@@ -191,7 +243,7 @@ async def test_contract_C05_special_tokens_stay_only_where_calls_are_looked_for(
     for changes in ({}, {"tool_choice": "none"}, {"tools": None}):
         await family.of(name).post("/v1/chat/completions", CHAT | changes)
         keeps = not family.engine.seen[-1][1].skip_special_tokens
-        assert keeps == (name in ("mistral", "granite") and not changes)
+        assert keeps == (name in ("mistral", "granite", "phi4_mini") and not changes)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -224,6 +276,12 @@ async def test_earlier_calls_reach_the_template_in_its_familys_shape(
     await family.post("/tokenize", body)
     rendered, tokenized = family.rendered
     assert rendered == tokenized
+    if name in TEXTS_ONLY:
+        written = '<|tool_call|>[{"name":"f","arguments":{}},{"name":"f","arguments":{}}]'
+        written += "<|/tool_call|>" if name == "phi4_mini" else ""
+        assert [message["content"] for message in rendered[1:]] == [written, "1", "2"]
+        assert rendered[1].keys() == {"role", "content"}
+        return
     shape = [len(message.get("tool_calls", ())) for message in rendered]
     assert shape == ([0, 1, 0, 1, 0] if name in ("llama", "harmony") else [0, 2, 0, 0])
     ids = [message["tool_call_id"] for message in rendered if message["role"] == "tool"]

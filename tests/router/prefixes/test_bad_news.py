@@ -158,3 +158,17 @@ def test_an_adapter_that_an_engine_at_rest_loads_is_known() -> None:
     known.take("p0", PrefixChanges(4, BLOCKS[0], whole=True))
     assert known.take("p0", PrefixChanges(4, adapters={"sql": "digest"}))
     assert known.adapters("p0") == {"sql": "digest"}
+
+
+def test_what_an_engine_will_have_is_no_prefix_to_fetch() -> None:
+    known = KnownPrefixes()
+    place = known.place("p0")
+    known.take("p0", PrefixChanges(0, whole=True))
+    names = b"".join(BLOCKS[:3])
+    assert known.take("p0", PrefixChanges(0, expected=[names, names + BLOCKS[0], b"", b"odd"]))
+    found = known.index.match(keys_of(BLOCKS[:4]))
+    assert found.now == []
+    assert found.soon == [(3, 1 << place)]
+    known.age()
+    known.age()
+    assert known.index.match(keys_of(BLOCKS[:4])).soon == []

@@ -5,14 +5,16 @@ On the import path of the tests (pytest's `pythonpath`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import gguf
 import numpy as np
 import torch
 from gguf import MODEL_ARCH, GGMLQuantizationType
+from model_kit.quantised import quantise
 from torch import Tensor
 
 ARCHITECTURES: Final = {
@@ -32,21 +34,44 @@ PERMUTED: Final = ("llama", "mistral", "smollm3", "granite")
 """Families with the two rows of each rotated pair side by side."""
 
 
-def save_family_gguf(path: Path, model: Any, experts: str = "F32") -> str:
-    """Save transformers' own model; its path. experts: the type of their matrices."""
+def k_quants(model: Any) -> dict[str, tuple[Tensor, GGMLQuantizationType]]:
+    """Round the matrices of a model's layers as Q4_K_M does; their blocks, and of which type."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if name.endswith("_proj.weight"):
+            kind = GGMLQuantizationType["Q6_K" if "v_proj" in name or "down" in name else "Q4_K"]
+            raw = quantise(parameter.detach().numpy(), kind)
+            with torch.no_grad():
+                parameter.copy_(torch.from_numpy(gguf.quants.dequantize(raw, kind)))
+            found[name] = torch.from_numpy(raw), kind
+    return found
+
+
+def save_family_gguf(
+    path: Path,
+    model: Any,
+    experts: str = "F32",
+    blocks: Mapping[str, tuple[Tensor, GGMLQuantizationType]] = MappingProxyType({}),
+) -> str:
+    """Save transformers' own model; its path. experts: the type of their matrices. blocks: what
+    `k_quants` returned."""
     config = model.config
     arch = ARCHITECTURES[config.model_type]
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     _add_metadata(writer, config)
-    for name, tensor in _converted(model):
+    kinds = {name: kind for name, (_, kind) in blocks.items()}
+    state = model.state_dict() | {name: raw for name, (raw, _) in blocks.items()}
+    for name, tensor in _converted(state, model.config):
         stem, _, ending = name.rpartition(".")
         if ending not in ("weight", "bias"):
             stem, ending = name, "weight"
         short = names.get_name(stem) or stem
         kind = GGMLQuantizationType[experts if "exps" in short and ending == "weight" else "F32"]
-        values = np.ascontiguousarray(tensor.detach().numpy())
-        data = gguf.quants.quantize(values, kind)
+        data = np.ascontiguousarray(tensor.detach().numpy())
+        kind = kinds.get(name, kind)
+        if name not in kinds:
+            data = gguf.quants.quantize(data, kind)
         writer.add_tensor(f"{short}.{ending}", data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -55,9 +80,8 @@ def save_family_gguf(path: Path, model: Any, experts: str = "F32") -> str:
     return str(path)
 
 
-def _converted(model: Any) -> Iterator[tuple[str, Tensor]]:
-    config = model.config
-    for name, tensor in model.state_dict().items():
+def _converted(state: Mapping[str, Tensor], config: Any) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in state.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         if config.model_type in PERMUTED and name.endswith(("q_proj.weight", "k_proj.weight")):

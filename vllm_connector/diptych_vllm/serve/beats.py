@@ -28,13 +28,13 @@ class CoreBeats:
     def __init__(
         self,
         ask: Callable[[], Awaitable[None]],
-        tell: Callable[[Heartbeat, set[bytes]], None],
+        tell: Callable[[Heartbeat, list[bytes]], None],
         stood_still: Callable[[float], None],
     ) -> None:
         """
         Args:
             ask: returns when the core has answered.
-            tell: sends a heartbeat to these clients.
+            tell: sends a heartbeat to these clients, which are in the order of their names.
             stood_still: called with the seconds that an answer took.
         """
         self._ask, self._tell, self._stood_still = ask, tell, stood_still
@@ -42,12 +42,13 @@ class CoreBeats:
         self._calls = 0
         """Control calls that are being carried out, without quick ones."""
 
-    def follow(self, client: bytes) -> bool:
-        """Add a client that wants heartbeats. Returns False if too many have them already."""
-        return self._timer.follow(client)
+    def follow(self, client: bytes, name: object = "") -> bool:
+        """Add a client that wants heartbeats, with its name (see `Heartbeat`). Returns False if too
+        many have them already."""
+        return self._timer.follow(client, name)
 
     def forget(self, client: bytes) -> None:
-        self._timer.followers.discard(client)
+        self._timer.forget(client)
 
     @contextmanager
     def during_call(self, method: str) -> Iterator[None]:
@@ -80,10 +81,10 @@ class CoreBeats:
             self._stood_still(now - begin)
             heartbeat = None if self._calls else self._timer.beat(now)
             if heartbeat is not None:
-                self._tell(heartbeat, self._timer.followers)
+                self._tell(heartbeat, list(self._timer.followers))
             await asyncio.sleep(max(0.0, BEAT_S - (now - begin)))
 
     def _promise(self, seconds: float, *, in_call: bool = False) -> None:
         heartbeat = self._timer.before_silence(time.monotonic(), seconds, in_call=in_call)
         if heartbeat is not None:
-            self._tell(heartbeat, self._timer.followers)
+            self._tell(heartbeat, list(self._timer.followers))

@@ -6,6 +6,7 @@ A core reports after each step that had a result, so the figures of an idle core
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any, Final, Protocol
 
 from diptych_protocol import KVTransferStats, SchedulerStats
@@ -25,6 +26,15 @@ class CacheReport(Protocol):
     hits: int
 
 
+class GuessReport(Protocol):
+    """vLLM's `SpecDecodingStats`, of one step."""
+
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_accepted_tokens_per_pos: list[int]
+
+
 class StepReport(Protocol):
     """vLLM's `SchedulerStats`, of one step."""
 
@@ -36,6 +46,9 @@ class StepReport(Protocol):
 
     @property
     def prefix_cache_stats(self) -> CacheReport: ...
+
+    @property
+    def spec_decoding_stats(self) -> GuessReport | None: ...
 
 
 class PromptReport(Protocol):
@@ -79,6 +92,8 @@ class VllmLoad:
             stats.prefix_cache_queries += report.prefix_cache_stats.queries
             stats.prefix_cache_hits += report.prefix_cache_stats.hits
             self._count_moves(report.kv_connector_stats or {})
+            if report.spec_decoding_stats is not None:
+                self._count_guesses(report.spec_decoding_stats)
         if work is not None:
             stats.tokens_generated += work.num_generation_tokens
             stats.num_preemptions += work.num_preempted_reqs
@@ -95,6 +110,13 @@ class VllmLoad:
         if self.stats.num_running:
             self.stats.seconds_stepping += max(0.0, now - self._last_report)
         self._last_report = now
+
+    def _count_guesses(self, grown: GuessReport) -> None:
+        stats, right = self.stats, grown.num_accepted_tokens_per_pos
+        stats.drafts += grown.num_drafts
+        stats.draft_tokens += grown.num_draft_tokens
+        stats.draft_tokens_accepted += grown.num_accepted_tokens
+        stats.accepted_at = [a + b for a, b in zip_longest(stats.accepted_at, right, fillvalue=0)]
 
     def _count_moves(self, grown: dict[str, Any]) -> None:
         """Count the moves in our connector's figures, or in NIXL's lists of events."""

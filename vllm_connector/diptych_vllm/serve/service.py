@@ -189,7 +189,7 @@ class WireService:
 
     def _call(self, client: bytes, call: UtilityCall) -> None:
         if call.method == FOLLOW_HEARTBEAT:
-            if not self._beats.follow(client):
+            if not self._beats.follow(client, *call.args[:1]):
                 log.warning("a client may not hear the heartbeat: too many do")
             return
         if call.method == FOLLOW_PREFIXES:
@@ -243,12 +243,15 @@ class WireService:
         self._tell_posture()
         self.tell_prefixes()
 
-    def _tell_beat(self, heartbeat: Heartbeat, clients: set[bytes]) -> None:
+    def _tell_beat(self, heartbeat: Heartbeat, clients: list[bytes]) -> None:
         heartbeat.adapters = list(self._control.adapters.values())
         stats = None if heartbeat.in_call else self._engine.load.stats
-        for client in list(clients):
+        received = [self._clients.get(client, 0) for client in clients]
+        heartbeat.followers, heartbeat.requests = len(clients), sum(received)
+        for number, client in enumerate(clients):
+            heartbeat.follower = number
             message = EngineCoreOutputs(scheduler_stats=stats, heartbeat=heartbeat)
-            message.requests_received = self._clients.get(client, 0)
+            message.requests_received = received[number]
             self._send(client, message)
 
     def _tell_posture(self) -> None:

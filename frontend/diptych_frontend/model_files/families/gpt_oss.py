@@ -18,6 +18,7 @@ FAMILY: Final = FamilySpec(
     has_experts=True,
     config_keys={"moe_intermediate_size": "intermediate_size"},
     config_defaults={
+        "attention_bias": True,
         "norm_topk_prob": True,
         "head_dim": 64,
         "rms_norm_eps": 1e-5,

@@ -10,6 +10,7 @@ FAMILY: Final = FamilySpec(
     "granitemoehybrid",
     position_embedding_type="rope",
     config_keys={"intermediate_size": "shared_intermediate_size"},
+    config_needs={"layer_types": "all layers are Mamba's; the dense models name theirs"},
     config_defaults={"attention_multiplier": 1.0},
     parts={
         "shared_mlp.input_linear": ("mlp.gate_proj", "mlp.up_proj"),

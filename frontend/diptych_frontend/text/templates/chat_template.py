@@ -110,6 +110,8 @@ class ChatTemplate:
         if template_kwargs:
             check_template_kwargs(template_kwargs, self._globals | variables.keys())
             variables |= template_kwargs
+        if tools:
+            variables.setdefault("xml_tools", tools)  # SmolLM3's name for them
         try:
             text = self._template.render(variables)
         except MemoryError:

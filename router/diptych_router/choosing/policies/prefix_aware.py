@@ -71,8 +71,9 @@ def _prompt(engines: PoolView) -> dict[str, Floats]:
             fetch = trip * pays
             to_compute = to_compute - missing * pays
     compute = np.maximum(to_compute, 1.0) * token_s
+    wait = np.maximum(column["free_at"] - engines.now, 0.0) + engines.table.given_by_others()
     terms = {
-        "wait_s": np.maximum(column["free_at"] - engines.now, 0.0),
+        "wait_s": wait,
         "compute_s": column["step_s"] + compute,
         "delay_s": compute * others,
     }

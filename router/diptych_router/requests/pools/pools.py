@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import secrets
 import time
 from collections.abc import Callable, Collection, Coroutine
 from pathlib import Path
@@ -71,6 +72,7 @@ class Pools:
         self._config = config
         self._targets = targets
         self._read_keys = read_keys
+        self._name = secrets.token_hex(8)
         self._serving = ServingFile(serving)
         self._on_change, self._on_outputs = on_change, on_outputs
         self._on_lost, self._on_hang = on_lost, on_hang
@@ -321,6 +323,7 @@ class Pools:
                     endpoint,
                     self._read_keys,
                     row,
+                    router=self._name,
                     on_news=self._changed,
                     on_outputs=self._on_outputs,
                     on_lost=self._on_lost,
