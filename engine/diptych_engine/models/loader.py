@@ -225,7 +225,7 @@ class _Load:
         self._packable = [
             names
             for names, packable in self._jobs.items()
-            if packable is not None and (bits or all(map(self._gains, names)))
+            if packable is not None and self._may_pack(names)
         ]
         self._untold = {names: sum(self._table[x].nbytes for x in names) for names in self._jobs}
         self._progress, self._total, self._done = progress, sum(self._untold.values()), 0
@@ -234,7 +234,7 @@ class _Load:
         # NumPy and torch let go of the interpreter while they compute, so threads help.
         with ThreadPoolExecutor(LOADER_THREADS) as pool:
             packed: Callable[[Names], PackedMatrix | None] = self._pack
-            may_share = self._packable and self._on_cpu(self._packable[0][0]) and is_available()
+            may_share = self._packable and self._on_cpu(self._packable[0])
             shared = self._shared(pool) if may_share else None
             if shared is not None:
                 usable = {name: own for name, own in shared.items() if own.is_usable}
@@ -242,14 +242,16 @@ class _Load:
             for names in pool.map(lambda names: self._load(names, packed), self._jobs):
                 self._tell(names)
 
-    def _gains(self, name: str) -> bool:
-        """Whether a tensor may be packed. Numbers of 16 bits are no smaller for it on a GPU."""
-        stored = self._table[name]
-        small = self._on_cpu(name) or stored.nbytes < 2 * math.prod(stored.shape)
-        return small and stored.is_packable
+    def _may_pack(self, names: Names) -> bool:
+        """Whether tensors gain by it: those of 16 bits are no smaller for it on a GPU."""
+        stored = [self._table[name] for name in names]
+        if self._on_cpu(names):
+            return is_available() and bool(self._bits or all(x.is_packable for x in stored))
+        small = all(x.is_packable and x.nbytes < 2 * math.prod(x.shape) for x in stored)
+        return bool(self._bits) or small
 
-    def _on_cpu(self, name: str) -> bool:
-        return self._slots[name].target.device.type == "cpu"
+    def _on_cpu(self, names: Names) -> bool:
+        return self._slots[names[0]].target.device.type == "cpu"
 
     def _shared(self, pool: ThreadPoolExecutor) -> Matrices | None:
         """All that can be packed, from the file that all engines of this machine map."""
