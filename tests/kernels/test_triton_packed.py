@@ -53,7 +53,9 @@ def test_rows_are_those_of_the_matrix(kind: int | torch.dtype, device: torch.dev
 
 
 @OF_EACH_KIND
-@pytest.mark.parametrize(("rows", "programs"), [(1, 1), (1, 8), (19, 8), (packed.FEW_ROWS + 6, 1)])
+@pytest.mark.parametrize(
+    ("rows", "programs"), [(1, 1), (1, 8), (3, 8), (19, 1), (packed.FEW_ROWS + 6, 1)]
+)
 def test_products_are_those_with_the_matrix_in_floats(
     kind: int | torch.dtype,
     rows: int,
@@ -64,7 +66,7 @@ def test_products_are_those_with_the_matrix_in_floats(
     """Alone, and added to what is there; of a part of wider rows; their sums whole or split."""
     # Triton's interpreter multiplies matrices of bfloat16 wrongly.
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    for name in ("ONE_ROW", "SOME_ROWS"):
+    for name in ("ONE_ROW", "SOME_ROWS", "MORE_ROWS"):
         divided = getattr(packed, name)._replace(outputs=64, programs=programs)
         monkeypatch.setattr(packed, name, divided)
     monkeypatch.setattr(packed, "UNPACKED_BYTES", 40 * COLUMNS * dtype.itemsize)

@@ -34,7 +34,10 @@ class Shape(NamedTuple):
 
 
 ONE_ROW: Final = Shape(64, 1024, 4, 3)
-SOME_ROWS: Final = Shape(128, 512, 4, 3)
+SOME_ROWS: Final = Shape(32, 2048, 1, 3)
+MORE_ROWS: Final = Shape(128, 264, 4, 3)
+"""The fastest of a dozen on an H200 (benchmarks/results/gpu.md)."""
+SOME: Final = 16
 FEW_ROWS: Final = 128
 """Up to so many rows the packed matrix is multiplied as it is."""
 MIN_ROWS: Final = 8
@@ -185,7 +188,7 @@ def packed_product(x: Tensor, tiles: Tensor, out: Tensor, *, add: bool) -> None:
         _unpacked_product(x, tiles, out, add=add)
         return
     blocks, n, _ = tiles.shape
-    shape = ONE_ROW if len(x) == 1 else SOME_ROWS
+    shape = ONE_ROW if len(x) == 1 else SOME_ROWS if len(x) <= SOME else MORE_ROWS
     programs = triton.cdiv(n, shape.outputs)
     of_split = triton.cdiv(blocks, max(1, shape.programs // programs))
     splits = triton.cdiv(blocks, of_split)
