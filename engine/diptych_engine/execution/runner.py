@@ -163,7 +163,6 @@ class ModelRunner:
             room = bytes_for_kv(config, local, self._device, self._dtype, shard.size, spare)
             num_rows = blocks_in(room, count * self.block_bytes)
         self.num_blocks = num_rows * count
-        on_gpu = self._device.type != "cpu"
         # Otherwise experts are launched with counts of rows, which a recording would repeat.
         recordable = not source.config.num_experts or stacks_pay(local, self._device, self._dtype)
         records = on_gpu and shard.size == 1 and recordable
