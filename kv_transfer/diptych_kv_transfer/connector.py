@@ -152,7 +152,8 @@ def make_hinge(config: KVTransferConfig, me: Hello, copied_block_bytes: int = 0)
     if room is None:
         room = STAGING_BYTES_ON_DEVICE if copied_block_bytes else STAGING_BYTES
     loads = LoadTable(me, config.load_timeout_s, room, copied_block_bytes)
-    return Hinge(me, LeaseTable(config.lease_seconds), loads)
+    num_groups = max(1, len(str(me.compat.get("groups", "")).split()))
+    return Hinge(me, LeaseTable(config.lease_seconds, num_groups), loads)
 
 
 class KVConnector:
@@ -174,6 +175,7 @@ class KVConnector:
         self._references = references
         self._random_bits = random_bits
         self._lease_seconds = config.lease_seconds
+        self._block_size = me.geometry.get("block_size", 1)
         self.host = config.advertise_host or config.listen_host
         self.port = driver.port
         self.wake_fd = driver.wake_fd
@@ -307,14 +309,18 @@ class KVConnector:
         cache_salt: str | None,
         *,
         early: bool = False,
+        num_blocks: int | None = None,
     ) -> None:
         """Fetch block `indices[i]` of the lease into `local_block_ids[i]`; ends in LoadEnded.
 
         Indices count blocks of our size. A lease with blocks of another size is repacked.
 
-        The lease must be for the KV of `token_ids`. `early`: the request is only announced, and
-        the lease may be only promised. Unless `adopt_load` follows, the load ends by itself after
-        `load_timeout_s`. If it was complete by then, it reports a second LoadEnded.
+        The lease must be for the KV of `token_ids`. `num_blocks`: how many blocks it has, if it
+        lacks those that windows have passed. Then only equal blocks can be fetched.
+
+        `early`: the request is only announced, and the lease may be only promised. Unless
+        `adopt_load` follows, the load ends by itself after `load_timeout_s`. If it was complete by
+        then, it reports a second LoadEnded.
         """
         if early:
             self._references.check_engine(params)
@@ -323,9 +329,10 @@ class KVConnector:
         lease = lease_of(params, self._lease_seconds)
         wanted = dict(zip(indices, local_block_ids, strict=True))
         digest, tag = digest_of(token_ids, cache_salt), self._random_bits(60)
+        num_tokens = len(token_ids) if num_blocks is None else num_blocks * self._block_size
         self._driver.tell(
             lambda hinge, now: hinge.loads.start(
-                request_id, lease, digest, tag, wanted, len(token_ids), now, early=early
+                request_id, lease, digest, tag, wanted, num_tokens, now, early=early
             )
         )
 
@@ -347,7 +354,8 @@ class KVConnector:
         lease_id, tag = f"{self._random_bits(128):032x}", self._random_bits(60)
         lease = lease_of(msgspec.structs.replace(params, lease_id=lease_id), self._lease_seconds)
         wanted = dict(zip(indices, local_block_ids, strict=True))
-        num_tokens = len(prefix.names) * prefix.name_tokens
+        count = len(prefix.names) if prefix.whole is None else prefix.whole
+        num_tokens = count * prefix.name_tokens
         self._driver.tell(
             lambda hinge, now: hinge.loads.start(
                 request_id, lease, "", tag, wanted, num_tokens, now, prefix=prefix

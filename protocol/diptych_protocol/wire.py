@@ -21,7 +21,7 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -56,7 +56,23 @@ MAX_TENANT_LENGTH = 256
 """The most characters in the name of an API key."""
 MAX_DEADLINE_MS = 600_000
 
+_BEGAN_AT: Final = time.time() - time.monotonic()
+
 FINISH_REASON_STRINGS = ("stop", "length", "abort", "error")
+
+
+def steady_time() -> float:
+    """Return seconds since 1970 by a clock that never jumps, by which requests are ordered and
+    spans measured. It starts at the system's time when this process begins, and then advances
+    evenly. The system's clock may be set back or forth by hours. Then the newest request would be
+    served first, or waiting requests would miss their deadlines.
+    """
+    return _BEGAN_AT + time.monotonic()
+
+
+def time_of_day(monotonic_s: float) -> float:
+    """Return what `steady_time` was, or will be, at a time of `time.monotonic()`."""
+    return _BEGAN_AT + monotonic_s
 
 
 class FinishReason(enum.IntEnum):
@@ -108,7 +124,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     pooling_params: PoolingParams | None
     eos_token_id: int | None
     arrival_time: float
-    """`time.time()` of the front-end; compared only with other arrival times."""
+    """`steady_time()` of the front-end; compared only with other arrival times."""
     lora_request: LoRARequest | None
     cache_salt: str | None
     data_parallel_rank: int | None

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from diptych_frontend.openai.answer_parts import AnswerParts
-from diptych_frontend.openai.chat import ChatWriter
+from diptych_frontend.openai.chat import AnswerParts, ChatWriter
 from diptych_frontend.openai.completions import CompletionWriter
 from diptych_frontend.openai.responses import Envelope, Tally
 from diptych_frontend.text.output_processor import Collector, OutputProcessor

@@ -13,7 +13,6 @@ import pytest
 
 from diptych_frontend.core_client.async_engine import AsyncEngine
 from diptych_frontend.model_files.model_source import resolve_model
-from diptych_frontend.observability.steady_clock import steady_time
 from diptych_frontend.text.input_processor import InputProcessor
 from diptych_frontend.text.renderer import TextRenderer
 from diptych_protocol import (
@@ -24,6 +23,7 @@ from diptych_protocol import (
     SamplingParams,
 )
 from diptych_protocol.engine_client import ADD_ORDER, ENCODE_ORDER, by_name
+from diptych_protocol.wire import steady_time
 
 LIMIT = 20
 POSITIONAL = Parameter.POSITIONAL_OR_KEYWORD

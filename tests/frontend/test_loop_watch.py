@@ -69,7 +69,7 @@ Current thread 0x00007f0000000003 (most recent call first):
 
 Thread 0x00007f0000000001 [MainThread] (most recent call first):
   File "/srv/diptych/.venv/lib/python3.11/site-packages/zmq/sugar/socket.py", line 5 in send
-  File "/srv/diptych/frontend/diptych_frontend/core_client/zmq_frames.py", line 38 in send_frames
+  File "/srv/diptych/frontend/diptych_frontend/core_client/client.py", line 78 in send_frames
   File "/srv/diptych/router/diptych_router/__main__.py", line 69 in main
 """
 
@@ -77,7 +77,7 @@ Thread 0x00007f0000000001 [MainThread] (most recent call first):
 @pytest.mark.parametrize(
     ("thread", "place"),
     [
-        (0x7F0000000001, "diptych_frontend.core_client.zmq_frames.send_frames:38"),
+        (0x7F0000000001, "diptych_frontend.core_client.client.send_frames:78"),
         (0x7F0000000002, "/opt/python3.11/selectors.py:468 in select"),
         (0x7F0000000004, "no function"),
     ],

@@ -17,6 +17,7 @@ from model_kit.kernel_model import (
     make_cache,
     make_model,
 )
+from numpy.typing import NDArray
 
 from diptych_engine.models import StepInputs
 from diptych_engine.models.decode_graphs import Compute, DecodeGraphs, Recorder, cuda_recorder
@@ -92,6 +93,37 @@ def test_recorded_decodes_are_those_of_the_model(
             torch.testing.assert_close(actual, expected, atol=2e-4, rtol=2e-4)
             for own, layer in zip(own_layers, layers, strict=True):
                 torch.testing.assert_close(own[:-1], layer[:-1], atol=2e-4, rtol=2e-4)
+
+
+def in_groups(inputs: StepInputs, others: NDArray[np.int64]) -> StepInputs:
+    """The same step for two groups of layers, of which the second keeps each block elsewhere."""
+    attention, slots = inputs.attention, inputs.slot_blocks.cpu().numpy()
+    tables = np.stack((attention.block_tables, others[attention.block_tables]), -1)
+    return replace(
+        inputs,
+        slot_blocks=torch.from_numpy(np.stack((slots, others[slots]))).to(inputs.token_ids.device),
+        attention=replace(attention, block_tables=tables.reshape(len(tables), -1), num_groups=2),
+    )
+
+
+def test_recorded_decodes_of_layers_in_groups_are_those_of_all_in_one(
+    device: torch.device,
+    make_recorder: Callable[[], Recorder],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    choose_kernels(device, monkeypatch)
+    chosen = config(**FAMILIES["gemma3_text"])
+    model = make_model(chosen, device, LONGEST)
+    divided = make_model(chosen, device, LONGEST, group_of=(1, 0))
+    layers, own_layers = (make_cache(device, NUM_BLOCKS + 1) for _ in range(2))
+    graphs = DecodeGraphs(divided, own_layers, LONGEST, make_recorder)
+    others = np.random.default_rng(2).permutation(NUM_BLOCKS)
+    with torch.inference_mode():
+        for step in range(1, 4):
+            inputs = decodes(step, device)
+            expected = model.forward(inputs, layers)
+            actual = graphs.forward(in_groups(inputs, others))
+            torch.testing.assert_close(actual, expected, atol=2e-4, rtol=2e-4)
 
 
 class Recorders:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from prometheus_client.core import HistogramMetricFamily
 from toy_pools import EngineView, fleet_of
 
-from diptych_frontend.observability.steady_clock import time_of_day
 from diptych_protocol import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -23,6 +22,7 @@ from diptych_protocol import (
 from diptych_protocol import RequestJourneyEventType as Station
 from diptych_protocol.admin import AttemptReport, Candidate, RequestReport
 from diptych_protocol.engine_stats import SchedulerStats
+from diptych_protocol.wire import time_of_day
 from diptych_router.choosing.fleet_table import FleetTable
 from diptych_router.choosing.policies import POLICIES
 from diptych_router.choosing.policy import Decision, RequestView

@@ -71,7 +71,7 @@ class PoisoningPool(BlockPool):
 
     def remembered(self) -> Mapping[bytes, int]:
         """The block of every prefix that may be read."""
-        return self._block_of
+        return {name: block for name, block in self._block_of.items() if isinstance(name, bytes)}
 
 
 class Share(NamedTuple):

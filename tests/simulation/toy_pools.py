@@ -40,7 +40,7 @@ class ForgetfulFleet:
     def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
         return None
 
-    def placed(self, request: RequestView, decision: Decision) -> None:
+    def placed(self, request: RequestView, decision: Decision, now: float) -> None:
         pass
 
     def was_full(self, key: str) -> None:

@@ -13,6 +13,7 @@ import msgspec
 
 from diptych_kv_transfer.connector import make_hinge
 from diptych_kv_transfer.hinge_thread import Command
+from diptych_kv_transfer.memory.kv_group import KVGroup
 from diptych_kv_transfer.parameters import describe_engine
 from diptych_kv_transfer.signing.keys import PUBLIC_KEY
 from diptych_kv_transfer.signing.references import References
@@ -44,7 +45,7 @@ from diptych_kv_transfer.tables.messages import (
     encode,
 )
 from diptych_protocol import KVTransferConfig, KVTransferParams, KVTransferStats
-from diptych_vllm.kv_groups import KVGroup, KVGroups
+from diptych_vllm.kv_groups import KVGroups
 from diptych_vllm.lending import Progress
 from diptych_vllm.orders import Fetch, Lend
 from diptych_vllm.ranks import Ranks, epoch_of_rank

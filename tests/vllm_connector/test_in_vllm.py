@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import signal
 import socket
 import statistics
@@ -185,6 +186,35 @@ def test_a_configuration_that_was_not_tested_ends_the_start_with_a_sentence(
     assert server.process.returncode != 0
     sentence = "kv_load_failure_policy is 'recompute', and only 'fail' was tested"
     assert f"the Diptych connector: {sentence}" in server.log
+
+
+@pytest.mark.slow
+def test_engines_that_guess_from_the_prompt_hand_over_and_answer_as_others(
+    model: str, asked: list[Question], at_borders: list[Question], tmp_path: Path
+) -> None:
+    """vLLM's own guesses, nearly all wrong: their slots lie behind the blocks that are fetched."""
+    guesses = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1}
+    guesses["prompt_lookup_max"] = 3
+    arguments = (*CHUNKS, "--speculative-config", json.dumps(guesses))
+    pair = [
+        VllmServer(model, tmp_path / name, connector_config(**SETTINGS), *arguments)
+        for name in ("p", "d")
+    ]
+    try:
+        for server in pair:
+            server.wait_until_ready()
+        p, d = pair
+        order = [*at_borders, *asked[:40]]
+        with ThreadPoolExecutor(4) as users:
+            answers = list(users.map(lambda question: handed_over(p, d, question), order))
+        assert answers == [question.answer for question in order]
+        assert d.metric("vllm:spec_decode_num_draft_tokens_total") > 0
+        assert d.metric("vllm:external_prefix_cache_hits_total") > 0
+        wait_until(p.holds_nothing)
+        wait_until(d.holds_nothing)
+    finally:
+        for server in pair:
+            server.kill()
 
 
 def announced(p: VllmServer, question: Question, lease_id: str) -> dict[str, Any]:

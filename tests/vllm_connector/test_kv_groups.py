@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm_scheduler import num_out_of_window
 
+from diptych_kv_transfer.memory.kv_group import KVGroup
 from diptych_protocol import InvalidRequestError
-from diptych_vllm.kv_groups import KVGroup, KVGroups
+from diptych_vllm.kv_groups import KVGroups, group_of
 
 windows = st.none() | st.integers(2, 12)
 groups = st.builds(KVGroup, st.sampled_from([1, 2, 4]), windows)
@@ -76,7 +77,7 @@ def test_the_last_token_reads_a_dropped_one_where_a_window_begins_with_a_block()
 def test_tested_kinds_are_read_as_vllm_keeps_them(
     kind: str, window: int | None, found: KVGroup
 ) -> None:
-    assert KVGroup.of(kind, 32, window) == found
+    assert group_of(kind, 32, window) == found
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_tested_kinds_are_read_as_vllm_keeps_them(
 )
 def test_a_kind_that_was_not_tested_is_refused_by_its_name(kind: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"kind {kind} was not tested"):
-        KVGroup.of(kind, 32, None)
+        group_of(kind, 32, None)
 
 
 def test_layers_of_a_group_that_are_kept_differently_are_refused() -> None:

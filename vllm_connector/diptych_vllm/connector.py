@@ -34,7 +34,7 @@ from diptych_kv_transfer.signing.references import References
 from diptych_kv_transfer.tables.messages import Hello
 from diptych_protocol import KVTransferParams
 from diptych_protocol.config import RANKS_OF_CONNECTOR
-from diptych_vllm.kv_groups import KVGroup, KVGroups
+from diptych_vllm.kv_groups import KVGroups, group_of
 from diptych_vllm.kv_memory import compat_of, heads_come_first, needs_copies, shards_of
 from diptych_vllm.lending import Progress
 from diptych_vllm.metrics import Counters, StepFigures
@@ -304,7 +304,7 @@ def _log_as_vllm_does() -> None:
 def _groups_of(config: KVCacheConfig) -> KVGroups:
     return KVGroups.of(
         [
-            KVGroup.of(type(x).__name__, x.block_size, getattr(x, "sliding_window", None))
+            group_of(type(x).__name__, x.block_size, getattr(x, "sliding_window", None))
             for x in iter_layer_specs(group.kv_cache_spec)
         ]
         for group in config.kv_cache_groups
@@ -336,6 +336,7 @@ def _announced_from(config: VllmConfig, groups: KVGroups) -> int | None:
 
 def _require_tested(config: VllmConfig) -> None:
     parallel, transfer = config.parallel_config, config.kv_transfer_config
+    guessing = config.speculative_config
     require_tested(
         [
             (
@@ -348,7 +349,12 @@ def _require_tested(config: VllmConfig) -> None:
             ("decode_context_parallel_size", parallel.decode_context_parallel_size, 1),
             ("prefill_context_parallel_size", parallel.prefill_context_parallel_size, 1),
             ("kv_load_failure_policy", transfer.kv_load_failure_policy, "fail"),
-            ("speculative decoding", config.speculative_config is not None, False),
+            # Other methods have a model, whose KV would have to be handed over too.
+            (
+                "speculative_config.method",
+                "ngram" if guessing is None else guessing.method,
+                "ngram",
+            ),
             ("sleep mode", config.model_config.enable_sleep_mode, False),
         ]
     )

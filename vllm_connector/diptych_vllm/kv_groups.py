@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from diptych_kv_transfer.memory.kv_group import KVGroup
 from diptych_protocol import InvalidRequestError
 
 BlockIds = Sequence[Sequence[int]]
@@ -27,41 +28,22 @@ KEPT_IN_A_WINDOW: Final = "SlidingWindowSpec"
 states that are no blocks."""
 
 
-@dataclass(frozen=True, slots=True)
-class KVGroup:
-    """How one group keeps the KV of a request."""
+def group_of(kind: str, block_size: int, window: int | None) -> KVGroup:
+    """Read vLLM's description of a group.
 
-    block_size: int
-    """Number of tokens in a block."""
-    window: int | None = None
-    """How many tokens a token attends to, including itself. None: all."""
+    kind: the name of its class in vLLM. `window` has no meaning for groups that keep all.
 
-    @classmethod
-    def of(cls, kind: str, block_size: int, window: int | None) -> KVGroup:
-        """Read vLLM's description of a group.
-
-        kind: the name of its class in vLLM. `window` has no meaning for groups that keep all.
-
-        Raises `InvalidRequestError` for a kind that was not tested, which it names.
-        """
-        if kind in KEPT_WHOLE:
-            return cls(block_size)
-        if kind == KEPT_IN_A_WINDOW and window is not None:
-            return cls(block_size, window)
-        raise InvalidRequestError(
-            f"the Diptych connector: KV of the kind {kind} was not tested; it hands over "
-            f"{', '.join((*KEPT_WHOLE, KEPT_IN_A_WINDOW))}",
-            param="model",
-        )
-
-    def kept(self, num_tokens: int) -> range:
-        """Return the positions, in the request's list, of the blocks that the token after the first
-        `num_tokens` ones attends to."""
-        outside = 0 if self.window is None else max(0, num_tokens + 1 - self.window)
-        return range(outside // self.block_size, -(-num_tokens // self.block_size))
-
-    def __str__(self) -> str:
-        return f"{self.block_size}" if self.window is None else f"{self.block_size}/{self.window}"
+    Raises `InvalidRequestError` for a kind that was not tested, which it names.
+    """
+    if kind in KEPT_WHOLE:
+        return KVGroup(block_size)
+    if kind == KEPT_IN_A_WINDOW and window is not None:
+        return KVGroup(block_size, window)
+    raise InvalidRequestError(
+        f"the Diptych connector: KV of the kind {kind} was not tested; it hands over "
+        f"{', '.join((*KEPT_WHOLE, KEPT_IN_A_WINDOW))}",
+        param="model",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -245,11 +245,4 @@ def _first_tokens(request: Request, limits: EngineDescription) -> list[int]:
         raise InvalidRequestError(
             f"kv_transfer_params: {remote} tokens of KV do not fit a request of {known} tokens"
         )
-    blocks = None if params.remote_block_ids is None else params.remote_block_ids[0]
-    size = params.remote_block_size or limits.block_size
-    if blocks is not None and len(blocks) != -(-remote // size):
-        raise InvalidRequestError(
-            f"kv_transfer_params: {len(blocks)} blocks for {remote} tokens do not fit blocks of "
-            f"{size}"
-        )
     return first

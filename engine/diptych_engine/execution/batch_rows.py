@@ -6,17 +6,23 @@ from typing import Final
 
 import numpy as np
 
+from diptych_engine.scheduling.kv_groups import KVGroups
+
 
 class BatchRows:
     """A fixed number of rows. A request keeps its row as long as it runs."""
 
-    def __init__(self, num_rows: int, max_blocks: int) -> None:
-        self.block_tables: Final = np.zeros((num_rows, max_blocks), np.int64)
-        """[rows, max_blocks]; entries from `num_blocks[row]` on are old, but ids of real blocks."""
+    def __init__(self, num_rows: int, max_blocks: int, groups: KVGroups, null_block: int) -> None:
+        """max_blocks: of each group. null_block: the block that stands for `NULL_BLOCK`."""
+        self.block_tables: Final = np.zeros((num_rows, max_blocks * groups.count), np.int64)
+        """[rows, max_blocks x groups]; entries from `num_blocks[row]` on are old, but ids of real
+        blocks."""
         self.size: Final = num_rows
         self.num_blocks: Final = [0] * num_rows
         self.row_of: Final[dict[str, int]] = {}
         self._free = list(range(num_rows))
+        self._groups, self._null_block = groups, null_block
+        self._passed = [[0] * groups.count for _ in range(num_rows)]
 
     def admit(self, request_id: str) -> int:
         """Give a new request a row with an empty table.
@@ -28,6 +34,7 @@ class BatchRows:
         row = self._free.pop()
         self.row_of[request_id] = row
         self.num_blocks[row] = 0
+        self._passed[row] = [0] * self._groups.count
         return row
 
     def release(self, request_id: str) -> int | None:
@@ -44,5 +51,18 @@ class BatchRows:
         """
         known = self.num_blocks[row]
         self.block_tables[row, known : len(block_ids)] = block_ids[known:]
+        if self._groups.windowed:
+            new = self.block_tables[row, known : len(block_ids)]
+            new[new < 0] = self._null_block
         self.num_blocks[row] = len(block_ids)
         return block_ids[max(known, first_fresh) :]
+
+    def pass_by(self, row: int, num_tokens: int) -> None:
+        """Replace the blocks that no token after a request's first ones attends to. They may be
+        others' now, whose data must not be read, not even to be masked."""
+        count, passed = self._groups.count, self._groups.passed(num_tokens)
+        for group, (before, now) in enumerate(zip(self._passed[row], passed, strict=True)):
+            if now > before:
+                places = slice(before * count + group, now * count, count)
+                self.block_tables[row, places] = self._null_block
+        self._passed[row] = passed

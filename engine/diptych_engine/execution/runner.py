@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from torch import Tensor
 from diptych_engine.execution.batch_rows import BatchRows
 from diptych_engine.execution.kv_cache_size import blocks_in, bytes_for_kv
 from diptych_engine.execution.kv_memory import KVMemory
+from diptych_engine.execution.layer_groups import divided, one_group
 from diptych_engine.execution.placement import (
     LOST_ROWS_ON_A_GPU,
     SPARE_ROWS_ON_A_CPU,
@@ -129,8 +131,19 @@ class ModelRunner:
             check_routed(source.config, max_tokens)
         check_weights(source, shard)  # before anything is allocated
         started = time.monotonic()
+        # Experts are kept by the slots of one group, as long as the request's blocks.
+        routed = config.enable_return_routed_experts
+        layers = one_group(source.config) if routed else divided(source.config)
+        self.kv_groups = layers.kv_groups(config.block_size, config.max_num_batched_tokens)
+        """What the groups of layers keep of a request."""
         self.model = build_model(
-            source.config, max_tokens, self._dtype, self._device, shard, packs=may_pack
+            source.config,
+            max_tokens,
+            self._dtype,
+            self._device,
+            shard,
+            layers.group_of,
+            packs=may_pack,
         )
         self._packables = self.model.packables if may_pack else ()
         self._source, self._seed = source, config.seed
@@ -140,26 +153,39 @@ class ModelRunner:
         log.info("%s loaded in %.1f s", source.uri, time.monotonic() - started)
 
         local = shard.local(source.config)
-        self.block_bytes = block_bytes(local, config.block_size, self._kv_dtype)
-        self.num_blocks = num_blocks or config.num_blocks or 0
-        if not self.num_blocks:
+        of_group = msgspec.structs.replace(local, num_hidden_layers=layers.num_layers)
+        self.layers_per_block = layers.num_layers
+        self.block_bytes = block_bytes(of_group, config.block_size, self._kv_dtype)
+        num_rows, count = num_blocks or config.num_blocks or 0, self.kv_groups.count
+        if not num_rows:
             unpacks = any(packable.linear.packed for packable in self._packables)
             spare = UNPACKED_BYTES if unpacks else 0
             room = bytes_for_kv(config, local, self._device, self._dtype, shard.size, spare)
-            self.num_blocks = blocks_in(room, self.block_bytes)
+            num_rows = blocks_in(room, count * self.block_bytes)
+        self.num_blocks = num_rows * count
         # Otherwise experts are launched with counts of rows, which a recording would repeat.
         recordable = not source.config.num_experts or stacks_pay(local, self._device, self._dtype)
         records = on_gpu and shard.size == 1 and recordable
-        num_bytes = (self.num_blocks + records) * self.block_bytes
+        # Behind the blocks there is one that stays empty, for those that windows have passed.
+        num_here = self.num_blocks + self.kv_groups.windowed
+        num_bytes = (num_here + records) * self.block_bytes
         memory = KVMemory(num_bytes, self._kv_dtype, self._device, kv_memory_fd)
-        blocks = memory.tensor.view(-1, *block_shape(local, config.block_size))
-        self.kv_cache = blocks[: self.num_blocks]
-        """[num_blocks, num_layers, 2, block_size, kv_heads, head_dim], contiguous."""
-        self._kv_layers = self.kv_cache.unbind(1)
+        blocks = memory.tensor.view(-1, *block_shape(of_group, config.block_size))
+        self.kv_cache = blocks[:num_here]
+        """[>= num_blocks, layers of a group, 2, block_size, kv_heads, head_dim], contiguous."""
+        self._layer_places = [place for _, place in layers.places]
+        self._kv_layers = self._by_layer(self.kv_cache)
         self._graphs: DecodeGraphs | None = None
         if records:
-            self._graphs = DecodeGraphs(self.model, blocks.unbind(1), max_tokens, cuda_recorder)
-        self._rows = BatchRows(config.max_num_seqs, -(-max_tokens // config.block_size))
+            self._graphs = DecodeGraphs(
+                self.model, self._by_layer(blocks), max_tokens, cuda_recorder
+            )
+        self._rows = BatchRows(
+            config.max_num_seqs,
+            -(-max_tokens // config.block_size),
+            self.kv_groups,
+            self.num_blocks,
+        )
         self._sampler = Sampler(
             config.max_num_seqs,
             source.config.vocab_size,
@@ -218,6 +244,11 @@ class ModelRunner:
     def kv_dtype_name(self) -> str:
         """The dtype of keys and values in the cache: `float32`, `bfloat16` or `float8_e4m3fn`."""
         return str(self._kv_dtype).removeprefix("torch.")
+
+    def _by_layer(self, blocks: Tensor) -> list[Tensor]:
+        """The view of each layer; those of different groups have blocks of their own there."""
+        views = blocks.unbind(1)
+        return [views[place] for place in self._layer_places]
 
     def kv_memory(self) -> list[Tensor]:
         """The KV of each rank, [num_blocks, ...]."""
@@ -296,19 +327,21 @@ class ModelRunner:
     @torch.inference_mode()
     def execute_dummy_batch(self) -> None:
         """Run the model on a dummy token, because ranks that share layers wait for each other."""
-        zero = np.zeros(1, np.int64)
+        zero, count = np.zeros(1, np.int64), self.kv_groups.count
         tokens = to_device(zero, self._device)
+        slot_blocks = tokens if count == 1 else tokens.expand(count, 1).contiguous()
         attention = AttentionMetadata(
             query_starts=np.arange(2),
             context_lens=zero + 1,
-            block_tables=np.zeros((1, 1), np.int64),
+            block_tables=np.zeros((1, count), np.int64),
             num_decodes=1,
             block_size=self._block_size,
             device=self._device,
+            num_groups=count,
         )
-        inputs = StepInputs(tokens, tokens, tokens, tokens, attention)
+        inputs = StepInputs(tokens, tokens, slot_blocks, tokens, attention)
         own_block = torch.zeros_like(self.kv_cache[:1])
-        self.model.forward(inputs, own_block.unbind(1))
+        self.model.forward(inputs, self._by_layer(own_block))
 
     def close(self) -> None:
         """Do nothing, because a single runner has started nothing."""
@@ -338,7 +371,7 @@ class ModelRunner:
         """Give the scheduled requests rows, and bring their block tables up to date; returns the
         blocks that are new to them."""
         fresh_blocks: list[int] = []
-        table = self._rows
+        table, windowed = self._rows, self.kv_groups.windowed
         for share in planned:
             request = share.request
             row = table.row_of.get(request.request_id)
@@ -346,8 +379,10 @@ class ModelRunner:
                 row = table.admit(request.request_id)
                 self._take_on(row, share)
             if table.num_blocks[row] < len(request.block_ids):
-                first_fresh = -(-share.start // self._block_size)
+                first_fresh = -(-share.start // self._block_size) * self.kv_groups.count
                 fresh_blocks += table.extend(row, request.block_ids, first_fresh)
+            if windowed and share.guess is None:
+                table.pass_by(row, share.start)
         return fresh_blocks
 
     def _take_on(self, row: int, share: ScheduledRequest) -> None:
@@ -389,8 +424,11 @@ class ModelRunner:
             query_starts = np.concatenate(([0], counts.cumsum()))
             positions = np.arange(len(token_ids)) + np.repeat(starts - query_starts[:-1], counts)
             row_of_token = np.repeat(own_rows, counts)
-        blocks = self._rows.block_tables
+        blocks, count = self._rows.block_tables, self.kv_groups.count
         longest = -(-max(ends) // self._block_size)
+        places = positions // self._block_size
+        if count > 1:
+            places = places * count + np.arange(count)[:, None]
         return StepInputs(
             token_ids=(
                 self._sampler.sampled[to_device(own_rows, self._device)]
@@ -398,17 +436,16 @@ class ModelRunner:
                 else to_device(_to_array(token_ids), self._device)
             ),
             positions=to_device(positions, self._device),
-            slot_blocks=to_device(
-                blocks[row_of_token, positions // self._block_size], self._device
-            ),
+            slot_blocks=to_device(blocks[row_of_token, places], self._device),
             slot_offsets=to_device(positions % self._block_size, self._device),
             attention=AttentionMetadata(
                 query_starts=query_starts,
                 context_lens=context_lens,
-                block_tables=blocks[own_rows, :longest],
+                block_tables=blocks[own_rows, : longest * count],
                 num_decodes=num_decodes,
                 block_size=self._block_size,
                 device=self._device,
+                num_groups=count,
             ),
             adapters=self.loras.rows_of(shares) if self.loras else (),
         )
@@ -458,10 +495,12 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Run a prefill and decodes, so that no request pays for first calls: on a GPU, as many
         decodes as there are graphs for."""
-        room = min(self._max_tokens, self.num_blocks * self._block_size)
+        count = self.kv_groups.count
+        room = min(self._max_tokens, self.num_blocks // count * self._block_size)
         num_prompt = min(WARM_UP_TOKENS, room - 1)
+        num_blocks = (num_prompt // self._block_size + 1) * count
         most = self._rows.size if self._graphs is not None else 1
-        requests = [warm_up_request(i, num_prompt, self._block_size) for i in range(most)]
+        requests = [warm_up_request(i, num_prompt, num_blocks) for i in range(most)]
         names = [request.request_id for request in requests]
         self.execute(
             StepPlan([ScheduledRequest(requests[0], 0, num_prompt, samples=False)], num_prompt, [])
@@ -472,7 +511,7 @@ class ModelRunner:
             self.execute(StepPlan(some, len(some), removed=[]))
         if self._device.type != "cpu":  # the other kernel that draws
             self.execute(StepPlan([], 0, removed=names))
-            filtered = warm_up_request(0, num_prompt, self._block_size, min_p=0.5)
+            filtered = warm_up_request(0, num_prompt, num_blocks, min_p=0.5)
             self.execute(StepPlan([ScheduledRequest(filtered, num_prompt, 1, samples=True)], 1, []))
         self.execute(StepPlan([], 0, removed=names))
         self.kv_cache[requests[0].block_ids] = 0

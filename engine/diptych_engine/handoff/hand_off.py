@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,8 @@ class Promise:
 
     request: Request
     lease_id: str
+    kept: Sequence[int]
+    """The places of the blocks that will be lent, in the request's list."""
 
 
 class HandOffs:
@@ -59,6 +62,7 @@ class HandOffs:
         self._description = description
         self._scheduler = scheduler
         self._early, self._lent = scheduler.early, scheduler.leased
+        self._groups = scheduler.pool.groups
         self._connector = connector
         self._admit_announced = admit_announced
         self._promises: dict[str, Promise] = {}
@@ -77,10 +81,22 @@ class HandOffs:
         if self._connector is None or params is None:
             return
         if params.do_remote_prefill:
+            self._check_count(params)
             tokens = request.token_ids[: params.remote_num_tokens]
             self._connector.check(params, tokens, request.kv_identity)
         elif params.lease_id is not None and params.lease_id in self._lent:
             raise bad_params("there is a lease of this id already")
+
+    def _check_count(self, params: KVTransferParams) -> None:
+        """Raise `InvalidRequestError` unless there are as many blocks as the tokens need."""
+        own, remote = self._description.block_size, params.remote_num_tokens or 0
+        size = params.remote_block_size or own
+        wanted = -(-remote // size) if size != own else len(self._scheduler.kept(remote))
+        for blocks in params.remote_block_ids or []:
+            if len(blocks) != wanted:
+                raise bad_params(
+                    f"{len(blocks)} blocks for {remote} tokens do not fit blocks of {size}"
+                )
 
     def arrived(self, request: Request) -> None:
         """Begin the hand-offs of an admitted request: promise what it will lend, keep alive what it
@@ -122,15 +138,16 @@ class HandOffs:
     def _promise(
         self, request: Request, lease_id: str | None, num_tokens: int, connector: KVConnector
     ) -> Promise:
+        kept = self._scheduler.kept(num_tokens)
         lease_id = connector.promise(
             request.request_id,
             lease_id,
-            -(-num_tokens // self._description.block_size),
+            len(kept),
             request.token_ids[:num_tokens],
             request.kv_identity,
         )
         self._lent.begin(lease_id)
-        promise = self._promises[request.request_id] = Promise(request, lease_id)
+        promise = self._promises[request.request_id] = Promise(request, lease_id, kept)
         return promise
 
     def gone(self, request: Request) -> None:
@@ -212,9 +229,10 @@ class HandOffs:
             self.before_load(order.local_block_ids)
         size = self._description.block_size
         if order.names is not None:
-            self.fetches.start(order, size)
+            self.fetches.start(order)
             name_tokens = order.params.remote_block_size or size
-            prefix = Prefix(order.names, name_tokens, size, order.indices[0])
+            whole = order.num_blocks if self._groups.windowed else None
+            prefix = Prefix(order.names, name_tokens, size, order.indices[0], whole)
             connector.fetch_prefix(
                 order.request_id, order.params, prefix, order.indices, order.local_block_ids
             )
@@ -227,6 +245,7 @@ class HandOffs:
             order.token_ids,
             order.identity,
             early=early,
+            num_blocks=order.num_blocks if self._groups.windowed else None,
         )
 
     def lend_computed(self) -> None:
@@ -234,13 +253,13 @@ class HandOffs:
         computed."""
         if self._connector is None:
             return
-        size = self._description.block_size
         for promise in self._promises.values():
             request, lent = promise.request, self._lent.count(promise.lease_id)
-            full = request.num_computed_tokens // size
+            rows = request.num_computed_tokens // self._description.block_size
+            full = bisect_left(promise.kept, rows * self._groups.count)
             if full > lent:
-                blocks = self._lent.lend(promise.lease_id, request.block_ids[lent:full])
-                self._connector.lend(promise.lease_id, blocks)
+                blocks = [request.block_ids[place] for place in promise.kept[lent:full]]
+                self._connector.lend(promise.lease_id, self._lent.lend(promise.lease_id, blocks))
 
     def finish(self, request: Request, reason: FinishReason) -> dict[str, Any] | None:
         """Lend the KV of a request that computed a prompt for a decode engine and is about to
@@ -267,11 +286,11 @@ class HandOffs:
             lease_id = None if wanted is None or wanted in self._lent else wanted
             promise = self._promise(request, lease_id, computed, self._connector)
             del self._promises[request.request_id]
-        lent = self._lent.count(promise.lease_id)
-        end = -(-computed // self._description.block_size)
+        lent, kept = self._lent.count(promise.lease_id), promise.kept
+        blocks = [request.block_ids[place] for place in kept[lent:]]
         params = self._connector.grant(
             request.request_id,
-            self._lent.lend(promise.lease_id, request.block_ids[lent:end]),
+            self._lent.lend(promise.lease_id, blocks),
             request.token_ids[:computed],
             request.token_ids[computed:],
             request.kv_identity,
@@ -314,7 +333,7 @@ class HandOffs:
         blocks: list[int] = []
         if not self._scheduler.paused:  # memory may go then
             blocks = self._lent.lend_prefix(asked.lease_id, asked.names, asked.num_known)
-        last_name = asked.names[len(blocks) - 1]
+        last_name = asked.names[-1 if self._groups.windowed else len(blocks) - 1]
         self._connector.lend_prefix(asked.lease_id, blocks, last_name)
 
     def _lease_ended(self, event: LeaseEnded) -> None:

@@ -25,10 +25,10 @@ class PrefixFetches:
     _under_way: dict[str, int] = field(default_factory=dict)
     """Request id -> how many tokens of its prompt were here."""
 
-    def start(self, order: LoadOrder, block_size: int) -> None:
+    def start(self, order: LoadOrder) -> None:
         """A fetch begins."""
         self.begun += 1
-        self._under_way[order.request_id] = order.indices[0] * block_size
+        self._under_way[order.request_id] = order.num_here
 
     def refused(self, request_id: str, why: str) -> None:
         """Record a fetch that does not even begin."""

@@ -104,7 +104,8 @@ class DecodeGraphs:
         unused = np.full((extra, attention.block_tables.shape[1]), self._spare_block)
         padding = to_device(np.outer([0, 0, self._spare_block, 0], ones), attention.device)
         token_ids, positions, blocks, offsets = (
-            torch.cat(pair) for pair in zip(_tensors(inputs), padding, strict=True)
+            torch.cat((tensor, rows.expand(*tensor.shape[:-1], extra)), -1)
+            for tensor, rows in zip(_tensors(inputs), padding, strict=True)
         )
         return StepInputs(
             token_ids,
@@ -130,6 +131,7 @@ class DecodeGraphs:
             num_decodes=attention.num_decodes,
             block_size=attention.block_size,
             device=attention.device,
+            num_groups=attention.num_groups,
             longest=self._longest,
         )
         token_ids, positions, blocks, offsets = (tensor.clone() for tensor in _tensors(inputs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -26,11 +26,12 @@ class Idefics3Model(LlamaModel):
         dtype: torch.dtype,
         device: torch.device,
         shard: Shard = WHOLE,
+        group_of: Sequence[int] = (),
         *,
         packs: bool = False,
     ) -> None:
         """Raises `ValueError` for a configuration without vision."""
-        super().__init__(config, max_positions, dtype, device, shard, packs=packs)
+        super().__init__(config, max_positions, dtype, device, shard, group_of, packs=packs)
         if config.vision is None:
             raise ValueError(f"{config.architecture} without vision")
         self._sight = Sight(config.vision, config.hidden_size, dtype, device)

@@ -37,7 +37,8 @@ class StepInputs:
     positions: Tensor
     """[tokens] int64, each token's position in its own sequence."""
     slot_blocks: Tensor
-    """[tokens] int64: the KV block for each token's keys and values."""
+    """[tokens] int64: the KV block for each token's keys and values. [groups, tokens] if layers are
+    in groups with blocks of their own."""
     slot_offsets: Tensor
     """[tokens] int64: the position in that block."""
     attention: AttentionMetadata
@@ -156,7 +157,8 @@ class CausalLM(Protocol):
     def forward(self, inputs: StepInputs, kv_layers: Sequence[Tensor]) -> Tensor:
         """Run all layers and store the new tokens' keys and values.
 
-        kv_layers: per layer a view [num_blocks, 2, block_size, kv_heads, head_dim].
+        kv_layers: per layer a view [num_blocks, 2, block_size, kv_heads, head_dim]; layers of
+        different groups may have the same.
         Returns [tokens, hidden] before the final norm.
         """
 

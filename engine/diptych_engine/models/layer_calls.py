@@ -39,9 +39,9 @@ CACHE = rope_kv_write.CACHE
 """The position of the address of keys and values, in rotations and in attention alike."""
 
 
-KindInputs = tuple[Tensor, AttentionMetadata]
-"""What layers of one kind read in a step: the rotations [T, 1, D / 2, 2], and what is attended
-to."""
+KindInputs = tuple[Tensor, AttentionMetadata, Tensor]
+"""What layers of one kind read in a step: the rotations [T, 1, D / 2, 2], what is attended to, and
+the KV block [T] of each token's keys and values."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -207,14 +207,14 @@ class LayerCalls:
         self, tokens: int, kind: KindInputs, inputs: StepInputs, kv_layer: Tensor
     ) -> list[Call]:
         """Rotation and attention of a layer of this kind: alike in all but for addresses."""
-        rotations, attends_to = kind
+        rotations, attends_to, slot_blocks = kind
         heads, attended = self._heads[:tokens], self._attended[:tokens]
         queries, first = heads[:, : self._config.num_attention_heads], self._layers[0]
         rotation = rope_kv_write.call(
             heads,
             rotations,
             kv_layer,
-            inputs.slot_blocks,
+            slot_blocks,
             inputs.slot_offsets,
             first.qkv_bias,
             first.query_norm,

@@ -66,9 +66,11 @@ class LlamaModel(torch.nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         shard: Shard = WHOLE,
+        group_of: Sequence[int] = (),
         *,
         packs: bool = False,
     ) -> None:
+        """group_of: see `build_model`."""
         super().__init__()
         self._places = LayerPlaces.of(config, shard)
         self._reduce = shard.reduce
@@ -85,19 +87,19 @@ class LlamaModel(torch.nn.Module):
         are before that, some as they are after it."""
         self._num_query = config.num_attention_heads * config.head_dim
         self._num_rotated_heads = config.num_attention_heads + config.num_key_value_heads
+        group_of = group_of or [0] * config.num_hidden_layers
+        self._divided = max(group_of) > 0
         kinds = [
-            (config.window_of(layer), rotation_of(config, layer))
+            (config.window_of(layer), rotation_of(config, layer), group_of[layer])
             for layer in range(config.num_hidden_layers)
         ]
         different = list(dict.fromkeys(kinds))
         self._kind_of = [different.index(kind) for kind in kinds]
         """The kind of each layer."""
-        tables = {
-            rotation: rotation_table(config, rotation, max_positions, device)
-            for rotation in {rotation for _, rotation in kinds}
-        }
-        self._kinds = [(window, tables[rotation]) for window, rotation in different]
-        """The window and the rotations of each kind."""
+        rotations = list(dict.fromkeys(rotation for _, rotation, _ in different))
+        self._tables = [rotation_table(config, x, max_positions, device) for x in rotations]
+        self._kinds = [(window, rotations.index(x), group) for window, x, group in different]
+        """The window, the number of the rotations, and the group of each kind."""
 
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -218,10 +220,17 @@ class LlamaModel(torch.nn.Module):
             hidden.mul_(self._embedding_scale)
         if inputs.given is not None:
             hidden.index_copy_(0, inputs.given.rows, inputs.given.values * self._given_scale)
+        rotations: list[Tensor] = []
+        for table in self._tables:
+            rotations += (table.index_select(0, inputs.positions),)
         kinds: list[KindInputs] = []
-        for window, table in self._kinds:
-            attends_to = inputs.attention if window is None else inputs.attention.within(window)
-            kinds += ((table.index_select(0, inputs.positions), attends_to),)
+        for window, number, group in self._kinds:
+            attends_to, slot_blocks = inputs.attention, inputs.slot_blocks
+            if self._divided:
+                attends_to, slot_blocks = attends_to.within(window, group), slot_blocks[group]
+            elif window is not None:
+                attends_to = attends_to.within(window)
+            kinds += ((rotations[number], attends_to, slot_blocks),)
         calls = self._calls_for(inputs, kv_layers[0])
         if calls is not None:
             calls.run_(hidden, kinds, inputs, kv_layers)
@@ -338,13 +347,13 @@ class LlamaModel(torch.nn.Module):
         kv_layer: Tensor,
     ) -> Tensor:
         """Attention between its projections: [T, (H + 2 K) D] -> [T, H D]. Overwrites `qkv`."""
-        rotations, attends_to = kind
+        rotations, attends_to, slot_blocks = kind
         heads = qkv.view(qkv.shape[0], -1, self.config.head_dim)
         rope_kv_write(
             heads,
             rotations,
             kv_layer,
-            inputs.slot_blocks,
+            slot_blocks,
             inputs.slot_offsets,
             bias=layer.qkv_bias,
             query_norm=layer.query_norm,

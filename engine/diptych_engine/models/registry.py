@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -26,13 +26,16 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device,
     shard: Shard = WHOLE,
+    group_of: Sequence[int] = (),
     *,
     packs: bool = False,
 ) -> CausalLM:
     """Allocate a rank's share of a model, with undefined weights.
 
+    group_of: the number of each layer's group, if layers are in groups with KV blocks of their own.
     packs: its `packables` have no memory until they are loaded.
+
     Raises `InvalidRequestError` for an unknown architecture.
     """
     builder = BUILDERS[family_of(config.architecture).model]
-    return builder(config, max_positions, dtype, device, shard, packs=packs)
+    return builder(config, max_positions, dtype, device, shard, group_of, packs=packs)

@@ -98,7 +98,7 @@ class LeadRunner(ModelRunner):
 
     def kv_memory(self) -> list[Tensor]:
         """As a single runner's, but for every rank: the hinge of this process serves them all."""
-        of_workers = (worker.kv_memory(self.num_blocks) for worker in self._workers)
+        of_workers = (worker.kv_memory(len(self.kv_cache)) for worker in self._workers)
         return [*super().kv_memory(), *map(torch.from_numpy, of_workers)]
 
     def launch(self, plan: StepPlan) -> Pending:

@@ -61,6 +61,7 @@ class StepMessage(msgspec.Struct, array_like=True, gc=False):
     given_values: Array | None
     adapters: list[tuple[int, Array | None]]
     """Ids of adapters, and the tokens that use them; None: all."""
+    num_groups: int
 
     @classmethod
     def of(cls, inputs: StepInputs, fresh_blocks: list[int]) -> StepMessage:
@@ -82,6 +83,7 @@ class StepMessage(msgspec.Struct, array_like=True, gc=False):
                 (adapter.lora_int_id, None if adapter.rows is None else _array(adapter.rows))
                 for adapter in inputs.adapters
             ],
+            attention.num_groups,
         )
 
     def inputs(self, device: torch.device, loras: LoraBank) -> StepInputs:
@@ -103,6 +105,7 @@ class StepMessage(msgspec.Struct, array_like=True, gc=False):
                 num_decodes=self.num_decodes,
                 block_size=self.block_size,
                 device=device,
+                num_groups=self.num_groups,
             ),
             adapters=[
                 loras.rows(lora_int_id, None if rows is None else tensor(rows))

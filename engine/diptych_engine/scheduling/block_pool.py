@@ -1,5 +1,7 @@
 """The KV blocks of one engine: who holds them, and which prefixes they have cached.
 
+A prefix has a block of each group of layers (`kv_groups.py`) for each block of its tokens.
+
 It only keeps account of block ids. A block is *held* while its reference count is above zero. When
 the count drops to zero, the block joins the free queue but keeps its hash, so that a later prompt
 with the same prefix can use it again. The queue is in least-recently-released order. Allocation
@@ -11,15 +13,21 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from diptych_engine.scheduling.kv_groups import NULL_BLOCK, ONE_GROUP, KVGroups
+
+Name = bytes | tuple[bytes, int]
+"""The hash of a prefix, with the number of the group unless that is the first."""
+
 
 class BlockPool:
     """Reference-counted blocks `0 .. num_blocks - 1`."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self._holders = [0] * num_blocks
-        self._hash_of: list[bytes | None] = [None] * num_blocks
-        self._block_of: dict[bytes, int] = {}
+    def __init__(self, num_blocks: int, groups: KVGroups = ONE_GROUP) -> None:
+        self.num_blocks, self.groups = num_blocks, groups
+        self._holders = [0] * num_blocks + [1 << 62]
+        """The last is for `NULL_BLOCK`, which may be taken and released, and is never free."""
+        self._hash_of: list[Name | None] = [None] * (num_blocks + 1)
+        self._block_of: dict[Name, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.num_remembered = 0
         """How many of the free blocks contain a prefix that `match` would find."""
@@ -35,6 +43,8 @@ class BlockPool:
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the blocks of the longest cached prefix. Changes nothing."""
+        if self.groups.windowed:
+            return self._match_groups(hashes)
         found: list[int] = []
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
@@ -55,7 +65,40 @@ class BlockPool:
             count -= 1
         while count < len(hashes) and hashes[count] in self._block_of:
             count += 1
-        return count
+        if not self.groups.windowed:
+            return count
+        return self._seen_whole(hashes, count if self.groups.groups[0].window is None else None)
+
+    def _match_groups(self, hashes: Sequence[bytes]) -> list[int]:
+        groups, rows = self.groups, len(hashes)
+        for group, kind in enumerate(groups.groups):
+            if kind.window is None:
+                missing = (r for r in range(rows) if _name(hashes[r], group) not in self._block_of)
+                rows = next(missing, rows)
+        rows = self._seen_whole(hashes, rows)
+        found = [NULL_BLOCK] * (rows * groups.count)
+        for place in groups.kept(rows * groups.block_size):
+            row, group = divmod(place, groups.count)
+            found[place] = self._block_of[_name(hashes[row], group)]
+        return found
+
+    def _seen_whole(self, hashes: Sequence[bytes], rows: int | None) -> int:
+        """Return the longest of these first rows, None for all, behind which windows see only
+        cached blocks."""
+        groups = self.groups
+        gap: int | None = len(hashes) if rows is None else rows
+        rows = 0
+        while gap:
+            rows, passed = gap, groups.passed(gap * groups.block_size)
+            missing = (
+                row
+                for group, first in enumerate(passed)
+                if groups.groups[group].window is not None
+                for row in range(rows - 1, first - 1, -1)
+                if _name(hashes[row], group) not in self._block_of
+            )
+            gap = next(missing, None)
+        return rows if gap is None else 0
 
     def num_free_among(self, block_ids: Sequence[int]) -> int:
         """Return how many of these blocks nobody holds: taking them reduces
@@ -96,15 +139,25 @@ class BlockPool:
                 else:
                     self.num_remembered += 1
 
-    def remember(self, block: int, block_hash: bytes) -> None:
-        """Record that a held block now contains the prefix with this hash.
+    def allocate_for(self, kept: Sequence[int], first: int) -> list[int]:
+        """Hold unused blocks for those kept places of a list that follow its `first` ones. Returns
+        how the list goes on. Check `num_free` first."""
+        places = [place for place in kept if place >= first]
+        block_ids = [NULL_BLOCK] * (places[-1] + 1 - first if places else 0)
+        for place, block in zip(places, self.allocate(len(places)), strict=True):
+            block_ids[place - first] = block
+        return block_ids
+
+    def remember(self, block: int, block_hash: bytes, group: int = 0) -> None:
+        """Record that a held block now contains a group's part of the prefix with this hash.
 
         The first block to do so is kept; a duplicate has no hash.
         """
-        if self._hash_of[block] is None and block_hash not in self._block_of:
-            self._hash_of[block] = block_hash
-            self._block_of[block_hash] = block
-            self._note(block_hash, remembered=True)
+        name: Name = (block_hash, group) if group else block_hash
+        if self._hash_of[block] is None and name not in self._block_of:
+            self._hash_of[block] = name
+            self._block_of[name] = block
+            self._note(name, remembered=True)
 
     def forget_all(self, *, even_held: bool = False) -> bool:
         """Forget every cached prefix. False, and nothing changes, while any block is held, unless
@@ -125,9 +178,11 @@ class BlockPool:
 
     # --- for those who follow what is remembered ------------------------------------------------
 
+    # They are told of the first group's blocks, which keep all if any group's do.
+
     def remembered_hashes(self) -> list[bytes]:
         """Return the hashes of all blocks that `match` would find."""
-        return list(self._block_of)
+        return [name for name in self._block_of if isinstance(name, bytes)]
 
     def record_changes(self, wanted: bool) -> None:
         """Start or stop recording the changes for `take_changes`."""
@@ -141,11 +196,13 @@ class BlockPool:
         self._changes = {}
         return changes
 
-    def _note(self, block_hash: bytes, *, remembered: bool) -> None:
+    def _note(self, name: Name, *, remembered: bool) -> None:
         """What was noted of this hash before, if anything, is undone by this."""
         changes = self._changes
-        if changes is not None and changes.pop(block_hash, None) is None:
-            changes[block_hash] = remembered
+        if changes is None or not isinstance(name, bytes):
+            return
+        if changes.pop(name, None) is None:
+            changes[name] = remembered
 
     def check_integrity(self) -> None:
         """Raise unless every block is either held or free, and hashes agree both ways."""
@@ -159,3 +216,7 @@ class BlockPool:
             raise RuntimeError(f"{self.num_remembered} free blocks are said to be remembered")
         if len(self._block_of) != sum(h is not None for h in self._hash_of):
             raise RuntimeError("a hash points to a block that does not remember it")
+
+
+def _name(block_hash: bytes, group: int) -> Name:
+    return (block_hash, group) if group else block_hash

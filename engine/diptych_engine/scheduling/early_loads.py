@@ -17,6 +17,7 @@ import enum
 from dataclasses import dataclass, field
 
 from diptych_engine.scheduling.block_pool import BlockPool
+from diptych_engine.scheduling.kv_groups import num_held
 from diptych_engine.scheduling.prefix_cache import PrefixCache
 from diptych_engine.scheduling.request import LoadOrder, Request
 from diptych_protocol import KVTransferStats
@@ -69,19 +70,19 @@ class EarlyLoads:
         """
         if len(self.loads) >= MAX_LOADS:
             return None
-        size, pool = self.prefixes.block_size, self.pool
-        num_remote = -(-announced.num_remote_tokens // size)
+        pool, kept = self.pool, self.prefixes.kept(announced.num_remote_tokens)
         hit = self.prefixes.find(announced)
-        free = pool.num_free - pool.num_free_among(hit) - max(0, num_remote - len(hit))
-        reserved = sum(len(load.announced.block_ids) for load in self.loads.values())
-        if free < pool.num_blocks // 4 or reserved + num_remote > pool.num_blocks // 2:
+        lacking = sum(place >= len(hit) for place in kept)
+        free = pool.num_free - pool.num_free_among(hit) - lacking
+        reserved = sum(num_held(load.announced.block_ids) for load in self.loads.values())
+        if free < pool.num_blocks // 4 or reserved + len(kept) > pool.num_blocks // 2:
             return None
         pool.take(hit)
-        announced.block_ids = hit + pool.allocate(max(0, num_remote - len(hit)))
-        announced.num_computed_tokens = len(hit) * size
+        announced.block_ids = hit + pool.allocate_for(kept, len(hit))
+        announced.num_computed_tokens = self.prefixes.num_tokens(hit)
         self.loads[announced.request_id] = EarlyLoad(announced)
         self.begun += 1
-        return LoadOrder.of(announced, len(hit), num_remote)
+        return LoadOrder.of(announced, len(hit), kept)
 
     def claim(self, request: Request) -> bool:
         """Assign a load to its request, which has arrived; False: nothing, or something else, was

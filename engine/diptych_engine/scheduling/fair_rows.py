@@ -11,7 +11,7 @@ between tenants that always want more. One request per step gets room in this wa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from diptych_engine.scheduling.request import Request
@@ -23,6 +23,8 @@ class FairPart:
 
     rows: int
     blocks: int
+    num_held: Callable[[list[int]], int] = len
+    """Counts the blocks in a request's list."""
 
 
 def who_gives_way(
@@ -40,7 +42,7 @@ def who_gives_way(
     request lacks; 0: none. credit: tenants that were served less by up to this many tokens count as
     equal.
     """
-    rows, blocks = _held(running)
+    rows, blocks = _held(running, part.num_held)
     mine, lacks_blocks = request.account.tenant, lacking > 0
     if lacks_row and 2 * rows[mine] >= part.rows:
         return None
@@ -57,10 +59,12 @@ def who_gives_way(
     return None
 
 
-def _held(running: Sequence[Request]) -> tuple[Counter[str], Counter[str]]:
+def _held(
+    running: Sequence[Request], num_held: Callable[[list[int]], int]
+) -> tuple[Counter[str], Counter[str]]:
     """Rows and blocks by tenant."""
     rows, blocks = Counter[str](), Counter[str]()
     for request in running:
         rows[request.account.tenant] += 1
-        blocks[request.account.tenant] += len(request.block_ids)
+        blocks[request.account.tenant] += num_held(request.block_ids)
     return rows, blocks

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from diptych_engine.scheduling.block_pool import BlockPool
+from diptych_engine.scheduling.kv_groups import NULL_BLOCK
 
 
 @dataclass(slots=True)
@@ -47,16 +48,22 @@ class LentBlocks:
         """Pin the cached blocks of a prefix, in a lease of their own. If these are not more than
         the `num_known` that the reader has, there is no lease.
 
+        Blocks that windows have passed are not lent. What others see of a prefix depends on its
+        length, so that it is lent whole, if there are windows, or not.
+
         Leases of prefixes hold at most half of all blocks, and then lend less than requested,
         because this engine's own requests must not wait for other engines. A block that several of
         them hold counts once.
         """
-        found = self.pool.match(names)
+        found, groups = self.pool.match(names), self.pool.groups
+        if groups.windowed:
+            whole = len(found) == len(names) * groups.count
+            found = [block for block in found if block != NULL_BLOCK] if whole else []
         room = self.pool.num_blocks // 2 - len(self._in_prefixes)
         for place, block in enumerate(found):
             room -= block not in self._in_prefixes
             if room < 0:
-                found = found[:place]
+                found = [] if groups.windowed else found[:place]
                 break
         if len(found) <= num_known or lease_id in self:
             return []

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from diptych_engine.scheduling.block_pool import BlockPool
+from diptych_engine.scheduling.kv_groups import NULL_BLOCK
 from diptych_engine.scheduling.request import Request, RequestStatus
 from diptych_protocol import SchedulerStats
 from diptych_protocol.block_hashes import extend_block_hashes, seen_in
@@ -42,7 +43,10 @@ class PrefixCache:
     def worth_fetching(self, request: Request, num_here: int) -> bool:
         """Whether another engine may have more of a prefix than this one, and the request can use
         it."""
-        return self._reads_cache(request) and request.num_remote_tokens > num_here
+        source = request.prefix_source
+        size = None if source is None else source.remote_block_size
+        fits = not self.pool.groups.windowed or size in (None, self.block_size)
+        return fits and self._reads_cache(request) and request.num_remote_tokens > num_here
 
     def names(self, request: Request) -> list[bytes]:
         """Return the names of the blocks to fetch of a prefix, in the other engine's size."""
@@ -56,12 +60,26 @@ class PrefixCache:
         return names
 
     def remember(self, request: Request, first: int) -> None:
-        """Make the request's full, computed blocks findable, from index `first` on."""
+        """Make the request's full, computed blocks findable, from row `first` on."""
         if not self.enabled:
             return
         self._extend_hashes(request)
-        for index in range(first, request.num_computed_tokens // self.block_size):
-            self.pool.remember(request.block_ids[index], request.block_hashes[index])
+        count, end = self.pool.groups.count, request.num_computed_tokens // self.block_size
+        for place in range(first * count, end * count):
+            block = request.block_ids[place]
+            if block != NULL_BLOCK:
+                self.pool.remember(block, request.block_hashes[place // count], place % count)
+
+    def kept(self, num_tokens: int) -> Sequence[int]:
+        """Return the places, in order, of the blocks that are kept of a request's first tokens."""
+        groups = self.pool.groups
+        return (
+            groups.kept(num_tokens) if groups.windowed else range(-(-num_tokens // self.block_size))
+        )
+
+    def num_tokens(self, hit: list[int]) -> int:
+        """Return how many tokens the blocks that `find` returned are for."""
+        return len(hit) // self.pool.groups.count * self.block_size
 
     def count_lookup(self, request: Request, num_hit_tokens: int, stats: SchedulerStats) -> None:
         """Count a request's look-up.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -131,7 +131,8 @@ class Request:
     """Tokens that the prefill engine sampled. The client gets them with the first token sampled
     here, so that a failed hand-off is an error from the first byte on."""
     block_ids: list[int] = field(default_factory=list)
-    """Blocks are only appended while the request holds blocks."""
+    """Its blocks: see `kv_groups`. While the request holds blocks, they are only appended, or
+    replaced by `NULL_BLOCK`."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Chained hash of every full block of `token_ids`, extended as it grows."""
     expected_hit: int = 0
@@ -322,25 +323,32 @@ class LoadOrder:
     """The tokens whose KV is fetched, from position 0; the lease must be for the same ones."""
     identity: str | None
     """`Request.kv_identity`."""
+    num_here: int
+    """How many of these tokens have KV here."""
+    num_blocks: int
+    """How many blocks the lease has."""
     names: list[bytes] | None = None
     """The names of the lender's blocks, for a prefix; None for a hand-off, which has a lease."""
 
     @classmethod
     def of(
-        cls, request: Request, first: int, end: int, names: list[bytes] | None = None
+        cls, request: Request, first: int, kept: Sequence[int], names: list[bytes] | None = None
     ) -> LoadOrder:
-        """Return the order for the blocks `first` to `end` of a request. Raises `RuntimeError` if
-        nothing was lent to it."""
+        """Return the order for the blocks of a request from place `first` on. kept: the places of
+        the blocks that are lent. Raises `RuntimeError` if nothing was lent to it."""
         params = request.prefix_source or request.kv_transfer
         if params is None:
             raise RuntimeError(f"request {request.request_id} has no remote KV")
+        wanted = {index: place for index, place in enumerate(kept) if place >= first}
         return cls(
             request.request_id,
             params,
-            list(range(first, end)),
-            request.block_ids[first:end],
+            list(wanted),
+            [request.block_ids[place] for place in wanted.values()],
             request.token_ids[: request.num_remote_tokens],
             request.kv_identity,
+            request.num_computed_tokens,
+            len(kept),
             names,
         )
 

@@ -41,6 +41,7 @@ from diptych_engine.scheduling.fair_rows import FairPart, who_gives_way
 from diptych_engine.scheduling.guesses import LOOK_AGAIN, Guesser, Stakes, pay, worthwhile
 from diptych_engine.scheduling.idle_sessions import IdleSessions
 from diptych_engine.scheduling.journey import JourneyLog, Station
+from diptych_engine.scheduling.kv_groups import NULL_BLOCK, num_held
 from diptych_engine.scheduling.lent_blocks import LentBlocks
 from diptych_engine.scheduling.pause import PauseGate, is_under_way
 from diptych_engine.scheduling.prefix_cache import PrefixCache
@@ -175,6 +176,12 @@ class Scheduler:
     tenants: FairShare = field(init=False)
     """How much each tenant was served."""
     prefixes: PrefixCache = field(init=False)
+    num_groups: int = field(init=False)
+    """How many blocks a request has for the same tokens: one of each of the pool's groups."""
+    windowed: bool = field(init=False)
+    """Whether the windows of any group pass blocks, which are then released."""
+    num_held: Callable[[list[int]], int] = field(init=False)
+    """Counts the blocks of a request's list."""
     held: dict[str, Request] = field(default_factory=dict)
     """Requests whose grammars are being compiled."""
     loading: dict[str, Request] = field(default_factory=dict)
@@ -200,6 +207,8 @@ class Scheduler:
         self.tenants = FairShare(CREDIT_STEPS * self.max_num_batched_tokens)
         self.waiting = make_queue(self.policy, self.tenants)
         self.idle = IdleSessions(self.max_idle_sessions)
+        self.num_groups, self.windowed = self.pool.groups.count, self.pool.groups.windowed
+        self.num_held = num_held if self.windowed else len
         self.prefixes = PrefixCache(self.pool, self.block_size, self.enable_prefix_caching)
         self.early = EarlyLoads(self.pool, self.prefixes)
         self.leased = LentBlocks(self.pool)
@@ -218,7 +227,7 @@ class Scheduler:
         encoder = self.encoder
         if encoder.passed:
             encoder.let_go()
-        block_size = self.block_size
+        block_size, num_groups = self.block_size, self.num_groups
         index = 0
         for request in self.running:  # the loop may remove requests, but only from the end
             if budget == 0:
@@ -231,7 +240,7 @@ class Scheduler:
                 end = min(end, start + max(1, budget - (len(self.running) - index)))
                 if chunks and not self._reserve(request, end):
                     continue
-            if end > len(request.block_ids) * block_size:
+            if end * num_groups > len(request.block_ids) * block_size:
                 preempted |= self._make_room(request, end)
                 if request.status is not RequestStatus.RUNNING:
                     break
@@ -321,7 +330,7 @@ class Scheduler:
             request = share.request
             guesses, known = found.get(request, []), len(request.token_ids)
             if guesses and not self._reserve(request, known + len(guesses)):
-                del guesses[len(request.block_ids) * self.block_size - known :]
+                del guesses[self.prefixes.num_tokens(request.block_ids) - known :]
             scheduled += [
                 ScheduledRequest(request, position, 1, samples=True, guess=token)
                 for position, token in enumerate(guesses, known)
@@ -351,7 +360,9 @@ class Scheduler:
         if not (lacks_row or lacks_blocks):
             return None
         part = FairPart(
-            max(1, self.max_num_seqs // len(tenants)), self.pool.num_blocks // len(tenants)
+            max(1, self.max_num_seqs // len(tenants)),
+            self.pool.num_blocks // len(tenants),
+            self.num_held,
         )
         return who_gives_way(
             self.running,
@@ -368,7 +379,7 @@ class Scheduler:
         if lacking <= pool.num_free:
             return True
         hit = [] if request.block_ids else self.prefixes.find(request)
-        return lacking - len(hit) <= pool.num_free - pool.num_free_among(hit)
+        return lacking - self.num_held(hit) <= pool.num_free - pool.num_free_among(hit)
 
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
         """Return the step after `plan`, whose results have not been applied yet; None if it depends
@@ -553,7 +564,7 @@ class Scheduler:
         hit = self._find_room(request, spared)
         if hit is None:
             return False
-        start = request.num_computed_tokens or len(hit) * self.block_size
+        start = request.num_computed_tokens or self.prefixes.num_tokens(hit)
         wanted = request.num_tokens - start
         if request.prefix_source is not None and not self.prefixes.worth_fetching(request, start):
             request.prefix_source = None
@@ -580,10 +591,12 @@ class Scheduler:
         """The remembered blocks of a request for which there are free blocks; None: there are not
         enough, whoever may be asked for some."""
         pool = self.pool
+        if self.windowed:
+            self._release_passed(request)
         while True:
             # With blocks of its own, its KV came through the hinge.
             hit = [] if request.block_ids else self.prefixes.find(request)
-            short = self._blocks_lacking(request) - len(hit) + spared
+            short = self._blocks_lacking(request) - self.num_held(hit) + spared
             if short <= pool.num_free - pool.num_free_among(hit):
                 return hit
             if self._reclaim_unused():
@@ -774,7 +787,8 @@ class Scheduler:
     def _take_prefix(self, request: Request, hit: list[int], start: int) -> None:
         """Have a waiting request begin at `start`, with the remembered blocks that it was found."""
         if not request.block_ids:
-            self.prefixes.count_lookup(request, len(hit) * self.block_size, self.stats)
+            num_hit = self.prefixes.num_tokens(hit)
+            self.prefixes.count_lookup(request, num_hit, self.stats)
         self.pool.take(hit)
         request.block_ids.extend(hit)
         request.num_computed_tokens = start
@@ -821,12 +835,11 @@ class Scheduler:
 
     def _order_load(self, request: Request) -> None:
         """Reserve the destination blocks of a hand-off and ask for what is missing."""
-        num_local = len(request.block_ids)
-        num_remote = self._blocks_for(request.num_remote_tokens)
-        request.block_ids.extend(self.pool.allocate(max(0, num_remote - num_local)))
+        num_local, kept = len(request.block_ids), self.prefixes.kept(request.num_remote_tokens)
+        request.block_ids.extend(self.pool.allocate_for(kept, num_local))
         self._await_load(request)
         names = None if request.prefix_source is None else self.prefixes.names(request)
-        self.load_orders.append(LoadOrder.of(request, num_local, num_remote, names))
+        self.load_orders.append(LoadOrder.of(request, num_local, kept, names))
 
     def _await_load(self, request: Request) -> None:
         request.become(RequestStatus.WAITING_FOR_REMOTE_KV)
@@ -845,17 +858,34 @@ class Scheduler:
     # --- blocks -------------------------------------------------------------------------------
 
     def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        """How many places the list of a request has that has blocks for so many tokens."""
+        return -(-num_tokens // self.block_size) * self.num_groups
 
     def _blocks_lacking(self, request: Request) -> int:
-        """How many more blocks the tokens of a request need that it has so far."""
+        """How many more blocks the tokens of a request need at a time that it has so far."""
+        if self.windowed:
+            return self.pool.groups.most(request.num_tokens) - num_held(request.block_ids)
         return self._blocks_for(request.num_tokens) - len(request.block_ids)
+
+    def _release_passed(self, request: Request) -> None:
+        """Release the blocks of a request that no token attends to any more. The results of a step
+        that is under way are not counted, so it still has all of its blocks."""
+        block_ids, passed = request.block_ids, list[int]()
+        for group, rows in enumerate(self.pool.groups.passed(request.num_computed_tokens)):
+            for place in range((rows - 1) * self.num_groups + group, -1, -self.num_groups):
+                if block_ids[place] == NULL_BLOCK:
+                    break
+                passed.append(block_ids[place])
+                block_ids[place] = NULL_BLOCK
+        self.pool.release(passed)
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
         """Give a running request the blocks that so many tokens need, if need be those of others.
 
         Returns whether running requests were preempted for it; it may be among them itself.
         """
+        if self.windowed:
+            self._release_passed(request)
         short = self._blocks_for(num_tokens) - len(request.block_ids)
         preempted = False
         while short > self.pool.num_free:
@@ -870,6 +900,8 @@ class Scheduler:
     def _reserve(self, request: Request, num_tokens: int) -> bool:
         """Give a running request the blocks that so many tokens need; False if too few are free."""
         short = self._blocks_for(num_tokens) - len(request.block_ids)
+        if short > 0 and self.windowed:
+            self._release_passed(request)
         if short > self.pool.num_free:
             return False
         request.block_ids.extend(self.pool.allocate(max(0, short)))
@@ -907,6 +939,10 @@ class Scheduler:
         request.num_computed_tokens = 0
 
     # --- what others read ---------------------------------------------------------------------
+
+    def kept(self, num_tokens: int) -> Sequence[int]:
+        """Return the places of the blocks that are lent of a request's first tokens, in order."""
+        return self.prefixes.kept(num_tokens)
 
     def view(self) -> SchedulerView:
         """Return the present state."""
@@ -971,28 +1007,32 @@ class Scheduler:
         """Return the running totals with the present gauges. The caller may change them."""
         queued = self.prefixes.queued_prompt_tokens(self.requests.values())
         coming = [*self.loading.values(), *self.early.coming]
-        arriving = [len(x.block_ids) - self._blocks_for(x.num_computed_tokens) for x in coming]
+        arriving = [self._told(x, self._blocks_for(x.num_computed_tokens)) for x in coming]
         awaited = zip(coming, arriving, strict=True)
-        holders = [Holder(x.request_id, len(x.block_ids)) for x in self.running[:MAX_HOLDERS_TOLD]]
-        holders += [Holder(x.request_id, len(x.block_ids), n) for x, n in awaited]
+        holders = [Holder(x.request_id, self._told(x)) for x in self.running[:MAX_HOLDERS_TOLD]]
+        holders += [Holder(x.request_id, self._told(x), n) for x, n in awaited]
         return msgspec.structs.replace(
             self.stats,
             num_running=len(self.running),
             num_waiting=self.num_waiting,
             num_waiting_for_remote_kv=len(self.loading),
             num_waiting_for_input=len(self.idle),
-            blocks_total=self.pool.num_blocks,
-            blocks_free=self.pool.num_free,
+            blocks_total=self.pool.num_blocks // self.num_groups,
+            blocks_free=self.pool.num_free // self.num_groups,
             images_encoded=self.encoder.encoded,
             encoder_cache_hits=self.encoder.hits,
             encoder_cache_tokens=self.encoder.num_tokens,
             queued_prompt_tokens=queued.total(),
             queued_tokens_of=dict(queued.most_common(MAX_TENANTS_TOLD)) if any(queued) else {},
-            blocks_remembered=self.pool.num_remembered,
+            blocks_remembered=self.pool.num_remembered // self.num_groups,
             blocks_arriving=sum(arriving),
             accepted_at=list(self.stats.accepted_at),
             holders=holders[:MAX_HOLDERS_TOLD],
         )
+
+    def _told(self, request: Request, first: int = 0) -> int:
+        """How many blocks a request has, from a place on, as others are told: of all layers."""
+        return self.num_held(request.block_ids[first:]) // self.num_groups
 
     # --- pauses --------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from diptych_engine.scheduling.encoder_cache import EncoderCache
 from diptych_engine.scheduling.guesses import Stakes
 from diptych_engine.scheduling.journey import JourneyLog
 from diptych_engine.scheduling.scheduler import Scheduler
-from diptych_frontend.model_files.model_source import resolve_model
+from diptych_frontend.model_files.model_source import ModelConfig, resolve_model
 from diptych_kv_transfer import open_connector
 from diptych_protocol import (
     CurveKeys,
@@ -50,6 +50,14 @@ def executor_class(config: EngineConfig) -> type[ModelRunner]:
     return chosen
 
 
+def longest_context(config: EngineConfig, model: ModelConfig, runner: ModelRunner) -> int:
+    """Return how many tokens a request may have by the configuration, and with all blocks."""
+    limit = config.max_model_len or model.max_position_embeddings
+    if runner.kv_groups.windowed:
+        return runner.kv_groups.longest(limit, runner.num_blocks)
+    return min(limit, runner.num_blocks * config.block_size)
+
+
 def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCore:
     """Load the model and build the engine.
 
@@ -68,25 +76,23 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
         engine_id=config.engine_id or f"engine-{secrets.token_hex(4)}",
         epoch=f"{os.getpid():x}-{secrets.token_hex(8)}",
         model=config.name,
-        max_model_len=min(
-            config.max_model_len or model.max_position_embeddings,
-            runner.num_blocks * config.block_size,
-        ),
+        max_model_len=longest_context(config, model, runner),
         vocab_size=model.vocab_size,
         block_size=config.block_size,
-        num_blocks=runner.num_blocks,
+        num_blocks=runner.num_blocks // runner.kv_groups.count,
         dtype=runner.dtype_name,
         compat={
             "model": config.model,
             # What was fetched is a link to a folder named for its content.
             "weights": "" if source.path is None else str(source.path.resolve()),
-            "num_layers": model.num_hidden_layers,
+            "num_layers": runner.layers_per_block,
             "kv_heads": model.num_key_value_heads,
             "head_dim": model.head_dim,
             "dtype": runner.kv_dtype_name,
             "layout": "block-major/1",
             "revision": config.revision,
-        },
+        }
+        | ({"groups": str(runner.kv_groups)} if runner.kv_groups.windowed else {}),
         max_num_seqs=config.max_num_seqs,
         pid=os.getpid(),
         kv_transfer=config.kv_transfer is not None,
@@ -102,7 +108,7 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
     )
     cpu_level, num_set_aside = runner.cpu_facts
     scheduler = Scheduler(
-        BlockPool(runner.num_blocks),
+        BlockPool(runner.num_blocks, runner.kv_groups),
         config.block_size,
         config.max_num_seqs,
         config.max_num_batched_tokens,

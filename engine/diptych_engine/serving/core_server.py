@@ -26,11 +26,11 @@ from diptych_engine.control.core import AT_WORK, SHUTTING_DOWN, EngineCore, Post
 from diptych_engine.control.shutdown import Shutdown
 from diptych_engine.scheduling.request import Pending, StepPlan
 from diptych_engine.serving.heartbeat_sender import HeartbeatSender
+from diptych_frontend.core_client.client import receive_frames
 from diptych_frontend.core_client.core_socket import bind_core_socket
 from diptych_frontend.core_client.curve import CurveGate
 from diptych_frontend.core_client.farewell import Farewell
 from diptych_frontend.core_client.prefix_news import PrefixNews
-from diptych_frontend.core_client.zmq_frames import receive_frames
 from diptych_protocol import (
     UNREADABLE,
     CurveKeys,

@@ -19,7 +19,7 @@ from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diptych_frontend.openai.asgi import BodyReader, Boundary
-from diptych_frontend.openai.request_body import decode_json
+from diptych_frontend.openai.exchange import decode_json, exchange_of
 from diptych_protocol import InvalidRequestError
 from diptych_protocol.admin import ADMIN_TOKEN_FILE, PREVIOUS_ADMIN_TOKEN_FILE
 
@@ -45,12 +45,12 @@ def report(value: msgspec.Struct) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-async def body_of(request: Request, kind: type[T]) -> T:
+def body_of(request: Request, kind: type[T]) -> T:
     """Return the request's JSON body. An empty one counts as an empty object.
 
     Raises `InvalidRequestError`, naming the field, unless it is a `kind`.
     """
-    return decode_json(await request.body() or b"{}", msgspec.json.Decoder(kind))
+    return decode_json(exchange_of(request.scope).body or b"{}", msgspec.json.Decoder(kind))
 
 
 def seconds_of(request: Request, name: str, default: float, most: float) -> float:

@@ -66,7 +66,7 @@ class ControlRoutes:
 
     def _route(self, kind: type[ControlCall[Any]]) -> Route:
         async def act(request: Request) -> Response:
-            call = await body_of(request, kind)
+            call = body_of(request, kind)
             answer = await self._engine.control(call)
             shown = call.report(answer)
             return await self._state(request) if shown is None else report(shown)
@@ -82,13 +82,13 @@ class ControlRoutes:
 
     async def reject_kv_transfer(self, request: Request) -> Response:
         """Free what is held for a request that somebody refused before admission."""
-        refused = await body_of(request, RejectKVTransfer)
+        refused = body_of(request, RejectKVTransfer)
         await self._engine.reject_kv_transfer(refused.request_id, refused.kv_transfer_params)
         return report(Done())
 
     async def scale_elastic_ep(self, request: Request) -> Response:
         """Change the number of cores, and answer when all of them serve."""
-        wanted = await body_of(request, Scale)
+        wanted = body_of(request, Scale)
         await self._engine.scale_elastic_ep(wanted.new_data_parallel_size, wanted.drain_timeout)
         return report(ScaleReport(len(self._engine.stats_by_engine())))
 

@@ -71,7 +71,7 @@ class WeightRoutes:
         return [Route(f"/admin/{act.__name__}", act, methods=["POST"]) for act in acts]
 
     async def load_lora_adapter(self, request: Request) -> Response:
-        wanted = await body_of(request, LoadAdapter)
+        wanted = body_of(request, LoadAdapter)
         try:
             await self._engine.load_adapter(wanted.lora_name, wanted.lora_path)
         except UtilityError as exc:  # its files, or the lack of a place for it
@@ -79,19 +79,19 @@ class WeightRoutes:
         return self._adapters()
 
     async def unload_lora_adapter(self, request: Request) -> Response:
-        await self._engine.unload_adapter((await body_of(request, UnloadAdapter)).lora_name)
+        await self._engine.unload_adapter(body_of(request, UnloadAdapter).lora_name)
         return self._adapters()
 
     def _adapters(self) -> Response:
         return report(AdapterReport(list(self._engine.adapters.values())))
 
     async def init_weight_transfer_engine(self, request: Request) -> Response:
-        wanted = await body_of(request, WeightTransferInitRequest)
+        wanted = body_of(request, WeightTransferInitRequest)
         await self._engine.init_weight_transfer_engine(wanted)
         return report(Done())
 
     async def update_weights(self, request: Request) -> Response:
-        wanted = await body_of(request, Update)
+        wanted = body_of(request, Update)
         announced = WeightTransferUpdateRequest(wanted.names, update_info=wanted.update_info)
         await self._engine.update_weights(announced)
         return report(Done())

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from diptych_frontend.openai.answer_parts import AnswerParts
+from diptych_frontend.openai.chat import AnswerParts
 from diptych_frontend.openai.errors import Dialect, ErrorAnswer
 from diptych_frontend.openai.responses import AnswerWriter, PlainEvents, Tally, Warnings, encode
 from diptych_frontend.tool_calls.calls import ParsedCall

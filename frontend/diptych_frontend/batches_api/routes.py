@@ -13,8 +13,7 @@ from starlette.routing import Route
 from diptych_frontend.batches_api.api_types import BatchRequest, FileDeleted
 from diptych_frontend.batches_api.service import BatchService
 from diptych_frontend.openai.errors import from_decode_error
-from diptych_frontend.openai.exchange import exchange_of
-from diptych_frontend.openai.request_body import decode_body
+from diptych_frontend.openai.exchange import decode_body, exchange_of
 from diptych_frontend.openai.responses import encode
 from diptych_protocol import InvalidRequestError, UnsupportedFeatureError
 

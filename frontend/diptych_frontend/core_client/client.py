@@ -14,7 +14,6 @@ from zmq.utils.monitor import parse_monitor_message
 
 from diptych_frontend.core_client.curve import use_keys
 from diptych_frontend.core_client.sent_images import SentImages
-from diptych_frontend.core_client.zmq_frames import receive_frames, send_frames
 from diptych_protocol import (
     UNREADABLE,
     ClientClosedError,
@@ -47,8 +46,10 @@ PATIENCE_S = 6.0
 HEARTBEATS = 4
 """A peer that misses this many heartbeats in a row counts as lost."""
 
+# As plain integers: arithmetic with members of an enum takes longer than the calls.
+NOBLOCK = int(zmq.NOBLOCK)
+MORE = NOBLOCK | int(zmq.SNDMORE)
 POLLIN = int(zmq.POLLIN)
-"""A plain integer, because arithmetic with members of an enum takes longer than the call."""
 HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -66,6 +67,29 @@ class HandshakeFailedError(EngineDeadError):
 
 class MalformedAnswerError(UtilityError, ValueError):
     """The core's answer has the wrong form: it has another version, or is no core."""
+
+
+def receive_frames(socket: zmq.Socket[bytes], head: int) -> tuple[list[bytes], list[Frame]]:
+    """Return the next message: its first `head` frames as bytes, which is quicker for small ones,
+    and the others, which are arrays, as views of ZMQ's own memory.
+
+    Raises `zmq.Again` if there is none.
+    """
+    heads = [socket.recv(NOBLOCK)]
+    arrays: list[Frame] = []
+    while socket.getsockopt(zmq.RCVMORE):
+        if len(heads) < head:
+            heads.append(socket.recv(NOBLOCK))
+        else:
+            arrays.append(socket.recv(NOBLOCK, copy=False).buffer)
+    return heads, arrays
+
+
+def send_frames(socket: zmq.Socket[bytes], frames: Sequence[Frame]) -> None:
+    """Send a message. Raises `zmq.Again` if no peer can take it."""
+    for frame in frames[:-1]:
+        socket.send(frame, MORE)
+    socket.send(frames[-1], NOBLOCK)
 
 
 def open_dealer(

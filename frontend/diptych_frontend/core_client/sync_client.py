@@ -15,10 +15,11 @@ from diptych_frontend.core_client.client import (
     MalformedAnswerError,
     NotConnectedError,
     open_dealer,
+    receive_frames,
+    send_frames,
 )
 from diptych_frontend.core_client.launcher import TERMINATE_GRACE_S, Core
 from diptych_frontend.core_client.sent_images import SentImages
-from diptych_frontend.core_client.zmq_frames import receive_frames, send_frames
 from diptych_protocol import (
     UNREADABLE,
     ClientClosedError,

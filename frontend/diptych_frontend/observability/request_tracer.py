@@ -17,7 +17,6 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 from diptych_frontend.observability.span_sender import SpanSender
-from diptych_frontend.observability.steady_clock import steady_time
 from diptych_protocol import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -26,6 +25,7 @@ from diptych_protocol import (
     RequestJourneyEvent,
 )
 from diptych_protocol import RequestJourneyEventType as Station
+from diptych_protocol.wire import steady_time
 
 SPAN_NAME = "llm_request"
 

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diptych_frontend.openai.errors import Dialect, error_answer
 from diptych_frontend.openai.exchange import (
@@ -157,7 +157,8 @@ async def _answer_error(send: Send, exchange: Exchange, exc: Exception) -> None:
 
 
 class BodyReader:
-    """Reads the body of a POST before its route runs, within bounds of size and time."""
+    """Reads the body of a POST before its route runs, within bounds of size and time. The route
+    finds it in the `Exchange`."""
 
     def __init__(
         self, app: ASGIApp, max_bytes: int, streamed: frozenset[str] = frozenset()
@@ -183,7 +184,7 @@ class BodyReader:
         except TimeoutError as exc:
             raise InvalidRequestError("the body did not arrive in time", status=408) from exc
         if complete:
-            await self._app(scope, _replaying(exchange.body, receive), send)
+            await self._app(scope, receive, send)
 
     async def _read(self, receive: Receive, exchange: Exchange, client: str) -> bool:
         """Read the whole body; False if the client left while sending it."""
@@ -267,20 +268,6 @@ class _Body:
 
     def promise(self) -> dict[str, Any] | None:
         return self._finder.found() if self._finder is not None else None
-
-
-def _replaying(body: bytes, receive: Receive) -> Receive:
-    """`receive` for a route that reads the body itself: the body again, then what follows."""
-    replayed = False
-
-    async def replaying_receive() -> Message:
-        nonlocal replayed
-        if replayed:
-            return await receive()
-        replayed = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replaying_receive
 
 
 class UntilDisconnect:

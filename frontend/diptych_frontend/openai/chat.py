@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,7 +12,6 @@ from msgspec import UNSET
 from starlette.types import Scope
 
 from diptych_frontend.confined.json_cost import check_json_cost
-from diptych_frontend.openai.answer_parts import AnswerParts
 from diptych_frontend.openai.api_types import (
     CalledTool,
     ChatCompletionRequest,
@@ -29,30 +28,26 @@ from diptych_frontend.openai.responses import (
     ChatChunkChoice,
     ChatCompletion,
     ChatLogprobs,
-    ChunkUsage,
     Delta,
     Envelope,
     FunctionCall,
-    PlainEvents,
     ResponseWriter,
     Tally,
     TokenLogprob,
     ToolCall,
     TopLogprob,
-    Usage,
     by_likelihood,
     encode,
-    is_plain,
     logprob_value,
     prompt_logprobs,
-    sse,
     token_name,
     transfer_params,
 )
-from diptych_frontend.reasoning.parser import ReasoningParser
+from diptych_frontend.reasoning.parser import AnswerReaders, ReasoningParser
 from diptych_frontend.reasoning.request_options import Effort, effort_kwargs, effort_variables
 from diptych_frontend.text.answer_tokens import AnswerToken, AnswerTokens
 from diptych_frontend.text.templates.chat_template import Arguments
+from diptych_frontend.tool_calls.calls import ParsedCall
 from diptych_frontend.tool_calls.formats import HERMES, ToolCallFormat, takes_tools
 from diptych_frontend.tool_calls.parser import ToolCallParser
 from diptych_protocol import (
@@ -201,7 +196,8 @@ class ChatApi:
         declared = msgspec.to_builtins(tools)
         prompt = renderer.render_chat(
             self._calls.prepared(messages, declared, renderer.chat_template),
-            add_generation_prompt=_begins_message(request),
+            add_generation_prompt=request.add_generation_prompt is not False
+            and not request.continue_final_message,
             continue_final_message=request.continue_final_message is True,
             tools=declared or None,
             template_kwargs=request.chat_template_kwargs,
@@ -252,45 +248,69 @@ class ChatApi:
         return ChatWriter(envelope, request.top_logprobs or 0, self.parts(request, prompt))
 
 
-def _begins_message(request: ChatCompletionRequest) -> bool:
-    return request.add_generation_prompt is not False and not request.continue_final_message
+class AnswerParts:
+    """Splits the answers to one request, output by output: into reasoning, text and calls."""
+
+    def __init__(
+        self, calls: Callable[[], ToolCallParser] | None, reasoning: AnswerReaders | None
+    ) -> None:
+        """calls: creates a parser for the calls of tools in one answer; None if no calls are
+        allowed.
+
+        reasoning: separates the model's reasoning; None if the answers are all of the text.
+        """
+        self._new_parser = calls
+        self._reasoning = reasoning
+        self.are_whole = reasoning is None and calls is None
+        """Whether the answers consist of text only."""
+        self._parsers: dict[int, ToolCallParser] = {}
+        """By the answer's index."""
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """Tokens of reasoning in all answers so far; None if reasoning is not separated."""
+        return None if self._reasoning is None else self._reasoning.num_tokens
+
+    def num_calls(self, index: int) -> int:
+        """Return the number of calls in the answer of this index so far."""
+        parser = self._parsers.get(index)
+        return 0 if parser is None else parser.num_calls
+
+    def read(self, output: CompletionOutput) -> tuple[str, str, list[ParsedCall], str | None]:
+        """Return the reasoning and the text in an output, the calls that it completes, and why it
+        ended, if it did."""
+        finish_reason = output.finish_reason
+        reasoning, text = "", output.text
+        if self._reasoning is not None:
+            reasoning, text = self._reasoning.read(output)
+        if self._new_parser is None:
+            return reasoning, text, [], finish_reason
+        parser = self._parsers.get(output.index)
+        if parser is None:
+            parser = self._parsers[output.index] = self._new_parser()
+        is_cut = finish_reason != "stop" or isinstance(output.stop_reason, str)
+        text, calls = parser.push(text, last=output.finished, cut=is_cut)
+        if finish_reason == "stop" and parser.num_calls:
+            finish_reason = "tool_calls"
+        return reasoning, text, calls, finish_reason
 
 
 class ChatWriter(ResponseWriter):
+    text_field = b"content"
+
     def __init__(self, envelope: Envelope, top_logprobs: int, parts: AnswerParts) -> None:
-        super().__init__(envelope)
+        super().__init__(envelope, is_quick=parts.are_whole)
         self._top_logprobs = top_logprobs
         self._parts = parts
-        self._begun: set[int] = set()
         self._tokens = defaultdict[int, AnswerTokens](AnswerTokens)
-        self._is_quick = parts.are_whole and not self._continuous_usage
-        """The text of an answer goes into events as it is."""
-        self._plain: dict[int, PlainEvents] = {}
-        """By the choice's index."""
 
-    def events(self, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:
-        if not self._is_quick or not is_plain(output) or output.outputs[0].index not in self._begun:
-            return self._event(output, tally)
-        choice = output.outputs[0]
-        plain = self._plain.get(choice.index)
-        if plain is None:
-            text, choice.text = choice.text, ""
-            plain = PlainEvents(self._event(output, tally), b"content")
-            self._plain[choice.index], choice.text = plain, text
-        return plain.event(choice.text)
-
-    def _event(self, output: RequestOutput, tally: Tally) -> bytes:
+    def _choices(
+        self, prompt_index: int, output: RequestOutput, tally: Tally
+    ) -> list[ChatChunkChoice]:
         choices = [*map(self._chunk_choice, output.outputs)]
         if not self._parts.are_whole:
             tally.reasoning_tokens = self._parts.num_reasoning_tokens
-        chunk = self._chunk(choices, self._chunk_usage(tally))
-        if output.kv_transfer_params is not None:
-            chunk.kv_transfer_params = output.kv_transfer_params
-        chunk.warnings, self.warnings = self.warnings, UNSET
-        return sse(chunk)
-
-    def usage_event(self, usage: Usage) -> bytes:
-        return sse(self._chunk([], usage))
+        return choices
 
     def answer(self, outputs: Sequence[Sequence[RequestOutput]], tally: Tally) -> bytes:
         choices = [self._choice(choice) for output in outputs[0] for choice in output.outputs]
@@ -333,11 +353,10 @@ class ChatWriter(ResponseWriter):
         ]
         return reasoning, text, calls, finish_reason
 
-    def _chunk(self, choices: list[ChatChunkChoice], usage: ChunkUsage) -> ChatChunk:
+    def _chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
         head = self._envelope
-        return ChatChunk(
-            head.response_id, "chat.completion.chunk", head.created, head.model, choices, usage
-        )
+        kind = "chat.completion.chunk"
+        return ChatChunk(head.response_id, kind, head.created, head.model, choices)
 
     def _chunk_choice(self, output: CompletionOutput) -> ChatChunkChoice:
         reasoning, text, calls, finish_reason = self._parse(output)

@@ -8,27 +8,23 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Final
 
-from msgspec import UNSET, Raw
+from msgspec import Raw
 from starlette.types import Scope
 
 from diptych_frontend.openai.api_types import CompletionRequest
+from diptych_frontend.openai.exchange import split_prompts
 from diptych_frontend.openai.generation import Sound
-from diptych_frontend.openai.request_body import split_prompts
 from diptych_frontend.openai.responses import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
     Envelope,
-    PlainEvents,
     ResponseWriter,
     Tally,
-    Usage,
     by_likelihood,
     encode,
-    is_plain,
     logprob_value,
     prompt_logprobs,
-    sse,
     token_name,
     transfer_params,
 )
@@ -139,6 +135,8 @@ def _check_logprobs(request: CompletionRequest, num_tokens: int) -> None:
 
 
 class CompletionWriter(ResponseWriter):
+    text_field = b"text"
+
     def __init__(
         self,
         envelope: Envelope,
@@ -170,26 +168,12 @@ class CompletionWriter(ResponseWriter):
         self._told: dict[int, CompletionLogprobs] = {}
         """The echoed log-probabilities of each choice that has not begun."""
         self._tokens = defaultdict[int, AnswerTokens](AnswerTokens)
-        self._plain: dict[int, PlainEvents] = {}
-        """By the choice's index."""
 
-    def events(self, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:
-        if prompt_index in self._held:
-            return self._first_events(prompt_index, output, tally)
-        if self._continuous_usage or self.warnings or self._unsaid or not is_plain(output):
-            return self._event(prompt_index, output, tally)
-        choice = output.outputs[0]
-        index = self._index(prompt_index, choice)
-        plain = self._plain.get(index)
-        if plain is None:
-            text, choice.text = choice.text, ""
-            plain = PlainEvents(self._event(prompt_index, output, tally), b"text")
-            self._plain[index], choice.text = plain, text
-        return plain.event(choice.text)
-
-    def _first_events(self, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:
+    def _event(self, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:
         """Hold the outputs for a prompt back until its log-probabilities come with one of them,
         because each choice begins with them."""
+        if prompt_index not in self._held:
+            return super()._event(prompt_index, output, tally)
         self._held[prompt_index].append(output)
         if output.prompt_logprobs is None and not output.finished:
             return b""
@@ -197,19 +181,11 @@ class CompletionWriter(ResponseWriter):
         held = self._held.pop(prompt_index)
         return b"".join(self._event(prompt_index, each, tally) for each in held)
 
-    def _event(self, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:
+    def _choices(
+        self, prompt_index: int, output: RequestOutput, tally: Tally
+    ) -> list[CompletionChoice]:
         self._silence(output, tally)
-        message = self._message(
-            [self._choice(prompt_index, choice) for choice in output.outputs], output
-        )
-        message.usage = self._chunk_usage(tally)
-        message.warnings, self.warnings = self.warnings, UNSET
-        return sse(message)
-
-    def usage_event(self, usage: Usage) -> bytes:
-        message = self._message([], None)
-        message.usage = usage
-        return sse(message)
+        return [self._choice(prompt_index, choice) for choice in output.outputs]
 
     def _silence(self, output: RequestOutput, tally: Tally) -> None:
         if self._says_nothing:
@@ -233,16 +209,14 @@ class CompletionWriter(ResponseWriter):
             for output in of_prompt
             for choice in self._whole_choices(prompt_index, output)
         ]
-        message = self._message(sorted(choices, key=lambda c: c.index), outputs[0][-1])
+        message = self._chunk(sorted(choices, key=lambda c: c.index))
+        message.kv_transfer_params = transfer_params(outputs[0][-1])
         message.usage, message.warnings = tally.usage(), self.warnings
         return encode(message)
 
-    def _message(self, choices: list[CompletionChoice], output: RequestOutput | None) -> Completion:
+    def _chunk(self, choices: list[CompletionChoice]) -> Completion:
         head = self._envelope
-        message = Completion(head.response_id, OBJECT, head.created, head.model, choices)
-        if output is not None:
-            message.kv_transfer_params = transfer_params(output)
-        return message
+        return Completion(head.response_id, OBJECT, head.created, head.model, choices)
 
     def _whole_choices(self, prompt_index: int, output: RequestOutput) -> list[CompletionChoice]:
         self._echo_logprobs(prompt_index, output)
@@ -261,11 +235,9 @@ class CompletionWriter(ResponseWriter):
             told = echoed(echo, output.prompt_token_ids, rows)
             self._told.update(dict.fromkeys(range(first, first + self._envelope.n), told))
 
-    def _index(self, prompt_index: int, output: CompletionOutput) -> int:
-        return prompt_index * self._envelope.n + output.index
-
     def _choice(self, prompt_index: int, output: CompletionOutput) -> CompletionChoice:
-        index = self._index(prompt_index, output)
+        index = prompt_index * self._envelope.n + output.index
+        self._begun.add(index)
         begin = self._echo_sizes[prompt_index] if self._echo_sizes else 0
         return CompletionChoice(
             index=index,

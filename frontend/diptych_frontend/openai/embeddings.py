@@ -18,10 +18,16 @@ from starlette.types import Receive, Scope, Send
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.api_types import NOBODY_ASKS, CacheSalt, Int64
 from diptych_frontend.openai.asgi import UntilDisconnect
-from diptych_frontend.openai.exchange import Exchange, exchange_of, send_bytes
+from diptych_frontend.openai.exchange import (
+    Exchange,
+    decode_body,
+    exchange_of,
+    most_values,
+    send_bytes,
+    split_prompts,
+)
 from diptych_frontend.openai.field_rules import Rules, ignored, refused, taken
 from diptych_frontend.openai.generation import adapter_of, prompt_options
-from diptych_frontend.openai.request_body import decode_body, most_values, split_prompts
 from diptych_frontend.openai.request_workers import INLINE_BYTES, RequestWorkers
 from diptych_frontend.openai.responses import Warnings, encode
 from diptych_protocol import (
@@ -196,7 +202,7 @@ class EmbeddingRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
         request, prompts = await self._read(scope, exchange.body)
-        adapter = adapter_of(request.model, self._served_names, self._engine.adapters)
+        adapter = adapter_of(request.model, self._served_names, self._engine)
         async with UntilDisconnect(receive, exchange) as client:
             params = PoolingParams(dimensions=request.dimensions)
             options = prompt_options(scope, exchange, adapter, request.priority)

@@ -23,8 +23,14 @@ from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.observability.tracing import trace_context
 from diptych_frontend.openai.api_types import GenerationRequest
 from diptych_frontend.openai.asgi import UntilDisconnect
-from diptych_frontend.openai.exchange import Exchange, exchange_of, header, send_bytes
-from diptych_frontend.openai.request_body import decode_body, most_values
+from diptych_frontend.openai.exchange import (
+    Exchange,
+    decode_body,
+    exchange_of,
+    header,
+    most_values,
+    send_bytes,
+)
 from diptych_frontend.openai.request_workers import INLINE_BYTES, RequestWorkers
 from diptych_frontend.openai.responses import AnswerWriter, Tally
 from diptych_frontend.text.structured_outputs import check_structured_outputs
@@ -87,7 +93,9 @@ class Sound(Generic[B, R]):
     request: R
     adapter: LoRARequest | None
     params: SamplingParams
-    prompts: list[TokensPrompt]
+    max_model_len: int
+    """Longest prompt plus output, in tokens."""
+    prompts: list[TokensPrompt] = field(default_factory=list)
     not_enforced: dict[str, None] = field(default_factory=dict)
     """Keywords of a schema that are not enforced, in their order."""
 
@@ -207,12 +215,13 @@ class GenerationRoute(Generic[B, R]):
 
     def _decode(self, scope: Scope, body: bytes) -> Sound[B, R]:
         """All but the prompts."""
-        read = decode_body(scope, body, self._decoder, most_values(self._engine.max_model_len))
+        limit = self._engine.max_model_len
+        read = decode_body(scope, body, self._decoder, most_values(limit))
         request = self._api.request(read, scope)
         if request.json_schemas is None:
             request.json_schemas = self._engine.json_schemas
-        adapter = adapter_of(request.model, self._served_names, self._engine.adapters)
-        return Sound(read, request, adapter, self._api.params(request), [])
+        adapter = adapter_of(request.model, self._served_names, self._engine)
+        return Sound(read, request, adapter, self._api.params(request), limit)
 
     def _rendered(self, sound: Sound[B, R]) -> Sound[B, R]:
         """Tokenise, and refuse a prompt that leaves no room for an answer."""
@@ -222,7 +231,7 @@ class GenerationRoute(Generic[B, R]):
         except InvalidRequestError as exc:
             exc.param = exc.param or field
             raise
-        limit = self._engine.max_model_len
+        limit = sound.max_model_len
         for prompt in prompts:
             length = len(prompt["prompt_token_ids"])
             if length >= limit:
@@ -311,15 +320,15 @@ def _data_parallel_rank(scope: Scope) -> int | None:
 
 
 def adapter_of(
-    model: str, served_names: frozenset[str], adapters: Mapping[str, LoRARequest]
+    model: str, served_names: frozenset[str], engine: EngineClient
 ) -> LoRARequest | None:
     """Return the adapter of this name; None for the model itself, whose names come first. Raises
     `InvalidRequestError` for an unknown name."""
     if model in served_names:
         return None
-    adapter = adapters.get(model)
+    adapter = engine.adapters.get(model)
     if adapter is None:
-        raise unknown_model(model, served_names | adapters.keys())
+        raise unknown_model(model, served_names | engine.adapters.keys())
     return adapter
 
 

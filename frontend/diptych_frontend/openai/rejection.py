@@ -15,9 +15,8 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from diptych_frontend.openai.exchange import Exchange, exchange_of, send_bytes
+from diptych_frontend.openai.exchange import Exchange, decode_body, exchange_of, send_bytes
 from diptych_frontend.openai.promised_prefill import promised_prefill
-from diptych_frontend.openai.request_body import decode_body
 from diptych_frontend.openai.request_workers import RequestWorkers
 from diptych_protocol import EngineClient, EngineOverloadedError
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -237,24 +237,67 @@ class AnswerWriter(ABC):
 class ResponseWriter(AnswerWriter):
     """The common part of the writers of the two OpenAI routes."""
 
-    def __init__(self, envelope: Envelope) -> None:
+    text_field: ClassVar[bytes]
+    """The name of an answer's text in an event."""
+
+    def __init__(self, envelope: Envelope, *, is_quick: bool = True) -> None:
+        """is_quick: the text of an answer goes into events as it is."""
         self._envelope = envelope
         options = envelope.stream_options
         self._include_usage = bool(options and options.include_usage)
         self._continuous_usage = bool(options and options.continuous_usage_stats)
+        self._no_usage: ChunkUsage = None if self._include_usage else UNSET
+        self._is_quick = is_quick and not self._continuous_usage
+        self._begun: set[int] = set()
+        """The indices of the choices that had an event."""
+        self._plain: dict[int, PlainEvents] = {}
+        """By the choice's index."""
 
     @abstractmethod
-    def usage_event(self, usage: Usage) -> bytes:
-        """Return the event without choices that ends a stream whose client wants its usage."""
+    def _chunk(self, choices: list[Any]) -> Completion | ChatChunk:
+        """An event with these choices."""
+
+    @abstractmethod
+    def _choices(self, prompt_index: int, output: RequestOutput, tally: Tally) -> list[Any]:
+        """What an output adds to each of its choices. They have begun then."""
+
+    def events(self, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:
+        """See `AnswerWriter.events`."""
+        choice = output.outputs[0]
+        index = prompt_index * self._envelope.n + choice.index
+        has_only_text = (
+            self._is_quick
+            and index in self._begun
+            and len(output.outputs) == 1
+            and output.kv_transfer_params is None
+            and choice.finish_reason is None
+            and choice.logprobs is None
+            and choice.stop_reason is None
+        )
+        if not has_only_text:
+            return self._event(prompt_index, output, tally)
+        plain = self._plain.get(index)
+        if plain is None:
+            text, choice.text = choice.text, ""
+            plain = PlainEvents(self._event(prompt_index, output, tally), self.text_field)
+            self._plain[index], choice.text = plain, text
+        return plain.event(choice.text)
+
+    def _event(self, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:
+        chunk = self._chunk(self._choices(prompt_index, output, tally))
+        chunk.usage = tally.usage() if self._continuous_usage else self._no_usage
+        if output.kv_transfer_params is not None:
+            chunk.kv_transfer_params = output.kv_transfer_params
+        chunk.warnings, self.warnings = self.warnings, UNSET
+        return sse(chunk)
 
     def ending(self, tally: Tally) -> bytes:
-        """See `AnswerWriter.ending`."""
-        return (self.usage_event(tally.usage()) if self._include_usage else b"") + SSE_DONE
-
-    def _chunk_usage(self, tally: Tally) -> ChunkUsage:
-        if self._continuous_usage:
-            return tally.usage()
-        return None if self._include_usage else UNSET
+        """See `AnswerWriter.ending`. An event without choices tells the usage to who wants it."""
+        if not self._include_usage:
+            return SSE_DONE
+        chunk = self._chunk([])
+        chunk.usage = tally.usage()
+        return sse(chunk) + SSE_DONE
 
 
 def sse(message: msgspec.Struct) -> bytes:
@@ -275,14 +318,6 @@ class PlainEvents:
 
     def event(self, text: str) -> bytes:
         return b"".join((self._before, encode(text), self._after))
-
-
-def is_plain(output: RequestOutput) -> bool:
-    """Whether the output contains some more text of one answer, and nothing else."""
-    if len(output.outputs) != 1 or output.kv_transfer_params is not None:
-        return False
-    choice = output.outputs[0]
-    return choice.finish_reason is None and choice.logprobs is None and choice.stop_reason is None
 
 
 def transfer_params(output: RequestOutput) -> KVParams:

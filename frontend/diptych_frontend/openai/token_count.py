@@ -9,9 +9,8 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from diptych_frontend.openai.exchange import exchange_of, send_bytes
+from diptych_frontend.openai.exchange import decode_body, exchange_of, most_values, send_bytes
 from diptych_frontend.openai.generation import adapter_of
-from diptych_frontend.openai.request_body import decode_body, most_values
 from diptych_frontend.openai.request_workers import RequestWorkers
 from diptych_frontend.openai.responses import encode
 from diptych_protocol import EngineClient, TokensPrompt
@@ -54,6 +53,6 @@ class TokenCountRoute(Generic[Body]):
 
     def _count(self, scope: Scope, body: bytes) -> bytes:
         request = decode_body(scope, body, self._decoder, most_values(self._engine.max_model_len))
-        adapter_of(request.model, self._served_names, self._engine.adapters)
+        adapter_of(request.model, self._served_names, self._engine)
         prompt = self._prompt_of(request, scope)
         return encode(self._answer(len(prompt["prompt_token_ids"])))

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from diptych_frontend.openai.answer_parts import AnswerParts
+from diptych_frontend.openai.chat import AnswerParts
 from diptych_frontend.openai.errors import OPENAI, Dialect, ErrorAnswer
 from diptych_frontend.openai.responses import AnswerWriter, Tally, Warnings, encode
 from diptych_frontend.responses_api.api_types import (

@@ -12,7 +12,6 @@ import msgspec
 
 from diptych_frontend.images.features import check_features
 from diptych_frontend.model_files.model_source import resolve_model
-from diptych_frontend.observability.steady_clock import steady_time
 from diptych_frontend.reasoning.formats import format_of
 from diptych_frontend.reasoning.request_options import check_options
 from diptych_frontend.text.renderer import TextRenderer, tokenization
@@ -32,6 +31,7 @@ from diptych_protocol import (
 )
 from diptych_protocol.as_sent import check_id, params_as_sent, request_as_sent
 from diptych_protocol.sampling import MAX_BAD_SEQUENCES
+from diptych_protocol.wire import steady_time
 
 
 class InputProcessor:

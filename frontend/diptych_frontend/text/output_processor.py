@@ -27,7 +27,7 @@ from diptych_protocol import (
     RequestOutputKind,
 )
 from diptych_protocol.kv_transfer_params import PARAM
-from diptych_protocol.wire import ErrorKind
+from diptych_protocol.wire import FINISH_REASON_STRINGS, ErrorKind
 
 __all__ = ["Collector", "OutputProcessor", "ParentRequest", "fan_out"]
 
@@ -323,7 +323,7 @@ class _Answer:
             shared.num_cached_tokens = output.num_cached_tokens
         if output.kv_transfer_params is not None:
             self._kv_transfer_params = output.kv_transfer_params
-        reason = None if finish is None else str(finish)
+        reason = None if finish is None else FINISH_REASON_STRINGS[finish]
         ended = reason is not None and piece_finish is None
         is_delta = self._kind is RequestOutputKind.DELTA
         if is_delta and self.stream_interval == 1:

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from diptych_frontend.observability.steady_clock import steady_time
 from diptych_frontend.text.collector import Collector
 from diptych_frontend.text.renderer import TextRenderer, tokenization
 from diptych_protocol import (
@@ -27,6 +26,7 @@ from diptych_protocol import (
     StreamingInput,
 )
 from diptych_protocol.as_sent import params_as_sent
+from diptych_protocol.wire import steady_time
 
 CANCEL_TIMEOUT_S = 5.0
 """How long a user's generator may take to end when nobody waits for its next piece any more."""

@@ -15,10 +15,9 @@ from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.api_types import NOBODY_ASKS, CacheSalt, Int64
 from diptych_frontend.openai.asgi import UntilDisconnect
 from diptych_frontend.openai.embeddings import MAX_INPUTS, Embedder, EmbeddingUsage, Job, called
-from diptych_frontend.openai.exchange import exchange_of, send_bytes
+from diptych_frontend.openai.exchange import decode_body, exchange_of, most_values, send_bytes
 from diptych_frontend.openai.field_rules import Rules, refused, taken
 from diptych_frontend.openai.generation import adapter_of, prompt_options
-from diptych_frontend.openai.request_body import decode_body, most_values
 from diptych_frontend.openai.request_workers import INLINE_BYTES, RequestWorkers
 from diptych_frontend.openai.responses import encode
 from diptych_protocol import (
@@ -213,7 +212,7 @@ class ScoringRoute:
         request, prompts, first = await self._workers.read(
             scope, body, lambda: self._read(scope, body)
         )
-        adapter = adapter_of(request.model, self._served_names, self._engine.adapters)
+        adapter = adapter_of(request.model, self._served_names, self._engine)
         options = prompt_options(scope, exchange, adapter, request.priority)
         job = Job(prompts, PoolingParams(), options, exchange, "documents")
         async with UntilDisconnect(receive, exchange) as client:

@@ -19,10 +19,9 @@ from diptych_frontend.openai.api_types import (
     check_continues,
 )
 from diptych_frontend.openai.chat import ChatApi
-from diptych_frontend.openai.exchange import exchange_of, send_bytes
+from diptych_frontend.openai.exchange import decode_body, exchange_of, most_values, send_bytes
 from diptych_frontend.openai.field_rules import Rules
 from diptych_frontend.openai.generation import adapter_of
-from diptych_frontend.openai.request_body import decode_body, most_values
 from diptych_frontend.openai.request_workers import RequestWorkers
 from diptych_frontend.openai.responses import encode
 from diptych_frontend.tool_calls.tools import MAX_TOOLS, Tool
@@ -125,7 +124,7 @@ class TokenizeRoute:
         engine = self._engine
         request = decode_body(scope, body, self._decoder, most_values(engine.max_model_len))
         if request.model is not None:
-            adapter_of(request.model, self._served_names, engine.adapters)
+            adapter_of(request.model, self._served_names, engine)
         request.check()
         renderer = engine.renderer
         if request.prompt is not None:
@@ -158,7 +157,7 @@ class DetokenizeRoute:
         engine = self._engine
         request = decode_body(scope, body, self._decoder, most_values(engine.max_model_len))
         if request.model is not None:
-            adapter_of(request.model, self._served_names, engine.adapters)
+            adapter_of(request.model, self._served_names, engine)
         ids, vocab_size = request.tokens, engine.model_config.vocab_size
         if len(ids) > engine.max_model_len:
             raise InvalidRequestError(

@@ -37,23 +37,33 @@ class AttentionMetadata:
     context_lens: NDArray[np.int64]
     """[sequences]: tokens of each sequence in the cache, including the new ones."""
     block_tables: NDArray[np.int64]
-    """[sequences, >= blocks of the longest]; entries past a sequence's end are valid block ids."""
+    """[sequences, >= blocks of the longest]; entries past a sequence's end are valid block ids.
+    With several groups of layers there is one entry of each where else there is one."""
     num_decodes: int
     block_size: int
     window: int | None = None
     """A token sees itself and the `window` - 1 tokens before it; None: everything before it."""
     device: torch.device = CPU
+    num_groups: int = 1
+    """How many groups of layers have blocks of their own."""
 
-    def within(self, window: int | None) -> Self:
-        """Return the same for layers with another window; it is made once a step."""
-        if window == self.window:
+    def within(self, window: int | None, group: int = 0) -> Self:
+        """Return the same for a group's layers with this window; it is made once a step."""
+        if window == self.window and self.num_groups == 1:
             return self
-        if window not in self._narrowed:
-            self._narrowed[window] = replace(self, window=window)
-        return self._narrowed[window]
+        if (window, group) not in self._narrowed:
+            self._narrowed[window, group] = replace(
+                self, window=window, block_tables=self._tables_of(group), num_groups=1
+            )
+        return self._narrowed[window, group]
+
+    def _tables_of(self, group: int) -> NDArray[np.int64]:
+        if self.num_groups == 1:
+            return self.block_tables
+        return np.ascontiguousarray(self.block_tables[:, group :: self.num_groups])
 
     @cached_property
-    def _narrowed(self) -> dict[int | None, Self]:
+    def _narrowed(self) -> dict[tuple[int | None, int], Self]:
         return {}
 
     @cached_property
@@ -224,8 +234,8 @@ class FixedDecodes(AttentionMetadata):
     def change(self, context_lens: NDArray[np.int64], block_tables: NDArray[np.int64]) -> None:
         """Replace the numbers that recorded launches read; the arguments are named as the
         attributes."""
-        for other in self._narrowed.values():
-            other.change(context_lens, block_tables)
+        for (_, group), other in self._narrowed.items():
+            other.change(context_lens, block_tables[:, group :: self.num_groups])
         for geometry, (plan, numbers) in self._schedules.items():
             self._write(self._cut(context_lens, block_tables, geometry, plan.num_splits), numbers)
 

@@ -55,6 +55,8 @@ class LeaseTable:
     """All leases of one prefill engine."""
 
     lease_seconds: float
+    num_groups: int = 1
+    """How many groups of layers have blocks of their own."""
     leases: dict[str, Lease] = field(default_factory=dict)
     """Live leases, and ended ones still being sent; of a divided lease, its shares."""
     counts: Counter[LeaseState] = field(default_factory=Counter)
@@ -62,13 +64,14 @@ class LeaseTable:
     totals: KVTransferStats = field(default_factory=KVTransferStats)
     """What is counted here of the statistics of the hinge."""
     _early: EarlyOpens = field(init=False)
-    _asks: PrefixAsks = field(default_factory=PrefixAsks)
+    _asks: PrefixAsks = field(init=False)
     _divided: DividedLeases = field(default_factory=DividedLeases)
     _ended: OrderedDict[str, tuple[LeaseState, Claim | None]] = field(default_factory=OrderedDict)
     """How leases ended, and the claim by which one was released."""
 
     def __post_init__(self) -> None:
         self._early = EarlyOpens(self.lease_seconds)
+        self._asks = PrefixAsks(self.num_groups)
 
     # --- what the engine says -----------------------------------------------------------------
 

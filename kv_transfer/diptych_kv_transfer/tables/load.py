@@ -65,6 +65,14 @@ class Prefix:
     """Number of tokens in one of our blocks."""
     first: int
     """The first of our blocks that lacks KV."""
+    whole: int | None = None
+    """How many blocks its lease has if it lacks those that windows have passed. Then it is lent
+    whole, or not at all."""
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens that the names are of."""
+        return len(self.names) * self.name_tokens
 
     def misfit(self, theirs: Hello) -> str:
         """Return why these are not the answering engine's blocks; empty if they are."""
@@ -191,6 +199,11 @@ class Load:
         Raises `ValueError`, and changes nothing, if it lends nothing that was asked for.
         """
         count, num_tokens = opened.num_blocks, opened.num_blocks * prefix.name_tokens
+        if prefix.whole is not None:
+            if count != prefix.whole:
+                raise ValueError(f"it lends {count} blocks of {prefix.whole}")
+            self.granted = True
+            return
         if count > len(prefix.names) or num_tokens <= prefix.first * prefix.block_tokens:
             raise ValueError(f"it lends {count} blocks of a prefix of {len(prefix.names)}")
         self.granted, self.num_tokens = True, num_tokens

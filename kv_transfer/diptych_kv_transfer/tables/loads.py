@@ -446,5 +446,7 @@ class LoadTable:
         if not load.early:
             self.waits.saw(load, seconds)
         num_tokens = 0 if load.prefix is None else load.num_tokens
+        if load.prefix is not None and load.prefix.whole is not None:
+            num_tokens = load.prefix.num_tokens
         ended = LoadEnded(load.request_id, True, "", load.num_blocks, seconds, num_tokens)
         return [Unpack(load.request_id), ended, *others] if load.staged else [ended]

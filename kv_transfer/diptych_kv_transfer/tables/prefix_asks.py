@@ -29,6 +29,8 @@ class Ask:
 class PrefixAsks:
     """The questions that the engine has not answered, by the ids of their leases."""
 
+    num_groups: int = 1
+    """How many blocks a name stands for: one of each group of layers."""
     _asks: dict[str, Ask] = field(default_factory=dict)
     _num_unanswered: int = 0
 
@@ -44,9 +46,10 @@ class PrefixAsks:
             return "another reader asks for this lease"
         if not message.runs:
             return "no block of the prefix is asked for"
-        if sum(count for _, count in message.runs) > len(message.names):
+        most = len(message.names) * self.num_groups
+        if sum(count for _, count in message.runs) > most:
             return "more blocks are asked for than the prefix has"
-        if any(first + count > len(message.names) for first, count in message.runs):
+        if any(first + count > most for first, count in message.runs):
             return "blocks behind the end of the prefix are asked for"
         return "" if self._num_unanswered < MAX_ASKS else "too many prefixes are asked for"
 

@@ -240,7 +240,7 @@ class FleetTable:
 
     def _remembered(self, request: RequestView) -> _Remembered:
         if request.keys is None or not self.known.index.num_known:
-            return _Remembered({role: np.zeros(len(t)) for role, t in self.tables.items()})
+            return _Remembered({role: np.zeros(len(t.rows)) for role, t in self.tables.items()})
         if request.adapter:
             tables = self.tables.items()
             return _Remembered({role: self._cached_by_adapter(t, request) for role, t in tables})

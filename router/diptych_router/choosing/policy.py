@@ -217,11 +217,10 @@ class Priced:
         wanted = self._terms.get(FETCH)
         return int(self.engines.elsewhere[at]) if wanted is not None and wanted[at] > 0 else 0
 
-    def to_compute(self, at: int) -> float:
+    def to_compute(self, at: int, fetched: int) -> float:
         """Return how many tokens of the prompt it would neither have nor fetch; always at least the
         last one."""
-        has = max(float(self.engines.cached[at]), self.fetches(at))
-        return max(1.0, self._prompt_tokens - has)
+        return max(1.0, self._prompt_tokens - max(float(self.engines.cached[at]), fetched))
 
 
 _Picked = tuple[Priced, int]
@@ -311,7 +310,7 @@ def _pick_pair(
     pairs: PairRates | None,
 ) -> tuple[_Picked, _Picked] | None:
     """The cheapest pair among the engines that fit together."""
-    if not len(prefill.table):
+    if not prefill.table.rows:
         return None
     first = Priced(policy, request, "prefill", prefill, draw)
     second = Priced(policy, request, "decode", decode, draw)
@@ -332,13 +331,14 @@ def _pair(
     policy: Policy, pair: tuple[_Picked, _Picked], weighed: Sequence[Priced] = ()
 ) -> Decision:
     (first, p), (second, d) = pair
+    fetched = first.fetches(p)
     return Decision(
         first.rows[p].key,
         second.rows[d].key,
         f"{policy.reason} pair",
-        fetch_tokens=first.fetches(p),
+        fetch_tokens=fetched,
         terms=_added(first.terms(p), second.terms(d)),
-        to_compute=first.to_compute(p),
+        to_compute=first.to_compute(p, fetched),
         weighed=weighed or (first, second),
     )
 
@@ -418,13 +418,13 @@ def _one(
     priced: Priced, at: int, reason: str, weighed: Sequence[Priced], *, of_prefill: bool = False
 ) -> Decision:
     """One engine does all that is to be done."""
-    key = priced.rows[at].key
+    key, fetched = priced.rows[at].key, priced.fetches(at)
     return Decision(
         key if of_prefill else None,
         key,
         reason,
-        fetch_tokens=priced.fetches(at),
+        fetch_tokens=fetched,
         terms=priced.terms(at),
-        to_compute=priced.to_compute(at),
+        to_compute=priced.to_compute(at, fetched),
         weighed=weighed,
     )

@@ -154,7 +154,8 @@ class Attempts:
             routed.account.served += routed.prompt_tokens
             routed.hold_until = None  # until now it may have waited for its tenant's turn
         routed.prefill_engine, routed.decode_engine = decision.prefill or "", decode.key
-        self._fleet.placed(view, decision)
+        source = self._source_of(decision, prefill)
+        self._fleet.placed(view, decision, now)
         facts = {
             "prefill": prefill.name,
             "decode": decode.name,
@@ -163,7 +164,6 @@ class Attempts:
         }
         level = logging.DEBUG if number == 1 else logging.INFO
         log.log(level, "request %s: %s", routed.request_id, facts)
-        source = self._source_of(decision, prefill)
         if source is not None:
             facts["fetches"] = f"{decision.fetch_tokens} tokens from {source.remote_engine_id}"
         self._records.chose(routed.record, decision, facts, view.output_tokens, now)
@@ -196,9 +196,8 @@ class Attempts:
     ) -> list[Action]:
         """Let P compute, and D get ready meanwhile."""
         self._placements.place(routed, prefill, Stage.PREFILL, now, planned=decode)
-        lease_id = f"{self._random_bits(128):032x}"
+        lease_id, lends = f"{self._random_bits(128):032x}", prefill.lends
         add = Add(prefill.key, routed.prefill_request(lease_id, source))
-        lends = prefill.lends
         if lends is None or not routed.worth_announcing:
             return [add]
         return [add, Announce(decode.key, routed.announce(decode.key, lends, lease_id))]

@@ -98,6 +98,7 @@ class Placements:
         """Charge a request to an engine's account, and to that of the engine that
         takes over later."""
         self.leave(routed)
+        self.tenants.take(routed.account)
         routed.place(engine.key, stage)
         if routed.late < MAX_LATE:
             routed.first_token_by = now + routed.patience_s
@@ -106,7 +107,6 @@ class Placements:
         self.by_core_id[core_id] = routed
         tokens = routed.prompt_tokens + len(routed.generated)
         self.charges[routed.request_id] = Charge(tokens, engine, planned)
-        self.tenants.take(routed.account)
         engine.charge(tokens)
         if planned is not None:
             planned.charge(tokens, planned=1)
@@ -119,10 +119,10 @@ class Placements:
         """Record that it is at no engine any more."""
         charge = self.charges.pop(routed.request_id, None)
         if charge is not None:
+            self.tenants.give_back(routed.account)
             charge.engine.charge(-charge.tokens)
             if charge.planned is not None:
                 charge.planned.charge(-charge.tokens, planned=-1)
-            self.tenants.give_back(routed.account)
         self.by_core_id.pop(routed.core_id, None)
         routed.engine = ""
 

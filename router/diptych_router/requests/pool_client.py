@@ -177,7 +177,7 @@ class PoolClient(AsyncEngine, WithoutControl):
             request = msgspec.structs.replace(request, cache_salt=salt)
         now, tracer = time.monotonic(), self.router_tracer
         trace = None if tracer is None else tracer.begin(request, now)
-        actions = self.table.submit(request, self.max_model_len, now, leader, trace)
+        actions = self.table.submit(request, self.input_processor.max_model_len, now, leader, trace)
         self._told[request.request_id] = self.table.records.by_id[request.request_id]
         self._carry_out(actions)
 

@@ -56,13 +56,6 @@ class Placement:
         """The router's clock less the engine's: the least that was seen, so it contains the
         shortest time that a message took."""
 
-    def brought(self, output: EngineCoreOutput, now_s: float) -> None:
-        """Record the engine's first output."""
-        self.first_word_s = now_s
-        self.first_tokens = len(output.new_token_ids)
-        self.cached_tokens = output.num_cached_tokens
-        self.received_tokens = output.num_received_tokens
-
     def heard(self, station: RequestJourneyEvent, now_s: float) -> None:
         """Record an event that the engine reports. An impossible one is dropped."""
         time_s, kind = station.ts_monotonic, station.event_type
@@ -294,7 +287,9 @@ class RequestRecord:
         is_first = False
         if placement is not None:
             if placement.first_word_s is None:
-                placement.brought(output, now_s)
+                placement.first_word_s, placement.first_tokens = now_s, num_tokens
+                placement.cached_tokens = output.num_cached_tokens
+                placement.received_tokens = output.num_received_tokens
                 is_first = True
             placement.num_tokens += num_tokens
         if num_tokens:

@@ -42,6 +42,7 @@ from diptych_protocol import (
     EngineOverloadedError,
     FinishReason,
 )
+from diptych_protocol.wire import FINISH_REASON_STRINGS
 from diptych_router.choosing.policy import Decision
 from diptych_router.engines.health_book import Failure
 from diptych_router.requests.attempts import LEAST_PATIENCE_S, Attempts
@@ -231,7 +232,8 @@ class RequestTable:
             self._fleet.went_well(routed.engine, routed.prefill_engine)
             self._usual_output += (len(routed.generated) - self._usual_output) * NEWEST_PART
             self.promises.saw_end(routed.record, now)
-            return [*offered, *self._attempts.end(routed, str(output.finish_reason), now)]
+            why = FINISH_REASON_STRINGS[output.finish_reason]
+            return [*offered, *self._attempts.end(routed, why, now)]
         return offered
 
     def _take_error(self, routed: RoutedRequest, output: EngineCoreOutput) -> list[Action]:

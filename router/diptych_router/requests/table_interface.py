@@ -67,7 +67,7 @@ class Fleet(Protocol):
     def was_full(self, key: str) -> None:
         """Record that this engine had no room for a request just now."""
 
-    def placed(self, request: RequestView, decision: Decision) -> None:
+    def placed(self, request: RequestView, decision: Decision, now: float) -> None:
         """Record that a request goes to these engines, which will have the KV of its prompt."""
 
     def successor(self, fingerprint: str) -> EngineAccount | None:

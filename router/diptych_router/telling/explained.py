@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from diptych_frontend.observability.steady_clock import time_of_day
 from diptych_protocol.admin import (
     AttemptReport,
     Candidate,
@@ -15,6 +14,7 @@ from diptych_protocol.admin import (
     RequestReport,
     StationReport,
 )
+from diptych_protocol.wire import time_of_day
 from diptych_router.choosing.policy import Decision, Priced
 from diptych_router.requests.request_record import Attempt, Placement, RequestRecord
 

@@ -31,8 +31,8 @@ from opentelemetry.trace import (
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from diptych_frontend.observability.span_sender import SpanSender
-from diptych_frontend.observability.steady_clock import time_of_day
 from diptych_protocol import EngineCoreRequest
+from diptych_protocol.wire import time_of_day
 from diptych_router.requests.request_record import RequestRecord
 from diptych_router.telling.request_spans import SpanFacts, Value, request_attributes, spans_of
 

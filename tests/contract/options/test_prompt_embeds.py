@@ -16,7 +16,7 @@ from waits import PATIENCE_S
 
 from diptych_engine.control.core import EngineCore
 from diptych_engine.models.wire_arrays import as_tensor
-from diptych_frontend.core_client.zmq_frames import receive_frames
+from diptych_frontend.core_client.client import receive_frames
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.text.input_processor import InputProcessor
 from diptych_frontend.text.renderer import TextRenderer

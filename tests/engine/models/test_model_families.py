@@ -108,7 +108,10 @@ def test_norms_in_16_bits_lose_nothing_in_float32(
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "granite"])
 def test_embeddings_in_bfloat16_are_scaled_as_transformers_does(
-    name: str, tmp_path: Path, lone_sequence: Callable[..., Any]
+    name: str,
+    tmp_path: Path,
+    lone_sequence: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Gemma's factor is rounded too. The layers add nothing here."""
     model = published(name, tmp_path, {"num_hidden_layers": 1}).bfloat16()
@@ -120,7 +123,7 @@ def test_embeddings_in_bfloat16_are_scaled_as_transformers_does(
     load_weights(own.slots, source)
     for linear in (each.linear for each in own.packables if "layers" in each.published[0]):
         linear.weight.zero_()
-    own.logits = lambda hidden: hidden
+    monkeypatch.setattr(own, "logits", lambda hidden: hidden)
     sequence.model, sequence.cache = own, sequence.cache.bfloat16()
     actual = sequence.logits(token_ids.tolist()).float() * source.config.residual_scale
     torch.testing.assert_close(

@@ -325,7 +325,8 @@ def quantised_family(family: str, folder: Path, name: str) -> Any:
     own = dict(model.named_parameters())
 
     def replace(module: str, target: Tensor) -> None:
-        tensors, values = scheme(*target.shape, generator)
+        rows, columns = target.shape
+        tensors, values = scheme(rows, columns, generator)
         target.copy_(values)
         stored.update({f"{module}.{end}": each.contiguous() for end, each in tensors.items()})
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from diptych_engine.scheduling.block_pool import BlockPool
+from diptych_engine.scheduling.kv_groups import NULL_BLOCK, KVGroups
+from diptych_kv_transfer.memory.kv_group import KVGroup
 from diptych_protocol.block_hashes import extend_block_hashes
 
 
@@ -71,6 +73,44 @@ def test_releasing_twice_is_an_error_not_a_silent_corruption() -> None:
     pool.release(blocks)
     with pytest.raises(RuntimeError, match="more often"):
         pool.release(blocks)
+
+
+@given(
+    st.sampled_from([(None, 5), (6,), (None, None, 3, 9)]),
+    st.sets(st.tuples(st.integers(0, 7), st.integers(0, 3)), max_size=32),
+    st.integers(0, 8),
+)
+def test_the_longest_prefix_is_found_of_which_all_that_is_seen_is_cached(
+    windows: tuple[int | None, ...], forgotten: set[tuple[int, int]], former: int
+) -> None:
+    groups = KVGroups(tuple(KVGroup(4, window) for window in windows), 1)
+    pool, hashes = BlockPool(32, groups), hashes_of(list(range(32)))
+    blocks = {
+        (row, group): block
+        for row in range(8)
+        for group, block in enumerate(pool.allocate(len(windows)))
+        if (row, group) not in forgotten
+    }
+    for (row, group), block in blocks.items():
+        pool.remember(block, hashes[row], group)
+    count = len(windows)
+    whole = [
+        rows
+        for rows in range(9)
+        if all(divmod(place, count) in blocks for place in groups.kept(4 * rows))
+    ]
+    found = pool.match(hashes)
+    assert len(found) == whole[-1] * count
+    kept = set(groups.kept(4 * whole[-1]))
+    for place, block in enumerate(found):
+        assert block == (blocks[divmod(place, count)] if place in kept else NULL_BLOCK)
+    told = {hash_ for row, hash_ in enumerate(hashes) if (row, 0) in blocks}
+    assert set(pool.remembered_hashes()) == told, "others hear of the first group's"
+    if not {(row, group) for row, group in forgotten if not group} and len(windows) < 3:
+        assert pool.match_length(hashes, min(former, whole[-1])) == whole[-1]
+    pool.take(found)
+    pool.release(found)
+    pool.check_integrity()
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -9,48 +9,78 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych_engine.scheduling.block_pool import BlockPool
+from diptych_engine.scheduling.kv_groups import NULL_BLOCK, KVGroups, num_held
 from diptych_engine.scheduling.request import Request, RequestStatus, StepPlan, StepResult
 from diptych_engine.scheduling.scheduler import Scheduler
 from diptych_engine.scheduling.step_results import stop_condition
+from diptych_kv_transfer.memory.kv_group import KVGroup
 from diptych_protocol import FinishReason, KVTransferParams, SamplingParams
+from diptych_protocol.block_hashes import extend_block_hashes
 from diptych_protocol.engine_stats import MAX_TENANTS_TOLD
 
 BLOCK = 4
+
+
+def hashes_of(token_ids: list[int]) -> list[bytes]:
+    hashes: list[bytes] = []
+    extend_block_hashes(hashes, token_ids, BLOCK, None)
+    return hashes
 
 
 def next_token(tokens: list[int]) -> int:
     return hashlib.blake2b(bytes(t % 256 for t in tokens), digest_size=1).digest()[0]
 
 
+Windows = tuple[int | None, ...]
+PLAIN: Windows = (None,)
+
+
+def seen(tokens: list[int], window: int | None) -> list[int]:
+    """What layers with this window see behind these tokens."""
+    return tokens[-window:] if window else tokens
+
+
 @dataclass
 class ToyRunner:
-    """Writes tokens into block slots and reads them back through the block table."""
+    """Writes tokens into block slots, once for each group of layers, and reads those that the
+    group sees back through the block table."""
 
     slots: dict[int, int] = field(default_factory=dict)
     computed: int = 0
+    windows: Windows = PLAIN
 
     def execute(self, plan: StepPlan) -> StepResult:
         sampled = []
         for share in plan.scheduled:
             request = share.request
-            for position in range(share.start, share.start + share.num_tokens):
-                self.slots[self.slot(request, position)] = request.token_ids[position]
+            end = share.start + share.num_tokens
+            for position in range(share.start, end):
+                self.write(request, position)
                 self.computed += 1
+            read: list[int] = []
+            for group, window in enumerate(self.windows):
+                first = max(0, share.start + 1 - window) if window else 0
+                found = [self.slots[self.slot(request, p, group)] for p in range(first, end)]
+                read += seen(found, window)
             if share.samples:
-                end = share.start + share.num_tokens
-                sampled.append(next_token([self.slots[self.slot(request, p)] for p in range(end)]))
+                sampled.append(next_token(read))
         return StepResult(sampled, None, None)
 
-    @staticmethod
-    def slot(request: Request, position: int) -> int:
-        return request.block_ids[position // BLOCK] * BLOCK + position % BLOCK
+    def write(self, request: Request, position: int) -> None:
+        for group in range(len(self.windows)):
+            self.slots[self.slot(request, position, group)] = request.token_ids[position]
+
+    def slot(self, request: Request, position: int, group: int = 0) -> int:
+        block = request.block_ids[position // BLOCK * len(self.windows) + group]
+        assert block != NULL_BLOCK
+        return block * BLOCK + position % BLOCK
 
 
 def make_request(name: str, prompt: list[int], max_tokens: int, **kwargs: object) -> Request:
@@ -68,9 +98,16 @@ def make_request(name: str, prompt: list[int], max_tokens: int, **kwargs: object
 
 
 def make_scheduler(
-    num_blocks: int, *, seqs: int = 8, budget: int = 8, cache: bool = True
+    num_blocks: int,
+    *,
+    seqs: int = 8,
+    budget: int = 8,
+    cache: bool = True,
+    windows: Windows = PLAIN,
 ) -> Scheduler:
-    return Scheduler(BlockPool(num_blocks), BLOCK, seqs, budget, 100, cache)
+    groups = KVGroups(tuple(KVGroup(BLOCK, window) for window in windows), budget)
+    pool = BlockPool(num_blocks) if windows == PLAIN else BlockPool(num_blocks, groups)
+    return Scheduler(pool, BLOCK, seqs, budget, 100, cache)
 
 
 def run(scheduler: Scheduler, runner: ToyRunner, max_steps: int = 5000) -> None:
@@ -87,10 +124,10 @@ def run(scheduler: Scheduler, runner: ToyRunner, max_steps: int = 5000) -> None:
     pytest.fail(f"not finished after {max_steps} steps")
 
 
-def expected(prompt: list[int], max_tokens: int) -> list[int]:
+def expected(prompt: list[int], max_tokens: int, windows: Windows = PLAIN) -> list[int]:
     tokens = list(prompt)
     for _ in range(max_tokens):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token([token for window in windows for token in seen(tokens, window)]))
     return tokens
 
 
@@ -101,21 +138,78 @@ prompts = st.lists(
 )
 
 
+@pytest.mark.parametrize("windows", [PLAIN, (None, 5), (6,), (None, None, 3, 9)], ids=str)
 @settings(max_examples=200)
 @given(prompts, st.integers(8, 20), st.integers(1, 8), st.integers(1, 24), st.booleans())
 def test_any_batch_generates_what_each_request_would_alone(
-    work: list[tuple[list[int], int]], num_blocks: int, seqs: int, budget: int, cache: bool
+    windows: Windows,
+    work: list[tuple[list[int], int]],
+    num_blocks: int,
+    seqs: int,
+    budget: int,
+    cache: bool,
 ) -> None:
-    scheduler = make_scheduler(num_blocks, seqs=seqs, budget=max(budget, seqs), cache=cache)
+    num_blocks *= len(windows)
+    options: Any = {"seqs": seqs, "budget": max(budget, seqs), "cache": cache, "windows": windows}
+    scheduler, runner = make_scheduler(num_blocks, **options), ToyRunner(windows=windows)
     requests = [make_request(str(i), p, n) for i, (p, n) in enumerate(work)]
     for request in requests:
         scheduler.add(request)
-    run(scheduler, ToyRunner())
+    run(scheduler, runner)
     for request, (prompt, count) in zip(requests, work, strict=True):
-        assert request.token_ids == expected(prompt, count)
+        assert request.token_ids == expected(prompt, count, windows)
         assert request.finish_reason is FinishReason.LENGTH
     assert scheduler.pool.num_free == num_blocks
     assert not scheduler.requests
+
+
+@pytest.mark.parametrize("windows", [(None, 5), (6,), (None, 3, 9)], ids=str)
+def test_a_long_answer_holds_as_many_blocks_of_a_window_as_its_tokens_need(
+    windows: Windows,
+) -> None:
+    scheduler, runner = make_scheduler(200, windows=windows), ToyRunner(windows=windows)
+    request = make_request("long", list(range(100)), 80)
+    scheduler.add(request)
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        ends = [share.start + share.num_tokens for share in plan.scheduled]
+        for group, window in enumerate(windows):
+            held = num_held(request.block_ids[group :: len(windows)])
+            rows = -(-ends[0] // BLOCK)
+            # A block begins and one ends in the window, and a step's tokens come on top of it.
+            assert held <= (rows if window is None else -(-(window + 8) // BLOCK) + 1)
+            assert held == rows or (window and rows > window // BLOCK)
+        assert 200 - scheduler.pool.num_free == num_held(request.block_ids)
+        assert num_held(request.block_ids) <= scheduler.pool.groups.most(request.num_tokens)
+        for made in scheduler.update(plan, runner.execute(plan)):
+            if made.request.finish_reason is not None:
+                scheduler.finish(made.request, made.request.finish_reason)
+    assert request.token_ids == expected(list(range(100)), 80, windows)
+
+
+def test_a_prefix_is_found_where_all_that_windows_see_is_cached() -> None:
+    """The full group's blocks of a short prefix outlive those of its window, which were passed."""
+    windows = (None, 5)
+    scheduler, runner = make_scheduler(40, windows=windows), ToyRunner(windows=windows)
+    prompt = list(range(40))
+    scheduler.add(make_request("first", prompt, 1))
+    run(scheduler, runner)
+    hashes = hashes_of(prompt)
+    for rows in range(len(hashes) + 1):
+        assert len(scheduler.pool.match(hashes[:rows])) == 2 * rows, "nothing is forgotten yet"
+    assert set(scheduler.pool.remembered_hashes()) == set(hashes), "others hear of whole prefixes"
+    held = scheduler.pool.allocate(40 - 2 * len(hashes) + 6)  # as much as windows have passed
+    assert scheduler.pool.num_free
+    assert scheduler.pool.match(hashes[:4]) == []
+    found = scheduler.pool.match(hashes)
+    assert found[1::2][:-3] == [NULL_BLOCK] * (len(hashes) - 3), "only what is seen is taken"
+    assert NULL_BLOCK not in found[::2]
+    scheduler.pool.release(held)
+    again = make_request("again", [*prompt, 7], 3)
+    scheduler.add(again)
+    run(scheduler, runner)
+    assert again.token_ids == expected([*prompt, 7], 3, windows)
+    assert again.num_cached_tokens == 40
 
 
 def test_a_long_prompt_is_prefilled_in_chunks_of_the_budget() -> None:

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych_frontend.openai.answer_parts import AnswerParts
 from diptych_frontend.openai.api_types import StreamOptions
-from diptych_frontend.openai.chat import ChatWriter
+from diptych_frontend.openai.chat import AnswerParts, ChatWriter
 from diptych_frontend.openai.completions import CompletionWriter
 from diptych_frontend.openai.responses import Envelope, Tally
 from diptych_protocol import CompletionOutput, Logprob, RequestOutput

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -58,9 +59,14 @@ def config(**options: Any) -> ModelConfig:
     )  # fmt: skip
 
 
-def make_model(model_config: ModelConfig, device: torch.device, positions: int) -> CausalLM:
+def make_model(
+    model_config: ModelConfig,
+    device: torch.device,
+    positions: int,
+    group_of: Sequence[int] = (),
+) -> CausalLM:
     torch.manual_seed(0)
-    model = build_model(model_config, positions, torch.float32, device)
+    model = build_model(model_config, positions, torch.float32, device, group_of=group_of)
     for tensor in dict(model.named_parameters()).values():
         tensor.copy_(torch.randn(tensor.shape) / tensor.shape[0] ** 0.5)
     return model

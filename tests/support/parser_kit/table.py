@@ -38,8 +38,8 @@ from diptych_frontend.images.decoding import bytes_of_url, decoded
 from diptych_frontend.model_files.gguf_header import read_header
 from diptych_frontend.model_files.model_config import config_from_gguf
 from diptych_frontend.model_files.model_source import readable, resolve_model
+from diptych_frontend.openai.exchange import decode_json
 from diptych_frontend.openai.promised_prefill import PromiseFinder, promised_prefill
-from diptych_frontend.openai.request_body import decode_json
 from diptych_frontend.reasoning.formats import FORMATS as REASONING_FORMATS
 from diptych_frontend.text.gguf_tokenizer import tokenizer_from_gguf
 from diptych_frontend.text.structured_outputs import check_structured_outputs

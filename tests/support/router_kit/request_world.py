@@ -107,7 +107,7 @@ class ToyFleet:
     def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
         return self.first
 
-    def placed(self, request: RequestView, decision: Decision) -> None:
+    def placed(self, request: RequestView, decision: Decision, now: float) -> None:
         pass
 
     def successor(self, fingerprint: str) -> ToyEngine | None:

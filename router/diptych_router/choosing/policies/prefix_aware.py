@@ -51,7 +51,7 @@ class PrefixAware:
 def _rows(engines: PoolView) -> Floats:
     """[engines] Requests that decode there, with those that will in a moment."""
     column = engines.table.column
-    return engines.once("rows", lambda: column["rows"] + column["coming"])
+    return column["rows"] + column["coming"]
 
 
 def _prompt(engines: PoolView) -> dict[str, Floats]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from diptych_frontend.observability.steady_clock import steady_time
 from diptych_protocol import (
     DiptychError,
     EngineCoreOutput,
@@ -25,6 +24,7 @@ from diptych_protocol import (
     SamplingParams,
 )
 from diptych_protocol.admin import CanaryReport
+from diptych_protocol.wire import steady_time
 from diptych_router.engines.engine_link import EngineLink
 from diptych_router.requests.pools.trials import (
     OUTPUT_TOKENS,

@@ -25,7 +25,6 @@ from diptych_protocol import (
     SchedulerStats,
 )
 from diptych_protocol.wire import PrefixChanges
-from diptych_router.choosing.first_token import FirstToken
 from diptych_router.choosing.fleet_table import FOR_A_PAIR, FleetTable
 from diptych_router.choosing.policies import policy_of
 from diptych_router.choosing.policy import Decision, RequestView
@@ -78,6 +77,7 @@ class Pools:
         self._on_lost, self._on_hang = on_lost, on_hang
         policy, self.refused_settings = policy_of(config)
         self.fleet = FleetTable(policy, Random().randrange, config.disaggregate)
+        self.first_token, self.placed = self.fleet.first_token, self.fleet.placed
         self._follows_prefixes = policy.reads_prefixes
         self._followed: dict[str, int] = {}
         """Key -> which connection the engine was last greeted over: `EngineLink.times_up`."""
@@ -173,15 +173,6 @@ class Pools:
             if key and (key not in self.links or not self.usable(self.links[key])):
                 return False
         return True
-
-    def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
-        """Return when the first token is expected after this choice; None if too
-        little is known."""
-        return self.fleet.first_token(request, decision)
-
-    def placed(self, request: RequestView, decision: Decision) -> None:
-        """Record that a request goes to these engines, which will have the KV of its prompt."""
-        self.fleet.placed(request, decision, time.monotonic())
 
     def went_well(self, *keys: str) -> None:
         """See `Fleet`."""
