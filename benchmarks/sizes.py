@@ -37,7 +37,7 @@ from diptych_kernels.cpu_level import CpuLevel, forced, machine_level
 from diptych_protocol import SamplingParams
 
 ROWS: Final = 16384
-"""Rows of the vocabulary's matrix that are made at once."""
+"""How many rows of a vocabulary's matrix are made at once."""
 PROMPT, ANSWER = 512, 32
 CONTEXT: Final = 1024
 
@@ -58,7 +58,7 @@ class Shape:
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """A layer's: [rows, columns]."""
+        """Shapes of a layer's matrices, [rows, columns]."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return {
             "attn_q": (queries, self.hidden),
@@ -72,7 +72,7 @@ class Shape:
 
     @property
     def norms(self) -> dict[str, int]:
-        """The lengths of a layer's."""
+        """The lengths of a layer's norms."""
         own = {"attn_norm": self.hidden, "ffn_norm": self.hidden}
         of_heads = {"attn_q_norm": self.head_dim, "attn_k_norm": self.head_dim}
         return own | of_heads if self.architecture == "qwen3" else own
