@@ -208,7 +208,7 @@ def test_serving_goes_on_with_what_was_recorded_until_it_has_moved(
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero")
-@pytest.mark.parametrize("packing", ["q4", "auto"])
+@pytest.mark.parametrize("packing", [pytest.param("q4", marks=pytest.mark.slow), "auto"])
 def test_packed_matrices_are_multiplied_there(
     tmp_path: Path, foreign: pytest.MonkeyPatch, packing: str
 ) -> None:
