@@ -69,9 +69,10 @@ def burst(routers: list[Fleet], each: int) -> list[str | None]:
 
 def told(routers: list[Fleet], *, own: int, of_all: int) -> None:
     for number, fleet in enumerate(routers):
-        beat = Heartbeat(1.0, follower=number, followers=len(routers), requests=of_all)
         for row in fleet.rows.values():
-            row.heard(beat, own, 0.0)
+            for already, sent in ((0, 1), (own, 1 + of_all)):
+                beat = Heartbeat(1.0, follower=number, followers=len(routers), requests=sent)
+                row.heard(beat, already, 0.0)
             row.report(idle(), 0, 0.0)
 
 
@@ -90,11 +91,24 @@ def test_a_router_that_gets_all_requests_uses_all_engines() -> None:
     assert len(set(burst(routers[:1], 4))) == 4
 
 
-def test_an_engine_that_starts_again_counts_from_zero() -> None:
+def test_what_came_before_a_connection_is_not_counted() -> None:
     fleet = Fleet(2, 1)
     told([fleet, fleet], own=5, of_all=10)
-    row = fleet.rows["p0"]
+    row, share_now = fleet.rows["p0"], fleet.table.tables["prefill"].share
     row.restarted()
-    row.heard(Heartbeat(1.0, followers=2, requests=4), 2, 0.0)
-    told_now = fleet.table.tables["prefill"].share
-    assert told_now.of_another == pytest.approx(1.0)
+    for own, of_all in ((2, 1_000_000), (4, 1_000_004)):
+        row.heard(Heartbeat(1.0, followers=2, requests=of_all), own, 0.0)
+        assert share_now.of_another == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("follower", "followers"), [(-3, 1 << 60), (1 << 60, -3), (5, 0)])
+def test_an_engine_that_tells_impossible_numbers_of_routers_does_no_harm(
+    follower: int, followers: int
+) -> None:
+    fleet = Fleet(3, 1)
+    beat = Heartbeat(1.0, follower=follower, followers=followers, requests=1)
+    fleet.rows["p0"].heard(beat, 0, 0.0)
+    mine, others = share(follower, followers).homes(np.arange(3, dtype=np.uint64))
+    assert mine.any()
+    assert (others >= 0).all()
+    assert len(set(burst([fleet], 3))) == 3

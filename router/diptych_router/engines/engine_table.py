@@ -265,7 +265,8 @@ class EngineRow:
         self._unheard: deque[_Unheard] = deque(maxlen=MOST_UNHEARD)
         """Requests given to it that no report has counted yet."""
         self._num_received = self._num_of_all = 0
-        """Requests that the engine had from this router, and from all, by its last word."""
+        """Requests that the engine had from this router, and from all, by its last word over this
+        connection."""
         self.num_planned = 0
         """Requests that are to decode here, once another engine has computed their prompts."""
 
@@ -317,7 +318,8 @@ class EngineRow:
             self._table.columns[_COMING, self.at] = self.num_planned + len(self._unheard)
 
     def restarted(self) -> None:
-        """Record that another process answers there, whose totals begin at zero."""
+        """Record that the engine has a new connection, maybe to another process: what it counts of
+        this router begins at zero."""
         self._last = None
         self._last_move = 0
         self.num_sent = self._num_received = self._num_of_all = 0
@@ -355,7 +357,8 @@ class EngineRow:
         self._table.heard(heartbeat)
         if heartbeat.requests:
             own, of_all = num_received - self._num_received, heartbeat.requests - self._num_of_all
-            self._table.share.received(own, of_all - own, now)
+            if self._num_of_all:  # the first word tells what others sent before, maybe for days
+                self._table.share.received(own, of_all - own, now)
             self._num_received, self._num_of_all = num_received, heartbeat.requests
 
     def _new_moves(self, told: list[Move]) -> list[Move]:

@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from diptych_frontend.core_client.heartbeat_timer import MAX_FOLLOWERS
 from diptych_protocol.wire import Heartbeat
 
 FADING_S: Final = 10.0
@@ -33,10 +34,10 @@ class RouterShare:
 
     def told(self, heartbeat: Heartbeat) -> bool:
         """Take over how many routers there are. Returns whether that is new."""
-        told = heartbeat.follower, max(heartbeat.followers, heartbeat.follower + 1)
         former = self.number, self.count
-        self.number, self.count = told
-        return told != former
+        self.count = min(max(heartbeat.followers, 1), MAX_FOLLOWERS)
+        self.number = min(max(heartbeat.follower, 0), self.count - 1)
+        return former != (self.number, self.count)
 
     def received(self, own: int, others: int, now: float) -> None:
         """An engine has received so many more requests from this router and from the others."""
