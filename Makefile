@@ -11,7 +11,7 @@ WITH_VLLM = $(or $(DIPTYCH_VLLM),$(VLLM))
 N      ?= 100000
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all test-vllm test-clients chaos simulate lint docs screenshots cast audit format bench gpu gpu-wheels lock crds dist images cluster e2e clean vllm clients
+.PHONY: help demo test test-slow test-all test-vllm test-clients chaos simulate lint docs screenshots cast audit format bench gpu gpu-wheels lock crds dist images cluster e2e clean vllm llamacpp clients
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -111,6 +111,9 @@ gpu-wheels: $(VENV)/.test ## what such a machine lacks, as wheels in build/gpu-w
 
 vllm: ## vLLM's CPU build in $$VLLM, an environment of its own, for the tests that need it; docs/vllm.md
 	$(PYTHON) install_vllm.py --venv $(VLLM) $(if $(VLLM_VERSION),--version $(VLLM_VERSION))
+
+llamacpp: ## llama.cpp, in .peers, for the benchmarks and slow tests that compare with it; docs/performance.md
+	benchmarks/peers/install.sh .peers llamacpp
 
 clients: ## $$CLIENTS that others wrote, and packages whose data files are read, each in .clients, for `test-clients`; docs/clients.md
 	$(PYTHON) install_clients.py $(CLIENTS)

@@ -15,6 +15,7 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -81,15 +82,8 @@ def ours(
             return
         with forced(level):
             model = load(source, len(token_ids), bits)
-            yield (
-                level.word,
-                both_ways(
-                    len(token_ids),
-                    lambda prompt, model=model: log_probabilities(
-                        model, source, token_ids, kv_dtype, prompt
-                    ),
-                ),
-            )
+            read = partial(log_probabilities, model, source, token_ids, kv_dtype)
+            yield level.word, both_ways(len(token_ids), read)
 
 
 def theirs(peer: LlamaCpp, path: str, token_ids: list[int], *, exact: bool) -> dict[str, Tensor]:
@@ -149,7 +143,7 @@ def page(results: dict[str, Any]) -> str:
             cells = [
                 kind,
                 reader,
-                " / ".join(f"{told[f'kl_{how}'] * 1e4:.2f}" for how in ways),
+                " / ".join(f"{abs(told[f'kl_{how}']) * 1e4:.2f}" for how in ways),
                 " / ".join(f"{told[f'others_{how}'] * share:.1f}" for how in ways),
                 f"{told['perplexity']:.3f}",
             ]

@@ -45,7 +45,7 @@ def requantised(
     model: Path, target: Path, kind_of: Callable[[str], Kind], quantise: Quantise
 ) -> str:
     """Write a GGUF file's matrices anew, each as `kind_of` says for its name, where its rows allow
-    it. Returns the new file's path."""
+    it; not those that choose experts. Returns the new file's path."""
     header = read_header(model)
     writer = gguf.GGUFWriter(target, header.metadata["general.architecture"])
     for key, value in header.metadata.items():
@@ -55,10 +55,13 @@ def requantised(
             writer.add_key_value(key, value, _type_of(value))
     raw = np.memmap(model, dtype=np.uint8, mode="r")
     for name, tensor in header.tensors().items():
-        values = _values_of(raw, tensor)
-        kind = fitting(kind_of(name), tensor.shape[-1]) if len(tensor.shape) > 1 else Kind.F32
-        is_plain = kind in (Kind.F32, Kind.F16, Kind.BF16)
-        data = gguf.quants.quantize(values, kind) if is_plain else quantise(values, kind)
+        values, rows = _values_of(raw, tensor), tensor.shape[:-1]
+        is_matrix = rows and name.endswith(".weight") and "ffn_gate_inp" not in name
+        kind = fitting(kind_of(name), tensor.shape[-1]) if is_matrix else Kind.F32
+        if kind in (Kind.F32, Kind.F16, Kind.BF16):
+            data = gguf.quants.quantize(values, kind)
+        else:
+            data = quantise(values.reshape(-1, tensor.shape[-1]), kind).reshape(*rows, -1)
         writer.add_tensor(name, data, raw_dtype=kind)
     finish(writer)
     return str(target)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import gguf
 import numpy as np
@@ -37,7 +37,7 @@ from diptych_kernels.cpu_level import CpuLevel, forced, machine_level
 from diptych_protocol import SamplingParams
 
 ROWS: Final = 16384
-"""Of a vocabulary's matrix, that are made at once."""
+"""How many rows of a vocabulary's matrix are made at once."""
 PROMPT, ANSWER = 512, 32
 CONTEXT: Final = 1024
 
@@ -58,7 +58,7 @@ class Shape:
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """Of a layer, [rows, columns]."""
+        """Shapes of a layer's matrices, [rows, columns]."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return {
             "attn_q": (queries, self.hidden),
@@ -72,7 +72,7 @@ class Shape:
 
     @property
     def norms(self) -> dict[str, int]:
-        """Of a layer."""
+        """The lengths of a layer's norms."""
         own = {"attn_norm": self.hidden, "ffn_norm": self.hidden}
         of_heads = {"attn_q_norm": self.head_dim, "attn_k_norm": self.head_dim}
         return own | of_heads if self.architecture == "qwen3" else own
@@ -118,10 +118,12 @@ def _tensors(shape: Shape, quantise: Quantise) -> Tensors:
     made: dict[tuple[str, Kind], NDArray[np.uint8]] = {}
 
     def randn(rows: int, columns: int) -> NDArray[np.float32]:
-        return rng.standard_normal((rows, columns), np.float32) / np.float32(columns**0.5)
+        values = rng.standard_normal((rows, columns), np.float32)
+        values /= columns**0.5
+        return values
 
     def norm(size: int) -> NDArray[np.float32]:
-        return 1 + rng.standard_normal(size, np.float32) / 10
+        return 1 + rng.standard_normal(size, np.float32) / np.float32(10)
 
     def of_vocabulary(kind: Kind) -> NDArray[np.uint8]:
         starts = range(0, shape.vocabulary, ROWS)
@@ -210,7 +212,7 @@ def compared(
     with forced(level):
         args = EngineArgs(
             file, num_threads=1, max_model_len=CONTEXT, num_blocks=CONTEXT // 16 * 2,
-            max_num_batched_tokens=PROMPT, cpu_level=level.word,
+            max_num_batched_tokens=PROMPT, cpu_level=cast(Any, level.word),
         )  # fmt: skip
         engine = LLMEngine.from_engine_args(args)
         try:

@@ -27,6 +27,11 @@ REAL: Sizes = {
     "vocab_size": 32000, "hidden_size": 1024, "num_hidden_layers": 12, "intermediate_size": 2816,
     "num_attention_heads": 16, "num_key_value_heads": 4,
 }  # fmt: skip
+WIDE: Sizes = {
+    "vocab_size": 16000, "hidden_size": 2048, "num_hidden_layers": 4, "intermediate_size": 8192,
+    "num_attention_heads": 32, "num_key_value_heads": 8,
+}  # fmt: skip
+"""Some of the layers of Llama 3.2 1B: the host draws them in some seconds."""
 EXPERTS: Sizes = {
     "architecture": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 4,
     "moe_intermediate_size": 512,
@@ -137,6 +142,28 @@ def whole_engine(place: Place) -> None:
         finally:
             core.close()
     compare(place, "steps ahead and step by step", made[True], made[False])
+
+
+def packed_engine(place: Place) -> None:
+    """What rounded weights save beside plain ones: memory, and time for few and many rows."""
+    for packing in ("none", "q4"):
+        started = time.perf_counter()
+        core = make_core(
+            dummy(place, WIDE), weight_packing=packing, enable_prefix_caching=False,
+            **options(place),
+        )  # fmt: skip
+        runner: Any = core.runner
+        memory = (tensor.untyped_storage() for tensor in runner.model.weight_memory)
+        num_bytes = sum({each.data_ptr(): each.nbytes() for each in memory}.values())
+        took = time.perf_counter() - started
+        place.tell(f"start, {packing}", seconds=took, gb_of_weights=num_bytes / 1e9)
+        try:
+            for rows in place.either((1, 8, 64), (2,)):
+                first = served(place, core, f"{packing}, recorded", rows, temperature=0.0)
+                again = served(place, core, f"{packing}, replayed", rows, temperature=0.0)
+                compare(place, f"{packing}, twice, {rows} rows", first, again)
+        finally:
+            core.close()
 
 
 def guesses(place: Place) -> None:

@@ -18,7 +18,7 @@ from benchmarks.gpu.place import Place
 from benchmarks.machine import machine
 
 SCRIPT = Path(__file__).parents[2] / "tests" / "kernels" / "compile_for_gpu.py"
-ALL_LAUNCHES = 23
+ALL_LAUNCHES = 32
 MODULES = (
     "diptych_engine.serving.build_core", "diptych_frontend.openai.server", "diptych_kv_transfer",
     "benchmarks.gpu.kernel_stages", "benchmarks.gpu.engine_stages", "benchmarks.gpu.service_stage",

@@ -19,6 +19,7 @@ from benchmarks.kernels.steps import step_cases
 from torch import Tensor
 
 from diptych_kernels.add_rms_norm import add_rms_norm
+from diptych_kernels.native.tile_layout import LEVEL_BITS
 from diptych_kernels.paged_attention import AttentionMetadata, paged_attention
 from diptych_kernels.paged_attention import reference as attention_reference
 from diptych_kernels.rms_norm import reference as rms_norm_reference
@@ -161,6 +162,24 @@ def small_in_graphs(place: Place) -> Iterator[Case]:
     for rows in place.either((1, 64, 256), (3,)):
         for case in chain(workload.rows(rows), workload.heads(rows)):
             yield replace(case, kernel=f"{case.kernel} in a graph")
+
+
+def packed_products(place: Place) -> None:
+    """Products with packed matrices beside torch's with plain ones, in a graph."""
+    copies = place.either(12, 2)
+
+    def of_one(call: Callable[[], object]) -> tuple[float, float, float]:
+        median, low, high = place.graph_timer(call)
+        return median / copies, low / copies, high / copies
+
+    rows_of(place, packed_cases(place, copies), of_one)
+
+
+def packed_cases(place: Place, copies: int) -> Iterator[Case]:
+    for inputs, outputs in place.either(((4096, 4096), (4096, 14336)), ((160, 24),)):
+        for rows in place.either((1, 8, 64, 2048), (3, 70)):
+            for bits in LEVEL_BITS:
+                yield place.workload.packed_product(rows, inputs, outputs, bits, copies)
 
 
 @torch.inference_mode()

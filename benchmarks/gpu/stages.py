@@ -19,20 +19,22 @@ class Stage:
 
 
 STAGES = {
-    1: Stage("imports and compiles", "first:imports_and_compiles", 45),
+    1: Stage("imports and compiles", "first:imports_and_compiles", 35),
     2: Stage("ceilings", "first:ceilings_of_the_machine", 15),
-    3: Stage("kernels beside float64", "kernel_stages:beside_float64", 25),
+    3: Stage("kernels beside float64", "kernel_stages:beside_float64", 20),
     4: Stage("tests of the kernels", "kernel_stages:tests_of_kernels", 100),
-    5: Stage("graphs, sleep and wake", "engine_stages:graphs_and_sleep", 25),
+    5: Stage("graphs, sleep and wake", "engine_stages:graphs_and_sleep", 20),
     6: Stage("steps of an 8B shape", "kernel_stages:steps_of_8b", 20),
-    7: Stage("kernels beside torch", "kernel_stages:beside_torch", 40),
+    7: Stage("kernels beside torch", "kernel_stages:beside_torch", 35),
     8: Stage("a whole engine", "engine_stages:whole_engine", 20),
     9: Stage("block copies", "engine_stages:block_copies", 15),
-    10: Stage("experts and adapters", "engine_stages:experts_and_adapters", 30),
-    11: Stage("prefill and decode on one GPU", "engine_stages:hand_off", 60),
-    12: Stage("a service of processes", "service_stage:service_of_processes", 30),
-    13: Stage("KV in eight bits", "engine_stages:kv_in_eight_bits", 25),
+    10: Stage("experts and adapters", "engine_stages:experts_and_adapters", 25),
+    11: Stage("prefill and decode on one GPU", "engine_stages:hand_off", 35),
+    12: Stage("a service of processes", "service_stage:service_of_processes", 25),
+    13: Stage("KV in eight bits", "engine_stages:kv_in_eight_bits", 20),
     14: Stage("guessed tokens", "engine_stages:guesses", 30),
+    15: Stage("packed products", "kernel_stages:packed_products", 30),
+    16: Stage("a packed engine", "engine_stages:packed_engine", 35),
 }
 
 

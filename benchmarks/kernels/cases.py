@@ -17,6 +17,9 @@ from diptych_kernels.add_rms_norm import add_rms_norm
 from diptych_kernels.block_copy import gather_blocks, scatter_blocks
 from diptych_kernels.kv_write import kv_write
 from diptych_kernels.kv_write import reference as kv_write_reference
+from diptych_kernels.native.tile_layout import SPANS
+from diptych_kernels.packed_product import packed_product, unpack_rows
+from diptych_kernels.packed_product.gpu_tiles import to_gpu_tiles
 from diptych_kernels.paged_attention import AttentionMetadata, paged_attention
 from diptych_kernels.rms_norm import rms_norm
 from diptych_kernels.rope import reference as rope_reference
@@ -153,6 +156,31 @@ class Workload:
         return Case(
             f"product, {name}", f"{rows} rows", costs.product(self.model, rows, inputs, outputs),
             lambda: x.mm(weight), lambda: F.linear(x, other),
+        )  # fmt: skip
+
+    def packed_product(self, rows: int, inputs: int, outputs: int, bits: int, copies: int) -> Case:
+        """Products with some packed matrices, one after the other, so that no cache holds them.
+        The cost is that of one."""
+        span = SPANS[bits]
+        levels = torch.randint(1 << bits, (outputs, inputs), device=self.device).to(torch.uint8)
+        scale = torch.rand(outputs, inputs // span, device=self.device).div_(1 << bits)
+        tiles = to_gpu_tiles(levels, scale.div_(inputs**0.5), scale * -(1 << bits - 1), bits)
+        assert tiles is not None
+        x, weight = self.random(rows, inputs), self.random(outputs, inputs)
+        unpack_rows(tiles, weight)
+        packed = [tiles.clone() for _ in range(copies)]
+        plain = [weight.t().contiguous() for _ in range(copies)]
+        out = self.random(rows, outputs)
+
+        def ours() -> Tensor:
+            for each in packed:
+                packed_product(x, each, out, num_decodes=rows)
+            return out
+
+        return Case(
+            f"packed product, {bits} bits", f"{inputs} x {outputs}, {rows} rows",
+            costs.packed_product(self.model, rows, inputs, outputs, tiles.nbytes),
+            ours, lambda: [x.mm(each) for each in plain][-1],
         )  # fmt: skip
 
     def decode(self, sequences: int, longest: int, others: int) -> Case:

@@ -118,6 +118,11 @@ def product(model: Model, rows: int, inputs: int, outputs: int) -> Cost:
     return Cost(moved, 2 * rows * inputs * outputs)
 
 
+def packed_product(model: Model, rows: int, inputs: int, outputs: int, packed: int) -> Cost:
+    """As `product`, with a matrix of so many bytes."""
+    return Cost(packed + rows * (inputs + outputs) * model.itemsize, 2 * rows * inputs * outputs)
+
+
 def layer_weights(model: Model) -> int:
     """Numbers in the four products of a layer."""
     return sum(inputs * outputs for _, inputs, outputs in products(model))

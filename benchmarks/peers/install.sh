@@ -20,7 +20,7 @@ for peer in "$@"; do
         peers+=("vllm=$python")
         ;;
     llamacpp)
-        environment llamacpp xllamacpp
+        environment llamacpp xllamacpp==2026.10.11549 numpy
         peers+=("llamacpp=$python")
         ;;
     routers)

@@ -24,7 +24,7 @@ import numpy as np
 
 WORDS = 256
 DEFAULTS = [512, 2048, 512]
-"""Of a context: tokens, tokens a call, tokens a step. They are its first fields."""
+"""The first fields of a context: tokens, tokens a call, tokens a step."""
 HALF, SINGLE = 1, 0
 """Types of keys and values."""
 ROWS_A_CALL = 4096

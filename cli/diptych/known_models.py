@@ -19,6 +19,12 @@ DEFAULT: Final = "smollm2:135m"
 PREFERRED: Final = "qwen3:0.6b"
 """What `diptych up` serves instead where that surprises nobody: its answers are worth reading."""
 APACHE: Final = "Apache-2.0"
+ENGINE_BYTES: Final = 350_000_000
+"""What an engine and its front-end have in memory beside weights and KV (docs/performance.md)."""
+KV_BYTES: Final = 1 << 30
+"""The default of `spec.engine.kvCacheMemory`; it is touched as it is used."""
+PACKED: Final = 1.15
+"""Weights in memory by weights in files, at most, on a processor with AVX2. Engines share them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +51,8 @@ class KnownModel:
         return self.name
 
     def manifest(self) -> dict[str, Any]:
-        """Return its InferenceService, with one engine in each pool. The defaults have two decode
-        engines: one can be killed in a trial. Clients know it by its name here."""
+        """Return its InferenceService, with one prefill engine. The table's name is the model's
+        name for clients."""
         pins = {"revision": self.revision, "sha256": self.sha256}
         written: dict[str, Any] = {field: pin for field, pin in pins.items() if pin}
         if self.sampling:
@@ -58,9 +64,21 @@ class KnownModel:
             "spec": {
                 "model": {"uri": self.uri, "servedName": self.name, **written},
                 "prefill": {"replicas": 1},
-                "decode": {"replicas": 2 if self.name in (DEFAULT, PREFERRED) else 1},
+                "decode": {"replicas": self.decoding},
             },
         }
+
+    @property
+    def decoding(self) -> int:
+        """The number of decode engines. The defaults have two, so that one can be killed in a
+        trial."""
+        return 2 if self.name in (DEFAULT, PREFERRED) else 1
+
+    @property
+    def memory_bytes(self) -> int:
+        """What its service may come to have in memory."""
+        engines = 1 + self.decoding
+        return int(self.size_bytes * PACKED) + engines * (ENGINE_BYTES + KV_BYTES)
 
     @property
     def where(self) -> str:

@@ -188,8 +188,10 @@ def render(source: Source, output: str) -> None:
 def models(as_json: bool) -> None:
     """List the models that have a short name, with their size, license and place.
 
-    HERE says whether a model's files are on this machine already. Each name stands for one commit,
-    so it means the same weights everywhere. Any other model is served from a FILE that names it.
+    MEMORY is what its engines may come to take, with full KV caches; what fits into the memory that
+    is free comes first. HERE says whether a model's files are on this machine already. Each name
+    stands for one commit, so it means the same weights everywhere. Any other model is served from a
+    FILE that names it.
 
     \b
     Example:
@@ -198,9 +200,11 @@ def models(as_json: bool) -> None:
     """
     from diptych import models as view
     from diptych.default_model import default_choice
+    from diptych.doctor.gather import memory
 
     cache = MODEL_CACHE.expanduser()
-    rows, choice = view.listed(cache), default_choice(cache, sys.stderr)
+    rows = view.listed(cache, memory().available)
+    choice = default_choice(cache, sys.stderr)
     if as_json:
         shown = view.as_json(rows, choice.model)
         print_json(shown)

@@ -22,11 +22,17 @@ class Listed:
     model: KnownModel
     here: bool
     """Whether its files are on this machine, so that `up` fetches nothing."""
+    fits: bool
+    """Whether this machine has as much memory free as its service may take."""
 
 
-def listed(cache: Path, models: Iterable[KnownModel] = KNOWN.values()) -> list[Listed]:
-    """Look each model up in the cache, or among the installed packages."""
-    return [Listed(model, is_here(model, cache)) for model in models]
+def listed(cache: Path, memory: int) -> list[Listed]:
+    """Look each model up in the cache, or among the installed packages. What fits comes first.
+
+    memory: the bytes that are free on this machine.
+    """
+    rows = [Listed(m, is_here(m, cache), m.memory_bytes <= memory) for m in KNOWN.values()]
+    return sorted(rows, key=lambda row: not row.fits)
 
 
 def is_here(model: KnownModel, cache: Path) -> bool:
@@ -37,15 +43,22 @@ def is_here(model: KnownModel, cache: Path) -> bool:
 
 def table(rows: Iterable[Listed], default: KnownModel) -> Table:
     """Format one line for each model."""
-    shown = bare_table("NAME", "SIZE", "HERE", "LICENSE", "WHERE", right=("SIZE",))
+    columns = ("NAME", "SIZE", "MEMORY", "FITS", "HERE", "LICENSE", "WHERE")
+    shown = bare_table(*columns, right=("SIZE", "MEMORY"))
     for row in rows:
         model = row.model
         name = f"{model.name} (default)" if model == default else model.name
-        here = "yes" if row.here else "no"
-        shown.add_row(name, size_text(model.size_bytes), here, model.license, model.where)
+        sizes = size_text(model.size_bytes), size_text(model.memory_bytes)
+        fits, here = ("yes" if said else "no" for said in (row.fits, row.here))
+        shown.add_row(name, *sizes, fits, here, model.license, model.where)
     return shown
 
 
 def as_json(rows: Iterable[Listed], default: KnownModel) -> list[dict[str, Any]]:
     """Return whole values, for programs."""
-    return [asdict(row.model) | {"default": row.model == default, "here": row.here} for row in rows]
+    return [
+        asdict(row.model)
+        | {"memory_bytes": row.model.memory_bytes, "fits": row.fits}
+        | {"default": row.model == default, "here": row.here}
+        for row in rows
+    ]

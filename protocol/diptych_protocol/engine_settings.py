@@ -129,9 +129,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     weight_packing: Annotated[
         Literal["auto", "q8", "q4", "none"],
         Meta(
-            description="auto: on a CPU, weights of 4 to 16 bits stay as the file has them, which "
-            "is smaller and faster; q8, q4: floats too are rounded to so many bits, embeddings and "
-            "the output to 8; none: everything in `dtype`."
+            description="auto: weights of 4 to 8 bits, on a CPU also of 16, stay as the file has "
+            "them, which is smaller and faster; q8, q4: floats too are rounded to so many bits, "
+            "embeddings and the output to 8; none: everything in `dtype`."
         ),
     ] = "auto"
     cpu_level: Annotated[

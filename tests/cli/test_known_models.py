@@ -115,13 +115,30 @@ def test_the_list_says_which_models_are_here(tmp_path: Path) -> None:
         entry.publish(
             folder, QWEN.uri, "0" * 16, {"Qwen3-0.6B-Q8_0.gguf": sha256(b"GGUF").hexdigest()}
         )
-    here = {row.model.name: row.here for row in listed(tmp_path)}
+    here = {row.model.name: row.here for row in listed(tmp_path, 0)}
     assert here == {name: name in (DEFAULT, "qwen3:0.6b") for name in KNOWN}
+
+
+def test_what_fits_into_the_memory_of_this_machine_comes_first(tmp_path: Path) -> None:
+    assert [row.model.name for row in listed(tmp_path, 1 << 50)] == [*KNOWN]
+    assert not any(row.fits for row in listed(tmp_path, 0))
+    for memory in (KNOWN[DEFAULT].memory_bytes, 5_000_000_000):
+        rows = listed(tmp_path, memory)
+        fitting = [name for name, model in KNOWN.items() if model.memory_bytes <= memory]
+        assert 0 < len(fitting) < len(KNOWN)
+        assert [row.model.name for row in rows if row.fits] == fitting
+        assert [row.fits for row in rows] == sorted((row.fits for row in rows), reverse=True)
+        assert {row.model.name for row in rows} == set(KNOWN)
+
+
+def test_a_service_with_its_kv_is_as_large_as_was_measured() -> None:
+    """1.1 GB (docs/performance.md) and the KV of three engines."""
+    assert abs(KNOWN[DEFAULT].memory_bytes - (3 << 30) - 1.1e9) < 0.1e9
 
 
 def test_models_lists_every_name_with_size_license_and_commit() -> None:
     lines = run("models").stdout.splitlines()
-    assert [line.split()[0] for line in lines] == ["NAME", *KNOWN]
+    assert sorted(line.split()[0] for line in lines) == sorted(["NAME", *KNOWN])
     row = next(line for line in lines if line.startswith("qwen3:0.6b"))
     for fact in ("639 MB", "Apache-2.0", QWEN.revision[:12]):
         assert fact in row

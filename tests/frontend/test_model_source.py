@@ -14,12 +14,14 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 from waits import PATIENCE_S
 
+from diptych_frontend.model_files.families import FAMILIES
 from diptych_frontend.model_files.model_config import config_from_gguf
 from diptych_frontend.model_files.model_source import (
     LLAMA_CPP,
     ModelConfig,
     ModelSource,
     resolve_model,
+    sampling_from_gguf,
 )
 from diptych_frontend.model_files.rope_scaling import Llama3
 from diptych_frontend.text.tokenizer_files import load_tokenizer
@@ -113,6 +115,17 @@ def test_a_gguf_file_is_sampled_as_it_says_and_else_as_llama_cpp_does(tmp_path: 
     writer.close()
     said = SamplingDefaults(temperature=0.25, top_k=7)
     assert resolve_model(str(path)).sampling == said.over(LLAMA_CPP)
+
+
+def test_a_gguf_file_that_says_nothing_is_sampled_as_its_makers_say_of_the_family() -> None:
+    gemma = SamplingDefaults(temperature=1.0, top_p=0.95, top_k=64, min_p=0.0)
+    assert sampling_from_gguf({}, FAMILIES["gemma3_text"]) == gemma
+    said = sampling_from_gguf({"general.sampling.temp": 0.25}, FAMILIES["gemma3_text"])
+    assert said == SamplingDefaults(temperature=0.25).over(gemma)
+    for family in FAMILIES.values():
+        said = sampling_from_gguf({}, family)
+        assert said.over(LLAMA_CPP) == said
+        assert (said == LLAMA_CPP) == (family.gguf_sampling == UNSAID)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,9 @@ from diptych_kernels.add_rms_norm.triton import add_rms_norm
 from diptych_kernels.block_copy.triton import gather_blocks, scatter_blocks
 from diptych_kernels.kv_write.reference import FLOAT8
 from diptych_kernels.kv_write.triton import kv_write
+from diptych_kernels.native.tile_layout import LEVEL_BITS
+from diptych_kernels.packed_product import gpu_tiles
+from diptych_kernels.packed_product import triton as packed_product
 from diptych_kernels.paged_attention import AttentionMetadata
 from diptych_kernels.paged_attention import triton as paged_attention
 from diptych_kernels.rms_norm.triton import rms_norm
@@ -89,6 +92,11 @@ def attend(
     paged_attention.paged_attention(queries, kv_layer, metadata, softcap=softcap)
 
 
+def multiply(tiles: torch.Tensor, rows: int) -> None:
+    x, out = (torch.empty(rows, HIDDEN, dtype=torch.bfloat16) for _ in range(2))
+    packed_product.packed_product(x, tiles, out, add=True)
+
+
 def cache(dtype: torch.dtype, head_dim: int = HEAD_DIM) -> torch.Tensor:
     """One layer of two."""
     return torch.empty(4, 2, 2, BLOCK_SIZE, KV_HEADS, head_dim, dtype=dtype)[:, 1]
@@ -115,6 +123,11 @@ def main() -> None:
     one, where = torch.ones(4), torch.zeros(4, dtype=torch.float64)
     for filters in (None, Filters(slots[0], where, one)):
         sample(torch.empty(4, VOCABULARY), one, where, filters)
+    for bits in LEVEL_BITS:
+        shape = HIDDEN // gpu_tiles.COLUMNS, HIDDEN, gpu_tiles.row_bytes(bits)
+        multiply(torch.empty(shape, dtype=torch.uint8), 1)
+    multiply(torch.empty(shape, dtype=torch.uint8).view(FLOAT8), packed_product.FEW_ROWS)
+    packed_product.unpack_rows(torch.empty(shape, dtype=torch.uint8), x, slots[0])
     attend(torch.bfloat16, None)
     attend(FLOAT8, 3000, softcap=50.0)
     attend(torch.bfloat16, None, NARROW_HEAD)

@@ -27,6 +27,10 @@ def test_every_kernel_compiles_for_hopper_and_uses_its_units() -> None:
     assert run.returncode == 0, run.stderr
     compiled = [json.loads(line) for line in run.stdout.splitlines()]
     assert all(kernel["shared"] <= SHARED_MEMORY for kernel in compiled)
+    products = [kernel["has"] for kernel in compiled if kernel["kernel"] == "product_kernel"]
+    assert len(products) == 4
+    assert all("cp.async" in has for has in products)
+    assert {"wgmma", "mma.sync"} & set(products[-1]), "of several rows"
     attention = [kernel["has"] for kernel in compiled if kernel["kernel"] == "attention_kernel"]
     assert len(attention) == 6
     decodes, prefills = attention[0:4:2], attention[1:4:2]

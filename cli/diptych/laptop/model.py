@@ -89,6 +89,6 @@ def with_local_model(
 
 
 def _without_network(uri: str, cache: Path) -> str:
-    here = ", ".join(row.model.name for row in listed(cache) if row.here)
+    here = ", ".join(row.model.name for row in listed(cache, 0) if row.here)
     mirror = "set HF_ENDPOINT to a mirror of the Hub, " if uri.startswith("hf://") else ""
     return f"connect to the network, {mirror}or serve what is here: {here or 'a file'}"

@@ -28,11 +28,17 @@ class GpuMemory(NamedTuple):
 
 
 def bytes_for_kv(
-    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype, ranks: int
+    config: EngineConfig,
+    model: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    ranks: int,
+    spare: int = 0,
 ) -> int:
     """Return the bytes for KV by the configuration, in an engine that has loaded its weights.
 
-    model: a rank's part. Raises `InvalidRequestError` when a GPU has no room.
+    model: a rank's part. spare: bytes that a step takes whatever its tokens. Raises
+    `InvalidRequestError` when a GPU has no room.
     """
     if config.kv_cache_bytes is not None:
         return config.kv_cache_bytes
@@ -46,6 +52,7 @@ def bytes_for_kv(
     torch.cuda.empty_cache()  # what loading has left
     memory = GpuMemory(*torch.cuda.mem_get_info(device))
     peak = peak_of_a_step(model, config.max_num_batched_tokens, config.max_num_seqs, dtype.itemsize)
+    peak += spare
     if model.vision is not None:
         peak += peak_of_images(model.vision, dtype.itemsize)
         peak += config.encoder_cache_tokens * model.hidden_size * dtype.itemsize

@@ -64,16 +64,16 @@ def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     return DTYPES[config.dtype]
 
 
-def choose_bits(config: EngineConfig, *, has_kernels: bool) -> int | None:
+def choose_bits(config: EngineConfig, *, can_round: bool) -> int | None:
     """Return the bits that weights are rounded to; None: they are as in the file.
 
     Raises `InvalidRequestError` where nothing computes with rounded ones.
     """
     bits = BITS.get(config.weight_packing)
-    if bits is not None and not has_kernels:
+    if bits is not None and not can_round:
         raise InvalidRequestError(
-            f"weight_packing {config.weight_packing} is for CPUs that compute in float32: leave it "
-            "auto, or leave device and dtype to the engine on a machine without a GPU",
+            f"weight_packing {config.weight_packing} needs float32 on a CPU: leave it auto, or "
+            "leave dtype to the engine",
             param="weight_packing",
         )
     return bits

@@ -73,6 +73,7 @@ from diptych_frontend.model_files.model_source import ModelSource
 from diptych_frontend.processors import usable_processors
 from diptych_kernels.cpu_level import CpuLevel, cpu_level
 from diptych_kernels.host_arrays import to_device
+from diptych_kernels.packed_product.gpu_tiles import UNPACKED_BYTES
 from diptych_kernels.paged_attention import AttentionMetadata
 from diptych_kernels.trust import set_aside
 from diptych_protocol import EngineConfig, InvalidRequestError
@@ -111,12 +112,13 @@ class ModelRunner:
         torch.set_num_threads(config.num_threads or model_threads(usable_processors(), engines))
         keep_freed_memory()
         level = choose_level(config)
-        has_kernels = self._device.type == "cpu" and self._dtype is torch.float32
-        self._bits = choose_bits(config, has_kernels=has_kernels)
-        may_pack = config.weight_packing != "none" and has_kernels
+        on_gpu = self._device.type != "cpu"
+        has_kernels = not on_gpu and self._dtype is torch.float32
+        self._bits = choose_bits(config, can_round=on_gpu or has_kernels)
+        may_pack = config.weight_packing != "none" and (on_gpu or has_kernels)
         packs = may_pack and level > CpuLevel.NONE
         # Of the model, not of the processor: engines at different levels exchange KV.
-        quantised = may_pack and (self._bits is not None or is_quantised(source))
+        quantised = may_pack and not on_gpu and (self._bits is not None or is_quantised(source))
         self._kv_dtype = choose_kv_dtype(config, self._device, self._dtype, quantised=quantised)
         kernels: CpuKernels | None = None
         if has_kernels:
@@ -135,7 +137,13 @@ class ModelRunner:
         self.kv_groups = layers.kv_groups(config.block_size, config.max_num_batched_tokens)
         """What the groups of layers keep of a request."""
         self.model = build_model(
-            source.config, max_tokens, self._dtype, self._device, shard, layers.group_of
+            source.config,
+            max_tokens,
+            self._dtype,
+            self._device,
+            shard,
+            layers.group_of,
+            packs=may_pack,
         )
         self._packables = self.model.packables if may_pack else ()
         self._source, self._seed = source, config.seed
@@ -150,10 +158,11 @@ class ModelRunner:
         self.block_bytes = block_bytes(of_group, config.block_size, self._kv_dtype)
         num_rows, count = num_blocks or config.num_blocks or 0, self.kv_groups.count
         if not num_rows:
-            room = bytes_for_kv(config, local, self._device, self._dtype, shard.size)
+            unpacks = any(packable.linear.packed for packable in self._packables)
+            spare = UNPACKED_BYTES if unpacks else 0
+            room = bytes_for_kv(config, local, self._device, self._dtype, shard.size, spare)
             num_rows = blocks_in(room, count * self.block_bytes)
         self.num_blocks = num_rows * count
-        on_gpu = self._device.type != "cpu"
         # Otherwise experts are launched with counts of rows, which a recording would repeat.
         recordable = not source.config.num_experts or stacks_pay(local, self._device, self._dtype)
         records = on_gpu and shard.size == 1 and recordable

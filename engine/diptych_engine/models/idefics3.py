@@ -27,9 +27,11 @@ class Idefics3Model(LlamaModel):
         device: torch.device,
         shard: Shard = WHOLE,
         group_of: Sequence[int] = (),
+        *,
+        packs: bool = False,
     ) -> None:
         """Raises `ValueError` for a configuration without vision."""
-        super().__init__(config, max_positions, dtype, device, shard, group_of)
+        super().__init__(config, max_positions, dtype, device, shard, group_of, packs=packs)
         if config.vision is None:
             raise ValueError(f"{config.architecture} without vision")
         self._sight = Sight(config.vision, config.hidden_size, dtype, device)

@@ -96,14 +96,15 @@ class LayerPlaces:
 
 
 def layer_linears(layer: LayerWeights | MixtureWeights) -> Linears:
-    """Return the projections of a layer that may be packed."""
+    """Return the projections of a layer that may be packed: not those of experts that share one
+    memory."""
     linears: Linears = [
         (layer.qkv, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
         (layer.output, ("self_attn.o_proj",)),
     ]
     if not layer.is_mixture:
         return linears + _mlp_linears("mlp.", layer)
-    for number, expert in enumerate(layer.experts):
+    for number, expert in enumerate(layer.experts if layer.stacks is None else ()):
         linears += _mlp_linears(f"mlp.experts.{number}.", expert)
     return linears
 

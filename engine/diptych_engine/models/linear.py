@@ -29,6 +29,10 @@ class Linear:
     """[in, out]. Without memory while `packed` replaces it; views of it stay valid."""
     packed: PackedMatrix | None = None
 
+    def release(self) -> None:
+        """Have no memory until the weight is packed or unpacked; views of it stay valid."""
+        self.weight.untyped_storage().resize_(0)
+
     @property
     def memory(self) -> Tensor:
         """The tensor with which products are computed."""
@@ -41,12 +45,13 @@ class Linear:
     def pack(self, packed: PackedMatrix) -> None:
         """Use this packed matrix from now on."""
         self.packed = packed
-        self.weight.untyped_storage().resize_(0)
+        self.release()
 
     def unpack(self) -> None:
         """Use the plain weight from now on. If memory runs out, it stays packed."""
-        if self.packed is not None:
+        if not self.weight.untyped_storage().nbytes():
             self.weight.untyped_storage().resize_(self.weight.nbytes)
+        if self.packed is not None:
             self.weight.copy_(self.packed.values().t())
         self.packed = None
 

@@ -23,7 +23,12 @@ import torch
 from torch import Tensor
 
 from diptych_engine.models.interface import Packable, Projection, StepInputs, WeightSlot
-from diptych_engine.models.layer import AttentionWeights, MixtureWeights, empty_layer
+from diptych_engine.models.layer import (
+    AttentionWeights,
+    LayerWeights,
+    MixtureWeights,
+    empty_layer,
+)
 from diptych_engine.models.layer_calls import (
     KindInputs,
     LayerCalls,
@@ -62,6 +67,8 @@ class LlamaModel(torch.nn.Module):
         device: torch.device,
         shard: Shard = WHOLE,
         group_of: Sequence[int] = (),
+        *,
+        packs: bool = False,
     ) -> None:
         """group_of: see `build_model`."""
         super().__init__()
@@ -107,13 +114,22 @@ class LlamaModel(torch.nn.Module):
             self._token_rows.append(("head", "lm_head.weight", self._head))
         self._final_norm = empty(config.hidden_size)
         stacked = stacks_pay(config, device, dtype)
-        self._layers = [
-            empty_layer(config, index, empty, stacked=stacked)
-            for index in range(config.num_hidden_layers)
-        ]
-        self._dense = [layer for layer in self._layers if not layer.is_mixture]
-        self.slots = self._all_slots()
+        added = float(self._family.norms_from_one)
+        self.slots = {f"{self._prefix}norm.weight": WeightSlot(self._final_norm, added=added)}
         """Made once: no view can be made of a weight that has no memory."""
+        for _, published, matrix in self._token_rows:
+            self.slots[published] = WeightSlot(matrix.weight.t())
+            if packs:
+                matrix.release()
+        self._layers: list[LayerWeights | MixtureWeights] = []
+        for index in range(config.num_hidden_layers):
+            layer = empty_layer(config, index, empty, stacked=stacked)
+            self._layers.append(layer)
+            for name, slot in self._places.slots(layer):
+                self.slots[f"{self._prefix}layers.{index}.{name}"] = slot
+            for linear, _ in layer_linears(layer) if packs else ():
+                linear.release()
+        self._dense = [layer for layer in self._layers if not layer.is_mixture]
 
         self._may_have_calls = (
             device.type == "cpu"
@@ -126,17 +142,6 @@ class LlamaModel(torch.nn.Module):
             and not config.attention_softcap
         )
         self._calls: LayerCalls | None = None
-
-    def _all_slots(self) -> dict[str, WeightSlot]:
-        slots = {
-            published: WeightSlot(matrix.weight.t()) for _, published, matrix in self._token_rows
-        }
-        added = float(self._family.norms_from_one)
-        slots[f"{self._prefix}norm.weight"] = WeightSlot(self._final_norm, added=added)
-        for index, layer in enumerate(self._layers):
-            for name, slot in self._places.slots(layer):
-                slots[f"{self._prefix}layers.{index}.{name}"] = slot
-        return slots
 
     @property
     def fused_slots(self) -> dict[str, WeightSlot]:

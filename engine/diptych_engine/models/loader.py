@@ -6,6 +6,7 @@ model's fused tensors. Those that stay packed come from a file that all engines 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,7 @@ from torch import Tensor
 from diptych_engine.models.floats import Floats
 from diptych_engine.models.groups import Groups, has_groups, read_groups
 from diptych_engine.models.interface import Packable, WeightSlot, share
-from diptych_engine.models.packed import PackedMatrix, Part
+from diptych_engine.models.packed import PackedMatrix, Part, packed_beside
 from diptych_engine.models.packed_file import Matrices, file_for, shared_matrices
 from diptych_engine.models.quantised_tensors import gather_quantised
 from diptych_engine.models.registry import build_model
@@ -80,9 +81,7 @@ def load_weights(
     """
     progress = on_progress or _ignore_progress
     if source.format == "dummy":
-        _fill_randomly(slots, seed, progress)
-        for packable in packables:
-            pack(packable, bits)
+        _fill_randomly(slots, seed, progress, packables, bits)
         return
     with ExitStack() as stack:
         opened = _opened(slots, source, stack)
@@ -226,8 +225,7 @@ class _Load:
         self._packable = [
             names
             for names, packable in self._jobs.items()
-            if packable is not None
-            and (bits or all(self._table[name].is_packable for name in names))
+            if packable is not None and self._may_pack(names)
         ]
         self._untold = {names: sum(self._table[x].nbytes for x in names) for names in self._jobs}
         self._progress, self._total, self._done = progress, sum(self._untold.values()), 0
@@ -236,12 +234,24 @@ class _Load:
         # NumPy and torch let go of the interpreter while they compute, so threads help.
         with ThreadPoolExecutor(LOADER_THREADS) as pool:
             packed: Callable[[Names], PackedMatrix | None] = self._pack
-            shared = self._shared(pool) if self._packable and is_available() else None
+            may_share = self._packable and self._on_cpu(self._packable[0])
+            shared = self._shared(pool) if may_share else None
             if shared is not None:
                 usable = {name: own for name, own in shared.items() if own.is_usable}
                 packed = lambda names: usable.get(names[0])  # noqa: E731
             for names in pool.map(lambda names: self._load(names, packed), self._jobs):
                 self._tell(names)
+
+    def _may_pack(self, names: Names) -> bool:
+        """Whether tensors gain by it: those of 16 bits are no smaller for it on a GPU."""
+        stored = [self._table[name] for name in names]
+        if self._on_cpu(names):
+            return is_available() and bool(self._bits or all(x.is_packable for x in stored))
+        small = all(x.is_packable and x.nbytes < 2 * math.prod(x.shape) for x in stored)
+        return bool(self._bits) or small
+
+    def _on_cpu(self, names: Names) -> bool:
+        return self._slots[names[0]].target.device.type == "cpu"
 
     def _shared(self, pool: ThreadPoolExecutor) -> Matrices | None:
         """All that can be packed, from the file that all engines of this machine map."""
@@ -271,7 +281,7 @@ class _Load:
     def _load(self, names: Names, packed: Callable[[Names], PackedMatrix | None]) -> Names:
         """Tensors that belong together: what becomes of one depends on all of them."""
         packable = self._jobs[names]
-        own = None if packable is None else packed(names)
+        own = packed(names) if names in self._packable else None
         if packable is not None and own is not None:
             packable.linear.pack(own)
             return names
@@ -287,13 +297,13 @@ class _Load:
         """A projection of these tensors; None if it cannot be packed."""
         shares = []
         packable = self._jobs[names]
-        for name in names if packable is not None and is_available() else ():
+        for name in names:
             part, slot = self._part(name, packable), self._slots[name]
             own = None if part is None else share_of(part, slot, reorder=self._reorder)
             if own is None:
                 return None
             shares.append(own)
-        return PackedMatrix.of(shares) if shares else None
+        return None if packable is None else packed_beside(packable.linear.weight, shares)
 
     def _part(self, name: str, packable: Packable | None) -> Part | None:
         """What the file holds; or, where that is no levels, its values rounded if that was asked
@@ -313,15 +323,16 @@ class _Load:
 
 
 def pack(packable: Packable, bits: int | None) -> None:
-    """Pack a projection that is plain: rounded to levels of so many bits; or exactly, if 16 bits
-    hold all of its numbers."""
+    """Pack a projection that is plain: rounded to levels of so many bits; or exactly, on a CPU, if
+    16 bits hold all of its numbers."""
     linear = packable.linear
     if linear.packed is not None:
         return
     values = linear.weight.t()
     part: Part | None = rounded(values, max(bits, packable.least_bits)) if bits else None
-    part = part or Floats.exactly(values)
-    packed = None if part is None else PackedMatrix.of([part])
+    if part is None and values.dtype is torch.float32:
+        part = Floats.exactly(values)
+    packed = None if part is None else packed_beside(linear.weight, [part])
     if packed is not None:
         linear.pack(packed)
     elif part is not None:
@@ -430,16 +441,28 @@ def is_redundant(name: str, slots: Mapping[str, WeightSlot]) -> bool:
     return repeated or name.endswith("rotary_emb.inv_freq")
 
 
-def _fill_randomly(slots: Mapping[str, WeightSlot], seed: int, progress: Progress) -> None:
+def _fill_randomly(
+    slots: Mapping[str, WeightSlot],
+    seed: int,
+    progress: Progress,
+    packables: Sequence[Packable],
+    bits: int | None,
+) -> None:
+    owners = {name: packable for packable in packables for name in packable.published}
     total = sum(slot.target.nbytes for slot in slots.values())
     generator = torch.Generator().manual_seed(seed)
     done = 0
     for name, slot in slots.items():
+        own = owners.get(name)
+        if own is not None:
+            own.linear.unpack()
         if "norm" in name:
             slot.target.fill_(1.0)
         else:
             values = torch.randn(slot.shape, generator=generator)
             slot.target.copy_(slot.share_of(values).mul_(DUMMY_SCALE))
+        if own is not None and name == own.published[-1]:
+            pack(own, bits)
         done += slot.target.nbytes
         progress(done, total)
 

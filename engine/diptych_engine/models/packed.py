@@ -1,4 +1,4 @@
-"""Matrices that stay as small in memory as in their file, for products on a CPU."""
+"""Matrices that stay as small in memory as in their file, for products on a CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from diptych_engine.models.floats import Floats
 from diptych_engine.models.groups import Groups
+from diptych_kernels.native.tile_layout import SPANS
 from diptych_kernels.packed_product import (
     TILE_ROWS,
     is_available,
@@ -18,8 +19,10 @@ from diptych_kernels.packed_product import (
     rows_of,
     to_float_tiles,
     to_tiles,
+    unpack_rows,
     values_of,
 )
+from diptych_kernels.packed_product.gpu_tiles import FLOAT8, to_gpu_float_tiles, to_gpu_tiles
 
 Part = Groups | Floats
 """What a matrix can be made of without loss."""
@@ -27,7 +30,7 @@ Part = Groups | Floats
 
 @dataclass(slots=True, frozen=True, eq=False)
 class PackedMatrix:
-    """Computes `x @ matrix^T` for a matrix [out, in]."""
+    """Computes `x @ matrix^T` for a matrix [out, in] on a CPU."""
 
     tiles: Tensor
     """[out / 16, in / 32, bytes] uint8: levels and factors of the file's groups; or floats, as
@@ -37,8 +40,7 @@ class PackedMatrix:
     def of(cls, parts: Sequence[Part]) -> PackedMatrix | None:
         """Return matrices one below the other as one; None if no tiles hold them, or the kernel
         cannot compute with them."""
-        groups = [part for part in parts if isinstance(part, Groups)]
-        floats = [part for part in parts if isinstance(part, Floats)]
+        groups, floats = divided(parts)
         if groups and floats:
             return None
         tiles = _of_floats(floats) if floats else _of_groups(groups)
@@ -50,27 +52,93 @@ class PackedMatrix:
         return self.tiles.dtype is torch.uint8
 
     @property
+    def num_rows(self) -> int:
+        return self.tiles.shape[0] * TILE_ROWS
+
+    @property
     def is_usable(self) -> bool:
         """Whether this process trusts the kernels: another one may have packed it."""
         return is_available(None if self.rounds else self.tiles.dtype)
 
     def values(self) -> Tensor:
-        """Return [out, in] float32."""
+        """Return [out, in] floats."""
         return values_of(self.tiles)
 
     def rows(self, numbers: Tensor) -> Tensor:
-        """[n] int64 -> [n, in] float32."""
+        """[n] int64 -> [n, in] floats."""
         return rows_of(self.tiles, numbers)
 
     def product(self, x: Tensor, num_decodes: int) -> Tensor:
-        """[rows, in] -> [rows, out] float32."""
-        out = x.new_empty(x.shape[0], self.tiles.shape[0] * TILE_ROWS)
+        """[rows, in] -> [rows, out] of x's type."""
+        out = x.new_empty(x.shape[0], self.num_rows)
         packed_product(x, self.tiles, out, num_decodes=num_decodes)
         return out
 
     def add_product_(self, sums: Tensor, x: Tensor, num_decodes: int) -> None:
         """sums [rows, out] += x @ matrix^T."""
         packed_product(x, self.tiles, sums, num_decodes=num_decodes, add=True)
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class GpuMatrix(PackedMatrix):
+    """The same on a GPU; its tiles are those of `gpu_tiles`."""
+
+    weight: Tensor
+    """[in, out]: the plain matrix, without memory."""
+
+    @classmethod
+    def beside(cls, weight: Tensor, parts: Sequence[Part]) -> GpuMatrix | None:
+        """Do the same as `of`, where the plain weight is. Floats of 16 bits gain nothing there."""
+        groups, floats = divided(parts)
+        if groups and floats:
+            return None
+        device = weight.device
+        if floats:
+            scales = [part.scale.to(device) for part in floats if part.scale is not None]
+            if len(scales) < len(parts):
+                return None
+            numbers = torch.cat([part.numbers.view(torch.uint8).to(device) for part in floats])
+            tiles = to_gpu_float_tiles(numbers.view(FLOAT8), torch.cat(scales))
+            return None if tiles is None else cls(tiles, weight)
+        kind = kind_for(max(part.bits for part in groups), min(part.span for part in groups))
+        if kind is None:
+            return None
+        levels = torch.cat([part.levels.to(device) for part in groups])
+        scale, offset = (
+            torch.cat([
+                factor.to(device).repeat_interleave(part.span // SPANS[kind], 1)
+                for part, factor in zip(groups, factors, strict=True)
+            ])
+            for factors in ([part.scale for part in groups], [part.offset for part in groups])
+        )  # fmt: skip
+        tiles = to_gpu_tiles(levels, scale, offset, kind)
+        return None if tiles is None else cls(tiles, weight)
+
+    @property
+    def num_rows(self) -> int:
+        return self.tiles.shape[1]
+
+    def values(self) -> Tensor:
+        out = self.weight.new_empty(self.weight.shape[::-1])
+        unpack_rows(self.tiles, out)
+        return out
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        out = self.weight.new_empty(len(numbers), self.weight.shape[0])
+        unpack_rows(self.tiles, out, numbers)
+        return out
+
+
+def packed_beside(weight: Tensor, parts: Sequence[Part]) -> PackedMatrix | None:
+    """Return the matrix for products on the device of a plain weight [in, out]."""
+    if weight.device.type == "cpu":
+        return PackedMatrix.of(parts)
+    return GpuMatrix.beside(weight, parts)
+
+
+def divided(parts: Sequence[Part]) -> tuple[list[Groups], list[Floats]]:
+    groups = [part for part in parts if isinstance(part, Groups)]
+    return groups, [part for part in parts if isinstance(part, Floats)]
 
 
 def _of_groups(parts: Sequence[Groups]) -> Tensor | None:

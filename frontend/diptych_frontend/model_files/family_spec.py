@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, Literal
 
+from diptych_protocol import UNSAID, SamplingDefaults
+
 GGUF_TENSORS: Final = MappingProxyType(
     {
         "token_embd": "model.embed_tokens",
@@ -101,6 +103,10 @@ class FamilySpec:
     """Whether `rope.scaling.finetuned` of a GGUF file says that there is RoPE at all."""
     gguf_attention_scales: Mapping[int, float] = field(default_factory=dict)
     """`attention_scale` of models with so many layers, which GGUF files do not say."""
+    gguf_sampling: SamplingDefaults = UNSAID
+    """How the makers sample from all their models of this architecture, for GGUF files that do not
+    say it; unsaid where models differ, or their cards say nothing. The family's file has the
+    source."""
     gguf_interleaves_pairs: bool = False
     """Whether GGUF files store the two rows of each rotated pair of query and key side by side
     instead of half a head apart."""

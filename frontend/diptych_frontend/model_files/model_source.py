@@ -14,6 +14,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 import msgspec
 
 from diptych_frontend.installation import this_installation
+from diptych_frontend.model_files.family_spec import FamilySpec
 from diptych_frontend.model_files.gguf_header import (
     GGUFError,
     GGUFTensor,
@@ -26,6 +27,7 @@ from diptych_frontend.model_files.model_config import (
     config_from_gguf,
     config_from_hf,
     config_from_query,
+    family_of,
 )
 from diptych_frontend.model_files.quantization import method_of, quantization_from_hf
 from diptych_frontend.model_files.rope_scaling import ROPE_VECTORS
@@ -54,10 +56,10 @@ def sampling_from_hf(generation: Mapping[str, Any]) -> SamplingDefaults:
     return _readable({field: generation.get(field) for field in _HINTS})
 
 
-def sampling_from_gguf(metadata: Mapping[str, Any]) -> SamplingDefaults:
-    """From GGUF metadata; `LLAMA_CPP` where that says nothing."""
+def sampling_from_gguf(metadata: Mapping[str, Any], family: FamilySpec) -> SamplingDefaults:
+    """From GGUF metadata; where that says nothing, the family's, or else `LLAMA_CPP`."""
     said = {field: metadata.get(key) for field, key in GGUF_KEYS.items()}
-    return _readable(said).over(LLAMA_CPP)
+    return _readable(said).over(family.gguf_sampling).over(LLAMA_CPP)
 
 
 def _readable(said: Mapping[str, Any]) -> SamplingDefaults:
@@ -130,7 +132,8 @@ def resolve_model(uri: str, *, weights: bool = True) -> ModelSource:
         }
         metadata = headers[0].metadata
         config = config_from_gguf(metadata, set(tensors), vectors)
-        return ModelSource(uri, "gguf", path, config, sampling_from_gguf(metadata), "gguf")
+        sampling = sampling_from_gguf(metadata, family_of(config.architecture))
+        return ModelSource(uri, "gguf", path, config, sampling, "gguf")
 
 
 def _split(uri: str) -> SplitResult:

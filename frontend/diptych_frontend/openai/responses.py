@@ -247,6 +247,7 @@ class ResponseWriter(AnswerWriter):
         self._include_usage = bool(options and options.include_usage)
         self._continuous_usage = bool(options and options.continuous_usage_stats)
         self._no_usage: ChunkUsage = None if self._include_usage else UNSET
+        """What an event tells of the usage, unless each tells it."""
         self._is_quick = is_quick and not self._continuous_usage
         self._begun: set[int] = set()
         """The indices of the choices that had an event."""

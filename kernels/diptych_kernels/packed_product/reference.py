@@ -113,8 +113,7 @@ def to_float_tiles(values: Tensor, scale: Tensor | None = None) -> Tensor | None
     None if the rows fill no tiles, or a number is not finite.
     """
     rows, columns = values.shape
-    in_range = scale is None or bool((scale * POWER).isfinite().all())
-    if rows % TILE_ROWS or columns % GROUP or not in_range or not _is_finite(values):
+    if rows % TILE_ROWS or columns % GROUP or not are_finite(values, scale):
         return None
     shape = rows // TILE_ROWS, TILE_ROWS, columns // GROUP, GROUP
     tiles = values.view(shape).permute(0, 2, 3, 1).flatten(2)
@@ -124,7 +123,10 @@ def to_float_tiles(values: Tensor, scale: Tensor | None = None) -> Tensor | None
     return torch.cat([tiles.view(torch.uint8), scales.view(torch.uint8)], 2).view(values.dtype)
 
 
-def _is_finite(values: Tensor) -> bool:
+def are_finite(values: Tensor, scale: Tensor | None) -> bool:
+    """Whether all floats are, and their scales in a kernel."""
+    if scale is not None and not (scale * POWER).isfinite().all():
+        return False
     if values.dtype is torch.float8_e4m3fn:
         return not bool(((values.view(torch.uint8) & NAN) == NAN).any())
     return bool(values.isfinite().all())

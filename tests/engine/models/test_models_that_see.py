@@ -42,7 +42,11 @@ def normalised(tiles: Tensor) -> Tensor:
     return ((tiles / 255 - MEAN.view(3, 1, 1)) / STD.view(3, 1, 1))[None]
 
 
-@pytest.fixture(scope="module", params=[(kind, tied) for kind in KINDS for tied in (False, True)])
+@pytest.fixture(
+    scope="module",
+    params=[(kind, tied) for kind in KINDS for tied in (False, True)],
+    ids=lambda case: f"{case[0]}-{'tied' if case[1] else 'untied'}",
+)
 def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(folder, transformers' model)."""
     kind, tied = request.param

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_kit import foreign_device
 from engine_kit.control import Owner
 from engine_kit.core import core_request, run
 from engine_kit.weights import model_of
@@ -263,6 +264,29 @@ def test_a_rank_has_its_own_share(name: str, rank: int, tmp_path: Path) -> None:
         own.named_parameters(), plain.named_parameters(), strict=True
     ):
         assert torch.equal(packed, other)
+
+
+@pytest.mark.parametrize(
+    ("name", "row_bytes"), [("fp8-blocks", 144), ("awq", 144), ("gptq-4", 80), ("gptq-sorted", 0)]
+)
+def test_a_gpu_has_the_same_values_as_packed(name: str, row_bytes: int, tmp_path: Path) -> None:
+    """What cannot be packed takes memory as floats."""
+    config, scheme, _ = FORMATS[name]
+    source = resolve_model(save(tmp_path, config, scheme)[0])
+    plain = build_model(source.config, 16, torch.float32, torch.device("cpu"))
+    load_weights(plain.slots, source)
+    own = build_model(source.config, 16, torch.float32, foreign_device.DEVICE, packs=True)
+    load_weights(own.slots, source, packables=own.packables)
+    for packable in own.packables:
+        matrix = packable.linear.packed
+        in_layer = "layers" in packable.published[0]
+        assert (matrix.tiles.shape[2] if matrix else 0) == row_bytes * in_layer
+        assert bool(packable.linear.weight.untyped_storage().nbytes()) == (matrix is None)
+    for (_, packed), (_, other) in zip(
+        own.named_parameters(), plain.named_parameters(), strict=True
+    ):
+        torch.testing.assert_close(packed.cpu(), other, rtol=1e-5, atol=1e-5)
+    foreign_device.device.waits.clear()
 
 
 @pytest.mark.parametrize("name", ["fp8-blocks", "awq", "gptq-4", "int4"])

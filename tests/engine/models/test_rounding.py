@@ -163,6 +163,6 @@ def test_dummy_weights_are_rounded_too() -> None:
 
 
 def test_where_nothing_computes_with_levels_rounding_is_refused_by_name(model: str) -> None:
-    with pytest.raises(InvalidRequestError, match="weight_packing q8 is for CPUs") as refused:
+    with pytest.raises(InvalidRequestError, match="weight_packing q8 needs float32") as refused:
         make_core(model, weight_packing="q8", dtype="bfloat16")
     assert refused.value.param == "weight_packing"

@@ -19,12 +19,15 @@ from engine_kit.core import core_request as request
 from engine_kit.core import generate, make_core, run, tokens
 from engine_kit.foreign_device import DEVICE, ForeignTensor, place
 from engine_kit.geometry import Engines, totals
+from model_kit.gguf import save_gguf
 from model_kit.mixture import answer_of, experts_of, published_mixture
 from model_kit.sensitive_model import Question, questions, save_sensitive_model
 
 from diptych_frontend.text.collector import joined
 from diptych_kernels.block_copy import triton as block_copy
 from diptych_kernels.block_copy.copies import BlockCopies
+from diptych_kernels.cpu_level import CpuLevel, forced
+from diptych_kernels.packed_product import triton as packed_product
 from diptych_kernels.sampling import triton as sampling
 from diptych_protocol import KVTransferConfig
 
@@ -202,6 +205,40 @@ def test_serving_goes_on_with_what_was_recorded_until_it_has_moved(
         foreign_device.device.waits.clear()  # weights that were put aside
     finally:
         core.close()
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero")
+@pytest.mark.parametrize("packing", [pytest.param("q4", marks=pytest.mark.slow), "auto"])
+def test_packed_matrices_are_multiplied_there(
+    tmp_path: Path, foreign: pytest.MonkeyPatch, packing: str
+) -> None:
+    """Rounded, or as a GGUF file has them: the answer is that of plain matrices of the same values,
+    which have no memory there; also after sleep."""
+    gguf = tmp_path / "model.gguf"
+    path = save_gguf(gguf) if packing == "auto" else save_sensitive_model(tmp_path)
+    prompt = [(5 * i) % 60 for i in range(20)]
+    foreign.setattr(packed_product, "FEW_ROWS", 16)  # the prompt has many
+    place(foreign, torch.device("cpu"))
+    with forced(CpuLevel.NONE):
+        plain = make_core(path, weight_packing=packing, kv_cache_dtype="float32", **OPTIONS)
+        expected = generate(plain, prompt, max_tokens=ANSWER_TOKENS)
+        plain.close()
+    place(foreign, DEVICE)
+    core = make_core(path, weight_packing=packing, **OPTIONS)
+    try:
+        runner: Any = core.runner
+        linears = [packable.linear for packable in runner.model.packables]
+        assert all(linear.packed for linear in linears)
+        assert not any(linear.weight.untyped_storage().nbytes() for linear in linears)
+        foreign_device.device.waits.clear()
+        assert generate(core, prompt, max_tokens=ANSWER_TOKENS) == expected
+        assert not foreign_device.device.waits
+        for call in ("_put_weights_aside", "_restore_weights"):
+            runner.collective_rpc(call)
+        assert generate(core, prompt, max_tokens=ANSWER_TOKENS) == expected
+    finally:
+        core.close()
+    foreign_device.device.waits.clear()  # weights that were put aside
 
 
 def test_either_kernel_that_draws_is_called_before_anybody_asks(

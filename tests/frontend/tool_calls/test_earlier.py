@@ -163,6 +163,13 @@ def test_contract_C05_phi_learns_of_tools_in_the_message_of_the_system(system: l
     assert FORMATS["phi4_mini"].prepare([*system, USER], []) == [*system, USER]
 
 
+def test_contract_C05_smollm3_learns_of_tools_under_its_own_name() -> None:
+    template = ChatTemplate("{% if xml_tools %}{{ xml_tools[0].function.name }}{% endif %}", "", "")
+    declared = [{"type": "function", "function": {"name": "f"}}]
+    assert template.render([USER], add_generation_prompt=True, tools=declared) == "f"
+    assert template.render([USER], add_generation_prompt=True) == ""
+
+
 def test_the_templates_of_this_test_refuse_what_is_not_prepared() -> None:
     for source in (MISTRAL, LLAMA):
         with pytest.raises(InvalidRequestError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from diptych_frontend.model_files.family_spec import GGUF_TENSORS, FamilySpec
+from diptych_protocol import SamplingDefaults
 
 FAMILY: Final = FamilySpec(
     "gemma3_text",
@@ -37,4 +38,6 @@ FAMILY: Final = FamilySpec(
     },
     gguf_ends=("<end_of_turn>",),
     gguf_attention_scales={62: 168**-0.5},
+    # generation_config.json of google/gemma-3-4b-it, whose temperature is the default
+    gguf_sampling=SamplingDefaults(temperature=1.0, top_p=0.95, top_k=64, min_p=0.0),
 )

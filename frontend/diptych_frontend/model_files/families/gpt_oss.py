@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from diptych_frontend.model_files.family_spec import GGUF_TENSORS, FamilySpec
+from diptych_protocol import SamplingDefaults
 
 FAMILY: Final = FamilySpec(
     "gpt_oss",
@@ -36,4 +37,6 @@ FAMILY: Final = FamilySpec(
         "blk.N.post_attention_norm": "model.layers.N.post_attention_layernorm",
         "blk.N.ffn_gate_inp": "model.layers.N.mlp.router",
     },
+    # the README of openai/gpt-oss
+    gguf_sampling=SamplingDefaults(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0),
 )

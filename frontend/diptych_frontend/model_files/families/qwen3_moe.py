@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Final
 
 from diptych_frontend.model_files.family_spec import FamilySpec
+from diptych_protocol import SamplingDefaults
 
 FAMILY: Final = FamilySpec(
-    "qwen3_moe", qk_norm=True, has_experts=True, gguf_architecture="qwen3moe"
+    "qwen3_moe",
+    qk_norm=True,
+    has_experts=True,
+    gguf_architecture="qwen3moe",
+    # the card of Qwen/Qwen3-30B-A3B, for answers with reasoning
+    gguf_sampling=SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20, min_p=0.0),
 )
