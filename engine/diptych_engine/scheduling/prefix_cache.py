@@ -33,8 +33,8 @@ class PrefixCache:
             return []
         return self.pool.match(self._lookup_hashes(request))
 
-    def will_have(self, request: Request) -> list[bytes]:
-        """See `Scheduler.will_remember`."""
+    def will_remember(self, request: Request) -> list[bytes]:
+        """Return the hashes of the prompt's full blocks; none if another engine computes it."""
         if not self.enabled or request.fetches:
             return []
         self._extend_hashes(request)

@@ -637,9 +637,9 @@ class Scheduler:
             self._go_on_from(early, request)
 
     def will_remember(self, request_id: str) -> list[bytes]:
-        """Return the hashes of the prompt's blocks; none if another engine computes it."""
+        """Do the same as `PrefixCache.will_remember`; none for a request that was not admitted."""
         request = self.requests.get(request_id)
-        return [] if request is None else self.prefixes.will_have(request)
+        return [] if request is None else self.prefixes.will_remember(request)
 
     def _enrol(self, request: Request) -> None:
         self.requests[request.request_id] = request
