@@ -197,7 +197,8 @@ class Scheduler:
     stats: SchedulerStats = field(default_factory=SchedulerStats)
     _removed: list[str] = field(default_factory=list)
     _must_wait: bool = False
-    """Whether the next step could not be launched ahead for guesses, its own or those before it."""
+    """Whether guesses keep the next step from being launched before the last one has ended: those
+    of the last one, or those that it may have itself."""
     shared_until: int = 0
     """Steps before this one assume several tenants."""
     _order: Callable[[Request], Any] = field(init=False)
