@@ -40,7 +40,7 @@ class PackedMatrix:
     def of(cls, parts: Sequence[Part]) -> PackedMatrix | None:
         """Return matrices one below the other as one; None if no tiles hold them, or the kernel
         cannot compute with them."""
-        groups, floats = divided(parts)
+        groups, floats = _by_kind(parts)
         if groups and floats:
             return None
         tiles = _of_floats(floats) if floats else _of_groups(groups)
@@ -89,7 +89,7 @@ class GpuMatrix(PackedMatrix):
     @classmethod
     def beside(cls, weight: Tensor, parts: Sequence[Part]) -> GpuMatrix | None:
         """Do the same as `of`, where the plain weight is. Floats of 16 bits gain nothing there."""
-        groups, floats = divided(parts)
+        groups, floats = _by_kind(parts)
         if groups and floats:
             return None
         device = weight.device
@@ -136,7 +136,7 @@ def packed_beside(weight: Tensor, parts: Sequence[Part]) -> PackedMatrix | None:
     return GpuMatrix.beside(weight, parts)
 
 
-def divided(parts: Sequence[Part]) -> tuple[list[Groups], list[Floats]]:
+def _by_kind(parts: Sequence[Part]) -> tuple[list[Groups], list[Floats]]:
     groups = [part for part in parts if isinstance(part, Groups)]
     return groups, [part for part in parts if isinstance(part, Floats)]
 
