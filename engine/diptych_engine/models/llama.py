@@ -139,7 +139,7 @@ class LlamaModel(torch.nn.Module):
             and len(self._dense) == len(self._layers)
             and self._family.gate == "silu"
             and not self._family.norms_after
-            and not config.attention_softcap
+            and not (config.attention_softcap or self._family.attention_sinks)
         )
         self._calls: LayerCalls | None = None
 
