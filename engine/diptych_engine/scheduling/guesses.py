@@ -180,9 +180,9 @@ class Stakes:
     """Bounds what guesses lose where estimates are wrong: of rows, of lost time, of chances.
 
     Guesses wager time. A step with guesses wins the time that its tokens would have taken without
-    them, and loses its own. What guesses may lose is what they won of late, little of it, and one
-    per cent of all steps. So they never cost much more than that, and are tried again. There is no
-    clock here: the core tells how long steps took.
+    them, and loses its own. What guesses may lose is one per cent of all steps, and what they won
+    before, up to a few steps. So they never cost much more than that, and are tried again. There is
+    no clock here: the core tells how long steps took.
     """
 
     def __init__(self, spare_rows: float, lost_rows: float) -> None:

@@ -277,9 +277,9 @@ class Scheduler:
         """Return guesses of the next tokens of requests, none if they do not pay together.
 
         budget: what prompts and known tokens leave of the step. Requests and guesses together are
-        never more than requests may run, so that a full batch has no guesses. look: else nothing is
-        looked up, and every request is taken to have as many guesses as it may; so a step where
-        even these do not pay needs no look.
+        never more than requests may run, so that a full batch has no guesses. look: else every
+        request is taken to have as many guesses as it may, and they are not looked up; so a step
+        where even these do not pay needs no look.
         """
         found: dict[Request, list[int]] = {}
         gain, running = 0.0, len(self.running)
