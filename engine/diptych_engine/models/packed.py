@@ -103,14 +103,13 @@ class GpuMatrix(PackedMatrix):
         kind = kind_for(max(part.bits for part in groups), min(part.span for part in groups))
         if kind is None:
             return None
+
+        def of_spans(factor: Tensor, span: int) -> Tensor:
+            return factor.to(device).repeat_interleave(span // SPANS[kind], 1)
+
         levels = torch.cat([part.levels.to(device) for part in groups])
-        scale, offset = (
-            torch.cat([
-                factor.to(device).repeat_interleave(part.span // SPANS[kind], 1)
-                for part, factor in zip(groups, factors, strict=True)
-            ])
-            for factors in ([part.scale for part in groups], [part.offset for part in groups])
-        )  # fmt: skip
+        scale = torch.cat([of_spans(part.scale, part.span) for part in groups])
+        offset = torch.cat([of_spans(part.offset, part.span) for part in groups])
         tiles = to_gpu_tiles(levels, scale, offset, kind)
         return None if tiles is None else cls(tiles, weight)
 
