@@ -16,7 +16,7 @@ from diptych_router.engines.router_share import MOST_OTHERS, RouterShare
 
 def share(number: int, count: int) -> RouterShare:
     made = RouterShare()
-    made.told(Heartbeat(1.0, follower=number, followers=count))
+    made.told([(count, number)])
     return made
 
 
@@ -69,9 +69,13 @@ def burst(routers: list[Fleet], each: int) -> list[str | None]:
 
 def told(routers: list[Fleet], *, own: int, of_all: int) -> None:
     for number, fleet in enumerate(routers):
-        beat = Heartbeat(1.0, follower=number, followers=len(routers), requests=of_all)
+        beats = [
+            Heartbeat(1.0, follower=number, followers=len(routers), requests=requests)
+            for requests in (1, 1 + of_all)
+        ]
         for row in fleet.rows.values():
-            row.heard(beat, own, 0.0)
+            row.heard(beats[0], 0, 0.0)
+            row.heard(beats[1], own, 0.0)
             row.report(idle(), 0, 0.0)
 
 
@@ -98,3 +102,30 @@ def test_an_engine_that_starts_again_counts_from_zero() -> None:
     row.heard(Heartbeat(1.0, followers=2, requests=4), 2, 0.0)
     told_now = fleet.table.tables["prefill"].share
     assert told_now.of_another == pytest.approx(1.0)
+
+
+def test_what_came_before_this_router_says_nothing_of_the_others() -> None:
+    fleet = Fleet(2, 1)
+    row, share = fleet.rows["p0"], fleet.table.tables["prefill"].share
+    row.heard(Heartbeat(1.0, followers=2, requests=1_000_000), 0, 0.0)
+    row.heard(Heartbeat(1.0, followers=2, requests=1_000_004), 2, 0.0)
+    assert share.of_another == pytest.approx(1.0)
+
+
+def test_engines_that_disagree_leave_a_router_its_homes() -> None:
+    """One counts no routers, and one has not heard of all: neither changes what the third says."""
+    fleet = Fleet(3, 1)
+    share = fleet.table.tables["prefill"].share
+    for _ in range(2):
+        for name, number, count in (("p0", 3, 4), ("p1", 0, 1), ("p2", 1, 2)):
+            fleet.rows[name].heard(Heartbeat(1.0, follower=number, followers=count), 0, 0.0)
+            assert (share.number, share.count) == (3, 4)
+    fleet.rows["p0"].heard(Heartbeat(1.0, follower=0, followers=1), 0, 0.0)
+    assert (share.number, share.count) == (1, 2), "the last word of each counts"
+
+
+@pytest.mark.parametrize(("number", "count"), [(-7, 2), (9, 2), (0, -3), (2**60, 2**62)])
+def test_whatever_an_engine_says_of_routers_can_be_divided(number: int, count: int) -> None:
+    mine, others = share(number, count).homes(np.arange(3, dtype=np.uint64))
+    assert mine.any()
+    assert (others >= 0).all()

@@ -28,10 +28,21 @@ class PrefixCache:
 
     def find(self, request: Request) -> list[int]:
         """Return cached blocks of the request's tokens. At least one token remains to be computed,
-        and all tokens of a request that needs more than KV."""
+        and all tokens of a request that needs more than KV. Of what windows see, those of a request
+        that fetches more are what they see behind that."""
         if not self._reads_cache(request):
             return []
-        return self.pool.match(self._lookup_hashes(request))
+        hit, groups = self.pool.match(self._lookup_hashes(request)), self.pool.groups
+        if groups.windowed and self._will_fetch(request, self.num_tokens(hit)):
+            for group, rows in enumerate(groups.passed(request.num_remote_tokens)):
+                for place in range(group, min(rows * groups.count, len(hit)), groups.count):
+                    hit[place] = NULL_BLOCK
+        return hit
+
+    def _will_fetch(self, request: Request, num_here: int) -> bool:
+        if request.prefix_source is None:
+            return request.fetches
+        return self.worth_fetching(request, num_here)
 
     def will_remember(self, request: Request) -> list[bytes]:
         """Return the hashes of the prompt's full blocks; none if another engine computes it."""

@@ -221,8 +221,10 @@ class Request:
 
     def take_over(self, num_tokens: int) -> int:
         """Count the KV of this many first tokens as computed, because its blocks contain it now. At
-        least one token always remains to be computed. Returns how many tokens that adds."""
-        before, remote = self.num_computed_tokens, min(num_tokens, self.num_tokens - 1)
+        least one token always remains to be computed. If more was here, windows have passed what
+        precedes that. Returns how many tokens that adds."""
+        before = self.num_computed_tokens
+        remote = max(before, min(num_tokens, self.num_tokens - 1))
         self.num_computed_tokens = remote
         self.num_received_tokens = remote - before
         self.forgo_remote()

@@ -81,10 +81,10 @@ class HeartbeatSender:
 
     def _tell(self, heartbeat: Heartbeat, stats: SchedulerStats | None) -> None:
         message = EngineCoreOutputs(self._rank, scheduler_stats=stats, heartbeat=heartbeat)
-        clients = list(self._timer.followers)
-        heartbeat.followers = len(clients)
-        received = [0 if stats is None else self._num_received(client) for client in clients]
+        names, numbers = list(self._timer.followers.items()), self._timer.numbers()
+        heartbeat.followers = len(numbers)
+        received = [0 if stats is None else self._num_received(client) for client, _ in names]
         heartbeat.requests = sum(received)
-        for number, client in enumerate(clients):
-            heartbeat.follower, message.requests_received = number, received[number]
+        for (client, name), own in zip(names, received, strict=True):
+            heartbeat.follower, message.requests_received = numbers[name or client], own
             self._send(client, wire.encoder.encode(message))

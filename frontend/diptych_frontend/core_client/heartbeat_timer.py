@@ -82,6 +82,12 @@ class HeartbeatTimer:
     def forget(self, client: bytes) -> None:
         self.followers.pop(client, None)
 
+    def numbers(self) -> dict[str | bytes, int]:
+        """Return which one each follower is, by its name, or itself if it has none. One that has
+        connected again may be here twice until its former connection is found to be gone."""
+        names = dict.fromkeys(name or client for client, name in self.followers.items())
+        return {name: number for number, name in enumerate(names)}
+
     def wait_s(self, now: float) -> float:
         """How long the loop may wait for messages."""
         return max(self._due - now, 0.0)

@@ -129,7 +129,7 @@ class EngineTable:
         row["given"], row["block_size"] = most, 1.0
         row["free_tokens"], row["used_tokens"] = math.inf, 1.0
         self.share_rates()
-        self._find_homes()
+        self.find_homes()
         return row
 
     def remove(self, row: EngineRow) -> None:
@@ -141,14 +141,11 @@ class EngineTable:
         self.rows = [other for other in self.rows if other is not row]
         for at, other in enumerate(self.rows):
             other.at = at
-        self._find_homes()
+        self.find_homes()
 
-    def heard(self, heartbeat: Heartbeat) -> None:
-        """An engine has said how many routers there are."""
-        if self.share.told(heartbeat):
-            self._find_homes()
-
-    def _find_homes(self) -> None:
+    def find_homes(self) -> None:
+        """Divide the engines among as many routers as they say that there are."""
+        self.share.told(row.routers for row in self.rows)
         self.column["home"][:], self.column["others"][:] = self.share.homes(self.identities)
 
     def given_by_others(self) -> Floats | float:
@@ -266,6 +263,8 @@ class EngineRow:
         """Requests given to it that no report has counted yet."""
         self._num_received = self._num_of_all = 0
         """Requests that the engine had from this router, and from all, by its last word."""
+        self.routers = 1, 0
+        """Its last word of how many routers there are, and which one of them this is."""
         self.num_planned = 0
         """Requests that are to decode here, once another engine has computed their prompts."""
 
@@ -352,10 +351,13 @@ class EngineRow:
     def heard(self, heartbeat: Heartbeat, num_received: int, now: float) -> None:
         """Take over what it says of other routers, with how many requests of this one it has
         received."""
-        self._table.heard(heartbeat)
+        former, self.routers = self.routers, (heartbeat.followers, heartbeat.follower)
+        if self.routers != former:
+            self._table.find_homes()
         if heartbeat.requests:
             own, of_all = num_received - self._num_received, heartbeat.requests - self._num_of_all
-            self._table.share.received(own, of_all - own, now)
+            if self._num_of_all:  # else these may be from long before
+                self._table.share.received(own, of_all - own, now)
             self._num_received, self._num_of_all = num_received, heartbeat.requests
 
     def _new_moves(self, told: list[Move]) -> list[Move]:

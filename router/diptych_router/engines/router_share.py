@@ -8,12 +8,13 @@ that the others give to theirs what it gives to its own. The caller passes the t
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from diptych_protocol.wire import Heartbeat
+from diptych_frontend.core_client.heartbeat_timer import MAX_FOLLOWERS
 
 FADING_S: Final = 10.0
 """What was received this long ago counts 1/e of what is received now."""
@@ -31,12 +32,13 @@ class RouterShare:
         self._own = self._others = 0.0
         self._at = 0.0
 
-    def told(self, heartbeat: Heartbeat) -> bool:
-        """Take over how many routers there are. Returns whether that is new."""
-        told = heartbeat.follower, max(heartbeat.followers, heartbeat.follower + 1)
-        former = self.number, self.count
-        self.number, self.count = told
-        return told != former
+    def told(self, words: Iterable[tuple[int, int]]) -> None:
+        """Take over how many routers there are, and which one this is, by the last words of
+        engines. The one that knows of most is right: the others have not heard of all yet, or are
+        of a version that counts none."""
+        count, number = max(words, default=(1, 0))
+        self.count = min(max(count, 1), MAX_FOLLOWERS)
+        self.number = min(max(number, 0), self.count - 1)
 
     def received(self, own: int, others: int, now: float) -> None:
         """An engine has received so many more requests from this router and from the others."""

@@ -346,6 +346,39 @@ class TestHandOff:
         (order,) = scheduler.load_orders
         assert order.indices == [2]
 
+    def fetch(
+        self, known: int, prompt: list[int], remote_tokens: int, windows: Windows, budget: int
+    ) -> Request:
+        """Run a request whose first `known` tokens are cached, with as many blocks as it needs."""
+        most = KVGroups(tuple(KVGroup(BLOCK, w) for w in windows), budget).most(len(prompt) + 4)
+        scheduler = make_scheduler(most, budget=budget, windows=windows)
+        runner = ToyRunner(windows=windows)
+        scheduler.add(make_request("warm", prompt[:known], 1))
+        run(scheduler, runner)
+        request = make_request("d", prompt, 4, kv_transfer=remote(remote_tokens))
+        scheduler.add(request)
+        assert scheduler.schedule().scheduled == []
+        assert num_held(request.block_ids) <= most
+        for position in range(remote_tokens):
+            for group in range(len(windows)):
+                place = position // BLOCK * len(windows) + group
+                if request.block_ids[place] != NULL_BLOCK:
+                    runner.slots[runner.slot(request, position, group)] = prompt[position]
+        assert scheduler.load_ended("d", ok=True) is None
+        run(scheduler, runner)
+        return request
+
+    def test_a_fetch_holds_no_cached_blocks_that_its_windows_pass(self) -> None:
+        windows, prompt = (None, 16), list(range(64))
+        request = self.fetch(20, prompt, 64, windows, budget=4)
+        assert request.token_ids == expected(prompt, 4, windows)
+
+    def test_what_is_cached_behind_a_hand_off_is_not_computed_again(self) -> None:
+        windows, prompt = (None, 4), list(range(40))
+        request = self.fetch(40, prompt, 16, windows, budget=40)
+        assert request.token_ids == expected(prompt, 4, windows)
+        assert request.num_received_tokens == 0
+
     def test_a_failed_load_is_returned_to_be_answered_and_frees_its_blocks(self) -> None:
         scheduler, request = self.start()
         assert scheduler.load_ended("d", ok=False) is request

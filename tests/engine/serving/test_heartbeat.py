@@ -100,6 +100,13 @@ def test_followers_are_told_apart_by_their_names() -> None:
     assert len(timer.followers[b"2"]) < 100
 
 
+def test_a_router_that_connects_again_is_still_one() -> None:
+    timer = HeartbeatTimer()
+    for client, name in ((b"old", "a"), (b"1", "b"), (b"new", "a"), (b"2", ""), (b"3", "")):
+        timer.follow(client, name)
+    assert timer.numbers() == {b"2": 0, b"3": 1, "a": 2, "b": 3}
+
+
 # --- a real core ----------------------------------------------------------------------------------
 
 
