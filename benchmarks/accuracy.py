@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import torch
 from benchmarks.gguf_files import mixture, requantised
-from benchmarks.machine import RESULTS, machine
+from benchmarks.machine import RESULTS, by_machine, machine
 from benchmarks.peers.llamacpp import MISSING, LlamaCpp, python
 from benchmarks.quality import DATA, MODEL, divergence, load, log_probabilities
 from gguf import GGMLQuantizationType as Kind
@@ -134,7 +134,8 @@ def page(results: dict[str, Any]) -> str:
         f"{results['tokens']} tokens of alice.txt (`python -m benchmarks.accuracy`). "
         "Mean KL is in units of 1e-4, from the dequantised model in float32; other greedy tokens "
         "are a share of all. The text is read as a prompt / token by token.", "",
-        f"{results['machine']}; llama.cpp's kernels: {results['peer'].strip(' |')}.", "",
+        by_machine(results["machines"]), "",
+        f"llama.cpp's kernels: {results['peer'].strip(' |')}.", "",
         "| type | read by | mean KL | other greedy tokens, % | perplexity |", "|---" * 5 + "|",
     ]  # fmt: skip
     for kind, readers in results["types"].items():
@@ -165,12 +166,13 @@ def main() -> None:
         raise SystemExit(MISSING)
     torch.set_num_threads(1)
     record = RESULTS / "accuracy.json"
-    results = json.loads(record.read_text()) if record.exists() else {"types": {}}
+    results = json.loads(record.read_text()) if record.exists() else {"types": {}, "machines": {}}
     with LlamaCpp(interpreter) as peer:
-        results |= {"machine": machine(), "tokens": args.tokens, "peer": peer.call("about")}
+        results |= {"tokens": args.tokens, "peer": peer.call("about")}
     for name in args.types:
         with tempfile.TemporaryDirectory() as folder:
             results["types"][name] = measured(name, args.tokens, interpreter, Path(folder))
+        results["machines"][name] = machine()
         print(name, json.dumps(results["types"][name]), flush=True)
         record.write_text(json.dumps(results, indent=1) + "\n")
         record.with_suffix(".md").write_text(page(results))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from datetime import date
 from importlib import metadata
 from pathlib import Path
@@ -28,6 +29,16 @@ def machine() -> str:
         str(date.today()),
         f"commit {_commit()}",
     ])  # fmt: skip
+
+
+def by_machine(machines: Mapping[str, str]) -> str:
+    """Return a line for each machine; if there are several, with the names of what ran on it."""
+    names: dict[str, list[str]] = {}
+    for name, where in machines.items():
+        names.setdefault(where, []).append(name)
+    if len(names) == 1:
+        return next(iter(names))
+    return "\n\n".join(f"{'; '.join(ran)}: {where}" for where, ran in names.items())
 
 
 def _cpu_facts() -> dict[str, str]:

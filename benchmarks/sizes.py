@@ -23,7 +23,7 @@ from typing import Any, Final, cast
 import gguf
 import numpy as np
 from benchmarks.gguf_files import Quantise, fitting, mixture
-from benchmarks.machine import RESULTS, machine
+from benchmarks.machine import RESULTS, by_machine, machine
 from benchmarks.peers.llamacpp import MISSING, LlamaCpp, python
 from benchmarks.quality import MODEL
 from gguf import GGMLQuantizationType as Kind
@@ -234,7 +234,8 @@ def page(results: dict[str, Any]) -> str:
         f"second of processor time, medians; a prompt of {PROMPT} tokens, {ANSWER} tokens after it "
         "(`python -m benchmarks.sizes`). The ratios are medians of those of each repetition, with "
         "the lowest and the highest.", "",
-        f"{results['machine']}; llama.cpp's kernels: {results['peer'].strip(' |')}.", "",
+        by_machine(results["machines"]), "",
+        f"llama.cpp's kernels: {results['peer'].strip(' |')}.", "",
         "| shape | level | tokens/s, ours | llama.cpp | ratio "
         "| prompt tokens/s, ours | llama.cpp | ratio |",
         "|---" * 8 + "|",
@@ -264,16 +265,17 @@ def main() -> None:
     if interpreter is None:
         raise SystemExit(MISSING)
     record = RESULTS / "sizes.json"
-    results = json.loads(record.read_text()) if record.exists() else {"found": {}}
+    results = json.loads(record.read_text()) if record.exists() else {"found": {}, "machines": {}}
     for name in args.shapes:
         with tempfile.TemporaryDirectory() as folder, LlamaCpp(interpreter) as peer:
             file = save_shape(Path(folder) / "model.gguf", SHAPES[name], peer.quantise)
-            results |= {"machine": machine(), "peer": peer.call("about")}
+            results["peer"] = peer.call("about")
             results.setdefault("shapes", {})[name] = asdict(SHAPES[name])
             peer.call("load", file, 1, CONTEXT, False)
             for level in args.levels:
                 found = compared(file, CpuLevel[level.upper()], peer, args.repetitions)
                 results["found"][f"{name} {level}"] = found
+                results["machines"][f"{name} {level}"] = machine()
                 print(name, level, json.dumps(found), flush=True)
                 record.write_text(json.dumps(results, indent=1) + "\n")
                 record.with_suffix(".md").write_text(page(results))

@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from diptych_operator.api.engine import Engine
+from diptych_operator.api.engine import Engine, reasoning_parser
 from diptych_operator.api.names import ROTATE_ANNOTATION
 from diptych_operator.api.service import InferenceService
 from diptych_protocol.model_uri import parse_model_uri
@@ -63,19 +63,20 @@ _COUNTED_AT_THEIR_DEFAULTS = frozenset(
 """Fields that have always been part of the name, with whatever value."""
 
 
-_FORMER_DEFAULTS: Final = {"reasoning_parser": "none"}
-"""API servers wrote them out, so they say no more than defaults."""
+_FIRST_DEFAULTS: Final = {"reasoning_parser": "none"}
+"""Defaults that are others now. Stored services have them written out and keep their names, and
+today's default is another name: engines of a pair must read an answer in the same way."""
 
 
 def _decided(engine: Engine) -> dict[str, object]:
-    """What the spec says of engines. A field at its default may be new to this operator: that an
-    upgrade knows of it must not roll out anything."""
-    fields, defaults = msgspec.structs.asdict(engine), msgspec.structs.asdict(Engine())
+    """What the spec says of engines. A field at its first default may be new to this operator: that
+    an upgrade knows of it must make no new revision."""
+    fields = msgspec.structs.asdict(engine) | {"reasoning_parser": reasoning_parser(engine)}
+    defaults = msgspec.structs.asdict(Engine()) | _FIRST_DEFAULTS
     return {
         name: value
         for name, value in fields.items()
-        if name in _COUNTED_AT_THEIR_DEFAULTS
-        or value not in (defaults[name], _FORMER_DEFAULTS.get(name, defaults[name]))
+        if value != defaults[name] or name in _COUNTED_AT_THEIR_DEFAULTS
     }
 
 

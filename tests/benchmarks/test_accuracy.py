@@ -14,7 +14,9 @@ LEVELS = {level.word for level in CpuLevel}
 
 
 def test_the_page_is_that_of_the_records() -> None:
-    assert RECORD.with_suffix(".md").read_text() == page(json.loads(RECORD.read_text()))
+    record = json.loads(RECORD.read_text())
+    assert RECORD.with_suffix(".md").read_text() == page(record)
+    assert record["machines"].keys() == record["types"].keys()
 
 
 def test_what_is_on_by_default_keeps_the_budget() -> None:

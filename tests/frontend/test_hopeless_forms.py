@@ -110,11 +110,32 @@ def two_kinds(members: int) -> dict[str, Any]:
     return {"type": "array", "items": {"anyOf": [wide(members), wide(members, "q")]}}
 
 
+def kinds(members: int, kind_of: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    """Alternatives that begin with a required member, and go on with so many others."""
+    return {
+        "anyOf": [
+            {
+                "type": "object", "required": ["kind"],
+                "properties": {"kind": kind_of(letter)} | wide(members, letter)["properties"],
+            }
+            for letter in "mq"
+        ],
+    }  # fmt: skip
+
+
+def told_apart(members: int) -> dict[str, Any]:
+    return kinds(members, lambda letter: {"const": letter})
+
+
+def alike(members: int) -> dict[str, Any]:
+    return kinds(members, lambda _: {"type": "string"})
+
+
 @pytest.mark.parametrize(
     ("make", "most", "begin"),
     [
         (wide, 500, "{"), (after_required, 1000, '{"m0":"x",'), (before_required, 667, "{"),
-        (two_kinds, 250, "[{"),
+        (two_kinds, 250, "[{"), (told_apart, 999, '{"kind":"m",'), (alike, 499, '{"kind":"m",'),
     ],
 )  # fmt: skip
 def test_objects_are_as_wide_as_llguidance_has_room_for(

@@ -17,9 +17,9 @@ from rich.progress import (
 from rich.progress import Progress as Bar
 
 from diptych.errors import BadInputError, RunError
-from diptych.known_models import Source
+from diptych.known_models import KNOWN, Source
 from diptych.manifest import in_words_of
-from diptych.models import listed
+from diptych.models import is_here
 from diptych_frontend.model_files.fetch import (
     BadSourceError,
     FetchError,
@@ -89,6 +89,6 @@ def with_local_model(
 
 
 def _without_network(uri: str, cache: Path) -> str:
-    here = ", ".join(row.model.name for row in listed(cache, 0) if row.here)
+    here = ", ".join(name for name, model in KNOWN.items() if is_here(model, cache))
     mirror = "set HF_ENDPOINT to a mirror of the Hub, " if uri.startswith("hf://") else ""
     return f"connect to the network, {mirror}or serve what is here: {here or 'a file'}"

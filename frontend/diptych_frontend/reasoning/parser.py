@@ -30,8 +30,7 @@ class ReasoningParser:
 
     @classmethod
     def of(cls, engine: EngineClient) -> ReasoningParser | None:
-        """Return the parser of an engine; None if it has no reasoning to
-        separate."""
+        """Return the parser of an engine; None if it has no reasoning to separate."""
         style = format_of(engine.reasoning_parser, engine.renderer.chat_template)
         if style is None:
             return None

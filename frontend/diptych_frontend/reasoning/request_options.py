@@ -78,7 +78,7 @@ def check_options(is_separated: bool, reasoning_ended: bool | None, kwargs: obje
     ):
         if asked:
             raise InvalidRequestError(
-                f"{field} needs an engine whose reasoning_parser is set: this one knows no "
-                "reasoning",
+                f"{field}: this engine tells no reasoning from answers; leave it out, or set the "
+                "engine's reasoning_parser to think or harmony",
                 param=field,
             )

@@ -7,9 +7,9 @@ is required. The row is found out only when an answer gets there, so it is count
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import groupby
-from typing import Final
+from collections.abc import Iterator, Sequence
+from itertools import groupby, islice
+from typing import Final, NamedTuple
 
 from diptych_frontend.text.schema_circles import escaped
 from diptych_frontend.text.schema_parts import References, Schema, all_parts, dict_at, list_at
@@ -25,27 +25,45 @@ MEMBERS_OF_OPEN: Final = 2
 agree with the pinned llguidance up to one member (tests/frontend/test_hopeless_forms.py)."""
 
 
+class Rows(NamedTuple):
+    """Items in the rows of an object."""
+
+    first: int
+    """Behind its bracket."""
+    later: int
+    """In the widest row behind a required member."""
+
+
 def too_wide_part(schema: Schema) -> str | None:
     """Return a JSON pointer to an object that no answer could write; None if there is none.
 
     schema: as it is compiled.
     """
     references = References(schema)
-    known: dict[int, int] = {}
+    known: dict[int, Rows] = {}
     for path, part in all_parts(schema):
-        if _row(part, references, known) > MAX_ROW:
+        if max(_rows(part, references, known)) > MAX_ROW:
             return "/".join(["#", *(escaped(str(key)) for key in path)])
     return None
 
 
-def _row(part: Schema, references: References, known: dict[int, int]) -> int:
-    """The items at the widest place of a part's own members, with those of its alternatives."""
+def _rows(part: Schema, references: References, known: dict[int, Rows]) -> Rows:
+    """The rows of a part's own members, with those of its alternatives. Alternatives that begin
+    with different constants share no row behind them."""
     if id(part) not in known:
-        known[id(part)] = 0  # a part that contains itself adds nothing
+        known[id(part)] = Rows(0, 0)  # a part that contains itself adds nothing
         joined = [*_joined(part, references, set())]
-        others = (m for each in joined for key in ("anyOf", "oneOf") for m in list_at(each, key))
-        rows = [_row(other, references, known) for other in others if isinstance(other, dict)]
-        known[id(part)] = _own_row(joined) + sum(rows)
+        first, later = _own_rows(joined)
+        behind: dict[object, int] = {}
+        for each in joined:
+            for other in (*list_at(each, "anyOf"), *list_at(each, "oneOf")):
+                if isinstance(other, dict):
+                    rows = _rows(other, references, known)
+                    first += rows.first
+                    constant = _first_constant([*_joined(other, references, set())])
+                    behind[constant] = behind.get(constant, 0) + rows.later
+        later += behind.pop(None, 0) + max(behind.values(), default=0)
+        known[id(part)] = Rows(first, later)
     return known[id(part)]
 
 
@@ -58,7 +76,18 @@ def _joined(part: object, references: References, met: set[int]) -> Iterator[Sch
             yield from _joined(other, references, met)
 
 
-def _own_row(parts: Iterable[Schema]) -> int:
+def _first_constant(parts: Sequence[Schema]) -> tuple[str, str] | None:
+    """The first member and the one value that it must have, if it must have one."""
+    for part in parts:
+        for name, value in islice(dict_at(part, "properties").items(), 1):
+            if not (isinstance(value, dict) and any(name in list_at(p, "required") for p in parts)):
+                return None
+            allowed = [value["const"]] if "const" in value else list_at(value, "enum")
+            return (name, repr(allowed[0])) if len(allowed) == 1 else None
+    return None
+
+
+def _own_rows(parts: Sequence[Schema]) -> Rows:
     names: dict[str, None] = {}
     required: set[object] = set()
     is_open = True
@@ -67,10 +96,10 @@ def _own_row(parts: Iterable[Schema]) -> int:
         required |= {name for name in list_at(part, "required") if isinstance(name, str)}
         is_open = is_open and part.get("additionalProperties") is not False
     if not names:
-        return 0
+        return Rows(0, 0)
     if required.isdisjoint(names):
-        return ITEMS_OF_OPTIONAL * (len(names) + MEMBERS_OF_OPEN * is_open)
+        return Rows(ITEMS_OF_OPTIONAL * (len(names) + MEMBERS_OF_OPEN * is_open), 0)
     runs = [(must, len([*run])) for must, run in groupby(names, key=required.__contains__)]
-    rows = [0 if must else ITEMS_AFTER_REQUIRED * length + 1 for must, length in runs]
+    later = max(0 if must else ITEMS_AFTER_REQUIRED * length + 1 for must, length in runs)
     must, length = runs[0]
-    return max(*rows, 0 if must else ITEMS_BEFORE_REQUIRED * length + min(len(runs), 4))
+    return Rows(0 if must else ITEMS_BEFORE_REQUIRED * length + min(len(runs), 4), later)

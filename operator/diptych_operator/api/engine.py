@@ -22,7 +22,7 @@ from diptych_operator.api.vllm_arguments import (
     Argument,
     Arguments,
 )
-from diptych_protocol import EngineSettings, SpeculativeConfig
+from diptych_protocol import EngineSettings, ReasoningParserName, SpeculativeConfig
 from diptych_protocol.config import Runtime
 from diptych_protocol.engine_settings import MAX_RANKS, SPECULATION
 
@@ -189,6 +189,13 @@ NOT_FOR_VLLM = tuple(
     if field.name not in VLLM_HAS
 )
 ENGINE_RULES = (STEP_BUDGET, LOOK_UP_ORDER, VLLM_IMAGE, ARGS_FOR_VLLM, *NOT_FOR_VLLM)
+
+
+def reasoning_parser(engine: Engine) -> ReasoningParserName:
+    """What routers read. vLLM constrains an answer from its first token on unless its own arguments
+    name a parser, so with it only a format that somebody chose is read."""
+    on_its_own = engine.runtime == "vllm" and engine.reasoning_parser == "auto"
+    return "none" if on_its_own else engine.reasoning_parser
 
 
 class PrefillEngine(SpecPart, frozen=True):

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from diptych_operator.api.base import SpecPart, snake_case
-from diptych_operator.api.engine import Engine
+from diptych_operator.api.engine import reasoning_parser
 from diptych_operator.api.names import (
     ENGINE_FILE,
     ROUTER_FILE,
@@ -26,7 +26,6 @@ from diptych_protocol import (
     EngineConfig,
     EngineSettings,
     KVTransferConfig,
-    ReasoningParserName,
     RouterConfig,
     RouterSettings,
     SamplingDefaults,
@@ -87,7 +86,7 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
         batches=_batches(service),
         drain_seconds=service.spec.availability.drain_seconds,
         lora_modules=service.spec.engine.lora_modules,
-        reasoning_parser=_reasoning_parser(service.spec.engine),
+        reasoning_parser=reasoning_parser(service.spec.engine),
         tool_call_parser=service.spec.engine.tool_call_parser,
         json_schemas=service.spec.engine.json_schemas,
         otlp_traces_endpoint=service.spec.engine.otlp_traces_endpoint,
@@ -100,13 +99,6 @@ def router_config(service: InferenceService, model: str) -> RouterConfig:
 def _fields_of(part: SpecPart, kind: type[S]) -> S:
     """The configuration that a part of the spec is made of."""
     return kind(**{name: getattr(part, name) for name in kind.__struct_fields__})
-
-
-def _reasoning_parser(engine: Engine) -> ReasoningParserName:
-    """What routers read. vLLM constrains an answer from its first token on unless its own arguments
-    name a parser, so with it only a format that somebody chose is read."""
-    on_its_own = engine.runtime == "vllm" and engine.reasoning_parser == "auto"
-    return "none" if on_its_own else engine.reasoning_parser
 
 
 def _cache_per_key(service: InferenceService) -> bool:

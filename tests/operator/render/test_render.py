@@ -342,6 +342,7 @@ OTHER_REVISION: list[dict[str, Any]] = [
     {"engine": {"image": "example.org/engine:2"}},
     {"engine": {"blockSize": 32}},
     {"engine": {"dtype": "bfloat16"}},
+    {"engine": {"reasoningParser": "none"}},
     {"transfer": {"transport": "tcp"}},
 ]
 
@@ -354,6 +355,10 @@ def test_what_pods_of_a_pair_may_differ_in_makes_no_new_revision(spec: dict[str,
 @pytest.mark.parametrize("spec", OTHER_REVISION)
 def test_what_pods_of_a_pair_must_share_makes_a_new_revision(spec: dict[str, Any]) -> None:
     assert revision(service(spec)) != revision(service({}))
+
+
+def test_a_service_stored_with_the_first_defaults_keeps_its_name() -> None:
+    assert revision(service({"engine": {"reasoningParser": "none"}})) == "7541b6a1"
 
 
 def test_a_rotation_of_the_keys_makes_a_new_revision_with_a_secret_of_its_own() -> None:
