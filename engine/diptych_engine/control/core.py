@@ -115,7 +115,9 @@ class EngineCore:
         self.dummy_steps = 0
         """See `SchedulerStats`; this and the next are counted by whoever drives the core."""
         self.malformed_messages = 0
-        self._step_began = self._step_ended = 0.0
+        self._step_began = 0.0
+        self._step_ended = 0.0
+        """When the last step ended; 0: nothing was to be computed then."""
         self._seconds_stepping = 0.0
         self.residency = Residency()
         self.weights = WeightUpdate()

@@ -69,7 +69,7 @@ from diptych_engine.scheduling.request import (
 )
 from diptych_engine.weights.receiver import WeightReceiver
 from diptych_frontend.model_files.model_config import family_of
-from diptych_frontend.model_files.model_source import ModelSource
+from diptych_frontend.model_files.model_source import ModelConfig, ModelSource
 from diptych_frontend.processors import usable_processors
 from diptych_kernels.cpu_level import CpuLevel, cpu_level
 from diptych_kernels.host_arrays import to_device
@@ -93,14 +93,13 @@ class ModelRunner:
         self,
         config: EngineConfig,
         source: ModelSource,
-        num_blocks: int | None = None,
         shard: Shard = WHOLE,
         kv_memory_fd: int | None = None,
     ) -> None:
         """Load the model, or a rank's share of it.
 
-        `num_blocks` overrides what the configuration asks for. `kv_memory_fd`: see `KVMemory`.
-        Raises `InvalidRequestError` for a device or model that cannot work.
+        `kv_memory_fd`: see `KVMemory`. Raises `InvalidRequestError` for a device or model that
+        cannot work.
         """
         shard.check(source.config)
         self._device = choose_device(config, shard.rank)
@@ -156,13 +155,8 @@ class ModelRunner:
         of_group = msgspec.structs.replace(local, num_hidden_layers=layers.num_layers)
         self.layers_per_block = layers.num_layers
         self.block_bytes = block_bytes(of_group, config.block_size, self._kv_dtype)
-        num_rows, count = num_blocks or config.num_blocks or 0, self.kv_groups.count
-        if not num_rows:
-            unpacks = any(packable.linear.packed for packable in self._packables)
-            spare = UNPACKED_BYTES if unpacks else 0
-            room = bytes_for_kv(config, local, self._device, self._dtype, shard.size, spare)
-            num_rows = blocks_in(room, count * self.block_bytes)
-        self.num_blocks = num_rows * count
+        of_each_group = config.num_blocks or self._blocks_that_fit(config, local, shard.size)
+        self.num_blocks = of_each_group * self.kv_groups.count
         # Otherwise experts are launched with counts of rows, which a recording would repeat.
         recordable = not source.config.num_experts or stacks_pay(local, self._device, self._dtype)
         records = on_gpu and shard.size == 1 and recordable
@@ -222,6 +216,13 @@ class ModelRunner:
             "rank": lambda: shard.rank,
         }
         """What `collective_rpc` may name; names with an underscore are not for clients."""
+
+    def _blocks_that_fit(self, config: EngineConfig, model: ModelConfig, ranks: int) -> int:
+        """How many blocks of each group the memory for KV holds. model: a rank's part."""
+        unpacks = any(packable.linear.packed for packable in self._packables)
+        spare = UNPACKED_BYTES if unpacks else 0
+        room = bytes_for_kv(config, model, self._device, self._dtype, ranks, spare)
+        return blocks_in(room, self.kv_groups.count * self.block_bytes)
 
     @torch.inference_mode()
     def _load(self) -> None:

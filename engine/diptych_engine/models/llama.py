@@ -121,27 +121,37 @@ class LlamaModel(torch.nn.Module):
             self.slots[published] = WeightSlot(matrix.weight.t())
             if packs:
                 matrix.release()
-        self._layers: list[LayerWeights | MixtureWeights] = []
-        for index in range(config.num_hidden_layers):
-            layer = empty_layer(config, index, empty, stacked=stacked)
-            self._layers.append(layer)
-            for name, slot in self._places.slots(layer):
-                self.slots[f"{self._prefix}layers.{index}.{name}"] = slot
-            for linear, _ in layer_linears(layer) if packs else ():
-                linear.release()
+        self._layers = [
+            self._empty_layer(index, empty, stacked=stacked, packs=packs)
+            for index in range(config.num_hidden_layers)
+        ]
         self._dense = [layer for layer in self._layers if not layer.is_mixture]
+        may_have_calls = device.type == "cpu" and dtype is torch.float32
+        self._may_have_calls = may_have_calls and self._fits_calls()
+        self._calls: LayerCalls | None = None
 
-        self._may_have_calls = (
-            device.type == "cpu"
-            and dtype is torch.float32
-            and self._reduce is None
-            and fills_vectors(config.head_dim)
+    def _empty_layer(
+        self, index: int, empty: Callable[..., Tensor], *, stacked: bool, packs: bool
+    ) -> LayerWeights | MixtureWeights:
+        """Make a layer, and the slots of its weights. packs: those that may be packed have no
+        memory before they are loaded."""
+        layer = empty_layer(self.config, index, empty, stacked=stacked)
+        for name, slot in self._places.slots(layer):
+            self.slots[f"{self._prefix}layers.{index}.{name}"] = slot
+        for linear, _ in layer_linears(layer) if packs else ():
+            linear.release()
+        return layer
+
+    def _fits_calls(self) -> bool:
+        """Whether `LayerCalls` compute all that these layers do."""
+        return (
+            self._reduce is None
+            and fills_vectors(self.config.head_dim)
             and len(self._dense) == len(self._layers)
             and self._family.gate == "silu"
             and not self._family.norms_after
-            and not config.attention_softcap
+            and not (self.config.attention_softcap or self._family.attention_sinks)
         )
-        self._calls: LayerCalls | None = None
 
     @property
     def fused_slots(self) -> dict[str, WeightSlot]:

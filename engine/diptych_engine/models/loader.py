@@ -13,15 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
-import msgspec
 import numpy as np
 import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from diptych_engine.models.floats import Floats
@@ -33,14 +31,19 @@ from diptych_engine.models.quantised_tensors import gather_quantised
 from diptych_engine.models.registry import build_model
 from diptych_engine.models.rounding import rounded
 from diptych_engine.models.shard import Shard
-from diptych_engine.models.stored_parts import StoredTensor, joined, separate_gguf, separate_stored
+from diptych_engine.models.stored_parts import (
+    joined,
+    open_safetensors,
+    separate_gguf,
+    separate_stored,
+    unusable,
+)
 from diptych_frontend.model_files.family_spec import FamilySpec
 from diptych_frontend.model_files.model_config import family_of
 from diptych_frontend.model_files.model_source import GGUFTensor, ModelSource
 from diptych_frontend.model_files.rope_scaling import ROPE_VECTORS
 from diptych_kernels.packed_product import is_available
 from diptych_kernels.trust import set_aside
-from diptych_protocol import UNREADABLE, InvalidRequestError
 
 Names = tuple[str, ...]
 """Published tensors that are loaded at once."""
@@ -55,10 +58,6 @@ GGUF_FLOATS: Final = {
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
 }
-HEADER_AT: Final = 8
-"""Where the header of a file of safetensors begins, behind its size, in bytes."""
-MAX_HEADER_BYTES: Final = 100_000_000
-"""As the library has it."""
 GGUF_NAME: Final = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 
@@ -383,7 +382,7 @@ def _opened_safetensors(
     family: FamilySpec,
     stack: ExitStack,
 ) -> _Opened:
-    stored = joined(_open_safetensors(folder, stack))
+    stored = joined(open_safetensors(folder, stack))
     quantization = source.config.quantization
     found = dict(gather_quantised(stored, quantization) if quantization else stored.items())
     table: dict[str, Stored] = {
@@ -393,45 +392,6 @@ def _opened_safetensors(
     }
     files = sorted({tensor.path for tensor in stored.values()})
     return _Opened(slots, table, files, reorder=True)
-
-
-def _open_safetensors(folder: Path, stack: ExitStack) -> dict[str, StoredTensor]:
-    """Every tensor of every shard; the names in the files are the index."""
-    stored: dict[str, StoredTensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            shard: Any = stack.enter_context(safe_open(path, framework="pt"))
-        except (SafetensorError, OSError) as exc:
-            raise _unusable(f"{path} cannot be read: {_cut_tensor(path) or exc}") from exc
-        for name in shard.keys():  # noqa: SIM118 (not a dict: it cannot be iterated)
-            stored[name] = StoredTensor(path, shard, name)
-    return stored
-
-
-class _Place(msgspec.Struct):
-    """An entry of the header of a file of safetensors."""
-
-    data_offsets: tuple[int, int] = (0, 0)
-
-
-def _cut_tensor(path: Path) -> str:
-    """Which tensor a file of safetensors ends in; empty if that is not what is wrong with it."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            header = int.from_bytes(file.read(HEADER_AT), "little")
-            if header > MAX_HEADER_BYTES:
-                return ""
-            places = msgspec.json.decode(file.read(header), type=dict[str, _Place])
-    except (OSError, *UNREADABLE):
-        return ""
-    ends = sorted((HEADER_AT + header + at.data_offsets[1], name) for name, at in places.items())
-    for end, name in ends:
-        if end > size:
-            return (
-                f"tensor {name} ends after the file does, at byte {end} of {size}: it is truncated"
-            )
-    return ""
 
 
 def is_redundant(name: str, slots: Mapping[str, WeightSlot]) -> bool:
@@ -481,7 +441,7 @@ def fill(slot: WeightSlot, values: Tensor, name: str, *, reorder: bool) -> None:
 
 def _require_shape(slot: WeightSlot, shape: tuple[int, ...], name: str) -> None:
     if shape != slot.shape:
-        raise _unusable(
+        raise unusable(
             f"tensor {name} has the shape {list(shape)}, "
             f"not {list(slot.shape)} as the configuration says"
         )
@@ -513,12 +473,8 @@ def _require_same_names(slots: Mapping[str, WeightSlot], names: Iterable[str]) -
     found = set(names)
     missing, superfluous = sorted(slots.keys() - found), sorted(found - slots.keys())
     if missing:
-        raise _unusable(f"tensor {missing[0]} is missing ({len(missing)} in all)")
+        raise unusable(f"tensor {missing[0]} is missing ({len(missing)} in all)")
     if superfluous:
-        raise _unusable(
+        raise unusable(
             f"tensor {superfluous[0]} has no place in this architecture ({len(superfluous)} in all)"
         )
-
-
-def _unusable(what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"model weights: {what}", param="model")

@@ -40,7 +40,7 @@ class PackedMatrix:
     def of(cls, parts: Sequence[Part]) -> PackedMatrix | None:
         """Return matrices one below the other as one; None if no tiles hold them, or the kernel
         cannot compute with them."""
-        groups, floats = divided(parts)
+        groups, floats = _by_kind(parts)
         if groups and floats:
             return None
         tiles = _of_floats(floats) if floats else _of_groups(groups)
@@ -89,7 +89,7 @@ class GpuMatrix(PackedMatrix):
     @classmethod
     def beside(cls, weight: Tensor, parts: Sequence[Part]) -> GpuMatrix | None:
         """Do the same as `of`, where the plain weight is. Floats of 16 bits gain nothing there."""
-        groups, floats = divided(parts)
+        groups, floats = _by_kind(parts)
         if groups and floats:
             return None
         device = weight.device
@@ -103,14 +103,13 @@ class GpuMatrix(PackedMatrix):
         kind = kind_for(max(part.bits for part in groups), min(part.span for part in groups))
         if kind is None:
             return None
+
+        def of_spans(factor: Tensor, span: int) -> Tensor:
+            return factor.to(device).repeat_interleave(span // SPANS[kind], 1)
+
         levels = torch.cat([part.levels.to(device) for part in groups])
-        scale, offset = (
-            torch.cat([
-                factor.to(device).repeat_interleave(part.span // SPANS[kind], 1)
-                for part, factor in zip(groups, factors, strict=True)
-            ])
-            for factors in ([part.scale for part in groups], [part.offset for part in groups])
-        )  # fmt: skip
+        scale = torch.cat([of_spans(part.scale, part.span) for part in groups])
+        offset = torch.cat([of_spans(part.offset, part.span) for part in groups])
         tiles = to_gpu_tiles(levels, scale, offset, kind)
         return None if tiles is None else cls(tiles, weight)
 
@@ -136,7 +135,7 @@ def packed_beside(weight: Tensor, parts: Sequence[Part]) -> PackedMatrix | None:
     return GpuMatrix.beside(weight, parts)
 
 
-def divided(parts: Sequence[Part]) -> tuple[list[Groups], list[Floats]]:
+def _by_kind(parts: Sequence[Part]) -> tuple[list[Groups], list[Floats]]:
     groups = [part for part in parts if isinstance(part, Groups)]
     return groups, [part for part in parts if isinstance(part, Floats)]
 

@@ -1,11 +1,11 @@
-"""Finds the model's own tensors in those that a file stores.
+"""Opens safetensors, and finds the model's own tensors in those that a file stores.
 
 Some families store several side by side, and some name one otherwise (`FamilySpec.parts`).
 Published safetensors store every expert by itself (`experts.3.up_proj.weight`); newer versions of
 transformers can save them as they are in memory (`experts.gate_up_proj`, `experts.down_proj`: all
 experts of a layer, the gate above the up projection), and GGUF files stack them likewise, with the
-gate separate. gpt-oss stacks them too, but transposed, with gate and up projection in turns. Only
-shapes are read here.
+gate separate. gpt-oss stacks them too, but transposed, with gate and up projection in turns. To
+divide them only shapes are read.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Final, Protocol, Self, TypeVar
 
+import msgspec
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from diptych_engine.models.floats import Floats
@@ -26,6 +29,7 @@ from diptych_engine.models.interface import WeightSlot
 from diptych_frontend.model_files.family_spec import FamilySpec
 from diptych_frontend.model_files.model_source import GGUFTensor
 from diptych_kernels.native.tile_layout import GROUP
+from diptych_protocol import UNREADABLE, InvalidRequestError
 
 MODULE: Final = re.compile(r"(.+\.layers\.\d+\.)(.+)\.(weight|bias)")
 STACKED: Final = re.compile(
@@ -42,6 +46,10 @@ E2M1: Final = [sign * value for sign in (1.0, -1.0) for value in (0, 0.5, 1, 1.5
 """The values of 4 bits in MXFP4."""
 MXFP4_RANK: Final = 4
 """[experts, out, groups, bytes]."""
+HEADER_AT: Final = 8
+"""Where the header of a file of safetensors begins, behind its size, in bytes."""
+LONGEST_HEADER: Final = 100_000_000
+"""The library reads none that has more bytes."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -156,6 +164,51 @@ class StoredMxfp4(StoredTensor):
         values = torch.tensor(E2M1)[pairs.int()]
         dense = torch.ldexp(values, powers.int()[..., None] - 127).flatten(1).t()
         return Piece(self.name, tuple(inside), self.piece.transposed).of(dense).contiguous()
+
+
+def open_safetensors(folder: Path, stack: ExitStack) -> dict[str, StoredTensor]:
+    """Return every tensor of every shard; the names in the files are the index. Raises
+    `InvalidRequestError` for a file that cannot be read."""
+    stored: dict[str, StoredTensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            shard: Any = stack.enter_context(safe_open(path, framework="pt"))
+        except (SafetensorError, OSError) as exc:
+            raise unusable(f"{path} cannot be read: {_truncation(path) or exc}") from exc
+        for name in shard.keys():  # noqa: SIM118 (not a dict: it cannot be iterated)
+            stored[name] = StoredTensor(path, shard, name)
+    return stored
+
+
+class _Place(msgspec.Struct):
+    """An entry of the header. One has no place: the metadata."""
+
+    data_offsets: tuple[int, int] = (0, 0)
+
+
+def _truncation(path: Path) -> str:
+    """Say which tensor a file ends in; empty if that is not what is wrong with it."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header = int.from_bytes(file.read(HEADER_AT), "little")
+            if header > LONGEST_HEADER:
+                return ""
+            places = msgspec.json.decode(file.read(header), type=dict[str, _Place])
+    except (OSError, *UNREADABLE):
+        return ""
+    ends = sorted((HEADER_AT + header + at.data_offsets[1], name) for name, at in places.items())
+    for end, name in ends:
+        if end > size:
+            return (
+                f"tensor {name} ends after the file does, at byte {end} of {size}: it is truncated"
+            )
+    return ""
+
+
+def unusable(what: str) -> InvalidRequestError:
+    """Return the error for files that do not hold the model of their configuration."""
+    return InvalidRequestError(f"model weights: {what}; download the model again", param="model")
 
 
 def pieces_of(

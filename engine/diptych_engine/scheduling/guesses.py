@@ -24,16 +24,28 @@ from diptych_protocol import SpeculativeConfig
 HALF_LIFE: Final = 64
 """After this many tokens, a guess counts half in the estimate of the next ones."""
 LOOK_AGAIN: Final = 8
-"""Where steps run ahead, a request whose last token is not to be guessed waits for so many."""
-FIRST_STAKE, MOST_AT_STAKE, ALLOWANCE = 1.0, 4.0, 0.01
-"""In steps: what guesses may lose at first, after they won more, and again with each step."""
-KNOWN_AFTER, KNOWN_FOR, LEARNED_FROM = 3, 32, 8
-"""After how many steps the usual time of one is known, for how many wagers it counts as known, and
-how many steps it is about the mean of."""
+"""Where steps run ahead, a request whose last token would not have been guessed does not look for
+guesses again before it has so many more tokens."""
+
+# What guesses may lose, in steps.
+FIRST_STAKE: Final = 1.0
+"""Before they have won or lost anything."""
+MOST_AT_STAKE: Final = 4.0
+"""However much they have won."""
+ALLOWANCE: Final = 0.01
+"""This much more with each step, so that guesses that lost all are tried again."""
+DEEPEST: Final = -1.0
+"""What they lose beyond that is forgotten, or a disturbance would end them for long."""
+
+# The usual time of a step without guesses.
+KNOWN_AFTER: Final = 3
+"""It is known after so many of them."""
+KNOWN_FOR: Final = 32
+"""After so many steps with guesses it must be measured again."""
+LEARNED_FROM: Final = 8
+"""It is the mean of about so many."""
 SLOWEST: Final = 1.5
 """A step that takes more than so many times as long as expected was disturbed; no more counts."""
-DEEPEST: Final = -1.0
-"""What guesses lose beyond that is forgotten, or a disturbance would end them for long."""
 
 
 def look_up(
@@ -151,7 +163,7 @@ class Guesser:
 
 
 @dataclass(slots=True)
-class Account:
+class Balance:
     """What guesses won and lost in batches of about one size."""
 
     row_s: float = 0.0
@@ -168,41 +180,41 @@ class Stakes:
     """Bounds what guesses lose where estimates are wrong: of rows, of lost time, of chances.
 
     Guesses wager time. A step with guesses wins the time that its tokens would have taken without
-    them, and loses its own. What guesses may lose is what they won of late, little of it, and one
-    per cent of all steps. So they never cost much more than that, and are tried again. There is no
-    clock here: the core tells how long steps took.
+    them, and loses its own. What guesses may lose is one per cent of all steps, and what they won
+    before, up to a few steps. So they never cost much more than that, and are tried again. There is
+    no clock here: the core tells how long steps took.
     """
 
     def __init__(self, spare_rows: float, lost_rows: float) -> None:
         """See `worthwhile` and `pay`."""
         self._spare_rows = spare_rows
         self._lost_rows = lost_rows
-        self._accounts: defaultdict[int, Account] = defaultdict(Account)
+        self._balances: defaultdict[int, Balance] = defaultdict(Balance)
         """By the number of rows without guesses, in powers of two."""
 
     def most(self, rows: int) -> int:
         """Return how many guesses beside so many rows may be in vain."""
-        account = self._accounts[rows.bit_length()]
-        if account.measured < KNOWN_AFTER or account.wagers >= KNOWN_FOR:
+        balance = self._balances[rows.bit_length()]
+        if balance.measured < KNOWN_AFTER or balance.wagers >= KNOWN_FOR:
             return 0
-        return int(account.stake * (self._spare_rows + rows) - self._lost_rows)
+        return int(balance.stake * (self._spare_rows + rows) - self._lost_rows)
 
     def took(self, rows: int, guesses: int, tokens: int, seconds: float, *, wager: bool) -> None:
         """A step of so many rows and guesses gave so many tokens.
 
         wager: it had guesses, or its launch waited for tokens only because there might be some.
         """
-        account = self._accounts[rows.bit_length()]
+        balance = self._balances[rows.bit_length()]
         size = self._spare_rows + rows
         row_s = seconds / size
-        if account.measured:
+        if balance.measured:
             more = guesses + wager * self._lost_rows
-            row_s = min(row_s, SLOWEST * (1 + more / size) * account.row_s)
+            row_s = min(row_s, SLOWEST * (1 + more / size) * balance.row_s)
         won = ALLOWANCE
         if not wager:
-            account.measured, account.wagers = account.measured + 1, 0
-            account.row_s += (row_s - account.row_s) / min(account.measured, LEARNED_FROM)
-        elif account.measured:
-            account.wagers += 1
-            won += tokens / rows - row_s / account.row_s
-        account.stake = min(max(account.stake + won, DEEPEST), MOST_AT_STAKE)
+            balance.measured, balance.wagers = balance.measured + 1, 0
+            balance.row_s += (row_s - balance.row_s) / min(balance.measured, LEARNED_FROM)
+        elif balance.measured:
+            balance.wagers += 1
+            won += tokens / rows - row_s / balance.row_s
+        balance.stake = min(max(balance.stake + won, DEEPEST), MOST_AT_STAKE)

@@ -44,8 +44,8 @@ class PrefixCache:
             return request.fetches
         return self.worth_fetching(request, num_here)
 
-    def will_have(self, request: Request) -> list[bytes]:
-        """See `Scheduler.will_remember`."""
+    def will_remember(self, request: Request) -> list[bytes]:
+        """Return the hashes of the prompt's full blocks; none if another engine computes it."""
         if not self.enabled or request.fetches:
             return []
         self._extend_hashes(request)

@@ -197,7 +197,8 @@ class Scheduler:
     stats: SchedulerStats = field(default_factory=SchedulerStats)
     _removed: list[str] = field(default_factory=list)
     _must_wait: bool = False
-    """Whether the next step could not be launched ahead for guesses, its own or those before it."""
+    """Whether guesses keep the next step from being launched before the last one has ended: those
+    of the last one, or those that it may have itself."""
     shared_until: int = 0
     """Steps before this one assume several tenants."""
     _order: Callable[[Request], Any] = field(init=False)
@@ -276,9 +277,9 @@ class Scheduler:
         """Return guesses of the next tokens of requests, none if they do not pay together.
 
         budget: what prompts and known tokens leave of the step. Requests and guesses together are
-        never more than requests may run, so that a full batch has no guesses. look: else nothing is
-        looked up, and every request is taken to have as many guesses as it may; so a step where
-        even these do not pay needs no look.
+        never more than requests may run, so that a full batch has no guesses. look: else every
+        request is taken to have as many guesses as it may, and they are not looked up; so a step
+        where even these do not pay needs no look.
         """
         found: dict[Request, list[int]] = {}
         gain, running = 0.0, len(self.running)
@@ -637,9 +638,9 @@ class Scheduler:
             self._go_on_from(early, request)
 
     def will_remember(self, request_id: str) -> list[bytes]:
-        """Return the hashes of the prompt's blocks; none if another engine computes it."""
+        """Do the same as `PrefixCache.will_remember`; none for a request that was not admitted."""
         request = self.requests.get(request_id)
-        return [] if request is None else self.prefixes.will_have(request)
+        return [] if request is None else self.prefixes.will_remember(request)
 
     def _enrol(self, request: Request) -> None:
         self.requests[request.request_id] = request

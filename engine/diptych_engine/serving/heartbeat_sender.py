@@ -39,7 +39,7 @@ class HeartbeatSender:
         core.before_step = self._before_step
 
     def follow(self, client: bytes, name: object = "") -> None:
-        """name: see `Heartbeat`."""
+        """Add a client that wants heartbeats, with its name (see `Heartbeat`)."""
         if not self._timer.follow(client, name):
             log.warning("a client may not hear the heartbeat: too many do")
 

@@ -70,6 +70,7 @@ class PrefixNews:
             self.followers.remove(client)
             if not self.followers:
                 self._memory.record_changes(False)
+                self.expected = []  # whoever follows next knows nothing of that prompt
 
     @property
     def tells_others(self) -> bool:

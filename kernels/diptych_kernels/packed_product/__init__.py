@@ -48,7 +48,7 @@ def rows_of(tiles: Tensor, rows: Tensor) -> Tensor:
 
 
 def unpack_rows(tiles: Tensor, out: Tensor, rows: Tensor | None = None) -> None:
-    """Do the same as `rows_of` on a GPU, to `out` [n, columns] floats of any strides.
+    """Do the same as `rows_of` on a GPU, to `out` [n, columns] of any floats, each row contiguous.
 
     tiles: as `gpu_tiles` makes them. rows: None: the first.
     """

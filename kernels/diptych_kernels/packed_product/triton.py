@@ -37,7 +37,8 @@ ONE_ROW: Final = Shape(64, 1024, 4, 3)
 SOME_ROWS: Final = Shape(32, 2048, 1, 3)
 MORE_ROWS: Final = Shape(128, 264, 4, 3)
 """The fastest of a dozen on an H200 (benchmarks/results/gpu.md)."""
-SOME: Final = 16
+MAX_SOME_ROWS: Final = 16
+"""More rows, up to `FEW_ROWS`, are multiplied as `MORE_ROWS` says."""
 FEW_ROWS: Final = 128
 """Up to so many rows the packed matrix is multiplied as it is."""
 MIN_ROWS: Final = 8
@@ -151,7 +152,7 @@ def sum_kernel(
 
 @triton.jit(do_not_specialize=["exponent", "first", "count"])
 def rows_kernel(
-    numbers_ptr, tiles_ptr, out_ptr, exponent, first, count, n, columns, row_stride, column_stride,
+    numbers_ptr, tiles_ptr, out_ptr, exponent, first, count, n, columns, row_stride,
     ROW_BYTES: tl.constexpr, BITS: tl.constexpr, SPAN: tl.constexpr, IS_FLOAT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -168,7 +169,7 @@ def rows_kernel(
         w = tl.where(in_range[:, None], w, float("nan"))
         column = block * WIDTH + lane * SPAN + tl.arange(0, SPAN)
         there = (row < count)[:, None] & (column < columns)[None, :]
-        target = out_ptr + row.to(tl.int64)[:, None] * row_stride + column[None, :] * column_stride
+        target = out_ptr + row.to(tl.int64)[:, None] * row_stride + column[None, :]
         tl.store(target, w.to(out_ptr.dtype.element_ty), mask=there)
 
 
@@ -177,7 +178,7 @@ def unpack_rows(tiles: Tensor, out: Tensor, numbers: Tensor | None = None, first
     blocks, n, _ = tiles.shape
     rows_kernel[(triton.cdiv(len(out), ROWS), blocks)](
         numbers, tiles.view(torch.uint8), out, EXPONENT, first, len(out), n, out.shape[1],
-        *out.stride(),
+        out.stride(0),
         **_kind(tiles), BLOCK=ROWS, num_warps=4,
     )  # fmt: skip
 
@@ -188,7 +189,7 @@ def packed_product(x: Tensor, tiles: Tensor, out: Tensor, *, add: bool) -> None:
         _unpacked_product(x, tiles, out, add=add)
         return
     blocks, n, _ = tiles.shape
-    shape = ONE_ROW if len(x) == 1 else SOME_ROWS if len(x) <= SOME else MORE_ROWS
+    shape = ONE_ROW if len(x) == 1 else SOME_ROWS if len(x) <= MAX_SOME_ROWS else MORE_ROWS
     programs = triton.cdiv(n, shape.outputs)
     of_split = triton.cdiv(blocks, max(1, shape.programs // programs))
     splits = triton.cdiv(blocks, of_split)

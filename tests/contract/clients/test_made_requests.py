@@ -174,6 +174,6 @@ async def test_contract_C27_a_prompt_in_pieces_has_the_text_that_was_given(
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_contract_C06_reasoning_means_nothing_to_encode_either(client: AsyncLLM) -> None:
-    with pytest.raises(InvalidRequestError, match="set the engine.s reasoning_parser") as refusal:
+    with pytest.raises(InvalidRequestError, match=r"set the engine.s reasoning_parser") as refusal:
         await anext(client.encode([1, 2], PoolingParams(), "r", reasoning_ended=False))
     assert refusal.value.param == "reasoning_ended"

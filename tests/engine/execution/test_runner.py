@@ -24,9 +24,13 @@ URI = f"dummy://?vocab_size={VOCABULARY}&num_hidden_layers=2&hidden_size=32"
 
 
 def make_runner(uri: str = URI, **options: Any) -> ModelRunner:
-    fields: dict[str, Any] = {"block_size": BLOCK, "max_num_seqs": 8, "num_threads": 1}
-    config = EngineConfig(model=uri, **{**fields, **options})
-    return ModelRunner(config, resolve_model(uri), num_blocks=NUM_BLOCKS)
+    fields: dict[str, Any] = {
+        "block_size": BLOCK,
+        "num_blocks": NUM_BLOCKS,
+        "max_num_seqs": 8,
+        "num_threads": 1,
+    }
+    return ModelRunner(EngineConfig(model=uri, **{**fields, **options}), resolve_model(uri))
 
 
 @pytest.fixture(scope="module")

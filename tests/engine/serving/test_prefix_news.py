@@ -88,6 +88,17 @@ def test_nothing_is_noted_for_nobody() -> None:
     assert news.take(0.0, at_once=True) is None
 
 
+def test_a_client_hears_of_no_prompt_that_came_while_others_followed() -> None:
+    news = PrefixNews(make_core().scheduler.pool, dict)
+    news.follow(b"a")
+    news.expect([b"block"])
+    news.forget(b"a")
+    news.follow(b"b")
+    told = news.take(0.0, at_once=True)
+    assert told is not None
+    assert told.expected == []
+
+
 def test_changes_wait_for_each_other_while_there_is_work() -> None:
     core = make_core()
     news = PrefixNews(core.scheduler.pool, core.adapters.digests)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_kit.core import CLIENT, core_request, make_core, run, tokens
+from engine_kit.core import CLIENT, core_request, guess_always, make_core, run, tokens
 from engine_kit.handoff import LocalRouter, engines, prompt_of, request, save_toy
 from model_kit.checkpoints import random_tensors, save_adapter, save_model
 from numpy.typing import NDArray
@@ -52,11 +52,6 @@ def pair(*args: Any, **options: Any) -> tuple[EngineCore, EngineCore]:
     )  # fmt: skip
     guess_always(guessing)
     return plain, guessing
-
-
-def guess_always(core: EngineCore) -> None:
-    """However long it takes."""
-    core.scheduler.spare_rows, core.scheduler.stakes = 1000.0, None
 
 
 @pytest.fixture(scope="module")

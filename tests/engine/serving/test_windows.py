@@ -10,7 +10,16 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from engine_kit.core import CLIENT, DUMMY, core_request, make_core, run, step, tokens
+from engine_kit.core import (
+    CLIENT,
+    DUMMY,
+    core_request,
+    guess_always,
+    make_core,
+    run,
+    step,
+    tokens,
+)
 from engine_kit.handoff import BLOCK, LocalRouter, drive, engines, request
 from model_kit.families import SIZES, published
 
@@ -109,10 +118,11 @@ def test_answers_are_those_of_transformers(
     core: Callable[..., EngineCore], expected: list[Answer], options: dict[str, Any]
 ) -> None:
     engine = core(**options)
-    engine.scheduler.spare_rows = 1000.0  # so that all guesses pay
+    guess_always(engine)
     # What passed blocks hold must not matter, be it other requests' data or no numbers at all.
     engine.runner.kv_cache[: engine.runner.num_blocks] = torch.nan  # type: ignore[attr-defined]
     assert same(ask(engine, PROMPTS), expected)
+    assert (engine.stats().draft_tokens > 0) == ("speculative_config" in options)
     preempts = options["num_blocks"] < 100
     assert (engine.stats().num_preemptions > 0) == preempts or engine.scheduler.num_groups == 1
     assert same(ask(engine, PROMPTS[:1]), expected[:1]), "behind its own prefix"

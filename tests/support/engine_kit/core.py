@@ -37,6 +37,11 @@ def make_core(model: str = DUMMY, *, keys: CurveKeys | None = None, **options: A
     return build_core(EngineConfig(model=model, **{**fields, **options}), keys)
 
 
+def guess_always(core: EngineCore) -> None:
+    """Have it guess as much as it can, however long that takes."""
+    core.scheduler.spare_rows, core.scheduler.stakes = 1000.0, None
+
+
 def core_request(request_id: str, prompt: list[int], **fields: Any) -> EngineCoreRequest:
     """A greedy request; other fields than those of the message are sampling parameters."""
     message = {

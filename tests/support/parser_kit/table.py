@@ -27,7 +27,7 @@ from diptych.chat import files as chat_files
 from diptych.chat import stream as chat_stream
 from diptych.errors import BadInputError
 from diptych_engine.lora.peft import read_peft
-from diptych_engine.models import loader
+from diptych_engine.models.stored_parts import open_safetensors
 from diptych_engine.parallel import steps
 from diptych_frontend.admin.control import RejectKVTransfer, Scale
 from diptych_frontend.admin.weights import LoadAdapter, UnloadAdapter, Update
@@ -458,10 +458,10 @@ def file_parsers(folder: Path) -> Iterator[Parser]:
 
     def read_tensors() -> None:
         with ExitStack() as stack:
-            loader._open_safetensors(model, stack)
+            open_safetensors(model, stack)
 
     feed, samples = placed(model / "model.safetensors", read_tensors)
-    yield Parser("safetensors", ("engine/diptych_engine/models/loader.py",), feed, samples)
+    yield Parser("safetensors", ("engine/diptych_engine/models/stored_parts.py",), feed, samples)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         feed, samples = placed(adapter / name, lambda: read_peft(str(adapter), {}, 2, 8))
         yield Parser(f"an adapter's {name}", ("engine/diptych_engine/lora/peft.py",), feed, samples)

@@ -23,6 +23,15 @@ from diptych_protocol.wire import Abilities, ErrorKind
 
 OURS: Final = "DiptychConnector"
 """The name of our connector in vLLM."""
+WORST_RANK: Final = 1 << 30
+"""Stands for a rank that vLLM does not tell."""
+LOWEST: Final = -9999.0
+"""The log-probability of a token whose probability is 0, as in OpenAI's API."""
+_FINISHES: Final = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "abort": FinishReason.ABORT,
+}
 
 
 def token_ids_of(request: EngineCoreRequest) -> list[int]:
@@ -108,16 +117,6 @@ def check_request(request: EngineCoreRequest, abilities: Abilities) -> None:
 def refuse(field: str, remedy: str) -> None:
     """Raise an `InvalidRequestError` that names the field."""
     raise InvalidRequestError(f"{field}: this engine is vLLM and takes none; {remedy}", param=field)
-
-
-WORST_RANK: Final = 1 << 30
-LOWEST: Final = -9999.0
-"""The log-probability of a token whose probability is 0, as in OpenAI's API."""
-_FINISHES: Final = {
-    "stop": FinishReason.STOP,
-    "length": FinishReason.LENGTH,
-    "abort": FinishReason.ABORT,
-}
 
 
 class RankedLogprob(Protocol):
