@@ -346,7 +346,8 @@ class EngineCore:
             if request.finish_reason is not None:
                 self._finish(request, request.finish_reason, made.output)
             outputs[request.client].append(made.output)
-        self._step_ended = now if plan.scheduled and self.scheduler.has_work else 0.0
+        if self.scheduler.stakes is not None:
+            self._step_ended = now if plan.scheduled and self.scheduler.has_work else 0.0
         self.hand_offs.lend_computed()
 
     def _finish(self, request: Request, reason: FinishReason, output: EngineCoreOutput) -> None:

@@ -1,7 +1,7 @@
 """Every condition and every reason that a status may carry, with what it means and what to do.
 
-`make crds` writes them into docs/status.md. Reasons are stable: scripts and alerts compare them, so
-one that has been released keeps its name and its meaning.
+`docs/reference_pages.py` writes them into docs/status.md. Reasons are stable: scripts and alerts
+compare them, so one that has been released keeps its name and its meaning.
 """
 
 from __future__ import annotations
