@@ -45,7 +45,7 @@ from diptych_kv_transfer.tables.messages import (
     encode,
 )
 from diptych_protocol import KVTransferConfig, KVTransferParams, KVTransferStats
-from diptych_vllm.kv_groups import KVGroups
+from diptych_vllm.kv_groups import VllmKVGroups
 from diptych_vllm.lending import Progress
 from diptych_vllm.orders import Fetch, Lend
 from diptych_vllm.ranks import Ranks, epoch_of_rank
@@ -55,8 +55,8 @@ from diptych_vllm.transfers import Results
 from diptych_vllm.worker_half import WorkerHalf
 
 BLOCK = 4
-ONE_GROUP = KVGroups((KVGroup(BLOCK),))
-WINDOWS = KVGroups((KVGroup(BLOCK), KVGroup(BLOCK, 6), KVGroup(2, 5)))
+ONE_GROUP = VllmKVGroups((KVGroup(BLOCK),))
+WINDOWS = VllmKVGroups((KVGroup(BLOCK), KVGroup(BLOCK, 6), KVGroup(2, 5)))
 """Three groups: one that keeps all, and two of windows, with blocks of another size in the last."""
 LEASE_SECONDS = 30.0
 COMPAT: dict[str, str | int] = {"model": "m"}
@@ -245,7 +245,7 @@ class VllmScheduler:
         num_ranks: int = 1,
         ranks_there: int = 1,
         heads: int = 2,
-        groups: KVGroups = ONE_GROUP,
+        groups: VllmKVGroups = ONE_GROUP,
     ) -> None:
         """`ranks_there`: how many ranks the engine has from which this one reads."""
         self.groups = groups.groups
@@ -431,7 +431,7 @@ def reference(
     num: int,
     num_tokens: int = 9,
     ranks_there: int = 1,
-    groups: KVGroups = ONE_GROUP,
+    groups: VllmKVGroups = ONE_GROUP,
     **changes: Any,
 ) -> dict[str, Any]:
     """What another engine says of the lease with a number, for `prompt`'s tokens; changed after it

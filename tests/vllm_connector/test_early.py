@@ -26,7 +26,7 @@ from diptych_kv_transfer.signing.references import References
 from diptych_kv_transfer.tables.load import LeaseRef
 from diptych_kv_transfer.tables.messages import Hello, Reject
 from diptych_protocol import KVTransferParams
-from diptych_vllm.kv_groups import KVGroups
+from diptych_vllm.kv_groups import VllmKVGroups
 from diptych_vllm.lending import Progress
 from diptych_vllm.orders import Cancel, Fail, Fetch, Grant, Lend, Promise, Release, Withdraw
 from diptych_vllm.scheduler_half import SchedulerHalf
@@ -38,7 +38,7 @@ BLOCKS = [5, 7, 6]
 LEASE = LeaseRef(f"{1:032x}", THERE, PREFILL.engine_id, PREFILL.epoch, LEASE_SECONDS)
 
 
-def make_half(groups: KVGroups = ONE_GROUP, **options: Any) -> SchedulerHalf:
+def make_half(groups: VllmKVGroups = ONE_GROUP, **options: Any) -> SchedulerHalf:
     half = SchedulerHalf(
         References(PUBLIC_KEY, lambda: 0.0),
         groups,

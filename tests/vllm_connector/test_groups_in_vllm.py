@@ -17,15 +17,15 @@ from vllm_server import VllmServer, connector_config
 from waits import wait_until
 
 from diptych_kv_transfer.memory.kv_group import KVGroup
-from diptych_vllm.kv_groups import KVGroups
+from diptych_vllm.kv_groups import VllmKVGroups
 
 pytestmark = [*needs_vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 COUNT = 200
 BLOCK, LATENT_BLOCK = 32, 16
 """vLLM computes latent attention on a CPU with blocks of one size only, and without a prefix
 cache."""
-WINDOWS = KVGroups((KVGroup(BLOCK, WINDOW), KVGroup(BLOCK, WINDOW), KVGroup(BLOCK)))
-LATENT = KVGroups((KVGroup(LATENT_BLOCK),))
+WINDOWS = VllmKVGroups((KVGroup(BLOCK, WINDOW), KVGroup(BLOCK, WINDOW), KVGroup(BLOCK)))
+LATENT = VllmKVGroups((KVGroup(LATENT_BLOCK),))
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Pair:
 
     p: VllmServer
     d: VllmServer
-    groups: KVGroups
+    groups: VllmKVGroups
     remembers: bool
     """Whether they have prefix caches."""
 

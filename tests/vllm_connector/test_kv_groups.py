@@ -11,14 +11,14 @@ from vllm_scheduler import num_out_of_window
 
 from diptych_kv_transfer.memory.kv_group import KVGroup
 from diptych_protocol import InvalidRequestError
-from diptych_vllm.kv_groups import KVGroups, group_of
+from diptych_vllm.kv_groups import VllmKVGroups, group_of
 
 windows = st.none() | st.integers(2, 12)
 groups = st.builds(KVGroup, st.sampled_from([1, 2, 4]), windows)
-models = st.lists(groups, min_size=1, max_size=4).map(lambda found: KVGroups(tuple(found)))
+models = st.lists(groups, min_size=1, max_size=4).map(lambda found: VllmKVGroups(tuple(found)))
 
 
-def lists(model: KVGroups, num_tokens: int, first_id: int) -> list[list[int]]:
+def lists(model: VllmKVGroups, num_tokens: int, first_id: int) -> list[list[int]]:
     """A request's blocks in vLLM when it has computed so many tokens."""
     found = []
     for group in model.groups:
@@ -31,7 +31,7 @@ def lists(model: KVGroups, num_tokens: int, first_id: int) -> list[list[int]]:
 
 @given(model=models, num_tokens=st.integers(1, 40), data=st.data())
 def test_a_lease_fills_all_that_a_decode_engine_reads(
-    model: KVGroups, num_tokens: int, data: st.DataObject
+    model: VllmKVGroups, num_tokens: int, data: st.DataObject
 ) -> None:
     unit = math.lcm(*(group.block_size for group in model.groups))
     num_here = unit * data.draw(st.integers(0, (num_tokens - 1) // unit))
@@ -59,9 +59,9 @@ def reads(group: KVGroup, ids: list[int], token: int, num_computed: int) -> bool
 
 
 def test_the_last_token_reads_a_dropped_one_where_a_window_begins_with_a_block() -> None:
-    model = KVGroups((KVGroup(32), KVGroup(32, 64)))
+    model = VllmKVGroups((KVGroup(32), KVGroup(32, 64)))
     assert [n for n in range(1, 200) if not model.serves_last(n)] == [95, 127, 159, 191]
-    assert all(KVGroups((KVGroup(16),)).serves_last(n) for n in range(1, 200))
+    assert all(VllmKVGroups((KVGroup(16),)).serves_last(n) for n in range(1, 200))
 
 
 @pytest.mark.parametrize(
@@ -90,6 +90,6 @@ def test_a_kind_that_was_not_tested_is_refused_by_its_name(kind: str) -> None:
 
 def test_layers_of_a_group_that_are_kept_differently_are_refused() -> None:
     one, other = KVGroup(32), KVGroup(32, 64)
-    assert str(KVGroups.of([[one, one], [other]])) == "32 32/64"
+    assert str(VllmKVGroups.of([[one, one], [other]])) == "32 32/64"
     with pytest.raises(InvalidRequestError, match="group 1 mixes"):
-        KVGroups.of([[one], [one, other]])
+        VllmKVGroups.of([[one], [one, other]])

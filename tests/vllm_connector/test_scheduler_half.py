@@ -23,7 +23,7 @@ from diptych_kv_transfer.signing.references import References
 from diptych_kv_transfer.tables.load import LeaseRef
 from diptych_kv_transfer.tables.messages import Hello
 from diptych_protocol import KVTransferParams
-from diptych_vllm.kv_groups import KVGroups
+from diptych_vllm.kv_groups import VllmKVGroups
 from diptych_vllm.orders import (
     Cancel,
     Fail,
@@ -47,7 +47,7 @@ BLOCKS_OF_WINDOWS = [[5, 7, 6], [0, 8, 9], [0, 0, 1, 2, 3]]
 """The same with `WINDOWS`."""
 
 
-def make_half(groups: KVGroups = ONE_GROUP, **options: Any) -> SchedulerHalf:
+def make_half(groups: VllmKVGroups = ONE_GROUP, **options: Any) -> SchedulerHalf:
     half = SchedulerHalf(References(PUBLIC_KEY, lambda: 0.0), groups, LEASE_SECONDS, **options)
     half.meet(describe_engine(Hello("here", "e1", {"model": "m"}), *HERE, LEASE_SECONDS))
     return half

@@ -15,7 +15,7 @@ from diptych_kv_transfer.parameters import describe_engine
 from diptych_kv_transfer.signing.keys import PUBLIC_KEY
 from diptych_kv_transfer.signing.references import References
 from diptych_kv_transfer.tables.messages import Hello
-from diptych_vllm.kv_groups import BlockIds, KVGroups
+from diptych_vllm.kv_groups import BlockIds, VllmKVGroups
 from diptych_vllm.kv_memory import compat_of, shards_of
 from diptych_vllm.lending import Progress
 from diptych_vllm.ranks import Ranks
@@ -32,7 +32,7 @@ class Engine:
     """One engine's connector."""
 
     def __init__(
-        self, name: str, seed: int, groups: KVGroups = ONE_GROUP, **facts: str | int
+        self, name: str, seed: int, groups: VllmKVGroups = ONE_GROUP, **facts: str | int
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.kv = {

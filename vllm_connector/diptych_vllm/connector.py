@@ -34,7 +34,7 @@ from diptych_kv_transfer.signing.references import References
 from diptych_kv_transfer.tables.messages import Hello
 from diptych_protocol import KVTransferParams
 from diptych_protocol.config import RANKS_OF_CONNECTOR
-from diptych_vllm.kv_groups import KVGroups, group_of
+from diptych_vllm.kv_groups import VllmKVGroups, group_of
 from diptych_vllm.kv_memory import compat_of, heads_come_first, needs_copies, shards_of
 from diptych_vllm.lending import Progress
 from diptych_vllm.metrics import Counters, StepFigures
@@ -301,8 +301,8 @@ def _log_as_vllm_does() -> None:
         ours.setLevel(vllm.level)
 
 
-def _groups_of(config: KVCacheConfig) -> KVGroups:
-    return KVGroups.of(
+def _groups_of(config: KVCacheConfig) -> VllmKVGroups:
+    return VllmKVGroups.of(
         [
             group_of(type(x).__name__, x.block_size, getattr(x, "sliding_window", None))
             for x in iter_layer_specs(group.kv_cache_spec)
@@ -325,7 +325,7 @@ def _progress(wanted: Set[str], output: SchedulerOutput) -> dict[str, Progress]:
     return progress
 
 
-def _announced_from(config: VllmConfig, groups: KVGroups) -> int | None:
+def _announced_from(config: VllmConfig, groups: VllmKVGroups) -> int | None:
     """See `Lending.announced_from`."""
     scheduler = config.scheduler_config
     if not scheduler.enable_chunked_prefill or not groups.one_whole:

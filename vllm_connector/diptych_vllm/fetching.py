@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from diptych_kv_transfer.parameters import lease_of
 from diptych_kv_transfer.signing.references import References, UnprovenReferenceError
 from diptych_protocol import InvalidRequestError, KVTransferParams
-from diptych_vllm.kv_groups import BlockIds, KVGroups
+from diptych_vllm.kv_groups import BlockIds, VllmKVGroups
 from diptych_vllm.orders import Cancel, Fail, Fetch, Hold, Order, Release, Revoke
 from diptych_vllm.request import Arrival
 
@@ -67,7 +67,7 @@ class Fetching:
     """The requests with references that vLLM knows, by their ids."""
 
     references: References
-    groups: KVGroups
+    groups: VllmKVGroups
     lease_seconds: float
     _requests: dict[str, Fetched] = field(default_factory=dict)
     _awaited: set[str] = field(default_factory=set)

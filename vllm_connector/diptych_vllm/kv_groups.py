@@ -47,13 +47,13 @@ def group_of(kind: str, block_size: int, window: int | None) -> KVGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class KVGroups:
+class VllmKVGroups:
     """All groups of a model, in vLLM's order. Lists of blocks come group by group in this order."""
 
     groups: tuple[KVGroup, ...]
 
     @classmethod
-    def of(cls, layers: Iterable[Iterable[KVGroup]]) -> KVGroups:
+    def of(cls, layers: Iterable[Iterable[KVGroup]]) -> VllmKVGroups:
         """Read how each layer of each group is kept.
 
         Raises `InvalidRequestError` if the layers of a group differ in this.

@@ -23,7 +23,7 @@ from diptych_kv_transfer.parameters import describe_lease
 from diptych_kv_transfer.signing.references import References
 from diptych_protocol import KVTransferParams
 from diptych_protocol.kv_transfer_params import LEASE_FIELDS
-from diptych_vllm.kv_groups import BlockIds, KVGroups
+from diptych_vllm.kv_groups import BlockIds, VllmKVGroups
 from diptych_vllm.orders import Grant, Lend, Order, Promise, Withdraw
 from diptych_vllm.request import Arrival
 
@@ -64,7 +64,7 @@ class Lending:
     """The leases of one engine, by the ids of their requests."""
 
     references: References
-    groups: KVGroups
+    groups: VllmKVGroups
     lease_seconds: float
     random_bits: Callable[[int], int]
     announced_from: int | None = None

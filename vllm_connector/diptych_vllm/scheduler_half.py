@@ -12,7 +12,7 @@ from diptych_kv_transfer.signing.references import References
 from diptych_protocol import InvalidRequestError, KVTransferParams
 from diptych_vllm.fetching import Fetching
 from diptych_vllm.figures import Growth
-from diptych_vllm.kv_groups import BlockIds, KVGroups
+from diptych_vllm.kv_groups import BlockIds, VllmKVGroups
 from diptych_vllm.lending import Lending, Progress
 from diptych_vllm.orders import Order, RevokeAll
 from diptych_vllm.request import Arrival
@@ -26,7 +26,7 @@ class SchedulerHalf:
     def __init__(
         self,
         references: References,
-        groups: KVGroups,
+        groups: VllmKVGroups,
         lease_seconds: float,
         *,
         lends: bool = True,
