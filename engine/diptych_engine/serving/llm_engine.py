@@ -48,7 +48,7 @@ from diptych_protocol.engine_client import ADD_ORDER, by_name, spelled_out
 from diptych_protocol.errors import AbsentError
 
 if TYPE_CHECKING:
-    from diptych_engine.serving.lockstep_peers import LockstepPeers
+    from diptych_engine.parallel.group import LockstepPeers
     from diptych_frontend.observability.request_tracer import RequestTracer
 
 
