@@ -76,7 +76,7 @@ def _positive(values: Mapping[str, str | int], name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """How one group keeps the KV of a request."""
+    """How a group of layers keeps the KV of a request: alike in all of them."""
 
     block_size: int
     """Number of tokens in a block."""
