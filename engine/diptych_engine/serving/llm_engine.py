@@ -357,7 +357,10 @@ class LLMEngine(EngineReports):
     def control(self, call: ControlCall[Any]) -> Any:
         if call.forgets_images:
             self.renderer.clear_mm_cache()
-        return super().control(call)
+        answer = super().control(call)
+        if self.logger_manager is not None:
+            self.logger_manager.carried_out(call)
+        return answer
 
     def call_core(self, method: str, *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         return self.engine_core.call(method, *args, timeout_s=timeout_s)

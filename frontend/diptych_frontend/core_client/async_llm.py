@@ -35,7 +35,6 @@ from diptych_protocol import (
     UsageContext,
     UtilityError,
 )
-from diptych_protocol.control_calls import Sleep, WakeUp
 from diptych_protocol.kv_transfer_params import PARAM
 
 log = logging.getLogger(__name__)
@@ -318,11 +317,7 @@ class AsyncLLM(CoreHealth, CoreWeights):
         with self.silence_expected() if call.SILENT else contextlib.nullcontext():
             answer = await self.call_core(call.METHOD, *call.arguments, timeout_s=call.timeout_s)
         if self.logger_manager is not None:
-            match call:
-                case Sleep(level):
-                    self.logger_manager.record_sleep_state(1, level)
-                case WakeUp():
-                    self.logger_manager.record_sleep_state(0, 0)
+            self.logger_manager.carried_out(call)
         return answer
 
     async def call_core(self, method: str, *args: Any, timeout_s: float) -> Any:
