@@ -55,11 +55,6 @@ class PackedMatrix:
     def num_rows(self) -> int:
         return self.tiles.shape[0] * TILE_ROWS
 
-    @property
-    def is_usable(self) -> bool:
-        """Whether this process trusts the kernels: another one may have packed it."""
-        return is_available(None if self.rounds else self.tiles.dtype)
-
     def values(self) -> Tensor:
         """Return [out, in] floats."""
         return values_of(self.tiles)

@@ -48,7 +48,7 @@ from diptych_protocol.engine_client import ADD_ORDER, by_name, spelled_out
 from diptych_protocol.errors import AbsentError
 
 if TYPE_CHECKING:
-    from diptych_engine.serving.lockstep_peers import LockstepPeers
+    from diptych_engine.parallel.group import LockstepPeers
     from diptych_frontend.observability.request_tracer import RequestTracer
 
 
@@ -356,7 +356,10 @@ class LLMEngine(EngineReports):
     def control(self, call: ControlCall[Any]) -> Any:
         if call.forgets_images:
             self.renderer.clear_mm_cache()
-        return super().control(call)
+        answer = super().control(call)
+        if self.logger_manager is not None:
+            self.logger_manager.carried_out(call)
+        return answer
 
     def call_core(self, method: str, *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         return self.engine_core.call(method, *args, timeout_s=timeout_s)

@@ -17,13 +17,12 @@ from msgspec import UNSET, UnsetType
 from diptych_frontend.openai.api_types import StreamOptions
 from diptych_frontend.openai.errors import Dialect
 from diptych_protocol import UNSAID, Logprob, RequestOutput, SamplingDefaults
+from diptych_protocol.outputs import LEAST_LOGPROB
 
 encode = msgspec.json.Encoder().encode
 
 SSE = b"data: %b\n\n"
 SSE_DONE = b"data: [DONE]\n\n"
-LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot express."""
 
 KVParams = dict[str, Any] | UnsetType
 Warnings = Sequence[str] | UnsetType
