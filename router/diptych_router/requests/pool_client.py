@@ -264,7 +264,7 @@ class PoolClient(AsyncEngine, WithoutControl):
     def _add(self, action: Add) -> None:
         core_id = action.request.request_id
         link = self.pools.get(action.engine)
-        if link is None or not self.table.is_placed(core_id):
+        if link is None or core_id not in self.table.placed:
             return  # sending something else found out that this engine is gone
         try:
             link.add(action.request)

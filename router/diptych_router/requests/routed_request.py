@@ -242,17 +242,16 @@ class RoutedRequest:
             params.min_tokens = min(params.min_tokens, params.max_tokens)
         return request
 
-    @property
-    def worth_announcing(self) -> bool:
-        """Whether prefill will hand it off, and announcing it is cheap."""
-        return self.tokens_left > 1 and self.original.prompt_embeds is None
-
-    def announce(self, engine: str, lends: KVTransferParams, lease_id: str) -> EngineCoreRequest:
+    def announce(
+        self, engine: str, lends: KVTransferParams, lease_id: str
+    ) -> EngineCoreRequest | None:
         """Return the announcement to the decode engine during prefill: the request that it will get
-        if all goes well.
+        if all goes well. None if prefill will not hand it off, or announcing it would be dear.
 
         lends: the common part of the prefill engine's leases.
         """
+        if self.tokens_left <= 1 or self.original.prompt_embeds is not None:
+            return None
         coming = f"{self.request_id}/{self.placements + 1}"
         self.announced = Announcement(engine, coming)
         num_tokens = self.prompt_tokens + len(self.generated)
@@ -338,11 +337,6 @@ class RoutedRequest:
         output.kv_transfer_params = None
         output.request_id = self.original.request_id
         return prefill_done or handed_off
-
-
-def is_given_up(output: EngineCoreOutput) -> bool:
-    """Whether an engine ended a request unasked, because it shuts down."""
-    return output.finish_reason is FinishReason.ABORT and output.kv_transfer_params is None
 
 
 def wanted_way(params: SamplingParams | None) -> Disaggregate | None:
