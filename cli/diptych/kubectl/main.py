@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,7 +14,7 @@ from diptych.defaults import TOP_INTERVAL_S
 from diptych.kubectl.cluster import Access, Cluster, ClusterError
 from diptych.main import CONTEXT
 from diptych.main import render as render_file
-from diptych.request_trace import show_timelines, svg_option
+from diptych.request_trace import explain_requests, show_timelines, svg_option
 from diptych.service_argument import service_argument
 from diptych.watching import console_for_tables, loads_over, print_json, show
 
@@ -135,6 +136,7 @@ def why(
       kubectl diptych why smollm2 --requests
       kubectl diptych why smollm2 0f3c5a7e9b1d2f40
     """
+    from diptych.kubectl.routers import ask_routers
     from diptych.kubectl.view import service_view
     from diptych.kubectl.why import explain
 
@@ -142,7 +144,7 @@ def why(
         raise click.UsageError("give REQUEST_ID or --requests, not both")
     cluster = Cluster.connect(Access(kubeconfig, context, namespace))
     if request_id or requests:
-        _explain_requests(cluster, name, request_id, as_json)
+        explain_requests(partial(ask_routers, cluster, name), request_id, as_json=as_json)
         return
     view = service_view(cluster.service(name))
     found = explain(view, _warnings(cluster))
@@ -179,14 +181,9 @@ def trace(
       kubectl diptych trace smollm2 0f3c5a7e9b1d2f40 --svg trace.svg
     """
     from diptych.kubectl.routers import ask_routers
-    from diptych.router_admin import path_of
-    from diptych_protocol.admin import Explanation
 
     cluster = Cluster.connect(Access(kubeconfig, context, namespace))
-    told, problems = ask_routers(cluster, name, path_of(request_id), Explanation)
-    for problem in problems:
-        click.echo(problem, err=True)
-    show_timelines(told, svg, as_json=as_json)
+    show_timelines(partial(ask_routers, cluster, name), request_id, svg, as_json=as_json)
 
 
 @main.command()
@@ -245,26 +242,6 @@ def render(ctx: click.Context, source: Source, output: str) -> None:
       kubectl diptych render examples/smollm2.yaml
     """
     ctx.invoke(render_file, source=source, output=output)
-
-
-def _explain_requests(cluster: Cluster, name: str, request_id: str | None, as_json: bool) -> None:
-    from diptych import explained
-    from diptych.kubectl.routers import ask_routers
-    from diptych.router_admin import LIST_PATH, path_of
-    from diptych_protocol.admin import Explanation, RequestList
-
-    if request_id is None:
-        listed, problems = ask_routers(cluster, name, LIST_PATH, RequestList)
-        picture, answers = explained.listing(listed), explained.as_json(listed)
-    else:
-        told, problems = ask_routers(cluster, name, path_of(request_id), Explanation)
-        picture, answers = explained.explanation(told), explained.as_json(told)
-    for problem in problems:
-        click.echo(problem, err=True)
-    if as_json:
-        print_json(answers)
-    else:
-        console_for_tables().print(picture)
 
 
 def _warnings(cluster: Cluster) -> list[dict[str, Any]]:
