@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from rich.console import Console, RenderableType
 
-from diptych.defaults import TOP_INTERVAL_S
 from diptych.kubectl.cluster import Access, Cluster, ClusterError
 from diptych.main import CONTEXT
 from diptych.main import render as render_file
 from diptych.request_trace import explain_requests, show_timelines, svg_option
 from diptych.service_argument import service_argument
-from diptych.watching import console_for_tables, loads_over, print_json, show
+from diptych.top import interval_option, show_loads, watch_option
+from diptych.watching import console_for_tables, print_json, show
 
 if TYPE_CHECKING:
     from diptych.engine_load import Sample
@@ -37,7 +37,6 @@ def _access(command: Command) -> Command:
     return command
 
 
-_watch_option = click.option("-w", "--watch", is_flag=True, help="Show it anew until Ctrl-C.")
 _json_option = click.option("--json", "as_json", is_flag=True, help="For programs.")
 
 
@@ -63,7 +62,7 @@ def main() -> None:
 @click.argument("name", required=False)
 @click.option("-A", "--all-namespaces", "everywhere", is_flag=True, help="Of the whole cluster.")
 @_access
-@_watch_option
+@watch_option
 @_json_option
 def status(
     name: str | None,
@@ -188,15 +187,9 @@ def trace(
 
 @main.command()
 @click.argument("name")
-@click.option(
-    "--interval",
-    type=click.FloatRange(0.5, 60),
-    default=TOP_INTERVAL_S,
-    show_default=True,
-    help="Seconds over which tokens per second are counted.",
-)
+@interval_option
 @_access
-@_watch_option
+@watch_option
 @_json_option
 def top(
     name: str,
@@ -217,15 +210,9 @@ def top(
       kubectl diptych top smollm2 --watch
       kubectl diptych top smollm2 --json | jq '[.[].running] | add'
     """
-    from diptych import engine_load
-
     cluster = Cluster.connect(Access(kubeconfig, context, namespace))
     https = bool((cluster.service(name).get("spec") or {}).get("router", {}).get("tls"))
-    look = loads_over(interval, lambda: _samples(cluster, name, https))
-    if as_json:
-        print_json(engine_load.as_json(look()))
-        return
-    show(lambda: engine_load.table(look()), watch, pause_s=0.0)
+    show_loads(lambda: _samples(cluster, name, https), interval, watch=watch, as_json=as_json)
 
 
 @main.command()
