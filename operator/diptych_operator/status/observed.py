@@ -52,7 +52,6 @@ class PodView:
     waiting_reason: str = ""
     """Why a container waits, in Kubernetes' term, such as ImagePullBackOff or CrashLoopBackOff."""
     waiting_message: str = ""
-    waiting_container: str = ""
     image: str = ""
     """The image of the container that waits or, if none does, of the first container."""
     ended_container: str = ""
@@ -207,7 +206,6 @@ def pod_view(raw: Raw) -> PodView:
         else "",
         waiting_reason=_waiting(stuck or {}).get("reason", ""),
         waiting_message=_waiting(stuck or {}).get("message", ""),
-        waiting_container=(stuck or {}).get("name", ""),
         image=shown.get("image", ""),
         ended_container=(ended or {}).get("name", ""),
         last_exit=_last_words(ended) if ended else "",
