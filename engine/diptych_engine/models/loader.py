@@ -236,7 +236,12 @@ class _Load:
             may_share = self._packable and self._on_cpu(self._packable[0])
             shared = self._shared(pool) if may_share else None
             if shared is not None:
-                usable = {name: own for name, own in shared.items() if own.is_usable}
+                # Another process may have packed them, with kernels that this one does not trust.
+                usable = {
+                    name: own
+                    for name, own in shared.items()
+                    if is_available(None if own.rounds else own.tiles.dtype)
+                }
                 packed = lambda names: usable.get(names[0])  # noqa: E731
             for names in pool.map(lambda names: self._load(names, packed), self._jobs):
                 self._tell(names)

@@ -68,11 +68,6 @@ class PackedMatrix:
             return None
         return PackedMatrix(torch.cat([self.tiles[:first], new.tiles, self.tiles[last:]]))
 
-    @property
-    def is_usable(self) -> bool:
-        """Whether this process trusts the kernels: another one may have packed it."""
-        return is_available(None if self.rounds else self.tiles.dtype)
-
     def values(self) -> Tensor:
         """Return [out, in] floats."""
         return values_of(self.tiles)

@@ -155,15 +155,14 @@ class PoolClient(AsyncEngine, WithoutControl):
 
     # --- requests -----------------------------------------------------------------------------
 
-    def _check_room(self, num_requests: int, num_tokens: int, tenant: str) -> None:
-        super()._check_room(num_requests, num_tokens, tenant)
+    def _check_tenant(self, tenant: str, num_requests: int) -> None:
         if self.pools.refused_settings:
             # It stays up, so that the operator can ask why, but serves nobody by another setting.
             raise EngineOverloadedError(self.why_not_ready())
         if not tenant:
             return
         mine = self.table.tenants.num_open(tenant) + num_requests
-        free = MAX_OPEN_REQUESTS - self.output_processor.num_unfinished - num_requests
+        free = MAX_OPEN_REQUESTS - len(self.output_processor.answers) - num_requests
         if mine > MOST_OF_FREE * free:
             raise EngineOverloadedError(
                 f"{mine - num_requests} requests of this API key are open already; retry later"

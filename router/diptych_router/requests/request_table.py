@@ -53,9 +53,9 @@ from diptych_router.requests.placements import (
     TenantPlaces,
     same_way,
 )
-from diptych_router.requests.promises import Predictions, Promises
+from diptych_router.requests.promises import Promises
 from diptych_router.requests.records import Records
-from diptych_router.requests.request_record import RequestRecord, Setback, Trace
+from diptych_router.requests.request_record import Predictions, RequestRecord, Setback, Trace
 from diptych_router.requests.routed_request import RoutedRequest, is_given_up
 from diptych_router.requests.table_interface import (
     Abort,
