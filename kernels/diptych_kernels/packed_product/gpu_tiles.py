@@ -90,7 +90,7 @@ def _by_row(tiles: Tensor) -> list[Tensor]:
     planes = [rows * COLUMNS * size // BYTE for size in sizes]
     spans = COLUMNS // SPANS[bits]
     flat = tiles.view(torch.uint8).flatten(1)
-    *parts, factors = flat.split([*planes, rows * spans * WORD_BYTES], 1)
+    *parts, factors = torch.split(flat, [*planes, rows * spans * WORD_BYTES], 1)
     of_rows = factors.view(blocks, spans, rows, WORD_BYTES).transpose(1, 2)
     return [*(part.view(blocks, rows, -1) for part in parts), of_rows]
 

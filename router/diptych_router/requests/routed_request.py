@@ -317,7 +317,8 @@ class RoutedRequest:
         the user's id of the request.
         """
         self.generated += output.new_token_ids
-        self.account.served += OUTPUT_WEIGHT * len(output.new_token_ids)
+        rows = len(output.new_token_ids) + output.num_wrong_guesses
+        self.account.served += OUTPUT_WEIGHT * rows
         self.hold_until = None
         self.first_token_by = math.inf
         self.full.clear()
