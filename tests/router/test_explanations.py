@@ -26,9 +26,14 @@ from diptych_protocol.wire import time_of_day
 from diptych_router.choosing.fleet_table import FleetTable
 from diptych_router.choosing.policies import POLICIES
 from diptych_router.choosing.policy import Decision, RequestView
-from diptych_router.requests.promises import BOUNDS, Predictions, Ratios
 from diptych_router.requests.records import MOST_ATTEMPTS, MOST_PLACEMENTS, Records
-from diptych_router.requests.request_record import RequestRecord, Setback
+from diptych_router.requests.request_record import (
+    BOUNDS,
+    Predictions,
+    Ratios,
+    RequestRecord,
+    Setback,
+)
 from diptych_router.telling.explained import MOST_CANDIDATES, MOST_CHARACTERS
 from diptych_router.telling.explanations import MOST_FOUND, Explanations
 from diptych_router.telling.metrics import PredictionMetrics, add_buckets

@@ -17,7 +17,7 @@ from diptych_protocol import (
 )
 
 if TYPE_CHECKING:
-    from diptych_engine.serving.lockstep_peers import LockstepPeers
+    from diptych_engine.parallel.group import LockstepPeers
 
 MULTIPROCESSING = "DIPTYCH_ENABLE_MULTIPROCESSING"
 """Environment variable: `1` gives every engine's core a process of its own."""
@@ -58,7 +58,7 @@ def lockstep_peers_of(config: EngineConfig, in_process_of_its_own: bool) -> Lock
         raise InvalidRequestError(
             "an LLMEngine in lock-step has its core in its own process", param="multiprocess_mode"
         )
-    from diptych_engine.serving.lockstep_peers import LockstepPeers
+    from diptych_engine.parallel.group import LockstepPeers
 
     return LockstepPeers(config)
 

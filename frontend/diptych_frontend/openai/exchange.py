@@ -15,13 +15,15 @@ import msgspec
 from starlette.types import Message, Scope, Send
 
 from diptych_frontend.confined.json_cost import MAX_VALUES, check_json_cost
+from diptych_frontend.observability.tracing import trace_context
 from diptych_frontend.openai.errors import OPENAI, Dialect, Headers, from_decode_error
 from diptych_frontend.openai.field_rules import leave_out
-from diptych_protocol import UNREADABLE, InvalidRequestError
+from diptych_protocol import UNREADABLE, InvalidRequestError, LoRARequest, PromptOptions
 
 WRITE_TIMEOUT_S: Final = 60.0
 """A connection whose client reads nothing for this long is closed."""
 EXCHANGE_KEY: Final = "diptych.exchange"
+RANK_HEADER: Final = "X-data-parallel-rank"
 
 MAX_WARNINGS: Final = 16
 
@@ -171,6 +173,32 @@ def header(scope: Scope, name: bytes) -> str | None:
         if key == name:
             return str(value, "latin-1")
     return None
+
+
+def prompt_options(
+    scope: Scope, exchange: Exchange, adapter: LoRARequest | None, asked_priority: int | None
+) -> PromptOptions:
+    """Return what an engine is told of each prompt of a request, whatever it asks for."""
+    parent = header(scope, b"traceparent")
+    return {
+        "lora_request": adapter,
+        "priority": exchange.priority(asked_priority),
+        "trace_headers": trace_context(parent, header(scope, b"tracestate")) if parent else None,
+        "tenant": exchange.tenant,
+    }
+
+
+def rank_of(scope: Scope) -> int | None:
+    """Return the engine core that the caller chose, if any; whether it exists, the engine knows."""
+    text = header(scope, RANK_HEADER.lower().encode())
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) <= 4):
+        raise InvalidRequestError(
+            f"{RANK_HEADER} must be the number of a rank, not {text[:100]!r}",
+            param="data_parallel_rank",
+        )
+    return int(text)
 
 
 def most_values(max_model_len: int) -> int:

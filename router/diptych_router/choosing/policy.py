@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add, itemgetter
-from typing import Any, Final, Literal, Protocol, TypeVar
+from types import MappingProxyType
+from typing import Final, Literal, Protocol
 
 import numpy as np
 
@@ -27,8 +28,9 @@ Terms = Mapping[str, Floats]
 """The cost of each engine, by the name of the reason; the total is the sum of all terms."""
 Draw = Callable[[int], int]
 """Draws a number from 0 to below another one."""
-Made = TypeVar("Made")
 TOO_MUCH: Final = np.inf
+EXACTLY: Final[Mapping[Duty, float]] = MappingProxyType({})
+"""For policies by which only equal costs are equal: see `Policy.equal_within`."""
 ARRAYS: Final = 4
 ARRAY_BYTES: Final = 128
 """The number of arrays of `Priced` beside its terms, and the overhead of one array in bytes."""
@@ -76,14 +78,8 @@ class PoolView:
     """Seconds that each needs to load the request's adapter; None if it has none."""
     tie: int | None = None
     """Decides between engines of the same cost: see `EngineTable.preferred`. None: draw one."""
-    _made: dict[str, Any] = field(default_factory=dict)
-
-    def once(self, name: str, make: Callable[[], Made]) -> Made:
-        """Compute a value that a policy needs for several duties only once."""
-        if name not in self._made:
-            self._made[name] = make()
-        made: Made = self._made[name]
-        return made
+    made: dict[str, Terms] = field(default_factory=dict)
+    """Terms that a policy has computed for one duty, and needs for another one."""
 
     @property
     def any_able(self) -> bool:
@@ -107,8 +103,10 @@ class Policy(Protocol):
     def reads_prefixes(self) -> bool:
         """It looks at `PoolView.cached`, so engines are asked to report what they remember."""
 
-    def equal_within(self, duty: Duty) -> float:
-        """Engines that cost at most this share more than the cheapest one count as equal."""
+    @property
+    def equal_within(self) -> Mapping[Duty, float]:
+        """Engines that cost at most this share more than the cheapest one count as equal, by their
+        duty; 0 for a duty that is not named."""
 
     def costs(self, request: RequestView, duty: Duty, engines: PoolView) -> Terms:
         """Return the cost of each engine of a pool for this duty. A pair costs the sum of its two.
@@ -131,7 +129,7 @@ class Priced:
         self.rows = engines.table.rows
         """[engines] Also later, when other engines are in the table."""
         self._draw = draw
-        self._equal_within = policy.equal_within(duty)
+        self._equal_within = policy.equal_within.get(duty, 0.0)
         self._prompt_tokens = request.prompt_tokens
         self._terms = policy.costs(request, duty, engines)
         self._total = reduce(add, self._terms.values(), engines.barred)
@@ -314,9 +312,12 @@ def _pick_pair(
         return None
     first = Priced(policy, request, "prefill", prefill, draw)
     second = Priced(policy, request, "decode", decode, draw)
-    lacking = second.lacking
     ways = None
-    if pairs is not None and lacking is not None:
+    if (
+        pairs is not None
+        and (pairs.learned or pairs.placed)
+        and (lacking := second.lacking) is not None
+    ):
         ways = pairs.ways(lacking, decode.table.column["trip_token_s"])
     best = _best_pair(first, second, ways)
     if best is None:

@@ -198,9 +198,8 @@ class Attempts:
         self._placements.place(routed, prefill, Stage.PREFILL, now, planned=decode)
         lease_id, lends = f"{self._random_bits(128):032x}", prefill.lends
         add = Add(prefill.key, routed.prefill_request(lease_id, source))
-        if lends is None or not routed.worth_announcing:
-            return [add]
-        return [add, Announce(decode.key, routed.announce(decode.key, lends, lease_id))]
+        coming = None if lends is None else routed.announce(decode.key, lends, lease_id)
+        return [add] if coming is None else [add, Announce(decode.key, coming)]
 
     def _hold(
         self, routed: RoutedRequest, now: float, before: str, why: str = "no engine is usable"

@@ -158,15 +158,14 @@ class PoolClient(AsyncEngine, WithoutControl):
 
     # --- requests -----------------------------------------------------------------------------
 
-    def _check_room(self, num_requests: int, num_tokens: int, tenant: str) -> None:
-        super()._check_room(num_requests, num_tokens, tenant)
+    def _check_tenant(self, tenant: str, num_requests: int) -> None:
         if self.pools.refused_settings:
             # It stays up, so that the operator can ask why, but serves nobody by another setting.
             raise EngineOverloadedError(self.why_not_ready())
         if not tenant:
             return
         mine = self.table.tenants.num_open(tenant) + num_requests
-        free = MAX_OPEN_REQUESTS - self.output_processor.num_unfinished - num_requests
+        free = MAX_OPEN_REQUESTS - len(self.output_processor.answers) - num_requests
         if mine > MOST_OF_FREE * free:
             raise EngineOverloadedError(
                 f"{mine - num_requests} requests of this API key are open already; retry later"
@@ -284,7 +283,7 @@ class PoolClient(AsyncEngine, WithoutControl):
     def _add(self, action: Add) -> None:
         core_id = action.request.request_id
         link = self.pools.get(action.engine)
-        if link is None or not self.table.is_placed(core_id):
+        if link is None or core_id not in self.table.placed:
             return  # sending something else found out that this engine is gone
         try:
             link.add(action.request)

@@ -33,7 +33,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from diptych_protocol import (
@@ -54,10 +54,10 @@ from diptych_router.requests.placements import (
     TenantPlaces,
     same_way,
 )
-from diptych_router.requests.promises import Predictions, Promises
+from diptych_router.requests.promises import Promises
 from diptych_router.requests.records import Records
-from diptych_router.requests.request_record import RequestRecord, Setback, Trace
-from diptych_router.requests.routed_request import RoutedRequest, is_given_up
+from diptych_router.requests.request_record import Predictions, RequestRecord, Setback, Trace
+from diptych_router.requests.routed_request import RoutedRequest
 from diptych_router.requests.table_interface import (
     Abort,
     Action,
@@ -115,6 +115,8 @@ class RequestTable:
         self.held = HeldRequests(hold_seconds, max_held, self.tenants)
         self._fleet = fleet
         self._placements = Placements(self._places, self.records)
+        self.placed: Mapping[str, RoutedRequest] = self._placements.by_core_id
+        """The placements that an engine has, or will get, by the ids for engines."""
         self._attempts = Attempts(
             fleet,
             self.requests,
@@ -128,10 +130,6 @@ class RequestTable:
         self._usual_output = FIRST_GUESS_TOKENS
         """How many tokens answers have, on average; the newest count most."""
         self._siblings = Siblings()
-
-    def is_placed(self, core_id: str) -> bool:
-        """Whether an engine has this placement, or will get it."""
-        return core_id in self._placements.by_core_id
 
     # --- users --------------------------------------------------------------------------------
 
@@ -168,7 +166,7 @@ class RequestTable:
                 continue
             if routed.has_decoded:
                 self._fleet.went_well(routed.engine, routed.prefill_engine)
-            if routed.core_id in self._placements.by_core_id:
+            if routed.core_id in self.placed:
                 by_engine.setdefault(routed.engine, []).append(routed.core_id)
             actions += self._attempts.end(routed, outcome, now)
         actions[:0] = (Abort(engine, ids) for engine, ids in by_engine.items())
@@ -185,7 +183,7 @@ class RequestTable:
         actions: list[Action] = [Deliver(deliver)]
         strays: list[str] = []
         for output in outputs:
-            routed = self._placements.by_core_id.get(output.request_id)
+            routed = self.placed.get(output.request_id)
             if routed is None or routed.engine != engine:
                 actions += _offered(output)
                 if not output.finished:
@@ -201,7 +199,8 @@ class RequestTable:
                         self._saw_word(routed.record, had_token, now)
             elif output.finish_reason is FinishReason.ERROR:
                 actions += self._take_error(routed, output)
-            elif is_given_up(output):
+            elif output.finish_reason is FinishReason.ABORT and output.kv_transfer_params is None:
+                # An engine that shuts down ends requests unasked.
                 why = f"engine {self._name_of(engine)} gave it up"
                 self._pass_turn(routed, self._setback_at(engine), why)
             else:
@@ -253,7 +252,7 @@ class RequestTable:
         self, routed: RoutedRequest, setback: Setback | None = None, why: str = ""
     ) -> None:
         """Record that its engine has sent its last output; later ones are ignored."""
-        self._placements.silence(routed)
+        del self._placements.by_core_id[routed.core_id]
         self._turns.append(_Turn(routed, setback, why))
 
     def _clear_up(self, routed: RoutedRequest) -> None:
@@ -278,7 +277,7 @@ class RequestTable:
 
     def not_sent(self, core_id: str, why: str, now: float) -> Sequence[Action]:
         """Handle an `Add` that did not reach its engine."""
-        routed = self._placements.by_core_id.get(core_id)
+        routed = self.placed.get(core_id)
         if routed is None:
             return ()
         return self._and_followers(self._attempts.retry(routed, Setback.LOSS, why, now), now)
@@ -327,7 +326,7 @@ class RequestTable:
 
     def cannot_hand_off(self, core_id: str, why: str, now: float) -> Sequence[Action]:
         """Begin again elsewhere, because an engine could not hand a placement off."""
-        routed = self._placements.by_core_id.get(core_id)
+        routed = self.placed.get(core_id)
         if routed is None:
             return ()
         engine = routed.engine
@@ -369,7 +368,7 @@ class RequestTable:
         for engine in self._fleet.draining():
             if self._fleet.successor(engine.fingerprint) is None:
                 continue  # they may end here; a loss before that is a new attempt
-            for core_id, routed in self._placements.by_core_id.items():
+            for core_id, routed in self.placed.items():
                 if routed.engine == engine.key and not routed.moving:
                     routed.moving = True
                     actions.append(AskHandOff(engine.key, core_id))

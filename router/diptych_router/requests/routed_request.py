@@ -246,17 +246,16 @@ class RoutedRequest:
             params.min_tokens = min(params.min_tokens, params.max_tokens)
         return request
 
-    @property
-    def worth_announcing(self) -> bool:
-        """Whether prefill will hand it off, and announcing it is cheap."""
-        return self.tokens_left > 1 and self.original.prompt_embeds is None
-
-    def announce(self, engine: str, lends: KVTransferParams, lease_id: str) -> EngineCoreRequest:
+    def announce(
+        self, engine: str, lends: KVTransferParams, lease_id: str
+    ) -> EngineCoreRequest | None:
         """Return the announcement to the decode engine during prefill: the request that it will get
-        if all goes well.
+        if all goes well. None if prefill will not hand it off, or announcing it would be dear.
 
         lends: the common part of the prefill engine's leases.
         """
+        if self.tokens_left <= 1 or self.original.prompt_embeds is not None:
+            return None
         coming = f"{self.request_id}/{self.placements + 1}"
         self.announced = Announcement(engine, coming)
         num_tokens = self.prompt_tokens + len(self.generated)
@@ -322,7 +321,8 @@ class RoutedRequest:
         the user's id of the request.
         """
         self.generated += output.new_token_ids
-        self.account.served += OUTPUT_WEIGHT * len(output.new_token_ids)
+        rows = len(output.new_token_ids) + output.num_wrong_guesses
+        self.account.served += OUTPUT_WEIGHT * rows
         self.hold_until = None
         self.first_token_by = math.inf
         self.full.clear()
@@ -342,11 +342,6 @@ class RoutedRequest:
         output.kv_transfer_params = None
         output.request_id = self.original.request_id
         return prefill_done or handed_off
-
-
-def is_given_up(output: EngineCoreOutput) -> bool:
-    """Whether an engine ended a request unasked, because it shuts down."""
-    return output.finish_reason is FinishReason.ABORT and output.kv_transfer_params is None
 
 
 def wanted_way(params: SamplingParams | None) -> Disaggregate | None:
