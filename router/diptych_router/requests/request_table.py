@@ -125,6 +125,8 @@ class RequestTable:
             first_token_s=first_token_s,
         )
         self._turns: list[_Turn] = []
+        self.has_turns = False
+        """Whether there was something for `take_turns` after the last `receive`."""
         self._usual_output = FIRST_GUESS_TOKENS
         """How many tokens answers have, on average; the newest count most."""
         self._siblings = Siblings()
@@ -174,8 +176,9 @@ class RequestTable:
     def receive(
         self, engine: str, outputs: Iterable[EngineCoreOutput], now: float
     ) -> Sequence[Action]:
-        """Process an engine's outputs. Carry out `Deliver`, then call `take_turns`: the first token
-        does not wait for the hand-off, and a request that a stop string has ended needs none."""
+        """Process an engine's outputs. Carry out `Deliver`, then call `take_turns` if there are any
+        (`has_turns`): the first token does not wait for the hand-off, and a request that a stop
+        string has ended needs none."""
         deliver: list[EngineCoreOutput] = []
         actions: list[Action] = [Deliver(deliver)]
         strays: list[str] = []
@@ -206,6 +209,7 @@ class RequestTable:
                     deliver.append(output)
         if strays:
             actions.append(Abort(engine, strays))
+        self.has_turns = bool(self._turns or self._siblings.followers or self.held.num_crowded)
         return actions
 
     def _saw_word(self, record: RequestRecord, had_token: bool, now: float) -> None:
@@ -259,8 +263,6 @@ class RequestTable:
 
     def take_turns(self, now: float) -> Sequence[Action]:
         """Continue requests whose engines have ended their part, if users still want them."""
-        if not (self._turns or self._siblings.followers or self.held.num_crowded):
-            return ()
         turns, self._turns = self._turns, []
         actions: list[Action] = []
         for turn in turns:
