@@ -326,16 +326,10 @@ class _Load:
         self._progress(self._done, self._total)
 
 
-def pack(packable: Packable, bits: int | None) -> None:
-    """Pack a projection that is plain: rounded to levels of so many bits; or exactly, on a CPU, if
-    16 bits hold all of its numbers."""
+def pack(packable: Packable, bits: int) -> None:
+    """Pack a projection that is plain, rounded to levels of so many bits."""
     linear = packable.linear
-    if linear.packed is not None:
-        return
-    values = linear.weight.t()
-    part: Part | None = rounded(values, max(bits, packable.least_bits)) if bits else None
-    if part is None and values.dtype is torch.float32:
-        part = Floats.exactly(values)
+    part = rounded(linear.weight.t(), max(bits, packable.least_bits))
     packed = None if part is None else packed_beside(linear.weight, [part])
     if packed is not None:
         linear.pack(packed)
@@ -426,22 +420,49 @@ def _fill_randomly(
         else:
             values = torch.randn(slot.shape, generator=generator)
             slot.target.copy_(slot.share_of(values).mul_(DUMMY_SCALE))
-        if own is not None and name == own.published[-1]:
+        if own is not None and bits and name == own.published[-1]:
             pack(own, bits)
         done += slot.target.nbytes
         progress(done, total)
 
 
-def fill(slot: WeightSlot, values: Tensor, name: str, *, reorder: bool) -> None:
+def fill(
+    slot: WeightSlot,
+    values: Tensor,
+    name: str,
+    *,
+    reorder: bool,
+    packable: Packable | None = None,
+    bits: int | None = None,
+) -> None:
     """Copy a published tensor to its place. Raises `InvalidRequestError` for the wrong shape.
 
     reorder: rotated pairs are half a head apart in `values`.
+    packable: the projection that the place is a part of. If that is packed, so are the new rows, as
+    its own are; if it is plain, they are rounded to levels of so many `bits`. Others stay as they
+    are.
     """
     _require_shape(slot, values.shape, name)
     values = slot.share_of(values)
     if reorder:
         values = interleave_pairs(values, slot)
-    slot.target.copy_(values.float() + slot.added if slot.added else values)
+    if packable is None:
+        slot.target.copy_(values.float() + slot.added if slot.added else values)
+        return
+    linear = packable.linear
+    is_fused = slot.target.stride() == linear.weight.stride()
+    rows = values.t() if is_fused else values
+    if linear.packed is not None:
+        weight, target = linear.weight, slot.target
+        start = (target.storage_offset() - weight.storage_offset()) // weight.stride(1)
+        packed = linear.packed.with_rows(start, rows)
+        if packed is not None:
+            linear.pack(packed)
+            return
+        linear.unpack()
+    part = rounded(rows, max(bits, packable.least_bits)) if bits else None
+    rows = rows if part is None else part.values()
+    slot.target.copy_(rows.t() if is_fused else rows)
 
 
 def _require_shape(slot: WeightSlot, shape: tuple[int, ...], name: str) -> None:

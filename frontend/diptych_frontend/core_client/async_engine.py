@@ -172,12 +172,12 @@ class AsyncEngine(EngineClient):
         try:
             while not collector.finished:
                 await collector.ready()
-                if (output := collector.take()) is None:
+                if (latest := collector.take()) is None:
                     continue
                 told = self._told.get(collector.request_ids[0])
                 if told is not None:
-                    output.metrics = told.facts
-                yield output
+                    latest.metrics = told.facts
+                yield latest
         except DiptychError:
             raise
         except Exception as exc:

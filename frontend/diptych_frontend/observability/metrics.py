@@ -314,13 +314,23 @@ class EngineStatsCollector(Collector):
         }
         yield from self._declared(_OF_ENGINES, snapshots)
         yield self._usage(snapshots)
-        yield self._cpu_levels(snapshots)
+        yield self._info(
+            "cpu_level_info",
+            "Which of the processor's instructions kernels use: none, avx2, vnni or amx.",
+            "level",
+            {engine: stats.cpu_level for engine, stats in snapshots.items()},
+        )
         yield self._accepted(snapshots)
         if not transfers:
             return
         yield from self._declared(_OF_HINGES, transfers)
         yield self._hand_off_seconds(transfers)
-        yield self._transports(transfers)
+        yield self._info(
+            "kv_transfer_transport_info",
+            "What the newest connection between two engines uses.",
+            "transport",
+            {engine: stats.transport for engine, stats in transfers.items()},
+        )
 
     def _declared(
         self, metrics: Mapping[ShownMetric, Mapping[str, str]], stats: Mapping[str, object]
@@ -360,15 +370,12 @@ class EngineStatsCollector(Collector):
             family.add_metric((self._model_name, engine), buckets, stats.seconds_receiving)
         return family
 
-    def _cpu_levels(self, snapshots: Mapping[str, SchedulerStats]) -> Family:
-        family = GaugeMetricFamily(
-            f"{PREFIX}cpu_level_info",
-            "Which of the processor's instructions kernels use: none, avx2, vnni or amx.",
-            labels=("model_name", "engine", "level"),
-        )
-        for engine, stats in snapshots.items():
-            if stats.cpu_level:
-                family.add_metric((self._model_name, engine, stats.cpu_level), 1.0)
+    def _info(self, name: str, meaning: str, label: str, words: Mapping[str, str]) -> Family:
+        """A word of each engine that has one, as a label."""
+        family = GaugeMetricFamily(PREFIX + name, meaning, labels=("model_name", "engine", label))
+        for engine, word in words.items():
+            if word:
+                family.add_metric((self._model_name, engine, word), 1.0)
         return family
 
     def _accepted(self, snapshots: Mapping[str, SchedulerStats]) -> Family:
@@ -380,15 +387,4 @@ class EngineStatsCollector(Collector):
         for engine, stats in snapshots.items():
             for position, count in enumerate(stats.accepted_at):
                 family.add_metric((self._model_name, engine, str(position)), count)
-        return family
-
-    def _transports(self, transfers: Mapping[str, KVTransferStats]) -> Family:
-        family = GaugeMetricFamily(
-            f"{PREFIX}kv_transfer_transport_info",
-            "What the newest connection between two engines uses.",
-            labels=("model_name", "engine", "transport"),
-        )
-        for engine, stats in transfers.items():
-            if stats.transport:
-                family.add_metric((self._model_name, engine, stats.transport), 1.0)
         return family

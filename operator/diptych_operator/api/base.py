@@ -28,6 +28,8 @@ OBJECT_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 ClaimName = Annotated[
     str, Meta(pattern=OBJECT_NAME, max_length=253, title="the name of a PersistentVolumeClaim")
 ]
+SecretName = Annotated[str, Meta(pattern=OBJECT_NAME, max_length=253, title="the name of a Secret")]
+ImageReference = Annotated[str, Meta(pattern=r"^\S*$", max_length=512, title="an image reference")]
 
 
 class SpecPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):

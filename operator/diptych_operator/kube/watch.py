@@ -23,7 +23,7 @@ Raw = Mapping[str, Any]
 ServiceKey = tuple[str, str]
 Index = Mapping[ServiceKey, Collection[Raw]]
 
-SERVICES, CHILDREN, PODS = "services", "children", "pods"
+SERVICES, PODS = "services", "pods"
 _POD_KIND = ("", "v1", "pods")
 
 

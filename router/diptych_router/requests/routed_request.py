@@ -312,8 +312,9 @@ class RoutedRequest:
         the user's id of the request.
         """
         self.generated += output.new_token_ids
-        self.tokens_left -= len(output.new_token_ids)
-        self.account.served += OUTPUT_WEIGHT * len(output.new_token_ids)
+        num_new = len(output.new_token_ids)
+        self.tokens_left -= num_new
+        self.account.served += OUTPUT_WEIGHT * (num_new + output.num_wrong_guesses)
         self.hold_until = None
         self.first_token_by = math.inf
         self.full.clear()
