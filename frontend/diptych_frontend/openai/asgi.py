@@ -106,8 +106,8 @@ class Boundary:
         except Exception as exc:
             await _answer_error(send, exchange, exc)
         finally:
-            exchange.deadline.close()
             self._record(scope, exchange)
+            exchange.deadline.close()
         # It covers every route and every cause; without a status, the client has left.
         is_refused = not exchange.admitted and (exchange.status is None or exchange.status >= 400)
         if is_refused and self._on_refusal is not None:

@@ -55,7 +55,7 @@ from diptych_router.requests.placements import (
 )
 from diptych_router.requests.promises import Promises
 from diptych_router.requests.records import Records
-from diptych_router.requests.request_record import Predictions, RequestRecord, Setback, Trace
+from diptych_router.requests.request_record import Predictions, Setback, Trace
 from diptych_router.requests.routed_request import RoutedRequest
 from diptych_router.requests.table_interface import (
     Abort,
@@ -194,9 +194,8 @@ class RequestTable:
                     self._clear_up(routed)
                 if output.new_token_ids:
                     deliver.append(output)
-                    had_token = routed.record.first_token_s is not None
-                    if routed.record.brought(output, now):
-                        self._saw_word(routed.record, had_token, now)
+                    if routed.record.brought(output, now, self.predictions):
+                        self.promises.saw_first(routed.record, now)
             elif output.finish_reason is FinishReason.ERROR:
                 actions += self._take_error(routed, output)
             elif output.finish_reason is FinishReason.ABORT and output.kv_transfer_params is None:
@@ -212,21 +211,14 @@ class RequestTable:
         self.has_turns = bool(self._turns or self._siblings.followers or self.held.num_crowded)
         return actions
 
-    def _saw_word(self, record: RequestRecord, had_token: bool, now: float) -> None:
-        """An engine's first word about a request, or the first token, is in the record."""
-        self.predictions.saw_word(record)
-        if not had_token and record.first_token_s is not None:
-            self.promises.saw_first(record, now)
-
     def _absorb(self, routed: RoutedRequest, output: EngineCoreOutput, now: float) -> list[Action]:
         """Take an output of the engine in charge; what to do with leases that nobody will read."""
         offered, unread = _offered(output), routed.lease
         again = routed.absorb(output)
         if routed.suspects:
             self._clear_up(routed)
-        had_token = routed.record.first_token_s is not None
-        if routed.record.brought(output, now):
-            self._saw_word(routed.record, had_token, now)
+        if routed.record.brought(output, now, self.predictions):
+            self.promises.saw_first(routed.record, now)
         if again:
             self._pass_turn(routed)
             # Who hands off has read what it took over; whoever says otherwise loses it.
