@@ -22,6 +22,7 @@ from diptych_operator.api.images import Images
 from diptych_operator.api.limits import Allowed, check_limits
 from diptych_operator.api.parse import parse_object
 from diptych_operator.api.service import API_VERSION, KIND, InferenceService
+from diptych_operator.api.status import EventNote
 from diptych_operator.autoscale import Memory, autoscale
 from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.executor import Executor
@@ -35,7 +36,7 @@ from diptych_operator.kube.children import (
 )
 from diptych_operator.kube.client import ApiError, Kube
 from diptych_operator.kube.cluster import Cluster
-from diptych_operator.kube.event_log import SERVED_BY_ANOTHER, EventLog, Warned
+from diptych_operator.kube.event_log import SERVED_BY_ANOTHER, EventLog
 from diptych_operator.kube.leader import LEASE_S
 from diptych_operator.kube.rivals import Rivals, ServedByRivalError
 from diptych_operator.metrics import OperatorMetrics
@@ -153,7 +154,7 @@ class Reconciler:
             self._stands_back.add(key)
             words = f"{rival} serves the namespace {key[0]}; the cluster's operator stands back"
             log.warning("%s/%s: %s", *key, words)
-            await self._events.post_about(raw, Warned(SERVED_BY_ANOTHER, words))
+            await self._events.post_about(raw, EventNote("Warning", SERVED_BY_ANOTHER, words))
         return LEASE_S
 
     def _forget(self, key: ServiceKey) -> None:
