@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from datetime import UTC, datetime
 
+from diptych_operator.api.base import Raw
 from diptych_operator.api.service import API_VERSION, KIND, InferenceService
 from diptych_operator.api.status import MAX_MESSAGE, EventNote
-from diptych_operator.kube.client import ApiError, Kube, Raw
+from diptych_operator.kube.client import ApiError, Kube
 
 log = logging.getLogger(__name__)
 

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
+from diptych_operator.api.base import Raw
 from diptych_operator.api.status import EventNote
-from diptych_operator.kube.client import ApiError, Kube, Raw
+from diptych_operator.kube.client import ApiError, Kube
 from diptych_operator.kube.event_log import SERVED_BY_ANOTHER, EventLog
 from diptych_protocol import DiptychError
 
