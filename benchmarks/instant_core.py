@@ -26,6 +26,7 @@ from diptych_protocol import (
     UtilityOutput,
     wire,
 )
+from diptych_protocol.pooling import POOLING_TASKS
 
 TOKEN = 1000
 
@@ -34,6 +35,7 @@ def description(name: str) -> EngineDescription:
     return EngineDescription(
         engine_id=name, epoch="1", model="smollm2", max_model_len=8192, vocab_size=49152,
         block_size=16, num_blocks=4096, dtype="float32", compat={}, max_num_seqs=64, pid=0,
+        tasks=("generate", *POOLING_TASKS),
         kv_transfer=True, kv_transfer_host="127.0.0.1", kv_transfer_port=1,
     )  # fmt: skip
 

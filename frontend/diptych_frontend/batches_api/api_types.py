@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, get_args
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -11,7 +11,6 @@ from diptych_frontend.batches_api.usage import BatchUsage
 Endpoint = Literal[
     "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"
 ]  # fmt: skip
-ENDPOINTS: Final[tuple[str, ...]] = get_args(Endpoint)
 """The paths that the lines of a batch may name."""
 Status = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling",

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, Protocol, Unpack
 from diptych_frontend.model_files.model_config import ModelConfig
 from diptych_frontend.observability.stat_loggers import log_stats
 from diptych_frontend.text.deprecations import warn_of_made_requests, warn_of_truncation
-from diptych_frontend.text.input_processor import InputProcessor, name_alike, params_of
+from diptych_frontend.text.input_processor import InputProcessor, name_alike, params_of, text_of
 from diptych_frontend.text.output_processor import (
     Collector,
     OutputProcessor,
     ParentRequest,
     fan_out,
 )
-from diptych_frontend.text.renderer import TextRenderer, text_of
+from diptych_frontend.text.renderer import TextRenderer
 from diptych_frontend.text.streamed_prompt import StreamedPrompt, next_piece
 from diptych_protocol import (
     ClientClosedError,
@@ -172,12 +172,12 @@ class AsyncEngine(EngineClient):
         try:
             while not collector.finished:
                 await collector.ready()
-                if (output := collector.take()) is None:
+                if (latest := collector.take()) is None:
                     continue
                 told = self._told.get(collector.request_ids[0])
                 if told is not None:
-                    output.metrics = told.facts
-                yield output
+                    latest.metrics = told.facts
+                yield latest
         except DiptychError:
             raise
         except Exception as exc:

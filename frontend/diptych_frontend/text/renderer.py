@@ -353,10 +353,3 @@ class TextRenderer:
                 f"token id {bad} is outside the vocabulary of {self.vocab_size}", param="prompt"
             )
         return ids
-
-
-def text_of(prompt: object) -> str | None:
-    """Return the text of a prompt that was given as text."""
-    if isinstance(prompt, dict):
-        prompt = prompt.get("prompt")
-    return prompt if isinstance(prompt, str) else None

@@ -190,8 +190,8 @@ class PoolClient(AsyncEngine, WithoutControl):
         if message.journey_events is not None:
             self.table.records.told(link.key, message.journey_events, now)
         self._carry_out(self.table.receive(link.key, message.outputs, now))
-        if turns := self.table.take_turns(now):
-            self._carry_out(turns)
+        if self.table.has_turns:
+            self._carry_out(self.table.take_turns(now))
 
     def _engine_lost(self, link: EngineLink, cause: EngineDeadError) -> None:
         self._carry_out(self.table.engine_lost(link.key, str(cause), time.monotonic()))
@@ -264,7 +264,7 @@ class PoolClient(AsyncEngine, WithoutControl):
     def _add(self, action: Add) -> None:
         core_id = action.request.request_id
         link = self.pools.get(action.engine)
-        if link is None or not self.table.is_placed(core_id):
+        if link is None or core_id not in self.table.placed:
             return  # sending something else found out that this engine is gone
         try:
             link.add(action.request)

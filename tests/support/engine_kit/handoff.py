@@ -354,7 +354,7 @@ class LocalRouter:
                 case Deliver(outputs):
                     self.withdraw(self.outputs.process(outputs))
                 case Add(key, request):
-                    if self.table.is_placed(request.request_id):
+                    if request.request_id in self.table.placed:
                         self.fleet.seats[key].engine.core.add(request, CLIENT)
                 case Announce(key, request):
                     with suppress(DiptychError):  # it will be refused when it comes
