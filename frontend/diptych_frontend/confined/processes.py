@@ -245,7 +245,8 @@ class ConfinedWork:
         """Asks a process that waits for work. If its answer is late, it is not asked again before
         that has come, and until then nobody else in haste waits for anything."""
         with self._lock:
-            self._reclaim()
+            if self._late:
+                self._reclaim()
             if self._late or not self._idle or len(head) + len(body) > AT_ONCE_BYTES:
                 raise NotAtOnceError
             process = self._idle.pop()

@@ -108,6 +108,8 @@ class Exchange:
     """One request and its outcome. Every layer and the route use the same object."""
 
     request_id: str
+    peer: str = ""
+    """The address that it came from; empty if that is unknown."""
     dialect: Dialect = OPENAI
     """The format of errors for its client."""
     deadline: Deadline = field(default_factory=Deadline)
@@ -137,6 +139,12 @@ class Exchange:
     admitted: bool = False
     """Whether an engine accepted the request, and so has to clean up after it."""
 
+    @property
+    def client(self) -> str:
+        """The client that takes turns with others: the name of the request's API key or, without
+        keys, its address."""
+        return self.tenant or self.peer
+
     def priority(self, asked: int | None) -> int:
         """Return the priority of a request whose body asks for this one. The lower number is served
         first."""
@@ -157,13 +165,6 @@ class Exchange:
 def exchange_of(scope: Scope) -> Exchange:
     exchange: Exchange = scope[EXCHANGE_KEY]
     return exchange
-
-
-def client_of(scope: Scope) -> str:
-    """Return the client that takes turns with others: the name of the request's API key or, without
-    keys, its address."""
-    peer = scope.get("client")
-    return exchange_of(scope).tenant or (str(peer[0]) if peer else "")
 
 
 def header(scope: Scope, name: bytes) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, get_type_hints
 
@@ -11,6 +11,13 @@ import msgspec
 from msgspec import Meta
 
 from diptych_protocol import DiptychError
+
+Raw = Mapping[str, Any]
+"""An object as the API server has it."""
+Object = dict[str, Any]
+"""One that is made here."""
+ServiceKey = tuple[str, str]
+"""Namespace and name."""
 
 
 class SpecError(DiptychError, ValueError):

@@ -9,12 +9,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from diptych_operator.api.base import Raw
 from diptych_operator.api.names import POOLS, REVISION_LABEL, ROLE_LABEL, Role
 from diptych_operator.counts import Counts
 from diptych_operator.status.references import Reference, references
 from diptych_protocol.admin import RouterReport
-
-Raw = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import add, itemgetter
+from functools import partial, reduce
+from operator import add
 from types import MappingProxyType
 from typing import Final, Literal, Protocol
 
@@ -223,6 +223,8 @@ class Priced:
 
 _Picked = tuple[Priced, int]
 """An engine of some, by its place."""
+_Places = tuple[int, int, float]
+"""A pair by the places of its engines, and what it costs more than both."""
 ALONE: Final = "prompt computed by the decode engine"
 
 
@@ -344,8 +346,8 @@ def _pair(
     )
 
 
-def _best_pair(first: Priced, second: Priced, ways: Ways | None) -> tuple[int, int, float] | None:
-    """The cheapest pair, and what it costs.
+def _best_pair(first: Priced, second: Priced, ways: Ways | None) -> _Places | None:
+    """The cheapest pair.
 
     Fingerprints (the revisions of a rollout) compete by their best pairs, so each gets requests in
     proportion to what it can carry; one without a partner gets none of them while any pair exists.
@@ -356,7 +358,12 @@ def _best_pair(first: Priced, second: Priced, ways: Ways | None) -> tuple[int, i
     if len(kinds) == 1 and first.engines.table.eligibility.fingerprints == kinds:
         return _best_among(first, second, ways)
     found = [_best_among(first, second, ways, ours == kind, theirs == kind) for kind in kinds]
-    return min([pair for pair in found if pair is not None], key=itemgetter(2), default=None)
+    pairs = [pair for pair in found if pair is not None]
+    return min(pairs, key=partial(_cost_of, first, second), default=None)
+
+
+def _cost_of(first: Priced, second: Priced, pair: _Places) -> float:
+    return first.cost(pair[0]) + second.cost(pair[1]) + pair[2]
 
 
 def _best_among(
@@ -365,19 +372,19 @@ def _best_among(
     ways: Ways | None,
     ours: Flags | None = None,
     theirs: Flags | None = None,
-) -> tuple[int, int, float] | None:
+) -> _Places | None:
     """The cheapest pair of these engines, as far as can be seen from both sides: the best partner
     of the cheapest engine that computes, or that of the cheapest one that decodes. To look at all
     pairs would take too long."""
     p = first.best(ours)
     if ways is None or p is None:
         d = None if p is None else second.best(theirs)
-        return None if p is None or d is None else (p, d, first.cost(p) + second.cost(d))
+        return None if p is None or d is None else (p, d, 0.0)
     onward = ways.from_sender(p)
     d = second.best(theirs, onward)
     if d is None:
         return None
-    found = p, d, first.cost(p) + second.cost(d) + float(onward.extra[d])
+    found = p, d, float(onward.extra[d])
     if not ways.differ:
         return found
     d = second.best(theirs)
@@ -385,8 +392,8 @@ def _best_among(
     p = first.best(ours, back)
     if d is None or p is None or back is None:
         return found
-    other = p, d, first.cost(p) + second.cost(d) + float(back.extra[p])
-    return min(found, other, key=itemgetter(2))
+    other = p, d, float(back.extra[p])
+    return min(found, other, key=partial(_cost_of, first, second))
 
 
 def _why_alone(prefill: PoolView, disaggregate: Disaggregate) -> str:

@@ -238,13 +238,13 @@ class Attempts:
         planned = self._fleet.get(routed.decode_engine)
         if planned is not None and (
             planned.key == routed.engine  # it is the one that hands off
-            or not planned.up
             or fingerprint not in (None, planned.fingerprint)  # restarted as something else
         ):
             planned = None
         if planned is not None and self._fleet.may_begin_at(planned.key):
             return planned
-        return self._fleet.successor(str(fingerprint)) or planned
+        successor = self._fleet.successor(str(fingerprint))
+        return planned if successor is None and planned is not None and planned.up else successor
 
     def retry(self, routed: RoutedRequest, setback: Setback, why: str, now: float) -> list[Action]:
         """Begin another attempt elsewhere, or end the request with an error."""

@@ -100,17 +100,17 @@ class Placements:
         takes over later."""
         self.tenants.take(routed.account)
         self.leave(routed)
+        tokens = routed.prompt_tokens + len(routed.generated)
+        self.charges[routed.request_id] = Charge(tokens, engine, planned)
+        engine.charge(tokens)
+        if planned is not None:
+            planned.charge(tokens, planned=1)
         routed.place(engine.key, stage)
         if routed.late < MAX_LATE:
             routed.first_token_by = now + routed.patience_s
         core_id = routed.core_id
         self.records.placed(routed.record, core_id, engine.key, engine.name, now)
         self.by_core_id[core_id] = routed
-        tokens = routed.prompt_tokens + len(routed.generated)
-        self.charges[routed.request_id] = Charge(tokens, engine, planned)
-        engine.charge(tokens)
-        if planned is not None:
-            planned.charge(tokens, planned=1)
 
     def leave(self, routed: RoutedRequest) -> None:
         """Record that it is at no engine any more."""

@@ -208,8 +208,8 @@ class PoolClient(AsyncEngine, WithoutControl):
         if message.journey_events is not None:
             self.table.records.told(link.key, message.journey_events, now)
         self._carry_out(self.table.receive(link.key, message.outputs, now))
-        if turns := self.table.take_turns(now):
-            self._carry_out(turns)
+        if self.table.has_turns:
+            self._carry_out(self.table.take_turns(now))
 
     def _engine_lost(self, link: EngineLink, cause: EngineDeadError) -> None:
         self._carry_out(self.table.engine_lost(link.key, str(cause), time.monotonic()))

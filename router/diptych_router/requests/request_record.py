@@ -281,24 +281,26 @@ class RequestRecord:
         if self.is_waiting and self.num_attempts == len(self.attempts):
             yield asked_s, why, None
 
-    def brought(self, output: EngineCoreOutput, now_s: float) -> bool:
-        """Record an output of the engine in charge; True if this is its first output, or has the
-        request's first token."""
+    def brought(self, output: EngineCoreOutput, now_s: float, predictions: Predictions) -> bool:
+        """Record an output of the engine in charge; True if it has the request's first token.
+
+        predictions: compared with the first output of each engine.
+        """
         placement, num_tokens = self.placement, len(output.new_token_ids)
-        is_first = False
         if placement is not None:
             if placement.first_word_s is None:
                 placement.first_word_s, placement.first_tokens = now_s, num_tokens
                 placement.cached_tokens = output.num_cached_tokens
                 placement.received_tokens = output.num_received_tokens
-                is_first = True
+                predictions.saw_word(self)
             placement.num_tokens += num_tokens
-        if num_tokens:
-            if self.first_token_s is None:
-                self.first_token_s = now_s
-                is_first = True
-            self.tokens.came(num_tokens, now_s)
-        return is_first
+        if not num_tokens:
+            return False
+        self.tokens.came(num_tokens, now_s)
+        if self.first_token_s is not None:
+            return False
+        self.first_token_s = now_s
+        return True
 
     def set_back(self, setback: Setback, why: str, again: bool, now_s: float) -> None:
         """Record that the newest attempt ended early. again: the request needs engines again."""

@@ -56,7 +56,7 @@ from diptych_router.requests.placements import (
 )
 from diptych_router.requests.promises import Promises
 from diptych_router.requests.records import Records
-from diptych_router.requests.request_record import Predictions, RequestRecord, Setback, Trace
+from diptych_router.requests.request_record import Predictions, Setback, Trace
 from diptych_router.requests.routed_request import RoutedRequest
 from diptych_router.requests.table_interface import (
     Abort,
@@ -127,6 +127,8 @@ class RequestTable:
             first_token_s=first_token_s,
         )
         self._turns: list[_Turn] = []
+        self.has_turns = False
+        """Whether there was something for `take_turns` after the last `receive`."""
         self._usual_output = FIRST_GUESS_TOKENS
         """How many tokens answers have, on average; the newest count most."""
         self._siblings = Siblings()
@@ -177,8 +179,9 @@ class RequestTable:
     def receive(
         self, engine: str, outputs: Iterable[EngineCoreOutput], now: float
     ) -> Sequence[Action]:
-        """Process an engine's outputs. Carry out `Deliver`, then call `take_turns`: the first token
-        does not wait for the hand-off, and a request that a stop string has ended needs none."""
+        """Process an engine's outputs. Carry out `Deliver`, then call `take_turns` if there are any
+        (`has_turns`): the first token does not wait for the hand-off, and a request that a stop
+        string has ended needs none."""
         deliver: list[EngineCoreOutput] = []
         actions: list[Action] = [Deliver(deliver)]
         strays: list[str] = []
@@ -194,9 +197,8 @@ class RequestTable:
                     self._clear_up(routed)
                 if output.new_token_ids:
                     deliver.append(output)
-                    had_token = routed.record.first_token_s is not None
-                    if routed.record.brought(output, now):
-                        self._saw_word(routed.record, had_token, now)
+                    if routed.record.brought(output, now, self.predictions):
+                        self.promises.saw_first(routed.record, now)
             elif output.finish_reason is FinishReason.ERROR:
                 actions += self._take_error(routed, output)
             elif output.finish_reason is FinishReason.ABORT and output.kv_transfer_params is None:
@@ -209,13 +211,8 @@ class RequestTable:
                     deliver.append(output)
         if strays:
             actions.append(Abort(engine, strays))
+        self.has_turns = bool(self._turns or self._siblings.followers or self.held.num_crowded)
         return actions
-
-    def _saw_word(self, record: RequestRecord, had_token: bool, now: float) -> None:
-        """An engine's first word about a request, or the first token, is in the record."""
-        self.predictions.saw_word(record)
-        if not had_token and record.first_token_s is not None:
-            self.promises.saw_first(record, now)
 
     def _absorb(self, routed: RoutedRequest, output: EngineCoreOutput, now: float) -> list[Action]:
         """Take an output of the engine in charge; what to do with leases that nobody will read."""
@@ -223,9 +220,8 @@ class RequestTable:
         again = routed.absorb(output)
         if routed.suspects:
             self._clear_up(routed)
-        had_token = routed.record.first_token_s is not None
-        if routed.record.brought(output, now):
-            self._saw_word(routed.record, had_token, now)
+        if routed.record.brought(output, now, self.predictions):
+            self.promises.saw_first(routed.record, now)
         if again:
             self._pass_turn(routed)
             # Who hands off has read what it took over; whoever says otherwise loses it.
@@ -262,8 +258,6 @@ class RequestTable:
 
     def take_turns(self, now: float) -> Sequence[Action]:
         """Continue requests whose engines have ended their part, if users still want them."""
-        if not (self._turns or self._siblings.followers or self.held.num_crowded):
-            return ()
         turns, self._turns = self._turns, []
         actions: list[Action] = []
         for turn in turns:

@@ -81,8 +81,8 @@ class RoutedRequest:
     prompt_tokens: int = field(init=False)
     prefill_only: bool = field(init=False)
     """Whether its prompt is pooled, so that nothing is decoded."""
-    most_tokens: int = field(init=False)
-    """How many tokens may be generated."""
+    tokens_left: int = field(init=False)
+    """How many tokens may still be generated."""
     generated: list[int] = field(default_factory=list)
     """Every token that has been delivered to the user."""
     placements: int = 0
@@ -134,7 +134,7 @@ class RoutedRequest:
         self.prefill_only = self.original.pooling_params is not None
         wanted = None if params is None else params.max_tokens
         room = self.max_model_len - self.prompt_tokens
-        self.most_tokens = room if wanted is None else min(room, wanted)
+        self.tokens_left = room if wanted is None else min(room, wanted)
 
     @property
     def urgency(self) -> tuple[int, float]:
@@ -171,11 +171,6 @@ class RoutedRequest:
                 tokens = tokens + self.generated
             known = self._hashed[naming] = self.namer.keys(self.original, tokens[:-1], naming)
         return known
-
-    @property
-    def tokens_left(self) -> int:
-        """How many tokens may still be generated."""
-        return self.most_tokens - len(self.generated)
 
     def place(self, engine: str, stage: Stage) -> None:
         """Record that it goes to this engine now; the next `*_request` returns what to send."""
@@ -321,8 +316,9 @@ class RoutedRequest:
         the user's id of the request.
         """
         self.generated += output.new_token_ids
-        rows = len(output.new_token_ids) + output.num_wrong_guesses
-        self.account.served += OUTPUT_WEIGHT * rows
+        num_new = len(output.new_token_ids)
+        self.tokens_left -= num_new
+        self.account.served += OUTPUT_WEIGHT * (num_new + output.num_wrong_guesses)
         self.hold_until = None
         self.first_token_by = math.inf
         self.full.clear()
