@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import statistics
 import sys
@@ -41,7 +42,7 @@ def serve(ports: list[int]) -> None:
     next_beat = time.monotonic()
     while True:
         wait_s = max(0.0, next_beat - time.monotonic())
-        for socket, _ in poller.poll(wait_s * 1e3):
+        for socket, _ in poller.poll(math.ceil(wait_s * 1e3)):
             client, kind, *payload = socket.recv_multipart()
             is_call = kind == EngineCoreRequestType.UTILITY.value
             if is_call and wire.utility_decoder.decode(payload).method == FOLLOW_HEARTBEAT:
