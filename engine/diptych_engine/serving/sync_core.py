@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, Protocol
 
-from diptych_frontend.core_client.launcher import CoreProcess
+from diptych_frontend.core_client.launcher import START_TIMEOUT_S, CoreProcess
 from diptych_frontend.core_client.sync_client import SyncCoreClient
 from diptych_protocol import (
     EngineConfig,
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 MULTIPROCESSING = "DIPTYCH_ENABLE_MULTIPROCESSING"
 """Environment variable: `1` gives every engine's core a process of its own."""
-START_TIMEOUT_S = 600.0
 
 
 class SyncCore(Protocol):

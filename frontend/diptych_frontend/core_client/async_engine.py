@@ -11,21 +11,21 @@ import asyncio
 import contextlib
 import logging
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, Final, Protocol, Unpack
 
 from diptych_frontend.model_files.model_config import ModelConfig
 from diptych_frontend.observability.stat_loggers import log_stats
 from diptych_frontend.text.deprecations import warn_of_made_requests, warn_of_truncation
-from diptych_frontend.text.input_processor import InputProcessor, name_alike, params_of, text_of
+from diptych_frontend.text.input_processor import InputProcessor, name_alike, params_of
 from diptych_frontend.text.output_processor import (
     Collector,
     OutputProcessor,
     ParentRequest,
     fan_out,
 )
-from diptych_frontend.text.renderer import TextRenderer
+from diptych_frontend.text.renderer import TextRenderer, text_of
 from diptych_frontend.text.streamed_prompt import StreamedPrompt, next_piece
 from diptych_protocol import (
     ClientClosedError,
@@ -58,6 +58,10 @@ if TYPE_CHECKING:
     from diptych_frontend.observability.request_tracer import RequestTracer
 
 log = logging.getLogger(__name__)
+
+
+MANY_TOKENS: Final = 1 << 12
+"""A prompt with more tokens or characters is not checked on the event loop."""
 
 
 class Told(Protocol):
@@ -103,6 +107,10 @@ class AsyncEngine(EngineClient):
 
     async def _connect(self) -> None:
         """Called before each request: whoever starts with the first one does it here."""
+
+    def _prepare(self, process: Callable[[], EngineCoreRequest]) -> EngineCoreRequest:
+        """Make a request whose making takes long, in a thread. A subclass may do further work."""
+        return process()
 
     def _check_tenant(self, tenant: str, num_requests: int) -> None:
         """Raise `EngineOverloadedError` if a tenant may not have so many more requests open, though
@@ -298,7 +306,7 @@ class AsyncEngine(EngineClient):
         if _is_quick(prompt, params if made is None else params_of(made, params)):
             request = process()
         else:  # it would hold up everybody's stream here
-            request = await asyncio.to_thread(process)
+            request = await asyncio.to_thread(self._prepare, process)
         text = text_of(prompt) if made is None else prompt_text
         parent, parts, collector = fan_out(request)
         num_tokens = len(parts) * len(request.prompt_token_ids or ())
@@ -409,8 +417,14 @@ class AsyncEngine(EngineClient):
 
 
 def _is_quick(prompt: object, params: object) -> bool:
-    """There are no images to prepare, no schema to compile and no words to tokenise."""
-    if prompt.__class__ is dict and "multi_modal_data" in prompt:
+    """There are no images to prepare, no schema to compile, no words to tokenise, and few tokens to
+    check."""
+    given = prompt
+    if isinstance(prompt, dict):
+        if "multi_modal_data" in prompt:
+            return False
+        given = prompt.get("prompt_token_ids", prompt.get("prompt"))
+    if isinstance(given, str | list) and len(given) > MANY_TOKENS:
         return False
     if not isinstance(params, SamplingParams):
         return True

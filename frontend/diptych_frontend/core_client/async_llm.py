@@ -15,7 +15,7 @@ from diptych_frontend.core_client.engine_args import EngineArgs
 from diptych_frontend.core_client.foreign_options import refuse_foreign, with_executor
 from diptych_frontend.core_client.group import CoreGroup
 from diptych_frontend.core_client.health import STALL_LIMIT_S, CoreHealth
-from diptych_frontend.core_client.launcher import TERMINATE_GRACE_S, Core, adopted
+from diptych_frontend.core_client.launcher import START_TIMEOUT_S, TERMINATE_GRACE_S, Core, adopted
 from diptych_frontend.core_client.weights import CoreWeights
 from diptych_frontend.observability.stat_loggers import StatLoggerFactory, StatLoggerManager
 from diptych_frontend.observability.tracing import start_tracer
@@ -39,7 +39,6 @@ from diptych_protocol.kv_transfer_params import PARAM
 
 log = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 600.0
 NOTIFY_TIMEOUT_S = 5.0
 
 

@@ -311,3 +311,8 @@ class UntilDisconnect:
         if not self._exchange.completed:
             self.gone = True
             self._body_task.cancel()
+
+
+async def unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
+    """The ASGI endpoint of all paths that nothing else serves."""
+    raise InvalidRequestError(f"no such path: {scope['path'][:200]}", status=404, code="not_found")

@@ -28,7 +28,7 @@ from diptych_frontend.openai.exchange import (
     split_prompts,
 )
 from diptych_frontend.openai.field_rules import Rules, ignored, refused, taken
-from diptych_frontend.openai.generation import adapter_of
+from diptych_frontend.openai.generation import ABORT_TIMEOUT_S, adapter_of
 from diptych_frontend.openai.request_workers import INLINE_BYTES, RequestWorkers
 from diptych_frontend.openai.responses import Warnings, encode
 from diptych_protocol import (
@@ -49,8 +49,6 @@ MAX_INPUTS: Final = 2048
 """The most prompts of one request, as in the OpenAI API."""
 MAX_AT_ONCE: Final = 64
 """The most prompts of one request at the engine at a time, so that it cannot fill the queue."""
-ABORT_TIMEOUT_S: Final = 10.0
-"""How long the other prompts of a failed request may take to end."""
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -201,7 +201,7 @@ class GenerationRoute(Generic[B, R]):
             form = sound.params.structured_outputs
             for name, wanted in [] if form is None else sound.request.judged_forms(form):
                 sound.not_enforced.update(dict.fromkeys(check_structured_outputs(wanted, name)))
-            return sound if sound.request.has_images else self._rendered(sound)
+            return sound if sound.request.has_images else self._rendered(sound, exchange.tenant)
 
         sound = await self._workers.run(scope, len(body), read)
         if not sound.request.has_images:
@@ -220,11 +220,15 @@ class GenerationRoute(Generic[B, R]):
         adapter = adapter_of(request.model, self._served_names, self._engine)
         return Sound(read, request, adapter, self._api.params(request), limit)
 
-    def _rendered(self, sound: Sound[B, R]) -> Sound[B, R]:
-        """Tokenise, and refuse a prompt that leaves no room for an answer."""
+    def _rendered(self, sound: Sound[B, R], tenant: str | None = None) -> Sound[B, R]:
+        """Tokenise, and refuse a prompt that leaves no room for an answer. tenant: whose prompt it
+        is, if it may be long."""
         request, field = sound.request, self._api.prompt_field
+        renderer = self._engine.renderer
+        if tenant is not None:
+            renderer = renderer.of(tenant, request.cache_salt)
         try:
-            prompts = self._api.render(request, self._engine.renderer)
+            prompts = self._api.render(request, renderer)
         except InvalidRequestError as exc:
             exc.param = exc.param or field
             raise

@@ -310,13 +310,6 @@ class InputProcessor:
             )
 
 
-def text_of(prompt: object) -> str | None:
-    """Return the text of a prompt that was given as text."""
-    if isinstance(prompt, dict):
-        prompt = prompt.get("prompt")
-    return prompt if isinstance(prompt, str) else None
-
-
 def name_alike(prompt: EngineCoreRequest, request: EngineCoreRequest) -> None:
     """Give a request made elsewhere the ids of the request made from it, so that its maker can
     abort it."""

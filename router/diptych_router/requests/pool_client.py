@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from diptych_protocol.block_hashes import salt_of_tenant
 from diptych_router.engines.discovery import Target
 from diptych_router.engines.engine_link import EngineLink, ReadKeys
 from diptych_router.engines.engine_table import Role
+from diptych_router.engines.known_prefixes import BlockNaming
 from diptych_router.requests.pools.pools import Pools
 from diptych_router.requests.promises import Promises
 from diptych_router.requests.request_record import Tracer
@@ -92,6 +93,8 @@ class PoolClient(AsyncEngine, WithoutControl):
         self._model_limit = inputs.max_model_len
         self._lacks: tuple[Lack, ...] = ()
         """What the engines cannot do, as those have said that were usable last."""
+        self._block_sizes: frozenset[int] = frozenset()
+        """The sizes of their blocks."""
         self._cache_per_key = config.cache_per_key
         self.table = RequestTable(
             self.pools,
@@ -168,12 +171,27 @@ class PoolClient(AsyncEngine, WithoutControl):
                 f"{mine - num_requests} requests of this API key are open already; retry later"
             )
 
+    def _prepare(self, process: Callable[[], EngineCoreRequest]) -> EngineCoreRequest:
+        """As `AsyncEngine._prepare`. The names of a long prompt's blocks are then remembered."""
+        request = process()
+        own, tokens = self._salted(request), request.prompt_token_ids
+        if tokens and not (own.lora_request or own.mm_features):
+            for size in self._block_sizes:
+                self.table.namer.keys(own, tokens[:-1], BlockNaming(size))
+        return request
+
+    def _salted(self, request: EngineCoreRequest) -> EngineCoreRequest:
+        """The request as engines get it: with a salt that says whose it is, if nobody else may find
+        its blocks."""
+        if not (self._cache_per_key and request.tenant):
+            return request
+        salt = salt_of_tenant(request.tenant, request.cache_salt)
+        return msgspec.structs.replace(request, cache_salt=salt)
+
     def _submit(self, request: EngineCoreRequest, leader: str | None = None) -> None:
         if self._lacks:
             check_abilities(self._lacks, request)
-        if self._cache_per_key and request.tenant:
-            salt = salt_of_tenant(request.tenant, request.cache_salt)
-            request = msgspec.structs.replace(request, cache_salt=salt)
+        request = self._salted(request)
         now, tracer = time.monotonic(), self.router_tracer
         trace = None if tracer is None else tracer.begin(request, now)
         actions = self.table.submit(request, self.input_processor.max_model_len, now, leader, trace)
@@ -214,6 +232,7 @@ class PoolClient(AsyncEngine, WithoutControl):
             self.input_processor.max_model_len = min(self._model_limit, *limits)
             self.input_processor.scheduling_policy = "priority" if ordered else "fcfs"
             self._lacks = lacks_of(usable)
+            self._block_sizes = frozenset(engine.block_size for engine in usable)
 
     # --- what the table wants done ------------------------------------------------------------
 

@@ -45,6 +45,7 @@ from diptych_protocol import (
 from diptych_protocol.wire import FINISH_REASON_STRINGS
 from diptych_router.choosing.policy import Decision
 from diptych_router.engines.health_book import Failure
+from diptych_router.engines.known_prefixes import BlockNamer
 from diptych_router.requests.attempts import LEAST_PATIENCE_S, Attempts
 from diptych_router.requests.placements import (
     HeldRequests,
@@ -107,6 +108,7 @@ class RequestTable:
         """By the request's own id."""
         self.records = Records()
         """What happened to the newest requests."""
+        self.namer = BlockNamer()
         self.promises, self.predictions = promises, Predictions()
         self._places = TenantPlaces()
         self.tenants = self._places.accounts
@@ -144,7 +146,8 @@ class RequestTable:
         """Accept a new request. leader: another request for an answer to the same prompt, which
         begins first."""
         record = self.records.begin(request, now, trace)
-        routed = self.requests[request.request_id] = RoutedRequest(request, max_model_len, record)
+        routed = RoutedRequest(request, max_model_len, record, self.namer)
+        self.requests[request.request_id] = routed
         request.deadline_ms = self.promises.first_token_ms
         routed.account = self.tenants.open(request.tenant)
         routed.usual_output = self._usual_output

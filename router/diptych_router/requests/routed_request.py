@@ -34,7 +34,7 @@ from diptych_protocol.router_settings import Disaggregate
 from diptych_protocol.wire import ErrorKind
 from diptych_router.choosing.policy import RequestView
 from diptych_router.engines.block_holders import Keys
-from diptych_router.engines.known_prefixes import BlockNaming, block_keys
+from diptych_router.engines.known_prefixes import BlockNamer, BlockNaming
 from diptych_router.requests.request_record import RequestRecord, Setback
 
 MAX_ERRORS = 3
@@ -72,6 +72,8 @@ class RoutedRequest:
     max_model_len: int
     record: RequestRecord
     """What has happened to it, for reports."""
+    namer: BlockNamer = field(default_factory=BlockNamer)
+    """Names its blocks."""
     request_id: str = field(init=False)
     core_id: str = field(init=False)
     """The id for engines. Each placement has an id of its own, so that late outputs of an earlier
@@ -164,8 +166,10 @@ class RoutedRequest:
         num_tokens = self.prompt_tokens + len(self.generated) - 1
         known = self._hashed.get(naming)
         if known is None or len(known) != num_tokens // naming.block_size:
-            tokens = [*(self.original.prompt_token_ids or ()), *self.generated][:-1]
-            known = self._hashed[naming] = block_keys(self.original, tokens, naming)
+            tokens = self.original.prompt_token_ids or []
+            if self.generated:
+                tokens = tokens + self.generated
+            known = self._hashed[naming] = self.namer.keys(self.original, tokens[:-1], naming)
         return known
 
     def place(self, engine: str, stage: Stage) -> None:
