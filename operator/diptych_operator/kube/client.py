@@ -19,11 +19,11 @@ import aiohttp
 import msgspec
 from kubernetes.aio import client, config
 
+from diptych_operator.api.base import Raw
 from diptych_protocol import UNREADABLE, DiptychError
 
 FIELD_MANAGER = "diptych"
 REQUEST_TIMEOUT_S = 30.0
-Raw = Mapping[str, Any]
 
 PLURALS = {
     "ConfigMap": "configmaps",

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import kopf
 
+from diptych_operator.api.base import Raw, ServiceKey
 from diptych_operator.api.names import (
     KEYS_VOLUME,
     MANAGED_BY,
@@ -24,11 +25,9 @@ from diptych_operator.api.service import GROUP, KIND, VERSION
 from diptych_operator.kube.cluster import Cluster
 from diptych_operator.kube.liveness import WATCH_TURN_S
 
-Raw = Mapping[str, Any]
-ServiceKey = tuple[str, str]
 Index = Mapping[ServiceKey, Collection[Raw]]
 
-SERVICES, CHILDREN, PODS = "services", "children", "pods"
+SERVICES, PODS = "services", "pods"
 _POD_KIND = ("", "v1", "pods")
 
 
