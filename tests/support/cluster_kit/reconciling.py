@@ -106,7 +106,7 @@ class Store:
             meta = {"name": f"{its['name']}-0", "namespace": "ns", "labels": its["labels"]}
             spec = deployment["spec"]["template"]["spec"]
             pod = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
-            self.pods_here.append(trimmed({**pod, "status": status or RUNNING}))
+            self.pods_here.append(dict(trimmed({**pod, "status": status or RUNNING})))
             deployment["status"] = {"readyReplicas": 1, "replicas": 1, "observedGeneration": 1}
 
     def condition(self, kind: str) -> Object:
