@@ -139,7 +139,8 @@ class Leader:
     async def _cluster_with_crd(self) -> Cluster | None:
         """What the cluster can do, once it serves our CRD; None if told to stop before."""
         while not await self._kube.can_list(API_VERSION, KIND, self._args.namespaces):
-            words = f"the cluster does not serve {API_VERSION}, or not to us: apply the CRD"
+            words = f"the cluster does not serve {API_VERSION}, or not to us: apply the CRD, or "
+            words += "give the operator the rights of the chart's roles"
             if words != self._alive.hindrance:
                 log.warning("%s", words)
             self._alive.hindrance = words

@@ -208,10 +208,6 @@ class ServerMetrics:
     def count_end(self, reason: str) -> None:
         self._finished.labels(self._model_name, reason).inc()
 
-    def track(self, num_prompt_tokens: int, tenant: str = "") -> RequestProgress:
-        """Follow one prompt through the engine; see `RequestProgress`."""
-        return RequestProgress(self, num_prompt_tokens, tenant)
-
     def tokens_of(self, tenant: str, kind: str) -> Counter:
         """Return a counter of a tenant's tokens of one kind. Tenants are the names of the service's
         keys, so they are few."""
@@ -233,7 +229,7 @@ class RequestProgress:
     On exit it counts how the prompt ended, but not requests that were refused before.
     """
 
-    def __init__(self, metrics: ServerMetrics, num_prompt_tokens: int, tenant: str) -> None:
+    def __init__(self, metrics: ServerMetrics, num_prompt_tokens: int, tenant: str = "") -> None:
         self._metrics = metrics
         self._num_prompt_tokens = num_prompt_tokens
         self._tenant_prompt_tokens = metrics.tokens_of(tenant, "prompt") if tenant else None

@@ -207,7 +207,7 @@ def pod_view(raw: Raw) -> PodView:
         waiting_message=_waiting(stuck or {}).get("message", ""),
         image=shown.get("image", ""),
         ended_container=(ended or {}).get("name", ""),
-        last_exit=_ended(ended or {}).get("message", ""),
+        last_exit=_last_words(ended) if ended else "",
         last_exit_reason=_ended(ended or {}).get("reason", ""),
         refers=references(raw.get("spec") or {}),
     )
@@ -222,6 +222,12 @@ def _ended(container: Raw) -> Raw:
     now = (container.get("state") or {}).get("terminated")
     ended = now or (container.get("lastState") or {}).get("terminated") or {}
     return ended if ended.get("exitCode") else {}
+
+
+def _last_words(container: Raw) -> str:
+    ended = _ended(container)
+    silent = f"the container {container['name']} ended with code {ended['exitCode']}, without words"
+    return str(ended.get("message") or silent)
 
 
 def observe(
