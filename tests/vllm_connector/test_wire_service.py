@@ -374,6 +374,7 @@ async def test_a_router_that_has_connected_again_is_one_follower(
     served: Served, eventually: Eventually
 ) -> None:
     again = Router(served.router.endpoint)
+    await again.client.describe()  # it has connected
     for router in (served.router, again):
         router.client.tell(FOLLOW_HEARTBEAT, "x")
     await eventually(lambda: any(x.heartbeat for x in again.heard))
