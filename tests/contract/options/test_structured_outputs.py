@@ -436,7 +436,7 @@ def test_contract_C05_a_limit_in_the_middle_of_an_answer_is_the_forms_fault(
     late = "start: BEGIN ways\nBEGIN: /[a-z]{12}/\nways: " + " | ".join(
         f"r{i}" for i in range(3000)
     )
-    form = {"grammar": "\n".join([late, *(f'r{i}: "1{i}"' for i in range(3000))])}
+    form: dict[str, Any] = {"grammar": "\n".join([late, *(f'r{i}: "1{i}"' for i in range(3000))])}
     inputs_of(core).process(
         "r", prompt, SamplingParams(structured_outputs=StructuredOutputsParams(**form))
     )
