@@ -26,14 +26,17 @@ from diptych_protocol import (
     UtilityOutput,
     wire,
 )
+from diptych_protocol.pooling import POOLING_TASKS
 
 TOKEN = 1000
+NUM_BLOCKS = 1 << 16
 
 
 def description(name: str) -> EngineDescription:
     return EngineDescription(
-        engine_id=name, epoch="1", model="smollm2", max_model_len=8192, vocab_size=49152,
-        block_size=16, num_blocks=4096, dtype="float32", compat={}, max_num_seqs=64, pid=0,
+        engine_id=name, epoch="1", model="smollm2", max_model_len=NUM_BLOCKS * 16, vocab_size=49152,
+        block_size=16, num_blocks=NUM_BLOCKS, dtype="float32", compat={}, max_num_seqs=64, pid=0,
+        tasks=("generate", *POOLING_TASKS),
         kv_transfer=True, kv_transfer_host="127.0.0.1", kv_transfer_port=1,
     )  # fmt: skip
 
@@ -69,7 +72,7 @@ def replies(
                 return None
             results: dict[str, Any] = {
                 "describe": msgspec.to_builtins(description(name)),
-                "stats": SchedulerStats(blocks_total=4096, blocks_free=4096),
+                "stats": SchedulerStats(blocks_total=NUM_BLOCKS, blocks_free=NUM_BLOCKS),
             }
             output = UtilityOutput(call.call_id, result=results.get(call.method))
             return EngineCoreOutputs(utility_output=output)

@@ -71,8 +71,8 @@ def on_one_core(system: System) -> System:
     return replace(system, command=command)
 
 
-def our_router(prefill: int, decode: int) -> System:
-    config = {"model": MODEL, "served_name": "smollm2", "verify": "Off"}
+def our_router(prefill: int, decode: int, model: str = MODEL) -> System:
+    config = {"model": model, "served_name": "smollm2", "verify": "Off"}
 
     def command(port: int, folder: Path) -> list[str]:
         path = folder / "router.json"
@@ -176,7 +176,7 @@ def routers_on_one_core(
     others = [x for x in other_routers(options.peers, workers) if x.name.endswith(kinds)]
     with ExitStack() as stack:
         stack.enter_context(engines("benchmarks.instant_core", cores, step_ms))
-        routers = [stack.enter_context(running(on_one_core(our_router(*cores))))]
+        routers = [stack.enter_context(running(on_one_core(our_router(cores[0], cores[1]))))]
         if others:
             for port in workers:
                 stack.enter_context(engines("benchmarks.instant_http", [port], step_ms))

@@ -42,7 +42,7 @@ class KnownModel:
     license: str = APACHE
     sampling: Mapping[str, float] = field(default_factory=dict, hash=False)
     """How its makers sample from it, by the fields of `spec.model.sampling`; empty where its files
-    say so themselves. From the model's card at the commit."""
+    or its family say so. From the model's card at the commit."""
     package: str = ""
     """The requirement for pip, for a file in a Python package."""
 
@@ -101,7 +101,6 @@ def _hub(
 
 
 _SMOLLM2: Final = {"temperature": 0.2, "topP": 0.9, "topK": 0, "minP": 0}
-_QWEN3: Final = {"temperature": 0.6, "topP": 0.95, "topK": 20, "minP": 0}
 _TINYLLAMA: Final = {"temperature": 0.7, "topP": 0.95, "topK": 50}
 
 
@@ -133,7 +132,6 @@ _TABLE: Final = (
         "23749fefcc72300e3a2ad315e1317431b06b590a",
         639_446_688,
         "9465e63a22add5354d9bb4b99e90117043c7124007664907259bd16d043bb031",
-        _QWEN3,
     ),
     _hub(
         "qwen3:1.7b",
@@ -141,7 +139,6 @@ _TABLE: Final = (
         "90862c4b9d2787eaed51d12237eafdfe7c5f6077",
         1_834_426_016,
         "061b54daade076b5d3362dac252678d17da8c68f07560be70818cace6590cb1a",
-        _QWEN3,
     ),
     _hub(
         "qwen3:4b",
@@ -149,7 +146,6 @@ _TABLE: Final = (
         "bc640142c66e1fdd12af0bd68f40445458f3869b",
         4_280_404_704,
         "8c2f07f26af9747e41988551106f149b03eb9b5cb6df636027b6bf6278473300",
-        _QWEN3,
     ),
     _hub(
         "qwen2.5:0.5b",

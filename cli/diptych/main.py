@@ -14,7 +14,7 @@ from diptych.bench.command import bench
 from diptych.chat.command import chat
 from diptych.defaults import DEFAULT_PORT, MODEL_CACHE, own_file
 from diptych.doctor.command import doctor
-from diptych.request_trace import trace
+from diptych.request_trace import explain_requests, trace
 from diptych.service_argument import service_argument, service_or_none
 from diptych.top import top
 from diptych.watching import console_for_tables, print_json
@@ -34,9 +34,7 @@ PAGES = f"\b\nPages named docs/... are in\n{own_file('docs')}"
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
-@click.group(
-    context_settings=CONTEXT, epilog=f"\b\nPages named docs/... are in\n{own_file('docs')}"
-)
+@click.group(context_settings=CONTEXT, epilog=PAGES)
 @click.version_option(package_name="diptych")
 def main() -> None:
     """Serve an LLM in two pools, prefill and decode, joined by a KV cache that travels.
@@ -258,21 +256,9 @@ def why(request_id: str | None, limit: int, as_json: bool) -> None:
       diptych why 0f3c5a7e9b1d2f40
       diptych why chatcmpl-0f3c5a7e9b1d2f40 --json | jq '.[0].requests[0].attempts[0].choices'
     """
-    from diptych import explained
-    from diptych import why as asked
+    from diptych.why import ask_here
 
-    if request_id is None:
-        listed, problems = asked.recent(limit)
-        picture, answers = explained.listing(listed), explained.as_json(listed)
-    else:
-        told, problems = asked.explain(request_id)
-        picture, answers = explained.explanation(told), explained.as_json(told)
-    for problem in problems:
-        click.echo(problem, err=True)
-    if as_json:
-        print_json(answers)
-    else:
-        console_for_tables().print(picture)
+    explain_requests(ask_here, request_id, limit=limit, as_json=as_json)
 
 
 @main.command()

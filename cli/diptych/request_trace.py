@@ -1,17 +1,26 @@
-"""The command `diptych trace`, and what it shares with `kubectl diptych trace`."""
+"""The command `diptych trace`, and what `why` and `trace` of both programs share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import click
 
 if TYPE_CHECKING:
     from diptych.router_admin import Told
     from diptych_frontend.timeline.lanes import Timeline
-    from diptych_protocol.admin import Explanation
+
+T = TypeVar("T")
+
+
+class AskRouters(Protocol):
+    """Asks all routers for a path. Returns the answers of those that know it, and the errors of
+    others; raises a `ClickException` if none knows it."""
+
+    def __call__(self, path: str, kind: type[T]) -> tuple[list[Told[T]], list[str]]: ...
+
 
 svg_option = click.option(
     "--svg",
@@ -37,24 +46,24 @@ def trace(request_id: str, svg: Path | None, as_json: bool) -> None:
       diptych trace chatcmpl-0f3c5a7e9b1d2f40 --svg trace.svg
       diptych trace 0f3c5a7e9b1d2f40 --json | jq '.[0].lanes[].bars'
     """
-    from diptych.why import explain
+    from diptych.why import ask_here
 
-    told, problems = explain(request_id)
-    for problem in problems:
-        click.echo(problem, err=True)
-    show_timelines(told, svg, as_json=as_json)
+    show_timelines(ask_here, request_id, svg, as_json=as_json)
 
 
-def show_timelines(told: Sequence[Told[Explanation]], svg: Path | None, *, as_json: bool) -> None:
+def show_timelines(ask: AskRouters, request_id: str, svg: Path | None, *, as_json: bool) -> None:
     """Print the timelines from routers' answers, and draw them if a file is given. Raises
     `RunError` if it cannot be written."""
     from rich.console import Console, Group
     from rich.text import Text
 
+    from diptych.router_admin import path_of
     from diptych.timeline_text import drawn
     from diptych.watching import print_json
     from diptych_frontend.timeline.lanes import timeline
+    from diptych_protocol.admin import Explanation
 
+    told = _told(ask, path_of(request_id), Explanation)
     found = [timeline(request) for one in told for request in one.known.requests]
     if svg is not None:
         _draw(svg, found)
@@ -64,6 +73,35 @@ def show_timelines(told: Sequence[Told[Explanation]], svg: Path | None, *, as_js
         console = Console()
         parts = [part for one in found for part in (drawn(one, console.width), Text())]
         console.print(Group(*parts[:-1]))
+
+
+def explain_requests(
+    ask: AskRouters, request_id: str | None, *, as_json: bool, limit: int | None = None
+) -> None:
+    """Print what routers recorded of a request or, without an id, of the newest ones of each."""
+    from diptych import explained
+    from diptych.router_admin import LIST_PATH, path_of
+    from diptych.watching import console_for_tables, print_json
+    from diptych_protocol.admin import Explanation, RequestList
+
+    if request_id is None:
+        path = LIST_PATH if limit is None else f"{LIST_PATH}?limit={limit}"
+        listed = _told(ask, path, RequestList)
+        picture, answers = explained.listing(listed), explained.as_json(listed)
+    else:
+        told = _told(ask, path_of(request_id), Explanation)
+        picture, answers = explained.explanation(told), explained.as_json(told)
+    if as_json:
+        print_json(answers)
+    else:
+        console_for_tables().print(picture)
+
+
+def _told(ask: AskRouters, path: str, kind: type[T]) -> Sequence[Told[T]]:
+    told, problems = ask(path, kind)
+    for problem in problems:
+        click.echo(problem, err=True)
+    return told
 
 
 def _draw(path: Path, found: Sequence[Timeline]) -> None:

@@ -1,28 +1,32 @@
-"""The command `diptych top`: what the engines of a service on this machine do now."""
+"""The command `diptych top`: what the engines of a service on this machine do now; and what it
+shares with `kubectl diptych top`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Final
 
 import click
-
-from diptych.defaults import TOP_INTERVAL_S
 
 if TYPE_CHECKING:
     from diptych.engine_load import Sample
 
-
-@click.command()
-@click.argument("name", required=False)
-@click.option(
+TOP_INTERVAL_S: Final = 4.0
+"""Metrics are up to two seconds old. Over a shorter interval, tokens per second would jump."""
+interval_option = click.option(
     "--interval",
     type=click.FloatRange(0.5, 60),
     default=TOP_INTERVAL_S,
     show_default=True,
     help="Seconds over which tokens per second are counted.",
 )
-@click.option("-w", "--watch", is_flag=True, help="Show it anew until Ctrl-C.")
+watch_option = click.option("-w", "--watch", is_flag=True, help="Show it anew until Ctrl-C.")
+
+
+@click.command()
+@click.argument("name", required=False)
+@interval_option
+@watch_option
 @click.option("--json", "as_json", is_flag=True, help="For programs: a list of engines.")
 def top(name: str | None, interval: float, watch: bool, as_json: bool) -> None:
     """Show what each engine of service NAME does now; without NAME, of the newest one.
@@ -35,18 +39,24 @@ def top(name: str | None, interval: float, watch: bool, as_json: bool) -> None:
       diptych top --watch
       diptych top smollm2 --json | jq '[.[].running] | add'
     """
+    show_loads(lambda: _read_engines(name), interval, watch=watch, as_json=as_json)
+
+
+def show_loads(
+    read: Callable[[], Mapping[str, Sample]], interval_s: float, *, watch: bool, as_json: bool
+) -> None:
+    """Print what engines do in an interval, or in one after the other."""
     from diptych import engine_load
     from diptych.watching import loads_over, print_json, show
 
-    look = loads_over(interval, lambda: read_engines(name))
+    look = loads_over(interval_s, read)
     if as_json:
-        shown = engine_load.as_json(look())
-        print_json(shown)
+        print_json(engine_load.as_json(look()))
         return
     show(lambda: engine_load.table(look()), watch, pause_s=0.0)
 
 
-def read_engines(name: str | None) -> Mapping[str, Sample]:
+def _read_engines(name: str | None) -> Mapping[str, Sample]:
     """Return the state of each engine of a service, from its router. Raises `RunError`."""
     import httpx
 

@@ -14,36 +14,15 @@ from diptych.errors import RunError
 from diptych.laptop import rundir
 from diptych.laptop.pods import LOOPBACK
 from diptych.laptop.rundir import RunState
-from diptych.router_admin import (
-    LIST_PATH,
-    Get,
-    RouterError,
-    Told,
-    UnknownRequestError,
-    ask_all,
-    path_of,
-)
-from diptych_protocol.admin import Explanation, RequestList
+from diptych.router_admin import Get, RouterError, Told, UnknownRequestError, ask_all
 
 TIMEOUT_S: Final = 10.0
 T = TypeVar("T")
 
 
-def explain(request_id: str) -> tuple[list[Told[Explanation]], list[str]]:
-    """Return what all routers here report about a request, and the errors of others.
-
-    Raises `RunError` if none knows it or none can be asked.
-    """
-    return _ask(path_of(request_id), Explanation)
-
-
-def recent(limit: int) -> tuple[list[Told[RequestList]], list[str]]:
-    """Return the newest requests of each router here, and the errors of others. Raises
-    `RunError`."""
-    return _ask(f"{LIST_PATH}?limit={limit}", RequestList)
-
-
-def _ask(path: str, kind: type[T]) -> tuple[list[Told[T]], list[str]]:
+def ask_here(path: str, kind: type[T]) -> tuple[list[Told[T]], list[str]]:
+    """Return the answers of the routers here, and the errors of others. Raises `RunError` if none
+    knows the request or none can be asked."""
     states = rundir.running()
     if not states:
         raise RunError("no service runs here; start one with `diptych up`")

@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from diptych_frontend.anthropic.answers import ANTHROPIC
 from diptych_frontend.anthropic.api_types import CountTokensRequest
@@ -26,7 +26,7 @@ from diptych_frontend.batches_api.service import BatchService
 from diptych_frontend.browsers.gate import BrowserGate, BrowserRules
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.api_keys import OPEN_PATHS, ApiKeys, KeyGate
-from diptych_frontend.openai.asgi import AccessLogStyle, BodyReader, Boundary
+from diptych_frontend.openai.asgi import AccessLogStyle, BodyReader, Boundary, unknown_path
 from diptych_frontend.openai.chat import ChatApi
 from diptych_frontend.openai.completions import CompletionApi
 from diptych_frontend.openai.embeddings import EmbeddingRoute
@@ -52,7 +52,6 @@ from diptych_frontend.vllm_api.tokenization import DetokenizeRoute, TokenizeRout
 from diptych_protocol import (
     UNSAID,
     EngineClient,
-    InvalidRequestError,
     OurOptions,
     SamplingDefaults,
 )
@@ -211,7 +210,7 @@ def build_app(
             *extra_routes,
         ],
         redirect_slashes=False,
-        default=_unknown_path,
+        default=unknown_path,
     )
     bounded = partial(
         Boundary,
@@ -233,13 +232,9 @@ def build_app(
 def build_probe_app(engine: EngineClient, metrics: ServerMetrics) -> ASGIApp:
     """Build an app for probes and scrapers only. It accepts no bodies, and so no prompts."""
     routes = Probes(engine, metrics).routes()
-    router = Router(routes, redirect_slashes=False, default=_unknown_path)
+    router = Router(routes, redirect_slashes=False, default=unknown_path)
     app = BrowserGate(router, NO_SITES)
     return Boundary(app, on_answer=metrics.count_answer, access_log="off")
-
-
-async def _unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
-    raise InvalidRequestError(f"no such path: {scope['path'][:200]}", status=404, code="not_found")
 
 
 class Probes:

@@ -15,7 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 OUTPUT_WEIGHT = 2
-"""The cost of a generated token, in tokens of a prompt."""
+"""The cost of a generated token, in tokens of a prompt; and that of a wrong guess, which took as
+much as the token that it is not."""
 MAX_IDLE = 1024
 """The number of idle tenants that are remembered. A forgotten tenant gets the credit again."""
 

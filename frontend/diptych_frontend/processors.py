@@ -60,17 +60,21 @@ def _up(mount: Path, path: str) -> Iterator[Path]:
 
 
 def _limit_of_v2(folder: Path) -> float:
-    limit, _, period = _text(folder / "cpu.max").partition(" ")
+    limit, _, period = text_if_there(folder / "cpu.max").partition(" ")
     return int(limit) / int(period) if limit.isdecimal() else math.inf
 
 
 def _limit_of_v1(folder: Path) -> float:
-    limit, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
+    limit, period = (
+        text_if_there(folder / "cpu.cfs_quota_us"),
+        text_if_there(folder / "cpu.cfs_period_us"),
+    )
     return int(limit) / int(period) if limit.isdecimal() else math.inf
 
 
-def _text(file: Path) -> str:
-    """Empty if the file is not there, as in the root group."""
+def text_if_there(file: Path) -> str:
+    """Return a file's text without the space around it; empty if it is not there, as in the root
+    group."""
     try:
         return file.read_text().strip()
     except OSError:

@@ -1,7 +1,11 @@
-"""Runs our server programs: one event loop, one line for an error, an exit code."""
+"""Runs our server programs: one event loop, one format of log lines, one line for an error, an exit
+code."""
 
 from __future__ import annotations
 
+import faulthandler
+import logging
+import os
 import signal
 import sys
 from collections.abc import Coroutine
@@ -9,7 +13,6 @@ from typing import Any
 
 import uvloop
 
-from diptych_frontend.observability.logs import setup_logging
 from diptych_protocol import UNREADABLE, DiptychError, InvalidRequestError
 from diptych_protocol.threads import resolve_struct_types
 
@@ -36,3 +39,18 @@ def _end(number: int, frame: object) -> None:
 def _complain(name: str, error: Exception, code: int) -> int:
     print(f"diptych {name}: error: {error}", file=sys.stderr)
     return code
+
+
+def setup_logging(name: str) -> None:
+    """`DIPTYCH_LOG_LEVEL` (default INFO) sets the level; `name` is the process's name in each line.
+
+    A crash of native code writes the Python stack of each thread there too.
+    """
+    faulthandler.enable()
+    level = os.environ.get("DIPTYCH_LOG_LEVEL", "INFO").upper()
+    logging.basicConfig(
+        level=level if level in logging.getLevelNamesMapping() else "INFO",
+        format=f"%(asctime)s %(levelname).1s [{name}] %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+        force=True,
+    )

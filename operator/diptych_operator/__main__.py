@@ -18,6 +18,7 @@ import kopf
 import msgspec
 from pythonjsonlogger.json import JsonFormatter
 
+from diptych_operator.api.base import ServiceKey
 from diptych_operator.api.images import Images
 from diptych_operator.api.limits import Allowed
 from diptych_operator.api.scaler import SCALER_KIND
@@ -27,7 +28,7 @@ from diptych_operator.kube.cluster import Cluster, read_cluster
 from diptych_operator.kube.leader import Candidate, lead, leases_of
 from diptych_operator.kube.liveness import WatchLiveness
 from diptych_operator.kube.rivals import Rivals
-from diptych_operator.kube.watch import Indexed, ServiceKey, registry, settings, watched_paths
+from diptych_operator.kube.watch import Indexed, registry, settings, watched_paths
 from diptych_operator.kube.work_queue import WorkQueue
 from diptych_operator.metrics import OperatorMetrics, serve_probes
 from diptych_operator.reconcile import Reconciler
@@ -138,7 +139,8 @@ class Leader:
     async def _cluster_with_crd(self) -> Cluster | None:
         """What the cluster can do, once it serves our CRD; None if told to stop before."""
         while not await self._kube.can_list(API_VERSION, KIND, self._args.namespaces):
-            words = f"the cluster does not serve {API_VERSION}, or not to us: apply the CRD"
+            words = f"the cluster does not serve {API_VERSION}, or not to us: apply the CRD, or "
+            words += "give the operator the rights of the chart's roles"
             if words != self._alive.hindrance:
                 log.warning("%s", words)
             self._alive.hindrance = words

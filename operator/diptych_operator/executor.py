@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from diptych_operator.api.base import Object
 from diptych_operator.api.names import (
     DELETION_COST_ANNOTATION,
     POOLS,
@@ -26,7 +27,6 @@ from diptych_operator.service_snapshot import ServiceSnapshot, annotation, label
 
 log = logging.getLogger(__name__)
 
-Object = dict[str, Any]
 
 OPTIONAL_KINDS = ("PodDisruptionBudget", "NetworkPolicy", SCALER_KIND)
 """Shared objects of these kinds are deleted when they are no longer rendered. Objects of other

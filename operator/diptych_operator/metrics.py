@@ -14,11 +14,11 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from diptych_operator.api.base import ServiceKey
 from diptych_operator.api.status import Status
 
 PREFIX = "diptych_operator_"
 _PASS_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-ServiceKey = tuple[str, str]
 
 
 class OperatorMetrics:

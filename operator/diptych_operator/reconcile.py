@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
-from diptych_operator.api.base import SpecError
+from diptych_operator.api.base import Raw, ServiceKey, SpecError
 from diptych_operator.api.images import Images
 from diptych_operator.api.limits import Allowed, check_limits
 from diptych_operator.api.parse import parse_object
 from diptych_operator.api.service import API_VERSION, KIND, InferenceService
+from diptych_operator.api.status import EventNote
 from diptych_operator.autoscale import Memory, autoscale
 from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.executor import Executor
@@ -35,9 +36,10 @@ from diptych_operator.kube.children import (
 )
 from diptych_operator.kube.client import ApiError, Kube
 from diptych_operator.kube.cluster import Cluster
-from diptych_operator.kube.event_log import SERVED_BY_ANOTHER, EventLog, Warned
+from diptych_operator.kube.event_log import SERVED_BY_ANOTHER, EventLog
 from diptych_operator.kube.leader import LEASE_S
 from diptych_operator.kube.rivals import Rivals, ServedByRivalError
+from diptych_operator.kube.watch import Indexed
 from diptych_operator.metrics import OperatorMetrics
 from diptych_operator.plan import Phase, Step, plan
 from diptych_operator.referents import Referents
@@ -55,25 +57,12 @@ from diptych_operator.status.status import build_status, count, events_between
 
 log = logging.getLogger(__name__)
 
-Raw = Mapping[str, Any]
-ServiceKey = tuple[str, str]
-"""Namespace and name."""
 
 BUSY_INTERVAL_S = 2.0
 """While something changes, routers are polled at this interval; the API server is not."""
 AUTOSCALE_INTERVAL_S = 5.0
 REST_INTERVAL_S = 120.0
 """At rest, only routers are polled, to learn whether the hand-off still works."""
-
-
-class Watched(Protocol):
-    """What the watches have observed; see `watch.Indexed`."""
-
-    def service(self, key: ServiceKey) -> Raw | None: ...
-
-    def children(self, key: ServiceKey) -> list[Raw]: ...
-
-    def pods(self, key: ServiceKey) -> list[Raw]: ...
 
 
 @dataclass(slots=True)
@@ -94,7 +83,7 @@ class Reconciler:
     def __init__(
         self,
         kube: Kube,
-        watched: Watched,
+        watched: Indexed,
         cluster: Cluster,
         routers: Routers,
         metrics: OperatorMetrics,
@@ -153,7 +142,7 @@ class Reconciler:
             self._stands_back.add(key)
             words = f"{rival} serves the namespace {key[0]}; the cluster's operator stands back"
             log.warning("%s/%s: %s", *key, words)
-            await self._events.post_about(raw, Warned(SERVED_BY_ANOTHER, words))
+            await self._events.post_about(raw, EventNote("Warning", SERVED_BY_ANOTHER, words))
         return LEASE_S
 
     def _forget(self, key: ServiceKey) -> None:

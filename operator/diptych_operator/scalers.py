@@ -7,10 +7,10 @@ present size. After that it has neither code nor right to write the spec.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
+from diptych_operator.api.base import Object, Raw
 from diptych_operator.api.names import metadata, selector
 from diptych_operator.api.pools import DecodeAutoscaling, Pool, PoolName, PrefillAutoscaling
 from diptych_operator.api.scaler import SCALER_KIND, PoolScalerStatus
@@ -29,10 +29,6 @@ from diptych_operator.kube.cluster import Cluster
 from diptych_operator.service_snapshot import ServiceSnapshot
 from diptych_operator.status.observed import Observed, Problem
 from diptych_operator.status.situation import ready_pods
-
-Raw = Mapping[str, Any]
-Object = dict[str, Any]
-
 
 # --- pure -------------------------------------------------------------------------------------
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from diptych_operator.api.base import Raw
 from diptych_operator.api.names import (
     CURRENT_KEYS_ANNOTATION,
     KEYS_LABEL,
@@ -20,8 +20,6 @@ from diptych_operator.kube.children import ChildId
 from diptych_operator.plan import RevisionState
 from diptych_operator.render import KeySets, fixed_counts
 from diptych_operator.status.observed import Observed, PodView, deployment_view
-
-Raw = Mapping[str, Any]
 
 _ROUTER_KEYS = (CURRENT_KEYS_ANNOTATION, PREVIOUS_KEYS_ANNOTATION)
 

@@ -81,12 +81,25 @@ def extend_block_hashes(
     extra: for a sequence with images.
     """
     first = len(hashes) * block_size
-    end = len(token_ids) - len(token_ids) % block_size
-    if first >= end:
+    if len(token_ids) - first < block_size:
         return
     parent = hashes[-1] if hashes else root_hash(identity)
+    hashes += following_hashes(parent, token_ids, block_size, first, extra)
+
+
+def following_hashes(
+    parent: bytes,
+    token_ids: Sequence[int],
+    block_size: int,
+    first: int = 0,
+    extra: Extra | None = None,
+) -> list[bytes]:
+    """Return the hashes of the full blocks from the token `first` on. parent: the hash of the block
+    before, or the root."""
+    end = len(token_ids) - (len(token_ids) - first) % block_size
     content = memoryview(array("q", token_ids[first:end])).cast("B")
     width = 8 * block_size
+    hashes = []
     for place in range(first, end, block_size):
         hasher = hashlib.blake2b(parent, digest_size=16)
         hasher.update(content[(place - first) * 8 : (place - first) * 8 + width])
@@ -94,6 +107,7 @@ def extend_block_hashes(
             hasher.update(extra(place, place + block_size))
         parent = hasher.digest()
         hashes.append(parent)
+    return hashes
 
 
 def next_digest(digest: int, added: bytes, removed: bytes) -> int:

@@ -173,6 +173,10 @@ class Renderer(Protocol):
     def chat_template(self) -> str | None:
         """The source of the model's chat template, if it has one."""
 
+    def of(self, *asker: str | None) -> Renderer:
+        """Return a renderer for prompts of one asker. It may remember what it made of long ones,
+        and only the same asker can notice."""
+
     def render_prompt(self, prompt: PromptType) -> TokensPrompt:
         """Tokenise a completion prompt; token ids pass through, range-checked.
 

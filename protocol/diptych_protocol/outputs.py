@@ -5,13 +5,16 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+LEAST_LOGPROB: Final = -9999.0
+"""Stands for minus infinity in answers, as in OpenAI's API: JSON cannot express it."""
 
 
 @dataclass(slots=True)

@@ -245,6 +245,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     error_param: str | None = None
     """With FinishReason.ERROR: the request's field that was refused; None if no field
     is at fault."""
+    num_wrong_guesses: int = 0
+    """Rows that the step computed for guessed tokens in vain."""
 
     @property
     def finished(self) -> bool:

@@ -62,6 +62,14 @@ def test_schema_and_defaults_know_the_same_values() -> None:
         ({"resources": {"limits": {"memory": "much"}}}, ("memory", "pattern")),
         ({"podLabels": {"a": 1}}, ("podLabels", "string")),
         ({"crds": {"keep": "yes"}}, ("keep", "boolean")),
+        # They would never match.
+        ({"limits": {"allow": {"hostPaths": ["/data/"]}}}, ("hostPaths", "pattern")),
+        ({"limits": {"allow": {"cacheHostPaths": ["models"]}}}, ("cacheHostPaths", "pattern")),
+        ({"limits": {"allow": {"images": ["ghcr.io/"]}}}, ("images", "pattern")),
+        (
+            {"limits": {"allow": {"credentialHosts": ["https://a.example"]}}},
+            ("credentialHosts", "pattern"),
+        ),
     ],
     ids=lambda part: json.dumps(part) if isinstance(part, dict) else "",
 )

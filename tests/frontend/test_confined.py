@@ -20,14 +20,18 @@ from diptych_frontend.confined.cancellation import (
     cancelled_by,
     in_haste,
 )
-from diptych_frontend.confined.child import WorkBounds
-from diptych_frontend.confined.processes import AT_ONCE_BYTES, ConfinedWork, WorkFailedError
+from diptych_frontend.confined.processes import (
+    AT_ONCE_BYTES,
+    ConfinedWork,
+    WorkBounds,
+    WorkFailedError,
+)
 from diptych_protocol import EngineOverloadedError
 
 BOUNDS = WorkBounds(memory_bytes=64 << 20, seconds=2, message_bytes=1 << 20, idle_seconds=60)
 MODULE = """
 import os, pathlib, sys, time
-from diptych_frontend.confined.child import serve
+from diptych_frontend.confined.processes import serve
 
 def work(head, body):
     match bytes(head):
@@ -215,7 +219,7 @@ def test_a_process_ends_with_an_owner_that_is_killed(
             "-c",
             f"""
 import pathlib, signal
-from diptych_frontend.confined.child import WorkBounds
+from diptych_frontend.confined.processes import WorkBounds
 from diptych_frontend.confined.processes import ConfinedWork
 work = ConfinedWork("strange_work", {BOUNDS!r})
 work.ask(b"{what}", {str(path).encode()!r})
@@ -235,7 +239,7 @@ signal.pause()
 def test_a_forked_program_has_processes_of_its_own(module: str) -> None:
     script = f"""
 import os, sys
-from diptych_frontend.confined.child import WorkBounds
+from diptych_frontend.confined.processes import WorkBounds
 from diptych_frontend.confined.processes import ConfinedWork
 
 work = ConfinedWork({module!r}, WorkBounds({BOUNDS.memory_bytes}, 60, {BOUNDS.message_bytes}, 60))

@@ -93,7 +93,7 @@ def test_deltas(processor: OutputProcessor, tokenizer: Tokenizer) -> None:
     assert (last.outputs[0].text, last.outputs[0].token_ids) == (" two", [two])
     assert (last.outputs[0].finish_reason, last.finished) == ("length", True)
     assert (last.num_cached_tokens, last.kv_transfer_params) == (1, {"epoch": "e"})
-    assert processor.num_unfinished == 0
+    assert len(processor.answers) == 0
 
 
 def test_cumulative_and_final_only(processor: OutputProcessor, tokenizer: Tokenizer) -> None:
@@ -275,7 +275,7 @@ def test_a_stop_string_in_the_last_step_needs_no_abort(
     opened(processor, request(stop=["two"]))
     end = step("r-1", tokenizer.encode(" one two"), finish_reason=FinishReason.LENGTH)
     assert processor.process([end]) == []
-    assert processor.num_unfinished == 0
+    assert len(processor.answers) == 0
 
 
 def test_the_stop_token_id_is_reported(processor: OutputProcessor) -> None:
@@ -315,7 +315,7 @@ def test_final_only_gathers_all_answers_and_emits_once(
     output = taken(collector)
     assert output.finished
     assert [(a.index, a.text) for a in output.outputs] == [(0, " a"), (1, " b"), (2, " c")]
-    assert processor.num_unfinished == 0
+    assert len(processor.answers) == 0
 
 
 def test_streamed_answers_keep_their_index_and_the_last_one_finishes_the_request(
@@ -360,7 +360,7 @@ def test_contract_C07_a_users_id_stands_for_every_request_that_carries_it(
     opened_family(processor, request("r-3", "r", n=2))
     opened(processor, request("s-1", "s"))
     assert processor.abort(["r", "unknown"]) == ["0_r-3", "1_r-3", "r-1", "r-2"]
-    assert processor.num_unfinished == 1
+    assert len(processor.answers) == 1
 
 
 def test_internal_ids_are_not_users_ids(processor: OutputProcessor) -> None:
@@ -370,7 +370,7 @@ def test_internal_ids_are_not_users_ids(processor: OutputProcessor) -> None:
     assert processor.abort(["r", "p", "nobody"], internal=True) == []
     assert processor.abort([names[1]], internal=True) == [names[1]]
     assert processor.abort(["r-1", "p-1"], internal=True) == ["r-1", names[0], names[2]]
-    assert processor.num_unfinished == 0
+    assert len(processor.answers) == 0
 
 
 @pytest.mark.parametrize("kind", [DELTA, FINAL_ONLY])
@@ -398,7 +398,7 @@ def test_an_error_of_one_request_reaches_its_consumer_only(processor: OutputProc
     with pytest.raises(EngineGenerateError, match="lost its blocks"):
         broken.take()
     assert taken(well).outputs[0].token_ids == [5]
-    assert processor.num_unfinished == 1
+    assert len(processor.answers) == 1
 
 
 def test_after_a_childs_error_the_parent_can_still_be_aborted(processor: OutputProcessor) -> None:
@@ -407,7 +407,7 @@ def test_after_a_childs_error_the_parent_can_still_be_aborted(processor: OutputP
     with pytest.raises(EngineGenerateError, match="no reason"):
         collector.take()
     assert processor.abort(["p-1"], internal=True) == [names[0], names[2]]
-    assert processor.num_unfinished == 0
+    assert len(processor.answers) == 0
 
 
 @pytest.mark.parametrize("bad_id", [-1, 2**33])
@@ -425,11 +425,11 @@ def test_fail_and_fail_all(processor: OutputProcessor) -> None:
     collectors = [opened(processor, request(f"{i}-x", str(i))) for i in range(3)]
     processor.fail("1-x", EngineGenerateError("only this"))
     processor.fail("unknown", EngineGenerateError("nobody"))
-    assert processor.num_unfinished == 2
+    assert len(processor.answers) == 2
     cause = EngineDeadError("the core died")
     processor.fail_all(cause)
     processor.fail_all(EngineDeadError("too late"))
-    assert processor.num_unfinished == 0
+    assert len(processor.answers) == 0
     for collector, kind, message in zip(
         collectors,
         (EngineDeadError, EngineGenerateError, EngineDeadError),
@@ -475,5 +475,5 @@ def test_no_request_leaves_anything_behind(tokenizer: Tokenizer, data: st.DataOb
                 processor.abort([name], internal=True)
             case 4:
                 processor.fail(name, EngineGenerateError("x"))
-    assert processor.num_unfinished == 0
-    assert not any(vars(processor)[table] for table in ("_answers", "_by_external_id", "_parents"))
+    assert len(processor.answers) == 0
+    assert not any(vars(processor)[table] for table in ("answers", "_by_external_id", "_parents"))

@@ -26,9 +26,14 @@ from diptych_protocol.wire import time_of_day
 from diptych_router.choosing.fleet_table import FleetTable
 from diptych_router.choosing.policies import POLICIES
 from diptych_router.choosing.policy import Decision, RequestView
-from diptych_router.requests.promises import BOUNDS, Predictions, Ratios
 from diptych_router.requests.records import MOST_ATTEMPTS, MOST_PLACEMENTS, Records
-from diptych_router.requests.request_record import RequestRecord, Setback
+from diptych_router.requests.request_record import (
+    BOUNDS,
+    Predictions,
+    Ratios,
+    RequestRecord,
+    Setback,
+)
 from diptych_router.telling.explained import MOST_CANDIDATES, MOST_CHARACTERS
 from diptych_router.telling.explanations import MOST_FOUND, Explanations
 from diptych_router.telling.metrics import PredictionMetrics, add_buckets
@@ -95,8 +100,8 @@ class Router:
         record = self.open[name]
         if record.placement is None or record.placement.engine != engine:
             self.send(engine, record.num_placements + 1, now, name)
-        if record.brought(EngineCoreOutput(f"{name}/1", [5] * tokens, **facts), now):
-            self.predictions.saw_word(record)
+        output = EngineCoreOutput(f"{name}/1", [5] * tokens, **facts)
+        record.brought(output, now, self.predictions)
 
     def set_back(self, why: str, now: float, name: str = "r") -> None:
         self.open[name].set_back(Setback.LOSS, why, True, now)
@@ -206,6 +211,15 @@ def test_predictions_are_compared_with_what_came_true() -> None:
         "diptych:first_token_real_over_predicted decode": (0, 0),
         "diptych:hand_off_real_over_predicted": pytest.approx((1, 0.25 / second)),
     }
+
+
+def test_an_engine_whose_first_word_brings_no_token_is_compared_once() -> None:
+    router = Router()
+    router.begin()
+    router.choose(choice(fleet(2)))
+    router.hear("p1", 1.0, tokens=0)
+    router.hear("p1", 2.0)
+    assert counted(router)["diptych:first_token_real_over_predicted prefill"][0] == 1
 
 
 @pytest.mark.parametrize("policy", ["least_loaded", "round_robin"])

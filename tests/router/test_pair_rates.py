@@ -90,14 +90,13 @@ def rates(pairs: PairRates) -> list[list[float]]:
     """[receivers][senders] Times as slow as usual."""
     number = pairs.shape[0]
     ways = pairs.ways(np.ones(number), usual(number)[1])
-    assert ways is not None
     assert ways.token_s is not None
     return [[token_s / TOKEN_S for token_s in row] for row in ways.token_s.tolist()]
 
 
 def test_a_pair_is_known_by_its_own_moves_and_others_are_not() -> None:
     pairs = pairs_of([NOWHERE] * 2, [NOWHERE] * 2)
-    assert pairs.ways(np.ones(2), np.ones(2)) is None, "nothing is known"
+    assert not any((pairs.learned, pairs.placed)), "nothing is known"
     saw(pairs, 1, moves("p0", 5 * USUAL, 100))
     assert rates(pairs) == [[1.0, 1.0], [pytest.approx(5.0, rel=0.1), 1.0]]
 
@@ -379,7 +378,6 @@ def test_the_pair_costs_at_most_as_much_as_the_best_partner_of_either_cheapest_e
     first, second = decision.weighed
     number = len(decode)
     ways = fleet.table.pairs.ways(np.full(number, float(TOKENS)), usual(number)[1])
-    assert ways is not None
     assert ways.token_s is not None
     (p,) = [at for at in range(len(prefill)) if f"p{at}" == decision.prefill]
     others = np.array([second.cost(d) for d in range(number)]) - TOKENS * ways.token_s[:, p]

@@ -12,7 +12,7 @@ from diptych_protocol import EngineCoreOutput, RequestJourneyEvent
 from diptych_protocol import RequestJourneyEventType as Station
 from diptych_router.choosing.policy import Decision
 from diptych_router.requests.records import Records
-from diptych_router.requests.request_record import MOST_STATIONS, Setback
+from diptych_router.requests.request_record import MOST_STATIONS, Predictions, Setback
 from diptych_router.telling.request_spans import MAX_TEXT, SpanFacts, request_attributes, spans_of
 
 PAIR = Decision("p", "d", "least loaded"), {"prefill": "p", "decode": "d"}
@@ -50,7 +50,7 @@ class Told:
                 self.sent += 1
                 self.records.placed(record, f"r/{self.sent}", about, about, now)
             case "token":
-                record.brought(EngineCoreOutput("r", [5]), now)
+                record.brought(EngineCoreOutput("r", [5]), now, Predictions())
             case "loss":
                 record.set_back(Setback.LOSS, "it is gone", True, now)
             case "move":

@@ -22,7 +22,6 @@ from diptych_router.requests.routed_request import (
     MAX_LOSSES,
     RoutedRequest,
     Stage,
-    is_given_up,
     wanted_way,
 )
 
@@ -136,7 +135,6 @@ def test_a_decode_engine_that_leaves_hands_its_stream_on() -> None:
     output = EngineCoreOutput(
         "r/1", [], finish_reason=FinishReason.ABORT, kv_transfer_params=dict(LEASE)
     )
-    assert not is_given_up(output)
     assert state.absorb(output) is True
     assert (output.finished, output.kv_transfer_params) == (False, None)
     state.place("decode d2", Stage.DECODE)
@@ -196,11 +194,6 @@ def test_an_engine_without_room_is_not_asked_again_before_the_request_got_on(sta
     state.place("c", stage)
     state.absorb(EngineCoreOutput("r/3", [1]))
     assert state.full == set()
-
-
-def test_an_abort_that_lends_nothing_is_an_engine_giving_up() -> None:
-    assert is_given_up(EngineCoreOutput("r", [], finish_reason=FinishReason.ABORT))
-    assert not is_given_up(EngineCoreOutput("r", [], finish_reason=FinishReason.STOP))
 
 
 def test_only_what_an_engine_computes_renews_the_time_to_wait() -> None:

@@ -252,7 +252,7 @@ async def test_a_user_who_leaves_frees_everything(pair: Pair, after: int, eventu
         reader.cancel()
     await asyncio.gather(reader, return_exceptions=True)
     await stream.aclose()
-    assert pair.pools.output_processor.num_unfinished == 0
+    assert len(pair.pools.output_processor.answers) == 0
     await eventually(pair.all_blocks_free)
 
 

@@ -139,7 +139,7 @@ async def test_contract_B03_wrong_options_of_reasoning_leave_nothing_behind(
         with pytest.raises(InvalidRequestError) as refusal:
             await anext(client.generate("Will it rain?", SamplingParams(), "r", **options))
         assert refusal.value.param == field
-        assert client.output_processor.num_unfinished == 0
+        assert len(client.output_processor.answers) == 0
 
 
 async def test_contract_B03_leaving_in_the_middle_of_reasoning_aborts(

@@ -41,7 +41,6 @@ def rates(router: PoolClient) -> dict[str, float]:
     fleet = router.pools.fleet
     rows = fleet.tables["decode"].column["trip_token_s"]
     ways = fleet.pairs.ways(rows, rows)
-    assert ways is not None
     assert ways.token_s is not None
     names = [router.name_of(row.key) for row in fleet.tables["prefill"].rows]
     return dict(zip(names, ways.token_s[0].tolist(), strict=True))

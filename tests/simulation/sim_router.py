@@ -255,7 +255,7 @@ class SimRouter:
 
     def _add(self, engine: str, request: EngineCoreRequest) -> None:
         link = self.links.by_name[engine]
-        if not self.table.is_placed(request.request_id):
+        if request.request_id not in self.table.placed:
             return
         self._note_choice(self.table.records.by_id[request.request_id.rpartition("/")[0]])
         self._clock.after(1.5 * FIRST_TOKEN_S, self._give_up_late)

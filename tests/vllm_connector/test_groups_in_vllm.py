@@ -16,7 +16,7 @@ from vllm_kit.sensitive_models import WINDOW, save_latent_model, save_model_of_w
 from vllm_server import VllmServer, connector_config
 from waits import wait_until
 
-from diptych_kv_transfer.memory.kv_group import KVGroup
+from diptych_kv_transfer.memory.layout import KVGroup
 from diptych_vllm.kv_groups import VllmKVGroups
 
 pytestmark = [*needs_vllm, pytest.mark.slow, pytest.mark.timeout(1800)]

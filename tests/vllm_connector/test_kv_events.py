@@ -18,7 +18,7 @@ from waits import PATIENCE_S
 
 from diptych_protocol import EngineCoreRequest
 from diptych_protocol.wire import PREFIX_KEY_BYTES
-from diptych_router.engines.known_prefixes import BlockNaming, block_keys
+from diptych_router.engines.known_prefixes import BlockNamer, BlockNaming
 from diptych_vllm.serve.event_socket import EventSource, follow, source_of
 from diptych_vllm.serve.kv_events import EventsError, RememberedBlocks
 
@@ -55,7 +55,7 @@ def prompt(salt: str | None) -> EngineCoreRequest:
 
 def keys(salt: str | None = None, blocks: int = 3) -> list[bytes]:
     """Those that a router looks up for a prompt of `TOKENS`."""
-    found = block_keys(prompt(salt), TOKENS, BlockNaming(SIZE)).tobytes()
+    found = BlockNamer().keys(prompt(salt), TOKENS, BlockNaming(SIZE)).tobytes()
     cut = [found[at : at + PREFIX_KEY_BYTES] for at in range(0, len(found), PREFIX_KEY_BYTES)]
     return cut[:blocks]
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm_scheduler import num_out_of_window
 
-from diptych_kv_transfer.memory.kv_group import KVGroup
+from diptych_kv_transfer.memory.layout import KVGroup
 from diptych_protocol import InvalidRequestError
 from diptych_vllm.kv_groups import VllmKVGroups, group_of
 

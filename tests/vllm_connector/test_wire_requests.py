@@ -15,9 +15,9 @@ from diptych_protocol import (
     StructuredOutputsParams,
 )
 from diptych_protocol.arrays import Array
+from diptych_protocol.outputs import LEAST_LOGPROB
 from diptych_protocol.wire import Abilities, ErrorKind
 from diptych_vllm.serve.translation import (
-    LOWEST,
     check_request,
     form_of,
     output_of,
@@ -130,7 +130,7 @@ def test_a_likely_token_is_there_twice() -> None:
     told = output_of("r", News([Generated([8], [row])]), logprobs=2).new_logprobs
     assert told is not None
     assert told.logprob_token_ids == [[8, 8, 9]]
-    assert told.logprobs == [[-0.1, -0.1, LOWEST]]
+    assert told.logprobs == [[-0.1, -0.1, LEAST_LOGPROB]]
 
 
 def test_the_rows_of_a_prompt_begin_with_its_second_token() -> None:

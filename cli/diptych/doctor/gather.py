@@ -27,6 +27,7 @@ from diptych_frontend.processors import (
     CONTROL_GROUPS,
     OWN_GROUPS,
     own_groups,
+    text_if_there,
     usable_processors,
 )
 from diptych_protocol import InvalidRequestError
@@ -114,12 +115,12 @@ def memory_limit(own: str, root: Path) -> tuple[float, float]:
 
 
 def _first_number(folder: Path, names: tuple[str, ...]) -> int | None:
-    texts = (_text(folder / name) for name in names)
+    texts = (text_if_there(folder / name) for name in names)
     return next((int(text) for text in texts if text.isdecimal()), None)
 
 
 def _cached(folder: Path) -> int:
-    pairs = (line.split() for line in _text(folder / "memory.stat").splitlines())
+    pairs = (line.split() for line in text_if_there(folder / "memory.stat").splitlines())
     return next((int(pair[1]) for pair in pairs if pair[0] == CACHE_FIELD), 0)
 
 
@@ -158,10 +159,10 @@ def transports_in(listed: str) -> tuple[str, ...]:
 
 
 def _reads_neighbours() -> bool:
-    status = _text(Path("/proc/self/status")).splitlines()
+    status = text_if_there(Path("/proc/self/status")).splitlines()
     fields = (line.partition(":") for line in status)
     effective = next((int(value, 16) for name, _, value in fields if name == "CapEff"), 0)
-    return may_read_neighbours(_text(Path("/proc/sys/kernel/yama/ptrace_scope")), effective)
+    return may_read_neighbours(text_if_there(Path("/proc/sys/kernel/yama/ptrace_scope")), effective)
 
 
 def may_read_neighbours(scope: str, capabilities: int) -> bool:
@@ -260,11 +261,3 @@ def _output(command: list[str], variables: Mapping[str, str] = MappingProxyType(
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""
-
-
-def _text(file: Path) -> str:
-    """Empty if it is not there."""
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return ""

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from rich.console import Console, RenderableType
 
-from diptych.defaults import TOP_INTERVAL_S
 from diptych.kubectl.cluster import Access, Cluster, ClusterError
 from diptych.main import CONTEXT
 from diptych.main import render as render_file
-from diptych.request_trace import show_timelines, svg_option
+from diptych.request_trace import explain_requests, show_timelines, svg_option
 from diptych.service_argument import service_argument
-from diptych.watching import console_for_tables, loads_over, print_json, show
+from diptych.top import interval_option, show_loads, watch_option
+from diptych.watching import console_for_tables, print_json, show
 
 if TYPE_CHECKING:
     from diptych.engine_load import Sample
@@ -36,7 +37,6 @@ def _access(command: Command) -> Command:
     return command
 
 
-_watch_option = click.option("-w", "--watch", is_flag=True, help="Show it anew until Ctrl-C.")
 _json_option = click.option("--json", "as_json", is_flag=True, help="For programs.")
 
 
@@ -62,7 +62,7 @@ def main() -> None:
 @click.argument("name", required=False)
 @click.option("-A", "--all-namespaces", "everywhere", is_flag=True, help="Of the whole cluster.")
 @_access
-@_watch_option
+@watch_option
 @_json_option
 def status(
     name: str | None,
@@ -135,6 +135,7 @@ def why(
       kubectl diptych why smollm2 --requests
       kubectl diptych why smollm2 0f3c5a7e9b1d2f40
     """
+    from diptych.kubectl.routers import ask_routers
     from diptych.kubectl.view import service_view
     from diptych.kubectl.why import explain
 
@@ -142,7 +143,7 @@ def why(
         raise click.UsageError("give REQUEST_ID or --requests, not both")
     cluster = Cluster.connect(Access(kubeconfig, context, namespace))
     if request_id or requests:
-        _explain_requests(cluster, name, request_id, as_json)
+        explain_requests(partial(ask_routers, cluster, name), request_id, as_json=as_json)
         return
     view = service_view(cluster.service(name))
     found = explain(view, _warnings(cluster))
@@ -179,27 +180,16 @@ def trace(
       kubectl diptych trace smollm2 0f3c5a7e9b1d2f40 --svg trace.svg
     """
     from diptych.kubectl.routers import ask_routers
-    from diptych.router_admin import path_of
-    from diptych_protocol.admin import Explanation
 
     cluster = Cluster.connect(Access(kubeconfig, context, namespace))
-    told, problems = ask_routers(cluster, name, path_of(request_id), Explanation)
-    for problem in problems:
-        click.echo(problem, err=True)
-    show_timelines(told, svg, as_json=as_json)
+    show_timelines(partial(ask_routers, cluster, name), request_id, svg, as_json=as_json)
 
 
 @main.command()
 @click.argument("name")
-@click.option(
-    "--interval",
-    type=click.FloatRange(0.5, 60),
-    default=TOP_INTERVAL_S,
-    show_default=True,
-    help="Seconds over which tokens per second are counted.",
-)
+@interval_option
 @_access
-@_watch_option
+@watch_option
 @_json_option
 def top(
     name: str,
@@ -220,15 +210,9 @@ def top(
       kubectl diptych top smollm2 --watch
       kubectl diptych top smollm2 --json | jq '[.[].running] | add'
     """
-    from diptych import engine_load
-
     cluster = Cluster.connect(Access(kubeconfig, context, namespace))
     https = bool((cluster.service(name).get("spec") or {}).get("router", {}).get("tls"))
-    look = loads_over(interval, lambda: _samples(cluster, name, https))
-    if as_json:
-        print_json(engine_load.as_json(look()))
-        return
-    show(lambda: engine_load.table(look()), watch, pause_s=0.0)
+    show_loads(lambda: _samples(cluster, name, https), interval, watch=watch, as_json=as_json)
 
 
 @main.command()
@@ -245,26 +229,6 @@ def render(ctx: click.Context, source: Source, output: str) -> None:
       kubectl diptych render examples/smollm2.yaml
     """
     ctx.invoke(render_file, source=source, output=output)
-
-
-def _explain_requests(cluster: Cluster, name: str, request_id: str | None, as_json: bool) -> None:
-    from diptych import explained
-    from diptych.kubectl.routers import ask_routers
-    from diptych.router_admin import LIST_PATH, path_of
-    from diptych_protocol.admin import Explanation, RequestList
-
-    if request_id is None:
-        listed, problems = ask_routers(cluster, name, LIST_PATH, RequestList)
-        picture, answers = explained.listing(listed), explained.as_json(listed)
-    else:
-        told, problems = ask_routers(cluster, name, path_of(request_id), Explanation)
-        picture, answers = explained.explanation(told), explained.as_json(told)
-    for problem in problems:
-        click.echo(problem, err=True)
-    if as_json:
-        print_json(answers)
-    else:
-        console_for_tables().print(picture)
 
 
 def _warnings(cluster: Cluster) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The utility calls that pause, put to sleep, reset and profile one engine.
+"""The utility calls that pause, put to sleep, reset and profile one engine, or reach its workers.
 
 Calls that have to wait for steps or for the hinge return a `Future`, and do their work between two
 steps.
@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from diptych_engine.control.sleep import Weights, check_level, check_tags
-from diptych_protocol import DiptychError, InvalidRequestError, PauseMode
+from diptych_protocol import DiptychError, InvalidRequestError, PauseMode, UtilityError, wire
 from diptych_protocol.control_calls import StartProfile
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Controls:
             self.pause_generation, self.resume_generation, self.is_paused,
             self.sleep, self.wake_up, self.is_sleeping,
             self.reset_prefix_cache, self.reset_mm_cache, self.reset_encoder_cache,
-            self.start_profile, self.stop_profile,
+            self.start_profile, self.stop_profile, self.collective_rpc,
         )  # fmt: skip
 
     # --- pause --------------------------------------------------------------------------------
@@ -227,6 +227,26 @@ class Controls:
         """Return the files that were written, one per worker; none if no profile ran."""
         files = self._core.runner.collective_rpc("_stop_profile")
         return [file for file in files if file is not None]
+
+    # --- workers ------------------------------------------------------------------------------
+
+    def collective_rpc(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
+        """Run a public worker method on every rank, between two steps; return the results in the
+        order of the ranks.
+
+        Raises `InvalidRequestError` for an unknown name, `UtilityError` with the message of an
+        error in the method, or if its result cannot be sent.
+        """
+        if method.startswith("_"):
+            raise InvalidRequestError(f"the worker method {method!r} is not for clients")
+        try:
+            results = self._core.runner.collective_rpc(method, args, kwargs)
+            wire.encoder.encode(results)
+        except DiptychError:
+            raise
+        except Exception as exc:  # it fails the call, not the engine
+            raise UtilityError(f"{method}: {type(exc).__name__}: {exc}") from exc
+        return results
 
 
 def _nothing() -> None:

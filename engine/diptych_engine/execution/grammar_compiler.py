@@ -22,10 +22,10 @@ from diptych_engine.scheduling.reasoning import ReasoningTokens
 from diptych_engine.scheduling.request import Request
 from diptych_frontend.model_files.model_source import ModelSource
 from diptych_frontend.reasoning.formats import PROMPT_TAIL, format_of
-from diptych_frontend.text.deep_stack import deep_executor
 from diptych_frontend.text.structured_outputs import (
     FIELD,
     MAX_REASON_CHARS,
+    deep_executor,
     encode_form,
     grammar_of,
     is_json,

@@ -8,7 +8,7 @@ from typing import Final
 
 from diptych_engine.scheduling.kv_groups import ONE_GROUP, KVGroups
 from diptych_frontend.model_files.model_source import ModelConfig
-from diptych_kv_transfer.memory.kv_group import KVGroup
+from diptych_kv_transfer.memory.layout import KVGroup
 
 MAX_GROUPS: Final = 8
 """A step prepares attention for each group. Gemma 3 has seven."""

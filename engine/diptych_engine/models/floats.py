@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from diptych_kernels.native.tile_layout import GROUP
@@ -18,15 +17,6 @@ class Floats:
     """[rows, columns] bfloat16, float16 or float8_e4m3fn."""
     scale: Tensor | None = None
     """[rows, columns / 32] float32."""
-
-    @classmethod
-    def exactly(cls, values: Tensor) -> Floats | None:
-        """Return [rows, columns] float32 in 16 bits; None if that would round a number."""
-        for dtype in (torch.bfloat16, torch.float16):
-            numbers = values.to(dtype)
-            if values.dim() == 2 and torch.equal(numbers.float(), values):
-                return cls(numbers)
-        return None
 
     def values(self) -> Tensor:
         """Return [rows, columns] float32."""

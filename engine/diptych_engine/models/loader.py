@@ -167,13 +167,10 @@ class Stored(Protocol):
 
     @property
     def is_packable(self) -> bool:
-        """Whether `part` returns something."""
+        """Whether `part` may return something else than floats of any type."""
 
-    def part(self) -> Part | None:
-        """Return what the file holds; None if that cannot be packed."""
-
-    def values(self) -> Tensor:
-        """Return floats of any type."""
+    def part(self) -> Part | Tensor:
+        """Return what the file holds; its values if that cannot be packed."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -198,14 +195,17 @@ class _FromGGUF:
     def _raw(self) -> NDArray[np.uint8]:
         return self.file[self.recipe.offset : self.recipe.offset + self.nbytes]
 
-    def part(self) -> Part | None:
+    def part(self) -> Part | Tensor:
         dtype = GGUF_FLOATS.get(self.recipe.type)
-        if dtype is None or not self.is_packable:
-            return read_groups(self._raw, self.recipe.type, self.shape)
-        return Floats(torch.from_numpy(np.array(self._raw)).view(dtype).view(self.shape))
-
-    def values(self) -> Tensor:
-        return _values(self._raw, self.recipe)
+        if dtype is not None and self.is_packable:
+            return Floats(torch.from_numpy(np.array(self._raw)).view(dtype).view(self.shape))
+        raw = self._raw
+        groups = read_groups(raw, self.recipe.type, self.shape)
+        if groups is not None:
+            return groups
+        values = dequantize(raw.reshape(*self.shape[:-1], -1), self.recipe.type)
+        # Unquantised values still lie in the read-only map; torch wants memory it may write to.
+        return torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
 
 
 class _Load:
@@ -226,6 +226,7 @@ class _Load:
             for names, packable in self._jobs.items()
             if packable is not None and self._may_pack(names)
         ]
+        self._filled: set[Names] = set()
         self._untold = {names: sum(self._table[x].nbytes for x in names) for names in self._jobs}
         self._progress, self._total, self._done = progress, sum(self._untold.values()), 0
 
@@ -236,7 +237,12 @@ class _Load:
             may_share = self._packable and self._on_cpu(self._packable[0])
             shared = self._shared(pool) if may_share else None
             if shared is not None:
-                usable = {name: own for name, own in shared.items() if own.is_usable}
+                # Another process may have packed them, with kernels that this one does not trust.
+                usable = {
+                    name: own
+                    for name, own in shared.items()
+                    if is_available(None if own.rounds else own.tiles.dtype)
+                }
                 packed = lambda names: usable.get(names[0])  # noqa: E731
             for names in pool.map(lambda names: self._load(names, packed), self._jobs):
                 self._tell(names)
@@ -283,54 +289,52 @@ class _Load:
         own = packed(names) if names in self._packable else None
         if packable is not None and own is not None:
             packable.linear.pack(own)
-            return names
-        if packable is not None:
-            packable.linear.unpack()
-        for name in names:
-            part = self._part(name, packable) if packable is not None and self._bits else None
-            values = self._table[name].values() if part is None else part.values()
-            fill(self._slots[name], values, name, reorder=self._reorder)
+        elif names not in self._filled:
+            self._fill(names, (self._part(name, packable) for name in names))
         return names
 
     def _pack(self, names: Names) -> PackedMatrix | None:
-        """A projection of these tensors; None if it cannot be packed."""
-        shares = []
-        packable = self._jobs[names]
-        for name in names:
-            part, slot = self._part(name, packable), self._slots[name]
-            own = None if part is None else share_of(part, slot, reorder=self._reorder)
-            if own is None:
-                return None
-            shares.append(own)
-        return None if packable is None else packed_beside(packable.linear.weight, shares)
+        """A projection of these tensors; None if it cannot be packed: it is filled instead, because
+        each byte is read once."""
+        packable, packed = self._jobs[names], None
+        parts = [self._part(name, packable) for name in names]
+        shares = [
+            share_of(part, self._slots[name], reorder=self._reorder)
+            for name, part in zip(names, parts, strict=True)
+            if not isinstance(part, Tensor)
+        ]
+        own = [each for each in shares if each is not None]
+        if packable is not None and len(own) == len(names):
+            packed = packed_beside(packable.linear.weight, own)
+        if packed is None:
+            self._fill(names, parts)
+        return packed
 
-    def _part(self, name: str, packable: Packable | None) -> Part | None:
+    def _fill(self, names: Names, parts: Iterable[Part | Tensor]) -> None:
+        packable = self._jobs[names]
+        if packable is not None:
+            packable.linear.unpack()
+        for name, part in zip(names, parts, strict=True):
+            fill(self._slots[name], _values(part), name, reorder=self._reorder)
+        self._filled.add(names)
+
+    def _part(self, name: str, packable: Packable | None) -> Part | Tensor:
         """What the file holds; or, where that is no levels, its values rounded if that was asked
         for."""
         part = self._table[name].part()
         if not self._bits or packable is None or isinstance(part, Groups):
             return part
-        if isinstance(part, Floats) and part.scale is None:
-            values = part.numbers  # each byte is read once
-        else:
-            values = self._table[name].values()
-        return rounded(values, max(self._bits, packable.least_bits)) or part
+        return rounded(_values(part), max(self._bits, packable.least_bits)) or part
 
     def _tell(self, names: Names) -> None:
         self._done += self._untold.pop(names, 0)
         self._progress(self._done, self._total)
 
 
-def pack(packable: Packable, bits: int | None) -> None:
-    """Pack a projection that is plain: rounded to levels of so many bits; or exactly, on a CPU, if
-    16 bits hold all of its numbers."""
+def pack(packable: Packable, bits: int) -> None:
+    """Pack a projection that is plain, rounded to levels of so many bits."""
     linear = packable.linear
-    if linear.packed is not None:
-        return
-    values = linear.weight.t()
-    part: Part | None = rounded(values, max(bits, packable.least_bits)) if bits else None
-    if part is None and values.dtype is torch.float32:
-        part = Floats.exactly(values)
+    part = rounded(linear.weight.t(), max(bits, packable.least_bits))
     packed = None if part is None else packed_beside(linear.weight, [part])
     if packed is not None:
         linear.pack(packed)
@@ -364,15 +368,11 @@ def published_name(name: str, family: FamilySpec) -> str:
     return (whole or f"{known}.{kind}").replace(".N.", f".{layer}.")
 
 
-def _values(raw: NDArray[np.uint8], tensor: GGUFTensor) -> Tensor:
-    """The values of a tensor, float32, whatever type the file holds."""
-    groups = read_groups(raw, tensor.type, tensor.shape)
-    if groups is not None:
-        return groups.values()
-    rows = raw.reshape(*tensor.shape[:-1], -1)
-    values = dequantize(rows, tensor.type)
-    # Unquantised values still lie in the read-only map; torch wants memory it may write to.
-    return torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
+def _values(part: Part | Tensor) -> Tensor:
+    """Floats of any type."""
+    if isinstance(part, Floats) and part.scale is None:
+        return part.numbers
+    return part if isinstance(part, Tensor) else part.values()
 
 
 def _opened_safetensors(
@@ -421,22 +421,49 @@ def _fill_randomly(
         else:
             values = torch.randn(slot.shape, generator=generator)
             slot.target.copy_(slot.share_of(values).mul_(DUMMY_SCALE))
-        if own is not None and name == own.published[-1]:
+        if own is not None and bits and name == own.published[-1]:
             pack(own, bits)
         done += slot.target.nbytes
         progress(done, total)
 
 
-def fill(slot: WeightSlot, values: Tensor, name: str, *, reorder: bool) -> None:
+def fill(
+    slot: WeightSlot,
+    values: Tensor,
+    name: str,
+    *,
+    reorder: bool,
+    packable: Packable | None = None,
+    bits: int | None = None,
+) -> None:
     """Copy a published tensor to its place. Raises `InvalidRequestError` for the wrong shape.
 
     reorder: rotated pairs are half a head apart in `values`.
+    packable: the projection that the place is a part of. If that is packed, so are the new rows, as
+    its own are; if it is plain, they are rounded to levels of so many `bits`. Others stay as they
+    are.
     """
     _require_shape(slot, values.shape, name)
     values = slot.share_of(values)
     if reorder:
         values = interleave_pairs(values, slot)
-    slot.target.copy_(values.float() + slot.added if slot.added else values)
+    if packable is None:
+        slot.target.copy_(values.float() + slot.added if slot.added else values)
+        return
+    linear = packable.linear
+    is_fused = slot.target.stride() == linear.weight.stride()
+    rows = values.t() if is_fused else values
+    if linear.packed is not None:
+        weight, target = linear.weight, slot.target
+        start = (target.storage_offset() - weight.storage_offset()) // weight.stride(1)
+        packed = linear.packed.with_rows(start, rows)
+        if packed is not None:
+            linear.pack(packed)
+            return
+        linear.unpack()
+    part = rounded(rows, max(bits, packable.least_bits)) if bits else None
+    rows = rows if part is None else part.values()
+    slot.target.copy_(rows.t() if is_fused else rows)
 
 
 def _require_shape(slot: WeightSlot, shape: tuple[int, ...], name: str) -> None:

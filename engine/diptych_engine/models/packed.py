@@ -10,11 +10,14 @@ from torch import Tensor
 
 from diptych_engine.models.floats import Floats
 from diptych_engine.models.groups import Groups
+from diptych_engine.models.rounding import like_tiles
 from diptych_kernels.native.tile_layout import SPANS
 from diptych_kernels.packed_product import (
     TILE_ROWS,
+    gpu_tiles,
     is_available,
     kind_for,
+    kind_of,
     packed_product,
     rows_of,
     to_float_tiles,
@@ -55,10 +58,15 @@ class PackedMatrix:
     def num_rows(self) -> int:
         return self.tiles.shape[0] * TILE_ROWS
 
-    @property
-    def is_usable(self) -> bool:
-        """Whether this process trusts the kernels: another one may have packed it."""
-        return is_available(None if self.rounds else self.tiles.dtype)
+    def with_rows(self, start: int, values: Tensor) -> PackedMatrix | None:
+        """The same with other rows [n, in] from one on, which are rounded to such tiles as these
+        are. None if they divide tiles, or those cannot hold them."""
+        part = like_tiles(values, kind_of(self.tiles) if self.rounds else self.tiles.dtype)
+        new = None if part is None else PackedMatrix.of([part])
+        first, last = (row // TILE_ROWS for row in (start, start + len(values)))
+        if new is None or start % TILE_ROWS:
+            return None
+        return PackedMatrix(torch.cat([self.tiles[:first], new.tiles, self.tiles[last:]]))
 
     def values(self) -> Tensor:
         """Return [out, in] floats."""
@@ -116,6 +124,14 @@ class GpuMatrix(PackedMatrix):
     @property
     def num_rows(self) -> int:
         return self.tiles.shape[1]
+
+    def with_rows(self, start: int, values: Tensor) -> GpuMatrix | None:
+        kind = gpu_tiles.bits_of(self.tiles) if self.rounds else self.tiles.dtype
+        part = like_tiles(values.to(self.tiles.device), kind)
+        new = None if part is None else GpuMatrix.beside(self.weight, [part])
+        if new is None:
+            return None
+        return GpuMatrix(gpu_tiles.with_rows(self.tiles, start, new.tiles), self.weight)
 
     def values(self) -> Tensor:
         out = self.weight.new_empty(self.weight.shape[::-1])

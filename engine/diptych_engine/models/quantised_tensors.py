@@ -11,7 +11,7 @@ Layouts: AutoAWQ's `gemm`, AutoGPTQ's and GPTQModel's, compressed-tensors' `pack
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from diptych_engine.models.floats import Floats
 from diptych_engine.models.groups import Groups
-from diptych_engine.models.stored_parts import WHOLE, Piece, StoredTensor
+from diptych_engine.models.stored_parts import WHOLE, Piece, ReadOnce, StoredTensor
 from diptych_frontend.model_files.quantization import Quantization
 from diptych_kernels.native.tile_layout import GROUP
 from diptych_protocol import InvalidRequestError
@@ -106,6 +106,7 @@ class QuantisedTensor:
     """By the ends of their names."""
     piece: Piece = WHOLE
     """Which of the rows."""
+    whole: ReadOnce = field(default_factory=ReadOnce)
 
     @property
     def recipe(self) -> object:
@@ -135,6 +136,8 @@ class QuantisedTensor:
             known = ("F8_E4M3",) if is_fp8 else TYPES[end]
             if part.dtype not in known:
                 raise self._unusable(end, f"has the type {part.dtype}, not {' or '.join(known)}")
+        if self.quantization.needs:
+            self._stored(self.quantization.needs)
         if self._is_float:
             rows, columns = self._sizes("weight")
             scale = self._scale_end
@@ -148,24 +151,26 @@ class QuantisedTensor:
         return self._shape_of_compressed()
 
     def at(self, piece: Piece) -> QuantisedTensor:
+        self.whole.expect(self.module)
         return replace(self, piece=piece)
 
-    def values(self) -> Tensor:
-        if self._is_float:
-            return self.piece.of(self._read("weight").float().mul_(self._scale_for(1)))
-        return self.piece.of(self._levels().values())
+    def part(self) -> Floats | Groups | Tensor:
+        whole = self.whole.get(self.module, self._whole)
+        if isinstance(whole, Tensor):
+            return self.piece.of(whole)
+        if not self.piece.index:
+            return whole
+        return whole.rows(self.piece.of(torch.arange(self.whole_shape[0])))
 
-    def part(self) -> Floats | Groups | None:
-        if not self.is_packable:
-            return None
-        own: Floats | Groups | None
-        if self._is_float:
-            own = Floats(self._read("weight"), self._scale_for(GROUP))
-        else:
-            own = self._levels().groups()
-        if own is None or not self.piece.index:
-            return own
-        return own.rows(self.piece.of(torch.arange(self.whole_shape[0])))
+    def _whole(self) -> Floats | Groups | Tensor:
+        """With all its rows; float32 if it cannot be packed."""
+        if not self._is_float:
+            levels = self._levels()
+            groups = levels.groups() if self.is_packable else None
+            return levels.values() if groups is None else groups
+        if self.is_packable:
+            return Floats(self._read("weight"), self._scale_for(GROUP))
+        return self._read("weight").float().mul_(self._scale_for(1))
 
     # --- 8-bit floats -------------------------------------------------------------------------
 
@@ -201,8 +206,7 @@ class QuantisedTensor:
         is_awq = self.quantization.method == "awq"
         columns, rows = (high, wide * of_word) if is_awq else (high * of_word, wide)
         groups, _ = self._sizes("scales")
-        if not groups or (columns % groups and "g_idx" not in self.parts):
-            raise self._unusable("scales", f"has {groups} groups for {columns} inputs")
+        self._expect_groups("scales", groups, columns, may_cut="g_idx" in self.parts)
         self._expect("scales", (groups, rows))
         self._expect("qzeros", (groups, -(-rows // of_word)))
         if "g_idx" in self.parts:
@@ -224,8 +228,7 @@ class QuantisedTensor:
                 self._expect("weight_zero_point", *ONE)
             return rows, columns
         _, groups = self._sizes("weight_scale")
-        if not groups or columns % groups:
-            raise self._unusable("weight_scale", f"has {groups} groups for {columns} inputs")
+        self._expect_groups("weight_scale", groups, columns)
         self._expect("weight_scale", (rows, groups))
         if "weight_zero_point" in self.parts:
             high = -(-rows * self.quantization.bits // WORD) if packs else rows
@@ -315,6 +318,14 @@ class QuantisedTensor:
         if found not in shapes:
             known = " or ".join(str(list(shape)) for shape in shapes)
             raise self._unusable(end, f"has the shape {list(found)}, not {known}")
+
+    def _expect_groups(self, end: str, groups: int, columns: int, *, may_cut: bool = False) -> None:
+        """may_cut: the last group may have fewer columns than the others."""
+        size = self.quantization.group
+        wanted = -(-columns // size) if size > 0 else 1 if size else groups
+        if not groups or groups != wanted or (columns % groups and not may_cut):
+            said = f", and config.json says {size} inputs a group" if size > 0 else ""
+            raise self._unusable(end, f"has {groups} groups for {columns} inputs{said}")
 
     def _unusable(self, end: str, what: str) -> InvalidRequestError:
         return InvalidRequestError(

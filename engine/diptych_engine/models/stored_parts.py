@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Final, Protocol, Self, TypeVar
@@ -73,6 +74,29 @@ class Piece:
 
 
 WHOLE: Final = Piece("")
+Read = TypeVar("Read")
+
+
+class ReadOnce:
+    """What several pieces of a stored tensor are made of: kept from the first to the last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._awaited: dict[object, int] = {}
+        self._read: dict[object, Any] = {}
+
+    def expect(self, key: object) -> None:
+        """Count a piece that will want it."""
+        self._awaited[key] = self._awaited.get(key, 0) + 1
+
+    def get(self, key: object, read: Callable[[], Read]) -> Read:
+        """Return what `read` does."""
+        with self._lock:
+            found: Read = self._read.pop(key) if key in self._read else read()
+            self._awaited[key] = self._awaited.get(key, 0) - 1
+            if self._awaited[key] > 0:
+                self._read[key] = found
+            return found
 
 
 class Divisible(Protocol):
@@ -124,8 +148,8 @@ class StoredTensor:
         shape = self.shape
         return self.dtype in PACKABLE and len(shape) == 2 and shape[1] % GROUP == 0
 
-    def part(self) -> Floats | None:
-        return Floats(self.values()) if self.is_packable else None
+    def part(self) -> Floats | Tensor:
+        return Floats(self.values()) if self.is_packable else self.values()
 
     def at(self, piece: Piece) -> Self:
         return replace(self, piece=piece)
@@ -142,6 +166,7 @@ class StoredMxfp4(StoredTensor):
     [experts, in, out]."""
 
     scales: StoredTensor | None = None
+    experts: ReadOnce = field(default_factory=ReadOnce)
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -156,14 +181,22 @@ class StoredMxfp4(StoredTensor):
     def is_packable(self) -> bool:
         return False
 
+    def at(self, piece: Piece) -> Self:
+        self.experts.expect(piece.index[0])
+        return replace(self, piece=piece)
+
     def values(self) -> Tensor:
         expert, *inside = self.piece.index
+        dense = self.experts.get(expert, lambda: self._dense(expert))
+        return Piece(self.name, tuple(inside), self.piece.transposed).of(dense).contiguous()
+
+    def _dense(self, expert: int | slice) -> Tensor:
+        """[in, out] of one expert."""
         blocks = self.file.get_slice(f"{self.name}{BLOCKS}")[expert]
         powers = (self.scales or self).file.get_slice(f"{self.name}{SCALES}")[expert]
         pairs = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
         values = torch.tensor(E2M1)[pairs.int()]
-        dense = torch.ldexp(values, powers.int()[..., None] - 127).flatten(1).t()
-        return Piece(self.name, tuple(inside), self.piece.transposed).of(dense).contiguous()
+        return torch.ldexp(values, powers.int()[..., None] - 127).flatten(1).t()
 
 
 def open_safetensors(folder: Path, stack: ExitStack) -> dict[str, StoredTensor]:

@@ -99,3 +99,25 @@ def join_group(group: SumGroup) -> SumGroup:
     except RuntimeError as exc:
         raise EngineDeadError(f"the cores in lock-step do not find each other: {exc}") from exc
     return group
+
+
+class LockstepPeers:
+    """One engine among them. All have to ask before each step whether to continue."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Raises `InvalidRequestError` if the configuration does not say where they meet."""
+        self.group = group_of(config)
+
+    def join(self) -> None:
+        """Wait for the other engines. Raises what `join_group` raises."""
+        join_group(self.group)
+
+    def any_unfinished(self, own: bool) -> bool:
+        """Whether some engine has work, including this one (`own`).
+
+        Raises `EngineDeadError` when one of them is gone.
+        """
+        try:
+            return self.group.any(own)
+        except RuntimeError as exc:
+            raise EngineDeadError(f"the group in lock-step broke: {exc}") from exc

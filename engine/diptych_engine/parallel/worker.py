@@ -35,7 +35,7 @@ from diptych_engine.parallel.steps import (
     step_decoder,
 )
 from diptych_frontend.model_files.model_source import resolve_model
-from diptych_frontend.observability.logs import setup_logging
+from diptych_frontend.program import setup_logging
 from diptych_protocol import EngineConfig, InvalidRequestError
 from diptych_protocol.threads import resolve_struct_types
 

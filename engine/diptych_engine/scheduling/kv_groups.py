@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from diptych_kv_transfer.memory.kv_group import KVGroup
+from diptych_kv_transfer.memory.layout import KVGroup
 
 NULL_BLOCK: Final = -1
 """Stands for a block that no token attends to any more."""

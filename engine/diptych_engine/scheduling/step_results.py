@@ -47,7 +47,8 @@ def apply_results(
         if share.guess is None:
             known = start
         elif not _was_right(share, result.token_ids[position], start - known - 1, stats):
-            request.account.served += OUTPUT_WEIGHT  # it took as much as the token that it is not
+            request.account.served += OUTPUT_WEIGHT
+            outputs[-1].output.num_wrong_guesses += 1
             continue
         end = start + share.num_tokens
         if start < request.num_prompt_tokens:

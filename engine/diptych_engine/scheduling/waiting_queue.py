@@ -4,7 +4,6 @@ it."""
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -128,16 +127,39 @@ class FairQueue:
         return sorted(self._lanes.values(), key=lambda lane: self._order(lane.peek()))
 
 
-class FcfsQueue:
+class _Lane:
+    """The part of a queue that is the same in any order.
+
+    It is a list rather than a heap or a deque. The admission limit bounds it, so an insertion moves
+    a few kilobytes, and it can be read in order and from its end.
+    """
+
+    def __init__(self) -> None:
+        self._requests: list[Request] = []
+
+    def peek(self) -> Request:
+        return self._requests[0]
+
+    def pop(self) -> Request:
+        return self._requests.pop(0)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def __reversed__(self) -> Iterator[Request]:
+        return reversed(self._requests)
+
+
+class FcfsQueue(_Lane):
     """First come, first served. A request that was served before comes first again.
 
     A request with a deadline goes before those at the end of the queue that are due later, but not
     before one without a deadline. So if all have deadlines, they are served by them, and a request
     that arrived after another was due never overtakes it.
     """
-
-    def __init__(self) -> None:
-        self._requests: deque[Request] = deque()
 
     def push(self, request: Request) -> None:
         if not request.deadline_s:
@@ -151,36 +173,14 @@ class FcfsQueue:
         self._requests.insert(at, request)
 
     def push_front(self, request: Request) -> None:
-        self._requests.appendleft(request)
-
-    def peek(self) -> Request:
-        return self._requests[0]
-
-    def pop(self) -> Request:
-        return self._requests.popleft()
+        self._requests.insert(0, request)
 
     def remove(self, request: Request) -> None:
         self._requests.remove(request)
 
-    def __len__(self) -> int:
-        return len(self._requests)
 
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
-
-    def __reversed__(self) -> Iterator[Request]:
-        return reversed(self._requests)
-
-
-class PriorityQueue:
-    """Lower priorities first; equal ones by when they are due, even if some were served before.
-
-    It is a sorted list rather than a heap. The admission limit bounds it, so an insertion moves a
-    few kilobytes, and it can be read in order and from its end.
-    """
-
-    def __init__(self) -> None:
-        self._requests: list[Request] = []
+class PriorityQueue(_Lane):
+    """Lower priorities first; equal ones by when they are due, even if some were served before."""
 
     def push(self, request: Request) -> None:
         insort(self._requests, request, key=turn)
@@ -188,26 +188,11 @@ class PriorityQueue:
     def push_front(self, request: Request) -> None:
         self.push(request)
 
-    def peek(self) -> Request:
-        return self._requests[0]
-
-    def pop(self) -> Request:
-        return self._requests.pop(0)
-
     def remove(self, request: Request) -> None:
         index = bisect_left(self._requests, turn(request), key=turn)
         if index == len(self._requests) or self._requests[index] is not request:
             raise ValueError(f"request {request.request_id} does not wait")
         del self._requests[index]
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
-
-    def __reversed__(self) -> Iterator[Request]:
-        return reversed(self._requests)
 
 
 def turn(request: Request) -> tuple[int, float, str]:

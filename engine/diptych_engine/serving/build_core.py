@@ -9,7 +9,6 @@ from diptych_engine.control.controls import Controls
 from diptych_engine.control.core import EngineCore
 from diptych_engine.control.image_intake import ImageIntake
 from diptych_engine.control.weight_calls import WeightCalls
-from diptych_engine.control.worker_calls import WorkerCalls
 from diptych_engine.execution.grammar_compiler import GrammarCompiler
 from diptych_engine.execution.processor import keep_freed_memory
 from diptych_engine.execution.runner import ModelRunner
@@ -160,5 +159,5 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
         loras.add_lora(adapter)
     controls = Controls(core)
     weights = WeightCalls(core, controls.forget_everything)
-    core.offer(*controls.calls, *loras.calls, *weights.calls, WorkerCalls(core).collective_rpc)
+    core.offer(*controls.calls, *loras.calls, *weights.calls)
     return core

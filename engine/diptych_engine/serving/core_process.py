@@ -25,7 +25,7 @@ from diptych_engine.serving.build_core import build_core
 from diptych_engine.serving.core_server import CoreServer
 from diptych_engine.serving.lockstep import LockstepServer
 from diptych_frontend.core_client.curve import read_keys
-from diptych_frontend.observability.logs import setup_logging
+from diptych_frontend.program import setup_logging
 from diptych_protocol import (
     UNREADABLE,
     CurveKeys,

@@ -27,9 +27,8 @@ from diptych_engine.control.shutdown import Shutdown
 from diptych_engine.scheduling.request import Pending, StepPlan
 from diptych_engine.serving.heartbeat_sender import HeartbeatSender
 from diptych_frontend.core_client.client import receive_frames
-from diptych_frontend.core_client.core_socket import bind_core_socket
+from diptych_frontend.core_client.core_socket import Farewell, bind_core_socket
 from diptych_frontend.core_client.curve import CurveGate
-from diptych_frontend.core_client.farewell import Farewell
 from diptych_frontend.core_client.prefix_news import PrefixNews
 from diptych_protocol import (
     UNREADABLE,

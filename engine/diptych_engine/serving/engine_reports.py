@@ -16,7 +16,6 @@ from diptych_protocol import (
     EngineCoreOutputs,
     EngineDescription,
     InvalidRequestError,
-    PauseMode,
     SchedulerStats,
 )
 from diptych_protocol.errors import NotKeptError
@@ -77,16 +76,6 @@ class EngineReports(EngineControls):
         if now - self._last_log_time >= log_interval_s():
             self.do_log_stats()
             self._last_log_time = now
-
-    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        super().sleep(level, mode)
-        if self.logger_manager is not None:
-            self.logger_manager.record_sleep_state(1, level)
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        super().wake_up(tags)
-        if self.logger_manager is not None:
-            self.logger_manager.record_sleep_state(0, 0)
 
     def _record(self, message: EngineCoreOutputs, stopped: Sequence[str]) -> None:
         """Tell the tracer and the receivers of statistics what came."""

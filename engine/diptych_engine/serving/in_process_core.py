@@ -12,6 +12,7 @@ from typing import Any
 
 from diptych_engine.control.core import EngineCore
 from diptych_engine.serving.build_core import build_core
+from diptych_frontend.core_client.sync_client import OUTPUT_WAIT_S
 from diptych_protocol import (
     ClientClosedError,
     EngineConfig,
@@ -27,7 +28,6 @@ from diptych_protocol.as_sent import encode_call
 
 CLIENT = b""
 """The only client of such a core."""
-OUTPUT_WAIT_S = 1.0
 
 
 class InProcessCore:

@@ -48,7 +48,7 @@ from diptych_protocol.engine_client import ADD_ORDER, by_name, spelled_out
 from diptych_protocol.errors import AbsentError
 
 if TYPE_CHECKING:
-    from diptych_engine.serving.lockstep_peers import LockstepPeers
+    from diptych_engine.parallel.group import LockstepPeers
     from diptych_frontend.observability.request_tracer import RequestTracer
 
 
@@ -220,12 +220,11 @@ class LLMEngine(EngineReports):
         self.input_processor.assign_request_id(request)
         if not isinstance(prompt, EngineCoreRequest):
             prompt_text = text_of(prompt)
-        parent, parts = fan_out(request)
+        parent, parts, collector = fan_out(request)
         kind = getattr(request.params, "output_kind", RequestOutputKind.FINAL_ONLY)
         facts = RequestFacts(
             len(request.prompt_token_ids or ()), deltas=kind is RequestOutputKind.DELTA
         )
-        collector = Collector[Any]([part.request_id for part in parts])
         token_ids = request.prompt_token_ids or []
         external_id = request.shown_id
         opened = _Open(external_id, prompt_text, token_ids, collector, facts)
@@ -265,7 +264,7 @@ class LLMEngine(EngineReports):
 
     def get_num_unfinished_requests(self) -> int:
         """Return the number of unfinished requests; one with n answers counts n times."""
-        return self.output_processor.num_unfinished
+        return len(self.output_processor.answers)
 
     def has_unfinished_requests(self) -> bool:
         """Whether to call `step`: in lock-step, because any engine has work."""
@@ -357,7 +356,10 @@ class LLMEngine(EngineReports):
     def control(self, call: ControlCall[Any]) -> Any:
         if call.forgets_images:
             self.renderer.clear_mm_cache()
-        return super().control(call)
+        answer = super().control(call)
+        if self.logger_manager is not None:
+            self.logger_manager.carried_out(call)
+        return answer
 
     def call_core(self, method: str, *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         return self.engine_core.call(method, *args, timeout_s=timeout_s)

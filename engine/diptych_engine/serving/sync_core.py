@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, Protocol
 
-from diptych_frontend.core_client.launcher import CoreProcess
+from diptych_frontend.core_client.launcher import START_TIMEOUT_S, CoreProcess
 from diptych_frontend.core_client.sync_client import SyncCoreClient
 from diptych_protocol import (
     EngineConfig,
@@ -17,11 +17,10 @@ from diptych_protocol import (
 )
 
 if TYPE_CHECKING:
-    from diptych_engine.serving.lockstep_peers import LockstepPeers
+    from diptych_engine.parallel.group import LockstepPeers
 
 MULTIPROCESSING = "DIPTYCH_ENABLE_MULTIPROCESSING"
 """Environment variable: `1` gives every engine's core a process of its own."""
-START_TIMEOUT_S = 600.0
 
 
 class SyncCore(Protocol):
@@ -58,7 +57,7 @@ def lockstep_peers_of(config: EngineConfig, in_process_of_its_own: bool) -> Lock
         raise InvalidRequestError(
             "an LLMEngine in lock-step has its core in its own process", param="multiprocess_mode"
         )
-    from diptych_engine.serving.lockstep_peers import LockstepPeers
+    from diptych_engine.parallel.group import LockstepPeers
 
     return LockstepPeers(config)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from diptych_engine.models.interface import CausalLM, Packable, WeightSlot
-from diptych_engine.models.loader import fill, is_redundant, pack
+from diptych_engine.models.loader import fill, is_redundant
 from diptych_engine.models.stored_parts import Piece, pieces_of, published_names
 from diptych_engine.models.wire_arrays import as_tensor
 from diptych_engine.weights.trainer import TensorHeaders, TrainerAddress, WeightGroup
@@ -71,8 +71,7 @@ class WeightReceiver:
     ) -> None:
         """Replace some tensors, with arrays or with what the trainer's group sends next.
 
-        A packed projection is unpacked for it, and packed again if that is exact, or the first
-        weights were rounded, too.
+        What is packed stays so, if tiles of its kind can hold the new values.
 
         Raises `InvalidRequestError` before anything is changed, or `DiptychError`, perhaps after
         some changes.
@@ -95,19 +94,13 @@ class WeightReceiver:
             for name, dtype, shape in zip(names, headers.dtypes, headers.shapes, strict=True)
         ]
         owners = {each.linear.weight.untyped_storage(): each for each in self._packables}
-        now: Packable | None = None
         for name, pieces, value in zip(names, places, stream, strict=True):
             for piece in pieces:
                 slot = slots[piece.name]
-                own = owners.get(slot.target.untyped_storage())
-                if now is not None and own is not now:  # only one is unpacked at a time
-                    pack(now, self._bits)
-                now = own
-                if now is not None:
-                    now.linear.unpack()
-                fill(slot, piece.of(value), name, reorder=is_checkpoint_format)
-        if now is not None:
-            pack(now, self._bits)
+                fill(
+                    slot, piece.of(value), name, reorder=is_checkpoint_format,
+                    packable=owners.get(slot.target.untyped_storage()), bits=self._bits,
+                )  # fmt: skip
 
     def _slots(self, is_checkpoint_format: bool) -> Mapping[str, WeightSlot]:
         return self._model.slots if is_checkpoint_format else self._model.fused_slots

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from diptych_frontend.openai.asgi import BodyReader, Boundary
+from diptych_frontend.openai.asgi import BodyReader, Boundary, unknown_path
 from diptych_frontend.openai.exchange import decode_json, exchange_of
 from diptych_protocol import InvalidRequestError
 from diptych_protocol.admin import ADMIN_TOKEN_FILE, PREVIOUS_ADMIN_TOKEN_FILE
@@ -34,7 +34,7 @@ def build_admin_app(keys_dir: Path, routes: Sequence[BaseRoute]) -> ASGIApp:
 
     Errors have the form of the OpenAI API.
     """
-    router = Router(list(routes), redirect_slashes=False, default=_unknown_path)
+    router = Router(list(routes), redirect_slashes=False, default=unknown_path)
     app: ASGIApp = BodyReader(router, MAX_BODY_BYTES)
     app = AdminToken(app, keys_dir)
     return Boundary(app, on_answer=_count_nothing, access_log="off")
@@ -96,7 +96,3 @@ class AdminToken:
 
 def _count_nothing(route: str, status: int, tenant: str, ignored: int) -> None:
     """The admin port is not part of the server's metrics."""
-
-
-async def _unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
-    raise InvalidRequestError(f"no such path: {scope['path'][:200]}", status=404, code="not_found")

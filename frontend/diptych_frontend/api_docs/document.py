@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Any, Final, get_args
+from typing import Final, get_args
 
 import msgspec
 
 from diptych_frontend.anthropic import api_types as anthropic
-from diptych_frontend.api_docs.narrowing import narrow
+from diptych_frontend.api_docs.narrowing import Schema, narrow
 from diptych_frontend.api_docs.operations import OPERATIONS, Kind, Operation
 from diptych_frontend.responses_api import api_types as responses
 from diptych_protocol import StructuredOutputsParams
@@ -30,8 +30,6 @@ PARTS: Final = (
 """Parts of requests for which the server's checks require more than their types do."""
 ITEMS: Final[tuple[Kind, ...]] = get_args(responses.Item)
 """The possible items in the input of a response."""
-
-Schema = dict[str, Any]
 
 
 def openapi_document() -> Schema:

@@ -8,16 +8,15 @@ import hashlib
 from collections.abc import Iterator
 from functools import cache
 from html import escape
-from typing import Any, Final
+from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from diptych_frontend.api_docs.document import openapi_document
+from diptych_frontend.api_docs.narrowing import Schema
 from diptych_frontend.openai.responses import encode
-
-Schema = dict[str, Any]
 
 STYLE: Final = """
 :root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif; }

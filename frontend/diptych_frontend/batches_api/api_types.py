@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, get_args
+from typing import Annotated, Final, Literal
 
 import msgspec
 
 from diptych_frontend.batches_api.usage import BatchUsage
+from diptych_frontend.openai.api_types import MAX_METADATA, MetadataText
 
 Endpoint = Literal[
     "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"
 ]  # fmt: skip
-ENDPOINTS: Final[tuple[str, ...]] = get_args(Endpoint)
 """The paths that the lines of a batch may name."""
 Status = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling",
@@ -24,7 +24,6 @@ KEPT_S: Final = 30 * 24 * 3600
 LEAST_KEPT_S: Final = 3600
 
 MetadataKey = Annotated[str, msgspec.Meta(max_length=64)]
-MetadataText = Annotated[str, msgspec.Meta(max_length=512)]
 
 
 class FileObject(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +85,9 @@ class BatchRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     input_file_id: Annotated[str, msgspec.Meta(max_length=64)]
     endpoint: Endpoint
     completion_window: Literal["24h"]
-    metadata: Annotated[dict[MetadataKey, MetadataText], msgspec.Meta(max_length=16)] | None = None
+    metadata: (
+        Annotated[dict[MetadataKey, MetadataText], msgspec.Meta(max_length=MAX_METADATA)] | None
+    ) = None
     output_expires_after: ExpiresAfter | None = None
 
 

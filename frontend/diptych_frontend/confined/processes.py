@@ -1,14 +1,22 @@
-"""The owner's side of processes that work on untrusted content."""
+"""Processes that work on untrusted content: the messages, the inside, and the owner's side.
+
+A message has a head in msgpack and a body of raw bytes.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import resource
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from threading import BoundedSemaphore, Lock, Thread
 from typing import Final
 
@@ -18,14 +26,137 @@ from diptych_frontend.confined.cancellation import (
     current_cancellation,
     in_haste,
 )
-from diptych_frontend.confined.child import ANSWER_TOO_LARGE, OUT_OF_MEMORY, WorkBounds
-from diptych_frontend.confined.frames import (
-    ConnectionEndedError,
-    has_come,
-    receive_frame,
-    send_frame,
-)
 from diptych_protocol import EngineOverloadedError
+
+# --- messages ---------------------------------------------------------------------------------
+
+LENGTHS: Final = struct.Struct("<II")
+
+
+class ConnectionEndedError(Exception):
+    """The other end is gone."""
+
+
+def send_frame(
+    connection: socket.socket, head: bytes, body: bytes | memoryview, due: float
+) -> None:
+    """Send a message. Raises `ConnectionEndedError`, and `TimeoutError` after `due` (monotonic)."""
+    try:
+        for part in (LENGTHS.pack(len(head), len(body)) + head, body):
+            connection.settimeout(_left(due))
+            connection.sendall(part)
+    except TimeoutError:
+        raise
+    except OSError as exc:
+        raise ConnectionEndedError from exc
+
+
+def receive_frame(
+    connection: socket.socket, max_bytes: int, due: float
+) -> tuple[bytearray, bytearray]:
+    """Receive head and body. Raises as `send_frame`, and `ConnectionEndedError` for a message of
+    more than `max_bytes`."""
+    lengths = LENGTHS.unpack(_received(connection, LENGTHS.size, due))
+    if sum(lengths) > max_bytes:
+        raise ConnectionEndedError(f"a message of {sum(lengths)} bytes")
+    head = _received(connection, lengths[0], due)
+    return head, _received(connection, lengths[1], due)
+
+
+def has_come(connection: socket.socket, seconds: float) -> bool:
+    """Whether a part of a message, or the end of the connection, arrives within that time."""
+    connection.settimeout(seconds)
+    try:
+        connection.recv(1, socket.MSG_PEEK)
+    except (BlockingIOError, TimeoutError):
+        return False
+    except OSError:
+        return True  # whoever reads it sees the same
+    return True
+
+
+def _received(connection: socket.socket, length: int, due: float) -> bytearray:
+    received = bytearray(length)
+    view = memoryview(received)
+    while view:
+        connection.settimeout(_left(due))
+        try:
+            count = connection.recv_into(view)
+        except TimeoutError:
+            raise
+        except OSError as exc:
+            raise ConnectionEndedError from exc
+        if not count:
+            raise ConnectionEndedError
+        view = view[count:]
+    return received
+
+
+def _left(due: float) -> float:
+    left = due - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+# --- inside a process -------------------------------------------------------------------------
+
+OUT_OF_MEMORY: Final = 77
+"""Exit status of a process whose work exceeded its memory."""
+ANSWER_TOO_LARGE: Final = 78
+"""Exit status of a process whose answer exceeded the size of a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkBounds:
+    """The limits of one piece of work."""
+
+    memory_bytes: int
+    """Address space beyond what the process uses when it begins to serve."""
+    seconds: int
+    message_bytes: int
+    """The most bytes of a question, and of an answer."""
+    idle_seconds: int
+    """A process without a question for this long ends."""
+
+    def as_argument(self) -> str:
+        """The limits as the process's only argument."""
+        return json.dumps(asdict(self))
+
+
+def serve(work: Callable[[bytearray, bytearray], tuple[bytes, memoryview]]) -> None:
+    """Answer questions over standard input, a socket, until its other end is closed.
+
+    A piece of work that exceeds its limits ends the process. Its owner learns the cause from the
+    exit status, and starts another process. The time limit is enforced here as well as by the
+    owner, so that a process whose owner was killed ends too.
+    """
+    bounds = WorkBounds(**json.loads(sys.argv[1]))
+    connection = socket.socket(fileno=os.dup(0))
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()  # noqa: SIM115
+    limit = used + bounds.memory_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    while True:
+        try:
+            idle_until = time.monotonic() + bounds.idle_seconds
+            asked = receive_frame(connection, bounds.message_bytes, idle_until)
+        except (ConnectionEndedError, TimeoutError):
+            return
+        signal.alarm(bounds.seconds)  # its default action ends a process that is in C code, too
+        try:
+            head, body = work(*asked)
+            if len(head) + len(body) > bounds.message_bytes:
+                os._exit(ANSWER_TOO_LARGE)
+            send_frame(connection, head, body, time.monotonic() + bounds.seconds)
+        except MemoryError:
+            os._exit(OUT_OF_MEMORY)
+        except (ConnectionEndedError, TimeoutError):
+            raise SystemExit(1) from None
+        signal.alarm(0)
+
+
+# --- the owner's side -------------------------------------------------------------------------
 
 PROCESSES: Final = 2
 """The most processes for one kind of work, beside one whose hurried answer is late. They start with
@@ -114,7 +245,8 @@ class ConfinedWork:
         """Asks a process that waits for work. If its answer is late, it is not asked again before
         that has come, and until then nobody else in haste waits for anything."""
         with self._lock:
-            self._reclaim()
+            if self._late:
+                self._reclaim()
             if self._late or not self._idle or len(head) + len(body) > AT_ONCE_BYTES:
                 raise NotAtOnceError
             process = self._idle.pop()

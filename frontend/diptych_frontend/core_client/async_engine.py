@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 import logging
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, Final, Protocol, Unpack
 
 from diptych_frontend.model_files.model_config import ModelConfig
 from diptych_frontend.observability.stat_loggers import log_stats
@@ -60,6 +60,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+MANY_TOKENS: Final = 1 << 12
+"""A prompt with more tokens or characters is not checked on the event loop."""
+
+
 class Told(Protocol):
     """Facts about a request besides its answer."""
 
@@ -103,6 +107,14 @@ class AsyncEngine(EngineClient):
 
     async def _connect(self) -> None:
         """Called before each request: whoever starts with the first one does it here."""
+
+    def _prepare(self, process: Callable[[], EngineCoreRequest]) -> EngineCoreRequest:
+        """Make a request whose making takes long, in a thread. A subclass may do further work."""
+        return process()
+
+    def _check_tenant(self, tenant: str, num_requests: int) -> None:
+        """Raise `EngineOverloadedError` if a tenant may not have so many more requests open, though
+        there is room. A subclass may see to it that one tenant leaves room for others."""
 
     @abstractmethod
     def _submit(self, request: EngineCoreRequest, leader: str | None = None) -> None:
@@ -167,11 +179,13 @@ class AsyncEngine(EngineClient):
         collector = await self.add_request(request_id, prompt, sampling_params, **options)
         try:
             while not collector.finished:
-                output = await collector.get()
+                await collector.ready()
+                if (latest := collector.take()) is None:
+                    continue
                 told = self._told.get(collector.request_ids[0])
                 if told is not None:
-                    output.metrics = told.facts
-                yield output
+                    latest.metrics = told.facts
+                yield latest
         except DiptychError:
             raise
         except Exception as exc:
@@ -292,12 +306,11 @@ class AsyncEngine(EngineClient):
         if _is_quick(prompt, params if made is None else params_of(made, params)):
             request = process()
         else:  # it would hold up everybody's stream here
-            request = await asyncio.to_thread(process)
+            request = await asyncio.to_thread(self._prepare, process)
         text = text_of(prompt) if made is None else prompt_text
-        parent, parts = fan_out(request)
+        parent, parts, collector = fan_out(request)
         num_tokens = len(parts) * len(request.prompt_token_ids or ())
         self._check_room(len(parts), num_tokens, request.tenant)
-        collector = Collector[Any]([part.request_id for part in parts])
         try:
             for index, part in enumerate(parts):
                 self._add_request(part, text, parent, index, collector)
@@ -322,15 +335,15 @@ class AsyncEngine(EngineClient):
         self._check_room(num_requests, num_tokens, tenant)
 
     def _check_room(self, num_requests: int, num_tokens: int, tenant: str) -> None:
-        """Whether so many more requests of a tenant may be open. A subclass may see to it that one
-        tenant leaves room for others."""
-        open_now = self.output_processor.num_unfinished
+        """Whether so many more requests of a tenant may be open."""
+        open_now = len(self.output_processor.answers)
         if open_now + num_requests > self._max_open_requests:
             raise EngineOverloadedError(f"{open_now} requests are open already; retry later")
         if self._max_waiting_tokens is not None:
             waiting = self.output_processor.num_waiting_tokens
             if waiting and waiting + num_tokens > self._max_waiting_tokens:
                 raise EngineOverloadedError(f"{waiting} prompt tokens wait already; retry later")
+        self._check_tenant(tenant, num_requests)
 
     def _add_request(
         self,
@@ -404,8 +417,14 @@ class AsyncEngine(EngineClient):
 
 
 def _is_quick(prompt: object, params: object) -> bool:
-    """There are no images to prepare, no schema to compile and no words to tokenise."""
-    if prompt.__class__ is dict and "multi_modal_data" in prompt:
+    """There are no images to prepare, no schema to compile, no words to tokenise, and few tokens to
+    check."""
+    given = prompt
+    if isinstance(prompt, dict):
+        if "multi_modal_data" in prompt:
+            return False
+        given = prompt.get("prompt_token_ids", prompt.get("prompt"))
+    if isinstance(given, str | list) and len(given) > MANY_TOKENS:
         return False
     if not isinstance(params, SamplingParams):
         return True

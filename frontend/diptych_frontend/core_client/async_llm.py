@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from diptych_frontend.core_client.control import CoreControl
 from diptych_frontend.core_client.elastic import Resizer
 from diptych_frontend.core_client.engine_args import EngineArgs
 from diptych_frontend.core_client.foreign_options import refuse_foreign, with_executor
 from diptych_frontend.core_client.group import CoreGroup
 from diptych_frontend.core_client.health import STALL_LIMIT_S, CoreHealth
-from diptych_frontend.core_client.launcher import TERMINATE_GRACE_S, Core, adopted
+from diptych_frontend.core_client.launcher import START_TIMEOUT_S, TERMINATE_GRACE_S, Core, adopted
 from diptych_frontend.core_client.weights import CoreWeights
 from diptych_frontend.observability.stat_loggers import StatLoggerFactory, StatLoggerManager
 from diptych_frontend.observability.tracing import start_tracer
@@ -35,16 +35,14 @@ from diptych_protocol import (
     UsageContext,
     UtilityError,
 )
-from diptych_protocol.control_calls import Sleep, WakeUp
 from diptych_protocol.kv_transfer_params import PARAM
 
 log = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 600.0
 NOTIFY_TIMEOUT_S = 5.0
 
 
-class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
+class AsyncLLM(CoreHealth, CoreWeights):
     """One engine. Its core starts with it, and the first request waits until the core can serve.
 
     `await AsyncLLM.start(config)` waits for that instead. End it with `shutdown()`; an engine that
@@ -308,18 +306,21 @@ class AsyncLLM(CoreHealth, CoreControl, CoreWeights):
     # --- the cores ----------------------------------------------------------------------------
 
     async def control(self, call: ControlCall[Any]) -> Any:
+        """Send a call to the core, which answers when the call is done.
+
+        Raises `UtilityError` when the core refuses, `TimeoutError` when it takes too long, and
+        `EngineDeadError` when it is gone.
+        """
         if call.forgets_images:
             self.renderer.clear_mm_cache()
-        answer = await super().control(call)
+        with self.silence_expected() if call.SILENT else contextlib.nullcontext():
+            answer = await self.call_core(call.METHOD, *call.arguments, timeout_s=call.timeout_s)
         if self.logger_manager is not None:
-            match call:
-                case Sleep(level):
-                    self.logger_manager.record_sleep_state(1, level)
-                case WakeUp():
-                    self.logger_manager.record_sleep_state(0, 0)
+            self.logger_manager.carried_out(call)
         return answer
 
     async def call_core(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """Make a utility call to the core."""
         self._check_usable()
         await self._connect()
         return await self._cores.call(method, *args, timeout_s=timeout_s)

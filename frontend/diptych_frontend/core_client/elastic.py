@@ -9,6 +9,7 @@ import logging
 import msgspec
 
 from diptych_frontend.core_client.group import CoreGroup
+from diptych_frontend.core_client.launcher import START_TIMEOUT_S
 from diptych_frontend.core_client.member import CoreMember
 from diptych_protocol import (
     DiptychError,
@@ -24,7 +25,6 @@ from diptych_protocol.engine_settings import MAX_RANKS
 
 log = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 600.0
 EXIT_TIMEOUT_S = 10.0
 """A core that was asked to end and has not done so after this time is killed."""
 

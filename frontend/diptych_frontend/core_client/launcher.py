@@ -20,6 +20,8 @@ import msgspec
 from diptych_frontend.core_client.curve import read_keys
 from diptych_protocol import CurveKeys, EngineConfig, EngineDeadError, InvalidRequestError
 
+START_TIMEOUT_S = 600.0
+"""How long a core may take to load its model."""
 TERMINATE_GRACE_S = 5.0
 
 

@@ -10,8 +10,7 @@ from typing import Final
 
 import msgspec
 
-from diptych_frontend.confined.child import WorkBounds, serve
-from diptych_frontend.confined.processes import ConfinedWork, WorkFailedError
+from diptych_frontend.confined.processes import ConfinedWork, WorkBounds, WorkFailedError, serve
 from diptych_frontend.images.decoding import MAX_IMAGE_BYTES, MAX_PIXELS, decoded, size_in_header
 from diptych_frontend.images.features import MAX_IMAGE_BYTES as MAX_TILE_BYTES
 from diptych_frontend.images.tiles import Tiles, cut

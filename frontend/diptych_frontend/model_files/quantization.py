@@ -42,6 +42,10 @@ class Quantization(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is added to a stored zero point."""
     block: tuple[int, int] = (128, 128)
     """Rows and columns that share a scale, where scales are in blocks."""
+    group: int = 0
+    """Columns that share a scale, where scales are in groups; -1: all of a row, 0: not said."""
+    needs: str = ""
+    """How the name of a tensor ends without which numbers would be taken for others."""
 
 
 class _Fp8(msgspec.Struct):
@@ -53,12 +57,16 @@ class _Awq(msgspec.Struct):
     bits: int
     zero_point: bool = True
     version: str = "gemm"
+    group_size: int | None = None
 
 
 class _Gptq(msgspec.Struct):
     bits: int
     checkpoint_format: str = "gptq"
     is_marlin_format: bool = False
+    group_size: int | None = None
+    desc_act: bool | None = None
+    """Whether groups are in the order of activations."""
     dynamic: dict[str, dict[str, Any]] | None = None
     """Other settings for some of the matrices; those after "-:" are left out."""
 
@@ -67,6 +75,8 @@ class _CtWeights(msgspec.Struct):
     num_bits: int = 8
     type: str = "int"
     block_structure: Block | None = None
+    group_size: int | None = None
+    symmetric: bool = True
 
 
 class _CtGroup(msgspec.Struct):
@@ -122,7 +132,7 @@ def _awq(found: dict[str, Any]) -> Quantization:
     _require("bits", config.bits, (4,))
     _require("version", config.version.lower(), ("gemm",))
     _require("zero_point", config.zero_point, (True,))
-    return Quantization("awq", 4)
+    return Quantization("awq", 4, group=config.group_size or 0)
 
 
 def _gptq(found: dict[str, Any]) -> Quantization:
@@ -133,7 +143,10 @@ def _gptq(found: dict[str, Any]) -> Quantization:
     for pattern, own in (config.dynamic or {}).items():
         if not pattern.startswith("-:"):  # groups and their order are read from the tensors
             _require(f"bits of dynamic[{pattern!r}]", own.get("bits", config.bits), (config.bits,))
-    return Quantization("gptq", config.bits, GPTQ_ZEROS[config.checkpoint_format])
+    zero_shift = GPTQ_ZEROS[config.checkpoint_format]
+    group = 0 if config.dynamic else config.group_size or 0
+    needs = "g_idx" if config.desc_act and not config.dynamic else ""
+    return Quantization("gptq", config.bits, zero_shift, group=group, needs=needs)
 
 
 def _compressed(found: dict[str, Any]) -> Quantization | None:
@@ -142,7 +155,7 @@ def _compressed(found: dict[str, Any]) -> Quantization | None:
     _require("sparsity_config.format", sparsity, ("dense",))
     if (config.transform_config or {}).get("config_groups"):
         raise _refused("transform_config rotates weights and inputs")
-    kinds, blocks = set(), set()
+    kinds, blocks, groups, symmetries = set(), set(), set(), set()
     for group in config.config_groups.values():
         if group.weights is None:
             continue
@@ -153,10 +166,16 @@ def _compressed(found: dict[str, Any]) -> Quantization | None:
         _require(f"num_bits of {own} weights", group.weights.num_bits, sizes)
         kinds.add((own, group.weights.num_bits))
         blocks.add(group.weights.block_structure or (128, 128))
+        groups.add(group.weights.group_size or 0)
+        symmetries.add(group.weights.symmetric)
     packed = {bits for own, bits in kinds if own == "pack-quantized"} or {8}
     if len(packed) > 1 or len(blocks) > 1:
         raise _refused("config_groups have several sizes of packed weights, or of blocks")
-    return Quantization("compressed-tensors", packed.pop(), 0, blocks.pop()) if kinds else None
+    if not kinds:
+        return None
+    group_size = groups.pop() if len(groups) == 1 else 0
+    needs = "weight_zero_point" if symmetries == {False} else ""
+    return Quantization("compressed-tensors", packed.pop(), 0, blocks.pop(), group_size, needs)
 
 
 _READERS: Final = {"fp8": _fp8, "awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed}

@@ -208,10 +208,6 @@ class ServerMetrics:
     def count_end(self, reason: str) -> None:
         self._finished.labels(self._model_name, reason).inc()
 
-    def track(self, num_prompt_tokens: int, tenant: str = "") -> RequestProgress:
-        """Follow one prompt through the engine; see `RequestProgress`."""
-        return RequestProgress(self, num_prompt_tokens, tenant)
-
     def tokens_of(self, tenant: str, kind: str) -> Counter:
         """Return a counter of a tenant's tokens of one kind. Tenants are the names of the service's
         keys, so they are few."""
@@ -233,7 +229,7 @@ class RequestProgress:
     On exit it counts how the prompt ended, but not requests that were refused before.
     """
 
-    def __init__(self, metrics: ServerMetrics, num_prompt_tokens: int, tenant: str) -> None:
+    def __init__(self, metrics: ServerMetrics, num_prompt_tokens: int, tenant: str = "") -> None:
         self._metrics = metrics
         self._num_prompt_tokens = num_prompt_tokens
         self._tenant_prompt_tokens = metrics.tokens_of(tenant, "prompt") if tenant else None
@@ -318,13 +314,23 @@ class EngineStatsCollector(Collector):
         }
         yield from self._declared(_OF_ENGINES, snapshots)
         yield self._usage(snapshots)
-        yield self._cpu_levels(snapshots)
+        yield self._info(
+            "cpu_level_info",
+            "Which of the processor's instructions kernels use: none, avx2, vnni or amx.",
+            "level",
+            {engine: stats.cpu_level for engine, stats in snapshots.items()},
+        )
         yield self._accepted(snapshots)
         if not transfers:
             return
         yield from self._declared(_OF_HINGES, transfers)
         yield self._hand_off_seconds(transfers)
-        yield self._transports(transfers)
+        yield self._info(
+            "kv_transfer_transport_info",
+            "What the newest connection between two engines uses.",
+            "transport",
+            {engine: stats.transport for engine, stats in transfers.items()},
+        )
 
     def _declared(
         self, metrics: Mapping[ShownMetric, Mapping[str, str]], stats: Mapping[str, object]
@@ -364,15 +370,12 @@ class EngineStatsCollector(Collector):
             family.add_metric((self._model_name, engine), buckets, stats.seconds_receiving)
         return family
 
-    def _cpu_levels(self, snapshots: Mapping[str, SchedulerStats]) -> Family:
-        family = GaugeMetricFamily(
-            f"{PREFIX}cpu_level_info",
-            "Which of the processor's instructions kernels use: none, avx2, vnni or amx.",
-            labels=("model_name", "engine", "level"),
-        )
-        for engine, stats in snapshots.items():
-            if stats.cpu_level:
-                family.add_metric((self._model_name, engine, stats.cpu_level), 1.0)
+    def _info(self, name: str, meaning: str, label: str, words: Mapping[str, str]) -> Family:
+        """A word of each engine that has one, as a label."""
+        family = GaugeMetricFamily(PREFIX + name, meaning, labels=("model_name", "engine", label))
+        for engine, word in words.items():
+            if word:
+                family.add_metric((self._model_name, engine, word), 1.0)
         return family
 
     def _accepted(self, snapshots: Mapping[str, SchedulerStats]) -> Family:
@@ -384,15 +387,4 @@ class EngineStatsCollector(Collector):
         for engine, stats in snapshots.items():
             for position, count in enumerate(stats.accepted_at):
                 family.add_metric((self._model_name, engine, str(position)), count)
-        return family
-
-    def _transports(self, transfers: Mapping[str, KVTransferStats]) -> Family:
-        family = GaugeMetricFamily(
-            f"{PREFIX}kv_transfer_transport_info",
-            "What the newest connection between two engines uses.",
-            labels=("model_name", "engine", "transport"),
-        )
-        for engine, stats in transfers.items():
-            if stats.transport:
-                family.add_metric((self._model_name, engine, stats.transport), 1.0)
         return family

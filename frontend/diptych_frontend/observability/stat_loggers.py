@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from diptych_frontend.observability.iteration_stats import IterationStats, IterationWatch
 from diptych_protocol import (
+    ControlCall,
     EngineConfig,
     EngineCoreOutputs,
     EngineCoreRequest,
     MultiModalCacheStats,
     SchedulerStats,
 )
+from diptych_protocol.control_calls import Sleep, WakeUp
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +148,14 @@ class StatLoggerManager:
         """As `StatLogger.record`."""
         for receiver in self.stat_loggers:
             receiver.record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+
+    def carried_out(self, call: ControlCall[Any]) -> None:
+        """Record a control call: receivers want to know whether the engine sleeps."""
+        match call:
+            case Sleep(level):
+                self.record_sleep_state(1, level)
+            case WakeUp():
+                self.record_sleep_state(0, 0)
 
     def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
         """As `StatLogger.record_sleep_state`."""

@@ -38,6 +38,9 @@ from diptych_protocol.sampling import MAX_LOGPROBS
 
 MAX_MESSAGES = 4096
 """Limit on the messages of one conversation; a chat template takes about 10 us for each."""
+MAX_METADATA: Final = 16
+"""Limit on the entries of what clients note about something that is kept for them."""
+MetadataText = Annotated[str, msgspec.Meta(max_length=512)]
 MAX_SEQUENCES = 1024
 """Limit on the sequences of one request: its number of prompts times `n`."""
 PLAIN: Final = (

@@ -24,8 +24,6 @@ from diptych_frontend.openai.exchange import (
     EXCHANGE_KEY,
     ClientStalledError,
     Exchange,
-    client_of,
-    exchange_of,
     header,
     recorded,
     send_bytes,
@@ -83,6 +81,8 @@ class Boundary:
         offered_id = header(scope, b"x-request-id")
         usable = offered_id is not None and _REQUEST_ID.fullmatch(offered_id)
         exchange = Exchange(offered_id if offered_id and usable else secrets.token_hex(16))
+        if peer := scope.get("client"):
+            exchange.peer = str(peer[0])
         exchange.refuses_unknown = self._refuses_unknown
         exchange.deadline.task.set_name(f"request {exchange.request_id}")
         for beginning, dialect in self._dialects:
@@ -106,8 +106,8 @@ class Boundary:
         except Exception as exc:
             await _answer_error(send, exchange, exc)
         finally:
-            exchange.deadline.close()
             self._record(scope, exchange)
+            exchange.deadline.close()
         # It covers every route and every cause; without a status, the client has left.
         is_refused = not exchange.admitted and (exchange.status is None or exchange.status >= 400)
         if is_refused and self._on_refusal is not None:
@@ -177,9 +177,9 @@ class BodyReader:
         declared = header(scope, b"content-length") or "0"
         if declared.isdecimal() and int(declared[:20]) > LOOKED_THROUGH * self._max_bytes:
             raise self._too_large()
-        exchange = exchange_of(scope)
+        exchange: Exchange = scope[EXCHANGE_KEY]
         try:
-            reading = self._read(receive, exchange, client_of(scope))
+            reading = self._read(receive, exchange, exchange.client)
             complete = await exchange.deadline.within(BODY_TIMEOUT_S, reading)
         except TimeoutError as exc:
             raise InvalidRequestError("the body did not arrive in time", status=408) from exc
@@ -311,3 +311,8 @@ class UntilDisconnect:
         if not self._exchange.completed:
             self.gone = True
             self._body_task.cancel()
+
+
+async def unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
+    """The ASGI endpoint of all paths that nothing else serves."""
+    raise InvalidRequestError(f"no such path: {scope['path'][:200]}", status=404, code="not_found")

@@ -147,7 +147,7 @@ class ChatApi:
 
         template: the source of the model's chat template.
         """
-        self._effort_variables = effort_variables(template)
+        self._template, self._effort_variables = template, effort_variables(template)
         self.sampling = sampling
         self.reasoning = reasoning
         self._calls = calls
@@ -187,7 +187,7 @@ class ChatApi:
     def render(self, request: ChatCompletionRequest, renderer: Renderer) -> list[TokensPrompt]:
         messages = [plain_message(message, index) for index, message in enumerate(request.messages)]
         tools = request.callable_tools
-        if tools and not request.must_call and not takes_tools(renderer.chat_template):
+        if tools and not request.must_call and not takes_tools(self._template):
             raise InvalidRequestError(
                 f"the chat template of {request.model or 'this model'} has no place for tools, so "
                 "it would not learn of them: leave tools out, or force a call with tool_choice",
@@ -195,7 +195,7 @@ class ChatApi:
             )
         declared = msgspec.to_builtins(tools)
         prompt = renderer.render_chat(
-            self._calls.prepared(messages, declared, renderer.chat_template),
+            self._calls.prepared(messages, declared, self._template),
             add_generation_prompt=request.add_generation_prompt is not False
             and not request.continue_final_message,
             continue_final_message=request.continue_final_message is True,
@@ -297,6 +297,8 @@ class AnswerParts:
 
 class ChatWriter(ResponseWriter):
     text_field = b"content"
+    chunk_type = ChatChunk
+    object_name = "chat.completion.chunk"
 
     def __init__(self, envelope: Envelope, top_logprobs: int, parts: AnswerParts) -> None:
         super().__init__(envelope, is_quick=parts.are_whole)
@@ -307,7 +309,24 @@ class ChatWriter(ResponseWriter):
     def _choices(
         self, prompt_index: int, output: RequestOutput, tally: Tally
     ) -> list[ChatChunkChoice]:
-        choices = [*map(self._chunk_choice, output.outputs)]
+        choices = []
+        for answer in output.outputs:
+            reasoning, text, calls, finish_reason = self._parse(answer)
+            delta = Delta(text, reasoning_content=reasoning or UNSET)
+            if calls:
+                first = self._parts.num_calls(answer.index) - len(calls)
+                for index, call in enumerate(calls, first):
+                    call.index = index
+                delta.tool_calls = calls
+            if answer.index not in self._begun:
+                self._begun.add(answer.index)
+                delta.role = ASSISTANT
+            logprobs = None
+            if answer.logprobs is not None or self._tokens:
+                logprobs = self._logprobs(answer)
+            choices.append(
+                ChatChunkChoice(answer.index, delta, logprobs, finish_reason, answer.stop_reason)
+            )
         if not self._parts.are_whole:
             tally.reasoning_tokens = self._parts.num_reasoning_tokens
         return choices
@@ -352,32 +371,6 @@ class ChatWriter(ResponseWriter):
             for call in parsed
         ]
         return reasoning, text, calls, finish_reason
-
-    def _chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
-        head = self._envelope
-        kind = "chat.completion.chunk"
-        return ChatChunk(head.response_id, kind, head.created, head.model, choices)
-
-    def _chunk_choice(self, output: CompletionOutput) -> ChatChunkChoice:
-        reasoning, text, calls, finish_reason = self._parse(output)
-        delta = Delta(text, reasoning_content=reasoning or UNSET)
-        if calls:
-            first = self._parts.num_calls(output.index) - len(calls)
-            for index, call in enumerate(calls, first):
-                call.index = index
-            delta.tool_calls = calls
-        if output.index not in self._begun:
-            self._begun.add(output.index)
-            delta.role = ASSISTANT
-        return ChatChunkChoice(
-            index=output.index,
-            delta=delta,
-            logprobs=self._logprobs(output)
-            if output.logprobs is not None or self._tokens
-            else None,
-            finish_reason=finish_reason,
-            stop_reason=output.stop_reason,
-        )
 
     def _logprobs(self, output: CompletionOutput) -> ChatLogprobs | None:
         if output.logprobs is None and output.index not in self._tokens:

@@ -46,7 +46,6 @@ DEFAULT_MAX_TOKENS = 16
 MAX_PROMPT_LOGPROBS: Final = 2 << 20
 """Limit on the log-probabilities of prompts in one answer, which has them once for each choice:
 100 MB."""
-OBJECT = "text_completion"
 BYTES: Final = "bytes:"
 """Begins the name of a token that is only a part of a character."""
 
@@ -136,6 +135,8 @@ def _check_logprobs(request: CompletionRequest, num_tokens: int) -> None:
 
 class CompletionWriter(ResponseWriter):
     text_field = b"text"
+    chunk_type = Completion
+    object_name = "text_completion"
 
     def __init__(
         self,
@@ -209,14 +210,12 @@ class CompletionWriter(ResponseWriter):
             for output in of_prompt
             for choice in self._whole_choices(prompt_index, output)
         ]
-        message = self._chunk(sorted(choices, key=lambda c: c.index))
+        head = self._envelope
+        message = Completion(head.response_id, self.object_name, head.created, head.model, choices)
+        message.choices.sort(key=lambda choice: choice.index)
         message.kv_transfer_params = transfer_params(outputs[0][-1])
         message.usage, message.warnings = tally.usage(), self.warnings
         return encode(message)
-
-    def _chunk(self, choices: list[CompletionChoice]) -> Completion:
-        head = self._envelope
-        return Completion(head.response_id, OBJECT, head.created, head.model, choices)
 
     def _whole_choices(self, prompt_index: int, output: RequestOutput) -> list[CompletionChoice]:
         self._echo_logprobs(prompt_index, output)

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import UNSET
 from starlette.types import Receive, Scope, Send
 
-from diptych_frontend.observability.metrics import ServerMetrics
+from diptych_frontend.observability.metrics import RequestProgress, ServerMetrics
 from diptych_frontend.openai.api_types import NOBODY_ASKS, CacheSalt, Int64
 from diptych_frontend.openai.asgi import UntilDisconnect
 from diptych_frontend.openai.exchange import (
@@ -23,11 +23,12 @@ from diptych_frontend.openai.exchange import (
     decode_body,
     exchange_of,
     most_values,
+    prompt_options,
     send_bytes,
     split_prompts,
 )
 from diptych_frontend.openai.field_rules import Rules, ignored, refused, taken
-from diptych_frontend.openai.generation import adapter_of, prompt_options
+from diptych_frontend.openai.generation import ABORT_TIMEOUT_S, adapter_of
 from diptych_frontend.openai.request_workers import INLINE_BYTES, RequestWorkers
 from diptych_frontend.openai.responses import Warnings, encode
 from diptych_protocol import (
@@ -48,8 +49,6 @@ MAX_INPUTS: Final = 2048
 """The most prompts of one request, as in the OpenAI API."""
 MAX_AT_ONCE: Final = 64
 """The most prompts of one request at the engine at a time, so that it cannot fill the queue."""
-ABORT_TIMEOUT_S: Final = 10.0
-"""How long the other prompts of a failed request may take to end."""
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -164,7 +163,8 @@ class Embedder:
             f"{job.exchange.request_id}-{index}",
             **job.options,
         )
-        with self._metrics.track(len(prompt["prompt_token_ids"]), job.exchange.tenant) as progress:
+        num_tokens, tenant = len(prompt["prompt_token_ids"]), job.exchange.tenant
+        with RequestProgress(self._metrics, num_tokens, tenant) as progress:
             try:
                 async with aclosing(outputs):
                     async for output in outputs:

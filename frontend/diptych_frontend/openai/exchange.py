@@ -15,13 +15,15 @@ import msgspec
 from starlette.types import Message, Scope, Send
 
 from diptych_frontend.confined.json_cost import MAX_VALUES, check_json_cost
+from diptych_frontend.observability.tracing import trace_context
 from diptych_frontend.openai.errors import OPENAI, Dialect, Headers, from_decode_error
 from diptych_frontend.openai.field_rules import leave_out
-from diptych_protocol import UNREADABLE, InvalidRequestError
+from diptych_protocol import UNREADABLE, InvalidRequestError, LoRARequest, PromptOptions
 
 WRITE_TIMEOUT_S: Final = 60.0
 """A connection whose client reads nothing for this long is closed."""
 EXCHANGE_KEY: Final = "diptych.exchange"
+RANK_HEADER: Final = "X-data-parallel-rank"
 
 MAX_WARNINGS: Final = 16
 
@@ -106,6 +108,8 @@ class Exchange:
     """One request and its outcome. Every layer and the route use the same object."""
 
     request_id: str
+    peer: str = ""
+    """The address that it came from; empty if that is unknown."""
     dialect: Dialect = OPENAI
     """The format of errors for its client."""
     deadline: Deadline = field(default_factory=Deadline)
@@ -135,6 +139,12 @@ class Exchange:
     admitted: bool = False
     """Whether an engine accepted the request, and so has to clean up after it."""
 
+    @property
+    def client(self) -> str:
+        """The client that takes turns with others: the name of the request's API key or, without
+        keys, its address."""
+        return self.tenant or self.peer
+
     def priority(self, asked: int | None) -> int:
         """Return the priority of a request whose body asks for this one. The lower number is served
         first."""
@@ -157,13 +167,6 @@ def exchange_of(scope: Scope) -> Exchange:
     return exchange
 
 
-def client_of(scope: Scope) -> str:
-    """Return the client that takes turns with others: the name of the request's API key or, without
-    keys, its address."""
-    peer = scope.get("client")
-    return exchange_of(scope).tenant or (str(peer[0]) if peer else "")
-
-
 def header(scope: Scope, name: bytes) -> str | None:
     """Return the value of the request's first header of this name. `name` must be in lower case, as
     in the scope."""
@@ -171,6 +174,32 @@ def header(scope: Scope, name: bytes) -> str | None:
         if key == name:
             return str(value, "latin-1")
     return None
+
+
+def prompt_options(
+    scope: Scope, exchange: Exchange, adapter: LoRARequest | None, asked_priority: int | None
+) -> PromptOptions:
+    """Return what an engine is told of each prompt of a request, whatever it asks for."""
+    parent = header(scope, b"traceparent")
+    return {
+        "lora_request": adapter,
+        "priority": exchange.priority(asked_priority),
+        "trace_headers": trace_context(parent, header(scope, b"tracestate")) if parent else None,
+        "tenant": exchange.tenant,
+    }
+
+
+def rank_of(scope: Scope) -> int | None:
+    """Return the engine core that the caller chose, if any; whether it exists, the engine knows."""
+    text = header(scope, RANK_HEADER.lower().encode())
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) <= 4):
+        raise InvalidRequestError(
+            f"{RANK_HEADER} must be the number of a rank, not {text[:100]!r}",
+            param="data_parallel_rank",
+        )
+    return int(text)
 
 
 def most_values(max_model_len: int) -> int:

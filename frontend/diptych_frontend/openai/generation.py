@@ -19,16 +19,16 @@ import msgspec
 from msgspec import UNSET
 from starlette.types import Receive, Scope, Send
 
-from diptych_frontend.observability.metrics import ServerMetrics
-from diptych_frontend.observability.tracing import trace_context
+from diptych_frontend.observability.metrics import RequestProgress, ServerMetrics
 from diptych_frontend.openai.api_types import GenerationRequest
 from diptych_frontend.openai.asgi import UntilDisconnect
 from diptych_frontend.openai.exchange import (
+    EXCHANGE_KEY,
     Exchange,
     decode_body,
-    exchange_of,
-    header,
     most_values,
+    prompt_options,
+    rank_of,
     send_bytes,
 )
 from diptych_frontend.openai.request_workers import INLINE_BYTES, RequestWorkers
@@ -39,7 +39,6 @@ from diptych_protocol import (
     EngineGenerateError,
     InvalidRequestError,
     LoRARequest,
-    PromptOptions,
     RefusedByEngineError,
     Renderer,
     RequestOptions,
@@ -49,8 +48,6 @@ from diptych_protocol import (
 )
 
 logger = logging.getLogger("diptych.openai")
-
-RANK_HEADER = "X-data-parallel-rank"
 
 BEGUN_AT_ONCE = 16
 """The prompts of one request that begin in one turn of the event loop: a thousand would hold it up
@@ -85,7 +82,7 @@ class Api(Protocol[B, R]):
     def writer(self, sound: Sound[B, R], request_id: str, created: int) -> AnswerWriter: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sound(Generic[B, R]):
     """A request that was checked as far as that needs no engine."""
 
@@ -96,6 +93,7 @@ class Sound(Generic[B, R]):
     max_model_len: int
     """Longest prompt plus output, in tokens."""
     prompts: list[TokensPrompt] = field(default_factory=list)
+    num_prompt_tokens: int = 0
     not_enforced: dict[str, None] = field(default_factory=dict)
     """Keywords of a schema that are not enforced, in their order."""
 
@@ -147,7 +145,7 @@ class GenerationRoute(Generic[B, R]):
         self._decoder = msgspec.json.Decoder(api.body_type)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = exchange_of(scope)
+        exchange: Exchange = scope[EXCHANGE_KEY]
         sound = await self._read(scope, receive, exchange)
         if sound is None:
             logger.info("%s: the client left; its images are dropped", exchange.request_id)
@@ -160,9 +158,9 @@ class GenerationRoute(Generic[B, R]):
             {
                 **self._api.options(request),
                 **prompt_options(scope, exchange, sound.adapter, request.priority),
-                "data_parallel_rank": _data_parallel_rank(scope),
+                "data_parallel_rank": rank_of(scope),
             },
-            sum([len(prompt["prompt_token_ids"]) for prompt in sound.prompts]),
+            sound.num_prompt_tokens,
             {"not_enforced": ", ".join(sound.not_enforced)} if sound.not_enforced else {},
         )
         self._engine.check_admission(
@@ -203,7 +201,7 @@ class GenerationRoute(Generic[B, R]):
             form = sound.params.structured_outputs
             for name, wanted in [] if form is None else sound.request.judged_forms(form):
                 sound.not_enforced.update(dict.fromkeys(check_structured_outputs(wanted, name)))
-            return sound if sound.request.has_images else self._rendered(sound)
+            return sound if sound.request.has_images else self._rendered(sound, exchange.tenant)
 
         sound = await self._workers.run(scope, len(body), read)
         if not sound.request.has_images:
@@ -215,19 +213,22 @@ class GenerationRoute(Generic[B, R]):
 
     def _decode(self, scope: Scope, body: bytes) -> Sound[B, R]:
         """All but the prompts."""
-        limit = self._engine.max_model_len
+        limit, json_schemas = self._engine.max_model_len, self._engine.json_schemas
         read = decode_body(scope, body, self._decoder, most_values(limit))
         request = self._api.request(read, scope)
-        if request.json_schemas is None:
-            request.json_schemas = self._engine.json_schemas
+        request.json_schemas = request.json_schemas or json_schemas
         adapter = adapter_of(request.model, self._served_names, self._engine)
         return Sound(read, request, adapter, self._api.params(request), limit)
 
-    def _rendered(self, sound: Sound[B, R]) -> Sound[B, R]:
-        """Tokenise, and refuse a prompt that leaves no room for an answer."""
+    def _rendered(self, sound: Sound[B, R], tenant: str | None = None) -> Sound[B, R]:
+        """Tokenise, and refuse a prompt that leaves no room for an answer. tenant: whose prompt it
+        is, if it may be long."""
         request, field = sound.request, self._api.prompt_field
+        renderer = self._engine.renderer
+        if tenant is not None:
+            renderer = renderer.of(tenant, request.cache_salt)
         try:
-            prompts = self._api.render(request, self._engine.renderer)
+            prompts = self._api.render(request, renderer)
         except InvalidRequestError as exc:
             exc.param = exc.param or field
             raise
@@ -241,6 +242,7 @@ class GenerationRoute(Generic[B, R]):
                     param=field,
                     code="context_length_exceeded",
                 )
+            sound.num_prompt_tokens += length
             if request.cache_salt is not None:
                 prompt["cache_salt"] = request.cache_salt
         sound.prompts.extend(prompts)
@@ -287,36 +289,10 @@ class GenerationRoute(Generic[B, R]):
         await send_bytes(send, 200, body, headers)
 
 
-def prompt_options(
-    scope: Scope, exchange: Exchange, adapter: LoRARequest | None, asked_priority: int | None
-) -> PromptOptions:
-    """Return what an engine is told of each prompt of a request, whatever it asks for."""
-    parent = header(scope, b"traceparent")
-    return {
-        "lora_request": adapter,
-        "priority": exchange.priority(asked_priority),
-        "trace_headers": trace_context(parent, header(scope, b"tracestate")) if parent else None,
-        "tenant": exchange.tenant,
-    }
-
-
 def _apart(writer: AnswerWriter, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:
     """Write an event for each choice: clients look at the first choice of an event only."""
     each = (replace(output, outputs=[choice]) for choice in output.outputs)
     return b"".join(writer.events(prompt_index, one, tally) for one in each)
-
-
-def _data_parallel_rank(scope: Scope) -> int | None:
-    """The engine core that the caller chose, if any; whether it exists, the engine knows."""
-    text = header(scope, RANK_HEADER.lower().encode())
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdecimal() and len(text) <= 4):
-        raise InvalidRequestError(
-            f"{RANK_HEADER} must be the number of a rank, not {text[:100]!r}",
-            param="data_parallel_rank",
-        )
-    return int(text)
 
 
 def adapter_of(
@@ -353,8 +329,9 @@ def run(
     Raises what `EngineClient.generate` raises. An output that reports a failure, and an engine that
     stops without finishing, raise too.
     """
-    streams = [_run_prompt(engine, job, i, exchange, metrics) for i in range(len(job.prompts))]
-    return streams[0] if len(streams) == 1 else _merge(streams)
+    if len(job.prompts) == 1:
+        return _run_prompt(engine, job, 0, exchange, metrics)
+    return _merge([_run_prompt(engine, job, i, exchange, metrics) for i in range(len(job.prompts))])
 
 
 async def _run_prompt(
@@ -363,7 +340,8 @@ async def _run_prompt(
     prompt = job.prompts[index]
     finished = False
     outputs = engine.generate(prompt, job.params, job.engine_id(index), **job.options)
-    with metrics.track(len(prompt["prompt_token_ids"]), exchange.tenant) as progress:
+    num_tokens = len(prompt["prompt_token_ids"])
+    with RequestProgress(metrics, num_tokens, exchange.tenant) as progress:
         try:
             async with aclosing(outputs):
                 async for output in outputs:

@@ -25,7 +25,7 @@ from diptych_frontend.confined.cancellation import (
     in_haste,
 )
 from diptych_frontend.confined.json_cost import CHEAP_BYTES
-from diptych_frontend.openai.exchange import client_of
+from diptych_frontend.openai.exchange import exchange_of
 from diptych_protocol import EngineOverloadedError
 
 T = TypeVar("T")
@@ -160,7 +160,7 @@ class _Lane:
         """See `RequestWorkers.run`."""
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         task = _Task(work, done)
-        self._turns.put(client_of(scope), task, size)
+        self._turns.put(exchange_of(scope).client, task, size)
         self._start_next()
         try:
             async with asyncio.timeout(TURN_TIMEOUT_S):

@@ -17,12 +17,12 @@ from msgspec import UNSET, UnsetType
 from diptych_frontend.openai.api_types import StreamOptions
 from diptych_frontend.openai.errors import Dialect
 from diptych_protocol import UNSAID, Logprob, RequestOutput, SamplingDefaults
+from diptych_protocol.outputs import LEAST_LOGPROB
 
 encode = msgspec.json.Encoder().encode
 
+SSE = b"data: %b\n\n"
 SSE_DONE = b"data: [DONE]\n\n"
-LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot express."""
 
 KVParams = dict[str, Any] | UnsetType
 Warnings = Sequence[str] | UnsetType
@@ -239,6 +239,9 @@ class ResponseWriter(AnswerWriter):
 
     text_field: ClassVar[bytes]
     """The name of an answer's text in an event."""
+    chunk_type: ClassVar[type[Completion | ChatChunk]]
+    object_name: ClassVar[str]
+    """What events call themselves."""
 
     def __init__(self, envelope: Envelope, *, is_quick: bool = True) -> None:
         """is_quick: the text of an answer goes into events as it is."""
@@ -253,10 +256,6 @@ class ResponseWriter(AnswerWriter):
         """The indices of the choices that had an event."""
         self._plain: dict[int, PlainEvents] = {}
         """By the choice's index."""
-
-    @abstractmethod
-    def _chunk(self, choices: list[Any]) -> Completion | ChatChunk:
-        """An event with these choices."""
 
     @abstractmethod
     def _choices(self, prompt_index: int, output: RequestOutput, tally: Tally) -> list[Any]:
@@ -285,24 +284,25 @@ class ResponseWriter(AnswerWriter):
         return plain.event(choice.text)
 
     def _event(self, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:
-        chunk = self._chunk(self._choices(prompt_index, output, tally))
+        head = self._envelope
+        choices = self._choices(prompt_index, output, tally)
+        chunk = self.chunk_type(
+            head.response_id, self.object_name, head.created, head.model, choices
+        )
         chunk.usage = tally.usage() if self._continuous_usage else self._no_usage
         if output.kv_transfer_params is not None:
             chunk.kv_transfer_params = output.kv_transfer_params
         chunk.warnings, self.warnings = self.warnings, UNSET
-        return sse(chunk)
+        return SSE % encode(chunk)
 
     def ending(self, tally: Tally) -> bytes:
         """See `AnswerWriter.ending`. An event without choices tells the usage to who wants it."""
         if not self._include_usage:
             return SSE_DONE
-        chunk = self._chunk([])
+        head = self._envelope
+        chunk = self.chunk_type(head.response_id, self.object_name, head.created, head.model, [])
         chunk.usage = tally.usage()
-        return sse(chunk) + SSE_DONE
-
-
-def sse(message: msgspec.Struct) -> bytes:
-    return b"data: " + encode(message) + b"\n\n"
+        return SSE % encode(chunk) + SSE_DONE
 
 
 class PlainEvents:

@@ -6,19 +6,21 @@ that are ignored or refused; see `openai/field_rules.py`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
 from diptych_frontend.openai.api_types import (
     ALL_CACHED,
     MAX_MESSAGES,
+    MAX_METADATA,
     NO_VERBOSITY,
     NOBODY_ASKS,
     ONE_TIER,
     PROCESSOR,
     CacheSalt,
     Int64,
+    MetadataText,
     Sampled,
     VllmRequest,
 )
@@ -29,8 +31,6 @@ from diptych_frontend.reasoning.request_options import Effort
 from diptych_frontend.tool_calls.tools import MAX_TOOLS, ToolName
 from diptych_protocol import InvalidRequestError, JsonSchemas
 
-MAX_METADATA: Final = 16
-MetadataText = Annotated[str, msgspec.Meta(max_length=512)]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 

@@ -8,9 +8,8 @@ from typing import Any, Final, Literal
 import msgspec
 
 from diptych_frontend.openai.responses import encode
+from diptych_frontend.responses_api.api_types import Status
 from diptych_frontend.tool_calls.calls import ParsedCall
-
-Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class _Typed(msgspec.Struct, tag_field="type"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast
 
 import msgspec
 
@@ -81,17 +81,17 @@ class Collector(Generic[Output]):
         """Whether `take` has something to return or to raise."""
         return self._pending is not None or self._error is not None
 
-    async def ready(self) -> None:
-        """Wait until `is_ready`."""
-        while self._pending is None and self._error is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+    def ready(self) -> asyncio.Future[None]:
+        """Return what is done when `is_ready`. It is a future, because a coroutine would be one
+        more to wake at each token."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        if self._pending is not None or self._error is not None:
+            self._waiter.set_result(None)
+        return self._waiter
 
     async def get(self) -> Output:
         """Wait for the next output and return it. Raises the error of `fail`."""
-        while self._pending is None and self._error is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+        await self.ready()
         return cast(Output, self.take())
 
 
@@ -169,12 +169,16 @@ class ParentRequest:
         return sorted(self._answers, key=lambda known: known.index)
 
 
-def fan_out(request: EngineCoreRequest) -> tuple[ParentRequest | None, list[EngineCoreRequest]]:
-    """Return the core's requests: the request itself, or a parent's n children."""
+def fan_out(
+    request: EngineCoreRequest,
+) -> tuple[ParentRequest | None, list[EngineCoreRequest], Collector[Any]]:
+    """Return the core's requests, which are the request itself or a parent's n children, and the
+    mailbox for their outputs."""
     if request.sampling_params is None or request.sampling_params.n == 1:
-        return None, [request]
+        return None, [request], Collector([request.request_id])
     parent = ParentRequest(request)
-    return parent, [parent.child(index) for index in range(request.sampling_params.n)]
+    children = [parent.child(index) for index in range(request.sampling_params.n)]
+    return parent, children, Collector([child.request_id for child in children])
 
 
 def _wrap_int64(value: int) -> int:

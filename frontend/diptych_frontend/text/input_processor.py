@@ -199,7 +199,7 @@ class InputProcessor:
             _check_task(request.pooling_params.task, supported_tasks)
             self._check_pooling(request, request.pooling_params, num_prompt_tokens)
         else:
-            params = request.sampling_params = self._complete(request.sampling, num_prompt_tokens)
+            params = request.sampling_params = self._complete(request, num_prompt_tokens)
             if request.prompt_embeds is not None and params.prompt_logprobs is not None:
                 raise InvalidRequestError(
                     "prompt_logprobs are of tokens; prompt_embeds have none",
@@ -242,8 +242,9 @@ class InputProcessor:
                 code="context_length_exceeded",
             )
 
-    def _complete(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+    def _complete(self, request: EngineCoreRequest, num_prompt_tokens: int) -> SamplingParams:
         """A checked copy of the parameters in which nothing is left open."""
+        params = request.sampling
         params.check()
         params.check_vocabulary(self.vocab_size)
         if params.logits_processors:

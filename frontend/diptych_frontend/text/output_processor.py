@@ -21,6 +21,7 @@ from diptych_protocol import (
     EngineOverloadedError,
     FinishReason,
     Logprob,
+    LogprobsLists,
     ReasoningParserName,
     RefusedByEngineError,
     RequestOutput,
@@ -53,17 +54,13 @@ class OutputProcessor:
         self._markers: Collection[str] = () if style is None else style.markers
         """What stands around reasoning; some tokenizers have it as special tokens."""
         self._stream_interval = stream_interval
-        self._answers: dict[str, _Answer | PoolingAnswer] = {}
+        self.answers: dict[str, _Answer | PoolingAnswer] = {}
+        """The sequences that an engine still works on, by request id; a request with n answers has
+        n."""
         self._waiting: dict[str, int] = {}
         """Number of prompt tokens of each request that has had no output yet, by request id."""
         self._by_external_id: dict[str, set[str]] = {}
         self._parents: dict[str, ParentRequest] = {}
-
-    @property
-    def num_unfinished(self) -> int:
-        """The number of sequences that an engine still works on; a request with n answers counts n
-        times."""
-        return len(self._answers)
 
     @property
     def open_ids(self) -> Collection[str]:
@@ -74,7 +71,7 @@ class OutputProcessor:
         """Return the collector of an open request by its user's id. If several requests have the
         id, it is that of one of them."""
         open_here = self._by_external_id.get(request_id, ())
-        return next((self._answers[internal_id].collector for internal_id in open_here), None)
+        return next((self.answers[internal_id].collector for internal_id in open_here), None)
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -92,14 +89,14 @@ class OutputProcessor:
         """Expect outputs for a request and pass them to the collector: `RequestOutput`s, or the one
         `PoolingRequestOutput`. Raises `ValueError` if its internal id is in use."""
         request_id = request.request_id
-        if request_id in self._answers:
+        if request_id in self.answers:
             raise ValueError(f"request {request_id} is running already")
         answer = (
             self._answer(request, prompt_text, collector, parent, index, self._tokenizer)
             if request.pooling_params is None
             else PoolingAnswer(request, collector)
         )
-        self._answers[request_id] = answer
+        self.answers[request_id] = answer
         self._waiting[request_id] = len(request.prompt_token_ids or ())
         self._by_external_id.setdefault(answer.external_id, set()).add(request_id)
         if parent is not None:
@@ -111,9 +108,9 @@ class OutputProcessor:
 
         Raises `KeyError` if it has ended meanwhile.
         """
-        collector: Collector[Any] = self._answers[request.request_id].collector
+        collector: Collector[Any] = self.answers[request.request_id].collector
         answer = self._answer(request, prompt_text, collector, None, 0, self._tokenizer)
-        self._answers[request.request_id] = answer
+        self.answers[request.request_id] = answer
 
     def _answer(
         self,
@@ -138,7 +135,7 @@ class OutputProcessor:
         """
         still_running: list[str] = []
         for output in outputs:
-            answer = self._answers.get(output.request_id)
+            answer = self.answers.get(output.request_id)
             if answer is None:
                 continue
             self._waiting.pop(output.request_id, None)
@@ -169,7 +166,7 @@ class OutputProcessor:
         aborted: list[str] = []
         for request_id in request_ids:
             for internal_id in self._resolve(request_id, internal):
-                answer = self._answers[internal_id]
+                answer = self.answers[internal_id]
                 answer.advance(EngineCoreOutput(internal_id, [], finish_reason=FinishReason.ABORT))
                 self._forget(answer)
                 aborted.append(internal_id)
@@ -181,14 +178,14 @@ class OutputProcessor:
         Other answers to the same prompt continue until their consumer, which gets the error, aborts
         the parent.
         """
-        answer = self._answers.get(request_id)
+        answer = self.answers.get(request_id)
         if answer is not None:
             self._forget(answer)
             answer.collector.fail(error)
 
     def fail_all(self, error: BaseException) -> None:
         """End every request with an error."""
-        for request_id in list(self._answers):
+        for request_id in list(self.answers):
             self.fail(request_id, error)
 
     def _resolve(self, request_id: str, internal: bool) -> list[str]:
@@ -196,10 +193,10 @@ class OutputProcessor:
             return sorted(self._by_external_id.get(request_id, ()))
         if request_id in self._parents:
             return sorted(self._parents[request_id].open_children)
-        return [request_id] if request_id in self._answers else []
+        return [request_id] if request_id in self.answers else []
 
     def _forget(self, answer: _Answer | PoolingAnswer) -> None:
-        del self._answers[answer.request_id]
+        del self.answers[answer.request_id]
         self._waiting.pop(answer.request_id, None)
         same_user_id = self._by_external_id[answer.external_id]
         same_user_id.discard(answer.request_id)
@@ -293,94 +290,17 @@ class _Answer:
 
     def advance(self, output: EngineCoreOutput) -> bool:
         """Take a step's output and emit what the consumer asked for; True if the answer ended."""
-        token_ids = output.new_token_ids
-        piece_finish = output.piece_finish_reason
-        finish = piece_finish if output.finish_reason is None else output.finish_reason
-        stop_reason = output.stop_reason
-        text = ""
-        if self._detokenizer is not None:
-            text, num_kept, stop = self._detokenizer.push(
-                token_ids, finished=finish is not None, stop_token=finish is FinishReason.STOP
-            )
-            if stop is not None:
-                token_ids = token_ids[:num_kept]
-                finish, stop_reason = FinishReason.STOP, stop
-        logprobs = text_ends = None
-        if self._wants_logprobs and output.new_logprobs is not None:
-            if self._detokenizer is not None and self._detokenizer.text_ends is not None:
-                text_ends = self._detokenizer.text_ends[: len(token_ids)]
-            logprobs = of_output(output.new_logprobs, len(token_ids), self._token_words)
-            for token_id, row in zip(token_ids, logprobs, strict=True):
-                self._cumulative_logprob += row[token_id].logprob
-        shared = self.parent or self  # what all answers to a prompt have in common
-        if output.new_prompt_logprobs_tensors is not None:
-            shared.prompt_logprobs = PromptLogprobs(
-                output.new_prompt_logprobs_tensors, self._token_words
-            )
-        if output.routed_experts is not None:
-            self._routed.append(output.routed_experts)
-        if shared.num_cached_tokens is None:
-            shared.num_cached_tokens = output.num_cached_tokens
-        if output.kv_transfer_params is not None:
-            self._kv_transfer_params = output.kv_transfer_params
-        reason = None if finish is None else FINISH_REASON_STRINGS[finish]
-        ended = reason is not None and piece_finish is None
-        is_delta = self._kind is RequestOutputKind.DELTA
-        if is_delta and self.stream_interval == 1:
-            self._emit(text, list(token_ids), logprobs, text_ends, reason, stop_reason, ended)
+        answer, ended = self._news(output)
+        if answer is None:
             return ended
-        self._text += text
-        self._token_ids += token_ids
-        if logprobs is not None:
-            self._logprobs += logprobs
-            self._text_ends += text_ends or ()
-        if reason is not None or self._is_due(len(token_ids)):
-            so_far = list(self._logprobs) if self._wants_logprobs else None
-            ends = list(self._text_ends) or None
-            self._emit(self._text, list(self._token_ids), so_far, ends, reason, stop_reason, ended)
-            if is_delta:
-                self._text, self._token_ids, self._logprobs, self._text_ends = "", [], [], []
-        return ended
-
-    def _is_due(self, num_new: int) -> bool:
-        """Whether a stream gets an output now, after so many more tokens."""
-        if self._kind is RequestOutputKind.FINAL_ONLY:
-            return False
-        unsent = None if self._unsent is None else self._unsent + num_new
-        is_due = unsent is None or self.stream_interval == 1 or unsent >= self.stream_interval
-        self._unsent = 0 if is_due else unsent
-        return is_due
-
-    def _emit(
-        self,
-        text: str,
-        token_ids: list[int],
-        logprobs: list[dict[int, Logprob]] | None,
-        text_ends: list[int] | None,
-        finish_reason: str | None,
-        stop_reason: int | str | None,
-        ended: bool,
-    ) -> None:
-        answer = CompletionOutput(
-            self._index,
-            text,
-            token_ids,
-            self._cumulative_logprob if self._wants_logprobs else None,
-            logprobs,
-            finish_reason,
-            stop_reason,
-            joined(self._routed) if self._routed and finish_reason is not None else None,
-            text_ends,
-        )
-        answers = [answer]
-        all_finished = ended
+        answers, all_finished, delta = [answer], ended, self._kind is RequestOutputKind.DELTA
         if self.parent is not None and all_finished:
             all_finished = self.parent.finish_child()
             if self._kind is RequestOutputKind.FINAL_ONLY:
                 answers = self.parent.gather(answer)
                 if not all_finished:
-                    return
-        delta, shared = self._kind is RequestOutputKind.DELTA, self.parent or self
+                    return ended
+        shared = self.parent or self
         self.collector.put(
             RequestOutput(
                 self.external_id,
@@ -396,6 +316,84 @@ class _Answer:
         )
         if delta:
             shared.prompt_logprobs = None  # said once
+        return ended
+
+    def _news(self, output: EngineCoreOutput) -> tuple[CompletionOutput | None, bool]:
+        """What the consumer gets now, and whether the answer ended."""
+        token_ids = output.new_token_ids
+        piece_finish = output.piece_finish_reason
+        finish = piece_finish if output.finish_reason is None else output.finish_reason
+        stop_reason = output.stop_reason
+        text = ""
+        if self._detokenizer is not None:
+            text, num_kept, stop = self._detokenizer.push(
+                token_ids, finished=finish is not None, stop_token=finish is FinishReason.STOP
+            )
+            if stop is not None:
+                token_ids = token_ids[:num_kept]
+                finish, stop_reason = FinishReason.STOP, stop
+        logprobs = text_ends = None
+        if self._wants_logprobs and output.new_logprobs is not None:
+            logprobs, text_ends = self._logprobs_of(output.new_logprobs, token_ids)
+        shared = self.parent or self  # what all answers to a prompt have in common
+        if output.new_prompt_logprobs_tensors is not None:
+            shared.prompt_logprobs = PromptLogprobs(
+                output.new_prompt_logprobs_tensors, self._token_words
+            )
+        if shared.num_cached_tokens is None:
+            shared.num_cached_tokens = output.num_cached_tokens
+        if output.kv_transfer_params is not None:
+            self._kv_transfer_params = output.kv_transfer_params
+        if output.routed_experts is not None:
+            self._routed.append(output.routed_experts)
+        reason = None if finish is None else FINISH_REASON_STRINGS[finish]
+        ended = reason is not None and piece_finish is None
+        is_delta = self._kind is RequestOutputKind.DELTA
+        if not (is_delta and self.stream_interval == 1):
+            self._text += text
+            self._token_ids += token_ids
+            if logprobs is not None:
+                self._logprobs += logprobs
+                self._text_ends += text_ends or ()
+            if reason is None and not self._is_due(len(token_ids)):
+                return None, ended
+            text, token_ids, text_ends = self._text, self._token_ids, [*self._text_ends] or None
+            logprobs = [*self._logprobs] if self._wants_logprobs else None
+            if is_delta:
+                self._text, self._token_ids, self._logprobs, self._text_ends = "", [], [], []
+        answer = CompletionOutput(
+            self._index,
+            text,
+            list(token_ids),
+            self._cumulative_logprob if self._wants_logprobs else None,
+            logprobs,
+            reason,
+            stop_reason,
+            joined(self._routed) if self._routed and reason is not None else None,
+            text_ends,
+        )
+        return answer, ended
+
+    def _logprobs_of(
+        self, told: LogprobsLists, token_ids: list[int]
+    ) -> tuple[list[dict[int, Logprob]], list[int] | None]:
+        """Those of these tokens, and where their texts end."""
+        text_ends = None
+        if self._detokenizer is not None and self._detokenizer.text_ends is not None:
+            text_ends = self._detokenizer.text_ends[: len(token_ids)]
+        logprobs = of_output(told, len(token_ids), self._token_words)
+        for token_id, row in zip(token_ids, logprobs, strict=True):
+            self._cumulative_logprob += row[token_id].logprob
+        return logprobs, text_ends
+
+    def _is_due(self, num_new: int) -> bool:
+        """Whether a stream gets an output now, after so many more tokens."""
+        if self._kind is RequestOutputKind.FINAL_ONLY:
+            return False
+        unsent = None if self._unsent is None else self._unsent + num_new
+        is_due = unsent is None or self.stream_interval == 1 or unsent >= self.stream_interval
+        self._unsent = 0 if is_due else unsent
+        return is_due
 
     def _token_words(self, token_id: int) -> tuple[str, bytes] | tuple[None, None]:
         tokenizer = self._tokenizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -159,12 +160,22 @@ class TextRenderer:
         """How to sample where a request does not say."""
         self.tokenizer: Tokenizer | None = None if skip_tokenizer_init else load_tokenizer(source)
         self.vocab_size = source.config.vocab_size
+        in_range = msgspec.Meta(ge=0, lt=self.vocab_size)
+        self._vocabulary = list[Annotated[int, in_range]]
         self.hidden_size = source.config.hidden_size
         self.max_model_len = source.config.max_position_embeddings
         """What the model itself can hold; an engine may be set to less."""
         vision = source.config.vision
         self.vision = vision
         self._images = None if vision is None else ImageProcessor(vision, self.max_model_len)
+        self._asker: str | None = None
+
+    def of(self, *asker: str | None) -> TextRenderer:
+        """Return the same renderer for prompts of one asker: it remembers the tokens of long ones,
+        see `Tokenizer.encode`. Nobody else can find out from its pace what they were."""
+        theirs = copy(self)
+        theirs._asker = repr(asker)
+        return theirs
 
     @property
     def chat_template(self) -> str | None:
@@ -328,10 +339,14 @@ class TextRenderer:
                 param="prompt",
                 code="context_length_exceeded",
             )
-        token_ids = tokenizer.encode(text, add_special_tokens=wanted.add_special_tokens)
+        token_ids = tokenizer.encode(
+            text, add_special_tokens=wanted.add_special_tokens, asker=self._asker
+        )
         if wanted.truncation:
             token_ids = token_ids[: wanted.max_length or self.max_model_len]
-        return TokensPrompt(prompt_token_ids=self._checked(token_ids), prompt=text)
+        if not token_ids or tokenizer.highest_id >= self.vocab_size:
+            token_ids = self._checked(token_ids)
+        return TokensPrompt(prompt_token_ids=token_ids, prompt=text)
 
     def _require_tokenizer(self, param: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -342,17 +357,21 @@ class TextRenderer:
 
     def _checked(self, token_ids: Any) -> list[int]:
         try:
-            ids = msgspec.convert(token_ids, list[int])
+            ids: list[int] = msgspec.convert(token_ids, self._vocabulary)
         except (msgspec.ValidationError, UnicodeEncodeError) as exc:
-            raise InvalidRequestError(f"prompt token ids: {exc}", param="prompt") from exc
+            raise InvalidRequestError(self._fault_of(token_ids, exc), param="prompt") from exc
         if not ids:
             raise InvalidRequestError("the prompt is empty", param="prompt")
-        if min(ids) < 0 or max(ids) >= self.vocab_size:
-            bad = next(token for token in ids if not 0 <= token < self.vocab_size)
-            raise InvalidRequestError(
-                f"token id {bad} is outside the vocabulary of {self.vocab_size}", param="prompt"
-            )
         return ids
+
+    def _fault_of(self, token_ids: Any, error: Exception) -> str:
+        """What is wrong with token ids that the vocabulary does not have."""
+        try:
+            ids = msgspec.convert(token_ids, list[int])
+        except (msgspec.ValidationError, UnicodeEncodeError) as exc:
+            return f"prompt token ids: {exc}"
+        bad = next((token for token in ids if not 0 <= token < self.vocab_size), error)
+        return f"token id {bad} is outside the vocabulary of {self.vocab_size}"
 
 
 def text_of(prompt: object) -> str | None:

@@ -140,7 +140,7 @@ async def next_piece(
     coming = asyncio.ensure_future(anext(pieces, None))
     waiting: set[asyncio.Future[Any]] = {coming}
     if collector is not None:
-        waiting.add(asyncio.ensure_future(collector.ready()))
+        waiting.add(collector.ready())
     try:
         await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if coming.done():

@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import json
 import re
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import msgspec
@@ -17,7 +19,6 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper,
 
 from diptych_frontend.confined.json_cost import check_json_cost
 from diptych_frontend.text.bounded_schemas import bounded
-from diptych_frontend.text.deep_stack import MAX_FORM_BYTES, deep_executor
 from diptych_frontend.text.lark_parts import embedded_schemas, part_without_text
 from diptych_frontend.text.schema_circles import endless_part
 from diptych_frontend.text.schema_parts import References, Schema, all_parts
@@ -31,6 +32,11 @@ _KEYS: Final = "Unimplemented keys: "
 _FORMAT: Final = "Unknown format: "
 _ONE_OF: Final = "oneOf"
 _COUNTS: Final = "min/maxProperties"
+MAX_FORM_BYTES: Final = 128 << 10
+"""Limit on a form, encoded. The costliest that were found within it compile in 2.5 s."""
+STACK_PER_BYTE: Final = 1024
+"""The most that was measured is 0.5 kB of stack per byte of a form in which each part contains the
+next one. Only stack that is used takes memory."""
 MAX_LEXER_STATES: Final = 50_000
 """Limit on the lexer states of one grammar. Each takes 1 to 2 kB, so this bounds the memory that
 the costliest grammar may hold."""
@@ -286,3 +292,22 @@ class _Bytes:
 
 def _refuse(reason: str, field: str) -> InvalidRequestError:
     return InvalidRequestError(f"{field}: {reason}", param=field)
+
+
+_creating = threading.Lock()
+
+
+def deep_executor(name: str) -> ThreadPoolExecutor:
+    """Return an executor of one thread, which can compile any form that is not too large.
+
+    Its stack is large, because llguidance recurses along chains of rules and references, and a
+    stack overflow ends the process.
+    """
+    executor = ThreadPoolExecutor(1, name)
+    with _creating:  # the size is one of the process, for threads that start
+        before = threading.stack_size(STACK_PER_BYTE * MAX_FORM_BYTES)
+        try:
+            executor.submit(lambda: None)  # starts the thread
+        finally:
+            threading.stack_size(before)
+    return executor

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from typing import Any, Final
 
 from tokenizers import Tokenizer as Backend
 
+from diptych_frontend.chain_memo import ChainMemo, part_name, root_name
+from diptych_frontend.text.seams import BYTE_OF, seam_of
 from diptych_frontend.text.templates.confined_templates import ConfinedTemplate
 from diptych_protocol import InvalidRequestError
 
@@ -19,13 +23,11 @@ MANY_TOKENS: Final = 4096
 """More tokens than a step yields; decoding them takes milliseconds."""
 SEAM_TOKENS: Final = 16
 """The most tokens that cutting a text in two may add, by a generous estimate."""
+PART_CHARS: Final = 4096
+"""The least characters of a part of a long text; its tokens are remembered."""
+REMEMBERED_BYTES: Final = 64 << 20
+"""Room for the tokens of texts with some fifteen million tokens."""
 
-PRINTABLE: Final = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-"""The bytes that a vocabulary of byte-level BPE writes as the characters of these numbers."""
-BYTE_OF: Final = {chr(byte): byte for byte in PRINTABLE} | {
-    chr(0x100 + at): byte for at, byte in enumerate(sorted({*range(0x100)} - {*PRINTABLE}))
-}
-"""The byte for each character of such a vocabulary."""
 FALLBACK: Final = re.compile("<0x([0-9A-Fa-f]{2})>")
 """A byte in a vocabulary that has bytes beside pieces of words."""
 
@@ -61,21 +63,67 @@ class Tokenizer:
         self._token_texts: dict[int, str] = {}
         self._token_bytes: dict[int, bytes] = {}
         self._decoder = b"" if backend.decoder is None else backend.decoder.__getstate__()
-        self._longest_token = max(map(len, backend.get_vocab()), default=1)
+        vocabulary = backend.get_vocab()
+        self._longest_token = max(map(len, vocabulary), default=1)
+        self.highest_id = max(vocabulary.values(), default=-1)
+        self.remembered = ChainMemo(REMEMBERED_BYTES)
 
     def special_ids_of(self, texts: Collection[str]) -> frozenset[int]:
         """Return the special tokens that are one of these texts."""
         wanted = {self.backend.token_to_id(text) for text in texts}
         return self.all_special_ids & wanted
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, asker: str | None = None
+    ) -> list[int]:
         """Return the token ids of a text; `add_special_tokens` adds the model's BOS, if it has one.
 
-        The library holds the GIL for one text, and releases it for a batch. So in a worker thread
-        this blocks nobody.
+        asker: who asks. The tokens of the parts of a long text are then remembered, but for the
+        last one. A later text of the same asker that begins alike costs only what is new in it.
         """
+        around = self._around if add_special_tokens else ((), ())
+        if len(text) < 2 * PART_CHARS or self._seam is None or around is None:
+            return self._encode(text, add_special_tokens=add_special_tokens)
+        name = None if asker is None else root_name(asker)
+        token_ids, begin = [*around[0]], 0
+        while seam := self._seam.search(text, begin + PART_CHARS):
+            part, begin = text[begin : seam.start()], seam.start()
+            if name is None:
+                token_ids += self._encode(part)
+            else:
+                name = part_name(name, part.encode())
+                token_ids += self._recall(name, part)
+        token_ids += self._encode(text[begin:])
+        token_ids += around[1]
+        return token_ids
+
+    def _recall(self, name: bytes, part: str) -> Sequence[int]:
+        """The tokens of a part with this name, which are remembered from now on."""
+        known = self.remembered.get(name)
+        if known is not None:
+            return array("I", known)
+        token_ids = self._encode(part)
+        self.remembered.put(name, array("I", token_ids).tobytes())
+        return token_ids
+
+    def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """All at once. The library holds the GIL for one text, and releases it for a batch. So in a
+        worker thread this blocks nobody."""
         batch = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return batch[0].ids
+
+    @cached_property
+    def _seam(self) -> re.Pattern[str] | None:
+        return seam_of(self.backend)
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]] | None:
+        """The special tokens before and behind a text; None if they are not only there."""
+        bare, whole = (self._encode("a", add_special_tokens=special) for special in (False, True))
+        for at in range(len(whole) - len(bare) + 1):
+            if whole[at : at + len(bare)] == bare:
+                return whole[:at], whole[at + len(bare) :]
+        return None
 
     def exceeds(self, text: str, max_tokens: int) -> bool:
         """Whether a text surely has more tokens than that; costs no more than as many do.

@@ -19,11 +19,6 @@ _THOUGHTS: Final = ("reasoning_content", "thinking")
 """Both have the same text: templates call it one or the other."""
 
 
-def as_they_are(messages: list[Message], tools: Declared) -> list[Message]:
-    """Change nothing: most templates take what OpenAI's API has."""
-    return messages
-
-
 def short_ids(messages: list[Message], tools: Declared) -> list[Message]:
     """Replace every id of a call by one of nine letters and digits, as Mistral's templates require.
     Equal ids stay equal."""
@@ -106,19 +101,13 @@ def tools_of_the_system(messages: list[Message], tools: Declared) -> list[Messag
     return [{**system, "tools": json_of(functions)}, *messages]
 
 
-def calls_in_texts(
-    messages: list[Message], write: Callable[[list[dict[str, Any]]], str]
-) -> list[Message]:
-    """Move calls into the texts of their messages, for templates that show nothing else.
+def with_calls_in_text(message: Message, write: Callable[[list[dict[str, Any]]], str]) -> Message:
+    """Move the calls of a message into its text, for templates that show nothing else.
 
     write: the calls as the model writes them, from their names and arguments.
     """
-    return [_with_calls_in_text(message, write) for message in messages]
-
-
-def _with_calls_in_text(message: Message, write: Callable[[list[dict[str, Any]]], str]) -> Message:
-    calls = [call["function"] for call in message.get("tool_calls") or []]
-    if not calls or not isinstance(message["content"], str):
+    if not isinstance(message["content"], str):
         return message
+    calls = [call["function"] for call in message["tool_calls"]]
     without = {field: value for field, value in message.items() if field != "tool_calls"}
     return {**without, "content": message["content"] + write(calls)}

@@ -42,9 +42,9 @@ class ToolCallFormat:
     has_special_markers: bool = False
     """Whether the markers are special tokens, which are usually absent from the text
     of an answer."""
-    prepare: Callable[[Messages, earlier.Declared], Messages] = earlier.as_they_are
+    prepare: Callable[[Messages, earlier.Declared], Messages] | None = None
     """Converts the messages of a conversation, which is not empty, for the templates of these
-    models. Tools: empty where the request has none."""
+    models, unless they take what OpenAI's API has. Tools: empty where the request has none."""
     write: Callable[[list[dict[str, Any]]], str] | None = None
     """Writes calls as these models do, if there are templates that only show texts; from their
     names and arguments."""
@@ -53,10 +53,15 @@ class ToolCallFormat:
         self, messages: Messages, tools: earlier.Declared, template: str | None
     ) -> Messages:
         """Return the messages of a conversation as the template wants them."""
-        made = self.prepare(messages, tools)
+        if self.prepare is not None:
+            messages = self.prepare(messages, tools)
         if self.write is None or template is None or "tool_calls" in template:
-            return made
-        return earlier.calls_in_texts(made, self.write)
+            return messages
+        write = self.write
+        return [
+            earlier.with_calls_in_text(message, write) if message.get("tool_calls") else message
+            for message in messages
+        ]
 
 
 HERMES: Final = ToolCallFormat(hermes.MARKERS, hermes.open_call, write=hermes.written)

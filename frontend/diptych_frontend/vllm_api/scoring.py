@@ -15,9 +15,15 @@ from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.api_types import NOBODY_ASKS, CacheSalt, Int64
 from diptych_frontend.openai.asgi import UntilDisconnect
 from diptych_frontend.openai.embeddings import MAX_INPUTS, Embedder, EmbeddingUsage, Job, called
-from diptych_frontend.openai.exchange import decode_body, exchange_of, most_values, send_bytes
+from diptych_frontend.openai.exchange import (
+    decode_body,
+    exchange_of,
+    most_values,
+    prompt_options,
+    send_bytes,
+)
 from diptych_frontend.openai.field_rules import Rules, refused, taken
-from diptych_frontend.openai.generation import adapter_of, prompt_options
+from diptych_frontend.openai.generation import adapter_of
 from diptych_frontend.openai.request_workers import INLINE_BYTES, RequestWorkers
 from diptych_frontend.openai.responses import encode
 from diptych_protocol import (

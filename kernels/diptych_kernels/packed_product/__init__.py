@@ -20,13 +20,14 @@ from diptych_kernels.native.tile_layout import TILE_ROWS, kind_for
 from diptych_kernels.packed_product import cpu
 from diptych_kernels.packed_product.reference import (
     FLOATS,
+    kind_of,
     to_float_tiles,
     to_tiles,
     values_of,
 )
 
 __all__ = [
-    "FLOATS", "TILE_ROWS", "is_available", "kind_for", "packed_product", "rows_of",
+    "FLOATS", "TILE_ROWS", "is_available", "kind_for", "kind_of", "packed_product", "rows_of",
     "to_float_tiles", "to_tiles", "unpack_rows", "values_of",
 ]  # fmt: skip
 

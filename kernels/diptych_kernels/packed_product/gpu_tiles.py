@@ -73,6 +73,28 @@ def to_gpu_float_tiles(values: Tensor, scale: Tensor) -> Tensor | None:
     return _tiles([_plane(lanes, BYTE)], factors, lanes).view(values.dtype)
 
 
+def with_rows(tiles: Tensor, start: int, new: Tensor) -> Tensor:
+    """A copy in which rows from one on are those of a smaller matrix of the same columns."""
+    copy = tiles.clone()
+    last = start + new.shape[1]
+    for part, own in zip(_by_row(copy), _by_row(new), strict=True):
+        part[:, start:last] = own
+    return copy
+
+
+def _by_row(tiles: Tensor) -> list[Tensor]:
+    """Views of the parts of all blocks, each [blocks, rows, ...] uint8."""
+    blocks, rows, _ = tiles.shape
+    bits = bits_of(tiles)
+    sizes = [bits] if bits in (LOW_BITS, BYTE) else [LOW_BITS, bits - LOW_BITS]
+    planes = [rows * COLUMNS * size // BYTE for size in sizes]
+    spans = COLUMNS // SPANS[bits]
+    flat = tiles.view(torch.uint8).flatten(1)
+    *parts, factors = torch.split(flat, [*planes, rows * spans * WORD_BYTES], 1)
+    of_rows = factors.view(blocks, spans, rows, WORD_BYTES).transpose(1, 2)
+    return [*(part.view(blocks, rows, -1) for part in parts), of_rows]
+
+
 def _lanes(levels: Tensor, bits: int) -> Tensor:
     """[rows, columns] uint8 -> [rows, blocks, 128 / span, span]: what shares a word, one below the
     other."""

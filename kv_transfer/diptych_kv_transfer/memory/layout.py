@@ -72,3 +72,22 @@ def _positive(values: Mapping[str, str | int], name: str) -> int:
     """The value of a field; 0 if it is missing or makes no sense."""
     value = values.get(name)
     return value if isinstance(value, int) and value > 0 else 0
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """How a group of layers keeps the KV of a request: alike in all of them."""
+
+    block_size: int
+    """Number of tokens in a block."""
+    window: int | None = None
+    """How many tokens a token attends to, including itself. None: all."""
+
+    def kept(self, num_tokens: int) -> range:
+        """Return the positions, in the request's list, of the blocks that the token after the first
+        `num_tokens` ones attends to."""
+        outside = 0 if self.window is None else max(0, num_tokens + 1 - self.window)
+        return range(outside // self.block_size, -(-num_tokens // self.block_size))
+
+    def __str__(self) -> str:
+        return f"{self.block_size}" if self.window is None else f"{self.block_size}/{self.window}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, get_type_hints
 
@@ -11,6 +11,13 @@ import msgspec
 from msgspec import Meta
 
 from diptych_protocol import DiptychError
+
+Raw = Mapping[str, Any]
+"""An object as the API server has it."""
+Object = dict[str, Any]
+"""One that is made here."""
+ServiceKey = tuple[str, str]
+"""Namespace and name."""
 
 
 class SpecError(DiptychError, ValueError):
@@ -28,6 +35,8 @@ OBJECT_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 ClaimName = Annotated[
     str, Meta(pattern=OBJECT_NAME, max_length=253, title="the name of a PersistentVolumeClaim")
 ]
+SecretName = Annotated[str, Meta(pattern=OBJECT_NAME, max_length=253, title="the name of a Secret")]
+ImageReference = Annotated[str, Meta(pattern=r"^\S*$", max_length=512, title="an image reference")]
 
 
 class SpecPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from diptych_operator.api.base import Rule, SpecPart, ruled, spec_part
+from diptych_operator.api.base import ImageReference, Rule, SpecPart, ruled, spec_part
 from diptych_operator.api.vllm_arguments import (
     ARGUMENT_RULES,
     EQUAL_IN_BOTH,
@@ -61,11 +61,8 @@ else:
         ),
         image=(
             Annotated[
-                str,
+                ImageReference,
                 Meta(
-                    pattern=r"^\S*$",
-                    max_length=512,
-                    title="an image reference",
                     description="Container image of the engine pods; left out, the one that the "
                     "operator was installed with. The status says which it is. The runtime vllm "
                     "needs one, such as vllm/vllm-openai:v0.32.0.",
@@ -200,11 +197,8 @@ def reasoning_parser(engine: Engine) -> ReasoningParserName:
 
 class PrefillEngine(SpecPart, frozen=True):
     image: Annotated[
-        str,
+        ImageReference,
         Meta(
-            pattern=r"^\S*$",
-            max_length=512,
-            title="an image reference",
             description="Container image of prefill pods, such as one for other processors; left "
             "out, spec.engine.image. It must be the same build of vLLM: only the engines' own "
             "handshake can tell.",

@@ -8,18 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
-from diptych_operator.api.base import OBJECT_NAME, ClaimName, Rule, SpecPart, ruled, spec_part
+from diptych_operator.api.base import ClaimName, Rule, SecretName, SpecPart, ruled, spec_part
 from diptych_protocol import SamplingDefaults
 from diptych_protocol.model_uri import FORMS, Scheme
 
 
 class ModelCredentials(SpecPart, frozen=True):
     secret_name: Annotated[
-        str,
+        SecretName,
         Meta(
-            pattern=OBJECT_NAME,
-            max_length=253,
-            title="the name of a Secret",
             description="A Secret in this namespace with the keys `token` (hf://, https://), or "
             "`access-key-id`, `secret-access-key` and, if need be, `session-token`, `region` and "
             "`endpoint` (s3://). Only the container that fetches sees it.",

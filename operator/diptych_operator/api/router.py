@@ -6,18 +6,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta
 
-from diptych_operator.api.base import OBJECT_NAME, ClaimName, Rule, SpecPart, spec_part
+from diptych_operator.api.base import (
+    ClaimName,
+    ImageReference,
+    Rule,
+    SecretName,
+    SpecPart,
+    spec_part,
+)
 from diptych_operator.api.pools import PodTemplate, PodTemplateRemove, Resources
 from diptych_protocol.router_settings import BatchSettings, CachePerKey, RouterSettings
 
 
 class ApiKeys(SpecPart, frozen=True):
     secret_name: Annotated[
-        str,
+        SecretName,
         Meta(
-            pattern=OBJECT_NAME,
-            max_length=253,
-            title="the name of a Secret",
             description="A Secret in this namespace. Each entry is a key: its name is the "
             "client's, for metrics and logs, its value what the client sends as a bearer token. "
             "Routers follow its changes without a restart.",
@@ -28,11 +32,8 @@ class ApiKeys(SpecPart, frozen=True):
 
 class Tls(SpecPart, frozen=True):
     secret_name: Annotated[
-        str,
+        SecretName,
         Meta(
-            pattern=OBJECT_NAME,
-            max_length=253,
-            title="the name of a Secret",
             description="A Secret of type kubernetes.io/tls in this namespace, as cert-manager "
             "makes them. Routers follow its changes without a restart.",
         ),
@@ -105,11 +106,8 @@ else:
         names={"policy"},
         image=(
             Annotated[
-                str,
+                ImageReference,
                 Meta(
-                    pattern=r"^\S*$",
-                    max_length=512,
-                    title="an image reference",
                     description="Container image of the router pods; left out, the one that the "
                     "operator was installed with.",
                 ),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from diptych_operator.api.base import Rule, SpecPart, ruled, spec_part
+from diptych_operator.api.base import ImageReference, Rule, SpecPart, ruled, spec_part
 from diptych_operator.api.engine import ENGINE_RULES, Engine
 from diptych_operator.api.model import MODEL_RULES, Model
 from diptych_operator.api.pools import ONE_SCALE, DecodePool, Pool, PoolName, PrefillPool
@@ -54,11 +54,8 @@ class Transfer(SpecPart, frozen=True):
         ),
     ] = "diptych"
     connector_image: Annotated[
-        str,
+        ImageReference,
         Meta(
-            pattern=r"^\S*$",
-            max_length=512,
-            title="an image reference",
             description="Container image that brings what vLLM lacks into its pods: how it "
             "speaks to routers, and our connector; left out, the one that the operator was "
             "installed with. If it is the engine's own image, nothing is copied.",

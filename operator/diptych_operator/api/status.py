@@ -6,6 +6,7 @@ the status of a newer one.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
@@ -16,6 +17,15 @@ ConditionStatus = Literal["True", "False", "Unknown"]
 
 MAX_MESSAGE = 1024
 """Characters in the message of a condition, a rollout or an event, whose limit this is."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventNote:
+    """A Kubernetes Event to post; if a status has the same content, after that is written."""
+
+    type: Literal["Normal", "Warning"]
+    reason: str
+    message: str
 
 
 class _Status(msgspec.Struct, frozen=True, rename="camel", kw_only=True, omit_defaults=True):

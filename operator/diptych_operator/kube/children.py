@@ -18,12 +18,12 @@ from typing import Any
 
 import msgspec
 
+from diptych_operator.api.base import Raw
 from diptych_operator.api.names import COMPONENT_LABEL, labels
 from diptych_operator.api.scaler import SCALER_KIND
 from diptych_operator.api.service import API_VERSION, KIND, InferenceService
 from diptych_operator.kube.client import ApiError, Kube
 
-Raw = Mapping[str, Any]
 ChildId = tuple[str, str, str]
 """Namespace, kind, name."""
 

@@ -19,11 +19,11 @@ import aiohttp
 import msgspec
 from kubernetes.aio import client, config
 
+from diptych_operator.api.base import Raw
 from diptych_protocol import UNREADABLE, DiptychError
 
 FIELD_MANAGER = "diptych"
 REQUEST_TIMEOUT_S = 30.0
-Raw = Mapping[str, Any]
 
 PLURALS = {
     "ConfigMap": "configmaps",
@@ -42,6 +42,10 @@ PLURALS = {
 
 
 _METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+
+RIGHTS = "Give the operator this right, as the chart's roles do."
+_REMEDIES = {" cannot ": RIGHTS, "exceeded quota": "Raise the namespace's ResourceQuota."}
+"""What to do about what is forbidden, by the API server's words for it."""
 
 _NOT_ITS_FAULT = (
     401,  # our token has run out
@@ -269,4 +273,6 @@ def _refusal(status: int, data: bytes) -> ApiError:
         said = msgspec.json.decode(data, type=dict[str, Any])
     except UNREADABLE:  # from a proxy, say
         said = {"message": data[:200].decode(errors="replace")}
-    return ApiError(status, str(said.get("reason", "")), str(said.get("message", "")))
+    message = str(said.get("message", ""))
+    remedies = (remedy for words, remedy in _REMEDIES.items() if status == 403 and words in message)
+    return ApiError(status, str(said.get("reason", "")), " ".join((message, *remedies)))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Protocol
 
+from diptych_operator.api.base import Raw
 from diptych_operator.api.service import API_VERSION, KIND, InferenceService
-from diptych_operator.api.status import MAX_MESSAGE
-from diptych_operator.kube.client import ApiError, Kube, Raw
+from diptych_operator.api.status import MAX_MESSAGE, EventNote
+from diptych_operator.kube.client import ApiError, Kube
 
 log = logging.getLogger(__name__)
 
@@ -20,39 +19,19 @@ SERVED_BY_ANOTHER = "ServedByAnother"
 """Reason of the event that an operator posts where another one serves; see `status.reasons`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Warned:
-    """A warning that is not in any status."""
-
-    reason: str
-    message: str
-    type: str = "Warning"
-
-
-class Note(Protocol):
-    """What happened; see `status.EventNote`."""
-
-    @property
-    def type(self) -> str: ...
-    @property
-    def reason(self) -> str: ...
-    @property
-    def message(self) -> str: ...
-
-
 class EventLog:
     """Posts events. If one cannot be posted, that is logged and has no other effect."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
 
-    async def post(self, service: InferenceService, note: Note) -> None:
+    async def post(self, service: InferenceService, note: EventNote) -> None:
         meta = service.metadata
         log.info("%s/%s: %s: %s", meta.namespace, meta.name, note.reason, note.message)
         named = {"namespace": meta.namespace, "name": meta.name, "uid": meta.uid}
         await self.post_about({"apiVersion": API_VERSION, "kind": KIND, "metadata": named}, note)
 
-    async def post_about(self, about: Raw, note: Note) -> None:
+    async def post_about(self, about: Raw, note: EventNote) -> None:
         """Post the same event about an object of any kind."""
         meta = about["metadata"]
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

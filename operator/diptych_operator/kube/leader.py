@@ -22,8 +22,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
-from diptych_operator.kube.client import ApiError, Kube, Raw
-from diptych_operator.kube.event_log import SERVED_BY_ANOTHER, EventLog, Warned
+from diptych_operator.api.base import Raw
+from diptych_operator.api.status import EventNote
+from diptych_operator.kube.client import ApiError, Kube
+from diptych_operator.kube.event_log import SERVED_BY_ANOTHER, EventLog
 from diptych_protocol import DiptychError
 
 log = logging.getLogger(__name__)
@@ -162,7 +164,7 @@ async def _acquire(
         found, words, theirs = await _look(kube, candidate, seen)
         if theirs is not None and words != told:
             log.warning("%s", words)
-            await EventLog(kube).post_about(theirs, Warned(SERVED_BY_ANOTHER, words))
+            await EventLog(kube).post_about(theirs, EventNote("Warning", SERVED_BY_ANOTHER, words))
         if len(found) == len(candidate.leases):
             now = time.monotonic()
             announced = all(seen[name].is_announced(now) for name in found)

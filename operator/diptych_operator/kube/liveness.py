@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
+from diptych_operator.kube.client import RIGHTS
+
 WATCH_TURN_S: Final = 60
 """The API server is asked to end each watch after this time; then the watch is renewed."""
 SILENCE_S: Final = 180.0
@@ -56,6 +58,7 @@ class WatchLiveness:
         """
         found = [
             f"{watch} can no longer be watched: the API server answers {status}"
+            + (f". {RIGHTS}" if status == 403 else "")
             for watch, status in self._refused.items()
         ]
         for watch in self._heard.keys() - self._refused.keys():

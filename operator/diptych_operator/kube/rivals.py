@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Final, TypeVar
 
-from diptych_operator.kube.client import ApiError, Kube, Raw
+from diptych_operator.api.base import Raw
+from diptych_operator.kube.client import ApiError, Kube
 from diptych_operator.kube.leader import (
     ABANDONED_S,
     LEASE_NAME,

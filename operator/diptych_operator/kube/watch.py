@@ -13,17 +13,16 @@ from typing import Any
 import aiohttp
 import kopf
 
+from diptych_operator.api.base import Raw, ServiceKey
 from diptych_operator.api.names import MANAGED_BY, MANAGED_BY_LABEL, SERVICE_LABEL
 from diptych_operator.api.scaler import SCALER_KIND, SCALER_PLURAL
 from diptych_operator.api.service import GROUP, KIND, VERSION
 from diptych_operator.kube.cluster import Cluster
 from diptych_operator.kube.liveness import WATCH_TURN_S
 
-Raw = Mapping[str, Any]
-ServiceKey = tuple[str, str]
 Index = Mapping[ServiceKey, Collection[Raw]]
 
-SERVICES, CHILDREN, PODS = "services", "children", "pods"
+SERVICES, PODS = "services", "pods"
 _POD_KIND = ("", "v1", "pods")
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from diptych_operator.api.base import Object
 from diptych_operator.api.names import ROLES, roles
 from diptych_operator.api.service import InferenceService
 from diptych_operator.counts import Counts
@@ -28,8 +28,6 @@ from diptych_operator.render.vllm import vllm_objects
 from diptych_operator.revision import key_set, revision
 
 __all__ = ["KeySets", "ServiceSecrets", "Serving", "render", "render_revision", "render_shared"]
-
-Object = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ from diptych_operator.api.names import (
     CONFIG_DIR,
     CONFIG_HASH_ANNOTATION,
     KEYS_DIR,
+    MANAGED_BY,
+    MANAGED_BY_LABEL,
     PORT_VARIABLES,
     REVISION_LABEL,
     SERVING_DIR,
@@ -70,7 +72,8 @@ def deployment(service: InferenceService, pods: Pods) -> dict[str, Any]:
     kept = removed(ours, pods.part.pod_template_remove, f"{field}Remove")
     template = merge(kept, pods.part.pod_template, field)
     selected = _selected(service, pods)
-    _check_template(template, selected, pods.container["name"], field)
+    relied_on = selected | {MANAGED_BY_LABEL: MANAGED_BY}  # the operator watches no other pods
+    _check_template(template, relied_on, pods.container["name"], field)
     check_invariants(template, ours, pods.container["name"], field)
     rollout = service.spec.rollout
     # Routers are replaced one more at a time, whatever the pools do: they are cheap.
@@ -174,11 +177,11 @@ def _pod_template(service: InferenceService, pods: Pods) -> dict[str, Any]:
 
 
 def _check_template(
-    template: dict[str, Any], selected: dict[str, str], container: str, field: str
+    template: dict[str, Any], labels: dict[str, str], container: str, field: str
 ) -> None:
     """A podTemplate may change anything but what the rest of the service relies on."""
     found = (template.get("metadata") or {}).get("labels") or {}
-    for label, value in selected.items():
+    for label, value in labels.items():
         if found.get(label) != value:
             raise SpecError(f"{field}.metadata.labels", f"{label} must stay {value!r}")
     names = [entry["name"] for entry in (template.get("spec") or {}).get("containers") or []]

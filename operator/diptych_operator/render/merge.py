@@ -42,12 +42,16 @@ def removed(base: dict[str, Any], paths: Iterable[str], field: str) -> dict[str,
     for path in dict.fromkeys(paths):
         *way, last = (name or quoted for name, quoted in _STEP.findall(path))
         holder: Any = result
+        is_entry = False
         for step in way:
             place = _place(holder, step)
+            is_entry = isinstance(holder, list)
             holder = None if place is None else holder[place]
         place = _place(holder, last)
         if place is None:
             raise SpecError(field, f"{path!r} names nothing that the pods have; correct it")
+        if is_entry and last in (*_MERGED_BY.values(), *_REPLACED_BY.values()):
+            raise SpecError(field, f"{path!r} is what its entry is known by; name the entry itself")
         del holder[place]
     return result
 
@@ -75,8 +79,11 @@ def merge(base: dict[str, Any], overlay: dict[str, Any], field: str) -> dict[str
                 "is null, which kubectl apply does not send; to remove the field, name its path in "
                 "podTemplateRemove",
             )
-        if key in _MERGED_BY or key in _REPLACED_BY:
-            result[key] = _merge_named(present or [], value, key, here)
+        known = key in _MERGED_BY or key in _REPLACED_BY
+        # A label or an annotation may have the name of one of these lists.
+        if known and isinstance(value, list) and not isinstance(present, dict):
+            entries = present if isinstance(present, list) else []
+            result[key] = _merge_named(entries, value, key, here)
         elif isinstance(value, dict) and (present is None or isinstance(present, dict)):
             result[key] = merge(present or {}, value, here)
         elif isinstance(present, dict):
@@ -88,10 +95,8 @@ def merge(base: dict[str, Any], overlay: dict[str, Any], field: str) -> dict[str
     return result
 
 
-def _merge_named(base: list[Any], overlay: Any, kind: str, field: str) -> list[Any]:
+def _merge_named(base: list[Any], overlay: list[Any], kind: str, field: str) -> list[Any]:
     key = _MERGED_BY.get(kind) or _REPLACED_BY[kind]
-    if not isinstance(overlay, list):
-        raise SpecError(field, f"must be a list of objects with {key}")
     result = {entry[key]: entry for entry in base}
     for index, entry in enumerate(overlay):
         here = f"{field}[{index}]"

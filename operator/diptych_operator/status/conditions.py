@@ -258,7 +258,7 @@ def _issues(seen: Situation) -> Iterable[tuple[Reason, str]]:
     """The worst first: what stops the operator, then what stops pods, then the hinge."""
     for problem in seen.observed.problems:
         reason = Reason.named(problem.reason)
-        name = f"{problem.reason}: " if reason is Reason.OPERATOR_PROBLEM else ""
+        name = "" if reason == problem.reason else f"{problem.reason}: "
         yield reason, shorten(f"{name}{problem.message}", MAX_PART) or reason.meaning
     findings = [finding for role in ROLES for finding in seen.findings[role]]
     for finding in sorted(findings, key=lambda finding: -finding.severity):

@@ -9,12 +9,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from diptych_operator.api.base import Raw
 from diptych_operator.api.names import POOLS, REVISION_LABEL, ROLE_LABEL, Role
 from diptych_operator.counts import Counts
 from diptych_operator.status.references import Reference, references
 from diptych_protocol.admin import RouterReport
-
-Raw = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,6 @@ class PodView:
     waiting_reason: str = ""
     """Why a container waits, in Kubernetes' term, such as ImagePullBackOff or CrashLoopBackOff."""
     waiting_message: str = ""
-    waiting_container: str = ""
     image: str = ""
     """The image of the container that waits or, if none does, of the first container."""
     ended_container: str = ""
@@ -207,10 +205,9 @@ def pod_view(raw: Raw) -> PodView:
         else "",
         waiting_reason=_waiting(stuck or {}).get("reason", ""),
         waiting_message=_waiting(stuck or {}).get("message", ""),
-        waiting_container=(stuck or {}).get("name", ""),
         image=shown.get("image", ""),
         ended_container=(ended or {}).get("name", ""),
-        last_exit=_ended(ended or {}).get("message", ""),
+        last_exit=_last_words(ended) if ended else "",
         last_exit_reason=_ended(ended or {}).get("reason", ""),
         refers=references(raw.get("spec") or {}),
     )
@@ -225,6 +222,12 @@ def _ended(container: Raw) -> Raw:
     now = (container.get("state") or {}).get("terminated")
     ended = now or (container.get("lastState") or {}).get("terminated") or {}
     return ended if ended.get("exitCode") else {}
+
+
+def _last_words(container: Raw) -> str:
+    ended = _ended(container)
+    silent = f"the container {container['name']} ended with code {ended['exitCode']}, without words"
+    return str(ended.get("message") or silent)
 
 
 def observe(

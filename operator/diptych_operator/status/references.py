@@ -5,12 +5,11 @@ A node waits for a volume without a word in the pod's status, so the operator ch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
+from diptych_operator.api.base import Raw
 from diptych_operator.api.service import InferenceService
-
-Raw = Mapping[str, Any]
 
 
 class Reference(NamedTuple):

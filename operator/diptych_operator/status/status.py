@@ -7,7 +7,7 @@ nothing is written. A time changes only with the field that it belongs to.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import msgspec
@@ -17,6 +17,7 @@ from diptych_operator.api.service import InferenceService
 from diptych_operator.api.status import (
     MAX_MESSAGE,
     Condition,
+    EventNote,
     ImagesStatus,
     PoolStatus,
     Status,
@@ -178,15 +179,6 @@ def _condition(
 
 
 # --- events -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class EventNote:
-    """A Kubernetes Event to post after the status with the same content is written."""
-
-    type: Literal["Normal", "Warning"]
-    reason: Reason
-    message: str
 
 
 def events_between(old: Status, new: Status) -> list[EventNote]:

@@ -218,7 +218,7 @@ class FleetTable:
         """Record that a request goes to these engines, which will have the KV of its prompt."""
         computes = decision.prefill or decision.decode
         naming_of: dict[BlockNaming, list[str]] = {}
-        for key in {computes, decision.decode}:
+        for key in dict.fromkeys((decision.decode, computes)):
             known = self._rows.get(key)
             if known is None:
                 continue
@@ -227,11 +227,11 @@ class FleetTable:
             column["given"][row.at] += 1
             if request.adapter:
                 row.adapters.expect(request.adapter, now)
-            if key == computes:
-                row.place(decision.to_compute, now, request.tenant)
             naming = self._naming(request, key, column["block_size"][row.at])
             if naming is not None:
                 naming_of.setdefault(naming, []).append(key)
+            if key == computes:
+                row.place(decision.to_compute, now, request.tenant)
         if request.keys is not None:
             for naming, engines in naming_of.items():
                 self.known.expect(engines, request.keys(naming))

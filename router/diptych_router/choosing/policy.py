@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import add, itemgetter
-from typing import Any, Final, Literal, Protocol, TypeVar
+from functools import partial, reduce
+from operator import add
+from types import MappingProxyType
+from typing import Final, Literal, Protocol
 
 import numpy as np
 
@@ -27,8 +28,9 @@ Terms = Mapping[str, Floats]
 """The cost of each engine, by the name of the reason; the total is the sum of all terms."""
 Draw = Callable[[int], int]
 """Draws a number from 0 to below another one."""
-Made = TypeVar("Made")
 TOO_MUCH: Final = np.inf
+EXACTLY: Final[Mapping[Duty, float]] = MappingProxyType({})
+"""For policies by which only equal costs are equal: see `Policy.equal_within`."""
 ARRAYS: Final = 4
 ARRAY_BYTES: Final = 128
 """The number of arrays of `Priced` beside its terms, and the overhead of one array in bytes."""
@@ -76,14 +78,8 @@ class PoolView:
     """Seconds that each needs to load the request's adapter; None if it has none."""
     tie: int | None = None
     """Decides between engines of the same cost: see `EngineTable.preferred`. None: draw one."""
-    _made: dict[str, Any] = field(default_factory=dict)
-
-    def once(self, name: str, make: Callable[[], Made]) -> Made:
-        """Compute a value that a policy needs for several duties only once."""
-        if name not in self._made:
-            self._made[name] = make()
-        made: Made = self._made[name]
-        return made
+    made: dict[str, Terms] = field(default_factory=dict)
+    """Terms that a policy has computed for one duty, and needs for another one."""
 
     @property
     def any_able(self) -> bool:
@@ -107,8 +103,10 @@ class Policy(Protocol):
     def reads_prefixes(self) -> bool:
         """It looks at `PoolView.cached`, so engines are asked to report what they remember."""
 
-    def equal_within(self, duty: Duty) -> float:
-        """Engines that cost at most this share more than the cheapest one count as equal."""
+    @property
+    def equal_within(self) -> Mapping[Duty, float]:
+        """Engines that cost at most this share more than the cheapest one count as equal, by their
+        duty; 0 for a duty that is not named."""
 
     def costs(self, request: RequestView, duty: Duty, engines: PoolView) -> Terms:
         """Return the cost of each engine of a pool for this duty. A pair costs the sum of its two.
@@ -131,7 +129,7 @@ class Priced:
         self.rows = engines.table.rows
         """[engines] Also later, when other engines are in the table."""
         self._draw = draw
-        self._equal_within = policy.equal_within(duty)
+        self._equal_within = policy.equal_within.get(duty, 0.0)
         self._prompt_tokens = request.prompt_tokens
         self._terms = policy.costs(request, duty, engines)
         self._total = reduce(add, self._terms.values(), engines.barred)
@@ -225,6 +223,8 @@ class Priced:
 
 _Picked = tuple[Priced, int]
 """An engine of some, by its place."""
+_Places = tuple[int, int, float]
+"""A pair by the places of its engines, and what it costs more than both."""
 ALONE: Final = "prompt computed by the decode engine"
 
 
@@ -314,9 +314,12 @@ def _pick_pair(
         return None
     first = Priced(policy, request, "prefill", prefill, draw)
     second = Priced(policy, request, "decode", decode, draw)
-    lacking = second.lacking
     ways = None
-    if pairs is not None and lacking is not None:
+    if (
+        pairs is not None
+        and (pairs.learned or pairs.placed)
+        and (lacking := second.lacking) is not None
+    ):
         ways = pairs.ways(lacking, decode.table.column["trip_token_s"])
     best = _best_pair(first, second, ways)
     if best is None:
@@ -343,8 +346,8 @@ def _pair(
     )
 
 
-def _best_pair(first: Priced, second: Priced, ways: Ways | None) -> tuple[int, int, float] | None:
-    """The cheapest pair, and what it costs.
+def _best_pair(first: Priced, second: Priced, ways: Ways | None) -> _Places | None:
+    """The cheapest pair.
 
     Fingerprints (the revisions of a rollout) compete by their best pairs, so each gets requests in
     proportion to what it can carry; one without a partner gets none of them while any pair exists.
@@ -355,7 +358,12 @@ def _best_pair(first: Priced, second: Priced, ways: Ways | None) -> tuple[int, i
     if len(kinds) == 1 and first.engines.table.eligibility.fingerprints == kinds:
         return _best_among(first, second, ways)
     found = [_best_among(first, second, ways, ours == kind, theirs == kind) for kind in kinds]
-    return min([pair for pair in found if pair is not None], key=itemgetter(2), default=None)
+    pairs = [pair for pair in found if pair is not None]
+    return min(pairs, key=partial(_cost_of, first, second), default=None)
+
+
+def _cost_of(first: Priced, second: Priced, pair: _Places) -> float:
+    return first.cost(pair[0]) + second.cost(pair[1]) + pair[2]
 
 
 def _best_among(
@@ -364,19 +372,19 @@ def _best_among(
     ways: Ways | None,
     ours: Flags | None = None,
     theirs: Flags | None = None,
-) -> tuple[int, int, float] | None:
+) -> _Places | None:
     """The cheapest pair of these engines, as far as can be seen from both sides: the best partner
     of the cheapest engine that computes, or that of the cheapest one that decodes. To look at all
     pairs would take too long."""
     p = first.best(ours)
     if ways is None or p is None:
         d = None if p is None else second.best(theirs)
-        return None if p is None or d is None else (p, d, first.cost(p) + second.cost(d))
+        return None if p is None or d is None else (p, d, 0.0)
     onward = ways.from_sender(p)
     d = second.best(theirs, onward)
     if d is None:
         return None
-    found = p, d, first.cost(p) + second.cost(d) + float(onward.extra[d])
+    found = p, d, float(onward.extra[d])
     if not ways.differ:
         return found
     d = second.best(theirs)
@@ -384,8 +392,8 @@ def _best_among(
     p = first.best(ours, back)
     if d is None or p is None or back is None:
         return found
-    other = p, d, first.cost(p) + second.cost(d) + float(back.extra[p])
-    return min(found, other, key=itemgetter(2))
+    other = p, d, float(back.extra[p])
+    return min(found, other, key=partial(_cost_of, first, second))
 
 
 def _why_alone(prefill: PoolView, disaggregate: Disaggregate) -> str:

@@ -168,9 +168,6 @@ class HolderSets:
         """By their numbers."""
         self._number_of = {0: EMPTY}
 
-    def __len__(self) -> int:
-        return len(self.bits)
-
     @property
     def num_bytes(self) -> int:
         """The memory of all sets: each is an integer, and has a place in a list and in a dict."""
@@ -253,7 +250,7 @@ class BlockHolders:
     def forget_engine(self, engine: int) -> None:
         """Record that it no longer holds anything."""
         values = self._table.values
-        used = np.arange(len(self._sets), dtype=np.uint32)
+        used = np.arange(len(self._sets.bits), dtype=np.uint32)
         values[:] = self._sets.without_engine(used, engine)[values]
         self.num_blocks = int(np.count_nonzero(values))
 
@@ -291,7 +288,7 @@ class BlockHolders:
     @property
     def num_sets(self) -> int:
         """The number of different sets of engines, including unused ones."""
-        return len(self._sets)
+        return len(self._sets.bits)
 
     def _change(
         self, places: NDArray[np.intp], old: NDArray[np.uint32], new: NDArray[np.uint32]
@@ -301,8 +298,8 @@ class BlockHolders:
         num_changed = int(np.count_nonzero(old != new))
         self.num_blocks += int(np.count_nonzero(new)) - int(np.count_nonzero(old))
         values[places] = new
-        if len(self._sets) > self._tidy_at:
+        if len(self._sets.bits) > self._tidy_at:
             used = np.unique(values)
             values[:] = self._sets.keep_only(used.tolist())[values]
-            self._tidy_at = 2 * len(self._sets) + SPARE_SETS
+            self._tidy_at = 2 * len(self._sets.bits) + SPARE_SETS
         return num_changed

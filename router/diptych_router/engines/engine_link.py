@@ -163,7 +163,7 @@ class EngineLink:
     @property
     def is_bad(self) -> bool:
         """Whether it hangs, or fails too often."""
-        return self.silent or self.kept_out
+        return self._liveness.silent or self.kept_out
 
     def keep_out(self, kept_out: bool) -> None:
         """Send it no requests while others of its pool can take them, or do so again."""

@@ -140,11 +140,12 @@ class HealthBook:
         """Forget an address that discovery no longer names."""
         self.engines.pop(key, None)
 
-    def went_well(self, key: str, now: float) -> None:
-        """Record that an engine has done its part of a request; an unknown one is ignored."""
-        health = self.engines.get(key)
-        if health is not None:
-            health.breaker.well(now)
+    def went_well(self, keys: Iterable[str], now: float) -> None:
+        """Record that engines have done their parts of a request; unknown ones are ignored."""
+        for key in keys:
+            health = self.engines.get(key)
+            if health is not None:
+                health.breaker.well(now)
 
     def went_badly(self, key: str, failure: Failure, now: float) -> bool:
         """Record a failure. True if that opens the engine's breaker: call `sort_out` then."""
@@ -196,19 +197,18 @@ class FullEngines:
     def __init__(self, stats_of: Callable[[str], SchedulerStats | None]) -> None:
         """`stats_of`: returns an engine's last report; None if nobody answers there."""
         self._stats_of = stats_of
-        self._refusals: dict[str, _Refusal] = {}
+        self.refusals: dict[str, _Refusal] = {}
+        """The newest refusal of each; old ones are dropped by `now`."""
 
     def refused(self, key: str, now: float) -> None:
         """Record that an engine had no room for a request."""
-        self._refusals[key] = _Refusal(self._stats_of(key), now + REMEMBERED_S)
+        self.refusals[key] = _Refusal(self._stats_of(key), now + REMEMBERED_S)
 
     def now(self, now: float) -> set[str]:
         """Return the engines that are full, as far as is known."""
-        if not self._refusals:
-            return set()
-        for key in [k for k, refusal in self._refusals.items() if self._is_over(k, refusal, now)]:
-            del self._refusals[key]
-        return set(self._refusals)
+        for key in [k for k, refusal in self.refusals.items() if self._is_over(k, refusal, now)]:
+            del self.refusals[key]
+        return set(self.refusals)
 
     def _is_over(self, key: str, refusal: _Refusal, now: float) -> bool:
         stats, before = self._stats_of(key), refusal.stats

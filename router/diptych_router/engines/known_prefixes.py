@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
@@ -12,14 +13,17 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from diptych_frontend.chain_memo import ChainMemo, part_name
 from diptych_protocol import EngineCoreRequest
 from diptych_protocol.block_hashes import (
     FIRST_DIGEST,
     ImageInPrompt,
     adapted,
     extend_block_hashes,
+    following_hashes,
     image_key,
     next_digest,
+    root_hash,
     salted,
     seen_in,
 )
@@ -41,27 +45,59 @@ class BlockNaming(NamedTuple):
     """Digest of the content of the request's adapter there, if it has one."""
 
 
-def block_keys(request: EngineCoreRequest, tokens: Sequence[int], naming: BlockNaming) -> Keys:
-    """Return the keys of the full blocks of a prompt, as an engine with this naming computes them.
+PART_BLOCKS: Final = 64
+"""The keys of so many blocks of a long prompt are remembered together."""
+REMEMBERED_BYTES: Final = 16 << 20
+"""Room for the keys of prompts with some twenty million tokens."""
 
-    tokens: those of the prompt, and those that were generated since. A prompt of embeddings has no
-    keys that a router could know.
-    """
-    salt, adapter = request.cache_salt, request.lora_request
-    identity = salted(salt)
-    if adapter is not None:
-        identity = adapted(salt, adapter.lora_name, naming.adapter)
-    hashes: list[bytes] = []
-    extra = None
-    if request.mm_features:
+
+class BlockNamer:
+    """Names the blocks of prompts. It remembers those of long ones, so that a prompt that begins
+    like an earlier one costs little more than what is new in it. Several threads may use it."""
+
+    def __init__(self) -> None:
+        self.remembered = ChainMemo(REMEMBERED_BYTES)
+
+    def keys(self, request: EngineCoreRequest, tokens: Sequence[int], naming: BlockNaming) -> Keys:
+        """Return the keys of the full blocks of a prompt, as an engine with this naming computes
+        them.
+
+        tokens: those of the prompt, and those that were generated since. A prompt of embeddings has
+        no keys that a router could know.
+        """
+        salt, adapter = request.cache_salt, request.lora_request
+        identity = salted(salt)
+        if adapter is not None:
+            identity = adapted(salt, adapter.lora_name, naming.adapter)
+        if not request.mm_features:
+            return np.frombuffer(self._keys(root_hash(identity), tokens, naming.block_size), "<u8")
         images = [
             ImageInPrompt(image_key(feature.identifier, salt), at.offset, at.offset + at.length)
             for feature in request.mm_features
             for at in (feature.mm_position,)
         ]
+        hashes: list[bytes] = []
         extra = partial(seen_in, images)
-    extend_block_hashes(hashes, tokens, naming.block_size, identity, extra)
-    return keys_of(hashes)
+        extend_block_hashes(hashes, tokens, naming.block_size, identity, extra)
+        return keys_of(hashes)
+
+    def _keys(self, parent: bytes, tokens: Sequence[int], block_size: int) -> bytes:
+        """The keys of the blocks that follow the one with this hash. It depends on all that is
+        before, so it takes the place of a name."""
+        first, part = 0, PART_BLOCKS * block_size
+        found: list[bytes] = []
+        while len(tokens) - first >= part:
+            those = tokens[first : first + part]
+            name = part_name(parent, array("I", those).tobytes())
+            known = self.remembered.get(name)
+            if known is None:
+                hashes = following_hashes(parent, those, block_size)
+                known = _joined_keys(hashes) + hashes[-1]
+                self.remembered.put(name, known)
+            parent, first = known[-len(parent) :], first + part
+            found.append(known[: -len(parent)])
+        found.append(_joined_keys(following_hashes(parent, tokens, block_size, first)))
+        return b"".join(found)
 
 
 Lengths = NDArray[np.int32]
@@ -360,4 +396,8 @@ def _keys(data: bytes) -> Keys:
 
 def keys_of(block_hashes: Iterable[bytes]) -> Keys:
     """Return the keys of blocks with these hashes."""
-    return np.frombuffer(b"".join(map(_KEY_OF, block_hashes)), "<u8")
+    return np.frombuffer(_joined_keys(block_hashes), "<u8")
+
+
+def _joined_keys(block_hashes: Iterable[bytes]) -> bytes:
+    return b"".join(map(_KEY_OF, block_hashes))

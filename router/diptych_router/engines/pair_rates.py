@@ -215,15 +215,13 @@ class PairRates:
 
     # --- what is known ------------------------------------------------------------------------
 
-    def ways(self, lacking: Floats, usual: Floats) -> Ways | None:
-        """Return the distances from each sender to each receiver, for one request. None if, as far
-        as is known, all are equal.
+    def ways(self, lacking: Floats, usual: Floats) -> Ways:
+        """Return the distances from each sender to each receiver, for one request. Unless it has
+        `learned` or `placed`, all are equal, as far as is known.
 
         lacking: [receivers] Tokens to hand over. usual: [receivers] Seconds for a token, whichever
         engine sends, as in the costs of receivers.
         """
-        if not (self.learned or self.placed):
-            return None
         receivers, senders = self.shape
         token_s = self._token_s[:receivers, :senders] if self.learned else None
         return Ways(self._near[:receivers, :senders], token_s, lacking, usual)

@@ -29,6 +29,8 @@ class RouterShare:
 
     def __init__(self) -> None:
         self.number, self.count = 0, 1
+        self.of_another = 0.0
+        """How many requests each other router sends for each one of this router's."""
         self._own = self._others = 0.0
         self._at = 0.0
 
@@ -39,6 +41,7 @@ class RouterShare:
         count, number = max(words, default=(1, 0))
         self.count = min(max(count, 1), MAX_FOLLOWERS)
         self.number = min(max(number, 0), self.count - 1)
+        self._compare()
 
     def received(self, own: int, others: int, now: float) -> None:
         """An engine has received so many more requests from this router and from the others."""
@@ -46,13 +49,12 @@ class RouterShare:
         self._own = self._own * fading + max(own, 0)
         self._others = self._others * fading + max(others, 0)
         self._at = max(now, self._at)
+        self._compare()
 
-    @property
-    def of_another(self) -> float:
-        """How many requests each other router sends for each one of this router's."""
-        if self.count == 1 or not self._own:
-            return 0.0
-        return min(self._others / (self._own * (self.count - 1)), MOST_OTHERS)
+    def _compare(self) -> None:
+        self.of_another = 0.0
+        if self.count > 1 and self._own:
+            self.of_another = min(self._others / (self._own * (self.count - 1)), MOST_OTHERS)
 
     def homes(self, identities: NDArray[np.uint64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
         """Divide engines among the routers, which all do it alike.

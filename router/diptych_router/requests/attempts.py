@@ -198,9 +198,8 @@ class Attempts:
         self._placements.place(routed, prefill, Stage.PREFILL, now, planned=decode)
         lease_id, lends = f"{self._random_bits(128):032x}", prefill.lends
         add = Add(prefill.key, routed.prefill_request(lease_id, source))
-        if lends is None or not routed.worth_announcing:
-            return [add]
-        return [add, Announce(decode.key, routed.announce(decode.key, lends, lease_id))]
+        coming = None if lends is None else routed.announce(decode.key, lends, lease_id)
+        return [add] if coming is None else [add, Announce(decode.key, coming)]
 
     def _hold(
         self, routed: RoutedRequest, now: float, before: str, why: str = "no engine is usable"
@@ -239,13 +238,13 @@ class Attempts:
         planned = self._fleet.get(routed.decode_engine)
         if planned is not None and (
             planned.key == routed.engine  # it is the one that hands off
-            or not planned.up
             or fingerprint not in (None, planned.fingerprint)  # restarted as something else
         ):
             planned = None
         if planned is not None and self._fleet.may_begin_at(planned.key):
             return planned
-        return self._fleet.successor(str(fingerprint)) or planned
+        successor = self._fleet.successor(str(fingerprint))
+        return planned if successor is None and planned is not None and planned.up else successor
 
     def retry(self, routed: RoutedRequest, setback: Setback, why: str, now: float) -> list[Action]:
         """Begin another attempt elsewhere, or end the request with an error."""

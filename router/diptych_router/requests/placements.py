@@ -68,14 +68,15 @@ class Charge(NamedTuple):
 class Placements:
     """Requests at engines, and the accounts of these engines and of tenants.
 
-    A request is charged from `place` until `leave`. In between, its engine may end its part
-    (`silence`), before the next engine takes over.
+    A request is charged from `place` until `leave`. In between, its engine may end its part, before
+    the next engine takes over.
     """
 
     tenants: TenantPlaces
     records: Records
     by_core_id: dict[str, RoutedRequest] = field(default_factory=dict)
-    """By the id under which an engine has it now."""
+    """By the id under which an engine has it now; whoever has sent its last output about a request
+    is not in it."""
     charges: dict[str, Charge] = field(default_factory=dict)
     """By the request's own id."""
 
@@ -97,23 +98,19 @@ class Placements:
     ) -> None:
         """Charge a request to an engine's account, and to that of the engine that
         takes over later."""
-        self.leave(routed)
         self.tenants.take(routed.account)
+        self.leave(routed)
+        tokens = routed.prompt_tokens + len(routed.generated)
+        self.charges[routed.request_id] = Charge(tokens, engine, planned)
+        engine.charge(tokens)
+        if planned is not None:
+            planned.charge(tokens, planned=1)
         routed.place(engine.key, stage)
         if routed.late < MAX_LATE:
             routed.first_token_by = now + routed.patience_s
         core_id = routed.core_id
         self.records.placed(routed.record, core_id, engine.key, engine.name, now)
         self.by_core_id[core_id] = routed
-        tokens = routed.prompt_tokens + len(routed.generated)
-        self.charges[routed.request_id] = Charge(tokens, engine, planned)
-        engine.charge(tokens)
-        if planned is not None:
-            planned.charge(tokens, planned=1)
-
-    def silence(self, routed: RoutedRequest) -> None:
-        """Record that its engine has sent its last output; later ones are ignored."""
-        del self.by_core_id[routed.core_id]
 
     def leave(self, routed: RoutedRequest) -> None:
         """Record that it is at no engine any more."""

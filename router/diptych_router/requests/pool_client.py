@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from diptych_protocol.block_hashes import salt_of_tenant
 from diptych_router.engines.discovery import Target
 from diptych_router.engines.engine_link import EngineLink, ReadKeys
 from diptych_router.engines.engine_table import Role
+from diptych_router.engines.known_prefixes import BlockNaming
 from diptych_router.requests.pools.pools import Pools
 from diptych_router.requests.promises import Promises
 from diptych_router.requests.request_record import Tracer
@@ -92,6 +93,8 @@ class PoolClient(AsyncEngine, WithoutControl):
         self._model_limit = inputs.max_model_len
         self._lacks: tuple[Lack, ...] = ()
         """What the engines cannot do, as those have said that were usable last."""
+        self._block_sizes: frozenset[int] = frozenset()
+        """The sizes of their blocks."""
         self._cache_per_key = config.cache_per_key
         self.table = RequestTable(
             self.pools,
@@ -155,26 +158,40 @@ class PoolClient(AsyncEngine, WithoutControl):
 
     # --- requests -----------------------------------------------------------------------------
 
-    def _check_room(self, num_requests: int, num_tokens: int, tenant: str) -> None:
-        super()._check_room(num_requests, num_tokens, tenant)
+    def _check_tenant(self, tenant: str, num_requests: int) -> None:
         if self.pools.refused_settings:
             # It stays up, so that the operator can ask why, but serves nobody by another setting.
             raise EngineOverloadedError(self.why_not_ready())
         if not tenant:
             return
         mine = self.table.tenants.num_open(tenant) + num_requests
-        free = MAX_OPEN_REQUESTS - self.output_processor.num_unfinished - num_requests
+        free = MAX_OPEN_REQUESTS - len(self.output_processor.answers) - num_requests
         if mine > MOST_OF_FREE * free:
             raise EngineOverloadedError(
                 f"{mine - num_requests} requests of this API key are open already; retry later"
             )
 
+    def _prepare(self, process: Callable[[], EngineCoreRequest]) -> EngineCoreRequest:
+        """As `AsyncEngine._prepare`. The names of a long prompt's blocks are then remembered."""
+        request = process()
+        own, tokens = self._salted(request), request.prompt_token_ids
+        if tokens and not (own.lora_request or own.mm_features):
+            for size in self._block_sizes:
+                self.table.namer.keys(own, tokens[:-1], BlockNaming(size))
+        return request
+
+    def _salted(self, request: EngineCoreRequest) -> EngineCoreRequest:
+        """The request as engines get it: with a salt that says whose it is, if nobody else may find
+        its blocks."""
+        if not (self._cache_per_key and request.tenant):
+            return request
+        salt = salt_of_tenant(request.tenant, request.cache_salt)
+        return msgspec.structs.replace(request, cache_salt=salt)
+
     def _submit(self, request: EngineCoreRequest, leader: str | None = None) -> None:
         if self._lacks:
             check_abilities(self._lacks, request)
-        if self._cache_per_key and request.tenant:
-            salt = salt_of_tenant(request.tenant, request.cache_salt)
-            request = msgspec.structs.replace(request, cache_salt=salt)
+        request = self._salted(request)
         now, tracer = time.monotonic(), self.router_tracer
         trace = None if tracer is None else tracer.begin(request, now)
         actions = self.table.submit(request, self.input_processor.max_model_len, now, leader, trace)
@@ -191,8 +208,8 @@ class PoolClient(AsyncEngine, WithoutControl):
         if message.journey_events is not None:
             self.table.records.told(link.key, message.journey_events, now)
         self._carry_out(self.table.receive(link.key, message.outputs, now))
-        if turns := self.table.take_turns(now):
-            self._carry_out(turns)
+        if self.table.has_turns:
+            self._carry_out(self.table.take_turns(now))
 
     def _engine_lost(self, link: EngineLink, cause: EngineDeadError) -> None:
         self._carry_out(self.table.engine_lost(link.key, str(cause), time.monotonic()))
@@ -215,6 +232,7 @@ class PoolClient(AsyncEngine, WithoutControl):
             self.input_processor.max_model_len = min(self._model_limit, *limits)
             self.input_processor.scheduling_policy = "priority" if ordered else "fcfs"
             self._lacks = lacks_of(usable)
+            self._block_sizes = frozenset(engine.block_size for engine in usable)
 
     # --- what the table wants done ------------------------------------------------------------
 
@@ -265,7 +283,7 @@ class PoolClient(AsyncEngine, WithoutControl):
     def _add(self, action: Add) -> None:
         core_id = action.request.request_id
         link = self.pools.get(action.engine)
-        if link is None or not self.table.is_placed(core_id):
+        if link is None or core_id not in self.table.placed:
             return  # sending something else found out that this engine is gone
         try:
             link.add(action.request)

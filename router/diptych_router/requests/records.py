@@ -90,9 +90,10 @@ class Records:
         if is_kept:
             record.attempts.append(attempt)
         if decision.weighed:
-            added = sum([priced.num_bytes for priced in decision.weighed])
-            self.num_bytes += added
-            record.num_bytes += added
+            for priced in decision.weighed:
+                added = priced.num_bytes
+                record.num_bytes += added
+                self.num_bytes += added
             self._heavy[record.request_id] = record
             while self.num_bytes > self._most_bytes:
                 self._lighten(next(iter(self._heavy.values())))

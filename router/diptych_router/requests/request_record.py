@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 import math
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -21,7 +22,7 @@ from diptych_protocol import EngineCoreOutput, EngineCoreRequest, RequestJourney
 from diptych_protocol import RequestJourneyEventType as Station
 from diptych_router.choosing.first_token import FirstToken
 from diptych_router.choosing.policy import FETCH, Decision
-from diptych_router.engines.engine_table import Role
+from diptych_router.engines.engine_table import ROLES, Role
 
 MOST_STATIONS: Final = 40
 """The most events of a request at one engine that are kept. If a prompt has more parts, the newest
@@ -280,24 +281,26 @@ class RequestRecord:
         if self.is_waiting and self.num_attempts == len(self.attempts):
             yield asked_s, why, None
 
-    def brought(self, output: EngineCoreOutput, now_s: float) -> bool:
-        """Record an output of the engine in charge; True if this is its first output, or has the
-        request's first token."""
+    def brought(self, output: EngineCoreOutput, now_s: float, predictions: Predictions) -> bool:
+        """Record an output of the engine in charge; True if it has the request's first token.
+
+        predictions: compared with the first output of each engine.
+        """
         placement, num_tokens = self.placement, len(output.new_token_ids)
-        is_first = False
         if placement is not None:
             if placement.first_word_s is None:
                 placement.first_word_s, placement.first_tokens = now_s, num_tokens
                 placement.cached_tokens = output.num_cached_tokens
                 placement.received_tokens = output.num_received_tokens
-                is_first = True
+                predictions.saw_word(self)
             placement.num_tokens += num_tokens
-        if num_tokens:
-            if self.first_token_s is None:
-                self.first_token_s = now_s
-                is_first = True
-            self.tokens.came(num_tokens, now_s)
-        return is_first
+        if not num_tokens:
+            return False
+        self.tokens.came(num_tokens, now_s)
+        if self.first_token_s is not None:
+            return False
+        self.first_token_s = now_s
+        return True
 
     def set_back(self, setback: Setback, why: str, again: bool, now_s: float) -> None:
         """Record that the newest attempt ended early. again: the request needs engines again."""
@@ -305,3 +308,45 @@ class RequestRecord:
         if attempt is not None:
             attempt.setback, attempt.why = setback, why[:MOST_TEXT]
             attempt.ended_s, attempt.again = now_s, again
+
+
+BOUNDS: Final = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
+
+
+class Ratios:
+    """Counts of ratios, by the lowest of `BOUNDS` that is at least as large."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BOUNDS) + 1)
+        self.sum = 0.0
+
+    def saw(self, ratio: float) -> None:
+        """Count one more."""
+        self.counts[bisect_left(BOUNDS, ratio)] += 1
+        self.sum += ratio
+
+
+class Predictions:
+    """How well the predictions of one router came true: real seconds divided by predicted ones."""
+
+    def __init__(self) -> None:
+        self.first_token: dict[Role, Ratios] = {role: Ratios() for role in ROLES}
+        """By the pool that computed the prompt."""
+        self.hand_off = Ratios()
+
+    def saw_word(self, record: RequestRecord) -> None:
+        """Record the first output of a request's newest placement."""
+        attempt = record.newest
+        if attempt is None or attempt.placements[-1:] != [record.placement]:
+            return
+        match len(attempt.placements):
+            case 1:
+                real_s, expected_s = attempt.first_token_s, attempt.first_token_expected_s
+                ratios = self.first_token[record.pool]
+            case 2:
+                real_s, expected_s = attempt.hand_off_s, attempt.hand_off_expected_s
+                ratios = self.hand_off
+            case _:
+                return
+        if expected_s and real_s is not None:
+            ratios.saw(real_s / expected_s)

@@ -33,7 +33,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from diptych_protocol import (
@@ -45,6 +45,7 @@ from diptych_protocol import (
 from diptych_protocol.wire import FINISH_REASON_STRINGS
 from diptych_router.choosing.policy import Decision
 from diptych_router.engines.health_book import Failure
+from diptych_router.engines.known_prefixes import BlockNamer
 from diptych_router.requests.attempts import LEAST_PATIENCE_S, Attempts
 from diptych_router.requests.placements import (
     HeldRequests,
@@ -53,10 +54,10 @@ from diptych_router.requests.placements import (
     TenantPlaces,
     same_way,
 )
-from diptych_router.requests.promises import Predictions, Promises
+from diptych_router.requests.promises import Promises
 from diptych_router.requests.records import Records
-from diptych_router.requests.request_record import RequestRecord, Setback, Trace
-from diptych_router.requests.routed_request import RoutedRequest, is_given_up
+from diptych_router.requests.request_record import Predictions, Setback, Trace
+from diptych_router.requests.routed_request import RoutedRequest
 from diptych_router.requests.table_interface import (
     Abort,
     Action,
@@ -107,12 +108,15 @@ class RequestTable:
         """By the request's own id."""
         self.records = Records()
         """What happened to the newest requests."""
+        self.namer = BlockNamer()
         self.promises, self.predictions = promises, Predictions()
         self._places = TenantPlaces()
         self.tenants = self._places.accounts
         self.held = HeldRequests(hold_seconds, max_held, self.tenants)
         self._fleet = fleet
         self._placements = Placements(self._places, self.records)
+        self.placed: Mapping[str, RoutedRequest] = self._placements.by_core_id
+        """The placements that an engine has, or will get, by the ids for engines."""
         self._attempts = Attempts(
             fleet,
             self.requests,
@@ -123,13 +127,11 @@ class RequestTable:
             first_token_s=first_token_s,
         )
         self._turns: list[_Turn] = []
+        self.has_turns = False
+        """Whether there was something for `take_turns` after the last `receive`."""
         self._usual_output = FIRST_GUESS_TOKENS
         """How many tokens answers have, on average; the newest count most."""
         self._siblings = Siblings()
-
-    def is_placed(self, core_id: str) -> bool:
-        """Whether an engine has this placement, or will get it."""
-        return core_id in self._placements.by_core_id
 
     # --- users --------------------------------------------------------------------------------
 
@@ -144,7 +146,8 @@ class RequestTable:
         """Accept a new request. leader: another request for an answer to the same prompt, which
         begins first."""
         record = self.records.begin(request, now, trace)
-        routed = self.requests[request.request_id] = RoutedRequest(request, max_model_len, record)
+        routed = RoutedRequest(request, max_model_len, record, self.namer)
+        self.requests[request.request_id] = routed
         request.deadline_ms = self.promises.first_token_ms
         routed.account = self.tenants.open(request.tenant)
         routed.usual_output = self._usual_output
@@ -165,7 +168,7 @@ class RequestTable:
                 continue
             if routed.has_decoded:
                 self._fleet.went_well(routed.engine, routed.prefill_engine)
-            if routed.core_id in self._placements.by_core_id:
+            if routed.core_id in self.placed:
                 by_engine.setdefault(routed.engine, []).append(routed.core_id)
             actions += self._attempts.end(routed, outcome, now)
         actions[:0] = (Abort(engine, ids) for engine, ids in by_engine.items())
@@ -176,13 +179,14 @@ class RequestTable:
     def receive(
         self, engine: str, outputs: Iterable[EngineCoreOutput], now: float
     ) -> Sequence[Action]:
-        """Process an engine's outputs. Carry out `Deliver`, then call `take_turns`: the first token
-        does not wait for the hand-off, and a request that a stop string has ended needs none."""
+        """Process an engine's outputs. Carry out `Deliver`, then call `take_turns` if there are any
+        (`has_turns`): the first token does not wait for the hand-off, and a request that a stop
+        string has ended needs none."""
         deliver: list[EngineCoreOutput] = []
         actions: list[Action] = [Deliver(deliver)]
         strays: list[str] = []
         for output in outputs:
-            routed = self._placements.by_core_id.get(output.request_id)
+            routed = self.placed.get(output.request_id)
             if routed is None or routed.engine != engine:
                 actions += _offered(output)
                 if not output.finished:
@@ -193,12 +197,12 @@ class RequestTable:
                     self._clear_up(routed)
                 if output.new_token_ids:
                     deliver.append(output)
-                    had_token = routed.record.first_token_s is not None
-                    if routed.record.brought(output, now):
-                        self._saw_word(routed.record, had_token, now)
+                    if routed.record.brought(output, now, self.predictions):
+                        self.promises.saw_first(routed.record, now)
             elif output.finish_reason is FinishReason.ERROR:
                 actions += self._take_error(routed, output)
-            elif is_given_up(output):
+            elif output.finish_reason is FinishReason.ABORT and output.kv_transfer_params is None:
+                # An engine that shuts down ends requests unasked.
                 why = f"engine {self._name_of(engine)} gave it up"
                 self._pass_turn(routed, self._setback_at(engine), why)
             else:
@@ -207,13 +211,8 @@ class RequestTable:
                     deliver.append(output)
         if strays:
             actions.append(Abort(engine, strays))
+        self.has_turns = bool(self._turns or self._siblings.followers or self.held.num_crowded)
         return actions
-
-    def _saw_word(self, record: RequestRecord, had_token: bool, now: float) -> None:
-        """An engine's first word about a request, or the first token, is in the record."""
-        self.predictions.saw_word(record)
-        if not had_token and record.first_token_s is not None:
-            self.promises.saw_first(record, now)
 
     def _absorb(self, routed: RoutedRequest, output: EngineCoreOutput, now: float) -> list[Action]:
         """Take an output of the engine in charge; what to do with leases that nobody will read."""
@@ -221,9 +220,8 @@ class RequestTable:
         again = routed.absorb(output)
         if routed.suspects:
             self._clear_up(routed)
-        had_token = routed.record.first_token_s is not None
-        if routed.record.brought(output, now):
-            self._saw_word(routed.record, had_token, now)
+        if routed.record.brought(output, now, self.predictions):
+            self.promises.saw_first(routed.record, now)
         if again:
             self._pass_turn(routed)
             # Who hands off has read what it took over; whoever says otherwise loses it.
@@ -250,7 +248,7 @@ class RequestTable:
         self, routed: RoutedRequest, setback: Setback | None = None, why: str = ""
     ) -> None:
         """Record that its engine has sent its last output; later ones are ignored."""
-        self._placements.silence(routed)
+        del self._placements.by_core_id[routed.core_id]
         self._turns.append(_Turn(routed, setback, why))
 
     def _clear_up(self, routed: RoutedRequest) -> None:
@@ -260,8 +258,6 @@ class RequestTable:
 
     def take_turns(self, now: float) -> Sequence[Action]:
         """Continue requests whose engines have ended their part, if users still want them."""
-        if not (self._turns or self._siblings.followers or self.held.num_crowded):
-            return ()
         turns, self._turns = self._turns, []
         actions: list[Action] = []
         for turn in turns:
@@ -275,7 +271,7 @@ class RequestTable:
 
     def not_sent(self, core_id: str, why: str, now: float) -> Sequence[Action]:
         """Handle an `Add` that did not reach its engine."""
-        routed = self._placements.by_core_id.get(core_id)
+        routed = self.placed.get(core_id)
         if routed is None:
             return ()
         return self._and_followers(self._attempts.retry(routed, Setback.LOSS, why, now), now)
@@ -324,7 +320,7 @@ class RequestTable:
 
     def cannot_hand_off(self, core_id: str, why: str, now: float) -> Sequence[Action]:
         """Begin again elsewhere, because an engine could not hand a placement off."""
-        routed = self._placements.by_core_id.get(core_id)
+        routed = self.placed.get(core_id)
         if routed is None:
             return ()
         engine = routed.engine
@@ -366,7 +362,7 @@ class RequestTable:
         for engine in self._fleet.draining():
             if self._fleet.successor(engine.fingerprint) is None:
                 continue  # they may end here; a loss before that is a new attempt
-            for core_id, routed in self._placements.by_core_id.items():
+            for core_id, routed in self.placed.items():
                 if routed.engine == engine.key and not routed.moving:
                     routed.moving = True
                     actions.append(AskHandOff(engine.key, core_id))

@@ -34,7 +34,7 @@ from diptych_protocol.router_settings import Disaggregate
 from diptych_protocol.wire import ErrorKind
 from diptych_router.choosing.policy import RequestView
 from diptych_router.engines.block_holders import Keys
-from diptych_router.engines.known_prefixes import BlockNaming, block_keys
+from diptych_router.engines.known_prefixes import BlockNamer, BlockNaming
 from diptych_router.requests.request_record import RequestRecord, Setback
 
 MAX_ERRORS = 3
@@ -72,6 +72,8 @@ class RoutedRequest:
     max_model_len: int
     record: RequestRecord
     """What has happened to it, for reports."""
+    namer: BlockNamer = field(default_factory=BlockNamer)
+    """Names its blocks."""
     request_id: str = field(init=False)
     core_id: str = field(init=False)
     """The id for engines. Each placement has an id of its own, so that late outputs of an earlier
@@ -79,8 +81,8 @@ class RoutedRequest:
     prompt_tokens: int = field(init=False)
     prefill_only: bool = field(init=False)
     """Whether its prompt is pooled, so that nothing is decoded."""
-    most_tokens: int = field(init=False)
-    """How many tokens may be generated."""
+    tokens_left: int = field(init=False)
+    """How many tokens may still be generated."""
     generated: list[int] = field(default_factory=list)
     """Every token that has been delivered to the user."""
     placements: int = 0
@@ -132,7 +134,7 @@ class RoutedRequest:
         self.prefill_only = self.original.pooling_params is not None
         wanted = None if params is None else params.max_tokens
         room = self.max_model_len - self.prompt_tokens
-        self.most_tokens = room if wanted is None else min(room, wanted)
+        self.tokens_left = room if wanted is None else min(room, wanted)
 
     @property
     def urgency(self) -> tuple[int, float]:
@@ -164,14 +166,11 @@ class RoutedRequest:
         num_tokens = self.prompt_tokens + len(self.generated) - 1
         known = self._hashed.get(naming)
         if known is None or len(known) != num_tokens // naming.block_size:
-            tokens = [*(self.original.prompt_token_ids or ()), *self.generated][:-1]
-            known = self._hashed[naming] = block_keys(self.original, tokens, naming)
+            tokens = self.original.prompt_token_ids or []
+            if self.generated:
+                tokens = tokens + self.generated
+            known = self._hashed[naming] = self.namer.keys(self.original, tokens[:-1], naming)
         return known
-
-    @property
-    def tokens_left(self) -> int:
-        """How many tokens may still be generated."""
-        return self.most_tokens - len(self.generated)
 
     def place(self, engine: str, stage: Stage) -> None:
         """Record that it goes to this engine now; the next `*_request` returns what to send."""
@@ -242,17 +241,16 @@ class RoutedRequest:
             params.min_tokens = min(params.min_tokens, params.max_tokens)
         return request
 
-    @property
-    def worth_announcing(self) -> bool:
-        """Whether prefill will hand it off, and announcing it is cheap."""
-        return self.tokens_left > 1 and self.original.prompt_embeds is None
-
-    def announce(self, engine: str, lends: KVTransferParams, lease_id: str) -> EngineCoreRequest:
+    def announce(
+        self, engine: str, lends: KVTransferParams, lease_id: str
+    ) -> EngineCoreRequest | None:
         """Return the announcement to the decode engine during prefill: the request that it will get
-        if all goes well.
+        if all goes well. None if prefill will not hand it off, or announcing it would be dear.
 
         lends: the common part of the prefill engine's leases.
         """
+        if self.tokens_left <= 1 or self.original.prompt_embeds is not None:
+            return None
         coming = f"{self.request_id}/{self.placements + 1}"
         self.announced = Announcement(engine, coming)
         num_tokens = self.prompt_tokens + len(self.generated)
@@ -318,7 +316,9 @@ class RoutedRequest:
         the user's id of the request.
         """
         self.generated += output.new_token_ids
-        self.account.served += OUTPUT_WEIGHT * len(output.new_token_ids)
+        num_new = len(output.new_token_ids)
+        self.tokens_left -= num_new
+        self.account.served += OUTPUT_WEIGHT * (num_new + output.num_wrong_guesses)
         self.hold_until = None
         self.first_token_by = math.inf
         self.full.clear()
@@ -338,11 +338,6 @@ class RoutedRequest:
         output.kv_transfer_params = None
         output.request_id = self.original.request_id
         return prefill_done or handed_off
-
-
-def is_given_up(output: EngineCoreOutput) -> bool:
-    """Whether an engine ended a request unasked, because it shuts down."""
-    return output.finish_reason is FinishReason.ABORT and output.kv_transfer_params is None
 
 
 def wanted_way(params: SamplingParams | None) -> Disaggregate | None:

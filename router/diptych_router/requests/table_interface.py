@@ -84,7 +84,7 @@ class Fleet(Protocol):
 class Add:
     """Send a request to an engine. If that fails, call `RequestTable.not_sent`.
 
-    Ask `RequestTable.is_placed` first, because an action before this one may have shown that the
+    Do so only if it is in `RequestTable.placed`: an action before this one may have shown that the
     engine is gone.
     """
 

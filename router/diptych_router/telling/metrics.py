@@ -11,7 +11,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from diptych_frontend.observability.metrics import PREFIX
-from diptych_router.requests.promises import BOUNDS, Kind, Predictions, Promises, Ratios
+from diptych_router.requests.promises import Kind, Promises
+from diptych_router.requests.request_record import BOUNDS, Predictions, Ratios
 
 
 class PredictionMetrics(Collector):

@@ -29,7 +29,7 @@ def router_report(client: PoolClient) -> RouterReport:
     return RouterReport(
         ready=not reason,
         reason=reason,
-        open_requests=client.output_processor.num_unfinished,
+        open_requests=len(client.output_processor.answers),
         held_requests=client.num_held,
         serving_revisions=pools.serving.revisions,
         engines=[engine_report(pools, link) for link in pools.links.values() if link.up],

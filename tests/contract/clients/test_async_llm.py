@@ -198,7 +198,7 @@ async def test_contract_A03_a_request_is_registered_before_anything_is_awaited(
     with pytest.raises(StopIteration) as returned:
         adding.send(None)
     collector = returned.value.value
-    assert engine.output_processor.num_unfinished == 1
+    assert len(engine.output_processor.answers) == 1
     while not (await collector.get()).finished:
         pass
     assert collector.finished
@@ -207,10 +207,10 @@ async def test_contract_A03_a_request_is_registered_before_anything_is_awaited(
 async def test_contract_A04_each_of_n_answers_is_a_request_of_the_core(engine: AsyncLLM) -> None:
     collector = await engine.add_request("many", [1, 2], params(n=3, max_tokens=ENDLESS))
     assert [part.split("_")[0] for part in collector.request_ids] == ["0", "1", "2"]
-    assert engine.output_processor.num_unfinished == 3
+    assert len(engine.output_processor.answers) == 3
     parent = collector.request_ids[0].removeprefix("0_")
     await engine.abort(parent, internal=True)
-    assert engine.output_processor.num_unfinished == 0
+    assert len(engine.output_processor.answers) == 0
 
 
 async def test_contract_A06_an_internal_id_names_one_of_several(engine: AsyncLLM) -> None:
@@ -291,7 +291,7 @@ async def test_contract_A06_an_abort_by_the_users_id_ends_all_that_have_it(
     running = [asyncio.create_task(final(engine, "gone", max_tokens=ENDLESS)) for _ in range(2)]
     other = asyncio.create_task(final(engine, "stays", max_tokens=400))
     await asyncio.sleep(0)
-    assert engine.output_processor.num_unfinished == 3
+    assert len(engine.output_processor.answers) == 3
     await engine.abort(["gone", "never heard of"])
     await engine.abort("gone")
     assert [(await task).outputs[0].finish_reason for task in running] == ["abort", "abort"]
@@ -300,7 +300,7 @@ async def test_contract_A06_an_abort_by_the_users_id_ends_all_that_have_it(
 
 async def test_contract_A08_draining_waits_for_every_request_or_says_so(engine: AsyncLLM) -> None:
     running = asyncio.create_task(final(engine, max_tokens=ENDLESS))
-    await until(lambda: engine.output_processor.num_unfinished == 1)
+    await until(lambda: len(engine.output_processor.answers) == 1)
     with pytest.raises(TimeoutError, match="1 requests run"):
         await engine.wait_for_requests_to_drain(0)
     draining = asyncio.create_task(engine.wait_for_requests_to_drain(30))

@@ -59,7 +59,7 @@ async def killed() -> AsyncIterator[Killed]:
     open_requests = [
         asyncio.create_task(final(engine, str(i), max_tokens=ENDLESS)) for i in range(50)
     ]
-    await until(lambda: engine.output_processor.num_unfinished == 50)
+    await until(lambda: len(engine.output_processor.answers) == 50)
     states.append(state(engine))
     os.kill(engine.description.pid, signal.SIGKILL)
     await until(lambda: engine.errored)

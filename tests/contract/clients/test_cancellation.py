@@ -51,7 +51,7 @@ def sampling(**changes: Any) -> SamplingParams:
 
 async def nothing_left(engine: AsyncLLM) -> bool:
     stats = await engine.refresh_stats()
-    open_here = engine.output_processor.num_unfinished or engine._told
+    open_here = len(engine.output_processor.answers) or engine._told
     busy = stats.num_running or stats.num_waiting or stats.num_waiting_for_input
     return stats.blocks_free == stats.blocks_total and not (open_here or busy)
 
@@ -168,7 +168,7 @@ async def test_contract_B04_a_slow_consumer_gets_every_token_in_fewer_messages(
                 else:
                     tokens[answer.index] = answer.token_ids
             if slow:  # until there is nothing more to come
-                await eventually(lambda: engine.output_processor.num_unfinished == 0)
+                await eventually(lambda: len(engine.output_processor.answers) == 0)
         return tokens, messages
 
     expected, _ = await tokens_of(RequestOutputKind.DELTA, slow=False)
@@ -192,6 +192,6 @@ async def test_contract_B03_a_dead_engine_is_told_nothing(
         results = await asyncio.gather(*readers, return_exceptions=True)
         assert {type(result) for result in results} == {EngineDeadError}
         assert told == []
-        assert engine.output_processor.num_unfinished == 0
+        assert len(engine.output_processor.answers) == 0
     finally:
         engine.shutdown()

@@ -176,7 +176,7 @@ async def test_contract_B02_an_abort_of_the_parent_frees_all(
     engine: AsyncLLM, eventually: Any
 ) -> None:
     running = asyncio.create_task(generate(engine, PROMPT, n=4, max_tokens=400, ignore_eos=True))
-    await eventually(lambda: engine.output_processor.num_unfinished == 4)
+    await eventually(lambda: len(engine.output_processor.answers) == 4)
     await engine.abort("request")
     [output] = await running
     assert {answer.finish_reason for answer in output.outputs} == {"abort"}
@@ -199,7 +199,7 @@ async def test_contract_B02_a_child_that_cannot_be_sent_takes_the_others_along(
     with pytest.raises(EngineOverloadedError, match="third"):
         await generate(engine, PROMPT, n=4, max_tokens=400, ignore_eos=True)
     assert len(sent) == 2
-    assert engine.output_processor.num_unfinished == 0
+    assert len(engine.output_processor.answers) == 0
     await eventually(lambda: all_blocks_free(engine))
 
 

@@ -109,7 +109,7 @@ async def consume(core: EngineCore, kind: RequestOutputKind, n: int) -> list[Req
     for index, part in enumerate(parts):
         outputs.add(part, None, collector, parent, index)
         core.add(part, b"client")
-    while outputs.num_unfinished:
+    while len(outputs.answers):
         outputs.process(step(core))
         if (output := collector.take()) is not None:
             seen.append(output)

@@ -18,10 +18,10 @@ from waits import PATIENCE_S
 from diptych_engine import LLM
 from diptych_engine.control.core import EngineCore
 from diptych_frontend.model_files.model_source import resolve_model
-from diptych_frontend.text.deep_stack import MAX_FORM_BYTES
 from diptych_frontend.text.input_processor import InputProcessor
 from diptych_frontend.text.output_processor import failure_of
 from diptych_frontend.text.renderer import TextRenderer
+from diptych_frontend.text.structured_outputs import MAX_FORM_BYTES
 from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_frontend.text.tokenizer_files import load_tokenizer
 from diptych_protocol import (

@@ -17,7 +17,6 @@ from model_kit.gguf import SIZES, random_tensors, save_gguf
 from torch import Tensor
 
 from diptych_engine.models import CausalLM, build_model, layer_calls, load_weights
-from diptych_engine.models.floats import Floats
 from diptych_engine.models.shard import Shard
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_kernels.packed_product import is_available
@@ -143,25 +142,18 @@ def test_a_rank_has_its_own_share(model: str, rank: int) -> None:
     assert_same_parameters(own, plain)
 
 
-def test_new_weights_stay_in_16_bits_where_these_hold_them(model: str) -> None:
-    owner, plain = Owner(model=model, weight_packing="auto"), Owner(model=model)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_new_weights_are_rounded_to_the_type_of_the_first(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    uri = save(tmp_path, dtype)
+    owner, plain = Owner(model=uri, weight_packing="auto"), Owner(model=uri)
     new = random_tensors(seed=1)
     down, up = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("down", "up"))
-    given = {down: new[down].bfloat16().float(), up: new[up]}
-    for own in (owner, plain):
-        replace(own, given)
+    given = {down: new[down], up: new[up]}
+    replace(owner, given)
+    replace(plain, {name: own.to(dtype).float() for name, own in given.items()})
     assert_same_parameters(model_of(owner), model_of(plain))
-    packed = {p.published[-1]: p.linear.packed for p in model_of(owner).packables}
+    assert dtypes(model_of(owner)) == {dtype}
     assert dtypes(model_of(plain)) == {None}, "nothing is packed unless it may be"
-    assert packed[up] is None
-    assert [name for name, own in packed.items() if own is None] == [up]
     assert generate(owner.core, PROMPT) == generate(plain.core, PROMPT)
-
-
-def test_only_what_16_bits_hold_is_kept_in_them() -> None:
-    values = torch.full((16, 32), 1 / 3)
-    assert Floats.exactly(values) is None
-    for dtype in (torch.bfloat16, torch.float16):
-        found = Floats.exactly(values.to(dtype).float())
-        assert found is not None
-        assert found.numbers.dtype is dtype

@@ -1,4 +1,4 @@
-"""Packed weights take the place of plain ones in memory, until new weights come."""
+"""Packed weights take the place of plain ones in memory, and new weights that of packed ones."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from diptych_engine.models import CausalLM, build_model, load_weights
 from diptych_engine.models.linear import Linear
+from diptych_engine.models.packed import GpuMatrix, PackedMatrix, Part
+from diptych_engine.models.rounding import like_tiles, rounded
 from diptych_engine.models.shard import Shard
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_kernels.packed_product import is_available
@@ -114,7 +116,7 @@ def test_sleep_gives_the_memory_of_packed_weights_back(model: str, level: int) -
     assert generate(owner.core, PROMPT) == answer
 
 
-def test_new_weights_are_used_plainly_until_those_of_the_file_are_back(model: str) -> None:
+def test_new_weights_are_packed_until_those_of_the_file_are_back(model: str) -> None:
     owner = owner_of(model)
     old = generate(owner.core, PROMPT)
     new = random_tensors(seed=1)
@@ -126,8 +128,10 @@ def test_new_weights_are_used_plainly_until_those_of_the_file_are_back(model: st
         owner.call("update_weights", WeightTransferUpdateRequest(["nonsense"], [array]))
     assert len(tiles_of(owner)) == PACKED  # nothing was changed
 
+    sizes = [tiles.nbytes for tiles in tiles_of(owner)]
     replace(owner, new)
-    assert tiles_of(owner) == []
+    assert [tiles.nbytes for tiles in tiles_of(owner)] == sizes
+    assert bytes_of_weights(model_of(owner)) == [0] * LAYERS * IN_LAYER
     assert generate(owner.core, PROMPT) != old
 
     owner.call("pause_generation")
@@ -138,20 +142,89 @@ def test_new_weights_are_used_plainly_until_those_of_the_file_are_back(model: st
     assert generate(owner.core, PROMPT) == old
 
 
+@pytest.mark.parametrize("packing", ["auto", "q8", "q4"])
 @pytest.mark.parametrize("published", [True, False], ids=["published", "fused"])
-def test_what_an_update_leaves_out_is_as_in_the_file(model: str, published: bool) -> None:
-    """Also the other parts of a fused projection."""
-    owner, plain = owner_of(model), owner_of(model, "none")
+def test_what_an_update_leaves_out_is_as_in_the_file(
+    model: str, packing: str, published: bool
+) -> None:
+    """Also the other parts of a fused projection; new ones have levels as the file's."""
+    owner, plain = owner_of(model, packing), owner_of(model, "none")
+    values = parameters(plain)
     if published:
-        names = ["model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.down_proj.weight"]
+        names = ["model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.down_proj.weight",
+                 "lm_head.weight", "model.norm.weight"]  # fmt: skip
         new = {name: random_tensors(seed=1)[name] for name in names}
     else:
-        values = parameters(plain)
-        new = {name: 0.5 * values[name] for name in ("layers.1.qkv", "layers.0.mlp_norm")}
+        new = {name: 0.3 * values[name] for name in ("layers.1.qkv", "layers.0.mlp_norm")}
     for own in (owner, plain):
         replace(own, new, published=published)
-    assert_equal(parameters(owner), parameters(plain))
-    assert generate(owner.core, PROMPT) == generate(plain.core, PROMPT)
+    wanted = parameters(plain)
+    for name, matrix in wanted.items():
+        changed = (matrix != values[name]).any(0 if "layers" in name else -1)
+        if matrix.dim() == 2 and bool(changed.any()):
+            rows = matrix if name == "head" else matrix.t()
+            levels = rounded(rows[changed], 8 if name == "head" else 4)
+            assert levels is not None
+            rows[changed] = levels.values()
+    assert_equal(parameters(owner), wanted)
+    assert len(tiles_of(owner)) == PACKED
+
+
+KINDS = [4, 6, 8, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
+
+
+def as_tiles(values: Tensor, kind: int | torch.dtype) -> Part:
+    part = like_tiles(values, kind)
+    assert part is not None
+    return part
+
+
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_new_rows_are_in_tiles_as_the_others_are(kind: int | torch.dtype, on_gpu: bool) -> None:
+    """They are as near as levels of this size can be; the others keep their bits."""
+    if on_gpu and kind in (torch.bfloat16, torch.float16):
+        pytest.skip("it has no such tiles")
+    generator = torch.Generator().manual_seed(0)
+    old, new = (torch.randn(rows, 96, generator=generator) for rows in (64, 32))
+    weight = torch.empty(96, 64)
+    parts = [as_tiles(rows, kind) for rows in (old[:16], old[16:48], old[48:])]
+
+    def matrix(parts: list[Part]) -> PackedMatrix:
+        own = GpuMatrix.beside(weight, parts) if on_gpu else PackedMatrix.of(parts)
+        assert own is not None
+        return own
+
+    fused = new.t().contiguous().t()  # as an update by a model's own names has them
+    found = matrix(parts).with_rows(16, fused)
+    wanted = matrix([parts[0], as_tiles(new, kind), parts[2]])
+    assert found is not None
+    assert torch.equal(found.tiles.view(torch.uint8), wanted.tiles.view(torch.uint8))
+    step = 2.0**-3 if kind is torch.float8_e4m3fn else 2.0**-7
+    if isinstance(kind, int):
+        step = 8 / (2**kind - 1)  # of values from -4 to 4
+    assert float((as_tiles(new, kind).values() - new).abs().max()) < step
+    unfit = new.clone()
+    unfit[3, 5] = torch.inf
+    assert matrix(parts).with_rows(16, unfit) is None
+    assert on_gpu or matrix(parts).with_rows(8, new) is None, "that divides tiles"
+
+
+@pytest.mark.parametrize("packing", ["auto", "q4"])
+def test_what_tiles_cannot_hold_is_plain(model: str, packing: str) -> None:
+    """As large numbers are for the factors of levels. Nothing else is changed by it."""
+    owner = owner_of(model, packing)
+    before, name = parameters(owner), "model.layers.1.self_attn.k_proj.weight"
+    large = 1e6 * random_tensors(seed=1)[name]
+    replace(owner, {name: large})
+    assert len(tiles_of(owner)) == PACKED - 1
+    plain = owner_of(model, "none")
+    replace(plain, {name: large})
+    assert torch.equal(parameters(owner)["layers.1.qkv"], parameters(plain)["layers.1.qkv"])
+    replace(owner, {name: random_tensors()[name]})
+    found = parameters(owner)["layers.1.qkv"]
+    assert torch.equal(found[:, :64], before["layers.1.qkv"][:, :64])
+    assert torch.equal(found[:, 96:], before["layers.1.qkv"][:, 96:])
 
 
 def test_new_weights_sleep_like_any_others(model: str) -> None:

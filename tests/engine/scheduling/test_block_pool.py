@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from diptych_engine.scheduling.block_pool import BlockPool
 from diptych_engine.scheduling.kv_groups import NULL_BLOCK, KVGroups
-from diptych_kv_transfer.memory.kv_group import KVGroup
+from diptych_kv_transfer.memory.layout import KVGroup
 from diptych_protocol.block_hashes import extend_block_hashes
 
 

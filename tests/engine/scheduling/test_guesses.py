@@ -245,10 +245,15 @@ def test_a_tenant_is_charged_for_guesses_right_and_wrong() -> None:
     scheduler = make_scheduler(40, speculation=EAGER, spare_rows=64.0)
     request = make_request("a", [0, 1, 0, 1, 1, 0], 24)
     scheduler.add(request)
-    run(scheduler, ToyRunner(model=looping))
+    runner, told = ToyRunner(model=looping), 0
+    while request.finish_reason is None:
+        plan = scheduler.schedule()
+        made = scheduler.update(plan, runner.execute(plan))
+        told += sum(each.output.num_wrong_guesses for each in made)
     wrong = scheduler.stats.draft_tokens - scheduler.stats.draft_tokens_accepted
     assert wrong > 0
     assert request.account.served == 6 + OUTPUT_WEIGHT * (24 + wrong)
+    assert told == wrong, "routers charge the same"
 
 
 def test_the_shortest_is_at_most_the_longest() -> None:

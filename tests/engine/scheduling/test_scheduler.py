@@ -20,7 +20,7 @@ from diptych_engine.scheduling.kv_groups import NULL_BLOCK, KVGroups, num_held
 from diptych_engine.scheduling.request import Request, RequestStatus, StepPlan, StepResult
 from diptych_engine.scheduling.scheduler import Scheduler
 from diptych_engine.scheduling.step_results import stop_condition
-from diptych_kv_transfer.memory.kv_group import KVGroup
+from diptych_kv_transfer.memory.layout import KVGroup
 from diptych_protocol import FinishReason, KVTransferParams, SamplingParams
 from diptych_protocol.block_hashes import extend_block_hashes
 from diptych_protocol.engine_stats import MAX_TENANTS_TOLD

@@ -27,7 +27,7 @@ from diptych_engine.control.core import EngineCore
 from diptych_engine.execution.layer_groups import LayerGroups, divided
 from diptych_engine.scheduling.kv_groups import NULL_BLOCK
 from diptych_frontend.model_files.model_source import resolve_model
-from diptych_kv_transfer.memory.kv_group import KVGroup
+from diptych_kv_transfer.memory.layout import KVGroup
 from diptych_protocol import EngineCoreOutput, SpeculativeConfig
 
 WINDOWED = ("gemma3_text", "gpt_oss", "mistral window")

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from copy import copy
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,8 +21,11 @@ from chaos_kit.large_requests import english, large_requests
 from waits import PATIENCE_S
 
 from diptych_frontend.app import build_app
+from diptych_frontend.openai.api_keys import ApiKeys
 from diptych_frontend.openai.generation import BEGUN_AT_ONCE
 from diptych_frontend.openai.request_workers import INLINE_BYTES, MAX_WAITING_BYTES
+from diptych_frontend.text.renderer import TextRenderer
+from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_protocol import EngineOverloadedError
 
 ASK = {"model": "echo", "max_tokens": 1}
@@ -148,3 +153,28 @@ async def test_one_client_with_many_large_requests_is_told_to_wait(
     statuses = await asyncio.gather(*asking)
     assert set(statuses) == {400, 503}, "they are longer than the context"
     assert statuses.count(400) >= room
+
+
+async def test_long_prompts_are_remembered_by_who_sent_them(
+    engine: Any, text_renderer: TextRenderer, tmp_path: Path
+) -> None:
+    (tmp_path / "alice").write_text("sesame")
+    (tmp_path / "bob").write_text("open-up")
+    engine.renderer, engine.max_model_len = copy(text_renderer), 40_000
+    engine.renderer.tokenizer = tokenizer = Tokenizer(text_renderer.get_tokenizer().backend)
+    app = build_app(engine, api_keys=ApiKeys(tmp_path))
+    grew = []
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t") as client:
+        for key, salt in (
+            ("sesame", None), ("sesame", None), ("open-up", None), ("sesame", "pepper"),
+            ("open-up", "pepper"), ("sesame", "pepper"),
+        ):  # fmt: skip
+            before = tokenizer.remembered.num_bytes
+            answer = await client.post(
+                "/v1/completions",
+                json=ASK | {"prompt": english(20_000), "cache_salt": salt},
+                headers={"authorization": f"Bearer {key}"},
+            )
+            assert answer.status_code == 200, answer.text
+            grew.append(tokenizer.remembered.num_bytes > before)
+    assert grew == [True, False, True, True, True, False]

@@ -155,12 +155,12 @@ def test_contract_C05_a_template_finds_earlier_calls_as_it_wants_them(
 @pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]])
 def test_contract_C05_phi_learns_of_tools_in_the_message_of_the_system(system: list[Any]) -> None:
     declared = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-    prepared = FORMATS["phi4_mini"].prepare([*system, USER], declared)
+    prepared = FORMATS["phi4_mini"].prepared([*system, USER], declared, PHI)
     prompt = ChatTemplate(PHI, "", "").render(prepared, add_generation_prompt=True, tools=declared)
     said = "Be brief." if system else ""
     functions = '[{"name":"f","parameters":{"type":"object"}}]'
     assert prompt == f"<|system|>{said}<|tool|>{functions}<|/tool|><|end|><|user|>hi<|end|>"
-    assert FORMATS["phi4_mini"].prepare([*system, USER], []) == [*system, USER]
+    assert FORMATS["phi4_mini"].prepared([*system, USER], [], PHI) == [*system, USER]
 
 
 def test_contract_C05_smollm3_learns_of_tools_under_its_own_name() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from diptych_operator.kube.client import RIGHTS
 from diptych_operator.kube.cluster import Cluster
 from diptych_operator.kube.liveness import (
     SILENCE_S,
@@ -57,7 +58,8 @@ def test_a_watch_that_is_not_begun_anew_is_deaf(alive: WatchLiveness) -> None:
 def test_a_watch_that_is_refused_is_told_at_once(alive: WatchLiveness, status: int) -> None:
     alive.answered(SERVICES, status, 101.0)
     (words,) = alive.faults(101.0, 0.0)
-    assert words == f"{SERVICES} can no longer be watched: the API server answers {status}"
+    told = f"{SERVICES} can no longer be watched: the API server answers {status}"
+    assert words == told + (f". {RIGHTS}" if status == 403 else "")
     alive.answered(SERVICES, 200, 102.0)
     assert alive.faults(102.0, 0.0) == []
 

@@ -11,7 +11,7 @@ from aiohttp import web
 from kubernetes.aio import client
 
 from diptych_operator import routers
-from diptych_operator.kube.client import ApiError, Kube
+from diptych_operator.kube.client import RIGHTS, ApiError, Kube
 from diptych_operator.routers import Polled, Routers
 from diptych_protocol.admin import RouterReport
 
@@ -58,7 +58,7 @@ def kube(port: int) -> Kube:
     [
         (400, "not so", True),
         (401, "Unauthorized", False),  # our token, not the service, is at fault
-        (403, "exceeded quota", True),
+        (403, "denied by a webhook", True),
         (409, "the object has been modified", False),
         (422, "spec.replicas: Invalid value", True),
         (429, "slow down", False),
@@ -71,6 +71,19 @@ async def test_what_is_refused_for_good(status: int, message: str, refused: bool
     error = await refusal(status, body)
     assert (error.status, error.reason, str(error)) == (status, "R", message)
     assert error.is_refusal is refused
+
+
+@pytest.mark.parametrize(
+    ("message", "remedy"),
+    [
+        ('secrets is forbidden: User "x" cannot create resource "secrets" in API group ""', RIGHTS),
+        ('services "x" is forbidden: exceeded quota: q, used: services=3',
+         "Raise the namespace's ResourceQuota."),
+    ],
+)  # fmt: skip
+async def test_what_is_forbidden_names_its_remedy(message: str, remedy: str) -> None:
+    error = await refusal(403, msgspec.json.encode({"message": message}).decode())
+    assert str(error) == f"{message} {remedy}"
 
 
 @pytest.mark.parametrize("status", [200, 502])

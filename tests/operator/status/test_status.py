@@ -36,13 +36,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych_operator.api.images import published
-from diptych_operator.api.status import Condition, RolloutStatus, Status, TransferStatus
+from diptych_operator.api.status import Condition, EventNote, RolloutStatus, Status, TransferStatus
 from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.plan import Phase, Step
 from diptych_operator.status.observed import DeploymentView, Observed, Problem
 from diptych_operator.status.progress import Progress, deadline_missed
 from diptych_operator.status.reasons import ConditionType, Reason
-from diptych_operator.status.status import EventNote, access, events_between
+from diptych_operator.status.status import access, events_between
 from diptych_protocol.admin import RefusedSetting
 
 REFUSING = router(

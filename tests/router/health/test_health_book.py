@@ -69,7 +69,7 @@ def test_an_engine_is_taken_in_again_when_its_canary_went_well() -> None:
 def test_an_address_that_is_gone_is_ignored() -> None:
     book = book_of({"a": 3})
     book.forget("a")
-    book.went_well("a", 1.0)
+    book.went_well(["a"], 1.0)
     assert not book.went_badly("a", Failure.LOST, 1.0)
     assert kept_out(book, ["a", "b"]) == set()
 

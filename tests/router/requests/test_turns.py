@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from router_kit.request_world import World, prefilled
 
+from diptych_frontend.fair_share import OUTPUT_WEIGHT
 from diptych_protocol import (
     EngineCoreOutput,
     EngineOverloadedError,
@@ -152,6 +153,17 @@ class TestTenants:
                 self.end(world, mine)
             order.append(sorted(set(self.placed(world)) - before))
         assert order == [["g3", "h3"], ["g4", "h4"], ["g5", "h5"], ["g6", "h6"]]
+
+    def test_rows_that_wrong_guesses_took_are_charged_as_engines_charge_them(self) -> None:
+        world = World("p", "d")
+        world.submit("a", tenant="greedy")
+        prefilled(world, "a")
+        account = world.table.requests["a"].account
+        before = account.served
+        output = world.answer("a/2", tokens=2)
+        output.num_wrong_guesses = 3
+        world.say("d", output)
+        assert account.served == before + OUTPUT_WEIGHT * 5
 
     def test_those_who_wait_are_not_all_of_one_tenant(self) -> None:
         world = World()

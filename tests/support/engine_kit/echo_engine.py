@@ -36,6 +36,9 @@ EOS = 256
 class ByteRenderer:
     chat_template: str | None = None
 
+    def of(self, *asker: str | None) -> ByteRenderer:
+        return self
+
     def render_prompt(self, prompt: Any) -> TokensPrompt:
         ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
         if not ids:

@@ -305,8 +305,7 @@ class LocalRouter:
         """Begin to have a request answered, under a name that no engine has heard before."""
         name = f"{request.request_id}-{next(_COUNT)}"
         request = msgspec.structs.replace(request, request_id=name)
-        parent, parts = fan_out(request)
-        collector = Collector[RequestOutput]([part.request_id for part in parts])
+        parent, parts, collector = fan_out(request)
         for index, part in enumerate(parts):
             self.outputs.add(part, None, collector, parent, index)
             leader = parts[0].request_id if index else None
@@ -355,7 +354,7 @@ class LocalRouter:
                 case Deliver(outputs):
                     self.withdraw(self.outputs.process(outputs))
                 case Add(key, request):
-                    if self.table.is_placed(request.request_id):
+                    if request.request_id in self.table.placed:
                         self.fleet.seats[key].engine.core.add(request, CLIENT)
                 case Announce(key, request):
                     with suppress(DiptychError):  # it will be refused when it comes

@@ -11,8 +11,7 @@ from typing import Final
 import zmq
 
 from diptych_frontend.core_client.client import receive_frames, send_frames
-from diptych_frontend.core_client.core_socket import bind_core_socket
-from diptych_frontend.core_client.farewell import Farewell
+from diptych_frontend.core_client.core_socket import Farewell, bind_core_socket
 from diptych_protocol import CurveKeys
 from diptych_protocol.arrays import Frame
 

@@ -19,14 +19,13 @@ from diptych_protocol import (
     SamplingParams,
 )
 from diptych_protocol.arrays import Array
+from diptych_protocol.outputs import LEAST_LOGPROB
 from diptych_protocol.wire import Abilities, ErrorKind
 
 OURS: Final = "DiptychConnector"
 """The name of our connector in vLLM."""
 WORST_RANK: Final = 1 << 30
 """Stands for a rank that vLLM does not tell."""
-LOWEST: Final = -9999.0
-"""The log-probability of a token whose probability is 0, as in OpenAI's API."""
 _FINISHES: Final = {
     "stop": FinishReason.STOP,
     "length": FinishReason.LENGTH,
@@ -233,4 +232,4 @@ def _row(token: int, row: Candidates, wanted: int) -> tuple[list[int], list[floa
     include it again."""
     ranked = sorted(row, key=lambda other: row[other].rank or WORST_RANK)[:wanted]
     names = [token, *ranked]
-    return names, [max(row[name].logprob, LOWEST) for name in names]
+    return names, [max(row[name].logprob, LEAST_LOGPROB) for name in names]

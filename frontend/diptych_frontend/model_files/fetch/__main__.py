@@ -12,7 +12,7 @@ from pathlib import Path
 from diptych_frontend.model_files.fetch.credentials import Credentials, read_credentials
 from diptych_frontend.model_files.fetch.fetch import fetch_model
 from diptych_frontend.model_files.fetch.source import BadSourceError, FetchError
-from diptych_frontend.observability.logs import setup_logging
+from diptych_frontend.program import setup_logging
 from diptych_protocol import InvalidRequestError
 
 NAME = "model-fetch"

@@ -12,8 +12,7 @@ from typing import Any, Final, NoReturn
 
 import msgspec
 
-from diptych_frontend.confined.child import WorkBounds, serve
-from diptych_frontend.confined.processes import ConfinedWork, WorkFailedError
+from diptych_frontend.confined.processes import ConfinedWork, WorkBounds, WorkFailedError, serve
 from diptych_frontend.text.templates.chat_template import Arguments, ChatTemplate
 from diptych_protocol import InvalidRequestError
 

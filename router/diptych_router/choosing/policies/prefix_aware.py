@@ -6,6 +6,8 @@ docs/routing.md explains every term.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -13,8 +15,11 @@ import numpy as np
 from diptych_router.choosing.policy import FETCH, Duty, PoolView, RequestView, Terms
 from diptych_router.engines.engine_table import Floats
 
-EQUAL_PROMPT: Final = 0.1
-EQUAL_ANSWER: Final = 0.01
+EQUAL_WITHIN: Final[Mapping[Duty, float]] = MappingProxyType(
+    {"prefill": 0.1, "decode": 0.01, "both": 0.1}
+)
+"""Reports are no more exact than that, and routers that all chose one engine would overload it.
+Most of an answer's cost is the same everywhere, so less is left to chance there."""
 
 
 class PrefixAware:
@@ -24,12 +29,7 @@ class PrefixAware:
     reason = "cheapest"
     compares_duties = True
     reads_prefixes = True
-
-    def equal_within(self, duty: Duty) -> float:
-        """See `Policy.equal_within`. Reports are no more exact than that, and routers that all
-        chose one engine would overload it. Most of an answer's cost is the same everywhere, so less
-        is left to chance there."""
-        return EQUAL_ANSWER if duty == "decode" else EQUAL_PROMPT
+    equal_within = EQUAL_WITHIN
 
     def costs(self, request: RequestView, duty: Duty, engines: PoolView) -> Terms:
         """See `Policy.costs`."""
@@ -42,7 +42,9 @@ class PrefixAware:
         if duty == "both":
             terms["stall_s"] = _rows(engines) * terms["compute_s"]
         if duty != "prefill":
-            terms |= engines.once("answer", lambda: _answer(request, engines))
+            if "answer" not in engines.made:
+                engines.made["answer"] = _answer(request, engines)
+            terms |= engines.made["answer"]
         if engines.adapter_s is not None:
             terms["adapter_s"] = engines.adapter_s
         return terms

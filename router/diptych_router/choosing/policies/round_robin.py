@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from diptych_router.choosing.policy import Duty, PoolView, RequestView, Terms
+from diptych_router.choosing.policy import EXACTLY, Duty, PoolView, RequestView, Terms
 
 
 class RoundRobin:
@@ -13,10 +13,7 @@ class RoundRobin:
     reason = "next"
     compares_duties = False
     reads_prefixes = False
-
-    def equal_within(self, duty: Duty) -> float:
-        """See `Policy.equal_within`."""
-        return 0.0
+    equal_within = EXACTLY
 
     def costs(self, request: RequestView, duty: Duty, engines: PoolView) -> Terms:
         """See `Policy.costs`."""

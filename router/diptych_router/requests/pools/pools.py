@@ -157,7 +157,7 @@ class Pools:
         """Do the same as `FleetTable.choose`, for the engines that are usable now. Those that
         refused a request a moment ago are tried if no other has room."""
         now = time.monotonic()
-        refusing = self.full.now(now)
+        refusing = self.full.now(now) if self.full.refusals else None
         for left_out in (refusing.union(full), full) if refusing else (full,):
             decision = self.fleet.choose(request, now, left_out)
             if decision is not None and not self._holds(decision):
@@ -176,9 +176,7 @@ class Pools:
 
     def went_well(self, *keys: str) -> None:
         """See `Fleet`."""
-        now = time.monotonic()
-        for key in keys:
-            self.health.book.went_well(key, now)
+        self.health.book.went_well(keys, time.monotonic())
 
     def went_badly(self, key: str, failure: Failure) -> None:
         """See `Fleet`."""

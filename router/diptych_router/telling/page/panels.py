@@ -217,7 +217,7 @@ def panels_now(client: PoolClient) -> Panels:
     figures = [figures_of(link, _state(client, link)) for link in links]
     names = {x.description.engine_id: x.known_as for x in links if x.description is not None}
     moves = [move for link in links[:MOST_ENGINES] for move in moves_to(link, names)]
-    return panels_of(figures, client.output_processor.num_unfinished, client.num_held, moves)
+    return panels_of(figures, len(client.output_processor.answers), client.num_held, moves)
 
 
 def _state(client: PoolClient, link: EngineLink) -> str:

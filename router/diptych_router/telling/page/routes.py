@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from diptych_frontend.openai.asgi import UntilDisconnect
-from diptych_frontend.openai.exchange import client_of, exchange_of
+from diptych_frontend.openai.exchange import exchange_of
 from diptych_frontend.timeline.lanes import Timeline, timeline
 from diptych_protocol import InvalidRequestError
 from diptych_protocol.admin import Explanation, RequestReport
@@ -153,7 +153,7 @@ class _Events:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
-        async with self._watchers.watching(client_of(scope)) as events:
+        async with self._watchers.watching(exchange.client) as events:
             exchange.is_event_stream = True
             headers = [
                 (b"content-type", b"text/event-stream; charset=utf-8"),
