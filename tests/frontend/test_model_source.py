@@ -386,6 +386,18 @@ def test_a_model_that_cannot_be_had_is_an_invalid_request(uri: str, says: str) -
     assert caught.value.param == "model"
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_what_is_no_ordinary_file_is_refused_without_waiting_for_it(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to("/dev/zero")  # so would a pipe be, which nobody writes
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(InvalidRequestError, match=f"{name} is no ordinary file"):
+        resolve_model(str(tmp_path))
+
+
 def test_broken_files_in_a_directory_are_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"no \*\.safetensors"):
         resolve_model(str(tmp_path))
