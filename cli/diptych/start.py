@@ -1,8 +1,14 @@
-"""The entry points of the console scripts, which say which extra is missing, if one is."""
+"""The entry points of the console scripts.
+
+They say which extra is missing, if one is, and in one line what is wrong with the streams or the
+texts that a command was given.
+"""
 
 from __future__ import annotations
 
+import errno
 import importlib
+import io
 import sys
 
 from diptych_frontend.installation import this_installation
@@ -20,6 +26,8 @@ EXTRAS = {
     "tracing": "spans of requests for OpenTelemetry",
     "test": "all of these, and the tools of the tests",
 }
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of writing, of which no command is the cause."""
 
 
 def diptych() -> None:
@@ -33,6 +41,10 @@ def kubectl_diptych() -> None:
 
 
 def _run(module: str) -> None:
+    if sys.stdin is None:  # closed by the caller
+        sys.stdin = io.StringIO()
+    elif isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # as arguments are
     try:
         importlib.import_module(module).main()
     except ModuleNotFoundError as exc:
@@ -40,6 +52,12 @@ def _run(module: str) -> None:
         if not package or package.startswith("diptych"):
             raise  # ours is always there: that would be a mistake of ours
         sys.exit(advice(package))
+    except UnicodeEncodeError as exc:
+        sys.exit(f"Error: a text that was given is no valid text, or cannot be shown here: {exc}")
+    except OSError as exc:
+        if exc.errno not in NO_ROOM:
+            raise
+        sys.exit(f"Error: the output cannot be written: {exc.strerror}")
 
 
 def advice(missing: str) -> str:

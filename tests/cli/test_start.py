@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -62,6 +63,37 @@ def test_with_the_extra_a_command_runs(name: str) -> None:
         [sys.executable, "-c", command(name), "--help"], capture_output=True, text=True, check=True
     )
     assert "Usage:" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["chat", "--model", "m", "--once", b"\xff"], "no valid text"),
+        (["chat", "--api-key", "\u00e9", "--model", "m", "--once", "x"], "no valid text"),
+        (["render", "smollm2:135m"], "No space"),
+        (["--help"], "No space"),
+    ],
+)
+def test_what_no_command_can_read_or_write_is_said_in_one_line(
+    small_server: str, arguments: list[str | bytes], says: str
+) -> None:
+    program = [sys.executable, "-c", command("diptych"), *arguments]
+    if arguments[0] == "chat":
+        program += ["--url", f"{small_server}/v1"]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(program, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert done.returncode == 1
+    assert says in done.stderr.decode()
+    assert b"Traceback" not in done.stderr
+
+
+def test_a_chat_whose_input_is_closed_ends() -> None:
+    program = f"exec 0<&-; exec {shlex.quote(sys.executable)} -c {shlex.quote(command('diptych'))}"
+    done = subprocess.run(
+        ["sh", "-c", f"{program} chat --url http://127.0.0.1:1 --model m"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (0, "", "")
 
 
 def test_every_extra_is_explained() -> None:

@@ -71,6 +71,9 @@ HOPELESS_SCHEMAS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "wide behind what is required": (wide(1100) | {"required": ["m0"]}, "# has more"),
 }
+WAYS = "\n".join(
+    ["start: " + " | ".join(f"r{i}" for i in range(3000)), *(f'r{i}: "x{i}"' for i in range(3000))]
+)
 HOPELESS: dict[str, tuple[dict[str, Any], str]] = {
     **{name: ({"json": schema}, says) for name, (schema, says) in HOPELESS_SCHEMAS.items()},
     "no letter": ({"regex": r"[^\s\S]"}, "no answer fits"),
@@ -85,6 +88,9 @@ HOPELESS: dict[str, tuple[dict[str, Any], str]] = {
     "a terminal": ({"grammar": 'start: "y" A?\nA: "x" B\nB: /a/ & /b/'}, "no text fits A"),
     "gbnf": ({"grammar": 'root ::= "a" b\nb ::= "c" b'}, "no text fits"),
     "a wide schema inside": ({"grammar": f'start: "x" %json {json.dumps(WIDE)}'}, "# has more"),
+    "as many ways as no parser": ({"grammar": WAYS}, "Current row"),
+    "a text in too many pieces": ({"grammar": 'start: "a"~1000000'}, "Too many items"),
+    "as many states as no lexer": ({"regex": "((a{100}){100}){100}"}, "too many expressions"),
     "a schema inside": ({"grammar": f'start: "x" %json {json.dumps(LOOP)}'}, "#/properties/x"),
 }
 
@@ -170,6 +176,7 @@ POSSIBLE: list[dict[str, Any]] = [
     {"json": {"enum": [1, "a"]}},
     {"json": {"type": "object", "properties": {"a": False}}},
     {"regex": "a?"},
+    {"choice": [f"label {i}" for i in range(5000)]},
     {"grammar": 'start: a // "x" :\na[stop="b", capture="c"]: /(.*)/\nunused: unused'},
     {"grammar": 'start: N ("+" N)* b? [b] b~2..3\n?b: "(" start ")" | "\\"/" -> c\nN: /[0-9]/'},
     {"grammar": "start: N\n%import common.INT -> N\n%ignore /[ ]+/"},

@@ -336,6 +336,8 @@ def test_gguf_flags_follow_the_architecture(tmp_path: Path) -> None:
     ("architecture", "changes", "says"),
     [
         ("falcon", {}, "architecture 'falcon'"),
+        ("granitehybrid", {}, "gemma2, gemma3, gpt-oss, granite, llama, phi3, qwen2, .*smollm3$"),
+        ("qwen3_moe", {}, "'qwen3_moe', not one of .* qwen3moe"),
         ("llama", {"rope__scaling__type": "longrope"}, "longrope"),
         ("llama", {"rope__dimension_count": 3}, "RoPE of 3 of"),
         ("llama", {"embedding_length": "wide"}, "embedding_length"),
@@ -382,6 +384,18 @@ def test_a_model_that_cannot_be_had_is_an_invalid_request(uri: str, says: str) -
     with pytest.raises(InvalidRequestError, match=says) as caught:
         resolve_model(uri)
     assert caught.value.param == "model"
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_what_is_no_ordinary_file_is_refused_without_waiting_for_it(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to("/dev/zero")  # so would a pipe be, which nobody writes
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(InvalidRequestError, match=f"{name} is no ordinary file"):
+        resolve_model(str(tmp_path))
 
 
 def test_broken_files_in_a_directory_are_named(tmp_path: Path) -> None:

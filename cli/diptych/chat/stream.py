@@ -76,6 +76,8 @@ async def stream_chat(
                 yield read_event(data)
     except httpx.HTTPError as exc:
         raise ChatError(f"{url} is out of reach: {exc or type(exc).__name__}") from exc
+    except UnicodeEncodeError as exc:
+        raise ChatError(f"a text that was given is no valid text: {exc}") from exc
     raise ChatError("the stream broke off before its end")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import torch
@@ -10,11 +11,16 @@ from llguidance import LLMatcher
 from numpy.typing import NDArray
 from torch import Tensor
 
+from diptych_engine.execution.grammar_compiler import HopelessFormError
 from diptych_engine.scheduling.number_limit import Digits, NumberLimit
 from diptych_engine.scheduling.reasoning import Reasoning
 from diptych_engine.scheduling.request import Request
 from diptych_frontend.reasoning.splitter import Splitter
 from diptych_kernels.host_arrays import to_device
+from diptych_protocol import DiptychError, EngineGenerateError
+
+BROKEN: Final = "doesn't satisfy the grammar"
+"""In llguidance's error for a token that may not come here."""
 
 
 class Preface:
@@ -74,8 +80,8 @@ class Preface:
         return bits
 
 
-class GrammarError(Exception):
-    """An output cannot continue by its grammar."""
+class GrammarError(EngineGenerateError):
+    """An output breaks its grammar, which is no fault of the form."""
 
 
 class GrammarState:
@@ -99,7 +105,7 @@ class GrammarState:
 
         When the grammar is complete and allows no more, that is only the end of the answer. While
         the output reasons, all tokens are allowed but the ends of an answer. Raises `GrammarError`
-        if the output breaks the grammar, or the grammar its limits.
+        if the output breaks the grammar, and `HopelessFormError` if the grammar breaks its limits.
         """
         new = request.token_ids[request.num_prompt_tokens + self._num_taken :]
         self._num_taken += len(new)
@@ -112,7 +118,7 @@ class GrammarState:
             self._preface = None
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
-            raise GrammarError(self._reason())
+            raise self._error()
         return bits if self._numbers is None else self._numbers.without_more(bits)
 
     def _consume(self, token: int) -> None:
@@ -122,10 +128,13 @@ class GrammarState:
             if self._numbers is not None:
                 self._numbers.take(token)
         if self._matcher.is_error():
-            raise GrammarError(self._reason())
+            raise self._error()
 
-    def _reason(self) -> str:
-        return self._matcher.get_error().partition("\n")[0]
+    def _error(self) -> DiptychError:
+        reason = self._matcher.get_error().partition("\n")[0]
+        if BROKEN in reason:
+            return GrammarError(f"structured output: {reason}")
+        return HopelessFormError(reason)
 
 
 def constrain(
@@ -134,7 +143,7 @@ def constrain(
     rows: Sequence[int],
     states: Sequence[GrammarState],
     requests: Sequence[Request],
-) -> dict[str, str]:
+) -> dict[str, DiptychError]:
     """Exclude tokens that grammars do not allow, in place.
 
     If other exclusions leave no token that the grammar allows, the grammar has precedence, because
@@ -144,14 +153,14 @@ def constrain(
     [rows, vocabulary], the logits of those rows before anything was excluded. Returns the ids of
     requests that cannot continue, with the reasons.
     """
-    failed: dict[str, str] = {}
+    failed: dict[str, DiptychError] = {}
     masks = np.zeros((len(rows), logits.shape[1]), np.bool_)
     for mask, row, state in zip(masks, rows, states, strict=True):
         request = requests[row]
         try:
             bits = state.allowed(request)
-        except GrammarError as exc:
-            failed[request.request_id] = f"structured output: {exc}"
+        except DiptychError as exc:
+            failed[request.request_id] = exc
             mask[:] = True
         else:
             mask[:] = np.unpackbits(bits, count=len(mask), bitorder="little")

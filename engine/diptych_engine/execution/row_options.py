@@ -25,7 +25,7 @@ from diptych_engine.execution.sampling_math import penalize
 from diptych_engine.execution.worker_extension import named, refusal
 from diptych_engine.scheduling.request import Request
 from diptych_kernels.host_arrays import to_device
-from diptych_protocol import SamplingParams
+from diptych_protocol import DiptychError, EngineGenerateError, SamplingParams
 
 log = logging.getLogger(__name__)
 Processor = Callable[[list[int], list[int], Tensor], Tensor]
@@ -199,7 +199,7 @@ class Bias:
 
 def change_logits(
     logits: Tensor, special: Sequence[tuple[int, RowOptions]], requests: Sequence[Request]
-) -> dict[str, str]:
+) -> dict[str, DiptychError]:
     """Apply processors, biases, penalties and exclusions, in place and in vLLM's order.
 
     logits: [requests, vocabulary]. special: the rows of `logits` that have options. Returns the ids
@@ -233,13 +233,13 @@ def _process_logits(
     logits: Tensor,
     wanted: Sequence[tuple[int, Sequence[Processor]]],
     requests: Sequence[Request],
-) -> dict[str, str]:
+) -> dict[str, DiptychError]:
     """Let each of the `wanted` rows be changed by its functions, in place.
 
     logits: [requests, vocabulary].
     Returns the ids of requests that cannot go on, with the reasons.
     """
-    failed: dict[str, str] = {}
+    failed: dict[str, DiptychError] = {}
     for row, processors in wanted:
         request = requests[row]
         split = request.num_prompt_tokens
@@ -251,7 +251,8 @@ def _process_logits(
             logits[row] = changed
         except Exception as exc:  # somebody else's code
             log.exception("request %s: a logits processor failed", request.request_id)
-            failed[request.request_id] = f"{PARAM}: {type(exc).__name__}: {exc}"
+            reason = f"{PARAM}: {type(exc).__name__}: {exc}"
+            failed[request.request_id] = EngineGenerateError(reason)
     return failed
 
 

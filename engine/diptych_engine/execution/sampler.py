@@ -19,6 +19,7 @@ from diptych_engine.scheduling.request import NOT_SAMPLED, Pending, Request, Ste
 from diptych_engine.scheduling.step_results import stop_condition
 from diptych_kernels.host_arrays import to_device
 from diptych_kernels.sampling import Filters, sample
+from diptych_protocol import DiptychError
 
 LogprobsRow = tuple[list[int], list[float], int]
 
@@ -144,7 +145,7 @@ class Sampler:
             return self.sample(logits, rows, requests, places, keep=False)
         now, tokens = list(requests), [NOT_SAMPLED] * len(guesses)
         logprobs: list[LogprobsRow | None] = [None] * len(guesses)
-        nans, failed, is_first = [0] * len(guesses), dict[str, str](), True
+        nans, failed, is_first = [0] * len(guesses), dict[str, DiptychError](), True
         while turn:
             own, mine = [rows[i] for i in turn], [now[i] for i in turn]
             result = self.sample(logits[turn], own, mine, places[turn], keep=False)()
@@ -213,7 +214,7 @@ def _count_nans(logits: Tensor, largest: Tensor) -> Tensor | None:
 
 
 def _read(
-    chosen: Readback, logprobs: list[LogprobsRow | None] | None, failed: dict[str, str]
+    chosen: Readback, logprobs: list[LogprobsRow | None] | None, failed: dict[str, DiptychError]
 ) -> StepResult:
     tokens, *counts = chosen.read()
     nans: list[int] = counts[0].tolist() if counts else []

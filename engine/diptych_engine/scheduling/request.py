@@ -18,6 +18,7 @@ from diptych_engine.scheduling.reasoning import Reasoning
 from diptych_frontend.fair_share import Account
 from diptych_protocol import (
     Array,
+    DiptychError,
     EngineCoreOutput,
     FinishReason,
     KVTransferParams,
@@ -300,8 +301,8 @@ class StepResult:
     routed: dict[tuple[str, int], Array] | None = None
     """(Request id, end of the share) -> its part of `EngineCoreOutput.routed_experts`; None unless
     the engine reports them."""
-    failed: dict[str, str] = field(default_factory=dict)
-    """Request id -> the reason why the request cannot continue; its tokens mean nothing."""
+    failed: dict[str, DiptychError] = field(default_factory=dict)
+    """Request id -> why the request cannot continue; its tokens mean nothing."""
 
 
 Pending = Callable[[], StepResult]

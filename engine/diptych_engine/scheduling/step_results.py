@@ -19,9 +19,11 @@ from diptych_protocol import (
     Array,
     EngineCoreOutput,
     FinishReason,
+    InvalidRequestError,
     LogprobsLists,
     SchedulerStats,
 )
+from diptych_protocol.wire import ErrorKind
 
 
 def apply_results(
@@ -129,7 +131,10 @@ def _accept_token(
     if request_id in result.failed:
         request.finish_reason = FinishReason.ERROR
         error = result.failed[request_id]
-        return EngineCoreOutput(request_id, [], num_cached_tokens=cached, error=error)
+        output = EngineCoreOutput(request_id, [], num_cached_tokens=cached, error=str(error))
+        if isinstance(error, InvalidRequestError):  # no engine can do it, and none is to blame
+            output.error_kind, output.error_param = ErrorKind.REFUSED, error.param
+        return output
     token = result.token_ids[position]
     request.token_ids.append(token)
     request.account.served += OUTPUT_WEIGHT

@@ -202,6 +202,8 @@ def _hf_source(uri: str, folder: Path, weights: bool) -> ModelSource:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    if path.exists() and not path.is_file():  # to open a pipe is to wait for its writer
+        raise _refuse(f"{path} is no ordinary file")
     with path.open("rb") as file:
         raw = file.read(MAX_JSON_BYTES + 1)
     if len(raw) > MAX_JSON_BYTES:

@@ -54,6 +54,10 @@ _RULE_THAT_BEGINS_LATER: Final = re.compile(rf"^\w+{re.escape(BEGINS_LATER)}:", 
 """A schema in a grammar is one line, and its texts may say anything."""
 NO_TEXT: Final = "NoExtension"
 """llguidance's error if neither text nor the end may follow."""
+NO_DETAILS: Final = "\n<non-verbose/>"
+PROBED_BYTES: Final = 8
+"""So far an answer is written before its form is admitted. A parser whose table for a rule is too
+large for its limits says so when the rule's first texts have come."""
 BACKTRACE: Final = "\n<backtrace>"
 """The rest of an error of llguidance from here on describes this machine, not the grammar."""
 NOTHING_FITS: Final = "no answer fits it"
@@ -160,7 +164,9 @@ def encode_form(form: StructuredOutputsParams, field: str = "structured_outputs"
 def grammar_of(form: StructuredOutputsParams) -> str:
     """Return the form in llguidance's own notation. Raises `ValueError` if it is malformed."""
     if form.choice is not None:
-        return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(_as_literal, form.choice))}")
+        # One terminal: as rules, no more than 2,000 texts would fit into a row of the parser.
+        texts = " | ".join(map(_as_literal, form.choice))
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
     if form.regex is not None:
         return LLMatcher.grammar_from_regex(form.regex)
     if form.grammar is not None:
@@ -214,7 +220,7 @@ def _judged(encoded: bytes) -> Verdict:
         form = msgspec.msgpack.decode(encoded, type=StructuredOutputsParams)
         grammar = grammar_of(form)
         matcher = _begun(grammar)
-        reason = reason_of(matcher) or _flaw_inside(form, grammar)
+        reason = reason_of(matcher) or _flaw_inside(form, grammar) or _flaw_behind(matcher)
         gone = loosened(decoded(form.json))[1] if form.lenient and form.json is not None else []
         gone += left_out(matcher.get_grammar_warnings()) if form.lenient else []
     except (ValueError, RecursionError) as exc:
@@ -232,7 +238,7 @@ def _begun(grammar: str) -> LLMatcher:
 
 def reason_of(matcher: LLMatcher) -> str:
     """Return why a grammar cannot be used, after its first mask; empty if it can."""
-    reason = matcher.get_error().partition(BACKTRACE)[0]
+    reason = matcher.get_error().partition(BACKTRACE)[0].removesuffix(NO_DETAILS)
     return NOTHING_FITS if reason.startswith(NO_TEXT) else reason
 
 
@@ -252,6 +258,18 @@ def _flaw_inside(form: StructuredOutputsParams, grammar: str) -> str:
         return f"no value fits {endless}, which always contains itself"
     wide = next(filter(None, map(too_wide_part, schemas)), None)
     return f"the object {wide} {TOO_WIDE}" if wide else ""
+
+
+def _flaw_behind(matcher: LLMatcher) -> str:
+    """Why an answer that has begun could not go on, and so what a client would hear instead."""
+    for _ in range(PROBED_BYTES):
+        mask = matcher.compute_bitmask()
+        allowed = [byte for byte in range(256) if mask[byte // 8] >> byte % 8 & 1]
+        if matcher.is_stopped() or not allowed:
+            break
+        # White space leads nowhere.
+        matcher.consume_token(min(allowed, key=lambda byte: (byte <= ord(" "), byte)))
+    return reason_of(matcher)
 
 
 @functools.cache

@@ -31,6 +31,7 @@ from diptych_protocol import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from diptych_protocol.wire import ErrorKind
 
 EOS = 2
 PERSON = {
@@ -426,6 +427,26 @@ def test_contract_C05_a_form_beyond_the_limits_fails_before_its_first_step(
     assert "too many" in str(refusal)
     assert refusal.param == "structured_outputs"
     assert core.scheduler.stats.prompt_tokens_computed == computed
+
+
+def test_contract_C05_a_limit_in_the_middle_of_an_answer_is_the_forms_fault(
+    core: EngineCore, prompt: list[int]
+) -> None:
+    """No engine is to blame, and no other can do it: so the request is refused, not retried."""
+    late = "start: BEGIN ways\nBEGIN: /[a-z]{12}/\nways: " + " | ".join(
+        f"r{i}" for i in range(3000)
+    )
+    form: dict[str, Any] = {"grammar": "\n".join([late, *(f'r{i}: "1{i}"' for i in range(3000))])}
+    inputs_of(core).process(
+        "r", prompt, SamplingParams(structured_outputs=StructuredOutputsParams(**form))
+    )
+    [outputs] = run(core, ask("r", prompt, form)).values()
+    assert len(tokens(outputs)) >= 2
+    assert outputs[-1].error_kind is ErrorKind.REFUSED
+    refusal = failure_of(outputs[-1])
+    assert isinstance(refusal, InvalidRequestError)
+    assert "Current row" in str(refusal)
+    assert refusal.param == "structured_outputs"
 
 
 def inputs_of(core: EngineCore) -> InputProcessor:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from diptych_engine.execution.runner import ModelRunner
 from diptych_engine.scheduling.request import Pending, StepPlan, StepResult
+from diptych_protocol import DiptychError, EngineGenerateError
 
 POISON = 13
 """A token that no model survives here."""
@@ -42,7 +43,10 @@ class MoodyExecutor(ModelRunner):
             found = pending()
             if not Path(os.environ[FAILS_WHILE]).exists():
                 return found
-            failed = {share.request.request_id: "not in the mood" for share in plan.scheduled}
+            mood = EngineGenerateError("not in the mood")
+            failed: dict[str, DiptychError] = dict.fromkeys(
+                (share.request.request_id for share in plan.scheduled), mood
+            )
             return dataclasses.replace(found, failed=failed)
 
         return result
