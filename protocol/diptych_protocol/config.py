@@ -300,6 +300,11 @@ class EngineConfig(EngineSettings, frozen=True, forbid_unknown_fields=True, omit
              "must be false where several ranks compute a step together"),
             ("speculative_config", spec is None or spec.prompt_lookup_min <= spec.prompt_lookup_max,
              "must have a prompt_lookup_min of at most its prompt_lookup_max"),
+            ("speculative_config", spec is None or spec.drafts == (spec.model is not None),
+             "must have the method draft_model and a model, or neither"),
+            ("speculative_config",
+             spec is None or not spec.drafts or self.tensor_parallel_size == 1,
+             "must have the method ngram where tensor_parallel_size is above 1"),
             ("lora_modules", self.name not in self.lora_modules,
              f"may not name {self.name!r}: that is the model's own name"),
         ):  # fmt: skip

@@ -75,8 +75,7 @@ TracesEndpoint = Annotated[
 
 
 SPECULATION: Final = Meta(
-    description="Guess the next tokens of an answer and compute them in one step "
-    "(docs/answers.md). Left out: nothing is guessed."
+    description="Guess the next tokens of an answer (docs/answers.md). Left out: none."
 )
 
 
@@ -86,19 +85,29 @@ class SpeculativeConfig(
     """Which tokens are guessed, with vLLM's names."""
 
     method: Annotated[
-        Literal["ngram"],
+        Literal["ngram", "draft_model"],
         Meta(
             description="ngram: what followed the last tokens where they stood before (prompt "
-            "lookup)."
+            "lookup). draft_model: what `model` says."
         ),
     ] = "ngram"
+    model: (
+        Annotated[
+            str,
+            Meta(
+                min_length=1,
+                max_length=4096,
+                description="A small model of the same tokenizer, a file or folder in the engine.",
+            ),
+        ]
+        | None
+    ) = None
     num_speculative_tokens: Annotated[
         int,
         Meta(
             ge=1,
             le=64,
-            description="Most guesses of a request in a step; there are fewer where more do not "
-            "pay.",
+            description="Most guesses of a request in a step, if they pay.",
         ),
     ] = 16
     prompt_lookup_min: Annotated[
@@ -109,10 +118,14 @@ class SpeculativeConfig(
         Meta(
             ge=1,
             le=64,
-            description="Most last tokens that are compared. Of the places where most of them "
-            "stood the last counts.",
+            description="Most last tokens that are compared.",
         ),
     ] = 16
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a model guesses."""
+        return self.method == "draft_model"
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

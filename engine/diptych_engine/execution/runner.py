@@ -4,8 +4,9 @@ step."""
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diptych_engine.execution.batch_rows import BatchRows
+from diptych_engine.execution.drafter import Drafter, draft_source
 from diptych_engine.execution.kv_cache_size import blocks_in, bytes_for_kv
 from diptych_engine.execution.kv_memory import KVMemory
 from diptych_engine.execution.layer_groups import divided, one_group
@@ -129,10 +131,12 @@ class ModelRunner:
         if config.enable_return_routed_experts:
             check_routed(source.config, max_tokens)
         check_weights(source, shard)  # before anything is allocated
+        draft = draft_source(config.speculative_config, source)
         started = time.monotonic()
-        # Experts are kept by the slots of one group, as long as the request's blocks.
-        routed = config.enable_return_routed_experts
-        layers = one_group(source.config) if routed else divided(source.config)
+        # Experts are kept by the slots of one group, as long as the request's blocks; so is the KV
+        # of a draft model.
+        together = config.enable_return_routed_experts or draft is not None
+        layers = one_group(source.config) if together else divided(source.config)
         self.kv_groups = layers.kv_groups(config.block_size, config.max_num_batched_tokens)
         """What the groups of layers keep of a request."""
         self.model = build_model(
@@ -145,6 +149,9 @@ class ModelRunner:
             packs=may_pack,
         )
         self._packables = self.model.packables if may_pack else ()
+        self.drafter: Drafter | None = None
+        if draft is not None:
+            self.drafter = Drafter(draft, max_tokens, self._dtype, self._device, packs=may_pack)
         self._source, self._seed = source, config.seed
         if kernels is not None:
             kernels.try_all()  # what cannot be multiplied must not be packed
@@ -155,6 +162,8 @@ class ModelRunner:
         of_group = msgspec.structs.replace(local, num_hidden_layers=layers.num_layers)
         self.layers_per_block = layers.num_layers
         self.block_bytes = block_bytes(of_group, config.block_size, self._kv_dtype)
+        if draft is not None:
+            self.block_bytes += block_bytes(draft.config, config.block_size, self._kv_dtype)
         of_each_group = config.num_blocks or self._blocks_that_fit(config, local, shard.size)
         self.num_blocks = of_each_group * self.kv_groups.count
         # Otherwise experts are launched with counts of rows, which a recording would repeat.
@@ -164,11 +173,14 @@ class ModelRunner:
         num_here = self.num_blocks + self.kv_groups.windowed
         num_bytes = (num_here + records) * self.block_bytes
         memory = KVMemory(num_bytes, self._kv_dtype, self._device, kv_memory_fd)
-        blocks = memory.tensor.view(-1, *block_shape(of_group, config.block_size))
-        self.kv_cache = blocks[:num_here]
-        """[>= num_blocks, layers of a group, 2, block_size, kv_heads, head_dim], contiguous."""
+        whole = memory.tensor.view(-1, self.block_bytes // self._kv_dtype.itemsize)
+        shape = block_shape(of_group, config.block_size)
+        blocks = whole[:, : math.prod(shape)].view(-1, *shape)
+        self.kv_cache = (blocks if draft is None else whole)[:num_here]
+        """[>= num_blocks, layers of a group, 2, block_size, kv_heads, head_dim], contiguous; with a
+        draft model [num_blocks, numbers], its own behind the model's."""
         self._layer_places = [place for _, place in layers.places]
-        self._kv_layers = self._by_layer(self.kv_cache)
+        self._kv_layers = self._by_layer(blocks[:num_here])
         self._graphs: DecodeGraphs | None = None
         if records:
             self._graphs = DecodeGraphs(
@@ -186,6 +198,17 @@ class ModelRunner:
             self._device,
             load_processors(config.logits_processors),
         )
+        self.draft_share = 0.0
+        """See `Drafter.share_of`."""
+        if self.drafter is not None:
+            self.draft_share = self.drafter.share_of(self.model.weight_memory)
+            self.drafter.join(
+                self.drafter.kv_layers(whole[:num_here, math.prod(shape) :], config.block_size),
+                self._inputs,
+                self._sampler,
+                config.max_num_seqs,
+                config.max_num_batched_tokens,
+            )
         self.enough_prompt_tokens = enough_prompt_tokens(config, self._device)
         self.spare_rows = SPARE_ROWS_ON_A_GPU if on_gpu else SPARE_ROWS_ON_A_CPU
         self.runs_ahead = config.runs_ahead(on_gpu=on_gpu)
@@ -209,7 +232,7 @@ class ModelRunner:
             **WeightReceiver(
                 self.model, family, worker_rank, self._packables, self._bits
             ).methods(),
-            **WorkerMemory(lambda: self.model.weight_memory, self._load, memory).methods(),
+            **WorkerMemory(self._weights, self._load, memory).methods(),
             **self.profiler.methods(),
             **self._embeds.methods(),
             "execute_dummy_batch": self.execute_dummy_batch,
@@ -229,7 +252,14 @@ class ModelRunner:
         source = self._source
         report = log_progress(source.uri)
         load_weights(self.model.slots, source, self._seed, report, self._packables, self._bits)
+        if self.drafter is not None:
+            self.drafter.load(self._seed, self._bits)
         give_freed_memory_back()
+
+    def _weights(self) -> Iterator[Tensor]:
+        yield from self.model.weight_memory
+        if self.drafter is not None:
+            yield from self.drafter.model.weight_memory
 
     @property
     def dtype_name(self) -> str:
@@ -272,6 +302,10 @@ class ModelRunner:
         if not plan.scheduled:
             return no_result
         fresh_blocks = self._place(plan.scheduled)
+        if self.drafter is not None:
+            while fresh_blocks:  # before `forward` would, so that it does not clear what follows
+                self.kv_cache[fresh_blocks.pop()].zero_()
+            self.drafter.draft(plan.scheduled, self._rows.row_of)
         shares, num_decodes = order_of(plan.scheduled)
         rows = [self._rows.row_of[share.request.request_id] for share in shares]
         inputs = self._inputs(shares, rows, num_decodes, ahead=plan.ahead)
@@ -341,8 +375,8 @@ class ModelRunner:
             num_groups=count,
         )
         inputs = StepInputs(tokens, tokens, slot_blocks, tokens, attention)
-        own_block = torch.zeros_like(self.kv_cache[:1])
-        self.model.forward(inputs, self._by_layer(own_block))
+        own_blocks = [torch.zeros_like(layer[:1]) for layer in self._kv_layers]
+        self.model.forward(inputs, own_blocks)
 
     def close(self) -> None:
         """Do nothing, because a single runner has started nothing."""
@@ -389,6 +423,8 @@ class ModelRunner:
     def _take_on(self, row: int, share: ScheduledRequest) -> None:
         """A request begins, or comes back after it lost its row."""
         request = share.request
+        if self.drafter is not None:
+            self.drafter.admit(row, share)
         if request.pooling is None:
             self._sampler.admit(row, request)
             self._prompt_logprobs.admit(share)

@@ -124,6 +124,19 @@ class Sampler:
                 logprobs[i] = row_logprobs
         return lambda: _read(chosen, logprobs, failed)
 
+    def draft(self, logits: Tensor, rows: Sequence[int], places: NDArray[np.int64]) -> Tensor:
+        """Choose tokens by the logits of a draft model and keep them in `sampled`.
+
+        They are drawn with the random numbers of their places, as `sample` will draw there: where
+        the two models agree, both get the same token. What options make of the tokens before is
+        left out.
+        """
+        logits = logits.float()
+        tokens, largest = find_largest(logits)
+        self._draw_random_rows(logits, np.asarray(rows), places, largest, tokens)
+        self.sampled[to_device(np.asarray(rows), self._device)] = tokens
+        return tokens
+
     def sample_guessed(
         self,
         logits: Tensor,

@@ -1,7 +1,8 @@
-"""Guesses the next tokens of a request from its own tokens, and how many guesses are worth it.
+"""Guesses the next tokens of a request, and how many guesses are worth it.
 
 An answer that repeats its prompt, such as an edit of code, goes on as the prompt did after the same
-last tokens (prompt lookup; A. Saxena, 2023). A step computes guessed tokens beside the last known
+last tokens (prompt lookup; A. Saxena, 2023). Otherwise a draft model guesses, when the step is
+computed (`execution.drafter`). A step computes guessed tokens beside the last known
 one, each in a row of its own, as the decode that it will be if the guess is right. From each row
 the next token is sampled as it would be without guesses: with the same random number, and with what
 its options make of the tokens before. So guesses change when tokens come, and never which,
@@ -26,6 +27,10 @@ HALF_LIFE: Final = 64
 LOOK_AGAIN: Final = 8
 """Where steps run ahead, a request whose last token would not have been guessed does not look for
 guesses again before it has so many more tokens."""
+TO_DRAFT: Final = -1
+"""Stands for a guess until the draft model has made it."""
+DRAFTS_ARE_RIGHT: Final = 0.8
+"""How often, as long as a request had none of late: so high, because only a guess can tell."""
 
 # What guesses may lose, in steps.
 FIRST_STAKE: Final = 1.0
@@ -73,29 +78,40 @@ def look_up(
     return found if len(found) == count else np.resize(found, count)
 
 
-def worthwhile(chance: float, rows: int, spare_rows: float, most: int) -> int:
+def rows_of_guess(draft_share: float, rows: int, spare_rows: float) -> float:
+    """Return how many rows take as long as a guess beside so many: its own, and its part of a step
+    of the draft model, which takes this share of the time of one of the model."""
+    return 1 + draft_share * (1 + spare_rows / rows) if draft_share else 1.0
+
+
+def worthwhile(
+    chance: float, rows: int, spare_rows: float, most: int, rows_of_each: float = 1.0
+) -> int:
     """Return how many guesses of a request get the most tokens from a second.
 
     chance: that a guess is right, if those before it are.
     rows: those that the step has without these guesses; each gives a token.
     spare_rows: the time of a step without any row, as the number of rows that take as long.
+    rows_of_each: see `rows_of_guess`.
     """
-    count, tokens, right = 0, float(rows), chance
-    while count < most and right * (spare_rows + rows + count) > tokens:
+    count, tokens, right, time = 0, float(rows), chance, spare_rows + rows
+    while count < most and right * time > tokens * rows_of_each:
         tokens += right
+        time += rows_of_each
         right *= chance
         count += 1
     return count
 
 
-def pay(gain: float, guesses: int, rows: int, spare_rows: float, lost_rows: float) -> bool:
+def pay(gain: float, in_vain: float, rows: int, spare_rows: float, lost_rows: float) -> bool:
     """Return whether a step gets more tokens from a second with all its guesses than without.
 
-    gain: how many of them are right on average. rows: those without a guess.
+    gain: how many of them are right on average. in_vain: the rows that take as long as they do.
+    rows: those without a guess.
     lost_rows: the time for which the device waits, because a step with guesses is planned only when
     the tokens before it are known, as the number of rows that take as long.
     """
-    return gain * (spare_rows + rows) > rows * (guesses + lost_rows)
+    return gain * (spare_rows + rows) > rows * (in_vain + lost_rows)
 
 
 @dataclass(slots=True)
@@ -114,11 +130,14 @@ class Guesser:
     """For how many tokens to look no more after one that could not be guessed."""
     look_at: int = 0
     """With so many tokens, a step waits to look for guesses."""
+    at_first: float = 0.0
+    """How likely a guess is right as long as none was compared."""
 
     def chance(self, num_tokens: int) -> float:
-        """Return how likely a guess is right: not at all as long as none was."""
+        """Return how likely a guess is right."""
         kept = self._kept(num_tokens)
-        return kept * self.right / (kept * (self.right + self.wrong) + 0.5)
+        right = kept * self.right + 0.5 * self.at_first
+        return right / (kept * (self.right + self.wrong) + 0.5)
 
     def _kept(self, num_tokens: int) -> float:
         return math.exp2((self.learned_at - num_tokens) / HALF_LIFE)
@@ -185,10 +204,11 @@ class Stakes:
     no clock here: the core tells how long steps took.
     """
 
-    def __init__(self, spare_rows: float, lost_rows: float) -> None:
-        """See `worthwhile` and `pay`."""
+    def __init__(self, spare_rows: float, lost_rows: float, draft_share: float = 0.0) -> None:
+        """See `worthwhile`, `pay` and `rows_of_guess`."""
         self._spare_rows = spare_rows
         self._lost_rows = lost_rows
+        self._draft_share = draft_share
         self._balances: defaultdict[int, Balance] = defaultdict(Balance)
         """By the number of rows without guesses, in powers of two."""
 
@@ -197,7 +217,8 @@ class Stakes:
         balance = self._balances[rows.bit_length()]
         if balance.measured < KNOWN_AFTER or balance.wagers >= KNOWN_FOR:
             return 0
-        return int(balance.stake * (self._spare_rows + rows) - self._lost_rows)
+        in_vain = balance.stake * (self._spare_rows + rows) - self._lost_rows
+        return int(in_vain / rows_of_guess(self._draft_share, rows, self._spare_rows))
 
     def took(self, rows: int, guesses: int, tokens: int, seconds: float, *, wager: bool) -> None:
         """A step of so many rows and guesses gave so many tokens.
@@ -208,7 +229,8 @@ class Stakes:
         size = self._spare_rows + rows
         row_s = seconds / size
         if balance.measured:
-            more = guesses + wager * self._lost_rows
+            more = guesses * rows_of_guess(self._draft_share, rows, self._spare_rows)
+            more += wager * self._lost_rows
             row_s = min(row_s, SLOWEST * (1 + more / size) * balance.row_s)
         won = ALLOWANCE
         if not wager:

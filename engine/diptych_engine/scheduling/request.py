@@ -239,8 +239,8 @@ class Request:
 class ScheduledRequest(msgspec.Struct, gc=False):
     """A request's share of a step: compute `num_tokens` from position `start` on.
 
-    Nobody changes it. It is a struct, because every step makes one for each request, and a
-    dataclass takes four times as long.
+    Nobody changes it, but for a guess that a model drafts. It is a struct, because every step makes
+    one for each request, and a dataclass takes four times as long.
     """
 
     request: Request
@@ -250,8 +250,9 @@ class ScheduledRequest(msgspec.Struct, gc=False):
     """Whether the share ends at the request's last known token, so that the next one is sampled;
     never for a pooling request."""
     guess: int | None = None
-    """The token at `start`, if it is only guessed. Such a share follows that of the token before.
-    What it samples counts only if the token is what that one samples."""
+    """The token at `start`, if it is only guessed; `TO_DRAFT` until the runner has drafted it. Such
+    a share follows that of the token before. What it samples counts only if the token is what that
+    one samples."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -38,7 +38,16 @@ from diptych_engine.scheduling.block_pool import BlockPool
 from diptych_engine.scheduling.early_loads import EarlyLoads, EarlyState
 from diptych_engine.scheduling.encoder_cache import EncoderCache
 from diptych_engine.scheduling.fair_rows import FairPart, who_gives_way
-from diptych_engine.scheduling.guesses import LOOK_AGAIN, Guesser, Stakes, pay, worthwhile
+from diptych_engine.scheduling.guesses import (
+    DRAFTS_ARE_RIGHT,
+    LOOK_AGAIN,
+    TO_DRAFT,
+    Guesser,
+    Stakes,
+    pay,
+    rows_of_guess,
+    worthwhile,
+)
 from diptych_engine.scheduling.idle_sessions import IdleSessions
 from diptych_engine.scheduling.journey import JourneyLog, Station
 from diptych_engine.scheduling.kv_groups import NULL_BLOCK, num_held
@@ -162,6 +171,8 @@ class Scheduler:
     """See `guesses.worthwhile`."""
     lost_rows: float = 0.0
     """See `guesses.pay`."""
+    draft_share: float = 0.0
+    """See `guesses.rows_of_guess`."""
     stakes: Stakes | None = None
     """How much guesses may lose. None: they are wagered by estimates alone."""
 
@@ -282,12 +293,16 @@ class Scheduler:
         where even these do not pay needs no look.
         """
         found: dict[Request, list[int]] = {}
-        gain, running = 0.0, len(self.running)
+        gain, running, drafts = 0.0, len(self.running), settings.drafts
         guessed = 0
         if self.stakes is not None and running:
             budget = min(budget, self.stakes.most(running))
-        if budget <= 0:
+        if budget <= 0 or not running:
             return {}
+        rows_of_each = rows_of_guess(self.draft_share, running, self.spare_rows)
+        most_of_each = settings.num_speculative_tokens
+        if drafts:  # a step of the draft model guesses for all: many of one take it longest
+            most_of_each = min(most_of_each, max(1, budget // running))
         for share in shares:
             request = share.request
             known, rows = len(request.token_ids), running + guessed
@@ -298,21 +313,24 @@ class Scheduler:
             if room <= 0 or not decodes:
                 continue
             pause = LOOK_AGAIN if self.lost_rows else 0
-            guesser = request.guesser = request.guesser or Guesser(pause=pause)
+            guesser = request.guesser = request.guesser or Guesser(
+                pause=pause, at_first=DRAFTS_ARE_RIGHT if drafts else 0.0
+            )
             if known < guesser.look_at:
                 continue
-            guesser.check(request.token_ids, settings)
+            if not drafts:
+                guesser.check(request.token_ids, settings)
             chance = guesser.chance(known)
-            most = min(room, settings.num_speculative_tokens)
-            count = worthwhile(chance, rows, self.spare_rows, most)
-            guesses = [0] * count
-            if look and count:
+            most = min(room, most_of_each)
+            count = worthwhile(chance, rows, self.spare_rows, most, rows_of_each)
+            guesses = [TO_DRAFT] * count
+            if look and count and not drafts:
                 guesses = guesser.guess(request.token_ids, settings, count).tolist()
             if guesses:
                 found[request] = guesses
                 guessed += count
                 gain += sum(chance**i for i in range(1, count + 1))
-        if pay(gain, guessed, running, self.spare_rows, self.lost_rows):
+        if pay(gain, guessed * rows_of_each, running, self.spare_rows, self.lost_rows):
             return found
         for request in found if look else ():
             if request.guesser is not None:

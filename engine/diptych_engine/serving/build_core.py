@@ -91,7 +91,8 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
             "layout": "block-major/1",
             "revision": config.revision,
         }
-        | ({"groups": str(runner.kv_groups)} if runner.kv_groups.windowed else {}),
+        | ({"groups": str(runner.kv_groups)} if runner.kv_groups.windowed else {})
+        | ({} if runner.drafter is None else {"draft_model": runner.drafter.compat}),
         max_num_seqs=config.max_num_seqs,
         pid=os.getpid(),
         kv_transfer=config.kv_transfer is not None,
@@ -121,9 +122,10 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
         speculation=config.speculative_config,
         spare_rows=runner.spare_rows,
         lost_rows=runner.lost_rows,
+        draft_share=runner.draft_share,
         stakes=None
         if config.speculative_config is None
-        else Stakes(runner.spare_rows, runner.lost_rows),
+        else Stakes(runner.spare_rows, runner.lost_rows, runner.draft_share),
         encoder=EncoderCache(config.encoder_cache_tokens, config.max_num_batched_tokens),
         stats=SchedulerStats(cpu_level=cpu_level, cpu_kernels_set_aside=num_set_aside),
     )

@@ -35,7 +35,10 @@ class Layout:
 
     @classmethod
     def of(cls, compat: Mapping[str, str | int], geometry: Mapping[str, int]) -> Layout | None:
-        """Read a layout from an engine's description; None if that is not a possible one."""
+        """Read a layout from an engine's description; None if that is not a possible one, or
+        blocks hold KV of a draft model too."""
+        if "draft_model" in compat:
+            return None
         layers, heads, head_dim = (
             _positive(compat, name) for name in ("num_layers", "kv_heads", "head_dim")
         )

@@ -26,6 +26,17 @@ from diptych_protocol import EngineSettings, ReasoningParserName, SpeculativeCon
 from diptych_protocol.config import Runtime
 from diptych_protocol.engine_settings import MAX_RANKS, SPECULATION
 
+LOOK_UP_ORDER = Rule(
+    "self.promptLookupMin <= self.promptLookupMax",
+    lambda guesses: guesses.prompt_lookup_min <= guesses.prompt_lookup_max,
+    "must have a promptLookupMin of at most its promptLookupMax",
+)
+DRAFT_MODEL = Rule(
+    "(self.method == 'draft_model') == has(self.model)",
+    lambda guesses: (guesses.method == "draft_model") == (guesses.model is not None),
+    "must have the method draft_model and a model, or neither",
+)
+
 if TYPE_CHECKING:
 
     class Speculation(SpeculativeConfig, SpecPart, frozen=True):
@@ -83,7 +94,10 @@ else:
             ],
             "1Gi",
         ),
-        speculative_config=(Annotated[Speculation | None, SPECULATION], None),
+        speculative_config=(
+            Annotated[Speculation | None, SPECULATION, Meta(**ruled(LOOK_UP_ORDER, DRAFT_MODEL))],
+            None,
+        ),
     )
     """Defaults are those of the engine, written out so that `kubectl explain` shows them."""
 
@@ -157,17 +171,6 @@ STEP_BUDGET = Rule(
     "must be at least maxNumSeqs: every request of a step takes a token",
     ".maxNumBatchedTokens",
 )
-LOOK_UP_ORDER = Rule(
-    "!has(self.speculativeConfig) || self.speculativeConfig.promptLookupMin"
-    " <= self.speculativeConfig.promptLookupMax",
-    lambda engine: (
-        engine.speculative_config is None
-        or engine.speculative_config.prompt_lookup_min
-        <= engine.speculative_config.prompt_lookup_max
-    ),
-    "must have a promptLookupMin of at most its promptLookupMax",
-    ".speculativeConfig",
-)
 VLLM_IMAGE = Rule(
     "self.runtime != 'vllm' || has(self.image) && self.image != ''",
     lambda engine: engine.runtime != "vllm" or bool(engine.image),
@@ -185,7 +188,7 @@ NOT_FOR_VLLM = tuple(
     for field in msgspec.inspect.type_info(Engine).fields  # type: ignore[attr-defined]
     if field.name not in VLLM_HAS
 )
-ENGINE_RULES = (STEP_BUDGET, LOOK_UP_ORDER, VLLM_IMAGE, ARGS_FOR_VLLM, *NOT_FOR_VLLM)
+ENGINE_RULES = (STEP_BUDGET, VLLM_IMAGE, ARGS_FOR_VLLM, *NOT_FOR_VLLM)
 
 
 def reasoning_parser(engine: Engine) -> ReasoningParserName:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 from engine_kit.toy_engine import make_request, make_scheduler
 
-from diptych_engine.scheduling.guesses import KNOWN_AFTER, KNOWN_FOR, Stakes
+from diptych_engine.scheduling.guesses import KNOWN_AFTER, KNOWN_FOR, TO_DRAFT, Stakes
 from diptych_engine.scheduling.request import StepPlan, StepResult
-from diptych_protocol import SpeculativeConfig
+from diptych_protocol import FinishReason, SpeculativeConfig
 
 TOKENS = 240
 Text = tuple[list[int], list[int]]
@@ -70,9 +71,19 @@ class Machine:
     lost_rows: float = 0.0
     slowness: float = 1.0
     """How many times as long steps take at times, a fifth of it."""
+    draft: float = 0.0
+    """How long a step of a draft model takes, as a share of the model's."""
+    draft_share: float = 0.0
+    """What the engine takes it for."""
+    right: float = 0.0
+    """How many of its guesses are right."""
 
     def seconds(self, plan: StepPlan, now: float) -> float:
         device = self.step + self.row * plan.num_tokens
+        guesses = Counter(x.request.request_id for x in plan.scheduled if x.guess is not None)
+        for depth in range(max(guesses.values(), default=0)):
+            drafting = sum(count > depth for count in guesses.values())
+            device += self.draft * (self.step + self.row * drafting)
         taken = max(device, self.host) if plan.ahead else device + self.host
         return taken * (self.slowness if now // (30 * self.step) % 5 == 4 else 1.0)
 
@@ -84,47 +95,77 @@ MACHINES = {
     "a GPU as estimated": Machine(0.6, 0.01, 0.3, 64.0, 32.0),
     "a GPU with a slow host": Machine(0.6, 0.002, 0.6, 64.0, 32.0),
 }
+DRAFTS = {
+    "good ones": (Machine(3.0, 1.0, draft=0.15, draft_share=0.15, right=0.85), 1.3),
+    "good ones, dearer than estimated": (
+        Machine(3.0, 1.0, draft=0.3, draft_share=0.15, right=0.85), 1.0,
+    ),
+    "good ones on a GPU": (
+        Machine(0.6, 0.01, 0.3, 64.0, 32.0, draft=0.1, draft_share=0.1, right=0.85), 1.3,
+    ),
+    "bad ones": (Machine(3.0, 1.0, draft=0.15, draft_share=0.15, right=0.1), 0.97),
+    "bad ones, dearer than estimated": (
+        Machine(3.0, 1.0, draft=0.6, draft_share=0.15, right=0.3), 0.97,
+    ),
+    "bad ones on a GPU": (
+        Machine(0.6, 0.01, 0.3, 64.0, 32.0, draft=0.5, draft_share=0.1, right=0.2), 0.97,
+    ),
+    "a draft model as large as the model": (
+        Machine(3.0, 1.0, draft=1.0, draft_share=1.0, right=1.0), 0.97,
+    ),
+}  # fmt: skip
+"""Machines with a draft model, and how many times as many tokens from a second it gets at least."""
 
 
 def seconds(
     machine: Machine, text: Callable[[random.Random], Text], streams: int, stakes: Stakes | None,
     speculation: SpeculativeConfig | None,
 ) -> float:  # fmt: skip
-    """How long answers to some requests together take, twice; prompts are not counted."""
+    """How long a token of requests takes, as long as all of them are there; prompts are not
+    counted."""
     scheduler = make_scheduler(
         2000, max_num_seqs=64, max_num_batched_tokens=8192, speculation=speculation,
         stakes=stakes, spare_rows=machine.spare_rows, lost_rows=machine.lost_rows,
+        draft_share=machine.draft_share,
     )  # fmt: skip
-    total = 0.0
+    chances = random.Random(0)
+    total, tokens = 0.0, 0
     for turn in range(2):
         texts = {f"{turn} {i}": text(random.Random(100 * turn + i)) for i in range(streams)}
         for name, (prompt, _) in texts.items():
             scheduler.add(make_request(name, prompt, TOKENS - 3))
         ahead: StepPlan | None = None
-        while scheduler.has_work:
+        while scheduler.waiting or len(scheduler.running) == streams:
             plan = ahead or scheduler.schedule()
             ahead = scheduler.plan_ahead(plan) if machine.host else None
             sampled = []
             for share in plan.scheduled:
                 prompt, answer = texts[share.request.request_id]
+                if share.guess == TO_DRAFT:
+                    right = chances.random() < machine.right
+                    share.guess = (answer + [0] * 64)[share.start - len(prompt)] if right else 0
                 sampled.append((answer + [0] * 64)[share.start + share.num_tokens - len(prompt)])
             taken = None
             if plan.num_tokens == len(plan.scheduled):
                 taken = machine.seconds(plan, total)
                 total += taken
             for made in scheduler.update(plan, StepResult(sampled, None, None), taken):
+                tokens += len(made.output.new_token_ids) if taken else 0
                 if made.request.finish_reason is not None:
                     scheduler.finish(made.request, made.request.finish_reason)
-            ahead = ahead if scheduler.running else None
-    return total
+            ahead = ahead if len(scheduler.running) == streams else None
+        for request in [*scheduler.running]:
+            scheduler.finish(request, FinishReason.ABORT)
+    return total / tokens
 
 
 def speedup(
     machine: Machine, text: Callable[[random.Random], Text], streams: int, *, bounded: bool = True
 ) -> float:
-    stakes = Stakes(machine.spare_rows, machine.lost_rows) if bounded else None
+    stakes = Stakes(machine.spare_rows, machine.lost_rows, machine.draft_share)
     without = seconds(machine, text, streams, None, None)
-    return without / seconds(machine, text, streams, stakes, SpeculativeConfig())
+    guesses = SpeculativeConfig(method="draft_model" if machine.draft else "ngram")
+    return without / seconds(machine, text, streams, stakes if bounded else None, guesses)
 
 
 @pytest.mark.parametrize("streams", [1, 8])
@@ -141,9 +182,16 @@ def test_an_edit_is_faster(machine: str, least: float) -> None:
     assert speedup(MACHINES[machine], edit, 1) >= least
 
 
+@pytest.mark.parametrize("streams", [1, 8])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_drafts_gain_what_they_can_and_lose_next_to_nothing(draft: str, streams: int) -> None:
+    machine, least = DRAFTS[draft]
+    assert speedup(machine, chat, streams) >= (least if streams == 1 else 0.97)
+
+
 def test_estimates_alone_would_lose_more() -> None:
     slow = MACHINES["a GPU with a slow host"]
-    assert speedup(slow, seductive, 8, bounded=False) < 0.92
+    assert speedup(slow, seductive, 8, bounded=False) < 0.95
 
 
 def test_disturbances_leave_an_edit_most_of_its_gain() -> None:

@@ -14,7 +14,15 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from engine_kit.core import CLIENT, VOCABULARY, core_request, make_core, step
+from engine_kit.core import (
+    CLIENT,
+    DUMMY,
+    VOCABULARY,
+    core_request,
+    guess_always,
+    make_core,
+    step,
+)
 from model_kit.attention_batch import Batch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from diptych_engine.control.core import EngineCore
 from diptych_kernels.cpu_level import CpuLevel, cpu_level
 from diptych_kernels.paged_attention import paged_attention, reference
+from diptych_protocol import SpeculativeConfig
 
 pytestmark = pytest.mark.skipif(
     cpu_level() is CpuLevel.NONE, reason="ceilings are those of steps with compiled kernels"
@@ -85,15 +94,20 @@ def batch(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def core(batch: int) -> Iterator[EngineCore]:
-    core = make_core(
+    core = _core(batch)
+    yield core
+    core.close()
+
+
+def _core(batch: int, **options: Any) -> EngineCore:
+    return make_core(
         num_blocks=64 * 40,
         max_num_seqs=batch,
         block_size=BLOCK_SIZE,
         max_num_batched_tokens=64 * 512,
         enough_prompt_tokens=64 * 512,
+        **options,
     )
-    yield core
-    core.close()
 
 
 def _decode(core: EngineCore, batch: int, context: int) -> None:
@@ -115,6 +129,16 @@ def test_a_step_stays_below_its_ceilings(core: EngineCore, batch: int) -> None:
     most_calls, most_operators = CEILINGS[batch]
     assert calls <= most_calls
     assert operators <= most_operators
+
+
+def test_a_draft_model_computes_nothing_where_the_batch_is_full(
+    core: EngineCore, batch: int
+) -> None:
+    drafting = _core(batch, speculative_config=SpeculativeConfig(method="draft_model", model=DUMMY))
+    guess_always(drafting)
+    assert _count(drafting, batch)[1] == _count(core, batch)[1]
+    assert drafting.stats().draft_tokens == 0
+    drafting.close()
 
 
 def test_a_step_does_not_grow_with_the_context(core: EngineCore, batch: int) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_kit.core import CLIENT, core_request, guess_always, make_core, run, tokens
+from engine_kit.core import CLIENT, DUMMY, core_request, guess_always, make_core, run, tokens
 from engine_kit.handoff import LocalRouter, engines, prompt_of, request, save_toy
-from model_kit.checkpoints import random_tensors, save_adapter, save_model
+from model_kit.checkpoints import save_adapter, save_cut
 from numpy.typing import NDArray
 
 from diptych_engine.control.core import EngineCore
@@ -45,19 +45,42 @@ EAGER = SpeculativeConfig(prompt_lookup_min=1, num_speculative_tokens=6)
 PROMPT = [5, 6, 7, 8, 5, 6, 7, 9, 5, 6]
 
 
-def pair(*args: Any, **options: Any) -> tuple[EngineCore, EngineCore]:
+SMALLER = DUMMY.replace("layers=2", "layers=1&num_attention_heads=2&num_key_value_heads=1")
+"""A draft model whose layers have other shapes."""
+METHODS = "ngram", "draft_model"
+
+
+def drafted_by(model: str, count: int = 6) -> SpeculativeConfig:
+    return SpeculativeConfig(method="draft_model", model=model, num_speculative_tokens=count)
+
+
+def pair(
+    model: str = DUMMY, guesses: SpeculativeConfig = EAGER, **options: Any
+) -> tuple[EngineCore, EngineCore]:
     """The same engine without and with guesses, as many as it can."""
-    plain, guessing = make_core(*args, **options), make_core(
-        *args, speculative_config=EAGER, **options
+    plain, guessing = make_core(model, **options), make_core(
+        model, speculative_config=guesses, **options
     )  # fmt: skip
     guess_always(guessing)
     return plain, guessing
 
 
 @pytest.fixture(scope="module")
-def cores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineCore, EngineCore]]:
-    model = save_toy(tmp_path_factory.mktemp("toy") / "model")
-    made = pair(model, num_blocks=200, block_size=4, max_model_len=96, max_num_seqs=32)
+def toy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_toy(tmp_path_factory.mktemp("toy") / "model")
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def guesses(request: pytest.FixtureRequest, toy: str) -> SpeculativeConfig:
+    """Guesses for the toy: looked up, or what its first layer says."""
+    if request.param == "ngram":
+        return EAGER
+    return drafted_by(save_cut(Path(toy).parent / "draft", toy, 1))
+
+
+@pytest.fixture(scope="module")
+def cores(toy: str, guesses: SpeculativeConfig) -> Iterator[tuple[EngineCore, EngineCore]]:
+    made = pair(toy, guesses, num_blocks=200, block_size=4, max_model_len=96, max_num_seqs=32)
     yield made
     for core in made:
         core.close()
@@ -145,6 +168,7 @@ def test_guesses_were_right_and_wrong(cores: tuple[EngineCore, EngineCore]) -> N
     assert len(now.accepted_at) > 1
 
 
+@pytest.mark.parametrize("guesses", [EAGER, drafted_by(SMALLER)], ids=METHODS)
 @pytest.mark.parametrize(
     "options",
     [
@@ -155,9 +179,11 @@ def test_guesses_were_right_and_wrong(cores: tuple[EngineCore, EngineCore]) -> N
         pytest.param({"weight_packing": "auto", "max_num_seqs": 20}, id="many"),
     ],
 )
-def test_answers_are_the_same_in_an_engine_with(options: dict[str, Any]) -> None:
+def test_answers_are_the_same_in_an_engine_with(
+    options: dict[str, Any], guesses: SpeculativeConfig
+) -> None:
     made = []
-    for core in pair(**options):
+    for core in pair(DUMMY, guesses, **options):
         requests = [
             asked(f"r{i}", (PROMPT * 2)[i : 12 + 2 * i], temperature=0.6 * (i % 2), seed=i)
             for i in range(5)
@@ -170,11 +196,12 @@ def test_answers_are_the_same_in_an_engine_with(options: dict[str, Any]) -> None
         assert core.stats().num_preemptions > 0
 
 
-def test_answers_with_adapters_are_the_same(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model", random_tensors(0))
+def test_answers_with_adapters_are_the_same(
+    toy: str, guesses: SpeculativeConfig, tmp_path: Path
+) -> None:
     adapters = [LoRARequest(f"a{i}", i, save_adapter(tmp_path / f"a{i}", i)) for i in (1, 2)]
     made = []
-    for core in pair(model, max_loras=2):
+    for core in pair(toy, guesses, max_loras=2):
         requests = [
             asked(f"r{i}", PROMPT, lora_request=adapter, ignore_eos=True)
             for i, adapter in enumerate([*adapters, None])
@@ -198,16 +225,15 @@ def test_an_aborted_request_leaves_nothing_behind(cores: tuple[EngineCore, Engin
 
 @pytest.mark.parametrize("move_after", [None, 7, 20])
 def test_answers_are_the_same_across_a_hand_off_a_move_and_n_answers(
-    tmp_path: Path, move_after: int | None
+    toy: str, guesses: SpeculativeConfig, move_after: int | None
 ) -> None:
     """The second decode engine goes on with guesses from the tokens that it was given."""
-    model = save_toy(tmp_path / "model")
-    options: dict[str, Any] = {"num_blocks": 128, "speculative_config": EAGER}
+    options: dict[str, Any] = {"num_blocks": 128, "speculative_config": guesses}
     wanted = [
         request("a", PROMPT, ignore_eos=True, max_tokens=50),
         request("n", PROMPT[1:], ignore_eos=True, max_tokens=30, n=3, temperature=0.8, seed=2),
     ]
-    with engines(model, alone={}, p=options, d0=options, d1=options) as made:
+    with engines(toy, alone={}, p=options, d0=options, d1=options) as made:
         for engine in made[1:]:
             guess_always(engine.core)
         router = LocalRouter(None, prefill=made[1:2], decode=made[2:], move_after=move_after)
@@ -222,13 +248,12 @@ def test_answers_are_the_same_across_a_hand_off_a_move_and_n_answers(
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
 def test_a_stop_string_ends_an_answer_between_its_guesses(
-    tmp_path: Path, kind: RequestOutputKind
+    toy: str, guesses: SpeculativeConfig, kind: RequestOutputKind
 ) -> None:
     """Its consumer gets the same text, tokens and log-probabilities from outputs of several."""
-    model = save_toy(tmp_path / "model")
-    tokenizer = load_tokenizer(resolve_model(model))
-    guessing = {"num_blocks": 128, "speculative_config": EAGER}
-    with engines(model, alone={"num_blocks": 128}, guessing=guessing) as made:
+    tokenizer = load_tokenizer(resolve_model(toy))
+    guessing = {"num_blocks": 128, "speculative_config": guesses}
+    with engines(toy, alone={"num_blocks": 128}, guessing=guessing) as made:
         guess_always(made[1].core)
         routers = [LocalRouter(tokenizer, decode=[engine]) for engine in made]
         whole = request("w", PROMPT, ignore_eos=True, max_tokens=60)
@@ -271,12 +296,18 @@ def test_the_setting_is_given_as_vllm_takes_it() -> None:
 
 CHAIN = torch.tensor([[1.0, 0.2, -0.5], [0.0, 2.0, 0.3], [-1.0, 0.5, 1.5]])
 """Logits of each token after each: a model that looks at one token."""
+DRAFT = torch.tensor([[0.5, 0.6, 0.0], [0.5, 0.5, 0.5], [0.0, 1.0, 0.0]])
+"""Those of another, which drafts."""
 GUESS, START, COUNT = 1, 0, 3000
 
 
-def twos(monkeypatch: pytest.MonkeyPatch, *, planted: bool) -> float:
+def twos(monkeypatch: pytest.MonkeyPatch, *, drafted: bool, planted: bool) -> float:
     """Return chi-squared of the first two tokens of many answers, the first one guessed, against
-    their exact probabilities: 8 degrees of freedom. planted: every guess is taken to be right."""
+    their exact probabilities: 8 degrees of freedom.
+
+    drafted: by a model, with the same random number; else always the same guess.
+    planted: every guess is taken to be right.
+    """
     if planted:
         monkeypatch.setattr(step_results, "_was_right", lambda *_: True)
     sampler = Sampler(1, 3, torch.device("cpu"))
@@ -289,13 +320,15 @@ def twos(monkeypatch: pytest.MonkeyPatch, *, planted: bool) -> float:
         )  # fmt: skip
         one.status = RequestStatus.RUNNING
         sampler.admit(0, one)
+        places: NDArray[np.int64] = np.array([1, 2])
+        draft = sampler.draft(DRAFT[[START]].clone(), [0], places[:1])
+        guess = int(draft.item()) if drafted else GUESS
         shares = [
             ScheduledRequest(one, 0, 1, samples=True),
-            ScheduledRequest(one, 1, 1, samples=True, guess=GUESS),
+            ScheduledRequest(one, 1, 1, samples=True, guess=guess),
         ]
-        places: NDArray[np.int64] = np.array([1, 2])
-        logits = CHAIN[[START, GUESS]].clone()
-        result = sampler.sample_guessed(logits, [0, 0], [one, one], places, [None, GUESS])()
+        logits = CHAIN[[START, guess]].clone()
+        result = sampler.sample_guessed(logits, [0, 0], [one, one], places, [None, guess])()
         plan = StepPlan(shares, 2, [], guesses=True)
         step_results.apply_results(plan, result, prefixes, SchedulerStats())
         while len(one.token_ids) < 3:
@@ -314,9 +347,16 @@ def twos(monkeypatch: pytest.MonkeyPatch, *, planted: bool) -> float:
     )
 
 
-def test_sampled_tokens_keep_their_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert twos(monkeypatch, planted=False) < 26.1, "one of a thousand samples is above"
+@pytest.mark.parametrize("drafted", [False, True])
+def test_sampled_tokens_keep_their_distribution(
+    monkeypatch: pytest.MonkeyPatch, drafted: bool
+) -> None:
+    found = twos(monkeypatch, drafted=drafted, planted=False)
+    assert found < 26.1, "one of a thousand samples is above"
 
 
-def test_the_distribution_would_show_a_wrong_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert twos(monkeypatch, planted=True) > 100
+@pytest.mark.parametrize("drafted", [False, True])
+def test_the_distribution_would_show_a_wrong_acceptance(
+    monkeypatch: pytest.MonkeyPatch, drafted: bool
+) -> None:
+    assert twos(monkeypatch, drafted=drafted, planted=True) > 100

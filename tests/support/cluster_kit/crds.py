@@ -22,6 +22,7 @@ from diptych_operator.api.base import Rule
 from diptych_operator.api.crd import custom_resource_definition
 from diptych_operator.api.engine import (
     ARGS_FOR_VLLM,
+    DRAFT_MODEL,
     LOOK_UP_ORDER,
     NOT_FOR_VLLM,
     STEP_BUDGET,
@@ -304,6 +305,11 @@ BROKEN: dict[str, Broken] = {
         {"engine": {"speculativeConfig": {"promptLookupMin": 17}}},
         "spec.engine.speculativeConfig",
         LOOK_UP_ORDER,
+    ),
+    "a draft model that nobody asks": Broken(
+        {"engine": {"speculativeConfig": {"model": "/models/small"}}},
+        "spec.engine.speculativeConfig",
+        DRAFT_MODEL,
     ),
     "a rollout that cannot move": Broken(
         {"rollout": {"maxSurge": 0}}, "spec.rollout", ROLLOUT_STEP

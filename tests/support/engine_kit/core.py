@@ -40,6 +40,7 @@ def make_core(model: str = DUMMY, *, keys: CurveKeys | None = None, **options: A
 def guess_always(core: EngineCore) -> None:
     """Have it guess as much as it can, however long that takes."""
     core.scheduler.spare_rows, core.scheduler.stakes = 1000.0, None
+    core.scheduler.draft_share = 0.0
 
 
 def core_request(request_id: str, prompt: list[int], **fields: Any) -> EngineCoreRequest:

@@ -6,6 +6,7 @@ On the import path of the tests (pytest's `pythonpath`).
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,20 @@ def save_model(folder: Path, tensors: dict[str, Tensor], **config: Any) -> str:
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES, **config}))
     save_file(tensors, folder / "model.safetensors")
     return str(folder)
+
+
+def save_cut(folder: Path, model: str, num_layers: int) -> str:
+    """A model of the first layers of another, with its tokenizer; returns its path."""
+    tensors = {
+        name: tensor
+        for name, tensor in load_file(Path(model) / "model.safetensors").items()
+        if not name.startswith("model.layers.") or int(name.split(".")[2]) < num_layers
+    }
+    path = save_model(folder, tensors, num_hidden_layers=num_layers)
+    tokenizer = Path(model) / "tokenizer.json"
+    if tokenizer.exists():
+        shutil.copy(tokenizer, folder)
+    return path
 
 
 def save_adapter(
