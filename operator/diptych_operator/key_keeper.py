@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from diptych_operator.api.names import ROTATE_ANNOTATION
@@ -30,19 +31,40 @@ _Id = tuple[str, str, str, str]
 anew gets new keys, because the old ones go with the old service."""
 
 
+def _how_to_renew(service: InferenceService) -> str:
+    meta = service.metadata
+    return (
+        f"kubectl -n {meta.namespace} annotate infsvc {meta.name} "
+        f'{ROTATE_ANNOTATION}="$(date +%s)" --overwrite'
+    )
+
+
 class KeysLostError(Exception):
     """The Secret with the keys of running pods is gone, and nobody else has them."""
 
     def __init__(self, service: InferenceService, keys: str, token: str) -> None:
-        meta = service.metadata
         super().__init__(
             f"the Secret {secret_name(service, keys)} is gone, and running pods have its keys: "
             "they serve on, but no new pod can join them; bring it back from a backup, or ask for "
-            f"new keys: kubectl -n {meta.namespace} annotate infsvc {meta.name} "
-            f'{ROTATE_ANNOTATION}="$(date +%s)" --overwrite'
+            f"new keys: {_how_to_renew(service)}"
         )
         self.token = token
         """The admin token that was in it, if this process ever read it, else empty."""
+
+
+class KeysHeldError(Exception):
+    """Pods, of an earlier service for example, have a Secret of the name that is to be made anew.
+
+    It is immutable: as long as a pod of a node has it, the node gives new pods the same content,
+    whatever a new Secret of that name holds.
+    """
+
+    def __init__(self, service: InferenceService, keys: str, holders: Collection[str]) -> None:
+        super().__init__(
+            f"{len(holders)} pods have an earlier Secret {secret_name(service, keys)}, such as "
+            f"{min(holders)}, and their nodes would give it to new pods: these start when those "
+            f"have ended, or at once with keys of another name: {_how_to_renew(service)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +81,14 @@ class KeyKeeper:
         self._known: dict[_Id, _Known] = {}
         self._removed: set[_Id] = set()
 
-    async def ensure(self, service: InferenceService, keys: str, *, in_use: bool) -> str:
+    async def ensure(
+        self, service: InferenceService, keys: str, *, in_use: bool, holders: Collection[str] = ()
+    ) -> str:
         """Create the key set if it does not exist, and return its admin token.
 
         `in_use`: running pods have these keys. Raises `KeysLostError` if they do and nobody else
-        has them, `NotOursError`, `ApiError`.
+        has them, `KeysHeldError` if only `holders`, pods that are to go, have some of this name,
+        `NotOursError`, `ApiError`.
         """
         token = await self._read(service, keys)
         while token is None:
@@ -71,6 +96,8 @@ class KeyKeeper:
                 # New keys of this name would cut new pods off from old ones without an error.
                 known = self._known.get(_id(service, keys))
                 raise KeysLostError(service, keys, known.token if known else "")
+            if holders:
+                raise KeysHeldError(service, keys, holders)
             self._removed.discard(_id(service, keys))
             try:
                 await self._kube.create(with_owner(secret(service, keys, new_secrets()), service))

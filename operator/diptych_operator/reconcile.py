@@ -26,7 +26,7 @@ from diptych_operator.api.status import EventNote
 from diptych_operator.autoscale import Memory, autoscale
 from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.executor import Executor
-from diptych_operator.key_keeper import KeyKeeper, KeysLostError
+from diptych_operator.key_keeper import KeyKeeper, KeysHeldError, KeysLostError
 from diptych_operator.kube.children import (
     REFUSAL_S,
     ChildId,
@@ -159,6 +159,8 @@ class Reconciler:
             snapshot = await self._look(key, service)
         except NotOursError as exc:
             return await self._report_blocked(service, Problem("ObjectNotOurs", str(exc)))
+        except KeysHeldError as exc:
+            return await self._report_blocked(service, Problem("OperatorProblem", str(exc)))
         except ApiError as exc:
             if exc.will_last:
                 await self._report_blocked(service, Problem("OperatorProblem", str(exc)))
@@ -182,7 +184,9 @@ class Reconciler:
         views = [pod_view(raw) for raw in pods]
         keys = key_sets(key_set(service), deployments)
         in_use = keys.current in keys_in_pods(deployments, views)
-        current, problems = await self._current_token(service, keys.current, in_use=in_use)
+        made = secret_name(service, keys.current)
+        holders = {pod.name for pod in views if pod.has_volumes and made in pod.key_secrets}
+        current, problems = await self._current_token(service, keys.current, in_use, holders)
         older = await self._keys.token(service, keys.previous)
         # Routers report from their first moments on: they are not ready before a canary was.
         routers = [p for p in views if p.role == "router" and not (p.terminating or p.gone)]
@@ -195,14 +199,15 @@ class Reconciler:
         return ServiceSnapshot(service, revision(service), keys, children, pods, observed, lost)
 
     async def _current_token(
-        self, service: InferenceService, keys: str, *, in_use: bool
+        self, service: InferenceService, keys: str, in_use: bool, holders: Collection[str]
     ) -> tuple[str, tuple[Problem, ...]]:
         """The admin token of the keys that are asked for, and what is to be told of them.
 
         Without its keys a service cannot grow, but it serves: all else goes on.
         """
         try:
-            return await self._keys.ensure(service, keys, in_use=in_use), ()
+            token = await self._keys.ensure(service, keys, in_use=in_use, holders=holders)
+            return token, ()
         except KeysLostError as exc:
             return exc.token, (Problem(Reason.KEYS_LOST, str(exc)),)
 

@@ -132,8 +132,7 @@ def keys_in_pods(deployments: Iterable[Raw], pods: Iterable[PodView]) -> set[str
         role = label(raw, ROLE_LABEL)
         keys = annotation(raw, CURRENT_KEYS_ANNOTATION) or label(raw, KEYS_LABEL)
         held[role, label(raw, REVISION_LABEL)] = keys
-    # What has an address has its volumes.
-    running = [pod for pod in pods if not pod.gone and (pod.ip or pod.phase == "Running")]
+    running = [pod for pod in pods if pod.has_volumes]
     return {held.get((pod.role, pod.revision), "") for pod in running} - {""}
 
 

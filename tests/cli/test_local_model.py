@@ -13,10 +13,10 @@ import pytest
 from waits import PATIENCE_S
 
 
-def up(what: str, home: Path) -> tuple[int, list[str]]:
+def up(what: str, home: Path, hub: str = "http://127.0.0.1:1") -> tuple[int, list[str]]:
     done = subprocess.run(
         [sys.executable, "-m", "diptych.main", "up", what],
-        env=os.environ | {"HOME": str(home), "HF_ENDPOINT": "http://127.0.0.1:1"},
+        env=os.environ | {"HOME": str(home), "HF_ENDPOINT": hub},
         capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     return done.returncode, (done.stdout + done.stderr).splitlines()
@@ -29,6 +29,13 @@ def test_without_network_a_name_is_told_in_one_line_with_what_is_here(tmp_path: 
     assert line.startswith("Error: qwen3:0.6b: it is not on this machine, and http://127.0.0.1:1 ")
     assert line.endswith("or serve what is here: smollm2:135m")
     assert "spec." not in line, "who types a name has no fields"
+
+
+def test_an_address_of_the_hub_that_is_none_is_told_as_it_stands(tmp_path: Path) -> None:
+    code, [line] = up("qwen3:0.6b", tmp_path, "mirror.example")
+    assert code == 1
+    assert "'mirror.example'; HF_ENDPOINT" in line
+    assert line.endswith("must begin with https:// or http://")
 
 
 @pytest.mark.parametrize("uri", ["hf://org/repo", "https://127.0.0.1:1/model.gguf"])

@@ -336,6 +336,8 @@ def test_gguf_flags_follow_the_architecture(tmp_path: Path) -> None:
     ("architecture", "changes", "says"),
     [
         ("falcon", {}, "architecture 'falcon'"),
+        ("granitehybrid", {}, "gemma2, gemma3, gpt-oss, granite, llama, phi3, qwen2, .*smollm3$"),
+        ("qwen3_moe", {}, "'qwen3_moe', not one of .* qwen3moe"),
         ("llama", {"rope__scaling__type": "longrope"}, "longrope"),
         ("llama", {"rope__dimension_count": 3}, "RoPE of 3 of"),
         ("llama", {"embedding_length": "wide"}, "embedding_length"),

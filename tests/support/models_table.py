@@ -91,8 +91,9 @@ def _name(family: str) -> str:
 
 def _architecture(family: str) -> str:
     shared = ARCHITECTURES.get(family)
-    own = {name: architecture for architecture, name in GGUF_ARCHITECTURES.items()}[family]
-    return own if shared is None else MODEL_ARCH_NAMES[shared]
+    if shared is not None:
+        return MODEL_ARCH_NAMES[shared]
+    return {name: architecture for architecture, name in GGUF_ARCHITECTURES.items()}[family]
 
 
 def _mark(family: str, column: str, levels: set[str] | None) -> str:

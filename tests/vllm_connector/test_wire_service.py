@@ -35,7 +35,14 @@ from diptych_protocol import (
     UtilityError,
 )
 from diptych_protocol.arrays import Array
-from diptych_protocol.wire import DOUBT_KV, FOLLOW_HEARTBEAT, FOLLOW_PREFIXES, Abilities, ErrorKind
+from diptych_protocol.wire import (
+    DOUBT_KV,
+    FOLLOW_HEARTBEAT,
+    FOLLOW_PREFIXES,
+    Abilities,
+    ErrorKind,
+    Heartbeat,
+)
 from diptych_vllm.serve.beats import UNSEEN_STEP_S
 from diptych_vllm.serve.hand_off import FETCHES, VllmHandOffs
 from diptych_vllm.serve.kv_events import RememberedBlocks
@@ -155,6 +162,7 @@ class Router:
     def __init__(self, endpoint: str, keys: CurveKeys | None = None) -> None:
         self.heard: list[EngineCoreOutputs] = []
         self.lost = ""
+        self.endpoint = endpoint
         self.client = CoreClient(
             endpoint,
             keys,
@@ -360,6 +368,26 @@ async def test_followers_hear_that_the_core_answers(served: Served, eventually: 
     await eventually(lambda: len([x for x in served.router.heard if x.heartbeat]) >= 2)
     beat = next(x for x in served.router.heard if x.heartbeat)
     assert beat.scheduler_stats is not None
+
+
+async def test_a_router_that_has_connected_again_is_one_follower(
+    served: Served, eventually: Eventually
+) -> None:
+    again = Router(served.router.endpoint)
+    await again.client.describe()  # it has connected
+    for router in (served.router, again):
+        router.client.tell(FOLLOW_HEARTBEAT, "x")
+    await eventually(lambda: any(x.heartbeat for x in again.heard))
+    for router in (served.router, again):
+        router.heard.clear()
+    await eventually(lambda: beats_of(served.router) and beats_of(again))
+    for beat in beats_of(served.router) + beats_of(again):
+        assert (beat.follower, beat.followers) == (0, 1)
+    again.client.close()
+
+
+def beats_of(router: Router) -> list[Heartbeat]:
+    return [x.heartbeat for x in router.heard if x.heartbeat is not None]
 
 
 async def test_a_core_in_a_long_step_is_promised_more_time(

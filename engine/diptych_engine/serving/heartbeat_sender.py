@@ -81,10 +81,11 @@ class HeartbeatSender:
 
     def _tell(self, heartbeat: Heartbeat, stats: SchedulerStats | None) -> None:
         message = EngineCoreOutputs(self._rank, scheduler_stats=stats, heartbeat=heartbeat)
-        names, numbers = list(self._timer.followers.items()), self._timer.numbers()
-        heartbeat.followers = len(numbers)
-        received = [0 if stats is None else self._num_received(client) for client, _ in names]
-        heartbeat.requests = sum(received)
-        for (client, name), own in zip(names, received, strict=True):
-            heartbeat.follower, message.requests_received = numbers[name or client], own
+        num_received = self._num_received if stats is not None else _not_counted
+        for client, message.requests_received in self._timer.addressed(heartbeat, num_received):
             self._send(client, wire.encoder.encode(message))
+
+
+def _not_counted(client: bytes) -> int:
+    """Before a silence, nobody is told of requests."""
+    return 0

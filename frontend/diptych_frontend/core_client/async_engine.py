@@ -278,9 +278,9 @@ class AsyncEngine(EngineClient):
     ) -> Collector[Any]:
         """Send a request; its outputs come to the collector.
 
-        Once the engine has started, the request is registered before anything is awaited. A reader
-        of the collector that stops early has to call `abort`; `generate` does both. Raises as
-        `generate`.
+        Once the engine has started, the request is registered before anything is awaited, unless it
+        takes long to check, as a long prompt does. A reader of the collector that stops early has
+        to call `abort`; `generate` does both. Raises as `generate`.
 
         A prompt that is an `EngineCoreRequest` gets this request's ids, and `prompt_text` is its
         text; any other prompt brings its own.

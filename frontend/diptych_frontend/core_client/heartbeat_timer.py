@@ -8,6 +8,7 @@ how long steps of its size took here (`StepTimes`). Pure: time is passed in.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from operator import itemgetter
 from typing import Final
 
@@ -87,6 +88,18 @@ class HeartbeatTimer:
         connected again may be here twice until its former connection is found to be gone."""
         names = dict.fromkeys(name or client for client, name in self.followers.items())
         return {name: number for number, name in enumerate(names)}
+
+    def addressed(
+        self, heartbeat: Heartbeat, num_received: Callable[[bytes], int]
+    ) -> Iterator[tuple[bytes, int]]:
+        """Return each follower, with the number of requests that came from it. Meanwhile the
+        heartbeat says which one this is, and how many there are of all."""
+        numbers, followers = self.numbers(), list(self.followers.items())
+        received = [num_received(client) for client, _ in followers]
+        heartbeat.followers, heartbeat.requests = len(numbers), sum(received)
+        for (client, name), own in zip(followers, received, strict=True):
+            heartbeat.follower = numbers[name or client]
+            yield client, own
 
     def wait_s(self, now: float) -> float:
         """How long the loop may wait for messages."""

@@ -92,8 +92,8 @@ class FamilySpec:
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """A published module of a layer -> the model's own modules that lie in its rows one after the
     other; where there is only one, it is just named otherwise."""
-    gguf_architecture: str = ""
-    """`general.architecture` of a GGUF file, if it differs."""
+    gguf_architecture: str | None = ""
+    """`general.architecture` of a GGUF file, if it differs; None: no files are of this family."""
     gguf_tensors: Mapping[str, str] = field(default_factory=lambda: GGUF_TENSORS)
     gguf_ends: tuple[str, ...] = ()
     """Tokens that end an answer, beside those of a GGUF file, which may only name a text's end."""

@@ -265,7 +265,10 @@ def config_from_gguf(
     embeddings are tied, and `rope_vectors` are the file's values of `ROPE_VECTORS`.
     """
     name = metadata.get("general.architecture")
-    family = family_of(GGUF_ARCHITECTURES.get(name, name) if isinstance(name, str) else name)
+    if not isinstance(name, str) or name not in GGUF_ARCHITECTURES:
+        known = ", ".join(sorted(GGUF_ARCHITECTURES))
+        raise _unsupported(f"a GGUF file of architecture {name!r}, not one of {known}")
+    family = FAMILIES[GGUF_ARCHITECTURES[name]]
     prefix = f"{name}."
     own = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
     keys = _convert(own, GGUFKeys)

@@ -19,7 +19,8 @@ class Target:
 WIDE: Final = "-prefer-256-bit"
 """Permits vectors of 512 bits: LLVM avoids them for x86-64-v4, whose first processors slow down for
 them."""
-VNNI: Final = f"{WIDE},+avx512vnni"
+VNNI: Final = f"{WIDE},+avx512vnni,+fast-dpwssd"
+"""LLVM replaces a product of words by two slower instructions unless it is told that it is fast."""
 DOTS: Final = "+avx512bf16"
 OF_LEVEL: Final = {
     CpuLevel.AVX2: Target("x86-64-v3", ""),

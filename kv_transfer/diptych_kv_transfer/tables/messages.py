@@ -31,12 +31,11 @@ from typing import Annotated
 import msgspec
 
 from diptych_protocol import UNREADABLE
-from diptych_protocol.kv_transfer_params import MAX_PREFIX_BLOCKS
+from diptych_protocol.kv_transfer_params import MAX_PREFIX_BLOCKS, Name
 
 VERSION = 2
 MAX_MESSAGE_BYTES = 1 << 20
 
-Name = Annotated[str, msgspec.Meta(max_length=256)]
 LeaseId = Name
 Tag = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Run = tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=1)]]

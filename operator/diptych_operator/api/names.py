@@ -17,6 +17,8 @@ ROLE_LABEL = "diptych.dev/role"
 REVISION_LABEL = "diptych.dev/revision"
 KEYS_LABEL = "diptych.dev/keys"
 """On Deployments: the Secret of the service that their pods hold."""
+KEYS_VOLUME = "keys"
+"""The volume of that Secret."""
 ZONE_LABEL = "topology.kubernetes.io/zone"
 """Kubernetes copies it from a node to the pods that it binds to the node, by default from version
 1.35 on (`PodTopologyLabelsAdmission`)."""

@@ -14,7 +14,12 @@ import aiohttp
 import kopf
 
 from diptych_operator.api.base import Raw, ServiceKey
-from diptych_operator.api.names import MANAGED_BY, MANAGED_BY_LABEL, SERVICE_LABEL
+from diptych_operator.api.names import (
+    KEYS_VOLUME,
+    MANAGED_BY,
+    MANAGED_BY_LABEL,
+    SERVICE_LABEL,
+)
 from diptych_operator.api.scaler import SCALER_KIND, SCALER_PLURAL
 from diptych_operator.api.service import GROUP, KIND, VERSION
 from diptych_operator.kube.cluster import Cluster
@@ -136,7 +141,7 @@ def registry(
         return {(meta["namespace"], meta["name"]): _without_bookkeeping(dict(body))}
 
     async def index_child(body: kopf.Body, **_: Any) -> dict[ServiceKey, Raw]:
-        return {_service_key(body): _trimmed(dict(body))}
+        return {_service_key(body): trimmed(dict(body))}
 
     async def wake_service(body: kopf.Body, **kwargs: Any) -> None:
         indexed.adopt(kwargs)
@@ -191,7 +196,7 @@ _KEPT_META = (
 )  # fmt: skip
 
 
-def _trimmed(raw: dict[str, Any]) -> Raw:
+def trimmed(raw: dict[str, Any]) -> Raw:
     """What decisions need of a child: a thousand services have tens of thousands of them."""
     meta = {name: raw["metadata"][name] for name in _KEPT_META if name in raw["metadata"]}
     kept: dict[str, Any] = {"apiVersion": raw["apiVersion"], "kind": raw["kind"], "metadata": meta}
@@ -199,8 +204,11 @@ def _trimmed(raw: dict[str, Any]) -> Raw:
         kept["spec"] = {"replicas": raw["spec"].get("replicas", 1)}
     if raw["kind"] == SCALER_KIND:
         kept["spec"] = {"replicas": raw["spec"]["replicas"]}
-    if raw["kind"] == "Pod" and not _is_ready(raw):
-        kept["spec"] = raw["spec"]  # for what it may wait for; see `status.references`
+    if raw["kind"] == "Pod":
+        # What it may wait for, and later only whose keys it has; see `status.references`.
+        spec = raw["spec"]
+        keys = [each for each in spec.get("volumes") or () if each.get("name") == KEYS_VOLUME]
+        kept["spec"] = {"volumes": keys} if _is_ready(raw) else spec
     if raw["kind"] in ("Deployment", "Pod", SCALER_KIND):
         kept["status"] = raw.get("status") or {}
     return kept

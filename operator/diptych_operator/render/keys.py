@@ -14,6 +14,7 @@ import msgspec
 
 from diptych_operator.api.names import (
     KEYS_LABEL,
+    KEYS_VOLUME,
     PUBLIC_KEY_FILE,
     SECRET_KEY_FILE,
     metadata,
@@ -69,18 +70,18 @@ def hinge_keys_volume(service: InferenceService, keys: str) -> dict[str, Any]:
     """Return a volume for a program that only transfers KV: without the admin token."""
     items = [{"key": file, "path": file} for file in (PUBLIC_KEY_FILE, SECRET_KEY_FILE)]
     source = {"secretName": secret_name(service, keys), "defaultMode": 0o440, "items": items}
-    return {"name": "keys", "secret": source}
+    return {"name": KEYS_VOLUME, "secret": source}
 
 
 def keys_volume(service: InferenceService, keys: KeySets) -> dict[str, Any]:
     """Return a volume that the group of the pod (fsGroup) and nobody else can read."""
     current = secret_name(service, keys.current)
     if not keys.previous:
-        return {"name": "keys", "secret": {"secretName": current, "defaultMode": 0o440}}
+        return {"name": KEYS_VOLUME, "secret": {"secretName": current, "defaultMode": 0o440}}
     older = {
         "name": secret_name(service, keys.previous),
         "optional": True,  # it goes when the last engine that held it is gone
         "items": [{"key": file, "path": f"previous-{file}"} for file in _FILES],
     }
     sources = [{"secret": {"name": current}}, {"secret": older}]
-    return {"name": "keys", "projected": {"defaultMode": 0o440, "sources": sources}}
+    return {"name": KEYS_VOLUME, "projected": {"defaultMode": 0o440, "sources": sources}}

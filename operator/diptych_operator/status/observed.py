@@ -12,7 +12,7 @@ from typing import Any
 from diptych_operator.api.base import Raw
 from diptych_operator.api.names import POOLS, REVISION_LABEL, ROLE_LABEL, Role
 from diptych_operator.counts import Counts
-from diptych_operator.status.references import Reference, references
+from diptych_operator.status.references import Reference, key_secrets, references
 from diptych_protocol.admin import RouterReport
 
 
@@ -61,12 +61,19 @@ class PodView:
     """Why `ended_container` ended, in Kubernetes' term, such as Error or OOMKilled."""
 
     refers: frozenset[Reference] = frozenset()
-    """The Secrets and ConfigMaps that it needs; empty once it is ready."""
+    """The Secrets and ConfigMaps that it needs; once it is ready, only the Secret with its keys."""
+    key_secrets: frozenset[str] = frozenset()
+    """The Secrets in its volume of keys, whether or not they are still there."""
 
     @property
     def gone(self) -> bool:
         """Whether only its record is left, as of an evicted pod, without its address."""
         return self.phase in ("Failed", "Succeeded")
+
+    @property
+    def has_volumes(self) -> bool:
+        """Whether its volumes are mounted: what has an address has them."""
+        return not self.gone and bool(self.ip or self.phase == "Running")
 
     @property
     def stays(self) -> bool:
@@ -210,6 +217,7 @@ def pod_view(raw: Raw) -> PodView:
         last_exit=_last_words(ended) if ended else "",
         last_exit_reason=_ended(ended or {}).get("reason", ""),
         refers=references(raw.get("spec") or {}),
+        key_secrets=key_secrets(raw.get("spec") or {}),
     )
 
 

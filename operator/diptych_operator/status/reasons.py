@@ -209,7 +209,8 @@ class Reason(StrEnum):
     ROUTER_UNREACHABLE = (
         "RouterUnreachable", Group.SERVICE,
         "A router is ready, but the operator gets no report from its admin port.",
-        "Let the operator reach port 8081 of the router pods (NetworkPolicy).",
+        "Let the operator reach port 8081 of the router pods (NetworkPolicy); if routers refuse "
+        "its token, rotate the keys.",
     )  # fmt: skip
 
     SPEC_INVALID = (

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from diptych_operator.api.base import Raw
+from diptych_operator.api.names import KEYS_VOLUME
 from diptych_operator.api.service import InferenceService
 
 
@@ -33,6 +34,17 @@ def references(spec: Raw) -> frozenset[Reference]:
         for source in (volume, *projected):
             found |= set(_named(source, "secret", "configMap"))
     return frozenset(reference for reference in found if reference.name)
+
+
+def key_secrets(spec: Raw) -> frozenset[str]:
+    """Return the names of the Secrets whose keys a pod with this spec has, if they are there."""
+    found = set()
+    for volume in spec.get("volumes") or ():
+        if volume.get("name") == KEYS_VOLUME:
+            for source in (volume, *((volume.get("projected") or {}).get("sources") or ())):
+                named = source.get("secret") or {}
+                found.add(named.get("secretName") or named.get("name") or "")
+    return frozenset(found - {""})
 
 
 def _named(source: Raw, secret: str, config_map: str) -> Iterator[Reference]:

@@ -126,6 +126,10 @@ def following(path: str, *name: str) -> Client:
     return client
 
 
+MANY = 8
+"""More requests than the clients of earlier tests have sent."""
+
+
 def next_beat(client: Client) -> EngineCoreOutputs:
     while (message := client.receive()).heartbeat is None:
         pass
@@ -160,6 +164,22 @@ def test_a_core_tells_each_router_which_one_it_is_and_what_all_have_sent(
         # Clients of earlier tests, which have no name, come first until they are found gone.
         assert beat.follower == number + beat.followers - 3
         assert message.requests_received == own
+    for client in clients:
+        client.socket.close()
+
+
+def test_a_core_counts_a_router_once_that_has_connected_again(
+    core: tuple[subprocess.Popen[bytes], str],
+) -> None:
+    clients = [following(core[1], name) for name in ("x", "x", "y")]
+    for client in clients:
+        next_beat(client)
+    for index in range(MANY):
+        clients[2].send(ADD, msgspec.msgpack.encode(request(f"y{index}")))
+    for client, behind in zip(clients, (2, 2, 1), strict=True):
+        while (beat := beat_of(next_beat(client))).requests < MANY:
+            pass
+        assert beat.follower == beat.followers - behind
     for client in clients:
         client.socket.close()
 

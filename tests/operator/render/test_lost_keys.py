@@ -9,6 +9,8 @@ from diptych_operator.api.images import Images
 from diptych_operator.api.names import KEYS_LABEL, ROTATE_ANNOTATION
 from diptych_operator.api.parse import parse_object
 from diptych_operator.key_keeper import KeyKeeper, KeysLostError
+from diptych_operator.render.keys import KeySets, keys_volume
+from diptych_operator.status.references import key_secrets
 
 
 @pytest.fixture
@@ -69,6 +71,40 @@ async def test_a_rotation_heals_it_and_waits_for_no_router_to_hold_what_is_gone(
     held = {found["metadata"]["labels"].get(KEYS_LABEL) for found in store.deployments()}
     assert keys_of(new) in held, "engines with the new keys start at once"
     assert keys_of(lost) in held, "and those that serve stay"
+
+
+@pytest.mark.parametrize("ready", [True, False])
+async def test_a_service_made_anew_waits_until_no_pod_has_its_predecessors_keys(
+    store: Store, ready: bool
+) -> None:
+    """A node would mount the keys that it knows, whatever the new Secret of that name holds."""
+    await one_pass(store)
+    condition = {"type": "Ready", "status": str(ready)}
+    store.start_pods({"phase": "Running", "podIP": "127.0.0.9", "conditions": [condition]})
+    (name,) = store.names("secrets")
+    store.objects.clear()
+    store.uid = "u2"
+    await one_pass(store)
+    assert not store.names("secrets")
+    assert not store.deployments()
+    degraded = store.condition("Degraded")
+    assert degraded["reason"] == "OperatorProblem"
+    assert f"earlier Secret {name}" in degraded["message"]
+    assert ROTATE_ANNOTATION in degraded["message"]
+    assert store.condition("Stalled")["status"] == "False", "they end by themselves"
+    store.annotations = {ROTATE_ANNOTATION: "1"}
+    await one_pass(store)
+    assert store.names("secrets"), "another name, which no node knows"
+    store.objects.clear()
+    store.annotations, store.pods_here = {}, []
+    await one_pass(store)
+    assert store.names("secrets") == {name}
+
+
+def test_routers_have_the_older_keys_too() -> None:
+    service = parse_object(Store().service(KEY), Images())
+    pod = {"volumes": [keys_volume(service, KeySets("new", "old"))]}
+    assert key_secrets(pod) == {"svc-keys-new", "svc-keys-old"}
 
 
 async def test_the_last_known_token_is_told_with_the_loss(

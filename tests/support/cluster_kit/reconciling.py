@@ -17,6 +17,7 @@ from diptych_operator.api.limits import Allowed
 from diptych_operator.kube.client import Kube
 from diptych_operator.kube.cluster import Cluster
 from diptych_operator.kube.rivals import Rivals
+from diptych_operator.kube.watch import trimmed
 from diptych_operator.metrics import OperatorMetrics
 from diptych_operator.reconcile import Reconciler
 from diptych_operator.routers import Routers
@@ -24,6 +25,7 @@ from diptych_operator.routers import Routers
 Object = dict[str, Any]
 KEY = ("ns", "svc")
 SECRETS = "/api/v1/namespaces/ns/secrets"
+RUNNING: Object = {"phase": "Running", "podIP": "127.0.0.9"}
 
 
 class Store:
@@ -97,13 +99,14 @@ class Store:
     def pods(self, key: tuple[str, str]) -> list[Object]:
         return self.pods_here
 
-    def start_pods(self) -> None:
+    def start_pods(self, status: Object | None = None) -> None:
         """One for each Deployment that there is now."""
         for deployment in self.deployments():
             its = deployment["metadata"]
             meta = {"name": f"{its['name']}-0", "namespace": "ns", "labels": its["labels"]}
-            status = {"phase": "Running", "podIP": "127.0.0.9"}
-            self.pods_here.append({"metadata": meta, "status": status})
+            spec = deployment["spec"]["template"]["spec"]
+            pod = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
+            self.pods_here.append(dict(trimmed({**pod, "status": status or RUNNING})))
             deployment["status"] = {"readyReplicas": 1, "replicas": 1, "observedGeneration": 1}
 
     def condition(self, kind: str) -> Object:

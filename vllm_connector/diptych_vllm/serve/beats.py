@@ -28,13 +28,13 @@ class CoreBeats:
     def __init__(
         self,
         ask: Callable[[], Awaitable[None]],
-        tell: Callable[[Heartbeat, list[bytes]], None],
+        tell: Callable[[Heartbeat, HeartbeatTimer], None],
         stood_still: Callable[[float], None],
     ) -> None:
         """
         Args:
             ask: returns when the core has answered.
-            tell: sends a heartbeat to these clients, which are in the order of their names.
+            tell: sends a heartbeat to the followers.
             stood_still: called with the seconds that an answer took.
         """
         self._ask, self._tell, self._stood_still = ask, tell, stood_still
@@ -81,10 +81,10 @@ class CoreBeats:
             self._stood_still(now - begin)
             heartbeat = None if self._calls else self._timer.beat(now)
             if heartbeat is not None:
-                self._tell(heartbeat, list(self._timer.followers))
+                self._tell(heartbeat, self._timer)
             await asyncio.sleep(max(0.0, BEAT_S - (now - begin)))
 
     def _promise(self, seconds: float, *, in_call: bool = False) -> None:
         heartbeat = self._timer.before_silence(time.monotonic(), seconds, in_call=in_call)
         if heartbeat is not None:
-            self._tell(heartbeat, list(self._timer.followers))
+            self._tell(heartbeat, self._timer)

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from diptych_frontend.core_client.heartbeat_timer import BEAT_S
+from diptych_frontend.core_client.heartbeat_timer import BEAT_S, HeartbeatTimer
 from diptych_frontend.core_client.prefix_news import PrefixNews, RemembersPrefixes
 from diptych_protocol import (
     UNREADABLE,
@@ -243,15 +243,13 @@ class WireService:
         self._tell_posture()
         self.tell_prefixes()
 
-    def _tell_beat(self, heartbeat: Heartbeat, clients: list[bytes]) -> None:
+    def _tell_beat(self, heartbeat: Heartbeat, timer: HeartbeatTimer) -> None:
         heartbeat.adapters = list(self._control.adapters.values())
         stats = None if heartbeat.in_call else self._engine.load.stats
-        received = [self._clients.get(client, 0) for client in clients]
-        heartbeat.followers, heartbeat.requests = len(clients), sum(received)
-        for number, client in enumerate(clients):
-            heartbeat.follower = number
-            message = EngineCoreOutputs(scheduler_stats=stats, heartbeat=heartbeat)
-            message.requests_received = received[number]
+        message = EngineCoreOutputs(scheduler_stats=stats, heartbeat=heartbeat)
+        received = self._clients
+        told = timer.addressed(heartbeat, lambda client: received.get(client, 0))
+        for client, message.requests_received in told:
             self._send(client, message)
 
     def _tell_posture(self) -> None:

@@ -23,6 +23,8 @@ def _families() -> dict[str, FamilySpec]:
 FAMILIES: Final = _families()
 """The families by architecture: `model_type` of config.json."""
 GGUF_ARCHITECTURES: Final = {
-    spec.gguf_architecture or name: name for name, spec in FAMILIES.items()
+    spec.gguf_architecture or name: name
+    for name, spec in FAMILIES.items()
+    if spec.gguf_architecture is not None
 }
 """`general.architecture` of a GGUF file -> the family's architecture."""

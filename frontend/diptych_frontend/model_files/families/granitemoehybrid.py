@@ -9,6 +9,7 @@ from diptych_frontend.model_files.family_spec import FamilySpec
 FAMILY: Final = FamilySpec(
     "granitemoehybrid",
     position_embedding_type="rope",
+    gguf_architecture=None,
     config_keys={"intermediate_size": "shared_intermediate_size"},
     config_needs={"layer_types": "all layers are Mamba's; the dense models name theirs"},
     config_defaults={"attention_multiplier": 1.0},

@@ -6,4 +6,10 @@ from typing import Final
 
 from diptych_frontend.model_files.family_spec import FamilySpec
 
-FAMILY: Final = FamilySpec("idefics3", model="idefics3", sees=True, text_prefix="model.text_model.")
+FAMILY: Final = FamilySpec(
+    "idefics3",
+    model="idefics3",
+    sees=True,
+    text_prefix="model.text_model.",
+    gguf_architecture=None,
+)

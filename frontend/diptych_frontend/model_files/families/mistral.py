@@ -6,4 +6,6 @@ from typing import Final
 
 from diptych_frontend.model_files.family_spec import FamilySpec
 
-FAMILY: Final = FamilySpec("mistral", uses_window=True, gguf_interleaves_pairs=True)
+FAMILY: Final = FamilySpec(
+    "mistral", uses_window=True, gguf_interleaves_pairs=True, gguf_architecture=None
+)

@@ -107,6 +107,11 @@ class HubSource:
             if exc.response is None:
                 raise UnreachableError(f"{where} gives no answer") from None
             raise refusal(exc.response, where) from None
+        except httpx2.UnsupportedProtocol:
+            raise FetchError(
+                f"the hub's address is {where!r}; HF_ENDPOINT, or `endpoint` of the credentials, "
+                "must begin with https:// or http://"
+            ) from None
         except (httpx2.TransportError, ValueError) as exc:
             # ValueError: an answer that is no JSON, as from a captive portal.
             raise UnreachableError(f"{where} cannot be reached ({type(exc).__name__})") from None

@@ -12,6 +12,7 @@ from diptych_kernels.native.compiled.packed_tile import (
     FACTOR_BYTES,
     FLOAT,
     GROUP_BYTES,
+    TILES,
     tile_product,
 )
 from diptych_kernels.native.compiled.primitives import await_others, num_threads, thread_index
@@ -20,14 +21,14 @@ from diptych_kernels.native.compiled.vectors import LANES
 from diptych_kernels.native.tile_layout import GROUP, group_bytes
 
 ARGUMENTS = record_of(PackedProduct)
-LARGEST_BLOCK = 8
+LARGEST_BLOCK = 4
 """Rows that are computed together, a power of two. The last rows are computed in ever smaller
 blocks."""
 
 
 def entry(bits):
     """Return the kernel for a matrix whose levels have 4, 6 or 8 bits."""
-    eight, four, two, one = (tile_product(num_rows, bits) for num_rows in (8, 4, 2, 1))
+    some, last = _columns_product(TILES, bits), _columns_product(1, bits)
     of_group = group_bytes(bits)
 
     @njit(error_model="numpy")
@@ -37,33 +38,51 @@ def entry(bits):
         stride, add, inputs, factors = given.out_stride, given.add, given.inputs, given.factors
         thread, threads = thread_index(), num_threads()
         count = rows * groups
-        for index in range(count * thread // threads, count * (thread + 1) // threads):
-            row, group = index // groups, index % groups
+        index, end = count * thread // threads, count * (thread + 1) // threads
+        row, group = index // groups, index % groups
+        while index < end:
             first, size = _block_of(row, rows)
             place = first * groups + group * size + row - first
             source = given.x + row * given.x_stride + group * GROUP * FLOAT
-            round_group(source, inputs + place * GROUP_BYTES, factors + place * FACTOR_BYTES)
+            of_row = min(groups - group, end - index)
+            for _ in range(of_row):
+                round_group(source, inputs + place * GROUP_BYTES, factors + place * FACTOR_BYTES)
+                source, place = source + GROUP * FLOAT, place + size
+            index, row, group = index + of_row, row + 1, 0
         await_others()
-        for index in range(num_tiles * thread // threads, num_tiles * (thread + 1) // threads):
-            tile = given.tiles + index * groups * of_group
+        parts = (num_tiles + TILES - 1) // TILES
+        for part in range(parts * thread // threads, parts * (thread + 1) // threads):
+            index = part * TILES
+            tiles = given.tiles + index * groups * of_group
             target = given.out + index * LANES * FLOAT
-            row = 0
-            while row + 8 <= rows:
-                eight(tile, groups, inputs, factors, target, stride, add, row)
-                row += 8
-            if row + 4 <= rows:
-                four(tile, groups, inputs, factors, target, stride, add, row)
-                row += 4
-            if row + 2 <= rows:
-                two(tile, groups, inputs, factors, target, stride, add, row)
-                row += 2
-            if row < rows:
-                one(tile, groups, inputs, factors, target, stride, add, row)
+            if index + TILES <= num_tiles:
+                some(tiles, groups, inputs, factors, target, stride, add, rows)
+            else:
+                last(tiles, groups, inputs, factors, target, stride, add, rows)
 
     def packed_product(address):
         multiply(carray(address, 1, ARGUMENTS)[0])
 
     return packed_product
+
+
+def _columns_product(num_tiles, bits):
+    """Return a function that computes all rows of some tiles."""
+    four, two, one = (tile_product(num_rows, num_tiles, bits) for num_rows in (4, 2, 1))
+
+    @njit
+    def columns_product(tiles, groups, inputs, factors, target, stride, add, rows):
+        row = 0
+        while row + 4 <= rows:
+            four(tiles, groups, inputs, factors, target, stride, add, row)
+            row += 4
+        if row + 2 <= rows:
+            two(tiles, groups, inputs, factors, target, stride, add, row)
+            row += 2
+        if row < rows:
+            one(tiles, groups, inputs, factors, target, stride, add, row)
+
+    return columns_product
 
 
 @njit

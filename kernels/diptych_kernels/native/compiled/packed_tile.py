@@ -55,32 +55,43 @@ HAS_WORD_DOTS = target_has("avx512vnni")
 """Whether one instruction adds products of pairs of 16-bit words to sums."""
 WIDTH = LANES if HAS_WORD_DOTS else LANES // 2
 """Columns of a vector: a register has 512 bits, or 256 with AVX2."""
-FEW_ROWS = 2
+VECTORS = 2
+"""Vectors that are computed together: each pair of inputs is read once for both. More, or more than
+four rows of them, leave no registers for unpacked levels."""
+TILES = VECTORS * WIDTH // LANES
+"""Tiles that these vectors fill."""
 INTS, FLOATS = ir.VectorType(INT32, WIDTH), ir.VectorType(FLOAT32, WIDTH)
 WORDS, HALVES = ir.VectorType(INT16, 2 * WIDTH), ir.VectorType(ir.HalfType(), WIDTH)
 
 
-def tile_product(num_rows, bits):
-    """Return a function that computes the rows from `row` to `row + num_rows` of a tile.
+def tile_product(num_rows, num_tiles, bits):
+    """Return a function that computes the rows from `row` to `row + num_rows` of some tiles.
 
-    tile: levels of `bits` bits and their factors, group after group. inputs: [groups, num_rows, 32]
-    int16, those of these rows after those of the rows before, so that all are close in memory.
+    tiles: levels of `bits` bits and their factors, group after group. inputs: [groups, num_rows,
+    32] int16, those of these rows after those of the rows before, so that all are close in memory.
     factors: likewise [groups, num_rows, 4] float32: a group's scale, its scaled sum, and those of
-    its halves. out: [rows, 16] float32, `stride` bytes from row to row; added to if `add`.
+    its halves. out: [rows, 16 num_tiles] float32, `stride` bytes from row to row; added to if
+    `add`.
     """
 
     @intrinsic
-    def product(context, tile, groups, inputs, factors, out, stride, add, row):
+    def product(context, tiles, groups, inputs, factors, out, stride, add, row):
         def generate(context, builder, signature, arguments):
-            tile, groups, inputs, factors, out, stride, add, row = arguments
+            tiles, groups, inputs, factors, out, stride, add, row = arguments
             before = builder.mul(row, groups)  # groups of other rows
             inputs = at(builder, inputs, before, GROUP_BYTES)
             factors = at(builder, factors, before, FACTOR_BYTES)
             rows = [builder.add(row, INT64(index)) for index in range(num_rows)]
-            for lanes in _passes(num_rows):
-                sums = _sum_groups(builder, bits, tile, lanes, groups, inputs, factors, num_rows)
-                for lane, own in zip(lanes, sums, strict=True):
-                    _put(builder, own, at(builder, out, INT64(lane), FLOAT), stride, add, rows)
+            tile_bytes = builder.mul(groups, INT64(group_bytes(bits)))
+            vectors = [
+                (at(builder, tiles, INT64(tile), tile_bytes), lane)
+                for tile in range(num_tiles)
+                for lane in range(0, LANES, WIDTH)
+            ]
+            sums = _sum_groups(builder, bits, vectors, groups, inputs, factors, num_rows)
+            for index, own in enumerate(sums):
+                target = builder.add(out, INT64(index * WIDTH * FLOAT))
+                _put(builder, own, target, stride, add, rows)
             return context.get_dummy_value()
 
         return types.void(*(types.int64,) * 8), generate
@@ -88,65 +99,71 @@ def tile_product(num_rows, bits):
     return product
 
 
-def _passes(num_rows):
-    """The first columns of the vectors of each pass over a tile. For few rows, one pass takes all
-    columns, since reading the tile takes longest; for many rows, a pass takes as many columns as
-    the registers have room for."""
-    lanes = range(0, LANES, WIDTH)
-    return [lanes] if num_rows <= FEW_ROWS else [[lane] for lane in lanes]
+def _sum_groups(builder, bits, vectors, groups, inputs, factors, num_rows):
+    """A loop over groups; returns the sums of each row, for each vector of columns. A vector is
+    given as its tile and its first lane there."""
 
-
-def _sum_groups(builder, bits, tile, lanes, groups, inputs, factors, num_rows):
-    """A loop over groups; returns the sums of each row, for each vector of columns."""
+    def of_vectors(sums):
+        return [sums[first : first + num_rows] for first in range(0, len(sums), num_rows)]
 
     def add_group(group, sums):
-        weights = at(builder, tile, group, group_bytes(bits))
+        weights = [(at(builder, tile, group, group_bytes(bits)), lane) for tile, lane in vectors]
         own_inputs = at(builder, inputs, group, num_rows * GROUP_BYTES)
         own_factors = at(builder, factors, group, num_rows * FACTOR_BYTES)
-        added = []
-        for lane in lanes:
-            own, sums = sums[:num_rows], sums[num_rows:]
-            added += _add_group(builder, bits, weights, lane, own_inputs, own_factors, own)
-        return added
+        added = _add_group(builder, bits, weights, own_inputs, own_factors, of_vectors(sums))
+        return [total for own in added for total in own]
 
-    sums = repeat(builder, groups, [zeros(FLOATS)] * num_rows * len(lanes), add_group)
-    return [sums[first : first + num_rows] for first in range(0, len(sums), num_rows)]
+    return of_vectors(repeat(builder, groups, [zeros(FLOATS)] * num_rows * len(vectors), add_group))
 
 
-def _add_group(builder, bits, weights, lane, inputs, factors, sums):
-    spans = GROUP // SPANS[bits]
+def _add_group(builder, bits, weights, inputs, factors, sums):
+    """sums, and the result: of each vector, those of its rows."""
+    spans, num_rows = GROUP // SPANS[bits], len(sums[0])
+
+    def factor(row, place):
+        number = load(builder, factors, FLOAT32, row * FACTOR_BYTES + place * FLOAT)
+        return everywhere(builder, number, WIDTH)
+
+    # The scale of a row is that of all spans, so the row is multiplied with it once.
+    products = [[zeros(FLOATS)] * num_rows for _ in weights]
     for span in range(spans):
-        dots = _dots(builder, bits, weights, lane, inputs, len(sums), span)
-        first = group_bytes(bits) - factor_bytes(bits) + (2 * span * LANES + lane) * HALF
-        scales, offsets = (
-            builder.fpext(load(builder, weights, HALVES, first + index * LANES * HALF), FLOATS)
-            for index in range(2)
-        )
-        own_sum = (1 if spans == 1 else 2 + span) * FLOAT
-        added = []
-        for row, (dot, total) in enumerate(zip(dots, sums, strict=True)):
-            scale, scaled_sum = (
-                everywhere(
-                    builder, load(builder, factors, FLOAT32, row * FACTOR_BYTES + place), WIDTH
-                )
-                for place in (0, own_sum)
+        dots = _dots(builder, bits, weights, inputs, num_rows, span)
+        place = 1 if spans == 1 else 2 + span
+        for vector, (own, lane) in enumerate(weights):
+            first = group_bytes(bits) - factor_bytes(bits) + (2 * span * LANES + lane) * HALF
+            scales, offsets = (
+                builder.fpext(load(builder, own, HALVES, first + index * LANES * HALF), FLOATS)
+                for index in range(2)
             )
-            product = builder.fmul(builder.sitofp(dot, FLOATS), scale)
-            total = multiply_add(builder, product, scales, total)
-            added.append(multiply_add(builder, scaled_sum, offsets, total))
-        sums = added
-    return sums
+            for row in range(num_rows):
+                dot = builder.sitofp(dots[vector][row], FLOATS)
+                total = sums[vector][row]
+                sums[vector][row] = multiply_add(builder, factor(row, place), offsets, total)
+                products[vector][row] = (
+                    multiply_add(builder, dot, scales, products[vector][row])
+                    if span
+                    else builder.fmul(dot, scales)
+                )
+    return [
+        [
+            multiply_add(builder, product, factor(row, 0), total)
+            for row, (product, total) in enumerate(zip(*own, strict=True))
+        ]
+        for own in zip(products, sums, strict=True)
+    ]
 
 
-def _dots(builder, bits, weights, lane, inputs, num_rows, span):
-    """Sums of the columns that share factors. Pairs outside, rows inside: sums of different rows do
-    not wait for each other."""
-    dots = [zeros(INTS)] * num_rows
-    for place, levels in _pairs(builder, weights, lane, bits, span):
+def _dots(builder, bits, weights, inputs, num_rows, span):
+    """Sums of the columns that share factors, as `_add_group` has them. Pairs outside, rows inside:
+    sums of different rows do not wait for each other."""
+    dots = [[zeros(INTS)] * num_rows for _ in weights]
+    pairs = [_pairs(builder, own, lane, bits, span) for own, lane in weights]
+    for found in zip(*pairs, strict=True):
         for row in range(num_rows):
-            pair = load(builder, inputs, INT32, row * GROUP_BYTES + place)
+            pair = load(builder, inputs, INT32, row * GROUP_BYTES + found[0][0])
             pair = everywhere(builder, pair, WIDTH)
-            dots[row] = _add_dots(builder, dots[row], levels, pair)
+            for own, (_, levels) in zip(dots, found, strict=True):
+                own[row] = _add_dots(builder, own[row], levels, pair)
     return dots
 
 
@@ -189,13 +206,20 @@ def _word(number):
 
 
 def _add_dots(builder, sums, levels, inputs):
-    """Add the product of two pairs of words in each lane."""
+    """Add the product of two pairs of words in each lane.
+
+    With AVX2 in the words of assembly: LLVM computes products long before it adds them, and there
+    are no registers for them.
+    """
+    levels = builder.bitcast(levels, INTS)
     if HAS_WORD_DOTS:
         kind = ir.FunctionType(INTS, [INTS] * 3)
         add_dots = function(builder, "llvm.x86.avx512.vpdpwssd.512", kind)
-        return builder.call(add_dots, [sums, builder.bitcast(levels, INTS), inputs])
-    multiply = function(builder, "llvm.x86.avx2.pmadd.wd", ir.FunctionType(INTS, [WORDS] * 2))
-    return builder.add(sums, builder.call(multiply, [levels, builder.bitcast(inputs, WORDS)]))
+        return builder.call(add_dots, [sums, levels, inputs])
+    kind = ir.FunctionType(ir.LiteralStructType([INTS, INTS]), [INTS] * 3)
+    words = "vpmaddwd $3, $2, $1\n\tvpaddd $1, $0, $0"
+    both = builder.call(ir.InlineAsm(kind, words, "=x,=&x,x,x,0"), [levels, inputs, sums])
+    return builder.extract_value(both, 0)
 
 
 def _put(builder, sums, out, stride, add, rows):

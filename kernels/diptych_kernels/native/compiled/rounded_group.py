@@ -15,6 +15,7 @@ from diptych_kernels.native.compiled.vectors import (
     INT32,
     INTS,
     LANES,
+    constant,
     everywhere,
     function,
     load,
@@ -24,6 +25,8 @@ from diptych_kernels.native.tile_layout import QUAD
 
 LEVELS = 32767.0
 """The largest level of a rounded input; the smallest is its negative."""
+NO_FRACTION, NO_FRACTION_BITS = 1.5 * 2**23, 0x4B400000
+"""A float32 so large that its neighbours are whole numbers, and its bits."""
 
 
 @intrinsic
@@ -42,8 +45,8 @@ def round_group(context, source, target, factors):
         for index, level in enumerate(levels):
             words = builder.trunc(_in_order(builder, level), ir.VectorType(INT16, LANES))
             store(builder, words, target, index * LANES * WORD)
-        scale = builder.fmul(largest, FLOAT32(1 / LEVELS))
-        scale = builder.fadd(scale, _nothing(builder, halves))
+        nothing = builder.fmul(largest, FLOAT32(0.0))  # or NaN, if it is not finite
+        scale = builder.fadd(builder.fmul(largest, FLOAT32(1 / LEVELS)), nothing)
         add_up = function(builder, "llvm.vector.reduce.add.v16i32", ir.FunctionType(INT32, [INTS]))
         sums = [builder.call(add_up, [half]) for half in levels]
         store(builder, scale, factors)
@@ -56,31 +59,23 @@ def round_group(context, source, target, factors):
 
 
 def _largest(builder, halves):
-    """The largest absolute value; NaN may hide here."""
-    absolute = function(builder, "llvm.fabs.v16f32", ir.FunctionType(FLOATS, [FLOATS]))
-    larger = function(builder, "llvm.maxnum.v16f32", ir.FunctionType(FLOATS, [FLOATS] * 2))
-    both = builder.call(larger, [builder.call(absolute, [half]) for half in halves], ("nnan",))
-    reduce = function(builder, "llvm.vector.reduce.fmax.v16f32", ir.FunctionType(FLOAT32, [FLOATS]))
-    return builder.call(reduce, [both], fastmath=("nnan",))
+    """The largest absolute value, or a NaN if there is one: without signs, floats are in the order
+    of their bits, and NaN comes last."""
+    larger = function(builder, "llvm.smax.v16i32", ir.FunctionType(INTS, [INTS] * 2))
+    reduce = function(builder, "llvm.vector.reduce.smax.v16i32", ir.FunctionType(INT32, [INTS]))
+    absolute = [builder.and_(builder.bitcast(half, INTS), constant(0x7FFFFFFF)) for half in halves]
+    both = builder.call(larger, absolute)
+    return builder.bitcast(builder.call(reduce, [both]), FLOAT32)
 
 
 def _rounded(builder, values, inverse):
-    """To the nearest level, the even one between two, as int32. Of NaN, to any."""
-    nearest = function(builder, "llvm.rint.v16f32", ir.FunctionType(FLOATS, [FLOATS]))
-    scaled = builder.call(nearest, [builder.fmul(values, inverse)])
-    convert = function(builder, "llvm.fptosi.sat.v16i32.v16f32", ir.FunctionType(INTS, [FLOATS]))
-    return builder.call(convert, [scaled])
+    """To the nearest level, the even one between two, as int32; of NaN, to any. The sum with
+    `NO_FRACTION` is rounded to a whole number, which its last bits count."""
+    no_fraction = everywhere(builder, FLOAT32(NO_FRACTION))
+    moved = builder.fadd(builder.fmul(values, inverse), no_fraction)
+    return builder.sub(builder.bitcast(moved, INTS), constant(NO_FRACTION_BITS))
 
 
 def _in_order(builder, levels):
     places = [quad + index for quad in range(0, LANES, QUAD) for index in ORDER]
     return builder.shuffle_vector(levels, levels, ir.Constant(INTS, [INT32(n) for n in places]))
-
-
-def _nothing(builder, halves):
-    """Zero, or NaN if there is a NaN or an infinity."""
-    zeros = [builder.fmul(half, ir.Constant(FLOATS, [FLOAT32(0.0)] * LANES)) for half in halves]
-    add_up = function(
-        builder, "llvm.vector.reduce.fadd.v16f32", ir.FunctionType(FLOAT32, [FLOAT32, FLOATS])
-    )
-    return builder.call(add_up, [FLOAT32(0.0), builder.fadd(*zeros)], fastmath=("reassoc",))

@@ -19,10 +19,11 @@ from typing import Annotated
 
 import msgspec
 
+from diptych_kv_transfer.tables.messages import Tag
+
 MAX_FRAME_BYTES = 8 << 20
 """Limit, in bytes, of a frame: enough for a million tokens in scattered blocks of 16."""
 
-Tag = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Address = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
 Length = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 Span = tuple[Address, Length]

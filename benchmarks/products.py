@@ -1,0 +1,155 @@
+"""Which part of the processor's peak the products with packed weights reach, by rows.
+
+`python -m benchmarks.products [--levels avx2 vnni] [--repetitions 15]`. The peak is that of the
+products' own instruction, repeated with all operands in registers. It and the product take turns,
+on one thread, so that both meet the same clock and the same neighbours: the part is the median of
+those of each turn, in the processor's seconds. Nothing but the product is measured: no attention,
+no norms. A machine with a matrix unit computes prompts there, which is not measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import llvmlite.binding as llvm
+import torch
+from benchmarks.machine import machine
+from llvmlite import ir
+from torch import Tensor
+
+from diptych_kernels.cpu_level import CpuLevel, forced, machine_level
+from diptych_kernels.native.targets import OF_LEVEL
+from diptych_kernels.native.tile_layout import LEVEL_BITS, SPANS
+from diptych_kernels.packed_product import cpu, to_tiles
+
+ROWS: Final = (1, 4, 16, 64, 128, 512)
+SHAPE: Final = (2304, 2048)
+"""Rows and columns of the matrix: levels of 4 bits take 3 MB."""
+LEAST_SECONDS: Final = 0.01
+"""A turn takes so long at least: the clock of a thread's time is coarse."""
+CHAINS: Final = 10
+"""Sums that do not wait for each other."""
+ROUNDS: Final = 2_000_000
+INSTRUCTIONS: Final = {
+    CpuLevel.AVX2: (
+        "vpmaddwd %ymm14, %ymm15, %ymm{temporary}",
+        "vpaddd %ymm{temporary}, %ymm{sum}, %ymm{sum}",
+    ),
+    CpuLevel.VNNI: ("vpdpwssd %zmm14, %zmm15, %zmm{sum}",),
+}
+PRODUCTS: Final = {CpuLevel.AVX2: 16, CpuLevel.VNNI: 32}
+"""Products of two numbers of 16 bits in one of them."""
+
+
+def peak(level: CpuLevel) -> Callable[[], float]:
+    """Return what measures products a second at their best."""
+    module = ir.Module()
+    kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
+    own = ir.Function(module, kind, "peak")
+    builder = ir.IRBuilder(own.append_basic_block())
+    before, loop, end = builder.block, own.append_basic_block(), own.append_basic_block()
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    index = builder.phi(ir.IntType(64))
+    lines = [
+        line.format(sum=chain, temporary=CHAINS + chain % 4)
+        for chain in range(CHAINS)
+        for line in INSTRUCTIONS[level]
+    ]
+    clobbered = ",".join(f"~{{xmm{number}}}" for number in range(16))
+    builder.asm(ir.FunctionType(ir.VoidType(), []), "\n".join(lines), clobbered, [], True)
+    following = builder.add(index, ir.IntType(64)(1))
+    index.add_incoming(ir.IntType(64)(0), before)
+    index.add_incoming(following, loop)
+    builder.cbranch(builder.icmp_signed("<", following, own.args[0]), loop, end)
+    builder.position_at_end(end)
+    builder.ret_void()
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    llvm.initialize_native_asmparser()
+    target = OF_LEVEL[level]
+    host = llvm.Target.from_default_triple().create_target_machine(
+        cpu=target.cpu, features=target.features, jit=True
+    )
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(str(module)), host)
+    engine.finalize_object()
+    run = ctypes.CFUNCTYPE(None, ctypes.c_int64)(engine.get_function_address("peak"))
+
+    def measured(_code: Any = engine) -> float:
+        return ROUNDS * CHAINS * PRODUCTS[level] / seconds(lambda: run(ROUNDS))
+
+    return measured
+
+
+def seconds(work: Callable[[], None]) -> float:
+    """The processor's seconds."""
+    started = time.thread_time()
+    work()
+    return time.thread_time() - started
+
+
+def random_tiles(bits: int) -> Tensor:
+    rows, columns = SHAPE
+    levels = torch.randint(0, 1 << bits, SHAPE, dtype=torch.uint8)
+    scale, offset = torch.randn(2, rows, columns // SPANS[bits])
+    tiles = to_tiles(levels, scale, offset, bits)
+    if tiles is None:
+        raise ValueError(f"no tiles for {SHAPE}")
+    return tiles
+
+
+def product(tiles: Tensor, rows: int) -> Callable[[], float]:
+    """Return what measures products a second of `rows` decodes."""
+    x, out = torch.randn(rows, SHAPE[1]), torch.empty(rows, SHAPE[0])
+
+    workspace = torch.empty(cpu.workspace_bytes(*x.shape), dtype=torch.int8)
+    kernel, arguments = cpu.decode_call(x, tiles, out, workspace, add=False)
+
+    def times(count: int, _memory: Any = (x, out, workspace)) -> None:
+        for _ in range(count):
+            kernel.run(arguments, 1)
+
+    times(1)
+    count = 1 + int(LEAST_SECONDS / max(seconds(lambda: times(1)), 1e-6))
+
+    def measured() -> float:
+        return count * rows * SHAPE[0] * SHAPE[1] / seconds(lambda: times(count))
+
+    return measured
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    levels = [level.word for level in INSTRUCTIONS if level <= machine_level()]
+    parser.add_argument("--levels", nargs="*", choices=levels, default=levels)
+    parser.add_argument("--rows", nargs="*", type=int, default=ROWS)
+    parser.add_argument("--bits", nargs="*", type=int, choices=LEVEL_BITS, default=LEVEL_BITS)
+    parser.add_argument("--repetitions", type=int, default=15)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print(machine())
+    print(f"| level | bits | {' | '.join(f'{rows} rows' for rows in args.rows)} | peak, G/s |")
+    print("|---" * (len(args.rows) + 3) + "|")
+    for word in args.levels:
+        level = CpuLevel[word.upper()]
+        with forced(level):
+            best = peak(level)
+            for bits in args.bits:
+                tiles = random_tiles(bits)
+                cells, peaks = [], []
+                for rows in args.rows:
+                    own = product(tiles, rows)
+                    pairs = [(own(), best()) for _ in range(args.repetitions)]
+                    cells.append(f"{statistics.median(a / b for a, b in pairs):.2f}")
+                    peaks += [b for _, b in pairs]
+                rate = statistics.median(peaks) / 1e9
+                print(f"| {word} | {bits} | {' | '.join(cells)} | {rate:.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
