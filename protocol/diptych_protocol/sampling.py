@@ -133,7 +133,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
             (
                 "min_tokens",
                 0 <= self.min_tokens <= (self.max_tokens or 2**31),
-                "at most max_tokens",
+                "between 0 and max_tokens",
             ),
             (
                 "logprobs",

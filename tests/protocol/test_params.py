@@ -125,3 +125,8 @@ def test_of_many_entries_the_first_wrong_one_is_named(field: str, entries: Any, 
         SamplingParams(**{field: entries}).check()
     assert refusal.value.param == field
     assert len(str(refusal.value)) < 100
+
+
+def test_a_negative_least_is_told_both_of_its_bounds() -> None:
+    with pytest.raises(InvalidRequestError, match="between 0 and max_tokens, not -1"):
+        SamplingParams(min_tokens=-1).check()
