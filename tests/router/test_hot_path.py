@@ -15,16 +15,16 @@ import pytest
 import pytest_asyncio
 from benchmarks.call_path import CHAT, COMPLETION, REQUESTS, STEP_MS, ask, routing, shortest
 
-CEILINGS = {False: 1060, True: 1115}
+CEILINGS = {False: 1075, True: 1130}
 """Whether the answer is streamed -> calls of Python and built-in functions for a request."""
 
-TOKENS, TOKEN_CEILING = 40, 148
+TOKENS, TOKEN_CEILING = 40, 150
 """Tokens of the longer of two streams, and the most calls for a token, with the event loop's
 part. It is 135 alone, and more beside other work, because heartbeats come with time."""
 
-CHAT_CALLS, CHAT_FILES, CHAT_CHANGES = 500, 45, 250
+CHAT_CALLS, CHAT_FILES, CHAT_CHANGES = 510, 47, 261
 """A chat of four streamed tokens: calls of functions of ours, the files that they are in, and how
-often one is in another file than the one before."""
+often one is in another file than the one before. It is 490, 45 and 247 alone."""
 
 
 @pytest_asyncio.fixture
