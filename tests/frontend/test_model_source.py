@@ -394,7 +394,7 @@ def test_what_is_no_ordinary_file_is_refused_without_waiting_for_it(
     (tmp_path / name).unlink(missing_ok=True)
     (tmp_path / name).symlink_to("/dev/zero")  # so would a pipe be, which nobody writes
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(InvalidRequestError, match=f"{name} is no ordinary file"):
+    with pytest.raises(InvalidRequestError, match=f"{name} cannot be read: it is no ordinary file"):
         resolve_model(str(tmp_path))
 
 

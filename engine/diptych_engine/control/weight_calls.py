@@ -38,9 +38,12 @@ class WeightCalls:
         """Join the process group of a trainer, if `init_info` names one.
 
         Without one, weights come inside the messages. Blocks until the group is complete. Raises
-        `InvalidRequestError` for a bad address, `DiptychError` if nobody answers in time.
+        `InvalidRequestError` for a bad address and while requests run, which would stand still;
+        `DiptychError` if nobody answers in time.
         """
         if init_request.init_info:
+            if not self._core.scheduler.quiet:
+                raise InvalidRequestError("pause generation first: requests run", status=409)
             self._core.runner.collective_rpc("_join_trainer", (init_request.init_info,))
 
     def start_weight_update(self, is_checkpoint_format: bool = True) -> None:

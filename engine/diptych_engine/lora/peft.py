@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from diptych_engine.models.interface import Projection
+from diptych_frontend.model_files.ordinary import require_ordinary
 from diptych_protocol import UNREADABLE, InvalidRequestError
 
 CONFIG_FILE: Final = "adapter_config.json"
@@ -102,6 +103,7 @@ def read_peft(
 
 def _read(path: Path, most: int) -> bytes:
     """All of a file that must not be larger than `most` bytes."""
+    require_ordinary(path)
     with path.open("rb") as file:
         content = file.read(most + 1)
     if len(content) > most:

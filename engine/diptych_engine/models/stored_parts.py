@@ -29,6 +29,7 @@ from diptych_engine.models.floats import Floats
 from diptych_engine.models.interface import WeightSlot
 from diptych_frontend.model_files.family_spec import FamilySpec
 from diptych_frontend.model_files.model_source import GGUFTensor
+from diptych_frontend.model_files.ordinary import require_ordinary
 from diptych_kernels.native.tile_layout import GROUP
 from diptych_protocol import UNREADABLE, InvalidRequestError
 
@@ -205,6 +206,7 @@ def open_safetensors(folder: Path, stack: ExitStack) -> dict[str, StoredTensor]:
     stored: dict[str, StoredTensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
+            require_ordinary(path)
             shard: Any = stack.enter_context(safe_open(path, framework="pt"))
         except (SafetensorError, OSError) as exc:
             raise unusable(f"{path} cannot be read: {_truncation(path) or exc}") from exc
@@ -222,6 +224,7 @@ class _Place(msgspec.Struct):
 def _truncation(path: Path) -> str:
     """Say which tensor a file ends in; empty if that is not what is wrong with it."""
     try:
+        require_ordinary(path)
         size = path.stat().st_size
         with path.open("rb") as file:
             header = int.from_bytes(file.read(HEADER_AT), "little")

@@ -29,6 +29,7 @@ from diptych_frontend.model_files.model_config import (
     config_from_query,
     family_of,
 )
+from diptych_frontend.model_files.ordinary import require_ordinary
 from diptych_frontend.model_files.quantization import method_of, quantization_from_hf
 from diptych_frontend.model_files.rope_scaling import ROPE_VECTORS
 from diptych_protocol import UNREADABLE, UNSAID, InvalidRequestError, SamplingDefaults
@@ -202,8 +203,7 @@ def _hf_source(uri: str, folder: Path, weights: bool) -> ModelSource:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if path.exists() and not path.is_file():  # to open a pipe is to wait for its writer
-        raise _refuse(f"{path} is no ordinary file")
+    require_ordinary(path)
     with path.open("rb") as file:
         raw = file.read(MAX_JSON_BYTES + 1)
     if len(raw) > MAX_JSON_BYTES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,18 @@ def test_contract_C19_tensors_without_a_place_are_an_error(
         file.write_bytes(content)
         with pytest.raises(InvalidRequestError, match="adapter "):
             core.call("add_lora", [LoRARequest("a", 1, str(tmp_path))])
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_contract_C19_a_file_that_is_a_pipe_is_not_waited_for(
+    engine: MakeCore, tmp_path: Path, name: str
+) -> None:
+    core = engine()
+    save_adapter(tmp_path, 1)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(InvalidRequestError, match="no ordinary file"):
+        core.call("add_lora", [LoRARequest("a", 1, str(tmp_path))])
 
 
 @pytest.mark.parametrize(

@@ -394,3 +394,15 @@ def test_contract_C26_a_trainer_that_is_not_there_is_an_error(
     with pytest.raises(error, match=message):
         core.call("init_weight_transfer_engine", [WeightTransferInitRequest(info | changes)])
     assert generate(core, PROMPT, max_tokens=1)
+
+
+def test_contract_C26_requests_that_run_do_not_wait_for_a_trainer(engine: MakeCore) -> None:
+    info = {"master_address": "127.0.0.1", "master_port": 1, "world_size": 2, "timeout_s": 0.5}
+    core = engine()
+    join = partial(core.call, "init_weight_transfer_engine", [WeightTransferInitRequest(info)])
+    core.add(core_request("r", PROMPT, max_tokens=2), CLIENT)
+    with pytest.raises(InvalidRequestError, match="pause generation first"):
+        join()
+    pause(core, "keep")
+    with pytest.raises(DiptychError, match="no trainer"):
+        join()

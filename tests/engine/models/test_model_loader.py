@@ -190,6 +190,15 @@ def write_gguf(path: Path, architecture: str, tensors: dict[str, torch.Tensor]) 
     writer.close()
 
 
+def test_weights_that_are_a_pipe_are_not_waited_for(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").unlink()
+    os.mkfifo(tmp_path / "model.safetensors")
+    source = resolve_model(str(tmp_path))
+    with pytest.raises(InvalidRequestError, match="no ordinary file"):
+        loaded(source)
+
+
 @pytest.mark.parametrize("name", ["model.gguf", "model.safetensors"])
 def test_a_file_that_ends_too_early_is_refused_before_anything_is_allocated(
     name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
