@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diptych.router_admin import Told
-from diptych.watching import bare_table
+from diptych.watching import bare_table, harmless
 from diptych_protocol.admin import (
     AttemptReport,
     Choice,
@@ -105,7 +105,7 @@ def _attempt(
     if moved:
         yield Text(f"decoded by {', '.join(attempt.decoded_by)}")
     if attempt.setback:
-        yield Text(f"{attempt.setback}: {attempt.why}", style="red")
+        yield Text(harmless(f"{attempt.setback}: {attempt.why}"), style="red")
     if not attempt.choices:
         yield Text("the other candidates are not remembered")
         yield _terms_alone(attempt)

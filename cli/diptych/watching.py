@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Container, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
@@ -18,6 +19,16 @@ if TYPE_CHECKING:
 PIPE_COLUMNS: Final = 240
 """Width of tables that do not go to a terminal."""
 WATCH_INTERVAL_S: Final = 2.0
+_CONTROL: Final = re.compile(
+    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]|\r(?!\n)"
+)
+"""All but tabs and ends of lines, and what turns the direction of text around."""
+
+
+def harmless(text: str) -> str:
+    """Return a text of others with its control characters spelled out: a terminal obeys them. It
+    would change its title, hide lines, or fill the clipboard."""
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def console_for_tables() -> Console:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -10,10 +11,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from PIL import Image
+from rich.console import Console
 from waits import PATIENCE_S
 
 from diptych.api_service import Service, find_service
 from diptych.chat.conversation import Conversation
+from diptych.chat.loop import printer
 from diptych.chat.stream import ChatError, Piece, read_event
 from diptych.demo import HandOff, Timing, read_hand_off
 from diptych.errors import RunError
@@ -44,6 +47,16 @@ async def said(conversation: Conversation, text: str) -> str:
 )
 def test_events_of_a_stream_are_read(data: str, piece: Piece) -> None:
     assert read_event(data) == piece
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_an_answer_gives_a_terminal_no_orders(terminal: bool) -> None:
+    """The clipboard, the title, a line that hides another; a pipe gets the answer as it is."""
+    answer = "a\x1b]52;c;cm0=\x07b\x9b2Jc\rd\u202ee\tf\r\ng \u00e9\u4e2d"
+    file = io.StringIO()
+    printer(Console(file=file, force_terminal=terminal))(answer)
+    spelled = "a\\x1b]52;c;cm0=\\x07b\\x9b2Jc\\rd\\u202ee\tf\r\ng \u00e9\u4e2d"
+    assert file.getvalue() == (spelled if terminal else answer)
 
 
 @pytest.mark.parametrize(

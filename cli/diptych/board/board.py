@@ -15,6 +15,7 @@ from diptych.board.figures import Figures, Pace
 from diptych.board.picture import Picture, PodRow, drawn
 from diptych.laptop.lifecycle import Phase
 from diptych.laptop.supervisor import RunningPod
+from diptych.watching import harmless
 
 TICK_S = 1.0
 """The shortest time between two drawings of the table. It is drawn only if it has changed."""
@@ -101,7 +102,7 @@ class Board:
 
     def say(self, text: str) -> None:
         """Print one plain line, above the live table if there is one."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(harmless(text), markup=False, highlight=False, soft_wrap=True)
 
     def _line(self, pod: RunningPod) -> None:
         life = pod.life

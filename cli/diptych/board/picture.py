@@ -13,6 +13,7 @@ from rich.text import Text
 from diptych.board.figures import Figures, Pace
 from diptych.engine_load import Sample
 from diptych.laptop.lifecycle import Phase
+from diptych.watching import harmless
 
 T = TypeVar("T")
 
@@ -62,7 +63,7 @@ def drawn(picture: Picture, columns: int) -> RenderableType:
     """Draw the table for a terminal of this many columns."""
     parts: list[RenderableType] = [_table(picture, columns)]
     parts += [
-        Text(f"{pod.name}: {pod.doing}", style="dim", no_wrap=True, overflow="ellipsis")
+        Text(harmless(f"{pod.name}: {pod.doing}"), style="dim", no_wrap=True, overflow="ellipsis")
         for pod in picture.pods
         if pod.doing
     ]

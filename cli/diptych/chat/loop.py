@@ -11,6 +11,7 @@ from rich.console import Console
 from diptych.chat.conversation import Conversation
 from diptych.chat.slash import QuitChat, SlashError, obey, order_in
 from diptych.chat.stream import ChatError
+from diptych.watching import harmless
 
 
 def converse(conversation: Conversation, console: Console) -> None:
@@ -64,7 +65,7 @@ def _turn(conversation: Conversation, line: str, console: Console, aside: Consol
     try:
         asyncio.run(conversation.say(line, printer(console)))
     except ChatError as exc:
-        aside.print(f"error: {exc}", style="red", markup=False)
+        aside.print(f"error: {harmless(str(exc))}", style="red", markup=False)
     except KeyboardInterrupt:
         aside.print(" (cut short)", style="dim")
     else:
@@ -72,10 +73,10 @@ def _turn(conversation: Conversation, line: str, console: Console, aside: Consol
 
 
 def printer(console: Console) -> Callable[[str], None]:
-    """Print pieces of text at once, as they are."""
+    """Print pieces of text at once; as they are, except what orders a terminal about."""
 
     def show(text: str) -> None:
-        console.out(text, end="", highlight=False)
+        console.file.write(harmless(text) if console.is_terminal else text)  # rich changes tabs
         console.file.flush()
 
     return show
