@@ -140,12 +140,15 @@ def _gptq(found: dict[str, Any]) -> Quantization:
     _require("bits", config.bits, (4, 8))
     _require("is_marlin_format", config.is_marlin_format, (False,))
     _require("checkpoint_format", config.checkpoint_format, tuple(GPTQ_ZEROS))
-    for pattern, own in (config.dynamic or {}).items():
-        if not pattern.startswith("-:"):  # groups and their order are read from the tensors
-            _require(f"bits of dynamic[{pattern!r}]", own.get("bits", config.bits), (config.bits,))
+    dynamic = config.dynamic or {}
+    others = {pattern: own for pattern, own in dynamic.items() if not pattern.startswith("-:")}
+    for pattern, own in others.items():
+        _require(f"bits of dynamic[{pattern!r}]", own.get("bits", config.bits), (config.bits,))
     zero_shift = GPTQ_ZEROS[config.checkpoint_format]
-    group = 0 if config.dynamic else config.group_size or 0
-    needs = "g_idx" if config.desc_act and not config.dynamic else ""
+    # Where they differ, groups and their order are read from the tensors.
+    group = 0 if any("group_size" in own for own in others.values()) else config.group_size or 0
+    ordered = config.desc_act and all(own.get("desc_act", True) for own in others.values())
+    needs = "g_idx" if ordered else ""
     return Quantization("gptq", config.bits, zero_shift, group=group, needs=needs)
 
 

@@ -147,7 +147,7 @@ class ChatApi:
 
         template: the source of the model's chat template.
         """
-        self._template, self._effort_variables = template, effort_variables(template)
+        self._effort_variables = effort_variables(template)
         self.sampling = sampling
         self.reasoning = reasoning
         self._calls = calls
@@ -187,7 +187,7 @@ class ChatApi:
     def render(self, request: ChatCompletionRequest, renderer: Renderer) -> list[TokensPrompt]:
         messages = [plain_message(message, index) for index, message in enumerate(request.messages)]
         tools = request.callable_tools
-        if tools and not request.must_call and not takes_tools(self._template):
+        if tools and not request.must_call and not takes_tools(renderer.chat_template):
             raise InvalidRequestError(
                 f"the chat template of {request.model or 'this model'} has no place for tools, so "
                 "it would not learn of them: leave tools out, or force a call with tool_choice",
@@ -195,7 +195,7 @@ class ChatApi:
             )
         declared = msgspec.to_builtins(tools)
         prompt = renderer.render_chat(
-            self._calls.prepared(messages, declared, self._template),
+            self._calls.prepared(messages, declared, renderer.chat_template),
             add_generation_prompt=request.add_generation_prompt is not False
             and not request.continue_final_message,
             continue_final_message=request.continue_final_message is True,

@@ -264,10 +264,22 @@ def test_what_cannot_be_read_is_refused_by_its_name(config: Any, said: str) -> N
     assert "weightPacking" in str(refused.value)
 
 
-def test_matrices_may_be_left_out_by_patterns() -> None:
-    config = GPTQ | {"dynamic": {"-:.*gate$": {}, "down": {"group_size": 32}}}
+@pytest.mark.parametrize(
+    ("own", "group", "needs"),
+    [
+        ({"-:.*gate$": {}}, 64, "g_idx"),
+        ({"-:.*gate$": {}, "down": {"bits": 4}}, 64, "g_idx"),
+        ({"down": {"group_size": 32}}, 0, "g_idx"),
+        ({"down": {"desc_act": False}}, 64, ""),
+    ],
+)
+def test_only_what_patterns_change_is_left_to_the_tensors(
+    own: dict[str, dict[str, Any]], group: int, needs: str
+) -> None:
+    config = GPTQ | {"desc_act": True, "dynamic": own}
     found = quantization_from_hf({"quantization_config": config})
-    assert found == quantization_from_hf({"quantization_config": GPTQ})
+    assert found is not None
+    assert (found.group, found.needs) == (group, needs)
 
 
 def test_a_router_whose_engines_are_others_refuses_nothing(tmp_path: Path) -> None:
