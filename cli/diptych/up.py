@@ -208,7 +208,13 @@ class _Run:
 
     def _changed(self) -> None:
         self._board.changed()
-        self._run_dir.save(self._state())
+        try:
+            self._run_dir.save(self._state())
+        except OSError as exc:
+            if not self._supervisor.ready.is_set():
+                raise
+            # A full disk ends no service that runs; until there is room, `status` tells old news.
+            self._board.say(f"this run's state cannot be written: {exc}")
 
     def _state(self) -> RunState:
         return RunState(

@@ -220,6 +220,22 @@ def test_a_crashed_pod_is_restarted_at_the_same_port(
     assert "small-decode-0 ended with code 137" in up.output
 
 
+def test_a_full_disk_ends_no_service_that_runs(
+    start: Start, small_service: Callable[..., Service]
+) -> None:
+    up = start(small_service())
+    up.wait_ready()
+    partial = next(up.directory.glob("diptych-small-*")) / ".state.json.partial"
+    partial.symlink_to("/dev/full")
+    os.kill(up.pod("small-decode-0")["pid"], signal.SIGKILL)
+    wait_until(lambda: "state cannot be written: [Errno 28]" in up.output)
+    wait_until(lambda: "restarts 1" in up.output)
+    partial.unlink()
+    os.kill(up.pod("small-prefill-0")["pid"], signal.SIGKILL)
+    wait_until(lambda: up.pod("small-prefill-0")["phase"] == "ready")
+    wait_until(lambda: up.pod("small-decode-0")["restarts"] == 1)
+
+
 def test_a_pod_may_fail_at_first(
     start: Start,
     small_service: Callable[..., Service],
