@@ -140,7 +140,8 @@ def _gptq(found: dict[str, Any]) -> Quantization:
     _require("bits", config.bits, (4, 8))
     _require("is_marlin_format", config.is_marlin_format, (False,))
     _require("checkpoint_format", config.checkpoint_format, tuple(GPTQ_ZEROS))
-    others = {each: own for each, own in (config.dynamic or {}).items() if not each.startswith("-:")}
+    dynamic = config.dynamic or {}
+    others = {pattern: own for pattern, own in dynamic.items() if not pattern.startswith("-:")}
     for pattern, own in others.items():
         _require(f"bits of dynamic[{pattern!r}]", own.get("bits", config.bits), (config.bits,))
     zero_shift = GPTQ_ZEROS[config.checkpoint_format]
