@@ -45,7 +45,7 @@ ENDS: Final[Mapping[str, set[str]]] = {
 """Those of each method."""
 UNUSED: Final = {
     "input_scale", "input_zero_point", "output_scale", "output_zero_point", "q_scale", "k_scale",
-    "v_scale",
+    "v_scale", "kv_scale",
 }  # fmt: skip
 """They say how products and KV might be rounded beside, and are not."""
 AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)

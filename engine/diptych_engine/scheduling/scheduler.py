@@ -294,7 +294,7 @@ class Scheduler:
         """
         found: dict[Request, list[int]] = {}
         gain, running, drafts = 0.0, len(self.running), settings.drafts
-        guessed = 0
+        guessed = caught_up = 0
         if self.stakes is not None and running:
             budget = min(budget, self.stakes.most(running))
         if budget <= 0 or not running:
@@ -326,6 +326,12 @@ class Scheduler:
             guesses = [TO_DRAFT] * count
             if look and count and not drafts:
                 guesses = guesser.guess(request.token_ids, settings, count).tolist()
+            lacking = known - max(request.num_prompt_tokens, guesser.learned_at)
+            if drafts and count and lacking > settings.num_speculative_tokens:
+                # The draft model computes that in this step: for few, or the step lasts for long.
+                if caught_up and caught_up + lacking > self.max_num_batched_tokens:
+                    continue
+                caught_up += lacking
             if guesses:
                 found[request] = guesses
                 guessed += count

@@ -333,6 +333,16 @@ def test_tensors_that_do_not_fit_are_named(
     assert K in str(refused.value)
 
 
+@pytest.mark.parametrize("name", ["k_proj.k_scale", "k_scale", "attn.v_scale", "kv_scale"])
+def test_scales_of_kv_are_left_out(name: str, tmp_path: Path) -> None:
+    """Wherever tools have put them."""
+    save(tmp_path, *FORMATS["fp8"][:2])
+    path = tmp_path / "model.safetensors"
+    scale = {f"model.layers.0.self_attn.{name}": torch.ones(())}
+    save_file(load_file(path) | scale, path)
+    check_weights(resolve_model(str(tmp_path)), WHOLE)
+
+
 ASYMMETRIC = compressed("pack-quantized", num_bits=4, type="int", group_size=32, symmetric=False)
 
 

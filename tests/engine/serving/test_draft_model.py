@@ -16,6 +16,7 @@ from engine_kit.core import (
     guess_always,
     make_core,
     run,
+    step,
     tokens,
 )
 from engine_kit.handoff import LocalRouter, engines, prompt_of, request, save_toy
@@ -121,6 +122,28 @@ def test_it_catches_up_with_an_answer_that_nobody_guessed() -> None:
         core, asked("a", PROMPTS[0], max_tokens=30), asked("b", PROMPTS[1], max_tokens=60)
     )
     assert [len(tokens(each)) for each in outputs.values()] == [30, 60]
+    assert_right(core)
+    core.close()
+
+
+def test_requests_catch_up_one_after_the_other() -> None:
+    """Where nobody guessed for long: else a step would last as long as all of their answers."""
+    options: dict[str, Any] = {"max_num_batched_tokens": 32, "max_num_seqs": 32}
+    core = make_core(speculative_config=drafted_by(DUMMY), **options)
+    guess_always(core)
+    settings, core.scheduler.speculation = core.scheduler.speculation, None
+    for name in "abc":
+        core.add(asked(name, PROMPTS[0], max_tokens=60), CLIENT)
+    for _ in range(30):
+        step(core)
+    core.scheduler.speculation = settings
+    guessed = []
+    for _ in range(3):
+        plan, pending = core.start_step()
+        shares = [share for share in plan.scheduled if share.guess is not None]
+        guessed.append(len({share.request.request_id for share in shares}))
+        core.finish_step(plan, pending)
+    assert guessed == [1, 2, 3]
     assert_right(core)
     core.close()
 
