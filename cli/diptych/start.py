@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import importlib
 import io
+import os
 import sys
 
 from diptych_frontend.installation import this_installation
@@ -46,7 +47,11 @@ def _run(module: str) -> None:
     elif isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # as arguments are
     try:
-        importlib.import_module(module).main()
+        try:
+            importlib.import_module(module).main()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, where its error is still an error of the command
     except ModuleNotFoundError as exc:
         package = (exc.name or "").partition(".")[0]
         if not package or package.startswith("diptych"):
@@ -57,6 +62,8 @@ def _run(module: str) -> None:
     except OSError as exc:
         if exc.errno not in NO_ROOM:
             raise
+        # What is left in the buffer would fail again at the end, and give another exit code.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(f"Error: the output cannot be written: {exc.strerror}")
 
 

@@ -359,7 +359,7 @@ class TextRenderer:
         try:
             ids: list[int] = msgspec.convert(token_ids, self._vocabulary)
         except (msgspec.ValidationError, UnicodeEncodeError) as exc:
-            raise InvalidRequestError(self._fault_of(token_ids, exc), param="prompt") from exc
+            raise InvalidRequestError(self._fault_of(token_ids, exc), param="prompt") from None
         if not ids:
             raise InvalidRequestError("the prompt is empty", param="prompt")
         return ids
