@@ -16,7 +16,7 @@ OVERHEAD_BYTES: Final = 250
 
 
 def part_name(before: bytes, part: bytes) -> bytes:
-    """Return the name of a part. before: the name of the part before it, or a root of 32 bytes."""
+    """Return the name of a part. before: what names all that precedes it, always of one length."""
     return hashlib.sha256(before + part).digest()
 
 
