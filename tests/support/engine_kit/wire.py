@@ -43,8 +43,14 @@ class Client:
         self.socket.send_multipart(frames)
 
     def receive(self) -> EngineCoreOutputs:
-        assert self.socket.poll(TIMEOUT_MS), "the core does not answer"
-        return wire.outputs_decoder.decode(self.socket.recv_multipart())
+        """The next message that says something: a core sends others to find clients that have
+        gone."""
+        while True:
+            assert self.socket.poll(TIMEOUT_MS), "the core does not answer"
+            message = wire.outputs_decoder.decode(self.socket.recv_multipart())
+            said = msgspec.structs.asdict(message)
+            if any(said[field] for field in said.keys() - {"engine_index", "timestamp"}):
+                return message
 
     def call(self, method: str, *args: Any) -> Any:
         self.call_id += 1
