@@ -14,7 +14,8 @@ from service_kit import all_usable, cores, engine_config, generate, link_of, rou
 
 from diptych.status import read_health
 from diptych_router.engines.health_book import State
-from diptych_router.telling.report import HealthCollector, router_report
+from diptych_router.telling.metrics import RouterMetrics
+from diptych_router.telling.report import router_report
 
 MOODY = "engine_kit.failing_executor:MoodyExecutor"
 PROMPT = "The lighthouse keeper climbed the stairs, and"
@@ -58,7 +59,7 @@ async def test_an_engine_that_fails_is_left_out_and_taken_in_again(
             [told] = [e for e in router_report(client).engines if e.engine_id == failing.name]
             assert (told.breaker, told.kept_out, told.failures) == ("open", True, health.failures)
             registry = CollectorRegistry()
-            registry.register(HealthCollector("m", client.pools))
+            registry.register(RouterMetrics(client))
             text = generate_latest(registry).decode()
             assert read_health(text)[bad] == "failing"
             assert f'engine_failures_total{{engine="{failing.role}/{bad}",kind="error"' in text

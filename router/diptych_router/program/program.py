@@ -31,11 +31,10 @@ from diptych_router.engines.discovery import parse_targets
 from diptych_router.program.leaving import Leaving
 from diptych_router.requests.pool_client import PoolClient
 from diptych_router.telling.explanations import Explanations
-from diptych_router.telling.metrics import PredictionMetrics, PromiseCollector
+from diptych_router.telling.metrics import RouterMetrics
 from diptych_router.telling.page.control import read_control
 from diptych_router.telling.page.panels import panels_now
 from diptych_router.telling.page.routes import Page
-from diptych_router.telling.report import HealthCollector
 from diptych_router.telling.tracing import start_router_tracer
 
 if TYPE_CHECKING:
@@ -71,11 +70,12 @@ async def started(config: RouterConfig, args: argparse.Namespace) -> AsyncIterat
     tracer = start_router_tracer(config)
     client = _build_pool_client(config, args, tracer)
     metrics = ServerMetrics(client.model_name, client.stats_by_engine)
-    metrics.registry.register(PredictionMetrics(client.model_name, client.table.predictions))
-    metrics.registry.register(HealthCollector(client.model_name, client.pools))
-    metrics.registry.register(PromiseCollector(client.model_name, client.table.promises))
+    metrics.registry.register(RouterMetrics(client))
     explanations = Explanations(
-        client.table.records, policy=config.policy, disaggregate=config.disaggregate
+        client.table.records,
+        client.name_of,
+        policy=config.policy,
+        disaggregate=config.disaggregate,
     )
     page = build_page(config, client, explanations) if config.ui else None
     batches = _batches(config, args, client, metrics, keys)
@@ -134,7 +134,7 @@ def build_page(config: RouterConfig, client: PoolClient, explanations: Explanati
     invalid."""
     return Page(
         partial(panels_now, client),
-        lambda name, tenant: explanations.explanation(name, client.name_of, tenant),
+        explanations.explanation,
         model=client.model_name,
         images=lambda: client.takes_images,
         leaving=lambda: client.leaving,

@@ -15,25 +15,20 @@ from diptych_protocol import InvalidRequestError
 from diptych_protocol.admin import Explanation
 from diptych_router.requests.pool_client import PoolClient
 from diptych_router.requests.records import MOST_REQUESTS
-from diptych_router.telling.explained import NameOf
-from diptych_router.telling.explanations import Explanations
+from diptych_router.telling.explanations import MOST_ID_CHARACTERS, Explanations
 from diptych_router.telling.report import router_report
 
-MOST_ID_CHARACTERS: Final = 256
 DEFAULT_LIMIT: Final = 20
 
 
-def request_routes(known: Explanations, name_of: NameOf) -> list[BaseRoute]:
-    """Return the routes about requests, for the admin port.
-
-    name_of: from an engine's key to its name.
-    """
+def request_routes(known: Explanations) -> list[BaseRoute]:
+    """Return the routes about requests, for the admin port."""
 
     async def newest(request: Request) -> Response:
         return report(known.newest(_limit_of(request)))
 
     async def why(request: Request) -> Response:
-        return report(_explained(known, request.path_params["request_id"], name_of))
+        return report(_explained(known, request.path_params["request_id"]))
 
     return [
         Route("/admin/requests", newest),
@@ -41,7 +36,7 @@ def request_routes(known: Explanations, name_of: NameOf) -> list[BaseRoute]:
     ]
 
 
-def _explained(known: Explanations, request_id: str, name_of: NameOf) -> Explanation:
+def _explained(known: Explanations, request_id: str) -> Explanation:
     """Raises `InvalidRequestError` for an id that cannot be one, or that is not remembered."""
     if len(request_id) > MOST_ID_CHARACTERS:
         raise InvalidRequestError(
@@ -49,7 +44,7 @@ def _explained(known: Explanations, request_id: str, name_of: NameOf) -> Explana
             f"{len(request_id)}",
             param="request_id",
         )
-    found = known.explanation(request_id, name_of)
+    found = known.explanation(request_id)
     if not found.requests:
         newest = known.newest(1)
         raise InvalidRequestError(
@@ -79,5 +74,5 @@ def admin_app(client: PoolClient, explanations: Explanations, keys_dir: Path) ->
         await client.refresh_stats()
         return report(router_report(client))
 
-    requests = request_routes(explanations, client.name_of)
-    return build_admin_app(keys_dir, [Route("/admin/state", state), *requests])
+    routes = [Route("/admin/state", state), *request_routes(explanations)]
+    return build_admin_app(keys_dir, routes)

@@ -1,25 +1,16 @@
-"""A router's report to the operator (`GET /admin/state`), and to scrapers about its engines'
-health."""
+"""A router's report to the operator (`GET /admin/state`)."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Final
-
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
+from collections.abc import Mapping
 
 from diptych_protocol import KVTransferStats
 from diptych_protocol.admin import EngineReport, PromiseCount, RouterReport
 from diptych_router.engines.engine_link import EngineLink
-from diptych_router.engines.health_book import Failure
 from diptych_router.requests.pool_client import PoolClient
 from diptych_router.requests.pools.pools import Pools
 from diptych_router.requests.promises import Kind
-
-PREFIX: Final = "diptych:engine_"
 
 
 def router_report(client: PoolClient) -> RouterReport:
@@ -78,46 +69,3 @@ def engine_report(pools: Pools, link: EngineLink) -> EngineReport:
         zone=link.location.zone,
         failures={str(kind): count for kind, count in health.failures.items()},
     )
-
-
-class HealthCollector(Collector):
-    """Metrics at the time of the scrape. Totals begin with the router, or with the engine's
-    address."""
-
-    def __init__(self, model_name: str, pools: Pools) -> None:
-        self._model_name, self._pools = model_name, pools
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
-    def collect(self) -> Iterator[Metric]:
-        labels = ("model_name", "engine")
-        silent = GaugeMetricFamily(
-            f"{PREFIX}silent",
-            "1: a heartbeat is overdue, or it makes no steps. Processes of a router add up.",
-            labels=labels,
-        )
-        breaker = GaugeMetricFamily(
-            f"{PREFIX}breaker_state",
-            "1 for the state of its circuit breaker: closed, open or half-open. Processes add up.",
-            labels=(*labels, "state"),
-        )
-        opened = CounterMetricFamily(
-            f"{PREFIX}breaker_opened", "How often its circuit breaker opened.", labels=labels
-        )
-        failures = CounterMetricFamily(
-            f"{PREFIX}failures",
-            "What it did wrong: error, lost, hang, or late with a first token.",
-            labels=(*labels, "kind"),
-        )
-        for link in self._pools.links.values():
-            if not link.up:
-                continue
-            health = self._pools.health.of(link.key)
-            own = (self._model_name, f"{link.role}/{link.name}")
-            silent.add_metric(own, float(link.silent))
-            breaker.add_metric((*own, health.breaker.state), 1)
-            opened.add_metric(own, health.opened)
-            for kind in Failure:
-                failures.add_metric((*own, kind), health.failures[kind])
-        yield from (silent, breaker, opened, failures)
