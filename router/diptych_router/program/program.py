@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import gc
 import logging
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from diptych_frontend.browsers.gate import BrowserRules
 from diptych_frontend.core_client.curve import read_key_ring
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.observability.metrics import ServerMetrics
+from diptych_frontend.observability.tracing import start_sender
 from diptych_frontend.openai.api_keys import ApiKeys
 from diptych_frontend.openai.mounted import follow
 from diptych_frontend.openai.tls import Certificate
@@ -35,7 +37,6 @@ from diptych_router.telling.metrics import RouterMetrics
 from diptych_router.telling.page.control import read_control
 from diptych_router.telling.page.panels import panels_now
 from diptych_router.telling.page.routes import Page
-from diptych_router.telling.tracing import start_router_tracer
 
 if TYPE_CHECKING:
     from diptych_router.telling.router_tracer import RouterTracer
@@ -140,6 +141,19 @@ def build_page(config: RouterConfig, client: PoolClient, explanations: Explanati
         leaving=lambda: client.leaving,
         control=read_control(),
     )
+
+
+def start_router_tracer(config: RouterConfig) -> RouterTracer | None:
+    """Return what makes spans of a router's requests, if the configuration names an endpoint.
+
+    Raises as `start_sender`.
+    """
+    sender = start_sender(config.otlp_traces_endpoint)
+    if sender is None:
+        return None
+    from diptych_router.telling.router_tracer import RouterTracer  # needs OpenTelemetry
+
+    return RouterTracer(sender, model_name=config.name, instance=socket.gethostname())
 
 
 def _collect_rarely() -> None:

@@ -36,19 +36,12 @@ class HealthWatch:
         self._pairs = pairs
         self.book = HealthBook()
 
-    def add(self, key: str) -> None:
-        """Add a new address."""
-        self.book.add(key, time.monotonic())
-
-    def forget(self, key: str) -> None:
-        """Forget an address that discovery no longer names."""
-        self.book.forget(key)
-
     def of(self, key: str) -> EngineHealth:
         """Return an engine's health. Raises `KeyError` for an unknown address."""
         return self.book.engines[key]
 
     def went_badly(self, key: str, failure: Failure) -> None:
+        """Record that an engine failed at a request and is at fault."""
         link = self._links.get(key)
         if link is not None and self.book.went_badly(key, failure, time.monotonic()):
             log.warning("%s engine %s fails too often (%s)", link.role, link.name, failure)

@@ -29,10 +29,10 @@ from diptych_router.choosing.fleet_table import FOR_A_PAIR, FleetTable
 from diptych_router.choosing.policies import policy_of
 from diptych_router.choosing.policy import Decision, RequestView
 from diptych_router.engines.descriptions import compat_mismatch
-from diptych_router.engines.discovery import Target, resolve_soon
+from diptych_router.engines.discovery import Target, resolve
 from diptych_router.engines.engine_link import CALL_ERRORS, EngineLink, ReadKeys, key_of
 from diptych_router.engines.engine_table import ROLES, Role
-from diptych_router.engines.health_book import Failure, FullEngines
+from diptych_router.engines.health_book import FullEngines
 from diptych_router.engines.serving import Serving, ServingFile
 from diptych_router.requests.pools.health_watch import HealthWatch
 from diptych_router.requests.pools.verification import Verification
@@ -92,6 +92,7 @@ class Pools:
             on_change=self._changed,
             pairs=config.verify != "Off",
         )
+        self.went_badly = self.health.went_badly
         self.full = FullEngines(self._stats_of)
         """The engines that refused a request a moment ago, and have not reported room since."""
         self._late_reads: dict[str, int] = {}
@@ -149,7 +150,6 @@ class Pools:
         return link.role == "decode" and not any(p.open_to_work for p in self.of("prefill"))
 
     def may_begin_at(self, key: str) -> bool:
-        """Whether this engine may get new requests, and does not hang."""
         link = self.links.get(key)
         return link is not None and self.usable(link) and not link.is_bad
 
@@ -175,15 +175,9 @@ class Pools:
         return True
 
     def went_well(self, *keys: str) -> None:
-        """See `Fleet`."""
         self.health.book.went_well(keys, time.monotonic())
 
-    def went_badly(self, key: str, failure: Failure) -> None:
-        """See `Fleet`."""
-        self.health.went_badly(key, failure)
-
     def was_full(self, key: str) -> None:
-        """See `Fleet`."""
         self.full.refused(key, time.monotonic())
 
     def _stats_of(self, key: str) -> SchedulerStats | None:
@@ -197,10 +191,8 @@ class Pools:
             link.follow_prefixes()
 
     def successor(self, fingerprint: str) -> EngineLink | None:
-        """Return a decode engine that may take over KV of this fingerprint.
-
-        A revision that gets no new requests still keeps its streams, so its engines may take over.
-        """
+        """A revision that gets no new requests still keeps its streams, so its engines may take
+        over."""
         fit = [
             link.key
             for link in self.of("decode")
@@ -228,11 +220,9 @@ class Pools:
         ]
 
     def num_decoding(self) -> int:
-        """The number of decode engines that may get new requests."""
         return sum(self.usable(link) for link in self.of("decode"))
 
     def draining(self) -> list[EngineLink]:
-        """Return the decode engines that are draining."""
         return [link for link in self.of("decode") if link.stats.draining]
 
     def why_not_ready(self) -> str:
@@ -287,7 +277,7 @@ class Pools:
     async def _look(self) -> None:
         if self._serving.refresh():
             log.info("revisions that may serve: %s", self.serving)
-        found = await asyncio.gather(*(resolve_soon(self._targets[role]) for role in ROLES))
+        found = await asyncio.gather(*(resolve(self._targets[role]) for role in ROLES))
         for role, endpoints in zip(ROLES, found, strict=True):
             if endpoints is not None:
                 self._follow(role, endpoints)
@@ -323,7 +313,7 @@ class Pools:
                 self.fleet.remove(row.key)
                 continue
             self.links[link.key] = link
-            self.health.add(link.key)
+            self.health.book.add(link.key, time.monotonic())
         for endpoint, key in known.items():
             link = self.links[key]
             link.listed = endpoint in endpoints
@@ -332,7 +322,7 @@ class Pools:
                 del self.links[key]
                 self.fleet.remove(key)
                 self._followed.pop(key, None)
-                self.health.forget(key)
+                self.health.book.forget(key)
         self._verification.keep(self.links.values())
 
     def _changed(self) -> None:
