@@ -33,7 +33,7 @@ def forget_what_was_sent(router: PoolClient) -> None:
     """For some seconds a router expects that an engine remembers what it was sent. The decode
     engine does not, so its prompt has to be handed over each time."""
     for _ in range(2):
-        router.pools.fleet.known.age()
+        router.pools.fleet.known.index.age()
 
 
 def rates(router: PoolClient) -> dict[str, float]:

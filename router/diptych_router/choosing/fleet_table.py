@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 
 from diptych_protocol.router_settings import Disaggregate
-from diptych_protocol.wire import PrefixChanges
 from diptych_router.choosing.first_token import FirstToken, expected
 from diptych_router.choosing.policy import (
     TOO_MUCH,
@@ -112,10 +111,6 @@ class FleetTable:
             kept = {name: no for name, no in self._fingerprints.items() if no in used}
             self._fingerprints = kept | {fingerprint: float(next(self._numbers))}
         return self._fingerprints[fingerprint]
-
-    def take_prefixes(self, key: str, changes: PrefixChanges, most_blocks: int) -> bool:
-        """Apply an engine's report of its blocks; see `KnownPrefixes.take`."""
-        return self.known.take(key, changes, most_blocks)
 
     # --- decisions ----------------------------------------------------------------------------
 

@@ -187,7 +187,7 @@ class Pools:
     def take_prefixes(self, link: EngineLink, changes: PrefixChanges) -> None:
         """Apply an engine's report of its cached prefixes."""
         most = link.description.num_blocks if link.description is not None else 0
-        if not self.fleet.take_prefixes(link.key, changes, most):
+        if not self.fleet.known.take(link.key, changes, most):
             link.follow_prefixes()
 
     def successor(self, fingerprint: str) -> EngineLink | None:
@@ -288,7 +288,7 @@ class Pools:
         now = time.monotonic()
         if now >= self._age_at:
             self._age_at = now + EXPECTED_S
-            self.fleet.known.age()
+            self.fleet.known.index.age()
         self._changed()
 
     def _follow(self, role: Role, endpoints: set[str]) -> None:
