@@ -201,8 +201,6 @@ class FleetTable:
         return successor(self._policy, engines, number, self._draw)
 
     def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
-        """Return when the first token is expected after this choice; None if too
-        little is known."""
         known = self._rows.get(decision.prefill or decision.decode)
         if known is None or not (known[1]["told_steps"] or self._rates.steps.told):
             return None
@@ -210,7 +208,6 @@ class FleetTable:
         return expected(decision.terms, queued, of_tenants, request.tenant, decision.to_compute)
 
     def placed(self, request: RequestView, decision: Decision, now: float) -> None:
-        """Record that a request goes to these engines, which will have the KV of its prompt."""
         computes = decision.prefill or decision.decode
         naming_of: dict[BlockNaming, list[str]] = {}
         for key in dict.fromkeys((decision.decode, computes)):

@@ -133,7 +133,6 @@ class EngineTable:
         return row
 
     def remove(self, row: EngineRow) -> None:
-        """Remove an engine."""
         self._set_columns(np.delete(self.columns, row.at, axis=1))
         self.places = np.delete(self.places, row.at)
         self.identities = np.delete(self.identities, row.at)
@@ -278,8 +277,6 @@ class EngineRow:
         column[self.at] = value
 
     def charge(self, tokens: int, planned: int = 0) -> None:
-        """Count so many more tokens of work as open there, and so many more requests as planned to
-        decode there; negative: fewer."""
         columns, at = self._table.columns, self.at
         columns[_OPEN_TOKENS, at] += tokens
         if planned:

@@ -122,8 +122,6 @@ class EngineHealth:
     failures: Counter[Failure] = field(default_factory=Counter)
     opened: int = 0
     """How often its breaker opened."""
-    kept_out: bool = False
-    """Whether it gets no requests while others of its pool can take them."""
 
 
 class HealthBook:
@@ -133,11 +131,9 @@ class HealthBook:
         self.engines: dict[str, EngineHealth] = {}
 
     def add(self, key: str, now: float) -> None:
-        """Add a new address."""
         self.engines[key] = EngineHealth(Breaker(now))
 
     def forget(self, key: str) -> None:
-        """Forget an address that discovery no longer names."""
         self.engines.pop(key, None)
 
     def went_well(self, keys: Iterable[str], now: float) -> None:
@@ -148,7 +144,7 @@ class HealthBook:
                 health.breaker.well(now)
 
     def went_badly(self, key: str, failure: Failure, now: float) -> bool:
-        """Record a failure. True if that opens the engine's breaker: call `sort_out` then."""
+        """Record a failure. True if that opens the engine's breaker: see `left_out` then."""
         health = self.engines.get(key)
         if health is None:
             return False
@@ -165,16 +161,15 @@ class HealthBook:
             if key in keys and health.breaker.canary_due(now)
         ]
 
-    def sort_out(self, pools: Iterable[Sequence[str]]) -> None:
-        """Decide which engines are excluded. pools: the keys of the usable engines of each pool."""
-        for health in self.engines.values():
-            health.kept_out = False
-        for keys in pools:
-            known = [self.engines[key] for key in keys if key in self.engines]
-            open_now = [x for x in known if x.breaker.state is not State.CLOSED]
-            open_now.sort(key=lambda health: health.breaker.badness(), reverse=True)
-            for health in open_now[: int(MOST_OUT * len(keys))]:
-                health.kept_out = True
+    def left_out(self, pool: Sequence[str]) -> list[str]:
+        """Return the engines that get no requests while others of their pool can take them.
+
+        pool: the keys of its usable engines.
+        """
+        known = ((key, self.engines[key].breaker) for key in pool if key in self.engines)
+        open_now = [(key, breaker) for key, breaker in known if breaker.state is not State.CLOSED]
+        open_now.sort(key=lambda one: one[1].badness(), reverse=True)
+        return [key for key, _ in open_now[: int(MOST_OUT * len(pool))]]
 
 
 REMEMBERED_S: Final = 1.0
@@ -201,7 +196,6 @@ class FullEngines:
         """The newest refusal of each; old ones are dropped by `now`."""
 
     def refused(self, key: str, now: float) -> None:
-        """Record that an engine had no room for a request."""
         self.refusals[key] = _Refusal(self._stats_of(key), now + REMEMBERED_S)
 
     def now(self, now: float) -> set[str]:

@@ -372,7 +372,6 @@ def _keys(data: bytes) -> Keys:
 
 
 def keys_of(block_hashes: Iterable[bytes]) -> Keys:
-    """Return the keys of blocks with these hashes."""
     return np.frombuffer(_joined_keys(block_hashes), "<u8")
 
 

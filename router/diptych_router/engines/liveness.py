@@ -44,11 +44,9 @@ class Liveness:
         self._pulse = Pulse()
 
     def asked(self, now: float) -> None:
-        """Record that it was asked for its statistics."""
         self._pulse.asked(now)
 
     def told(self, stats: SchedulerStats) -> None:
-        """Record that it reported its statistics."""
         self._pulse.heard(stats)
 
     def beat(self, heartbeat: Heartbeat, now: float) -> bool:

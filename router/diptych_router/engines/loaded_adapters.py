@@ -25,7 +25,6 @@ class LoadedAdapters:
         """Until when each counts as loaded."""
 
     def tell(self, names: Collection[str], now: float) -> None:
-        """Apply the engine's report of its loaded adapters."""
         self._told = frozenset(names if len(names) <= MAX_ADAPTERS else ())
         if self._expected:
             self._expected = {name: end for name, end in self._expected.items() if end > now}

@@ -38,7 +38,6 @@ class OwnRequests:
         return ended
 
     def forget(self, request_id: str) -> None:
-        """Forget a request that nobody waits for any more."""
         del self.by_id[request_id]
 
     def take(self, output: EngineCoreOutput) -> bool:

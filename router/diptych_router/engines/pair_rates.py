@@ -71,7 +71,6 @@ class _Sender(NamedTuple):
 
 
 def nearness(one: Location, other: Location) -> Nearness:
-    """Return how near two engines are to each other."""
     if one.node and one.node == other.node:
         return Nearness.NODE
     if not one.zone or not other.zone:
@@ -202,7 +201,6 @@ class PairRates:
             self._estimate(receivers, senders, trips)
 
     def location(self, at: int, *, sends: bool) -> Location:
-        """Return where a sender or a receiver runs."""
         return self._senders[at].location if sends else self._receivers[at]
 
     @property

@@ -78,7 +78,7 @@ async def started(config: RouterConfig, args: argparse.Namespace) -> AsyncIterat
         policy=config.policy,
         disaggregate=config.disaggregate,
     )
-    page = build_page(config, client, explanations) if config.ui else None
+    page = _page(client, explanations) if config.ui else None
     batches = _batches(config, args, client, metrics, keys)
     app = build_app(
         client,
@@ -130,19 +130,6 @@ def _batches(
     return BatchService(args.batch_directory, config.batches, metrics, manners)
 
 
-def build_page(config: RouterConfig, client: PoolClient, explanations: Explanations) -> Page:
-    """Return the page of a router. Raises `InvalidRequestError` if the values from `diptych up` are
-    invalid."""
-    return Page(
-        partial(panels_now, client),
-        explanations.explanation,
-        model=client.model_name,
-        images=lambda: client.takes_images,
-        leaving=lambda: client.leaving,
-        control=read_control(),
-    )
-
-
 def start_router_tracer(config: RouterConfig) -> RouterTracer | None:
     """Return what makes spans of a router's requests, if the configuration names an endpoint.
 
@@ -156,16 +143,22 @@ def start_router_tracer(config: RouterConfig) -> RouterTracer | None:
     return RouterTracer(sender, model_name=config.name, instance=socket.gethostname())
 
 
+def _page(client: PoolClient, explanations: Explanations) -> Page:
+    return Page(
+        partial(panels_now, client),
+        explanations.explanation,
+        model=client.model_name,
+        images=lambda: client.takes_images,
+        leaving=lambda: client.leaving,
+        control=read_control(),
+    )
+
+
 def _collect_rarely() -> None:
     """Requests leave no cycles, so the collector would mostly look in vain, at what is here for
     good above all: tokenizer, templates, modules."""
     gc.freeze()
     gc.set_threshold(COLLECT_AFTER)
-
-
-def drain_timeout_s(config: RouterConfig, args: argparse.Namespace) -> float:
-    """Return how long a process may take to end after SIGTERM."""
-    return float(args.linger_seconds + config.drain_seconds)
 
 
 def _build_pool_client(

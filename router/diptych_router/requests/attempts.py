@@ -281,7 +281,6 @@ class Attempts:
         error: str = "",
         error_type: str = "",
     ) -> list[Action]:
-        """End a request."""
         del self._requests[routed.request_id]
         self._held.release(routed.request_id)
         self._placements.leave(routed)

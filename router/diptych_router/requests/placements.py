@@ -54,7 +54,6 @@ class Placements:
         """Number of requests at the engines, by tenant; only tenants that have some are listed."""
 
     def at(self, engine: str) -> list[RoutedRequest]:
-        """Return the requests at this engine."""
         return [routed for routed in self.by_core_id.values() if routed.engine == engine]
 
     def late(self, now: float) -> list[RoutedRequest]:

@@ -22,7 +22,6 @@ DEFAULT_LIMIT: Final = 20
 
 
 def request_routes(known: Explanations) -> list[BaseRoute]:
-    """Return the routes about requests, for the admin port."""
 
     async def newest(request: Request) -> Response:
         return report(known.newest(_limit_of(request)))

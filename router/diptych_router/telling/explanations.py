@@ -63,7 +63,6 @@ class Explanations:
         )
 
     def newest(self, limit: int) -> RequestList:
-        """Return at most this many requests."""
         return RequestList(
             requests=[_line_of(record) for record in islice(self._records, limit)],
             num_remembered=len(self._records),
@@ -80,7 +79,6 @@ def _is_called(record: RequestRecord, wanted: set[str]) -> bool:
 
 
 def report_of(record: RequestRecord, name_of: NameOf) -> RequestReport:
-    """Return everything recorded about a request."""
     first = record.attempts[0] if record.attempts else None
     began_s, ended_s = record.began_s, record.ended_s
     return RequestReport(

@@ -37,7 +37,6 @@ class RouterMetrics(Collector):
 
 
 def of_predictions(model_name: str, predictions: Predictions) -> Iterator[Metric]:
-    """Return the histograms of predictions."""
     first_token = HistogramMetricFamily(
         "diptych:first_token_real_over_predicted",
         "Seconds from the choice of engines to the first token, over what was predicted; by "

@@ -23,8 +23,7 @@ def book_of(failures: dict[str, int]) -> HealthBook:
 
 
 def kept_out(book: HealthBook, *pools: Sequence[str]) -> set[str]:
-    book.sort_out(pools)
-    return {key for key, health in book.engines.items() if health.kept_out}
+    return {key for pool in pools for key in book.left_out(pool)}
 
 
 @pytest.mark.parametrize(

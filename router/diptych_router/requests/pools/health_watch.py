@@ -62,9 +62,10 @@ class HealthWatch:
     def _sort_out(self) -> None:
         """Leave engines out whose breakers are open, or take them in again."""
         usable = [link for link in self._links.values() if link.up and self._usable(link)]
-        self.book.sort_out([x.key for x in usable if x.role == role] for role in ROLES)
+        pools = ([x.key for x in usable if x.role == role] for role in ROLES)
+        left_out = {key for pool in pools for key in self.book.left_out(pool)}
         for link in self._links.values():
-            link.keep_out(self.of(link.key).kept_out)
+            link.keep_out(link.key in left_out)
 
     async def _try(self, link: EngineLink, breaker: Breaker) -> None:
         error = "it was not finished"

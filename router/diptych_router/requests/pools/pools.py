@@ -137,10 +137,10 @@ class Pools:
 
     def usable(self, link: EngineLink) -> bool:
         """Whether it may get new requests."""
-        revisions = self._serving.serving.revisions
+        revisions = self.serving.revisions
         if not link.open_to_work or (revisions and link.revision not in revisions):
             return False
-        return self._config.verify != "Required" or self._trusted(link)
+        return self._trusted(link)
 
     def _trusted(self, link: EngineLink) -> bool:
         """Verified, as far as the service wants that. A decode engine that has nobody to receive

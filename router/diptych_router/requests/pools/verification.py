@@ -37,7 +37,6 @@ class Verification:
         return self._trials.verified(link.epoch)
 
     def keep(self, links: Iterable[EngineLink]) -> None:
-        """Forget all engines but these."""
         self._trials.keep({link.epoch for link in links})
 
     def begin(self, links: Iterable[EngineLink]) -> None:
