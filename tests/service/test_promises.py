@@ -26,8 +26,8 @@ from diptych_protocol import (
 )
 from diptych_protocol.block_hashes import salt_of_tenant
 from diptych_router.requests.pool_client import PoolClient
+from diptych_router.telling.admin_port import router_report
 from diptych_router.telling.metrics import RouterMetrics
-from diptych_router.telling.report import router_report
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ROWS = 2

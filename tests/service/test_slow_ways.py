@@ -14,8 +14,8 @@ from service_kit import all_usable, engine_config, generate, healthy, make_route
 from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_frontend.core_client.curve import read_keys
 from diptych_router.requests.pool_client import PoolClient
+from diptych_router.telling.admin_port import router_report
 from diptych_router.telling.explanations import report_of
-from diptych_router.telling.report import router_report
 
 PROMPT = "The harbour master counts the ships that come in before the storm. " * 30
 MOVES = 8

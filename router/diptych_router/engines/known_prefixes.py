@@ -216,6 +216,7 @@ log = logging.getLogger(__name__)
 MAX_ENGINE_BLOCKS: Final = 2_000_000
 """An engine that reports more cached blocks is not believed, however many blocks it says it has."""
 MAX_ADAPTERS: Final = 1024
+"""An engine that reports more is not believed."""
 MAX_IN_VAIN: Final = 600
 """How many messages are ignored before the engine is asked for everything again: ten seconds of a
 busy engine's messages. Its last complete report was lost, or was not believed."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
-MAX_ADAPTERS: Final = 1024
-"""An engine that reports more is not believed."""
+from diptych_router.engines.known_prefixes import MAX_ADAPTERS
+
 EXPECTED_S: Final = 10.0
 """How long an adapter that was sent for counts as loaded, whatever the engine reports."""
 

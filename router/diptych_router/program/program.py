@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from starlette.types import ASGIApp
-
 from diptych_frontend.app import build_app
 from diptych_frontend.batches_api.service import BatchService, Manners
 from diptych_frontend.browsers.gate import BrowserRules
@@ -55,9 +53,8 @@ class Program:
     client: PoolClient
     explanations: Explanations
     metrics: ServerMetrics
-    app: ASGIApp
     leaving: Leaving
-    """The app in the form in which it is served, and how it drains."""
+    """The app, and how it drains."""
     certificate: Certificate | None
     """None for plain HTTP."""
 
@@ -98,7 +95,7 @@ async def started(config: RouterConfig, args: argparse.Namespace) -> AsyncIterat
     _collect_rarely()
     following = asyncio.create_task(follow(*(held for held in (keys, certificate) if held)))
     try:
-        yield Program(client, explanations, metrics, app, leaving, certificate)
+        yield Program(client, explanations, metrics, leaving, certificate)
     finally:
         following.cancel()
         if batches is not None:

@@ -95,11 +95,11 @@ def _of_health(model_name: str, pools: Pools) -> Iterator[Metric]:
     for link in pools.links.values():
         if not link.up:
             continue
-        health = pools.health.of(link.key)
+        found = pools.health.book.engines[link.key]
         own = (model_name, f"{link.role}/{link.name}")
         silent.add_metric(own, float(link.silent))
-        breaker.add_metric((*own, health.breaker.state), 1)
-        opened.add_metric(own, health.opened)
+        breaker.add_metric((*own, found.state), 1)
+        opened.add_metric(own, found.num_opened)
         for kind in Failure:
-            failures.add_metric((*own, kind), health.failures[kind])
+            failures.add_metric((*own, kind), found.failures[kind])
     yield from (silent, breaker, opened, failures)

@@ -35,7 +35,6 @@ from diptych_router.engines.engine_table import ROLES, Role
 from diptych_router.engines.health_book import FullEngines
 from diptych_router.engines.serving import Serving, ServingFile
 from diptych_router.requests.pools.health_watch import HealthWatch
-from diptych_router.requests.pools.verification import Verification
 
 log = logging.getLogger(__name__)
 
@@ -82,16 +81,15 @@ class Pools:
         self._followed: dict[str, int] = {}
         """Key -> which connection the engine was last greeted over: `EngineLink.times_up`."""
         self._age_at = 0.0
-        self._verification = Verification(self.release, self.spawn, self._changed)
-        self.canaries = self._verification.reports
         self.health = HealthWatch(
             self.links,
             self.usable,
             release=self.release,
             spawn=self.spawn,
             on_change=self._changed,
-            pairs=config.verify != "Off",
+            verifies=config.verify != "Off",
         )
+        self.canaries, self.verified = self.health.reports, self.health.verified
         self.went_badly = self.health.went_badly
         self.full = FullEngines(self._stats_of)
         """The engines that refused a request a moment ago, and have not reported room since."""
@@ -132,9 +130,6 @@ class Pools:
         """Return the engines of a pool that are up."""
         return [link for link in self.links.values() if link.role == role and link.up]
 
-    def verified(self, link: EngineLink) -> bool:
-        return self._verification.verified(link)
-
     def usable(self, link: EngineLink) -> bool:
         """Whether it may get new requests."""
         revisions = self.serving.revisions
@@ -145,7 +140,7 @@ class Pools:
     def _trusted(self, link: EngineLink) -> bool:
         """Verified, as far as the service wants that. A decode engine that has nobody to receive
         KV from needs no proof: it will compute the prompts itself."""
-        if self._config.verify != "Required" or self._verification.verified(link):
+        if self._config.verify != "Required" or self.verified(link):
             return True
         return link.role == "decode" and not any(p.open_to_work for p in self.of("prefill"))
 
@@ -185,7 +180,6 @@ class Pools:
         return link.stats if link is not None and link.up else None
 
     def take_prefixes(self, link: EngineLink, changes: PrefixChanges) -> None:
-        """Apply an engine's report of its cached prefixes."""
         most = link.description.num_blocks if link.description is not None else 0
         if not self.fleet.known.take(link.key, changes, most):
             link.follow_prefixes()
@@ -212,7 +206,6 @@ class Pools:
         return tuple(task for task in known[0] if all(task in tasks for tasks in known))
 
     def usable_engines(self) -> list[EngineDescription]:
-        """The descriptions of the usable engines of both pools."""
         return [
             link.description
             for link in self.links.values()
@@ -323,12 +316,9 @@ class Pools:
                 self.fleet.remove(key)
                 self._followed.pop(key, None)
                 self.health.book.forget(key)
-        self._verification.keep(self.links.values())
 
     def _changed(self) -> None:
         """Something is different: verify who is new, and tell."""
-        if self._config.verify != "Off":
-            self._verification.begin(self.links.values())
         self._greet()
         self._refresh_rows()
         self._doubt_late_readers()
