@@ -81,11 +81,6 @@ class PoolView:
     made: dict[str, Terms] = field(default_factory=dict)
     """Terms that a policy has computed for one duty, and needs for another one."""
 
-    @property
-    def any_able(self) -> bool:
-        """Whether any engine can take it."""
-        return bool((self.barred == 0).any())
-
 
 class Policy(Protocol):
     """Computes what engines cost a request."""
@@ -381,7 +376,7 @@ def _best_among(
     if d is None:
         return None
     found = p, d, float(onward.extra[d])
-    if not ways.differ:
+    if ways.token_s is None:
         return found
     d = second.best(theirs)
     back = None if d is None else ways.to_receiver(d)
@@ -395,7 +390,7 @@ def _best_among(
 def _why_alone(prefill: PoolView, disaggregate: Disaggregate) -> str:
     if disaggregate == "never":
         return "never disaggregated"
-    return "no prefill engine fits" if prefill.any_able else "no usable prefill engine"
+    return "no prefill engine fits" if (prefill.barred == 0).any() else "no usable prefill engine"
 
 
 def _pick_one(

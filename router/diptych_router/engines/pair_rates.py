@@ -96,11 +96,6 @@ class Ways(NamedTuple):
     lacking: Floats
     usual: Floats
 
-    @property
-    def differ(self) -> bool:
-        """Whether some take longer than others, as far as is known."""
-        return self.token_s is not None
-
     def from_sender(self, at: int) -> Pairing:
         """Return how much more or less the receivers cost if this one sends."""
         if self.token_s is None:

@@ -25,6 +25,7 @@ from diptych_protocol import (
 from diptych_protocol.admin import CanaryReport
 from diptych_protocol.wire import steady_time
 from diptych_router.engines.engine_link import EngineLink
+from diptych_router.engines.known_prefixes import BlockNamer
 from diptych_router.requests.pools.trials import (
     OUTPUT_TOKENS,
     complaint,
@@ -142,7 +143,7 @@ async def _cross(
     begin, num_tokens = time.monotonic(), report.prompt_tokens
     before = await _totals(decode)
     record = record_of(request, time.monotonic())
-    canary = RoutedRequest(request, num_tokens + OUTPUT_TOKENS, record)
+    canary = RoutedRequest(request, num_tokens + OUTPUT_TOKENS, record, BlockNamer())
     canary.place(prefill.key, Stage.PREFILL)
     for output in await prefill.complete(canary.prefill_request()):
         canary.absorb(output)
