@@ -135,7 +135,7 @@ class Pools:
         revisions = self.serving.revisions
         if not link.open_to_work or (revisions and link.revision not in revisions):
             return False
-        return self._trusted(link)
+        return self._config.verify != "Required" or self._trusted(link)
 
     def _trusted(self, link: EngineLink) -> bool:
         """Verified, as far as the service wants that. A decode engine that has nobody to receive
