@@ -73,8 +73,9 @@ def main() -> None:
     known, names, seconds = filled(args.blocks, args.engines)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     named, found = look_up(known, names)
-    print(f"{known.num_blocks} blocks of {args.engines} engines, told in {seconds:.1f} s")
-    print(f"index: {known.num_bytes / MIB:.0f} MiB, {known.num_bytes / known.num_blocks:.1f} bytes")
+    held = known.index.held
+    print(f"{held.num_blocks} blocks of {args.engines} engines, told in {seconds:.1f} s")
+    print(f"index: {held.num_bytes / MIB:.0f} MiB, {held.num_bytes / held.num_blocks:.1f} bytes")
     print(f"a block; the process at its peak, messages included: {peak / MIB:.0f} MiB")
     print(f"{PROMPT_TOKENS} tokens: {named:.2f} ms to hash, {found:.2f} ms to look up")
 

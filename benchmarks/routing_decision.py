@@ -39,7 +39,7 @@ def fleet(engines: int, policy: str) -> FleetTable:
         table.is_up(row, "same")
         row.report(statistics(random), 0, 0.0)
         held = [prefix(random.randrange(PREFIXES), BLOCKS).tobytes() for _ in range(2)]
-        table.take_prefixes(row.key, PrefixChanges(0, b"".join(held), whole=True), 2 * BLOCKS)
+        table.known.take(row.key, PrefixChanges(0, b"".join(held), whole=True), 2 * BLOCKS)
     return table
 
 

@@ -39,7 +39,7 @@ class Router:
             row["lends"] = True
             location = Location(zone=f"zone-{pod.zone}") if plan.zones.told else NOWHERE
             self.fleet.is_up(row, FINGERPRINT, pod.key, location)
-            self.fleet.take_prefixes(pod.key, PrefixChanges(0, whole=True), 0)
+            self.fleet.known.take(pod.key, PrefixChanges(0, whole=True), 0)
         self._caution = None if plan.promised_s is None else Caution(plan.promised_s)
         self.expected: FirstToken | None = None
         """When the first token of the request that was taken on last is expected."""
@@ -53,7 +53,7 @@ class Router:
         """
         if now >= self._age_at:
             self._age_at = now + EXPECTED_S
-            self.fleet.known.age()
+            self.fleet.known.index.age()
         view = replace(request.view, output_tokens=self._usual_output)
         decision = self.fleet.choose(view, now)
         if decision is not None:
@@ -106,7 +106,7 @@ class Router:
 
     def hear_prefixes(self, pod: Pod, news: PrefixChanges) -> None:
         """What a pod remembers, or will."""
-        self.fleet.take_prefixes(pod.key, news, pod.pool.limits.num_blocks)
+        self.fleet.known.take(pod.key, news, pod.pool.limits.num_blocks)
 
     def successor(self, now: float) -> str | None:
         """Who takes over when the planned decode engine is lost."""

@@ -8,7 +8,7 @@ import sys
 from diptych_frontend.openai.server import Site, listen, serve_sites
 from diptych_frontend.program import run_program
 from diptych_router.program.arguments import parse_arguments, read_config
-from diptych_router.program.program import drain_timeout_s, started
+from diptych_router.program.program import started
 from diptych_router.telling.admin_port import admin_app
 
 
@@ -31,7 +31,7 @@ async def run(args: argparse.Namespace) -> None:
         await serve_sites(
             *sites,
             drain=program.leaving.drain,
-            drain_timeout_s=drain_timeout_s(config, args),
+            drain_timeout_s=args.linger_seconds + config.drain_seconds,
             on_lag=program.metrics.loop_lag.observe,
         )
 

@@ -47,7 +47,7 @@ def remembering(request_id: str) -> Explanations:
     decision = Decision("p0", "d0", "cheapest pair", terms={"wait_s": 0.1, "compute_s": 0.2})
     facts = {"prefill": "pod-p0", "decode": "pod-d0"}
     records.chose(record, decision, facts, 0.0, 0.0)
-    return Explanations(records, policy="prefix_aware", disaggregate="auto")
+    return Explanations(records, str, policy="prefix_aware", disaggregate="auto")
 
 
 class ApiServer:
@@ -128,7 +128,7 @@ class Running(threading.Thread):
         for name, known in self._known.items():
             ports[name] = 0
             if known is not None:
-                app = build_admin_app(self._keys_dir, request_routes(known, str))
+                app = build_admin_app(self._keys_dir, request_routes(known))
                 site = Site(app, listen("127.0.0.1", 0))
                 ports[name] = site.listener.getsockname()[1]
                 serving.append(asyncio.create_task(serve_sites(site)))

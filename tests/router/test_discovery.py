@@ -11,6 +11,7 @@ import pytest
 from waits import PATIENCE_S
 
 from diptych_protocol import InvalidRequestError
+from diptych_router.engines import discovery
 from diptych_router.engines.discovery import parse_targets, resolve
 
 
@@ -44,6 +45,7 @@ async def test_a_resolver_that_is_silent_keeps_no_thread_from_others(
         return []
 
     monkeypatch.setattr(socket, "getaddrinfo", silent)
+    monkeypatch.setattr(discovery, "RESOLVE_TIMEOUT_S", PATIENCE_S)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     resolving = asyncio.create_task(resolve([("engines.example", 5)]))
     try:

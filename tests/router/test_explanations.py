@@ -34,9 +34,13 @@ from diptych_router.requests.request_record import (
     RequestRecord,
     Setback,
 )
-from diptych_router.telling.explained import MOST_CANDIDATES, MOST_CHARACTERS
-from diptych_router.telling.explanations import MOST_FOUND, Explanations
-from diptych_router.telling.metrics import PredictionMetrics, add_buckets
+from diptych_router.telling.explanations import (
+    MOST_CANDIDATES,
+    MOST_CHARACTERS,
+    MOST_FOUND,
+    Explanations,
+)
+from diptych_router.telling.metrics import add_buckets, of_predictions
 
 OUTPUT_TOKENS = 10.0
 
@@ -73,7 +77,9 @@ class Router:
 
     def __init__(self, **bounds: int) -> None:
         self.records, self.predictions = Records(**bounds), Predictions()
-        self.explanations = Explanations(self.records, policy="any", disaggregate="always")
+        self.explanations = Explanations(
+            self.records, lambda key: f"pod {key}", policy="any", disaggregate="always"
+        )
         self.open: dict[str, RequestRecord] = {}
 
     def begin(
@@ -110,7 +116,7 @@ class Router:
         self.records.ended(self.open[name], outcome, now)
 
     def ask(self, name: str = "r") -> list[RequestReport]:
-        return self.explanations.of(name, lambda key: f"pod {key}")
+        return self.explanations.explanation(name).requests
 
     def attempt(self) -> AttemptReport:
         return self.ask()[0].attempts[-1]
@@ -120,7 +126,7 @@ def counted(router: Router) -> dict[str, tuple[float, float]]:
     """Number and sum of the ratios, by histogram and pool."""
     values = {
         (sample.name, sample.labels.get("pool", "")): sample.value
-        for family in PredictionMetrics("m", router.predictions).collect()
+        for family in of_predictions("m", router.predictions)
         for sample in family.samples
     }
     return {
@@ -277,7 +283,7 @@ def test_a_tenants_request_is_found_behind_many_of_others_with_its_id() -> None:
     for number in range(MOST_FOUND):
         router.begin(f"other {number}", external="chosen", tenant="bob")
     for tenant, first in (("alice", "own"), ("bob", f"other {MOST_FOUND - 1}")):
-        told = router.explanations.explanation("chosen", str, tenant).requests
+        told = router.explanations.explanation("chosen", tenant).requests
         assert (told[0].core_id, {x.tenant for x in told}) == (first, {tenant})
     assert len(router.ask("chosen")) == MOST_FOUND
 
@@ -383,7 +389,7 @@ def test_a_request_is_found_under_every_name_that_users_see() -> None:
 def test_a_request_that_waits_says_so() -> None:
     router = Router()
     router.begin("r", "x" * 1000)
-    (request,) = router.explanations.of("r", str)
+    (request,) = router.explanations.explanation("r").requests
     assert request.request_id == "x" * MOST_CHARACTERS
     assert (request.waited_s, request.seconds, request.attempts) == (None, None, [])
     assert router.explanations.newest(1).requests[0].first_token_s is None

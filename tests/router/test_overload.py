@@ -104,7 +104,7 @@ async def test_another_engine_is_tried_before_and_the_full_one_is_spared_until_i
         # A canary under way would take the decode engine's only place.
         await eventually(lambda: all(map(client.pools.verified, client.pools.links.values())))
         async with full(busy):
-            links["prefill-1"].open_tokens += 1000  # so that the busy one is asked first
+            links["prefill-1"].row["open_tokens"] += 1000  # so that the busy one is asked first
             outputs = [await generate(client, PROMPT) for _ in range(2)]
         ways = [(x.metrics["prefill"], x.metrics["attempts"]) for x in outputs]
         assert ways == [("prefill-1", 2), ("prefill-1", 1)]

@@ -163,14 +163,14 @@ def of_another_revision() -> Fleet:
     fleet = busy_holder(1.0)
     fleet.table.is_up(fleet.rows["p0"], "other")
     snapshot = PrefixChanges(0, chain(0, 500).tobytes(), whole=True)
-    fleet.table.take_prefixes("p0", snapshot, 10_000)
+    fleet.table.known.take("p0", snapshot, 10_000)
     return fleet
 
 
 def only_expected() -> Fleet:
     """The engine computes it at this moment."""
     fleet = busy_holder(1.0)
-    fleet.table.take_prefixes("p0", PrefixChanges(2, removed=chain(0, 500).tobytes()), 10_000)
+    fleet.table.known.take("p0", PrefixChanges(2, removed=chain(0, 500).tobytes()), 10_000)
     fleet.table.known.expect(["p0"], chain(0, 500))
     return fleet
 

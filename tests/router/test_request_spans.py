@@ -12,8 +12,8 @@ from diptych_protocol import EngineCoreOutput, RequestJourneyEvent
 from diptych_protocol import RequestJourneyEventType as Station
 from diptych_router.choosing.policy import Decision
 from diptych_router.requests.records import Records
-from diptych_router.requests.request_record import MOST_STATIONS, Predictions, Setback
-from diptych_router.telling.request_spans import MAX_TEXT, SpanFacts, request_attributes, spans_of
+from diptych_router.requests.request_record import MOST_STATIONS, MOST_TEXT, Predictions, Setback
+from diptych_router.telling.request_spans import SpanFacts, request_attributes, spans_of
 
 PAIR = Decision("p", "d", "least loaded"), {"prefill": "p", "decode": "d"}
 ALONE = Decision(None, "d", "no prefill engine"), {"prefill": "d", "decode": "d"}
@@ -249,4 +249,4 @@ def test_texts_are_cut() -> None:
     request = core_request("r", [1, 2, 3], external_req_id="x" * 5000)
     for span in spans_of(told.record, 0.0, request_attributes(request, "model")):
         for text in (span.error, span.engine, *span.attributes.values()):
-            assert not isinstance(text, str) or len(text) <= MAX_TEXT
+            assert not isinstance(text, str) or len(text) <= MOST_TEXT

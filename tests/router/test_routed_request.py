@@ -15,6 +15,7 @@ from diptych_protocol import (
     SamplingParams,
 )
 from diptych_protocol.wire import ErrorKind
+from diptych_router.engines.known_prefixes import BlockNamer
 from diptych_router.requests.records import record_of
 from diptych_router.requests.request_record import Setback
 from diptych_router.requests.routed_request import (
@@ -33,7 +34,7 @@ def routed(prompt: int = 10, max_model_len: int = 100, **params: Any) -> RoutedR
         "r", list(range(prompt)), None, SamplingParams(**{"max_tokens": 5, **params}),
         None, 2, 0.0, None, None, None,
     )  # fmt: skip
-    return RoutedRequest(request, max_model_len, record_of(request, 0.0))
+    return RoutedRequest(request, max_model_len, record_of(request, 0.0), BlockNamer())
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from diptych_protocol import (
     RouterConfig,
 )
 from diptych_protocol import RequestJourneyEventType as Station
+from diptych_router.program.program import start_router_tracer
 from diptych_router.telling.router_tracer import RouterTracer
-from diptych_router.telling.tracing import start_router_tracer
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACE_PARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"

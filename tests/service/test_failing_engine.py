@@ -14,7 +14,8 @@ from service_kit import all_usable, cores, engine_config, generate, link_of, rou
 
 from diptych.status import read_health
 from diptych_router.engines.health_book import State
-from diptych_router.telling.report import HealthCollector, router_report
+from diptych_router.telling.admin_port import router_report
+from diptych_router.telling.metrics import RouterMetrics
 
 MOODY = "engine_kit.failing_executor:MoodyExecutor"
 PROMPT = "The lighthouse keeper climbed the stairs, and"
@@ -42,7 +43,7 @@ async def test_an_engine_that_fails_is_left_out_and_taken_in_again(
         async with routing(smollm2, keys_dir, prefill, decode) as client:
             await all_usable(client, 4)
             failing = link_of(client, started[names.index(bad)])
-            health = client.pools.health.of(failing.key)
+            breaker = client.pools.health.book.engines[failing.key]
             whole = await generate(client, PROMPT, max_tokens=8)
             mood.touch()
             for _ in range(40):
@@ -54,14 +55,14 @@ async def test_an_engine_that_fails_is_left_out_and_taken_in_again(
             begun = await generate(client, PROMPT, max_tokens=8)
             assert bad not in (begun.metrics["prefill"], begun.metrics["decode"])
             assert begun.metrics["attempts"] == 1
-            await eventually(lambda: health.breaker.badness()[0] > 1)  # a canary failed
+            await eventually(lambda: breaker.badness()[0] > 1)  # a canary failed
             [told] = [e for e in router_report(client).engines if e.engine_id == failing.name]
-            assert (told.breaker, told.kept_out, told.failures) == ("open", True, health.failures)
+            assert (told.breaker, told.kept_out, told.failures) == ("open", True, breaker.failures)
             registry = CollectorRegistry()
-            registry.register(HealthCollector("m", client.pools))
+            registry.register(RouterMetrics(client))
             text = generate_latest(registry).decode()
             assert read_health(text)[bad] == "failing"
             assert f'engine_failures_total{{engine="{failing.role}/{bad}",kind="error"' in text
             mood.unlink()
-            await eventually(lambda: health.breaker.state is State.CLOSED)
+            await eventually(lambda: breaker.state is State.CLOSED)
             assert not failing.kept_out

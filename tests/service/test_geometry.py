@@ -16,7 +16,7 @@ from model_kit.sensitive_model import ANSWER_TOKENS, Question, questions, save_s
 from service_kit import cores, engine_config, generate, healthy, routing
 
 from diptych_protocol import KVTransferConfig, TokensPrompt
-from diptych_router.telling.report import router_report
+from diptych_router.telling.admin_port import router_report
 
 GEOMETRIES: list[Geometry] = [(16, 1), (32, 1), (16, 2)]
 """Block size, ranks."""

@@ -67,7 +67,7 @@ async def service(smollm2: str, keys_dir: Path) -> AsyncIterator[Service]:
 
 
 def remembered_blocks(router: PoolClient) -> int:
-    return router.pools.fleet.known.num_blocks
+    return router.pools.fleet.known.index.held.num_blocks
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,8 @@ async def test_what_engines_forget_the_router_forgets(service: Service, eventual
     instructions = INSTRUCTIONS[0]
     await generate(service.router, instructions, max_tokens=1)
     await eventually(lambda: max(known_to_be_remembered(service, instructions)) > 0)
-    pools.fleet.known.age()
-    pools.fleet.known.age()  # what was sent a moment ago counts no more
+    pools.fleet.known.index.age()
+    pools.fleet.known.index.age()  # what was sent a moment ago counts no more
     for engine in (*service.prefill, service.decode):
         await eventually(engine.reset_prefix_cache)  # once nothing is lent any more
     report = await run_canary(pools.of("prefill")[0], pools.of("decode")[0], pools.release)

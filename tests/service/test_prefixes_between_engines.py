@@ -16,7 +16,7 @@ from diptych_protocol import TokensPrompt
 from diptych_protocol.admin import EngineReport
 from diptych_router.choosing.policy import Decision, RequestView
 from diptych_router.requests.pool_client import PoolClient
-from diptych_router.telling.report import router_report
+from diptych_router.telling.admin_port import router_report
 
 
 def send_by_way_of(client: PoolClient, prefill: Core, holder: Core | None) -> None:

@@ -26,8 +26,8 @@ from diptych_protocol import (
 )
 from diptych_protocol.block_hashes import salt_of_tenant
 from diptych_router.requests.pool_client import PoolClient
-from diptych_router.telling.metrics import PromiseCollector
-from diptych_router.telling.report import router_report
+from diptych_router.telling.admin_port import router_report
+from diptych_router.telling.metrics import RouterMetrics
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ROWS = 2
@@ -152,9 +152,10 @@ async def test_requests_that_would_be_late_are_refused_at_once_and_counted(
         assert counts["inter_token", "kept"] >= 2
         assert sum(client.table.promises.counts.values()) > before + 3
         metrics = ServerMetrics("m")
-        metrics.registry.register(PromiseCollector("m", client.table.promises))
-        labels = '{model_name="m",outcome="refused",pool="decode",promise="first_token"}'
-        assert f"diptych:promises_total{labels} 3.0" in metrics.exposition("")[0].decode()
+        metrics.registry.register(RouterMetrics(client))
+        labels = 'outcome="refused",pool="decode",promise="first_token"'
+        line = f'diptych:promises_total{{model_name="{client.model_name}",{labels}}} 3.0'
+        assert line in metrics.exposition("")[0].decode()
 
 
 async def test_a_key_with_many_requests_at_one_router_leaves_turns_to_a_key_at_another(

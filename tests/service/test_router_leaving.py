@@ -23,7 +23,7 @@ from service_kit import (
 
 from diptych_router.engines.engine_link import EngineLink
 from diptych_router.requests.pool_client import PoolClient
-from diptych_router.telling.report import router_report
+from diptych_router.telling.admin_port import router_report
 
 PROMPTS = [
     f"Chapter {number}. The lighthouse keeper climbed the stairs every evening, and "
@@ -68,11 +68,11 @@ async def streams_at(client: PoolClient, link: EngineLink, eventually: Any) -> l
     """Streams that decode at one engine, because its twin looks busy when they begin."""
     twins = [x for x in client.pools.of("decode") if x is not link]
     for twin in twins:
-        twin.open_tokens += 1_000_000
+        twin.row["open_tokens"] += 1_000_000
     streams = [Streaming(client, prompt, LENGTH) for prompt in PROMPTS]
     await eventually(lambda: all(len(s.token_ids) > 5 for s in streams))
     for twin in twins:
-        twin.open_tokens -= 1_000_000
+        twin.row["open_tokens"] -= 1_000_000
     return streams
 
 
@@ -151,7 +151,7 @@ async def test_what_only_waits_at_a_draining_engine_begins_again_elsewhere(
             await all_usable(client, 3)
             wanted = await expected(client, known)
             leaving, twin = link_of(client, narrow), link_of(client, wide)
-            twin.open_tokens += 1_000_000
+            twin.row["open_tokens"] += 1_000_000
             streams = [Streaming(client, prompt, LENGTH) for prompt in PROMPTS]
             await eventually(lambda: sum(len(s.token_ids) for s in streams) > 10)
 
@@ -160,7 +160,7 @@ async def test_what_only_waits_at_a_draining_engine_begins_again_elsewhere(
                 return (stats.num_running, stats.num_waiting) == (1, 1)
 
             await eventually(one_waits)
-            twin.open_tokens -= 1_000_000
+            twin.row["open_tokens"] -= 1_000_000
             await leaving.client.call("drain")
             assert [await stream.done() for stream in streams] == wanted
             assert leaving.open_tokens == twin.open_tokens == 0

@@ -16,7 +16,7 @@ from waits import PATIENCE_S
 from diptych_frontend.core_client.curve import new_keys, read_keys
 from diptych_protocol import EngineOverloadedError, KVTransferConfig
 from diptych_router.choosing.fleet_table import FOR_A_PAIR
-from diptych_router.telling.report import router_report
+from diptych_router.telling.admin_port import router_report
 
 NOBODY = "127.0.0.1:1"
 """An address where no engine is."""

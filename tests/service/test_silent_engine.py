@@ -47,14 +47,14 @@ class Service:
     async def stream_at_first(self, max_tokens: int) -> Streaming:
         """A stream that the first decode engine decodes."""
         _, other = self.links()
-        other.open_tokens += 1_000_000
+        other.row["open_tokens"] += 1_000_000
         stream = Streaming(self.client, PROMPT, max_tokens)
         try:
             async with asyncio.timeout(60.0):
                 while len(stream.token_ids) < 3:
                     await asyncio.sleep(0.01)
         finally:
-            other.open_tokens -= 1_000_000
+            other.row["open_tokens"] -= 1_000_000
         return stream
 
 

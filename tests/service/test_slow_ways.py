@@ -14,8 +14,8 @@ from service_kit import all_usable, engine_config, generate, healthy, make_route
 from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_frontend.core_client.curve import read_keys
 from diptych_router.requests.pool_client import PoolClient
-from diptych_router.telling.explained import report_of
-from diptych_router.telling.report import router_report
+from diptych_router.telling.admin_port import router_report
+from diptych_router.telling.explanations import report_of
 
 PROMPT = "The harbour master counts the ships that come in before the storm. " * 30
 MOVES = 8
@@ -33,7 +33,7 @@ def forget_what_was_sent(router: PoolClient) -> None:
     """For some seconds a router expects that an engine remembers what it was sent. The decode
     engine does not, so its prompt has to be handed over each time."""
     for _ in range(2):
-        router.pools.fleet.known.age()
+        router.pools.fleet.known.index.age()
 
 
 def rates(router: PoolClient) -> dict[str, float]:

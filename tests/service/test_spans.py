@@ -258,7 +258,7 @@ async def test_an_attempt_that_failed_and_the_next_one_are_one_trace(
     """The decode engine is killed in the middle of a stream."""
     _, lost, twin = engines
     async with traced(smollm2, keys_dir, collector[0], engines) as (client, _):
-        link_of(client, twin).open_tokens += 1_000_000
+        link_of(client, twin).row["open_tokens"] += 1_000_000
         stream = Streaming(client, PROMPT, 100)
         await eventually(lambda: len(stream.token_ids) > 5)
         lost.signal(signal.SIGKILL)

@@ -27,6 +27,7 @@ from diptych_frontend.text.renderer import TextRenderer
 from diptych_protocol import RouterConfig, SamplingParams
 from diptych_router.engines.discovery import parse_targets
 from diptych_router.engines.engine_link import key_of
+from diptych_router.engines.known_prefixes import BlockNamer
 from diptych_router.requests.pool_client import PoolClient
 from diptych_router.requests.records import record_of
 from diptych_router.requests.routed_request import RoutedRequest
@@ -269,7 +270,7 @@ async def test_prompts_go_where_their_beginning_is_remembered(
         found = []
         for text in texts:
             asked = router.input_processor.process("q", text, SamplingParams(max_tokens=1))
-            view = RoutedRequest(asked, CONTEXT, record_of(asked, 0.0)).view
+            view = RoutedRequest(asked, CONTEXT, record_of(asked, 0.0), BlockNamer()).view
             decision = router.pools.choose(view)
             assert decision is not None
             known = decision.to_compute < view.prompt_tokens / 2

@@ -31,7 +31,7 @@ from diptych_router.requests.pool_client import PoolClient
 from diptych_router.requests.records import MOST_REQUESTS
 from diptych_router.telling.admin_port import admin_app
 from diptych_router.telling.explanations import Explanations
-from diptych_router.telling.metrics import PredictionMetrics
+from diptych_router.telling.metrics import RouterMetrics
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -82,8 +82,10 @@ async def service(smollm2: str, keys_dir: Path) -> AsyncIterator[Service]:
     )
     router.start()
     metrics = ServerMetrics(router.model_name, router.stats_by_engine)
-    metrics.registry.register(PredictionMetrics(router.model_name, router.table.predictions))
-    known = Explanations(router.table.records, policy="prefix_aware", disaggregate="always")
+    metrics.registry.register(RouterMetrics(router))
+    known = Explanations(
+        router.table.records, router.name_of, policy="prefix_aware", disaggregate="always"
+    )
     admin = admin_app(router, known, keys_dir)
     sites = [
         Site(app, listen("127.0.0.1", free_port()))

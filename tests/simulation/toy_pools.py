@@ -133,10 +133,10 @@ class Fleet:
         for row in self.rows.values():
             row["block_size"] = SIZE
             row.report(idle(), 0, 0.0)
-            self.table.take_prefixes(row.key, PrefixChanges(0, whole=True), 10_000)
+            self.table.known.take(row.key, PrefixChanges(0, whole=True), 10_000)
 
     def remembers(self, key: str, keys: Keys) -> None:
-        self.table.take_prefixes(key, PrefixChanges(1, keys.tobytes()), 10_000)
+        self.table.known.take(key, PrefixChanges(1, keys.tobytes()), 10_000)
 
     def go(self, view: RequestView, now: float = 0.0) -> tuple[str | None, str]:
         """Choose, and place it there."""

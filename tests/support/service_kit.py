@@ -38,9 +38,9 @@ from diptych_protocol import (
 )
 from diptych_router.engines.discovery import parse_targets
 from diptych_router.engines.engine_link import EngineLink, ReadKeys
+from diptych_router.program.program import start_router_tracer
 from diptych_router.requests.pool_client import PoolClient
-from diptych_router.telling.report import router_report
-from diptych_router.telling.tracing import start_router_tracer
+from diptych_router.telling.admin_port import router_report
 
 NUM_BLOCKS = 256
 

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 
 from diptych_protocol.router_settings import Disaggregate
-from diptych_protocol.wire import PrefixChanges
 from diptych_router.choosing.first_token import FirstToken, expected
 from diptych_router.choosing.policy import (
     TOO_MUCH,
@@ -113,10 +112,6 @@ class FleetTable:
             self._fingerprints = kept | {fingerprint: float(next(self._numbers))}
         return self._fingerprints[fingerprint]
 
-    def take_prefixes(self, key: str, changes: PrefixChanges, most_blocks: int) -> bool:
-        """Apply an engine's report of its blocks; see `KnownPrefixes.take`."""
-        return self.known.take(key, changes, most_blocks)
-
     # --- decisions ----------------------------------------------------------------------------
 
     def choose(
@@ -206,8 +201,6 @@ class FleetTable:
         return successor(self._policy, engines, number, self._draw)
 
     def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
-        """Return when the first token is expected after this choice; None if too
-        little is known."""
         known = self._rows.get(decision.prefill or decision.decode)
         if known is None or not (known[1]["told_steps"] or self._rates.steps.told):
             return None
@@ -215,7 +208,6 @@ class FleetTable:
         return expected(decision.terms, queued, of_tenants, request.tenant, decision.to_compute)
 
     def placed(self, request: RequestView, decision: Decision, now: float) -> None:
-        """Record that a request goes to these engines, which will have the KV of its prompt."""
         computes = decision.prefill or decision.decode
         naming_of: dict[BlockNaming, list[str]] = {}
         for key in dict.fromkeys((decision.decode, computes)):

@@ -81,11 +81,6 @@ class PoolView:
     made: dict[str, Terms] = field(default_factory=dict)
     """Terms that a policy has computed for one duty, and needs for another one."""
 
-    @property
-    def any_able(self) -> bool:
-        """Whether any engine can take it."""
-        return bool((self.barred == 0).any())
-
 
 class Policy(Protocol):
     """Computes what engines cost a request."""
@@ -121,9 +116,9 @@ class Priced:
         self,
         policy: Policy,
         request: RequestView,
+        draw: Draw,
         duty: Duty,
         engines: PoolView,
-        draw: Draw,
     ) -> None:
         self.engines, self.duty = engines, duty
         self.rows = engines.table.rows
@@ -221,6 +216,7 @@ class Priced:
         return max(1.0, self._prompt_tokens - max(float(self.engines.cached[at]), fetched))
 
 
+_Price = Callable[[Duty, PoolView], Priced]
 _Picked = tuple[Priced, int]
 """An engine of some, by its place."""
 _Places = tuple[int, int, float]
@@ -265,14 +261,15 @@ def choose(
     disaggregate: whether a pair is chosen if there is one. auto: if it costs less than the decode
     engine alone, as far as the policy can tell; always; never.
     """
+    price = partial(Priced, policy, request, draw)
     if request.prefill_only:
-        return _pick_one(policy, request, prefill, decode, draw)
+        return _pick_one(policy, price, prefill, decode)
     pair = None
     if disaggregate != "never":
-        pair = _pick_pair(policy, request, prefill, decode, draw, pairs)
+        pair = _pick_pair(price, prefill, decode, pairs)
         if pair is not None and (disaggregate == "always" or not policy.compares_duties):
             return _pair(policy, pair)
-    alone = Priced(policy, request, "both", decode, draw)
+    alone = price("both", decode)
     at = alone.best()
     if pair is None:
         why = _why_alone(prefill, disaggregate)
@@ -287,7 +284,7 @@ def choose(
 def successor(policy: Policy, decode: PoolView, fingerprint: float, draw: Draw) -> str | None:
     """Return the decode engine that should take over KV of this fingerprint; None if no usable one
     fits."""
-    priced = Priced(policy, RequestView(), "decode", decode, draw)
+    priced = Priced(policy, RequestView(), draw, "decode", decode)
     chosen = priced.best(decode.table.column["fingerprint"] == fingerprint)
     return None if chosen is None else decode.table.rows[chosen].key
 
@@ -302,18 +299,12 @@ def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, fl
 
 
 def _pick_pair(
-    policy: Policy,
-    request: RequestView,
-    prefill: PoolView,
-    decode: PoolView,
-    draw: Draw,
-    pairs: PairRates | None,
+    price: _Price, prefill: PoolView, decode: PoolView, pairs: PairRates | None
 ) -> tuple[_Picked, _Picked] | None:
     """The cheapest pair among the engines that fit together."""
     if not prefill.table.rows:
         return None
-    first = Priced(policy, request, "prefill", prefill, draw)
-    second = Priced(policy, request, "decode", decode, draw)
+    first, second = price("prefill", prefill), price("decode", decode)
     ways = None
     if (
         pairs is not None
@@ -385,7 +376,7 @@ def _best_among(
     if d is None:
         return None
     found = p, d, float(onward.extra[d])
-    if not ways.differ:
+    if ways.token_s is None:
         return found
     d = second.best(theirs)
     back = None if d is None else ways.to_receiver(d)
@@ -399,24 +390,20 @@ def _best_among(
 def _why_alone(prefill: PoolView, disaggregate: Disaggregate) -> str:
     if disaggregate == "never":
         return "never disaggregated"
-    return "no prefill engine fits" if prefill.any_able else "no usable prefill engine"
+    return "no prefill engine fits" if (prefill.barred == 0).any() else "no usable prefill engine"
 
 
 def _pick_one(
-    policy: Policy,
-    request: RequestView,
-    prefill: PoolView,
-    decode: PoolView,
-    draw: Draw,
+    policy: Policy, price: _Price, prefill: PoolView, decode: PoolView
 ) -> Decision | None:
     """The engine for a request that is nothing but a prefill: one of the prefill pool, or else of
     the decode pool."""
-    first = Priced(policy, request, "prefill", prefill, draw)
+    first = price("prefill", prefill)
     at = first.best()
     if at is not None:
         reason = f"{policy.reason} prefill engine"
         return _one(first, at, reason, (first,), of_prefill=True)
-    second = Priced(policy, request, "prefill", decode, draw)
+    second = price("prefill", decode)
     at = second.best()
     reason = "no usable prefill engine: prompt computed by a decode engine"
     return None if at is None else _one(second, at, reason, (second,))

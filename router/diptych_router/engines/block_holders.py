@@ -285,11 +285,6 @@ class BlockHolders:
         """The memory of the table and the sets."""
         return self._table.num_places * BYTES_PER_PLACE + self._sets.num_bytes
 
-    @property
-    def num_sets(self) -> int:
-        """The number of different sets of engines, including unused ones."""
-        return len(self._sets.bits)
-
     def _change(
         self, places: NDArray[np.intp], old: NDArray[np.uint32], new: NDArray[np.uint32]
     ) -> int:

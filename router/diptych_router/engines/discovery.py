@@ -41,31 +41,27 @@ def parse_targets(text: str) -> list[Target]:
 async def resolve(targets: list[Target]) -> set[str] | None:
     """Return the ZMQ endpoints behind all targets.
 
-    A name that does not exist (yet) stands for no address. None: the resolver itself failed, so
-    that an outage of DNS does not look like an empty pool.
+    A name that does not exist (yet) stands for no address. None: the resolver itself failed, or
+    does not answer, so that an outage of DNS does not look like an empty pool.
     """
-    loop = asyncio.get_running_loop()
     endpoints: set[str] = set()
-    for host, port in targets:
-        try:
-            infos = await loop.run_in_executor(
-                _resolvers, partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-            )
-        except socket.gaierror as exc:
-            if exc.errno not in (socket.EAI_NONAME, socket.EAI_NODATA):
-                log.debug("cannot resolve %s: %s", host, exc)
-                return None
-            continue
-        for family, _, _, _, address in infos:
-            ip = f"[{address[0]}]" if family == socket.AF_INET6 else address[0]
-            endpoints.add(f"tcp://{ip}:{port}")
+    try:
+        async with asyncio.timeout(RESOLVE_TIMEOUT_S):
+            for host, port in targets:
+                endpoints |= await _addresses(host, port)
+    except (socket.gaierror, TimeoutError) as exc:
+        log.debug("cannot resolve %s: %s", targets, exc)
+        return None
     return endpoints
 
 
-async def resolve_soon(targets: list[Target]) -> set[str] | None:
-    """Do the same as `resolve`; also None if that takes longer than `RESOLVE_TIMEOUT_S`."""
+async def _addresses(host: str, port: int) -> set[str]:
+    look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     try:
-        async with asyncio.timeout(RESOLVE_TIMEOUT_S):
-            return await resolve(targets)
-    except TimeoutError:
-        return None
+        infos = await asyncio.get_running_loop().run_in_executor(_resolvers, look_up)
+    except socket.gaierror as exc:
+        if exc.errno in (socket.EAI_NONAME, socket.EAI_NODATA):
+            return set()
+        raise
+    ips = (f"[{at[0]}]" if family == socket.AF_INET6 else at[0] for family, _, _, _, at in infos)
+    return {f"tcp://{ip}:{port}" for ip in ips}

@@ -132,10 +132,6 @@ class EngineLink:
         """Tokens of work that this router has open or planned here."""
         return int(self.row["open_tokens"])
 
-    @open_tokens.setter
-    def open_tokens(self, tokens: int) -> None:
-        self.row["open_tokens"] = tokens
-
     @property
     def open_to_work(self) -> bool:
         """Whether it is up, and neither discovery nor the engine itself excludes it."""
@@ -147,7 +143,6 @@ class EngineLink:
 
     @property
     def withdrawn(self) -> bool:
-        """Whether it is draining or paused, so that new requests would wait there."""
         return self.stats.draining or self.stats.paused
 
     @property
@@ -176,7 +171,6 @@ class EngineLink:
 
     @property
     def location(self) -> Location:
-        """The node and zone that it reports."""
         about = self.description
         if about is None:
             return NOWHERE
@@ -184,8 +178,6 @@ class EngineLink:
 
     @property
     def lends(self) -> KVTransferParams | None:
-        """The parameters that all leases of this engine have in common; None if it lends nothing,
-        or does not answer now."""
         return self._lends if self.description is not None else None
 
     def close(self) -> None:

@@ -67,13 +67,6 @@ class FleetRates:
         self.steps = LearnedRates(STEP_PRIOR, FLEET_PRIOR_S)
         self.trips = LearnedRates(TRIP_PRIOR, FLEET_PRIOR_S)
         self.adapters = LearnedRates(ADAPTER_PRIOR, FLEET_PRIOR_S)
-        self._step_prior, self._trip_prior = np.array(STEP_PRIOR), np.array(TRIP_PRIOR)
-
-    def saw_steps(self, amounts: tuple[float, ...], seconds: float) -> None:
-        self.steps.saw(amounts, seconds, self._step_prior)
-
-    def saw_trips(self, amounts: tuple[float, ...], seconds: float) -> None:
-        self.trips.saw(amounts, seconds, self._trip_prior)
 
 
 class EngineTable:
@@ -133,7 +126,6 @@ class EngineTable:
         return row
 
     def remove(self, row: EngineRow) -> None:
-        """Remove an engine."""
         self._set_columns(np.delete(self.columns, row.at, axis=1))
         self.places = np.delete(self.places, row.at)
         self.identities = np.delete(self.identities, row.at)
@@ -278,8 +270,6 @@ class EngineRow:
         column[self.at] = value
 
     def charge(self, tokens: int, planned: int = 0) -> None:
-        """Count so many more tokens of work as open there, and so many more requests as planned to
-        decode there; negative: fewer."""
         columns, at = self._table.columns, self.at
         columns[_OPEN_TOKENS, at] += tokens
         if planned:
@@ -380,7 +370,7 @@ class EngineRow:
         if steps[0] > 0 and seconds > 0:
             prompt_s = steps[1] * float(self._table.columns[_PROMPT_TOKEN, self.at])
             self._table.computed(min(max(prompt_s, 0.0), seconds), now)
-            fleet.saw_steps(steps, seconds)
+            fleet.steps.saw(steps, seconds)
             self._steps.saw(steps, seconds, fleet.steps.rates)
         before, after = last.kv_transfer, stats.kv_transfer
         if before is not None and after is not None:
@@ -392,12 +382,12 @@ class EngineRow:
             seconds = after.seconds_receiving - before.seconds_receiving
             seconds += after.prefix_seconds - before.prefix_seconds
             if trips[0] > 0 and seconds > 0:
-                fleet.saw_trips(trips, seconds)
+                fleet.trips.saw(trips, seconds)
                 self._trips.saw(trips, seconds, fleet.trips.rates)
         loads = (stats.adapters_loaded - last.adapters_loaded,)
         seconds = stats.seconds_loading_adapters - last.seconds_loading_adapters
         if loads[0] > 0 and seconds > 0:
-            fleet.adapters.saw(loads, seconds, np.array(ADAPTER_PRIOR))
+            fleet.adapters.saw(loads, seconds)
             self._adapters.saw(loads, seconds, fleet.adapters.rates)
         if stats.steps != last.steps:
             self._take_over("told_steps", _STEP_RATES, self._steps)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from diptych_protocol import SchedulerStats
@@ -32,9 +31,22 @@ class State(enum.StrEnum):
     """A canary is running."""
 
 
+class Failure(enum.StrEnum):
+    """The kinds of an engine's failures."""
+
+    ERROR = "error"
+    """It failed with a request that another engine then served."""
+    LOST = "lost"
+    """Its connection or its process ended during requests."""
+    HANG = "hang"
+    """It kept requests while its loop was silent."""
+    LATE = "late"
+    """It missed the deadline of a first token."""
+
+
 class Breaker:
-    """The outcomes of one engine. If it fails too often, it gets no requests until a canary
-    succeeds.
+    """The outcomes of one engine, and its history. If it fails too often, it gets no requests until
+    a canary succeeds.
 
         CLOSED ──most outcomes are failures──▶ OPEN ──time is up──▶ a canary is due
           ▲                                      ▲                        │
@@ -47,6 +59,9 @@ class Breaker:
 
     def __init__(self, now: float) -> None:
         self.state = State.CLOSED
+        self.failures = Counter[Failure]()
+        self.num_opened = 0
+        """How often failures of requests opened it."""
         self._well = self._badly = 0.0
         self._at = now
         """Until when both have faded."""
@@ -69,6 +84,7 @@ class Breaker:
         if now > self._until + FORGIVEN_S:
             self._times_opened = 0
         self._open(now)
+        self.num_opened += 1
         return True
 
     def canary_due(self, now: float) -> bool:
@@ -101,80 +117,48 @@ threshold, which has the same default ("Panic threshold" in Envoy's documentatio
 balancing)."""
 
 
-class Failure(enum.StrEnum):
-    """The kinds of an engine's failures."""
-
-    ERROR = "error"
-    """It failed with a request that another engine then served."""
-    LOST = "lost"
-    """Its connection or its process ended during requests."""
-    HANG = "hang"
-    """It kept requests while its loop was silent."""
-    LATE = "late"
-    """It missed the deadline of a first token."""
-
-
-@dataclass(slots=True)
-class EngineHealth:
-    """One engine's breaker, and its history."""
-
-    breaker: Breaker
-    failures: Counter[Failure] = field(default_factory=Counter)
-    opened: int = 0
-    """How often its breaker opened."""
-    kept_out: bool = False
-    """Whether it gets no requests while others of its pool can take them."""
-
-
 class HealthBook:
     """Health by the keys of engines, so that a restart at the same address does not clear it."""
 
     def __init__(self) -> None:
-        self.engines: dict[str, EngineHealth] = {}
+        self.engines: dict[str, Breaker] = {}
 
     def add(self, key: str, now: float) -> None:
-        """Add a new address."""
-        self.engines[key] = EngineHealth(Breaker(now))
+        self.engines[key] = Breaker(now)
 
     def forget(self, key: str) -> None:
-        """Forget an address that discovery no longer names."""
         self.engines.pop(key, None)
 
     def went_well(self, keys: Iterable[str], now: float) -> None:
         """Record that engines have done their parts of a request; unknown ones are ignored."""
         for key in keys:
-            health = self.engines.get(key)
-            if health is not None:
-                health.breaker.well(now)
+            breaker = self.engines.get(key)
+            if breaker is not None:
+                breaker.well(now)
 
     def went_badly(self, key: str, failure: Failure, now: float) -> bool:
-        """Record a failure. True if that opens the engine's breaker: call `sort_out` then."""
-        health = self.engines.get(key)
-        if health is None:
+        """Record a failure. True if that opens the engine's breaker: see `left_out` then."""
+        breaker = self.engines.get(key)
+        if breaker is None:
             return False
-        health.failures[failure] += 1
-        opens = health.breaker.badly(now)
-        health.opened += opens
-        return opens
+        breaker.failures[failure] += 1
+        return breaker.badly(now)
 
     def canaries_due(self, keys: Collection[str], now: float) -> list[str]:
         """Return those of these engines to try now; report each to `Breaker.canary_ended`."""
         return [
-            key
-            for key, health in self.engines.items()
-            if key in keys and health.breaker.canary_due(now)
+            key for key, breaker in self.engines.items() if key in keys and breaker.canary_due(now)
         ]
 
-    def sort_out(self, pools: Iterable[Sequence[str]]) -> None:
-        """Decide which engines are excluded. pools: the keys of the usable engines of each pool."""
-        for health in self.engines.values():
-            health.kept_out = False
-        for keys in pools:
-            known = [self.engines[key] for key in keys if key in self.engines]
-            open_now = [x for x in known if x.breaker.state is not State.CLOSED]
-            open_now.sort(key=lambda health: health.breaker.badness(), reverse=True)
-            for health in open_now[: int(MOST_OUT * len(keys))]:
-                health.kept_out = True
+    def left_out(self, pool: Sequence[str]) -> list[str]:
+        """Return the engines that get no requests while others of their pool can take them.
+
+        pool: the keys of its usable engines.
+        """
+        known = ((key, self.engines[key]) for key in pool if key in self.engines)
+        open_now = [(key, breaker) for key, breaker in known if breaker.state is not State.CLOSED]
+        open_now.sort(key=lambda one: one[1].badness(), reverse=True)
+        return [key for key, _ in open_now[: int(MOST_OUT * len(pool))]]
 
 
 REMEMBERED_S: Final = 1.0
@@ -201,7 +185,6 @@ class FullEngines:
         """The newest refusal of each; old ones are dropped by `now`."""
 
     def refused(self, key: str, now: float) -> None:
-        """Record that an engine had no room for a request."""
         self.refusals[key] = _Refusal(self._stats_of(key), now + REMEMBERED_S)
 
     def now(self, now: float) -> set[str]:

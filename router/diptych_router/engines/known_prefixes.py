@@ -28,11 +28,7 @@ from diptych_protocol.block_hashes import (
     seen_in,
 )
 from diptych_protocol.wire import PREFIX_KEY_BYTES, PrefixChanges
-from diptych_router.engines.block_holders import (
-    BlockHolders,
-    Keys,
-    Run,
-)
+from diptych_router.engines.block_holders import BlockHolders, Keys, Run
 
 _KEY_OF: Final = itemgetter(slice(PREFIX_KEY_BYTES))
 
@@ -103,7 +99,7 @@ class BlockNamer:
 Lengths = NDArray[np.int32]
 
 MAX_BLOCKS: Final = 10_000_000
-"""Beyond this, further reports are ignored: see `PrefixIndex.is_full`."""
+"""An index that has so many ignores further reports."""
 MAX_EXPECTED_BLOCKS: Final = 500_000
 EXPECTED_BYTES: Final = MAX_EXPECTED_BLOCKS * PREFIX_KEY_BYTES
 """The same limit for what was sent to engines in one interval."""
@@ -129,15 +125,10 @@ class PrefixIndex:
     together.
     """
 
-    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+    def __init__(self) -> None:
         self.held = BlockHolders()
-        self._max_blocks = max_blocks
         self._expected = [BlockHolders(), BlockHolders()]
         """What was sent to engines since the last `age`, and between that and the one before."""
-
-    @property
-    def is_full(self) -> bool:
-        return self.held.num_blocks >= self._max_blocks
 
     @property
     def num_known(self) -> int:
@@ -225,6 +216,7 @@ log = logging.getLogger(__name__)
 MAX_ENGINE_BLOCKS: Final = 2_000_000
 """An engine that reports more cached blocks is not believed, however many blocks it says it has."""
 MAX_ADAPTERS: Final = 1024
+"""An engine that reports more is not believed."""
 MAX_IN_VAIN: Final = 600
 """How many messages are ignored before the engine is asked for everything again: ten seconds of a
 busy engine's messages. Its last complete report was lost, or was not believed."""
@@ -256,22 +248,12 @@ class KnownPrefixes:
     contradicts the others, it forgets what it knew of that engine, and the engine is asked for
     everything again."""
 
-    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
-        self.index = PrefixIndex(max_blocks)
+    def __init__(self) -> None:
+        self.index = PrefixIndex()
         self._followers: dict[str, _Follower] = {}
         self._free_places: list[int] = []
         self.num_gaps = 0
         """Times that a message was missing, or did not go with those before it or with itself."""
-
-    @property
-    def num_blocks(self) -> int:
-        """The number of different blocks that some engine has cached."""
-        return self.index.held.num_blocks
-
-    @property
-    def num_bytes(self) -> int:
-        """The memory of the index."""
-        return self.index.held.num_bytes
 
     def take(
         self, engine: str, changes: PrefixChanges, most_blocks: int = MAX_ENGINE_BLOCKS
@@ -308,7 +290,7 @@ class KnownPrefixes:
         if follower.num_blocks + len(added) > min(most_blocks, MAX_ENGINE_BLOCKS):
             log.warning("engine %s says to remember more blocks than it can have", engine)
             self._clear(follower)
-        elif not self.index.is_full:
+        elif self.index.held.num_blocks < MAX_BLOCKS:
             follower.num_blocks += self.index.held.add(follower.place, added)
         return True
 
@@ -343,10 +325,6 @@ class KnownPrefixes:
         for engine in engines:
             places |= 1 << self._follower(engine).place
         self.index.expect(places, keys)
-
-    def age(self) -> None:
-        """Forget expectations from before the last call."""
-        self.index.age()
 
     def adapters(self, engine: str) -> Mapping[str, str]:
         """Return name -> digest of the content of an engine's adapters."""
@@ -395,7 +373,6 @@ def _keys(data: bytes) -> Keys:
 
 
 def keys_of(block_hashes: Iterable[bytes]) -> Keys:
-    """Return the keys of blocks with these hashes."""
     return np.frombuffer(_joined_keys(block_hashes), "<u8")
 
 

@@ -34,19 +34,20 @@ class LearnedRates:
     def __init__(self, prior: Sequence[float], prior_seconds: float) -> None:
         """prior: the expected rates, all above 0. prior_seconds: how many seconds of each kind of
         work they count as."""
-        self.rates: Rates = np.array(prior)
+        self.rates = self._prior = np.array(prior)
         self._prior_seconds = prior_seconds
         self.told = False
         """Some report has taught something."""
         self._squares = np.zeros((len(prior), len(prior)))
         self._products = np.zeros(len(prior))
 
-    def saw(self, amounts: Sequence[float], seconds: float, prior: Rates) -> None:
+    def saw(self, amounts: Sequence[float], seconds: float, prior: Rates | None = None) -> None:
         """Learn from a report: these amounts of each kind took this long in total. Impossible
         reports are ignored.
 
-        prior: the present expectation.
+        prior: the present expectation; None: that of the beginning.
         """
+        prior = self._prior if prior is None else prior
         seen = np.array(amounts, np.float64)
         if not (0 < seconds <= MOST_SECONDS and seen.min() >= 0 and seen.max() > 0):
             return

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
-MAX_ADAPTERS: Final = 1024
-"""An engine that reports more is not believed."""
+from diptych_router.engines.known_prefixes import MAX_ADAPTERS
+
 EXPECTED_S: Final = 10.0
 """How long an adapter that was sent for counts as loaded, whatever the engine reports."""
 
@@ -25,7 +25,6 @@ class LoadedAdapters:
         """Until when each counts as loaded."""
 
     def tell(self, names: Collection[str], now: float) -> None:
-        """Apply the engine's report of its loaded adapters."""
         self._told = frozenset(names if len(names) <= MAX_ADAPTERS else ())
         if self._expected:
             self._expected = {name: end for name, end in self._expected.items() if end > now}

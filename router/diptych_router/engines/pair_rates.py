@@ -71,7 +71,6 @@ class _Sender(NamedTuple):
 
 
 def nearness(one: Location, other: Location) -> Nearness:
-    """Return how near two engines are to each other."""
     if one.node and one.node == other.node:
         return Nearness.NODE
     if not one.zone or not other.zone:
@@ -96,11 +95,6 @@ class Ways(NamedTuple):
     """[receivers, senders] Seconds for a token; None if no move has been reported."""
     lacking: Floats
     usual: Floats
-
-    @property
-    def differ(self) -> bool:
-        """Whether some take longer than others, as far as is known."""
-        return self.token_s is not None
 
     def from_sender(self, at: int) -> Pairing:
         """Return how much more or less the receivers cost if this one sends."""
@@ -202,7 +196,6 @@ class PairRates:
             self._estimate(receivers, senders, trips)
 
     def location(self, at: int, *, sends: bool) -> Location:
-        """Return where a sender or a receiver runs."""
         return self._senders[at].location if sends else self._receivers[at]
 
     @property

@@ -6,13 +6,15 @@ import argparse
 import asyncio
 import gc
 import logging
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from starlette.types import ASGIApp
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diptych_frontend.app import build_app
 from diptych_frontend.batches_api.service import BatchService, Manners
@@ -20,6 +22,7 @@ from diptych_frontend.browsers.gate import BrowserRules
 from diptych_frontend.core_client.curve import read_key_ring
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.observability.metrics import ServerMetrics
+from diptych_frontend.observability.tracing import start_sender
 from diptych_frontend.openai.api_keys import ApiKeys
 from diptych_frontend.openai.mounted import follow
 from diptych_frontend.openai.tls import Certificate
@@ -28,15 +31,12 @@ from diptych_frontend.text.output_processor import OutputProcessor
 from diptych_frontend.text.renderer import TextRenderer
 from diptych_protocol import RouterConfig
 from diptych_router.engines.discovery import parse_targets
-from diptych_router.program.leaving import Leaving
 from diptych_router.requests.pool_client import PoolClient
 from diptych_router.telling.explanations import Explanations
-from diptych_router.telling.metrics import PredictionMetrics, PromiseCollector
+from diptych_router.telling.metrics import RouterMetrics
 from diptych_router.telling.page.control import read_control
 from diptych_router.telling.page.panels import panels_now
 from diptych_router.telling.page.routes import Page
-from diptych_router.telling.report import HealthCollector
-from diptych_router.telling.tracing import start_router_tracer
 
 if TYPE_CHECKING:
     from diptych_router.telling.router_tracer import RouterTracer
@@ -48,6 +48,37 @@ COLLECT_AFTER = 20_000
 Each open request has a few hundred."""
 
 
+class Leaving:
+    """The router's app. `drain` is what its server does first when it is told to end.
+
+    Kubernetes removes a terminating pod from the endpoints while it already has its SIGTERM, and
+    each node learns of it at a different time. So the router reports that it is not ready, but
+    serves new requests for some seconds more, and asks their clients to use another connection next
+    time. No request fails.
+    """
+
+    def __init__(
+        self, app: ASGIApp, client: PoolClient, linger_s: float, batches: BatchService | None
+    ) -> None:
+        """batches: stopped at once, because no user waits for their requests."""
+        self._app, self._client = app, client
+        self._linger_s, self._batches = linger_s, batches
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        def send_last(message: Message) -> Awaitable[None]:
+            if self._client.leaving and message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["connection"] = "close"
+            return send(message)  # not awaited here: that would be one more coroutine a token
+
+        await self._app(scope, receive, send_last)
+
+    async def drain(self) -> None:
+        """Fail readiness, and continue to serve until the cluster has had time to notice."""
+        self._client.leaving = True
+        stopping = [self._batches.close()] if self._batches is not None else []
+        await asyncio.gather(asyncio.sleep(self._linger_s), *stopping)
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """The server, once it has begun to look for engines."""
@@ -55,9 +86,8 @@ class Program:
     client: PoolClient
     explanations: Explanations
     metrics: ServerMetrics
-    app: ASGIApp
     leaving: Leaving
-    """The app in the form in which it is served, and how it drains."""
+    """The app, and how it drains."""
     certificate: Certificate | None
     """None for plain HTTP."""
 
@@ -71,13 +101,14 @@ async def started(config: RouterConfig, args: argparse.Namespace) -> AsyncIterat
     tracer = start_router_tracer(config)
     client = _build_pool_client(config, args, tracer)
     metrics = ServerMetrics(client.model_name, client.stats_by_engine)
-    metrics.registry.register(PredictionMetrics(client.model_name, client.table.predictions))
-    metrics.registry.register(HealthCollector(client.model_name, client.pools))
-    metrics.registry.register(PromiseCollector(client.model_name, client.table.promises))
+    metrics.registry.register(RouterMetrics(client))
     explanations = Explanations(
-        client.table.records, policy=config.policy, disaggregate=config.disaggregate
+        client.table.records,
+        client.name_of,
+        policy=config.policy,
+        disaggregate=config.disaggregate,
     )
-    page = build_page(config, client, explanations) if config.ui else None
+    page = _page(client, explanations) if config.ui else None
     batches = _batches(config, args, client, metrics, keys)
     app = build_app(
         client,
@@ -97,7 +128,7 @@ async def started(config: RouterConfig, args: argparse.Namespace) -> AsyncIterat
     _collect_rarely()
     following = asyncio.create_task(follow(*(held for held in (keys, certificate) if held)))
     try:
-        yield Program(client, explanations, metrics, app, leaving, certificate)
+        yield Program(client, explanations, metrics, leaving, certificate)
     finally:
         following.cancel()
         if batches is not None:
@@ -129,12 +160,23 @@ def _batches(
     return BatchService(args.batch_directory, config.batches, metrics, manners)
 
 
-def build_page(config: RouterConfig, client: PoolClient, explanations: Explanations) -> Page:
-    """Return the page of a router. Raises `InvalidRequestError` if the values from `diptych up` are
-    invalid."""
+def start_router_tracer(config: RouterConfig) -> RouterTracer | None:
+    """Return what makes spans of a router's requests, if the configuration names an endpoint.
+
+    Raises as `start_sender`.
+    """
+    sender = start_sender(config.otlp_traces_endpoint)
+    if sender is None:
+        return None
+    from diptych_router.telling.router_tracer import RouterTracer  # needs OpenTelemetry
+
+    return RouterTracer(sender, model_name=config.name, instance=socket.gethostname())
+
+
+def _page(client: PoolClient, explanations: Explanations) -> Page:
     return Page(
         partial(panels_now, client),
-        lambda name, tenant: explanations.explanation(name, client.name_of, tenant),
+        explanations.explanation,
         model=client.model_name,
         images=lambda: client.takes_images,
         leaving=lambda: client.leaving,
@@ -147,11 +189,6 @@ def _collect_rarely() -> None:
     good above all: tokenizer, templates, modules."""
     gc.freeze()
     gc.set_threshold(COLLECT_AFTER)
-
-
-def drain_timeout_s(config: RouterConfig, args: argparse.Namespace) -> float:
-    """Return how long a process may take to end after SIGTERM."""
-    return float(args.linger_seconds + config.drain_seconds)
 
 
 def _build_pool_client(

@@ -74,7 +74,7 @@ class Attempts:
         self._requests = requests
         self._held = held
         self._placements = placements
-        self._tenants, self._records = placements.tenants, placements.records
+        self._records = placements.records
         self._promises = promises
         self._random_bits, self._first_token_s = random_bits, first_token_s
 
@@ -112,8 +112,8 @@ class Attempts:
         before: what went wrong with the previous attempt. decision: the engines, if they are
         already chosen.
         """
-        if routed.record.num_attempts == 0 and self._tenants.accounts.several:
-            routed.crowded = self._tenants.is_crowded(routed.account.tenant)
+        if routed.record.num_attempts == 0 and self._placements.accounts.several:
+            routed.crowded = self._placements.is_crowded(routed.account.tenant)
             if routed.crowded:
                 return self._hold(routed, now, "", "your other requests keep the engines busy")
         view = routed.view
@@ -130,11 +130,11 @@ class Attempts:
     def begin_crowded(self, now: float) -> list[Action]:
         """Begin requests whose tenant is next in turn."""
         actions: list[Action] = []
-        full = self._tenants.crowded()
+        full = self._placements.crowded()
         while (routed := self._held.next_crowded(full)) is not None:
             self._held.release(routed.request_id)
             actions += self.begin(routed, now)
-            if self._tenants.is_crowded(routed.account.tenant):
+            if self._placements.is_crowded(routed.account.tenant):
                 full.add(routed.account.tenant)
         return actions
 
@@ -281,11 +281,10 @@ class Attempts:
         error: str = "",
         error_type: str = "",
     ) -> list[Action]:
-        """End a request."""
         del self._requests[routed.request_id]
         self._held.release(routed.request_id)
         self._placements.leave(routed)
-        self._tenants.accounts.close(routed.account)
+        self._placements.accounts.close(routed.account)
         self._records.ended(routed.record, outcome, now, error, error_type)
         return _let_go(routed)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from diptych_frontend.fair_share import Account, FairShare
+from diptych_frontend.fair_share import FairShare
 from diptych_protocol import EngineOverloadedError
 from diptych_router.choosing.policy import Decision
 from diptych_router.requests.records import Records
@@ -23,38 +23,6 @@ CREDIT = 4096
 """Number of tokens by which a tenant that comes back may be behind the tenants that wait."""
 
 
-class TenantPlaces:
-    """Counts the requests of one router that are at the engines, by tenant."""
-
-    def __init__(self) -> None:
-        self.accounts = FairShare(CREDIT)
-        self.num_engines = 1
-        """Engines that decode."""
-        self._num_placed = defaultdict[str, int](int)
-        """Number of requests at the engines, by tenant; only tenants that have some are listed."""
-
-    def take(self, account: Account) -> None:
-        """Count one more request of a tenant at the engines."""
-        self._num_placed[account.tenant] += 1
-
-    def give_back(self, account: Account) -> None:
-        """Count one request of a tenant less at the engines."""
-        self._num_placed[account.tenant] -= 1
-        if not self._num_placed[account.tenant]:
-            del self._num_placed[account.tenant]
-
-    def is_crowded(self, tenant: str) -> bool:
-        """Whether a tenant has too many requests at the engines while another tenant has requests
-        here."""
-        if self._num_placed.get(tenant, 0) < MAX_PLACED * max(1, self.num_engines):
-            return False
-        return self.accounts.others_than(tenant)
-
-    def crowded(self) -> set[str]:
-        """All tenants that are crowded: see `is_crowded`."""
-        return {tenant for tenant in self._num_placed if self.is_crowded(tenant)}
-
-
 class Charge(NamedTuple):
     """The work that a request adds to the accounts of engines, until it leaves."""
 
@@ -64,7 +32,6 @@ class Charge(NamedTuple):
     """The engine that is to take it over, if that is another one."""
 
 
-@dataclass(slots=True)
 class Placements:
     """Requests at engines, and the accounts of these engines and of tenants.
 
@@ -72,16 +39,21 @@ class Placements:
     the next engine takes over.
     """
 
-    tenants: TenantPlaces
-    records: Records
-    by_core_id: dict[str, RoutedRequest] = field(default_factory=dict)
-    """By the id under which an engine has it now; whoever has sent its last output about a request
-    is not in it."""
-    charges: dict[str, Charge] = field(default_factory=dict)
-    """By the request's own id."""
+    def __init__(self, records: Records) -> None:
+        self.records = records
+        self.accounts = FairShare(CREDIT)
+        """Those of tenants."""
+        self.num_engines = 1
+        """Engines that decode."""
+        self.by_core_id: dict[str, RoutedRequest] = {}
+        """By the id under which an engine has it now; whoever has sent its last output about a
+        request is not in it."""
+        self.charges: dict[str, Charge] = {}
+        """By the request's own id."""
+        self._num_placed = defaultdict[str, int](int)
+        """Number of requests at the engines, by tenant; only tenants that have some are listed."""
 
     def at(self, engine: str) -> list[RoutedRequest]:
-        """Return the requests at this engine."""
         return [routed for routed in self.by_core_id.values() if routed.engine == engine]
 
     def late(self, now: float) -> list[RoutedRequest]:
@@ -98,7 +70,7 @@ class Placements:
     ) -> None:
         """Charge a request to an engine's account, and to that of the engine that
         takes over later."""
-        self.tenants.take(routed.account)
+        self._num_placed[routed.account.tenant] += 1
         self.leave(routed)
         tokens = routed.prompt_tokens + len(routed.generated)
         self.charges[routed.request_id] = Charge(tokens, engine, planned)
@@ -116,12 +88,26 @@ class Placements:
         """Record that it is at no engine any more."""
         charge = self.charges.pop(routed.request_id, None)
         if charge is not None:
-            self.tenants.give_back(routed.account)
+            tenant = routed.account.tenant
+            self._num_placed[tenant] -= 1
+            if not self._num_placed[tenant]:
+                del self._num_placed[tenant]
             charge.engine.charge(-charge.tokens)
             if charge.planned is not None:
                 charge.planned.charge(-charge.tokens, planned=-1)
         self.by_core_id.pop(routed.core_id, None)
         routed.engine = ""
+
+    def is_crowded(self, tenant: str) -> bool:
+        """Whether a tenant has too many requests at the engines while another tenant has requests
+        here."""
+        if self._num_placed.get(tenant, 0) < MAX_PLACED * max(1, self.num_engines):
+            return False
+        return self.accounts.others_than(tenant)
+
+    def crowded(self) -> set[str]:
+        """All tenants that are crowded: see `is_crowded`."""
+        return {tenant for tenant in self._num_placed if self.is_crowded(tenant)}
 
 
 class HeldRequests:

@@ -106,7 +106,6 @@ class RecentCounts(Generic[What]):
         self._slots[-1][1][what] += 1
 
     def total(self, now: float) -> Counter[What]:
-        """Return the count at this time."""
         self._forget(int(now / SLOT_S))
         return sum((counts for _, counts in self._slots), Counter())
 

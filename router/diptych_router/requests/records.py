@@ -64,7 +64,6 @@ class Records:
     def begin(
         self, request: EngineCoreRequest, now_s: float, trace: Trace | None = None
     ) -> RequestRecord:
-        """Record a new request."""
         record = record_of(request, now_s, trace)
         self.by_id[record.request_id] = record
         if len(self.by_id) > self.most_requests:
@@ -124,7 +123,6 @@ class Records:
         error: str = "",
         error_type: str = "",
     ) -> None:
-        """Record the end of a request."""
         record.ended_s, record.outcome = now_s, outcome
         record.error, record.error_type = error[:MOST_TEXT], error_type
         if record.trace is not None:
@@ -160,7 +158,6 @@ class Records:
 def record_of(
     request: EngineCoreRequest, now_s: float, trace: Trace | None = None
 ) -> RequestRecord:
-    """Return the record of a new request."""
     return RequestRecord(
         request.request_id,
         request.shown_id[:MOST_CHARACTERS],

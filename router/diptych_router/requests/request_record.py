@@ -321,7 +321,6 @@ class Ratios:
         self.sum = 0.0
 
     def saw(self, ratio: float) -> None:
-        """Count one more."""
         self.counts[bisect_left(BOUNDS, ratio)] += 1
         self.sum += ratio
 

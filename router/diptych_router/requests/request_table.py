@@ -47,13 +47,7 @@ from diptych_router.choosing.policy import Decision
 from diptych_router.engines.health_book import Failure
 from diptych_router.engines.known_prefixes import BlockNamer
 from diptych_router.requests.attempts import LEAST_PATIENCE_S, Attempts
-from diptych_router.requests.placements import (
-    HeldRequests,
-    Placements,
-    Siblings,
-    TenantPlaces,
-    same_way,
-)
+from diptych_router.requests.placements import HeldRequests, Placements, Siblings, same_way
 from diptych_router.requests.promises import Promises
 from diptych_router.requests.records import Records
 from diptych_router.requests.request_record import Predictions, Setback, Trace
@@ -110,11 +104,10 @@ class RequestTable:
         """What happened to the newest requests."""
         self.namer = BlockNamer()
         self.promises, self.predictions = promises, Predictions()
-        self._places = TenantPlaces()
-        self.tenants = self._places.accounts
-        self.held = HeldRequests(hold_seconds, max_held, self.tenants)
         self._fleet = fleet
-        self._placements = Placements(self._places, self.records)
+        self._placements = Placements(self.records)
+        self.tenants = self._placements.accounts
+        self.held = HeldRequests(hold_seconds, max_held, self.tenants)
         self.placed: Mapping[str, RoutedRequest] = self._placements.by_core_id
         """The placements that an engine has, or will get, by the ids for engines."""
         self._attempts = Attempts(
@@ -333,7 +326,7 @@ class RequestTable:
     def fleet_changed(self, now: float) -> Sequence[Action]:
         """Begin waiting requests and move streams, because engines came, went or began to drain."""
         actions: list[Action] = []
-        self._places.num_engines = self._fleet.num_decoding()
+        self._placements.num_engines = self._fleet.num_decoding()
         stuck: set[bool] = set()
         """Kinds of requests (`prefill_only`) that no engine can take."""
         for routed in self.held:

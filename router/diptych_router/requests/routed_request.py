@@ -72,7 +72,7 @@ class RoutedRequest:
     max_model_len: int
     record: RequestRecord
     """What has happened to it, for reports."""
-    namer: BlockNamer = field(default_factory=BlockNamer)
+    namer: BlockNamer
     """Names its blocks."""
     request_id: str = field(init=False)
     core_id: str = field(init=False)

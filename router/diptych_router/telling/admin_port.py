@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -11,29 +13,25 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from diptych_frontend.admin.calls import build_admin_app, report
-from diptych_protocol import InvalidRequestError
-from diptych_protocol.admin import Explanation
+from diptych_protocol import InvalidRequestError, KVTransferStats
+from diptych_protocol.admin import EngineReport, Explanation, PromiseCount, RouterReport
+from diptych_router.engines.engine_link import EngineLink
 from diptych_router.requests.pool_client import PoolClient
+from diptych_router.requests.pools.pools import Pools
+from diptych_router.requests.promises import Kind
 from diptych_router.requests.records import MOST_REQUESTS
-from diptych_router.telling.explained import NameOf
-from diptych_router.telling.explanations import Explanations
-from diptych_router.telling.report import router_report
+from diptych_router.telling.explanations import MOST_ID_CHARACTERS, Explanations
 
-MOST_ID_CHARACTERS: Final = 256
 DEFAULT_LIMIT: Final = 20
 
 
-def request_routes(known: Explanations, name_of: NameOf) -> list[BaseRoute]:
-    """Return the routes about requests, for the admin port.
-
-    name_of: from an engine's key to its name.
-    """
+def request_routes(known: Explanations) -> list[BaseRoute]:
 
     async def newest(request: Request) -> Response:
         return report(known.newest(_limit_of(request)))
 
     async def why(request: Request) -> Response:
-        return report(_explained(known, request.path_params["request_id"], name_of))
+        return report(_explained(known, request.path_params["request_id"]))
 
     return [
         Route("/admin/requests", newest),
@@ -41,7 +39,7 @@ def request_routes(known: Explanations, name_of: NameOf) -> list[BaseRoute]:
     ]
 
 
-def _explained(known: Explanations, request_id: str, name_of: NameOf) -> Explanation:
+def _explained(known: Explanations, request_id: str) -> Explanation:
     """Raises `InvalidRequestError` for an id that cannot be one, or that is not remembered."""
     if len(request_id) > MOST_ID_CHARACTERS:
         raise InvalidRequestError(
@@ -49,7 +47,7 @@ def _explained(known: Explanations, request_id: str, name_of: NameOf) -> Explana
             f"{len(request_id)}",
             param="request_id",
         )
-    found = known.explanation(request_id, name_of)
+    found = known.explanation(request_id)
     if not found.requests:
         newest = known.newest(1)
         raise InvalidRequestError(
@@ -79,5 +77,63 @@ def admin_app(client: PoolClient, explanations: Explanations, keys_dir: Path) ->
         await client.refresh_stats()
         return report(router_report(client))
 
-    requests = request_routes(explanations, client.name_of)
-    return build_admin_app(keys_dir, [Route("/admin/state", state), *requests])
+    routes = [Route("/admin/state", state), *request_routes(explanations)]
+    return build_admin_app(keys_dir, routes)
+
+
+def router_report(client: PoolClient) -> RouterReport:
+    """Return the present state, with the last statistics of engines."""
+    reason = client.why_not_ready()
+    pools = client.pools
+    return RouterReport(
+        ready=not reason,
+        reason=reason,
+        open_requests=len(client.output_processor.answers),
+        held_requests=client.num_held,
+        serving_revisions=pools.serving.revisions,
+        engines=[_engine_report(pools, link) for link in pools.links.values() if link.up],
+        canaries=list(pools.canaries.values()),
+        refused_settings=pools.refused_settings,
+        promises=_told(client.table.promises.counts),
+        recent_promises=_told(client.table.promises.recent.total(time.monotonic())),
+    )
+
+
+def _told(counts: Mapping[Kind, int]) -> list[PromiseCount]:
+    return [PromiseCount(**kind._asdict(), requests=requests) for kind, requests in counts.items()]
+
+
+def _engine_report(pools: Pools, link: EngineLink) -> EngineReport:
+    stats = link.stats
+    transfer = stats.kv_transfer or KVTransferStats()
+    breaker = pools.health.book.engines[link.key]
+    held = stats.blocks_total - stats.blocks_free
+    return EngineReport(
+        engine_id=link.name,
+        role=link.role,
+        revision=link.revision,
+        usable=pools.usable(link),
+        listed=link.listed,
+        draining=stats.draining,
+        paused=stats.paused,
+        verified=pools.verified(link),
+        open_tokens=link.open_tokens,
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        queued_prompt_tokens=stats.queued_prompt_tokens,
+        kv_usage=held / max(1, stats.blocks_total),
+        leases_held=transfer.leases_held,
+        blocks_held=transfer.blocks_held,
+        loads_failed=transfer.loads_failed,
+        leases_expired=transfer.leases_expired,
+        stale_reads_refused=transfer.stale_reads_refused,
+        prefix_fetches=transfer.prefix_fetches,
+        prefix_fetches_failed=transfer.prefix_fetches_failed,
+        prefix_tokens_fetched=transfer.prefix_tokens_fetched,
+        silent=link.silent,
+        breaker=breaker.state,
+        kept_out=link.kept_out,
+        node=link.location.node,
+        zone=link.location.zone,
+        failures={str(kind): count for kind, count in breaker.failures.items()},
+    )

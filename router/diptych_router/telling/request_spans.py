@@ -14,10 +14,14 @@ from typing import Final, Literal
 
 from diptych_protocol import EngineCoreRequest
 from diptych_protocol import RequestJourneyEventType as Station
-from diptych_router.requests.request_record import Attempt, Placement, RequestRecord, Setback
+from diptych_router.requests.request_record import (
+    MOST_TEXT,
+    Attempt,
+    Placement,
+    RequestRecord,
+    Setback,
+)
 
-MAX_TEXT = 1024
-"""Longer texts, such as engines' reasons, are cut."""
 ROOT: Final = "request"
 Value = str | int | float | list[str]
 
@@ -40,21 +44,6 @@ class SpanFacts:
     attributes: dict[str, Value] = field(default_factory=dict)
     error: str = ""
     events: list[tuple[str, float]] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class _Phase:
-    """A part of an attempt."""
-
-    name: Literal["queue", "prefill", "hand-off", "decode"]
-    key: str
-    began_s: float
-    ended_s: float
-    placement: Placement | None = None
-    """None for a queue."""
-    num_tokens: int = 0
-    failed: bool = False
-    """Whether it was running when the attempt failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +87,9 @@ def spans_of(
     for number, (asked_s, because, attempt) in enumerate(record.tries(), start=1):
         end = over if attempt is None else _end_of(attempt, over)
         began_s = arrived_s if number == 1 else asked_s
-        phases = list(_phases(record, attempt, number, began_s, end))
         parent = ROOT if number == 1 else f"attempt {number}"
+        phases = list(_phases(attempt, number, parent, began_s, end))
         if number > 1:
-            error = end.error if phases[-1].failed else ""
             yield SpanFacts(
                 "attempt",
                 parent,
@@ -113,12 +101,11 @@ def spans_of(
                     "diptych.retry_reason": _cut(because),
                     **_error_type(end.error_type),
                 },
-                error=_cut(error),
+                error=phases[-1][0].error,
             )
-        for phase in phases:
-            own = _of_phase(phase, attempt, number, parent, end)
-            yield own
-            engines = None if phase.placement is None else _of_engine(own, phase, phase.placement)
+        for phase, placement in phases:
+            yield phase
+            engines = None if placement is None else _of_engine(phase, placement)
             if engines is not None:
                 yield engines
 
@@ -133,33 +120,53 @@ def _end_of(attempt: Attempt, over: _End) -> _End:
 
 
 def _phases(
-    record: RequestRecord, attempt: Attempt | None, number: int, asked_s: float, end: _End
-) -> Iterator[_Phase]:
+    attempt: Attempt | None, number: int, parent: str, asked_s: float, end: _End
+) -> Iterator[tuple[SpanFacts, Placement | None]]:
     """The queue, and then what each engine had to do until the next one took over."""
-    queue = f"queue {number}"
+    queue = SpanFacts("queue", f"queue {number}", parent, asked_s, end.time_s)
+    queue.attributes["diptych.attempt"] = number
+    yield queue, None
     if attempt is None:
-        yield _Phase("queue", queue, asked_s, end.time_s, failed=True)
+        _fail(queue, end)
         return
-    yield _Phase("queue", queue, asked_s, attempt.began_s)
+    queue.ended_s = attempt.began_s
+    queue.attributes["diptych.reason"] = _cut(attempt.decision.reason)
+    queue.attributes["diptych.prefill_engine"] = _cut(str(attempt.facts["prefill"]))
+    queue.attributes["diptych.decode_engine"] = _cut(attempt.decode)
     decodes_at_once = attempt.prefill in ("", attempt.decode)
-    last = attempt.placements[-1:]
     for at, placement in enumerate(attempt.placements):
-        is_last = placement is last[0]
+        is_last = at == len(attempt.placements) - 1
         until_s = end.time_s if is_last else attempt.placements[at + 1].sent_s
         came_s = placement.first_word_s if placement.first_tokens else None
-        yield _Phase(
+        told: dict[str, Value] = {
+            "diptych.attempt": number, "diptych.engine": _cut(placement.name)
+        }  # fmt: skip
+        first = SpanFacts(
             "hand-off" if at else "prefill",
             placement.core_id,
+            parent,
             placement.sent_s,
             until_s if came_s is None else came_s,
-            placement,
-            placement.first_tokens,
-            failed=is_last and came_s is None,
+            "client",
+            attributes={**told, "diptych.tokens": placement.first_tokens},
         )
+        if is_last and came_s is None:
+            _fail(first, end)
+        yield first, placement
         if came_s is not None and (at or decodes_at_once):
-            num_tokens = placement.num_tokens - placement.first_tokens
+            told["diptych.tokens"] = placement.num_tokens - placement.first_tokens
             key = f"decode {placement.core_id}"
-            yield _Phase("decode", key, came_s, until_s, placement, num_tokens, failed=is_last)
+            decode = SpanFacts("decode", key, parent, came_s, until_s, "client", attributes=told)
+            if is_last:
+                _fail(decode, end)
+            yield decode, placement
+
+
+def _fail(phase: SpanFacts, end: _End) -> None:
+    """It was running when the attempt failed."""
+    phase.error = _cut(end.error)
+    if end.error:
+        phase.attributes |= _error_type(end.error_type)
 
 
 def _of_request(
@@ -189,39 +196,13 @@ def _of_request(
     )
 
 
-def _of_phase(
-    phase: _Phase, attempt: Attempt | None, number: int, parent: str, end: _End
-) -> SpanFacts:
-    attributes: dict[str, Value] = {"diptych.attempt": number}
-    if phase.placement is not None:
-        attributes["diptych.engine"] = _cut(phase.placement.name)
-        attributes["diptych.tokens"] = phase.num_tokens
-    elif attempt is not None:
-        attributes["diptych.reason"] = _cut(attempt.decision.reason)
-        attributes["diptych.prefill_engine"] = _cut(str(attempt.facts["prefill"]))
-        attributes["diptych.decode_engine"] = _cut(attempt.decode)
-    error = end.error if phase.failed else ""
-    if error:
-        attributes |= _error_type(end.error_type)
-    return SpanFacts(
-        phase.name,
-        phase.key,
-        parent,
-        phase.began_s,
-        phase.ended_s,
-        "internal" if phase.placement is None else "client",
-        attributes=attributes,
-        error=_cut(error),
-    )
-
-
-def _of_engine(parent: SpanFacts, phase: _Phase, placement: Placement) -> SpanFacts | None:
+def _of_engine(parent: SpanFacts, placement: Placement) -> SpanFacts | None:
     """What the engine did in a phase, by its own word; None if it said nothing of it."""
-    stations = _stations_in(phase, placement)
+    stations = _stations_in(parent.name, placement)
     if not stations:
         return None
     last, *_, preemptions = stations[-1]
-    goal = Station.FINISHED if phase.name == "decode" else Station.FIRST_TOKEN
+    goal = Station.FINISHED if parent.name == "decode" else Station.FIRST_TOKEN
     is_over = last in (goal, Station.FINISHED)
 
     def within(time_s: float) -> float:
@@ -229,7 +210,7 @@ def _of_engine(parent: SpanFacts, phase: _Phase, placement: Placement) -> SpanFa
 
     events = [(kind.name, within(time_s)) for kind, time_s, *_ in stations]
     return SpanFacts(
-        f"engine {phase.name}",
+        f"engine {parent.name}",
         f"engine {parent.key}",
         parent.key,
         events[0][1],
@@ -244,12 +225,12 @@ def _of_engine(parent: SpanFacts, phase: _Phase, placement: Placement) -> SpanFa
     )
 
 
-def _stations_in(phase: _Phase, placement: Placement) -> list[tuple[Station, float, int, int]]:
+def _stations_in(phase: str, placement: Placement) -> list[tuple[Station, float, int, int]]:
     """Those of decode begin with the first token, and those before decode end with it."""
     told = list(placement.stations())
     kinds = [kind for kind, *_ in told]
     first = kinds.index(Station.FIRST_TOKEN) if Station.FIRST_TOKEN in kinds else len(told)
-    return told[first:] if phase.name == "decode" else told[: first + 1]
+    return told[first:] if phase == "decode" else told[: first + 1]
 
 
 def _error_type(kind: str) -> dict[str, Value]:
@@ -257,4 +238,4 @@ def _error_type(kind: str) -> dict[str, Value]:
 
 
 def _cut(text: str) -> str:
-    return text[:MAX_TEXT]
+    return text[:MOST_TEXT]

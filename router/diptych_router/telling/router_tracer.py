@@ -64,11 +64,9 @@ class RequestTrace:
     attributes: dict[str, Value]
 
     def span_context(self, key: str) -> SpanContext:
-        """Return the identity of a span of the request."""
         return SpanContext(self.trace_id, self._span_id(key), False, SAMPLED, self.state)
 
     def headers(self, core_id: str) -> dict[str, str]:
-        """See `Trace.headers`."""
         parent = f"00-{self.trace_id:032x}-{self._span_id(core_id):016x}-01"
         state = self.state.to_header()
         return {"traceparent": parent, **({"tracestate": state} if state else {})}
@@ -93,7 +91,6 @@ class RouterTracer:
         self._engine = lru_cache(MAX_ENGINES)(lambda name: _resource("diptych", name))
 
     def begin(self, request: EngineCoreRequest, now_s: float) -> RequestTrace | None:
-        """Return the trace of a new request; None if nobody wants its spans."""
         context = self._propagator.extract(carrier=request.trace_headers or {}, context=Context())
         client: SpanContext | None = get_current_span(context).get_span_context()
         if client is not None and not client.is_valid:
@@ -113,14 +110,12 @@ class RouterTracer:
         )
 
     def send(self, record: RequestRecord) -> None:
-        """Send the spans of a request that has ended, and forget its trace."""
         trace, record.trace = record.trace, None
         if isinstance(trace, RequestTrace):
             for facts in spans_of(record, trace.arrived_s, trace.attributes):
                 self._sender.send(self._span(trace, facts))
 
     def close(self) -> None:
-        """Send what is left, within a few seconds. It may block that long."""
         self._sender.close()
 
     def _span(self, trace: RequestTrace, facts: SpanFacts) -> ReadableSpan:

@@ -23,8 +23,7 @@ def book_of(failures: dict[str, int]) -> HealthBook:
 
 
 def kept_out(book: HealthBook, *pools: Sequence[str]) -> set[str]:
-    book.sort_out(pools)
-    return {key for key, health in book.engines.items() if health.kept_out}
+    return {key for pool in pools for key in book.left_out(pool)}
 
 
 @pytest.mark.parametrize(
@@ -46,7 +45,7 @@ def test_at_most_half_of_a_pool_is_left_out(failures: dict[str, int], out: set[s
 def test_the_worst_are_left_out() -> None:
     book = book_of({"bad": 3, "worse": 3, "worst": 3})
     for key in ("worst", "worse", "worst"):
-        book.engines[key].breaker.canary_ended(2.0, ok=False)
+        book.engines[key].canary_ended(2.0, ok=False)
     assert kept_out(book, ["bad", "worse", "worst"]) == {"worst"}
     assert kept_out(book, ["bad", "worse"]) == {"worse"}
 
@@ -61,9 +60,9 @@ def test_an_engine_is_taken_in_again_when_its_canary_went_well() -> None:
     assert kept_out(book, ["a", "b"]) == {"a"}
     assert book.canaries_due({"b"}, 99.0) == []
     assert book.canaries_due({"a", "b"}, 99.0) == ["a"]
-    book.engines["a"].breaker.canary_ended(99.0, ok=True)
+    book.engines["a"].canary_ended(99.0, ok=True)
     assert kept_out(book, ["a", "b"]) == set()
-    assert (book.engines["a"].opened, book.engines["a"].failures) == (1, {Failure.ERROR: 3})
+    assert (book.engines["a"].num_opened, book.engines["a"].failures) == (1, {Failure.ERROR: 3})
 
 
 def test_an_address_that_is_gone_is_ignored() -> None:
@@ -81,7 +80,7 @@ def test_at_least_half_of_any_pool_and_all_that_are_well_can_be_used(
     book = book_of(failures)
     out = kept_out(book, list(failures))
     assert 2 * len(out) <= len(failures)
-    assert all(book.engines[key].breaker.state is State.OPEN for key in out)
+    assert all(book.engines[key].state is State.OPEN for key in out)
 
 
 def test_the_deadline_of_a_first_token_follows_what_is_expected() -> None:

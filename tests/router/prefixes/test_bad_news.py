@@ -103,7 +103,9 @@ def test_a_router_learns_the_truth_from_cores_that_have_nothing_new_to_tell(seed
         gaps.append(world.known.num_gaps)
     for name, pool in world.pools.items():
         assert world.known_of(name) == sorted(pool.held)
-    assert world.known.num_blocks == len(set.union(*(x.held for x in world.pools.values())))
+    assert world.known.index.held.num_blocks == len(
+        set.union(*(x.held for x in world.pools.values()))
+    )
     assert not world.asked
     assert gaps[-1] == gaps[MAX_REPEATS], "and asks no more"
 
@@ -123,7 +125,7 @@ def test_a_message_with_the_next_number_that_the_core_did_not_send_is_noticed() 
     first = next_digest(FIRST_DIGEST, BLOCKS[0], b"")
     known.take("p0", PrefixChanges(4, BLOCKS[0], whole=True, digest=first))
     assert not known.take("p0", PrefixChanges(5, BLOCKS[1], digest=first))
-    assert known.num_blocks == 0
+    assert known.index.held.num_blocks == 0
     assert known.num_gaps == 1
 
 
@@ -133,9 +135,9 @@ def test_an_answer_with_other_blocks_than_the_core_has_is_noticed() -> None:
     digest = next_digest(FIRST_DIGEST, BLOCKS[0], b"")
     for _ in range(2):
         known.take("p0", PrefixChanges(4, BLOCKS[0], whole=True, digest=digest))
-        assert known.num_blocks == 1
+        assert known.index.held.num_blocks == 1
         known.take("p0", PrefixChanges(4, BLOCKS[1], whole=True, digest=digest))
-        assert known.num_blocks == 0
+        assert known.index.held.num_blocks == 0
 
 
 @pytest.mark.parametrize(
@@ -169,6 +171,6 @@ def test_what_an_engine_will_have_is_no_prefix_to_fetch() -> None:
     found = known.index.match(keys_of(BLOCKS[:4]))
     assert found.now == []
     assert found.soon == [(3, 1 << place)]
-    known.age()
-    known.age()
+    known.index.age()
+    known.index.age()
     assert known.index.match(keys_of(BLOCKS[:4])).soon == []

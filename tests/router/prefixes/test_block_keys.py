@@ -17,7 +17,7 @@ from diptych_frontend.core_client.prefix_news import PrefixNews
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.text.renderer import TextRenderer
 from diptych_protocol import EngineCoreRequest, LoRARequest
-from diptych_router.engines.known_prefixes import BlockNaming, KnownPrefixes
+from diptych_router.engines.known_prefixes import BlockNamer, BlockNaming, KnownPrefixes
 from diptych_router.requests.records import record_of
 from diptych_router.requests.routed_request import RoutedRequest
 
@@ -42,7 +42,7 @@ class Engine:
 
     def num_cached(self, request: EngineCoreRequest) -> int:
         """Blocks of a prompt that the router takes the engine to have."""
-        view = RoutedRequest(request, 4096, record_of(request, 0.0)).view
+        view = RoutedRequest(request, 4096, record_of(request, 0.0), BlockNamer()).view
         size = self.core.description.block_size
         digest = self.known.adapters("engine").get(view.adapter, "")
         assert view.keys is not None

@@ -8,6 +8,7 @@ import pytest
 
 from diptych_protocol.block_hashes import extend_block_hashes
 from diptych_protocol.wire import PREFIX_KEY_BYTES, PrefixChanges
+from diptych_router.engines import known_prefixes
 from diptych_router.engines.known_prefixes import KnownPrefixes, keys_of
 
 ENGINES = ("p0", "p1", "d0")
@@ -85,14 +86,15 @@ def test_bytes_that_are_no_keys_harm_nothing(data: bytes) -> None:
     assert cached(known) == [4, 0, 0]
 
 
-def test_an_index_that_is_full_takes_no_more_in() -> None:
-    known = KnownPrefixes(max_blocks=len(CHAIN))
+def test_an_index_that_is_full_takes_no_more_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_prefixes, "MAX_BLOCKS", len(CHAIN))
+    known = KnownPrefixes()
     engine = ToyEngine()
     known.take("p0", engine.change(0))
     engine.length = len(CHAIN)
     known.take("p0", engine.snapshot())
     known.take("p1", PrefixChanges(0, b"another!" * 3, whole=True))
-    assert known.num_blocks == len(CHAIN)
+    assert known.index.held.num_blocks == len(CHAIN)
     assert cached(known) == [len(CHAIN), 0, 0]
 
 
@@ -135,8 +137,8 @@ def test_what_was_sent_is_expected_for_a_while() -> None:
     known = KnownPrefixes()
     known.expect(["d0"], keys_of(CHAIN[:3]))
     assert cached(known) == [0, 0, 3]
-    known.age()
-    known.age()
+    known.index.age()
+    known.index.age()
     assert cached(known) == [0, 0, 0]
 
 

@@ -18,7 +18,6 @@ class LeastLoaded:
     equal_within = EXACTLY
 
     def costs(self, request: RequestView, duty: Duty, engines: PoolView) -> Terms:
-        """See `Policy.costs`."""
         terms: dict[str, Floats] = {"open_tokens": engines.table.column["open_tokens"].copy()}
         if engines.adapter_s is not None:
             terms["adapter_tokens"] = engines.adapter_s / engines.table.column["prompt_token_s"]

@@ -32,7 +32,6 @@ class PrefixAware:
     equal_within = EQUAL_WITHIN
 
     def costs(self, request: RequestView, duty: Duty, engines: PoolView) -> Terms:
-        """See `Policy.costs`."""
         terms: dict[str, Floats]
         if duty == "decode":
             column = engines.table.column

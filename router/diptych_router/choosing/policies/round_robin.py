@@ -16,7 +16,6 @@ class RoundRobin:
     equal_within = EXACTLY
 
     def costs(self, request: RequestView, duty: Duty, engines: PoolView) -> Terms:
-        """See `Policy.costs`."""
         return {"given": engines.table.column["given"].copy()}
 
 

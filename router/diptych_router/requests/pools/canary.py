@@ -9,7 +9,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -26,6 +25,7 @@ from diptych_protocol import (
 from diptych_protocol.admin import CanaryReport
 from diptych_protocol.wire import steady_time
 from diptych_router.engines.engine_link import EngineLink
+from diptych_router.engines.known_prefixes import BlockNamer
 from diptych_router.requests.pools.trials import (
     OUTPUT_TOKENS,
     complaint,
@@ -52,16 +52,6 @@ Release = Callable[[str, dict[str, Any]], None]
 block."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Findings:
-    received: KVTransferStats
-    """What the decode engine received meanwhile, for this or any other request."""
-    computed: int
-    """Tokens of the prompt that the decode engine computed itself, if it reports them."""
-    error: str
-    """What is wrong with the answer; empty if nothing is."""
-
-
 async def run_canary(prefill: EngineLink, decode: EngineLink, release: Release) -> CanaryReport:
     """Send a canary and return its outcome. Never raises because of an engine."""
     report = CanaryReport(
@@ -69,39 +59,26 @@ async def run_canary(prefill: EngineLink, decode: EngineLink, release: Release) 
         decode=decode.name,
         revision=decode.revision,
         ok=False,
+        error="an engine of the pair went away",
         unix_time=time.time(),
     )
     source, target = prefill.description, decode.description
     if source is None or target is None:
-        return msgspec.structs.replace(report, error="an engine of the pair went away")
+        return report
     request = _request(source, target)
     num_tokens = len(request.prompt_token_ids or ())
-    num_blocks = -(-num_tokens // target.block_size)
     report = msgspec.structs.replace(
         report, prompt_tokens=num_tokens, computed_by_decode=num_tokens
     )
-    begin = time.monotonic()
+    num_blocks = -(-num_tokens // target.block_size)
     try:
         async with asyncio.timeout(CANARY_TIMEOUT_S):
-            found = await _cross(request, num_blocks, prefill, decode, release)
+            return await _cross(report, request, num_blocks, prefill, decode, release)
     except TimeoutError:
         error = f"no answer within {CANARY_TIMEOUT_S:g} s"
-        return msgspec.structs.replace(report, error=error)
     except (DiptychError, msgspec.ValidationError) as exc:
-        return msgspec.structs.replace(report, error=str(exc))
-    received = found.received
-    blocks = min(num_blocks, received.blocks_received)
-    return msgspec.structs.replace(
-        report,
-        ok=not found.error,
-        error=found.error,
-        computed_by_decode=found.computed,
-        # Users' blocks may have crossed meanwhile; all of them take about as many bytes.
-        blocks=blocks,
-        bytes=received.bytes_received * blocks // max(1, received.blocks_received),
-        milliseconds=(time.monotonic() - begin) * 1000,
-        transport=received.transport,
-    )
+        error = str(exc)
+    return msgspec.structs.replace(report, error=error)
 
 
 async def probe(
@@ -156,15 +133,17 @@ def _random_request(length: int, vocabulary: int, max_tokens: int) -> EngineCore
 
 
 async def _cross(
+    report: CanaryReport,
     request: EngineCoreRequest,
     num_blocks: int,
     prefill: EngineLink,
     decode: EngineLink,
     release: Release,
-) -> _Findings:
+) -> CanaryReport:
+    begin, num_tokens = time.monotonic(), report.prompt_tokens
     before = await _totals(decode)
     record = record_of(request, time.monotonic())
-    canary = RoutedRequest(request, len(request.prompt_token_ids or ()) + OUTPUT_TOKENS, record)
+    canary = RoutedRequest(request, num_tokens + OUTPUT_TOKENS, record, BlockNamer())
     canary.place(prefill.key, Stage.PREFILL)
     for output in await prefill.complete(canary.prefill_request()):
         canary.absorb(output)
@@ -176,16 +155,27 @@ async def _cross(
     except BaseException:
         release(canary.core_id, canary.lease)
         raise
-    num_tokens = len(request.prompt_token_ids or ())
-    received = _difference(before, await _totals(decode))
-    error = complaint(outputs, num_tokens, num_blocks, received.blocks_received)
+    after = await _totals(decode)
+    received = after.blocks_received - before.blocks_received
+    error = complaint(outputs, num_tokens, num_blocks, received)
     about = decode.description
     if not error and about is not None and not about.abilities.checks_kv:
         tokens = [*canary.generated, *(token for out in outputs for token in out.new_token_ids)]
         error = unlike(tokens, await _alone(request, decode))
         if error:  # vLLM compiles something when it is first asked for log-probabilities
             error = unlike(tokens, await _alone(request, decode, ALTERNATIVES))
-    return _Findings(received, num_tokens - received_tokens(outputs), error)
+    blocks = min(num_blocks, received)
+    return msgspec.structs.replace(
+        report,
+        ok=not error,
+        error=error,
+        computed_by_decode=num_tokens - received_tokens(outputs),
+        # Users' blocks may have crossed meanwhile; all of them take about as many bytes.
+        blocks=blocks,
+        bytes=(after.bytes_received - before.bytes_received) * blocks // max(1, received),
+        milliseconds=(time.monotonic() - begin) * 1000,
+        transport=after.transport,
+    )
 
 
 async def _alone(
@@ -202,14 +192,6 @@ async def _alone(
         sampling_params=msgspec.structs.replace(request.sampling, logprobs=logprobs),
     )
     return await decode.complete(alone)
-
-
-def _difference(before: KVTransferStats, after: KVTransferStats) -> KVTransferStats:
-    return KVTransferStats(
-        blocks_received=after.blocks_received - before.blocks_received,
-        bytes_received=after.bytes_received - before.bytes_received,
-        transport=after.transport,
-    )
 
 
 async def _totals(engine: EngineLink) -> KVTransferStats:

@@ -1,4 +1,5 @@
-"""Keeps engines that fail too often out of a router's choice, and tries them with canaries."""
+"""Sends canaries through engines: through new ones before users' requests go there, and through
+those that fail too often before they get requests again."""
 
 from __future__ import annotations
 
@@ -7,16 +8,21 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
+from diptych_protocol.admin import CanaryReport
 from diptych_router.engines.engine_link import EngineLink
 from diptych_router.engines.engine_table import ROLES
-from diptych_router.engines.health_book import Breaker, EngineHealth, Failure, HealthBook
-from diptych_router.requests.pools.canary import Release, probe
+from diptych_router.engines.health_book import Breaker, Failure, HealthBook
+from diptych_router.requests.pools.canary import Release, probe, run_canary
+from diptych_router.requests.pools.trials import Candidate, Trial, TrialBook
 
 log = logging.getLogger(__name__)
 
+MAX_REPORTS = 64
+
 
 class HealthWatch:
-    """Judges engines by the outcomes of their requests, and decides which are left out."""
+    """Runs the trials of new engines, judges engines by the outcomes of their requests, and decides
+    which are left out."""
 
     def __init__(
         self,
@@ -26,58 +32,88 @@ class HealthWatch:
         release: Release,
         spawn: Callable[[Coroutine[Any, Any, None]], None],
         on_change: Callable[[], None],
-        pairs: bool,
+        verifies: bool,
     ) -> None:
         """links: the present engines by their keys. usable: whether an engine may get requests,
-        apart from its health. spawn: runs a coroutine in the background. on_change: called when an
-        engine may be well again. pairs: see `probe`."""
+        apart from its health. spawn: runs a coroutine in the background. on_change: called when a
+        trial has ended, and when an engine may be well again. verifies: there are trials of new
+        engines; otherwise those that fail get no partner either (see `probe`)."""
         self._links, self._usable = links, usable
         self._release, self._spawn, self._on_change = release, spawn, on_change
-        self._pairs = pairs
+        self._verifies = verifies
+        self._trials = TrialBook()
+        self.reports: dict[tuple[str, str], CanaryReport] = {}
+        """The newest of the trials of each pair (prefill, decode), newest last."""
         self.book = HealthBook()
 
-    def add(self, key: str) -> None:
-        """Add a new address."""
-        self.book.add(key, time.monotonic())
-
-    def forget(self, key: str) -> None:
-        """Forget an address that discovery no longer names."""
-        self.book.forget(key)
-
-    def of(self, key: str) -> EngineHealth:
-        """Return an engine's health. Raises `KeyError` for an unknown address."""
-        return self.book.engines[key]
+    def verified(self, link: EngineLink) -> bool:
+        """Whether a trial went through this engine since it started."""
+        return self._trials.verified(link.epoch)
 
     def went_badly(self, key: str, failure: Failure) -> None:
+        """Record that an engine failed at a request and is at fault."""
         link = self._links.get(key)
         if link is not None and self.book.went_badly(key, failure, time.monotonic()):
             log.warning("%s engine %s fails too often (%s)", link.role, link.name, failure)
             self._sort_out()
 
-    # --- what follows -------------------------------------------------------------------------
-
     def look(self, now: float) -> None:
-        """Try engines whose breakers have been open for long enough. Call it about every second,
-        and when engines come or go."""
+        """Send the canaries that are due. Call it about every second, and when engines come or
+        go."""
+        if self._verifies:
+            self._begin_trials(now)
         ready = {x.key for x in self._links.values() if x.open_to_work and not x.silent}
         for key in self.book.canaries_due(ready, now):
-            breaker = self.of(key).breaker
+            breaker = self.book.engines[key]
             breaker.begin_canary()
-            self._spawn(self._try(self._links[key], breaker))
+            self._spawn(self._prove(self._links[key], breaker))
         self._sort_out()
+
+    # --- new engines --------------------------------------------------------------------------
+
+    def _begin_trials(self, now: float) -> None:
+        self._trials.keep({link.epoch for link in self._links.values()})
+        by_epoch = {link.epoch: link for link in self._links.values() if link.open_to_work}
+        candidates = [
+            Candidate(epoch, link.role, link.fingerprint, link.open_tokens)
+            for epoch, link in by_epoch.items()
+        ]
+        for trial in self._trials.due(candidates, now):
+            self._spawn(self._try(trial, by_epoch[trial.prefill], by_epoch[trial.decode]))
+
+    async def _try(self, trial: Trial, prefill: EngineLink, decode: EngineLink) -> None:
+        ok = False
+        try:
+            report = await run_canary(prefill, decode, self._release)
+            ok = report.ok
+        finally:
+            self._trials.ended(trial, ok=ok, now=time.monotonic())
+        pair = f"canary from {report.prefill} to {report.decode}"
+        if ok:
+            log.info("%s: %d blocks in %.0f ms", pair, report.blocks, report.milliseconds)
+        else:
+            log.warning("%s failed: %s", pair, report.error)
+        self.reports.pop((report.prefill, report.decode), None)
+        self.reports[report.prefill, report.decode] = report
+        while len(self.reports) > MAX_REPORTS:
+            del self.reports[next(iter(self.reports))]
+        self._on_change()
+
+    # --- engines that fail --------------------------------------------------------------------
 
     def _sort_out(self) -> None:
         """Leave engines out whose breakers are open, or take them in again."""
         usable = [link for link in self._links.values() if link.up and self._usable(link)]
-        self.book.sort_out([x.key for x in usable if x.role == role] for role in ROLES)
+        pools = ([x.key for x in usable if x.role == role] for role in ROLES)
+        left_out = {key for pool in pools for key in self.book.left_out(pool)}
         for link in self._links.values():
-            link.keep_out(self.of(link.key).kept_out)
+            link.keep_out(link.key in left_out)
 
-    async def _try(self, link: EngineLink, breaker: Breaker) -> None:
+    async def _prove(self, link: EngineLink, breaker: Breaker) -> None:
         error = "it was not finished"
         others = [x for x in self._links.values() if x.open_to_work and not x.is_bad]
         try:
-            error = await probe(link, others, self._release, pairs=self._pairs)
+            error = await probe(link, others, self._release, pairs=self._verifies)
         finally:
             breaker.canary_ended(time.monotonic(), ok=not error)
         what = f"fails still: {error}" if error else "is well again"

@@ -29,13 +29,12 @@ from diptych_router.choosing.fleet_table import FOR_A_PAIR, FleetTable
 from diptych_router.choosing.policies import policy_of
 from diptych_router.choosing.policy import Decision, RequestView
 from diptych_router.engines.descriptions import compat_mismatch
-from diptych_router.engines.discovery import Target, resolve_soon
+from diptych_router.engines.discovery import Target, resolve
 from diptych_router.engines.engine_link import CALL_ERRORS, EngineLink, ReadKeys, key_of
 from diptych_router.engines.engine_table import ROLES, Role
-from diptych_router.engines.health_book import Failure, FullEngines
+from diptych_router.engines.health_book import FullEngines
 from diptych_router.engines.serving import Serving, ServingFile
 from diptych_router.requests.pools.health_watch import HealthWatch
-from diptych_router.requests.pools.verification import Verification
 
 log = logging.getLogger(__name__)
 
@@ -82,16 +81,16 @@ class Pools:
         self._followed: dict[str, int] = {}
         """Key -> which connection the engine was last greeted over: `EngineLink.times_up`."""
         self._age_at = 0.0
-        self._verification = Verification(self.release, self.spawn, self._changed)
-        self.canaries = self._verification.reports
         self.health = HealthWatch(
             self.links,
             self.usable,
             release=self.release,
             spawn=self.spawn,
             on_change=self._changed,
-            pairs=config.verify != "Off",
+            verifies=config.verify != "Off",
         )
+        self.canaries, self.verified = self.health.reports, self.health.verified
+        self.went_badly = self.health.went_badly
         self.full = FullEngines(self._stats_of)
         """The engines that refused a request a moment ago, and have not reported room since."""
         self._late_reads: dict[str, int] = {}
@@ -131,12 +130,9 @@ class Pools:
         """Return the engines of a pool that are up."""
         return [link for link in self.links.values() if link.role == role and link.up]
 
-    def verified(self, link: EngineLink) -> bool:
-        return self._verification.verified(link)
-
     def usable(self, link: EngineLink) -> bool:
         """Whether it may get new requests."""
-        revisions = self._serving.serving.revisions
+        revisions = self.serving.revisions
         if not link.open_to_work or (revisions and link.revision not in revisions):
             return False
         return self._config.verify != "Required" or self._trusted(link)
@@ -144,12 +140,11 @@ class Pools:
     def _trusted(self, link: EngineLink) -> bool:
         """Verified, as far as the service wants that. A decode engine that has nobody to receive
         KV from needs no proof: it will compute the prompts itself."""
-        if self._config.verify != "Required" or self._verification.verified(link):
+        if self._config.verify != "Required" or self.verified(link):
             return True
         return link.role == "decode" and not any(p.open_to_work for p in self.of("prefill"))
 
     def may_begin_at(self, key: str) -> bool:
-        """Whether this engine may get new requests, and does not hang."""
         link = self.links.get(key)
         return link is not None and self.usable(link) and not link.is_bad
 
@@ -175,15 +170,9 @@ class Pools:
         return True
 
     def went_well(self, *keys: str) -> None:
-        """See `Fleet`."""
         self.health.book.went_well(keys, time.monotonic())
 
-    def went_badly(self, key: str, failure: Failure) -> None:
-        """See `Fleet`."""
-        self.health.went_badly(key, failure)
-
     def was_full(self, key: str) -> None:
-        """See `Fleet`."""
         self.full.refused(key, time.monotonic())
 
     def _stats_of(self, key: str) -> SchedulerStats | None:
@@ -191,16 +180,13 @@ class Pools:
         return link.stats if link is not None and link.up else None
 
     def take_prefixes(self, link: EngineLink, changes: PrefixChanges) -> None:
-        """Apply an engine's report of its cached prefixes."""
         most = link.description.num_blocks if link.description is not None else 0
-        if not self.fleet.take_prefixes(link.key, changes, most):
+        if not self.fleet.known.take(link.key, changes, most):
             link.follow_prefixes()
 
     def successor(self, fingerprint: str) -> EngineLink | None:
-        """Return a decode engine that may take over KV of this fingerprint.
-
-        A revision that gets no new requests still keeps its streams, so its engines may take over.
-        """
+        """A revision that gets no new requests still keeps its streams, so its engines may take
+        over."""
         fit = [
             link.key
             for link in self.of("decode")
@@ -220,7 +206,6 @@ class Pools:
         return tuple(task for task in known[0] if all(task in tasks for tasks in known))
 
     def usable_engines(self) -> list[EngineDescription]:
-        """The descriptions of the usable engines of both pools."""
         return [
             link.description
             for link in self.links.values()
@@ -228,11 +213,9 @@ class Pools:
         ]
 
     def num_decoding(self) -> int:
-        """The number of decode engines that may get new requests."""
         return sum(self.usable(link) for link in self.of("decode"))
 
     def draining(self) -> list[EngineLink]:
-        """Return the decode engines that are draining."""
         return [link for link in self.of("decode") if link.stats.draining]
 
     def why_not_ready(self) -> str:
@@ -287,7 +270,7 @@ class Pools:
     async def _look(self) -> None:
         if self._serving.refresh():
             log.info("revisions that may serve: %s", self.serving)
-        found = await asyncio.gather(*(resolve_soon(self._targets[role]) for role in ROLES))
+        found = await asyncio.gather(*(resolve(self._targets[role]) for role in ROLES))
         for role, endpoints in zip(ROLES, found, strict=True):
             if endpoints is not None:
                 self._follow(role, endpoints)
@@ -298,7 +281,7 @@ class Pools:
         now = time.monotonic()
         if now >= self._age_at:
             self._age_at = now + EXPECTED_S
-            self.fleet.known.age()
+            self.fleet.known.index.age()
         self._changed()
 
     def _follow(self, role: Role, endpoints: set[str]) -> None:
@@ -323,7 +306,7 @@ class Pools:
                 self.fleet.remove(row.key)
                 continue
             self.links[link.key] = link
-            self.health.add(link.key)
+            self.health.book.add(link.key, time.monotonic())
         for endpoint, key in known.items():
             link = self.links[key]
             link.listed = endpoint in endpoints
@@ -332,13 +315,10 @@ class Pools:
                 del self.links[key]
                 self.fleet.remove(key)
                 self._followed.pop(key, None)
-                self.health.forget(key)
-        self._verification.keep(self.links.values())
+                self.health.book.forget(key)
 
     def _changed(self) -> None:
         """Something is different: verify who is new, and tell."""
-        if self._config.verify != "Off":
-            self._verification.begin(self.links.values())
         self._greet()
         self._refresh_rows()
         self._doubt_late_readers()

@@ -94,18 +94,12 @@ class Panels(msgspec.Struct, frozen=True, kw_only=True):
     """The newest to each engine that is listed."""
 
 
-class Change(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One event: what differs from the state that a page has."""
+class Change(Panels, frozen=True, kw_only=True, omit_defaults=True):
+    """One event: what differs from the state that a page has. It names engines with other figures
+    than before, and moves since then."""
 
-    engines: list[EngineFigures]
-    """Engines with other figures than before."""
     gone: list[str] = []
     """Ids of engines that no longer exist."""
-    open_requests: int
-    held_requests: int
-    left_out: int = 0
-    moves: list[MoveFigures] = []
-    """Moves of KV since the state that the page has."""
 
 
 def whose(core_id: str) -> str:

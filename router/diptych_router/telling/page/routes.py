@@ -18,12 +18,12 @@ from diptych_frontend.openai.exchange import exchange_of
 from diptych_frontend.timeline.lanes import Timeline, timeline
 from diptych_protocol import InvalidRequestError
 from diptych_protocol.admin import Explanation, RequestReport
+from diptych_router.telling.explanations import MOST_ID_CHARACTERS
 from diptych_router.telling.page.assets import Assets
 from diptych_router.telling.page.control import Control
 from diptych_router.telling.page.panels import Panels, whose
 from diptych_router.telling.page.watchers import Watchers
 
-MOST_ID_CHARACTERS: Final = 256
 UNKEPT: Final = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 """Headers of an answer for one client at one moment, which nobody may cache."""
 ABOUT_PATH: Final = "/ui/api/about"
