@@ -28,6 +28,7 @@ from diptych_engine.scheduling.scheduler import Scheduler
 from diptych_engine.scheduling.sessions import go_on
 from diptych_engine.scheduling.step_results import stop_condition
 from diptych_engine.weights.update import WeightUpdate
+from diptych_frontend.core_client.wire_server import Posture
 from diptych_kv_transfer import KVConnector, UnprovenReferenceError
 from diptych_protocol import (
     DiptychError,
@@ -48,9 +49,6 @@ INTERNAL_ERROR = "internal error; the engine's log has it under the request's id
 CROWDED_OUT = "overloaded: too many requests wait already, and most are of this API key"
 LAST_CALLS = frozenset({"reject_kv_transfer"})
 """Calls that are answered until the very end, because they may free blocks of another engine."""
-Posture = tuple[bool, bool, int]
-"""Draining, paused, and the level of sleep."""
-AT_WORK: Posture = (False, False, 0)
 
 
 class Runner(Protocol):

@@ -27,28 +27,21 @@ class CoreBeats:
 
     def __init__(
         self,
+        timer: HeartbeatTimer,
         ask: Callable[[], Awaitable[None]],
-        tell: Callable[[Heartbeat, HeartbeatTimer], None],
+        tell: Callable[[Heartbeat], None],
         stood_still: Callable[[float], None],
     ) -> None:
         """
         Args:
+            timer: knows the followers, and when a heartbeat is due.
             ask: returns when the core has answered.
             tell: sends a heartbeat to the followers.
             stood_still: called with the seconds that an answer took.
         """
-        self._ask, self._tell, self._stood_still = ask, tell, stood_still
-        self._timer = HeartbeatTimer()
+        self._timer, self._ask, self._tell, self._stood_still = timer, ask, tell, stood_still
         self._calls = 0
         """Control calls that are being carried out, without quick ones."""
-
-    def follow(self, client: bytes, name: object = "") -> bool:
-        """Add a client that wants heartbeats, with its name (see `Heartbeat`). Returns False if too
-        many have them already."""
-        return self._timer.follow(client, name)
-
-    def forget(self, client: bytes) -> None:
-        self._timer.forget(client)
 
     @contextmanager
     def during_call(self, method: str) -> Iterator[None]:
@@ -81,10 +74,10 @@ class CoreBeats:
             self._stood_still(now - begin)
             heartbeat = None if self._calls else self._timer.beat(now)
             if heartbeat is not None:
-                self._tell(heartbeat, self._timer)
+                self._tell(heartbeat)
             await asyncio.sleep(max(0.0, BEAT_S - (now - begin)))
 
     def _promise(self, seconds: float, *, in_call: bool = False) -> None:
         heartbeat = self._timer.before_silence(time.monotonic(), seconds, in_call=in_call)
         if heartbeat is not None:
-            self._tell(heartbeat, self._timer)
+            self._tell(heartbeat)
