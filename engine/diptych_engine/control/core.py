@@ -15,11 +15,10 @@ from typing import Any, Protocol
 import msgspec
 
 from diptych_engine.control.admission import admit
-from diptych_engine.control.deferred import Deferred
 from diptych_engine.control.image_intake import ImageIntake, MissingImageError
 from diptych_engine.control.last_outputs import aborted, failed
 from diptych_engine.control.sleep import Residency
-from diptych_engine.control.utilities import Convert, call_utility
+from diptych_engine.control.utilities import Convert, Deferred, call_utility
 from diptych_engine.execution.grammar_compiler import GrammarCompiler
 from diptych_engine.handoff.hand_off import HandOffs
 from diptych_engine.lora.table import AdapterTable
