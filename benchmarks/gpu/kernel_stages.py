@@ -18,13 +18,11 @@ from benchmarks.kernels.measure import Timer, measured, told
 from benchmarks.kernels.steps import step_cases
 from torch import Tensor
 
-from diptych_kernels.add_rms_norm import add_rms_norm
 from diptych_kernels.native.tile_layout import LEVEL_BITS
 from diptych_kernels.paged_attention import AttentionMetadata, paged_attention
 from diptych_kernels.paged_attention import reference as attention_reference
 from diptych_kernels.rms_norm import reference as rms_norm_reference
 from diptych_kernels.rms_norm import rms_norm
-from diptych_kernels.rope import rotate_
 from diptych_kernels.silu_mul import reference as silu_mul_reference
 from diptych_kernels.silu_mul import silu_mul
 
@@ -56,17 +54,10 @@ def pairs(workload: Workload, rows: int) -> Iterator[Pair]:
     """What works on rows."""
     model = workload.model
     x, weight = workload.random(rows, model.hidden), workload.random(model.hidden)
-    residual = workload.random(rows, model.hidden)
-    total = exactly(x + residual)
     yield (
         "rms_norm",
         lambda: rms_norm(x, weight, EPS),
         lambda: rms_norm_reference.rms_norm(exactly(x), exactly(weight), EPS),
-    )
-    yield (
-        "add_rms_norm",
-        lambda: add_rms_norm(x, residual, weight, EPS),
-        lambda: rms_norm_reference.rms_norm(total, exactly(weight), EPS),
     )
     gate_up = workload.random(rows, 2 * model.intermediate)
     yield (
@@ -74,20 +65,6 @@ def pairs(workload: Workload, rows: int) -> Iterator[Pair]:
         lambda: silu_mul(gate_up),
         lambda: silu_mul_reference.silu_mul(exactly(gate_up)),
     )
-    heads = workload.random(rows, model.heads, model.head_dim)
-    angles = torch.randn(rows, 1, model.head_dim // 2, device=workload.device)
-    rotations = torch.stack((angles.cos(), angles.sin()), -1)
-    before = exactly(heads)
-
-    def rotated() -> Tensor:
-        rotate_(heads, rotations)
-        return heads
-
-    def turned() -> Tensor:
-        pairs_of = torch.view_as_complex(before.view(*before.shape[:-1], -1, 2))
-        return torch.view_as_real(pairs_of * torch.view_as_complex(exactly(rotations))).flatten(-2)
-
-    yield "rope", rotated, turned
 
 
 def attentions(workload: Workload, rows: int) -> Iterator[Pair]:

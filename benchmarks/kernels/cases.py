@@ -13,17 +13,12 @@ from benchmarks.kernels.costs import Cost, Model
 from numpy.typing import NDArray
 from torch import Tensor
 
-from diptych_kernels.add_rms_norm import add_rms_norm
 from diptych_kernels.block_copy import gather_blocks, scatter_blocks
-from diptych_kernels.kv_write import kv_write
-from diptych_kernels.kv_write import reference as kv_write_reference
 from diptych_kernels.native.tile_layout import SPANS
 from diptych_kernels.packed_product import packed_product, unpack_rows
 from diptych_kernels.packed_product.gpu_tiles import to_gpu_tiles
 from diptych_kernels.paged_attention import AttentionMetadata, paged_attention
 from diptych_kernels.rms_norm import rms_norm
-from diptych_kernels.rope import reference as rope_reference
-from diptych_kernels.rope import rotate_
 from diptych_kernels.rope_kv_write import reference as rope_kv_write_reference
 from diptych_kernels.rope_kv_write import rope_kv_write
 from diptych_kernels.sampling import Filters, sample
@@ -88,15 +83,9 @@ class Workload:
         """What works on hidden states."""
         size, model = f"{rows} rows", self.model
         x, weight = self.random(rows, model.hidden), self.random(model.hidden)
-        residuals = twice(self.random(rows, model.hidden))
         yield Case(
             "rms_norm", size, costs.rms_norm(model, rows),
             lambda: rms_norm(x, weight, EPS), lambda: F.rms_norm(x, weight.shape, weight, EPS),
-        )  # fmt: skip
-        yield Case(
-            "add_rms_norm", size, costs.add_rms_norm(model, rows),
-            lambda: add_rms_norm(x, residuals[0], weight, EPS),
-            lambda: F.rms_norm(residuals[1].add_(x), weight.shape, weight, EPS),
         )  # fmt: skip
         gate_up = self.random(rows, 2 * model.intermediate)
         gate, up = gate_up.chunk(2, -1)
@@ -115,30 +104,11 @@ class Workload:
         rotations = torch.stack((angles.cos(), angles.sin()), -1)
         slots = torch.randperm(rows, device=self.device)
         where = slots // model.block_size, slots % model.block_size
-        shape = rows, 2, model.kv_heads, model.head_dim
-        keys_values = heads[0][:, model.heads :].view(shape).clone()
-
-        def rotate(way: Callable[[Tensor, Tensor], None], side: int) -> Tensor:
-            way(heads[side][:, :turned], rotations)
-            return heads[side]
-
-        def write(way: Callable[..., None], side: int) -> Tensor:
-            way(keys_values, layers[side], *where)
-            return layers[side]
 
         def both(way: Callable[..., None], side: int) -> Tensor:
             way(heads[side], rotations, layers[side], *where)
             return layers[side]
 
-        yield Case(
-            "rope", size, costs.rope(model, rows),
-            lambda: rotate(rotate_, 0), lambda: rotate(rope_reference.rotate_, 1),
-        )  # fmt: skip
-        yield Case(
-            "kv_write", size, costs.kv_write(model, rows),
-            lambda: write(kv_write, 0), lambda: write(kv_write_reference.kv_write, 1),
-        )  # fmt: skip
-        heads[1].copy_(heads[0])
         yield Case(
             "rope_kv_write", size, costs.rope_kv_write(model, rows),
             lambda: both(rope_kv_write, 0),

@@ -61,24 +61,9 @@ def rms_norm(model: Model, rows: int) -> Cost:
     return Cost((2 * rows + 1) * model.hidden * model.itemsize)
 
 
-def add_rms_norm(model: Model, rows: int) -> Cost:
-    """Read both terms, write their sum and the normed row."""
-    return Cost((4 * rows + 1) * model.hidden * model.itemsize)
-
-
 def silu_mul(model: Model, rows: int) -> Cost:
     """Read gate and up, write their product."""
     return Cost(3 * rows * model.intermediate * model.itemsize)
-
-
-def rope(model: Model, tokens: int) -> Cost:
-    """Read and write query and key heads; the angles are float32."""
-    return Cost(tokens * (2 * model.query + model.kv + 4 * model.head_dim))
-
-
-def kv_write(model: Model, tokens: int) -> Cost:
-    """Read and write keys and values; two indices of 8 bytes."""
-    return Cost(tokens * (2 * model.kv + 16))
 
 
 def rope_kv_write(model: Model, tokens: int) -> Cost:

@@ -15,10 +15,7 @@ H200_BANDWIDTH, H200_RATE = 4.8e12, 990e12
 
 ON_PAPER = {
     "`rms_norm`, 256 rows": costs.rms_norm(MODEL, 256),
-    "`add_rms_norm`, 256 rows": costs.add_rms_norm(MODEL, 256),
     "`silu_mul`, 256 rows": costs.silu_mul(MODEL, 256),
-    "`rotate_`, 256 tokens": costs.rope(MODEL, 256),
-    "`kv_write`, 256 tokens": costs.kv_write(MODEL, 256),
     "`rope_kv_write`, 256 tokens": costs.rope_kv_write(MODEL, 256),
     "`paged_attention`, 64 decodes at 4096": costs.decode_attention(MODEL, [4096] * 64),
     "`paged_attention`, 8192 new tokens": costs.prefill_attention(MODEL, 8192, 0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from diptych_frontend.text.logprobs import PromptLogprobs
+from diptych_frontend.text.collector import PromptLogprobs
 from diptych_protocol import Logprob, LogprobsTensors
 from diptych_protocol.arrays import Array
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from diptych_frontend.core_client.pulse import Pulse
+from diptych_frontend.core_client.heartbeat_timer import Pulse
 from diptych_protocol import SchedulerStats
 
 Happening = Callable[[Pulse], None]

@@ -9,7 +9,7 @@ import openai.lib._pydantic
 import pydantic
 import pytest
 
-from diptych_frontend.text.strict_schemas import check_strict
+from diptych_frontend.text.structured_outputs import check_strict
 from diptych_protocol import InvalidRequestError
 
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}

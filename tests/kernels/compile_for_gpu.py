@@ -19,17 +19,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from diptych_kernels.add_rms_norm.triton import add_rms_norm
 from diptych_kernels.block_copy.triton import gather_blocks, scatter_blocks
-from diptych_kernels.kv_write.reference import FLOAT8
-from diptych_kernels.kv_write.triton import kv_write
 from diptych_kernels.native.tile_layout import LEVEL_BITS
 from diptych_kernels.packed_product import gpu_tiles
 from diptych_kernels.packed_product import triton as packed_product
 from diptych_kernels.paged_attention import AttentionMetadata
 from diptych_kernels.paged_attention import triton as paged_attention
 from diptych_kernels.rms_norm.triton import rms_norm
-from diptych_kernels.rope.triton import rotate_
+from diptych_kernels.rope_kv_write.reference import FLOAT8
 from diptych_kernels.rope_kv_write.triton import rope_kv_write
 from diptych_kernels.sampling import Filters
 from diptych_kernels.sampling.triton import sample
@@ -111,11 +108,8 @@ def main() -> None:
     rotations = torch.empty(4, 1, HEAD_DIM // 2, 2)
     slots = torch.arange(4), torch.arange(4)
     rms_norm(x, x[0], EPS)
-    add_rms_norm(x, x, x[0], EPS)
     silu_mul(x)
-    rotate_(heads, rotations)
     for dtype in (torch.bfloat16, FLOAT8):
-        kv_write(heads[:, HEADS:].view(4, 2, KV_HEADS, -1), cache(dtype), *slots)
         rope_kv_write(heads, rotations, cache(dtype), *slots)
         blocks = torch.empty(4, 2, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=dtype)
         gather_blocks(blocks, slots[0], blocks)

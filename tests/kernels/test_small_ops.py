@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from diptych_kernels.add_rms_norm import add_rms_norm
-from diptych_kernels.kv_write import kv_write
 from diptych_kernels.rms_norm import rms_norm
-from diptych_kernels.rope import rotate_
 from diptych_kernels.rope_kv_write import rope_kv_write
+from diptych_kernels.rope_kv_write.reference import kv_write, rotate_
 from diptych_kernels.silu_mul import silu_mul
 
 pytestmark = pytest.mark.usefixtures("level")
@@ -28,18 +26,6 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     expected = x.double() / (mean_square + 1e-5).sqrt() * weight.double()
     actual = rms_norm(x, weight, 1e-5).double()
     torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-
-
-@dtypes
-def test_add_rms_norm_changes_the_residual_and_normalises_it(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    x, residual, weight = (torch.randn(shape).to(dtype) for shape in ((3, 7), (3, 7), (7,)))
-    expected = x + residual
-    normed = add_rms_norm(x, residual, weight, 1e-5)
-    assert torch.equal(residual, expected)
-    torch.testing.assert_close(
-        normed, rms_norm(expected, weight, 1e-5), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
-    )
 
 
 @dtypes

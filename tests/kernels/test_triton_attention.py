@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_kit.attention_batch import Batch
 
-from diptych_kernels.kv_write.reference import FLOAT8
 from diptych_kernels.paged_attention.gpu_schedule import (
     HEADER,
     MIN_SPLIT,
@@ -28,6 +27,7 @@ from diptych_kernels.paged_attention.gpu_schedule import (
     schedule,
 )
 from diptych_kernels.paged_attention.triton import paged_attention
+from diptych_kernels.rope_kv_write.reference import FLOAT8
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Twice the eps of the 16-bit types."""

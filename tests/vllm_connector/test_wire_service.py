@@ -43,11 +43,11 @@ from diptych_protocol.wire import (
     ErrorKind,
     Heartbeat,
 )
-from diptych_vllm.serve.beats import UNSEEN_STEP_S
 from diptych_vllm.serve.hand_off import FETCHES, VllmHandOffs
 from diptych_vllm.serve.kv_events import RememberedBlocks
 from diptych_vllm.serve.load import VllmLoad
 from diptych_vllm.serve.middleware import ServedWire
+from diptych_vllm.serve.service import UNSEEN_STEP_S
 from diptych_vllm.serve.settings import ServedPort
 from diptych_vllm.serve.translation import OURS
 

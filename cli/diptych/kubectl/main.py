@@ -135,7 +135,7 @@ def why(
       kubectl diptych why smollm2 --requests
       kubectl diptych why smollm2 0f3c5a7e9b1d2f40
     """
-    from diptych.kubectl.routers import ask_routers
+    from diptych.kubectl.cluster import ask_routers
     from diptych.kubectl.view import service_view
     from diptych.kubectl.why import explain
 
@@ -179,7 +179,7 @@ def trace(
       kubectl diptych trace smollm2 0f3c5a7e9b1d2f40
       kubectl diptych trace smollm2 0f3c5a7e9b1d2f40 --svg trace.svg
     """
-    from diptych.kubectl.routers import ask_routers
+    from diptych.kubectl.cluster import ask_routers
 
     cluster = Cluster.connect(Access(kubeconfig, context, namespace))
     show_timelines(partial(ask_routers, cluster, name), request_id, svg, as_json=as_json)

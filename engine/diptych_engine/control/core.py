@@ -15,11 +15,10 @@ from typing import Any, Protocol
 import msgspec
 
 from diptych_engine.control.admission import admit
-from diptych_engine.control.deferred import Deferred
 from diptych_engine.control.image_intake import ImageIntake, MissingImageError
 from diptych_engine.control.last_outputs import aborted, failed
 from diptych_engine.control.sleep import Residency
-from diptych_engine.control.utilities import Convert, call_utility
+from diptych_engine.control.utilities import Convert, Deferred, call_utility
 from diptych_engine.execution.grammar_compiler import GrammarCompiler
 from diptych_engine.handoff.hand_off import HandOffs
 from diptych_engine.lora.table import AdapterTable
@@ -28,6 +27,7 @@ from diptych_engine.scheduling.scheduler import Scheduler
 from diptych_engine.scheduling.sessions import go_on
 from diptych_engine.scheduling.step_results import stop_condition
 from diptych_engine.weights.update import WeightUpdate
+from diptych_frontend.core_client.wire_server import Posture
 from diptych_kv_transfer import KVConnector, UnprovenReferenceError
 from diptych_protocol import (
     DiptychError,
@@ -48,9 +48,6 @@ INTERNAL_ERROR = "internal error; the engine's log has it under the request's id
 CROWDED_OUT = "overloaded: too many requests wait already, and most are of this API key"
 LAST_CALLS = frozenset({"reject_kv_transfer"})
 """Calls that are answered until the very end, because they may free blocks of another engine."""
-Posture = tuple[bool, bool, int]
-"""Draining, paused, and the level of sleep."""
-AT_WORK: Posture = (False, False, 0)
 
 
 class Runner(Protocol):

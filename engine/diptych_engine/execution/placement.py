@@ -8,7 +8,7 @@ import torch
 
 from diptych_engine.models.rounding import BITS
 from diptych_frontend.model_files.model_source import ModelConfig
-from diptych_kernels.kv_write.reference import FLOAT8
+from diptych_kernels.rope_kv_write.reference import FLOAT8
 from diptych_protocol import EngineConfig, InvalidRequestError
 
 ENOUGH_ON_A_CPU = 256

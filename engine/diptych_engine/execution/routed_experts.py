@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diptych_engine.execution.batch_rows import BatchRows
-from diptych_engine.execution.readback import Readback
+from diptych_engine.execution.sampler import Readback
 from diptych_engine.models import StepInputs
 from diptych_engine.scheduling.request import Request, ScheduledRequest
 from diptych_frontend.model_files.model_source import ModelConfig

@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from diptych_engine.execution.readback import Readback
 from diptych_engine.execution.row_options import Processor, RowOptions, change_logits
 from diptych_engine.execution.sampling_math import describe, find_largest, uniforms
 from diptych_engine.scheduling.request import NOT_SAMPLED, Pending, Request, StepResult
@@ -232,3 +231,23 @@ def _read(
     tokens, *counts = chosen.read()
     nans: list[int] = counts[0].tolist() if counts else []
     return StepResult(tokens.tolist(), logprobs, nans if any(nans) else None, failed=failed)
+
+
+class Readback:
+    """Tensors that are being copied to the host. On a CPU there is no copy."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._done: torch.cuda.Event | None = None
+        if tensors[0].is_cuda:
+            pinned = [torch.empty_like(t, device="cpu", pin_memory=True) for t in tensors]
+            for target, source in zip(pinned, tensors, strict=True):
+                target.copy_(source, non_blocking=True)
+            self._done = torch.cuda.current_stream(tensors[0].device).record_event()
+            tensors = tuple(pinned)
+        self._tensors = tensors
+
+    def read(self) -> tuple[Tensor, ...]:
+        """Wait for the tensors and return them."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._tensors

@@ -48,7 +48,6 @@ from diptych_engine.scheduling.guesses import (
     rows_of_guess,
     worthwhile,
 )
-from diptych_engine.scheduling.idle_sessions import IdleSessions
 from diptych_engine.scheduling.journey import JourneyLog, Station
 from diptych_engine.scheduling.kv_groups import NULL_BLOCK, num_held
 from diptych_engine.scheduling.lent_blocks import LentBlocks
@@ -66,6 +65,7 @@ from diptych_engine.scheduling.request import (
 from diptych_engine.scheduling.step_results import apply_results
 from diptych_engine.scheduling.waiting_queue import (
     FairQueue,
+    IdleSessions,
     make_queue,
     service,
     turn,

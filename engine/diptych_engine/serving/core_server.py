@@ -22,7 +22,7 @@ from typing import Any
 
 import zmq
 
-from diptych_engine.control.core import AT_WORK, SHUTTING_DOWN, EngineCore, Posture
+from diptych_engine.control.core import SHUTTING_DOWN, EngineCore
 from diptych_engine.control.shutdown import Shutdown
 from diptych_engine.scheduling.request import Pending, StepPlan
 from diptych_engine.serving.heartbeat_sender import HeartbeatSender
@@ -30,35 +30,35 @@ from diptych_frontend.core_client.client import receive_frames
 from diptych_frontend.core_client.core_socket import Farewell, bind_core_socket
 from diptych_frontend.core_client.curve import CurveGate
 from diptych_frontend.core_client.prefix_news import PrefixNews
+from diptych_frontend.core_client.wire_server import (
+    AT_WORK,
+    WireServer,
+    check_pending,
+    failure_of,
+)
 from diptych_protocol import (
-    UNREADABLE,
     CurveKeys,
-    DiptychError,
     EngineCoreOutputs,
     EngineCoreRequest,
-    EngineCoreRequestType,
-    InvalidRequestError,
     SchedulerStats,
     UtilityCall,
     UtilityOutput,
     wire,
 )
 from diptych_protocol.arrays import Frame
-from diptych_protocol.salvage import asker_of
 
 log = logging.getLogger(__name__)
 
-STATS_INTERVAL_S = 0.25
 IDLE_WAIT_MS = 1000
 SENTINEL_LINGER_MS = 2000
-MAX_PENDING_CALLS = 256
-"""Utility calls that may wait for their answers at the same time."""
 FEW_CLIENTS = 16
 """So many are never looked through for those that have vanished."""
 
 
-class CoreServer:
+class CoreServer(WireServer):
     """Serves one EngineCore on some ZMQ endpoints until told to stop."""
+
+    _prefix_news: PrefixNews
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class CoreServer:
 
         Raises `zmq.ZMQError` when an address is taken.
         """
+        super().__init__(PrefixNews(core.scheduler.pool, core.adapters.digests), rank)
         self._core = core
-        self._rank = rank
         self._context = zmq.Context()
         self._gates: list[CurveGate] = []
         self._sockets = [self._bind(endpoint, keys) for endpoint, keys in endpoints]
@@ -88,12 +88,8 @@ class CoreServer:
             self._poller.register(descriptor, zmq.POLLIN)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._poller.register(self._wake_fd, zmq.POLLIN)
-        self._clients: dict[bytes, int] = {}
-        """Client -> requests that it has sent. Those that are known to be gone are not here."""
         self._look_through_at = FEW_CLIENTS
         """At more clients than these, each is tried."""
-        self._told: dict[bytes, Posture] = {}
-        """Client -> the posture of the core that it was told last."""
         self._pending: dict[tuple[bytes, int], Future[Any]] = {}
         """(client, call id) -> the answer that is to come."""
         self._answered: deque[tuple[bytes, UtilityOutput]] = deque()
@@ -103,9 +99,7 @@ class CoreServer:
         self._stop_wanted = False
         self._last_words = ""
         """Why this core ends, if not because it was told to."""
-        self._stats_due = 0.0
-        self._prefix_news = PrefixNews(core.scheduler.pool, core.adapters.digests)
-        self._heartbeat = HeartbeatSender(core, rank, self._send_frames, self._num_received)
+        self._heartbeat = HeartbeatSender(core, self._timer, self._tell_heartbeat)
 
     def _bind(self, endpoint: str, keys: CurveKeys | None) -> zmq.Socket[bytes]:
         socket, gate = bind_core_socket(self._context, endpoint, keys)
@@ -155,7 +149,7 @@ class CoreServer:
         if self._has_work():
             begin = time.monotonic()
             if self._prefix_news.expected:
-                self._tell_prefixes(at_once=True)
+                self.tell_prefixes(at_once=True)
             plan, pending = self._start_step()
             self._receive(0)
             core.finish_step(plan, pending)
@@ -163,11 +157,12 @@ class CoreServer:
             if not plan.scheduled:
                 # Everything waits for blocks that only the hinge or an abort can free.
                 self._receive(self._idle_wait_ms())
-        if self._told or core.posture != AT_WORK:
-            self._tell_posture()
+        posture = core.posture
+        if self._told or posture != AT_WORK:
+            self._tell_posture(posture)
         self._send_outputs()
         if self._prefix_news.followers:
-            self._tell_prefixes(at_once=not core.has_work)
+            self.tell_prefixes(at_once=not core.has_work)
         core.deferred.settle()
         self._send_answers()
         self._heartbeat.turned()
@@ -212,13 +207,9 @@ class CoreServer:
             except zmq.Again:
                 return
             client = bytes((index,)) + identity
-            self._clients.setdefault(client, 0)
+            self.take(client, frames, arrays)
             if len(self._clients) > self._look_through_at:
                 self._forget_vanished()
-            try:
-                self._handle(client, frames, arrays)
-            except (ValueError, *UNREADABLE) as exc:
-                self._answer_malformed(client, frames, exc)
 
     @property
     def num_clients(self) -> int:
@@ -235,34 +226,15 @@ class CoreServer:
             self._send_frames(client, nothing)
         self._look_through_at = max(FEW_CLIENTS, 2 * len(self._clients))
 
-    def _handle(self, client: bytes, frames: list[bytes], arrays: list[Frame]) -> None:
-        if len(frames) < 2:
-            raise ValueError("a message without a payload")
-        kind, message = frames
-        payload = [message, *arrays]
-        match EngineCoreRequestType(kind):
-            case EngineCoreRequestType.ADD:
-                self._clients[client] = self._clients.get(client, 0) + 1
-                self._add(wire.request_decoder.decode(payload), client)
-            case EngineCoreRequestType.ABORT:
-                self._core.abort(wire.abort_decoder.decode(payload))
-            case EngineCoreRequestType.UTILITY:
-                self._call(client, payload)
-            case other:
-                raise ValueError(f"{other.name} is not accepted from a socket")
-
     def _answer_malformed(self, client: bytes, frames: list[bytes], error: Exception) -> None:
-        """Who waits for the answer to a message that cannot be read gets an error, if the message
-        says so much."""
         self._core.malformed_messages += 1
-        reason = f"the message cannot be read: {error}"
-        request_id, call_id = asker_of(frames)
-        if request_id is not None:
-            self._core.unreadable(request_id, client, reason)
-        elif call_id is not None:
-            self._send_answer(client, UtilityOutput(call_id, failure_message=reason))
-        else:
-            log.warning("a client sent a malformed message, dropped: %s", error)
+        super()._answer_malformed(client, frames, error)
+
+    def _unreadable(self, request_id: str, client: bytes, reason: str) -> None:
+        self._core.unreadable(request_id, client, reason)
+
+    def _abort(self, request_ids: list[str], client: bytes) -> None:
+        self._core.abort(request_ids)
 
     def _add(self, request: EngineCoreRequest, client: bytes) -> None:
         self._core.add(request, client)
@@ -270,21 +242,13 @@ class CoreServer:
         if news.tells_others and (names := scheduler.will_remember(request.request_id)):
             news.expect(names)
 
-    def _call(self, client: bytes, payload: list[Frame]) -> None:
-        call = wire.utility_decoder.decode(payload)
-        if call.method == wire.FOLLOW_PREFIXES:
-            self._follow_prefixes(client)
-            return
-        if call.method == wire.FOLLOW_HEARTBEAT:
-            self._heartbeat.follow(client, *call.args[:1])
-            return
+    def _call(self, client: bytes, call: UtilityCall) -> None:
         self._heartbeat.before_call(call.method)
         try:
-            if len(self._pending) >= MAX_PENDING_CALLS:
-                raise DiptychError("too many calls wait for their answers already")
+            check_pending(len(self._pending))
             result = self._core.call(call.method, call.args, wire.utility_decoder.convert)
         except Exception as exc:  # it fails the call, not the engine
-            self._send_answer(client, _failure(call.call_id, call.method, exc))
+            self._send_answer(client, failure_of(call, exc))
             return
         if isinstance(result, Future):
             self._pending[client, call.call_id] = result
@@ -297,7 +261,7 @@ class CoreServer:
         try:
             answer = UtilityOutput(call.call_id, result=done.result())
         except (Exception, CancelledError) as exc:
-            answer = _failure(call.call_id, call.method, exc)
+            answer = failure_of(call, exc)
         self._answered.append((client, answer))
         self._wake()
 
@@ -312,19 +276,9 @@ class CoreServer:
 
     def _send_outputs(self) -> None:
         """Send every client its share of the step, with statistics now and then."""
-        outputs = self._core.take_outputs()
-        stats = self._stats_if_due(bool(outputs))
-        events = self._core.scheduler.take_stations()
-        for client in outputs.keys() | events.keys():
-            made = outputs.get(client, [])
-            message = EngineCoreOutputs(self._rank, made, stats, journey_events=events.get(client))
-            message.finished_requests = {x.request_id for x in made if x.finished} or None
-            if stats is not None:
-                message.requests_received = self._num_received(client)
-            self._send(client, message)
-
-    def _num_received(self, client: bytes) -> int:
-        return self._clients.get(client, 0)
+        core = self._core
+        outputs, events = core.take_outputs(), core.scheduler.take_stations()
+        self._send_made(outputs, events, idle=not core.has_work)
 
     def _send_answers(self) -> None:
         while self._answered:
@@ -332,66 +286,17 @@ class CoreServer:
             if self._pending.pop((client, answer.call_id), None) is not None:
                 self._send_answer(client, answer)
 
-    def _send_answer(self, client: bytes, answer: UtilityOutput) -> None:
-        if answer.call_id < 0:  # nobody waits for it
-            if answer.failure_message is not None:
-                log.info("a call without an answer: %s", answer.failure_message)
-            return
-        try:
-            frames = wire.encoder.encode(EngineCoreOutputs(self._rank, utility_output=answer))
-        except (TypeError, ValueError) as exc:  # a result that msgpack has no form for
-            failure = UtilityOutput(answer.call_id, failure_message=str(exc))
-            frames = wire.encoder.encode(EngineCoreOutputs(self._rank, utility_output=failure))
-        self._send_frames(client, frames)
-
-    def _follow_prefixes(self, client: bytes) -> None:
-        self._tell_prefixes(at_once=True)
-        snapshot = self._prefix_news.follow(client)
-        if snapshot is None:
-            log.warning("a client may not follow the prefixes: too many do")
-        else:
-            self._send(client, EngineCoreOutputs(self._rank, prefix_changes=snapshot))
-
-    def _tell_prefixes(self, *, at_once: bool) -> None:
-        changes = self._prefix_news.take(time.monotonic(), at_once=at_once)
-        if changes is not None:
-            frames = wire.encoder.encode(EngineCoreOutputs(self._rank, prefix_changes=changes))
-            for client in list(self._prefix_news.followers):
-                self._send_frames(client, frames)
-
-    def _tell_posture(self) -> None:
-        """Tell every client when the core drains, pauses, sleeps or wakes, whether or not it has
-        requests here. It learns that before it learns what became of them."""
-        posture = self._core.posture
-        untold = [x for x in self._clients if self._told.get(x, AT_WORK) != posture]
-        for client in untold:
-            if posture == AT_WORK:
-                del self._told[client]
-            else:
-                self._told[client] = posture
-            self._send(client, EngineCoreOutputs(self._rank, scheduler_stats=self._core.stats()))
-
-    def _stats_if_due(self, talking: bool) -> SchedulerStats | None:
-        now = time.monotonic()
-        if not talking or (now < self._stats_due and self._core.has_work):
-            return None
-        self._stats_due = now + STATS_INTERVAL_S
-        return self._core.stats()
-
-    def _send(self, client: bytes, message: EngineCoreOutputs) -> None:
-        self._send_frames(client, wire.encoder.encode(message))
-
     def _send_frames(self, client: bytes, frames: list[Frame]) -> None:
         socket = self._sockets[client[0]]
         try:
             socket.send_multipart((client[1:], *frames), zmq.NOBLOCK)
         except zmq.ZMQError as exc:  # gone, or too far behind
             log.info("a client is unreachable: %s", exc)
-            self._clients.pop(client, None)
-            self._told.pop(client, None)
-            self._prefix_news.forget(client)
-            self._heartbeat.forget(client)
+            self._forget(client)
             self._core.client_lost(client)
+
+    def _stats(self) -> SchedulerStats:
+        return self._core.stats()
 
     def _say_goodbye(self) -> None:
         last: list[list[Frame]] = [[wire.ENGINE_CORE_DEAD]]
@@ -412,12 +317,3 @@ class CoreServer:
             gate.close()
         self._core.close()
         self._context.term()
-
-
-def _failure(call_id: int, method: str, error: BaseException) -> UtilityOutput:
-    """What the caller learns. What was not raised on purpose is in the log, too."""
-    if not isinstance(error, DiptychError):
-        log.error("the utility call %s failed", method, exc_info=error)
-    text = str(error) or type(error).__name__
-    param = error.param if isinstance(error, InvalidRequestError) else None
-    return UtilityOutput(call_id, failure_message=f"{method}: {text}", failure_param=param)

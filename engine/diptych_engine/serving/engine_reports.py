@@ -1,27 +1,108 @@
-"""Reports an LLMEngine's statistics: to its metrics, to receivers, and to the log."""
+"""What an LLMEngine has beside requests: blocking control calls, which correspond to those of
+AsyncLLM, and reports of its statistics to its metrics, to receivers, and to the log."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from diptych_frontend.core_client.foreign_options import importable_name
+from diptych_protocol import ControlCall, EngineConfig, UnsupportedFeatureError
+from diptych_protocol.control_calls import (
+    APPLY_MODEL,
+    CALL_FUNCTION,
+    CALL_TIMEOUT_S,
+    REST_TIMEOUT_S,
+    BlockingCalls,
+)
+
+if TYPE_CHECKING:
+    from diptych_engine.models import CausalLM
+
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from diptych_engine.serving.engine_controls import EngineControls
-from diptych_engine.serving.engine_metrics import EngineMetrics
-from diptych_frontend.observability.metric_snapshot import Metric
+from diptych_frontend.observability.metric_snapshot import Metric, take_snapshot
+from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.observability.stat_loggers import StatLoggerManager
 from diptych_protocol import (
     EngineCoreOutputs,
     EngineDescription,
     InvalidRequestError,
+    RequestOutput,
     SchedulerStats,
 )
 from diptych_protocol.errors import NotKeptError
 
 if TYPE_CHECKING:
     from diptych_frontend.observability.request_tracer import RequestTracer
+
+
+T = TypeVar("T")
+
+
+class EngineControls(BlockingCalls):
+    """A mixin for an engine that has a core. Every method raises `UtilityError` if the core refuses
+    or fails, `TimeoutError` if it takes too long, and `EngineDeadError` if it has ended."""
+
+    vllm_config: EngineConfig
+    """The engine's settings."""
+
+    @abstractmethod
+    def call_core(self, method: str, *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        """Make a utility call."""
+
+    def control(self, call: ControlCall[Any]) -> Any:
+        return self.call_core(call.METHOD, *call.arguments, timeout_s=call.timeout_s)
+
+    @property
+    @abstractmethod
+    def only_worker(self) -> Any:
+        """The runner of the whole model, if it is in this process; otherwise None."""
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Run a method or a function of every worker; return the results in the order of their
+        ranks. A function must be importable, and `allow_functions` set, unless the only worker is
+        in this process. The method `apply_model` with a function does the same as `apply_model`."""
+        if method == APPLY_MODEL and args and callable(args[0]):
+            return self.apply_model(*args, **(kwargs or {}))
+        if callable(method):
+            if self.only_worker is not None:
+                return [method(self.only_worker, *args, **(kwargs or {}))]
+            args = (self._name_of(method, "method"), *args)
+            method = CALL_FUNCTION
+        wait_s = REST_TIMEOUT_S if timeout is None else timeout
+        results = self.call_core(
+            "collective_rpc", method, list(args), kwargs or {}, timeout_s=wait_s
+        )
+        return list(results)
+
+    def apply_model(self, func: Callable[[CausalLM], T]) -> list[T]:
+        """Call a function with every worker's model, as `collective_rpc` does with the worker."""
+        if self.only_worker is not None:
+            return [func(self.only_worker.model)]
+        return self.collective_rpc(APPLY_MODEL, args=(self._name_of(func, "func"),))
+
+    def _name_of(self, function: Callable[..., Any], param: str) -> str:
+        if not self.vllm_config.allow_functions:
+            raise UnsupportedFeatureError(
+                f"{param} can be a function only where the whole model is in this process, or with "
+                "allow_functions=True in the engine's settings"
+            )
+        return importable_name(function, param)
+
 
 LOG_INTERVAL = "DIPTYCH_LOG_STATS_INTERVAL"
 """Environment variable: seconds between two lines of statistics."""
@@ -91,3 +172,46 @@ class EngineReports(EngineControls):
 
     def _fetch_stats(self) -> SchedulerStats:
         return msgspec.convert(self.call_core("stats"), SchedulerStats)
+
+
+@dataclass(slots=True)
+class RequestFacts:
+    """Facts about one open request."""
+
+    num_prompt_tokens: int
+    deltas: bool
+    """Whether its outputs contain only what is new."""
+    started_at: float = field(default_factory=time.perf_counter)
+    num_tokens: dict[int, int] = field(default_factory=dict)
+    """By the index of the answer."""
+
+
+class EngineMetrics:
+    """A registry of one engine: the metrics of a server without those of HTTP."""
+
+    def __init__(self, model_name: str) -> None:
+        self.stats_by_engine: dict[str, SchedulerStats] = {}
+        """The newest statistics of the core; to be kept up to date by the owner."""
+        stats = self.stats_by_engine
+        self._metrics = ServerMetrics(model_name, lambda: stats)
+
+    def saw(self, facts: RequestFacts, output: RequestOutput) -> None:
+        """Count what an output adds to its request."""
+        metrics, now = self._metrics, time.perf_counter()
+        if not facts.num_tokens:
+            metrics.prompt_tokens.value += facts.num_prompt_tokens
+            metrics.cached_tokens.value += output.num_cached_tokens
+            if not output.finished:
+                metrics.ttft.observe(now - facts.started_at)
+        for answer in output.outputs:
+            before = facts.num_tokens.get(answer.index, 0)
+            after = len(answer.token_ids) + (before if facts.deltas else 0)
+            facts.num_tokens[answer.index] = after
+            metrics.generation_tokens.value += after - before
+            if answer.finish_reason is not None:
+                metrics.count_end(answer.finish_reason)
+        if output.finished:
+            metrics.e2e.observe(now - facts.started_at)
+
+    def snapshot(self) -> list[Metric]:
+        return take_snapshot(self._metrics.registry)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 
@@ -14,11 +13,8 @@ from diptych_frontend.core_client.heartbeat_timer import (
     QUICK_CALLS,
     HeartbeatTimer,
 )
-from diptych_protocol import EngineCoreOutputs, SchedulerStats, wire
-from diptych_protocol.arrays import Frame
+from diptych_protocol import SchedulerStats
 from diptych_protocol.wire import Heartbeat
-
-log = logging.getLogger(__name__)
 
 
 class HeartbeatSender:
@@ -27,24 +23,12 @@ class HeartbeatSender:
     def __init__(
         self,
         core: EngineCore,
-        rank: int,
-        send: Callable[[bytes, list[Frame]], None],
-        num_received: Callable[[bytes], int],
+        timer: HeartbeatTimer,
+        tell: Callable[[Heartbeat, SchedulerStats | None], None],
     ) -> None:
-        """`send`: to a client; one that is gone is forgotten here (`forget`) by whoever sends.
-        `num_received`: see `EngineCoreOutputs.requests_received`."""
-        self._core, self._rank = core, rank
-        self._send, self._num_received = send, num_received
-        self._timer = HeartbeatTimer()
+        """`tell`: sends a heartbeat to the followers, with statistics if there are any."""
+        self._core, self._timer, self._tell = core, timer, tell
         core.before_step = self._before_step
-
-    def follow(self, client: bytes, name: object = "") -> None:
-        """Add a client that wants heartbeats, with its name (see `Heartbeat`)."""
-        if not self._timer.follow(client, name):
-            log.warning("a client may not hear the heartbeat: too many do")
-
-    def forget(self, client: bytes) -> None:
-        self._timer.forget(client)
 
     def wait_s(self, now: float) -> float | None:
         """How long the loop may wait for messages; None: as long as it wants."""
@@ -78,14 +62,3 @@ class HeartbeatSender:
             heartbeat = self._timer.before_silence(time.monotonic(), seconds, in_call=in_call)
             if heartbeat is not None:
                 self._tell(heartbeat, None)
-
-    def _tell(self, heartbeat: Heartbeat, stats: SchedulerStats | None) -> None:
-        message = EngineCoreOutputs(self._rank, scheduler_stats=stats, heartbeat=heartbeat)
-        num_received = self._num_received if stats is not None else _not_counted
-        for client, message.requests_received in self._timer.addressed(heartbeat, num_received):
-            self._send(client, wire.encoder.encode(message))
-
-
-def _not_counted(client: bytes) -> int:
-    """Before a silence, nobody is told of requests."""
-    return 0

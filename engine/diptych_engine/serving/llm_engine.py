@@ -9,8 +9,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self, Unpack
 
-from diptych_engine.serving.engine_metrics import EngineMetrics, RequestFacts
-from diptych_engine.serving.engine_reports import EngineReports, log_interval_s
+from diptych_engine.serving.engine_reports import (
+    EngineMetrics,
+    EngineReports,
+    RequestFacts,
+    log_interval_s,
+)
 from diptych_engine.serving.sync_core import (
     SyncCore,
     lockstep_peers_of,

@@ -35,8 +35,7 @@ from diptych_frontend.openai.responses import (
 from diptych_frontend.responses_api import answers as responses
 from diptych_frontend.responses_api.answers import Response
 from diptych_frontend.responses_api.api_types import ResponsesRequest
-from diptych_frontend.responses_api.input_items import InputItems
-from diptych_frontend.responses_api.routes import InputTokens
+from diptych_frontend.responses_api.routes import InputItems, InputTokens
 from diptych_frontend.vllm_api.scoring import (
     RERANK_PATHS,
     SCORE_PATHS,

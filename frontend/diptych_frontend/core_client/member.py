@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 
 from diptych_frontend.core_client.client import UTILITY_TIMEOUT_S, CoreClient
+from diptych_frontend.core_client.heartbeat_timer import Pulse, stood_still_s
 from diptych_frontend.core_client.launcher import TERMINATE_GRACE_S, Core
 from diptych_frontend.core_client.link import CoreLink
-from diptych_frontend.core_client.pulse import Pulse, stood_still_s
 from diptych_protocol import (
     UNREADABLE,
     DiptychError,

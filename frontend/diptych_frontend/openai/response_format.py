@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from diptych_frontend.text.strict_schemas import check_strict
+from diptych_frontend.text.structured_outputs import check_strict
 from diptych_protocol import StructuredOutputsParams
 
 

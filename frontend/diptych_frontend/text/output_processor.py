@@ -7,9 +7,16 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from diptych_frontend.reasoning.formats import format_of
-from diptych_frontend.text.collector import Collector, ParentRequest, PoolingAnswer, fan_out, joined
+from diptych_frontend.text.collector import (
+    Collector,
+    ParentRequest,
+    PoolingAnswer,
+    PromptLogprobs,
+    fan_out,
+    joined,
+    of_output,
+)
 from diptych_frontend.text.detokenizer import Detokenizer
-from diptych_frontend.text.logprobs import PromptLogprobs, of_output
 from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_protocol import (
     Array,

@@ -13,10 +13,10 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from diptych_frontend.text.schema_parts import Schema
-from diptych_frontend.text.strict_schemas import check_strict
 from diptych_frontend.text.structured_outputs import (
     ANY_OBJECT,
     BEGINS_LATER,
+    check_strict,
     decoded,
     schema_for_llguidance,
 )

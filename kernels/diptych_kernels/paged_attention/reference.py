@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diptych_kernels.kv_write.reference import FLOAT8
 from diptych_kernels.paged_attention.metadata import AttentionMetadata, DecodeGroup, PrefillChunk
+from diptych_kernels.rope_kv_write.reference import FLOAT8
 
 
 def paged_attention(

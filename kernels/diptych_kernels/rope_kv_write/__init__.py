@@ -29,8 +29,8 @@ def rope_kv_write(
 
     heads: [tokens, query_heads + 2 kv_heads, head_dim], contiguous: the queries, then the keys,
         then the values. What the key heads hold afterwards is not defined.
-    rotations: [tokens, 1, head_dim / 2, 2] float32, as `rotate_` takes them.
-    kv_layer, blocks, offsets, kv_scale: as `kv_write` takes them.
+    rotations: [tokens, 1, head_dim / 2, 2] float32, the (cos, sin) of each token's position.
+    kv_layer, blocks, offsets, kv_scale: as `reference.kv_write` takes them.
     """
     if heads.is_cuda:
         from diptych_kernels.rope_kv_write import triton

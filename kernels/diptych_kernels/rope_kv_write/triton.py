@@ -6,9 +6,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diptych_kernels.kv_write.triton import limit_of, stored
-from diptych_kernels.rope.triton import head_tile, load_rotation, rotated
-from diptych_kernels.rope_kv_write.reference import add_and_normalise_
+from diptych_kernels.rope_kv_write.reference import FLOAT8, FLOAT8_MAX, add_and_normalise_
+
+
+@triton.jit
+def rotated(x, cos, sin, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Multiply each pair (2i, 2i + 1) of x [H, D] by cos_i + i sin_i; cos and sin are [D / 2]."""
+    even, odd = tl.split(tl.reshape(x, (BLOCK_H, BLOCK_D // 2, 2)))
+    turned = tl.join(even * cos - odd * sin, even * sin + odd * cos)
+    return tl.reshape(turned, (BLOCK_H, BLOCK_D))
+
+
+@triton.jit
+def load_rotation(rotations_ptr, token, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load the cosines and sines of one token, [1, D / 2] each."""
+    pairs = tl.arange(0, BLOCK_D // 2)
+    there = pairs < HEAD_DIM // 2
+    base = rotations_ptr + token * HEAD_DIM + 2 * pairs
+    cos = tl.load(base, mask=there, other=1.0)
+    sin = tl.load(base + 1, mask=there, other=0.0)
+    return cos[None, :], sin[None, :]
+
+
+@triton.jit
+def stored(x, kv_scale, LIMIT: tl.constexpr, dtype: tl.constexpr):
+    """Convert float32 values to the cache's dtype. LIMIT is 0 for a dtype that needs no limit."""
+    if LIMIT > 0:
+        x = tl.clamp(x / kv_scale, -LIMIT, LIMIT)
+    return x.to(dtype)
 
 
 @triton.jit
@@ -62,3 +87,14 @@ def rope_kv_write(
         QUERY_HEADS=num_heads - 2 * kv_heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim,
         LIMIT=limit_of(kv_layer), BLOCK_H=block_h, BLOCK_D=block_d, num_warps=4,
     )  # fmt: skip
+
+
+def head_tile(num_heads: int, head_dim: int) -> tuple[int, int]:
+    """Return the heads and dimensions that a program of four warps holds."""
+    block_d = triton.next_power_of_2(head_dim)
+    return min(triton.next_power_of_2(num_heads), max(1, 2048 // block_d)), block_d
+
+
+def limit_of(kv_layer: Tensor) -> float:
+    """Return the largest number that the cache can hold, or 0 if that never matters."""
+    return FLOAT8_MAX if kv_layer.dtype is FLOAT8 else 0.0

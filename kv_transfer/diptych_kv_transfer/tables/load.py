@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections import Counter
+from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from diptych_kv_transfer.memory.staging import AnyStaging, StagedCopies, plan_st
 from diptych_kv_transfer.tables.actions import Address, Fence, Peer
 from diptych_kv_transfer.tables.messages import Hello, Open, Opened, Run
 from diptych_kv_transfer.tables.shares import share_named
+from diptych_protocol.engine_stats import HAND_OFF_BOUNDS_S, MAX_MOVES_TOLD, Move
 from diptych_protocol.kv_transfer_params import differences
 
 NEVER, AT_ONCE = float("inf"), float("-inf")
@@ -296,3 +298,36 @@ def mismatch(lease: LeaseRef, theirs: Hello, mine: Hello) -> str:
     if layout_of(theirs) is None or layout_of(mine) is None:
         differing += differences(theirs.geometry, mine.geometry)  # nobody could repack that
     return f"the engines cannot exchange KV ({'; '.join(differing)})" if differing else ""
+
+
+@dataclass(slots=True)
+class Waits:
+    """The completed loads of one engine."""
+
+    hand_off_counts: list[int] = field(default_factory=lambda: [0] * (len(HAND_OFF_BOUNDS_S) + 1))
+    """Hand-offs by how long their requests waited, in the buckets of `HAND_OFF_BOUNDS_S`."""
+    hand_off_seconds: float = 0.0
+    prefix_seconds: float = 0.0
+    moves: deque[Move] = field(default_factory=lambda: deque(maxlen=MAX_MOVES_TOLD))
+    """The newest loads of both kinds."""
+    num_moves: int = 0
+
+    def saw(self, load: Load, seconds: float) -> None:
+        """Record a completed load, and how long its request had waited."""
+        if load.prefix is not None:
+            self.prefix_seconds += seconds
+        else:
+            self.hand_off_counts[bisect_left(HAND_OFF_BOUNDS_S, seconds)] += 1
+            self.hand_off_seconds += seconds
+        self.num_moves += 1
+        self.moves.append(
+            Move(
+                self.num_moves,
+                load.lease.engine_id,
+                load.num_blocks,
+                seconds,
+                load.moving_seconds,
+                load.prefix is not None,
+                load.request_id,
+            )
+        )

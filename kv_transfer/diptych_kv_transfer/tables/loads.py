@@ -46,6 +46,7 @@ from diptych_kv_transfer.tables.load import (
     LoadState,
     Prefix,
     Remote,
+    Waits,
     mismatch,
     next_to_stage,
 )
@@ -60,7 +61,6 @@ from diptych_kv_transfer.tables.messages import (
     Renew,
     Sending,
 )
-from diptych_kv_transfer.tables.waits import Waits
 from diptych_protocol import KVTransferStats
 
 STOP_SECONDS = 5.0

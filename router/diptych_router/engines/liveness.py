@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from diptych_frontend.core_client.pulse import Pulse, stood_still_s
+from diptych_frontend.core_client.heartbeat_timer import Pulse, stood_still_s
 from diptych_protocol import SchedulerStats
 from diptych_protocol.wire import Heartbeat
 

@@ -10,9 +10,8 @@ import pytest
 from engine_kit.control import LONG, Owner, shared_core, undisturbed
 from engine_kit.core import generate
 
-from diptych_engine.control.deferred import Deferred
 from diptych_engine.control.shutdown import Shutdown
-from diptych_engine.control.utilities import call_utility
+from diptych_engine.control.utilities import Deferred, call_utility
 from diptych_protocol import DiptychError, FinishReason, InvalidRequestError, PauseMode
 
 

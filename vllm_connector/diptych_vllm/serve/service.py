@@ -5,37 +5,37 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import msgspec
 
-from diptych_frontend.core_client.heartbeat_timer import BEAT_S, HeartbeatTimer
+from diptych_frontend.core_client.heartbeat_timer import (
+    BEAT_S,
+    CALL_S,
+    QUICK_CALLS,
+    HeartbeatTimer,
+)
 from diptych_frontend.core_client.prefix_news import PrefixNews, RemembersPrefixes
+from diptych_frontend.core_client.wire_server import WireServer, check_pending, failure_of
 from diptych_protocol import (
-    UNREADABLE,
     DiptychError,
     EngineCoreOutput,
-    EngineCoreOutputs,
     EngineCoreRequest,
-    EngineCoreRequestType,
     EngineDescription,
-    InvalidRequestError,
+    SchedulerStats,
     UtilityOutput,
     wire,
 )
 from diptych_protocol.admin import DrainReport
 from diptych_protocol.arrays import Frame
-from diptych_protocol.salvage import asker_of
 from diptych_protocol.wire import (
     DOUBT_KV,
-    FOLLOW_HEARTBEAT,
-    FOLLOW_PREFIXES,
     Heartbeat,
     UtilityCall,
 )
 from diptych_vllm.serve.answers import VllmAnswers
-from diptych_vllm.serve.beats import CoreBeats
 from diptych_vllm.serve.calls import VllmCalls
 from diptych_vllm.serve.early import EarlyPrompts
 from diptych_vllm.serve.engine_view import ServedEngine
@@ -44,17 +44,13 @@ from diptych_vllm.serve.translation import failure
 
 log = logging.getLogger(__name__)
 
-STATS_INTERVAL_S: Final = 0.25
-MAX_PENDING_CALLS: Final = 256
-"""The most utility calls that may wait for their answers at the same time."""
 ANNOUNCE: Final = "announce_kv_transfer"
 
 Send = Callable[[bytes, list[Frame]], bool]
 """A function that sends frames to a client, and returns False if the client is gone."""
-Posture = tuple[bool, bool, int]
 
 
-class WireService:
+class WireService(WireServer):
     """Serves one engine to all clients of a port."""
 
     def __init__(
@@ -71,13 +67,10 @@ class WireService:
             memory: the blocks that the engine has cached; None if they are not known.
             on_death: called when the engine's core has ended.
         """
+        super().__init__(None if memory is None else PrefixNews(memory, dict))
         self._engine, self._about, self._hand_offs = engine, about, hand_offs
-        self._send_frames, self._on_death = send, on_death
+        self._deliver, self._on_death = send, on_death
         self._loop = asyncio.get_running_loop()
-        self._clients: dict[bytes, int] = {}
-        """Client that has sent any message -> number of its requests."""
-        self._told: dict[bytes, Posture] = {}
-        """Client -> the posture that was reported to it last."""
         self._answers = VllmAnswers(engine, hand_offs, self._put, on_death, self._early_prompts)
         self._control = VllmCalls(
             engine.llm,
@@ -85,12 +78,10 @@ class WireService:
             can_sleep=engine.can_sleep,
             has_adapters=engine.abilities.adapters,
         )
-        self._beats = CoreBeats(self._ask_core, self._tell_beat, self._stood_still)
-        self._prefix_news = None if memory is None else PrefixNews(memory, dict)
+        self._beats = CoreBeats(self._timer, self._ask_core, self._tell_beat, self._stood_still)
         self._pending: set[asyncio.Task[None]] = set()
         self._outputs: dict[bytes, list[EngineCoreOutput]] = {}
         """Outputs to be sent at the end of this turn of the event loop."""
-        self._stats_due = 0.0
         self._own_calls: dict[str, Callable[..., Any]] = {
             "describe": lambda: msgspec.to_builtins(about),
             "stats": lambda: engine.load.stats,
@@ -123,14 +114,6 @@ class WireService:
                 log.exception("the core could not be asked")
                 await asyncio.sleep(BEAT_S)
 
-    def take(self, client: bytes, frames: list[bytes], arrays: list[Frame]) -> None:
-        """Process a message of a client."""
-        self._clients.setdefault(client, 0)
-        try:
-            self._handle(client, frames, arrays)
-        except (ValueError, *UNREADABLE) as exc:
-            self._answer_malformed(client, frames, exc)
-
     def abort_all(self) -> None:
         """End all requests, and tell their clients that they have ended."""
         self._answers.abort_all()
@@ -139,7 +122,7 @@ class WireService:
     def drain(self) -> Any:
         """Begin to drain. Requests that are here and requests that still come are served."""
         self._engine.load.stats.draining = True
-        self._tell_posture()
+        self._tell_state()
         return self.drain_report()
 
     def drain_report(self) -> DrainReport:
@@ -156,57 +139,36 @@ class WireService:
 
     # --- messages -----------------------------------------------------------------------------
 
-    def _handle(self, client: bytes, frames: list[bytes], arrays: list[Frame]) -> None:
-        if len(frames) < 2:
-            raise ValueError("a message without a payload")
-        kind, message = frames
-        payload: list[Frame] = [message, *arrays]
-        match EngineCoreRequestType(kind):
-            case EngineCoreRequestType.ADD:
-                self._clients[client] += 1
-                self._answers.add(client, wire.request_decoder.decode(payload))
-            case EngineCoreRequestType.ABORT:
-                for request_id in wire.abort_decoder.decode(payload):
-                    self._answers.abort(client, request_id)
-            case EngineCoreRequestType.UTILITY:
-                self._call(client, wire.utility_decoder.decode(payload))
-            case other:
-                raise ValueError(f"{other.name} is not accepted from a socket")
+    def _add(self, request: EngineCoreRequest, client: bytes) -> None:
+        self._answers.add(client, request)
+
+    def _abort(self, request_ids: list[str], client: bytes) -> None:
+        for request_id in request_ids:
+            self._answers.abort(client, request_id)
 
     def _answer_malformed(self, client: bytes, frames: list[bytes], error: Exception) -> None:
-        """Send an error to whoever waits for the answer to an unreadable message, if known."""
         self._engine.load.stats.malformed_messages += 1
-        reason = f"the message cannot be read: {error}"
-        request_id, call_id = asker_of(frames)
-        if request_id is not None:
-            self._put(client, failure(request_id, reason))
-        elif call_id is not None:
-            self._answer(client, UtilityOutput(call_id, failure_message=reason))
-        else:
-            log.warning("a client sent a malformed message, dropped: %s", error)
+        super()._answer_malformed(client, frames, error)
+
+    def _unreadable(self, request_id: str, client: bytes, reason: str) -> None:
+        self._put(client, failure(request_id, reason))
 
     # --- calls --------------------------------------------------------------------------------
 
     def _call(self, client: bytes, call: UtilityCall) -> None:
-        if call.method == FOLLOW_HEARTBEAT:
-            if not self._beats.follow(client, *call.args[:1]):
-                log.warning("a client may not hear the heartbeat: too many do")
-            return
-        if call.method == FOLLOW_PREFIXES:
-            self._follow_prefixes(client)
-            return
         if call.method == DOUBT_KV and call.args:
             self._answers.doubt(str(call.args[0]))
-            self._answer(client, UtilityOutput(call.call_id))
+            self._send_answer(client, UtilityOutput(call.call_id))
             return
         if call.method == ANNOUNCE and call.args:
             request = wire.utility_decoder.convert(call.args[0], EngineCoreRequest)
             self._answers.announced(client, request)
-            self._answer(client, UtilityOutput(call.call_id))
+            self._send_answer(client, UtilityOutput(call.call_id))
             return
-        if len(self._pending) >= MAX_PENDING_CALLS:
-            why = "too many calls wait for their answers already"
-            self._answer(client, UtilityOutput(call.call_id, failure_message=why))
+        try:
+            check_pending(len(self._pending))
+        except DiptychError as exc:
+            self._send_answer(client, failure_of(call, exc))
             return
         task = self._loop.create_task(self._run_call(client, call))
         self._pending.add(task)
@@ -216,12 +178,8 @@ class WireService:
         try:
             answer = UtilityOutput(call.call_id, result=await self._result_of(call))
         except Exception as exc:  # it fails the call, not the engine
-            if not isinstance(exc, DiptychError):
-                log.exception("the utility call %s failed", call.method)
-            text = f"{call.method}: {str(exc) or type(exc).__name__}"
-            param = exc.param if isinstance(exc, InvalidRequestError) else None
-            answer = UtilityOutput(call.call_id, failure_message=text, failure_param=param)
-        self._answer(client, answer)
+            answer = failure_of(call, exc)
+        self._send_answer(client, answer)
 
     async def _result_of(self, call: UtilityCall) -> Any:
         own = self._own_calls.get(call.method)
@@ -240,26 +198,16 @@ class WireService:
     async def _ask_core(self) -> None:
         """Wait for an answer of the core, which comes between two steps."""
         self._engine.load.stats.paused = bool(await self._engine.llm.is_paused())
-        self._tell_posture()
+        self._tell_state()
         self.tell_prefixes()
 
-    def _tell_beat(self, heartbeat: Heartbeat, timer: HeartbeatTimer) -> None:
+    def _tell_beat(self, heartbeat: Heartbeat) -> None:
         heartbeat.adapters = list(self._control.adapters.values())
-        stats = None if heartbeat.in_call else self._engine.load.stats
-        message = EngineCoreOutputs(scheduler_stats=stats, heartbeat=heartbeat)
-        received = self._clients
-        told = timer.addressed(heartbeat, lambda client: received.get(client, 0))
-        for client, message.requests_received in told:
-            self._send(client, message)
+        self._tell_heartbeat(heartbeat, None if heartbeat.in_call else self._stats())
 
-    def _tell_posture(self) -> None:
-        """Tell each client, busy or not, when the engine drains, pauses, sleeps or wakes."""
-        stats = self._engine.load.stats
-        posture = stats.draining, stats.paused, stats.sleep_level
-        at_work = False, False, 0
-        for client in [x for x in self._clients if self._told.get(x, at_work) != posture]:
-            self._told[client] = posture
-            self._send(client, EngineCoreOutputs(scheduler_stats=stats))
+    def _tell_state(self) -> None:
+        stats = self._stats()
+        self._tell_posture((stats.draining, stats.paused, stats.sleep_level))
 
     def _stood_still(self, seconds: float) -> None:
         """Doubt the KV that was read if the core gave no answer for this long, because it may have
@@ -267,27 +215,6 @@ class WireService:
         patience_s = self._hand_offs.patience_s
         if patience_s is not None and seconds > patience_s:
             self._answers.doubt(f"the engine stood still for {seconds:.0f} s")
-
-    # --- prefixes -----------------------------------------------------------------------------
-
-    def _follow_prefixes(self, client: bytes) -> None:
-        if self._prefix_news is None:
-            return
-        self.tell_prefixes(at_once=True)
-        snapshot = self._prefix_news.follow(client)
-        if snapshot is None:
-            log.warning("a client may not follow the prefixes: too many do")
-        else:
-            self._send(client, EngineCoreOutputs(prefix_changes=snapshot))
-
-    def tell_prefixes(self, *, at_once: bool = False) -> None:
-        """Report the changes of cached prefixes to the clients that follow them."""
-        if self._prefix_news is None:
-            return
-        changes = self._prefix_news.take(time.monotonic(), at_once=at_once)
-        if changes is not None:
-            for client in list(self._prefix_news.followers):
-                self._send(client, EngineCoreOutputs(prefix_changes=changes))
 
     # --- sending ------------------------------------------------------------------------------
 
@@ -299,31 +226,80 @@ class WireService:
 
     def _flush(self) -> None:
         outputs, self._outputs = self._outputs, {}
-        now = self._loop.time()
-        stats = None
         num_ended = sum(x.finished for made in outputs.values() for x in made)
-        if outputs and (now >= self._stats_due or len(self._answers) <= num_ended):
-            self._stats_due = now + STATS_INTERVAL_S
-            stats = self._engine.load.stats
-        for client, made in outputs.items():
-            message = EngineCoreOutputs(outputs=made, scheduler_stats=stats)
-            message.finished_requests = {x.request_id for x in made if x.finished} or None
-            if stats is not None:
-                message.requests_received = self._clients.get(client, 0)
-            self._send(client, message)
+        self._send_made(outputs, {}, idle=len(self._answers) <= num_ended)
 
-    def _answer(self, client: bytes, answer: UtilityOutput) -> None:
-        if answer.call_id < 0:  # nobody waits for it
-            if answer.failure_message is not None:
-                log.info("a call without an answer: %s", answer.failure_message)
-            return
-        self._send(client, EngineCoreOutputs(utility_output=answer))
-
-    def _send(self, client: bytes, message: EngineCoreOutputs) -> None:
-        if not self._send_frames(client, wire.encoder.encode(message)):
-            self._clients.pop(client, None)
-            self._told.pop(client, None)
-            self._beats.forget(client)
-            if self._prefix_news is not None:
-                self._prefix_news.forget(client)
+    def _send_frames(self, client: bytes, frames: list[Frame]) -> None:
+        if not self._deliver(client, frames):
+            self._forget(client)
             self._answers.lose(client)
+
+    def _stats(self) -> SchedulerStats:
+        return self._engine.load.stats
+
+
+UNSEEN_STEP_S: Final = 10.0
+"""A step may always take this many seconds, however short the steps before it were, because nobody
+here knows what it will compute."""
+ONE_SIZE: Final = 1
+
+
+class CoreBeats:
+    """Asks one core all the time, and sends a heartbeat for each answer."""
+
+    def __init__(
+        self,
+        timer: HeartbeatTimer,
+        ask: Callable[[], Awaitable[None]],
+        tell: Callable[[Heartbeat], None],
+        stood_still: Callable[[float], None],
+    ) -> None:
+        """
+        Args:
+            timer: knows the followers, and when a heartbeat is due.
+            ask: returns when the core has answered.
+            tell: sends a heartbeat to the followers.
+            stood_still: called with the seconds that an answer took.
+        """
+        self._timer, self._ask, self._tell, self._stood_still = timer, ask, tell, stood_still
+        self._calls = 0
+        """Control calls that are being carried out, without quick ones."""
+
+    @contextmanager
+    def during_call(self, method: str) -> Iterator[None]:
+        """Promise the time of a call while it lasts, even if the core answers meanwhile."""
+        if method in QUICK_CALLS:
+            yield
+            return
+        self._calls += 1
+        self._promise(CALL_S, in_call=True)
+        try:
+            yield
+        finally:
+            self._calls -= 1
+
+    async def run(self) -> None:
+        """Ask the core and send heartbeats, for ever. Raises what `ask` raises."""
+        while True:
+            begin = time.monotonic()
+            asked = asyncio.ensure_future(self._ask())
+            try:
+                done, _ = await asyncio.wait({asked}, timeout=BEAT_S)
+                if not done and not self._calls:
+                    bound_s = self._timer.steps.bound_s(ONE_SIZE)
+                    self._promise(max(bound_s, UNSEEN_STEP_S))
+                await asked
+            finally:
+                asked.cancel()
+            now = time.monotonic()
+            self._timer.steps.took(ONE_SIZE, now - begin)
+            self._stood_still(now - begin)
+            heartbeat = None if self._calls else self._timer.beat(now)
+            if heartbeat is not None:
+                self._tell(heartbeat)
+            await asyncio.sleep(max(0.0, BEAT_S - (now - begin)))
+
+    def _promise(self, seconds: float, *, in_call: bool = False) -> None:
+        heartbeat = self._timer.before_silence(time.monotonic(), seconds, in_call=in_call)
+        if heartbeat is not None:
+            self._tell(heartbeat)

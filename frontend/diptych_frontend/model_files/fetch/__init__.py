@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 from diptych_frontend.model_files.fetch.credentials import Credentials, read_credentials
-from diptych_frontend.model_files.fetch.fetch import fetch_model, is_cached
-from diptych_frontend.model_files.fetch.progress import Progress
+from diptych_frontend.model_files.fetch.fetch import Progress, fetch_model, is_cached
 from diptych_frontend.model_files.fetch.source import BadSourceError, FetchError, UnreachableError
 
 __all__ = [
