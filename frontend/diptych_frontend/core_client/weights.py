@@ -63,7 +63,7 @@ class CoreWeights(ControlledClient):
 
     _adapters: dict[str, LoRARequest]
     _last_adapter_id = 0
-    """The highest id so far. None is given twice: running requests keep an adapter that has gone."""
+    """The highest id so far. None is given twice: requests may use what has gone."""
 
     @cached_property
     def _changing_adapters(self) -> asyncio.Lock:
