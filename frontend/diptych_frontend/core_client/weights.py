@@ -62,8 +62,8 @@ class CoreWeights(ControlledClient):
     """A mixin for a client that owns its engine core."""
 
     _adapters: dict[str, LoRARequest]
-    _last_adapter_id = 0
-    """The highest id so far. None is given twice: requests may use what has gone."""
+    _highest_removed_id = 0
+    """No id of a removed adapter is given again: requests, and routers, may still use it."""
 
     @cached_property
     def _changing_adapters(self) -> asyncio.Lock:
@@ -89,7 +89,6 @@ class CoreWeights(ControlledClient):
             raise InvalidRequestError(
                 f"{lora_request.lora_name!r} is the model's own name", param="lora_name"
             )
-        self._last_adapter_id = max(self._last_adapter_id, lora_request.lora_int_id)
         done = await super().add_lora(lora_request)
         self._adapters[lora_request.lora_name] = lora_request
         return done
@@ -99,6 +98,7 @@ class CoreWeights(ControlledClient):
         for name, adapter in list(self._adapters.items()):
             if adapter.lora_int_id == lora_id:
                 del self._adapters[name]
+                self._highest_removed_id = max(self._highest_removed_id, lora_id)
         return await super().remove_lora(lora_id)
 
     async def load_adapter(self, name: str, path: str) -> LoRARequest:
@@ -112,8 +112,8 @@ class CoreWeights(ControlledClient):
                     param="lora_name",
                 )
             taken = {adapter.lora_int_id for adapter in self._adapters.values()}
-            taken |= await self.list_loras()
-            adapter = LoRARequest(name, max(self._last_adapter_id, *taken, 0) + 1, path)
+            taken |= await self.list_loras() | {self._highest_removed_id}
+            adapter = LoRARequest(name, max(taken) + 1, path)
             await self.add_lora(adapter)
             return adapter
 

@@ -145,6 +145,20 @@ async def test_contract_C19_adapters_that_come_at_once_have_ids_of_their_own(
     assert await engine.list_loras() == set(), "nothing is loaded that has no name"
 
 
+async def test_contract_C19_a_configured_id_is_not_given_to_another_adapter(
+    http: httpx.AsyncClient, engine: AsyncLLM, folder: Path
+) -> None:
+    """Routers go on naming the configured adapter by it."""
+    routers = engine.adapters["second"]
+    assert (await admin(http, "unload", lora_name="second")).is_success
+    assert (await admin(http, "load", lora_name="new", lora_path=str(folder / "3"))).is_success
+    expected = await generated(engine, LoRARequest("x", 77, routers.lora_path))
+    assert await generated(engine, routers) == expected
+    assert (await admin(http, "unload", lora_name="new")).is_success
+    body = {"lora_name": "second", "lora_path": routers.lora_path}
+    assert (await admin(http, "load", **body)).is_success
+
+
 async def test_contract_C19_what_cannot_be_loaded_is_the_callers_error(
     http: httpx.AsyncClient, engine: AsyncLLM
 ) -> None:
