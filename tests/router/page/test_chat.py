@@ -487,8 +487,9 @@ def test_nothing_is_changed_while_an_answer_comes(open_page: Open, echo: Echo) -
     expect(scene.page.get_by_role("button", name="Edit this question").last).to_be_enabled()
 
 
-def test_wide_answers_fit_a_phone(open_page: Open) -> None:
+def test_wide_answers_and_long_names_fit_a_phone(open_page: Open) -> None:
     scene = open_page(viewport=PHONE)
+    scene.page.locator("#model").evaluate("m => m.append(new Option('adapter-'.repeat(20)))")
     scene.set_numbers(max_tokens=400)
     asked_and_answered(
         scene, f"x\n\n```\n{'long ' * 30}\n```\n\n|{'wide|' * 20}\n|{'-|' * 20}\n|{'cell|' * 20}"
