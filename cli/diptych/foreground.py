@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from pathlib import Path
 
 import msgspec
@@ -27,7 +28,7 @@ def serve(source: Source, api: ApiAccess, cache: Path, *, plain: bool) -> None:
     board = Board(console, plain=plain)
 
     async def wait(state: RunState) -> None:
-        board.say("\n".join(_what_to_try(state)))
+        board.say("\n".join(what_to_try(state)))
         if board.is_live:
             await watch(state, board.tell)
         await asyncio.Event().wait()
@@ -64,12 +65,12 @@ def _run(
     asyncio.run(up(source, service, api, programs, board, while_ready))
 
 
-def _what_to_try(state: RunState) -> list[str]:
+def what_to_try(state: RunState) -> list[str]:
     return [
         "try:",
         f"  curl {state.url}/chat/completions -H 'Content-Type: application/json' \\",
         *_example_credentials(state),
-        f"    -d '{_example_request(state.model)}'",
+        f"    -d {shlex.quote(_example_request(state.model))}",
         "  diptych chat",
         "  diptych status",
         "Ctrl-C ends it.",

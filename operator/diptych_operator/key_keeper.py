@@ -61,8 +61,8 @@ class KeysHeldError(Exception):
 
     def __init__(self, service: InferenceService, keys: str, holders: Collection[str]) -> None:
         super().__init__(
-            f"{len(holders)} pods have an earlier Secret {secret_name(service, keys)}, such as "
-            f"{min(holders)}, and their nodes would give it to new pods: these start when those "
+            f"pods have an earlier Secret {secret_name(service, keys)} ({len(holders)}, such as "
+            f"{min(holders)}), and their nodes would give it to new pods: these start when those "
             f"have ended, or at once with keys of another name: {_how_to_renew(service)}"
         )
 

@@ -1,15 +1,19 @@
-"""What `diptych status` says of the processors of a service's engines."""
+"""What `diptych status` and `diptych up` say of a service that runs."""
 
 from __future__ import annotations
 
+import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from io import StringIO
+from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
+from diptych.foreground import what_to_try
 from diptych.laptop.rundir import PodState, RunState
 from diptych.status import read_cpus, read_health, show, with_facts
 from diptych_frontend.observability.metrics import ServerMetrics
@@ -84,3 +88,14 @@ def test_a_service_that_does_not_answer_is_shown_without() -> None:
 def test_what_is_no_exposition_is_an_error() -> None:
     with pytest.raises(ValueError, match="labels"):
         read_cpus("{ nonsense")
+
+
+def test_what_to_try_is_one_command_whatever_the_model_is_called(tmp_path: Path) -> None:
+    """Somebody else may have named it."""
+    model = "it's '$(touch made)'"
+    state = RunState("a", model, "http://127.0.0.1:8080/v1", True, 0.0, 1, 0.0)
+    pasted = "\n".join(what_to_try(state)[1:-3])
+    shell = ["bash", "-c", f'curl() {{ printf %s "${{@: -1}}"; }}\n{pasted}']
+    said = subprocess.run(shell, cwd=tmp_path, check=True, capture_output=True).stdout
+    assert msgspec.json.decode(said)["model"] == model
+    assert list(tmp_path.iterdir()) == []

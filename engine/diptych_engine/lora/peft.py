@@ -126,6 +126,8 @@ def _pair(
             raise ValueError(
                 f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, not floats {list(shape)}"
             )
+        if not tensor.float().isfinite().all():
+            raise ValueError(f"tensor {name} has values that are no finite numbers")
         halves.setdefault((int(match[1]), match[2]), {})[match[3]] = tensor
     for (layer, module), sides in halves.items():
         if len(sides) != 2:

@@ -134,6 +134,8 @@ class AdapterTable:
 
     def add(self, request: LoRARequest, busy: set[int]) -> None:
         """Load an adapter before its first request. Raises `InvalidRequestError`."""
+        for gone in self._leaving - busy:
+            self._unload(gone)
         adapter = self.resolve(request)
         if adapter is not None:
             self._load(adapter, busy)

@@ -152,7 +152,10 @@ class BrowserGate:
         # No coroutine of its own, which would be one more to wake for each token of an answer.
         if scope["type"] != "http":
             return self._app(scope, receive, send)
-        headers = {key: value for key, value in scope["headers"] if key in _READ}
+        read = [(key, value) for key, value in scope["headers"] if key in _READ]
+        headers = dict(read)
+        if len(headers) < len(read):
+            raise InvalidRequestError("Host, Origin and their like may be sent once", param="Host")
         if not self._any_host:
             self._rules.check_host(scope["path"], headers)
         method = scope["method"]

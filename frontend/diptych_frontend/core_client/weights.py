@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from abc import abstractmethod
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 from diptych_protocol import (
@@ -60,6 +62,13 @@ class CoreWeights(ControlledClient):
     """A mixin for a client that owns its engine core."""
 
     _adapters: dict[str, LoRARequest]
+    _highest_removed_id = 0
+    """No id of a removed adapter is given again: requests, and routers, may still use it."""
+
+    @cached_property
+    def _changing_adapters(self) -> asyncio.Lock:
+        """Held while an adapter comes or goes by its name."""
+        return asyncio.Lock()
 
     @abstractmethod
     async def call_each_core(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
@@ -89,30 +98,34 @@ class CoreWeights(ControlledClient):
         for name, adapter in list(self._adapters.items()):
             if adapter.lora_int_id == lora_id:
                 del self._adapters[name]
+                self._highest_removed_id = max(self._highest_removed_id, lora_id)
         return await super().remove_lora(lora_id)
 
     async def load_adapter(self, name: str, path: str) -> LoRARequest:
         """Load an adapter under a name, with a new id. Raises as `add_lora`."""
-        known = self._adapters.get(name)
-        if known is not None:
-            raise InvalidRequestError(
-                f"the adapter {name!r} is known already, from {known.lora_path}; unload it first",
-                param="lora_name",
-            )
-        taken = {adapter.lora_int_id for adapter in self._adapters.values()}
-        taken |= await self.list_loras()
-        adapter = LoRARequest(name, max(taken, default=0) + 1, path)
-        await self.add_lora(adapter)
-        return adapter
+        async with self._changing_adapters:
+            known = self._adapters.get(name)
+            if known is not None:
+                raise InvalidRequestError(
+                    f"the adapter {name!r} is known already, from {known.lora_path}; "
+                    "unload it first",
+                    param="lora_name",
+                )
+            taken = {adapter.lora_int_id for adapter in self._adapters.values()}
+            taken |= await self.list_loras() | {self._highest_removed_id}
+            adapter = LoRARequest(name, max(taken) + 1, path)
+            await self.add_lora(adapter)
+            return adapter
 
     async def unload_adapter(self, name: str) -> None:
         """Forget an adapter by its name. Raises `InvalidRequestError` for an unknown one."""
-        known = self._adapters.get(name)
-        if known is None:
-            raise InvalidRequestError(
-                f"there is no adapter {name!r}", param="lora_name", status=404
-            )
-        await self.remove_lora(known.lora_int_id)
+        async with self._changing_adapters:
+            known = self._adapters.get(name)
+            if known is None:
+                raise InvalidRequestError(
+                    f"there is no adapter {name!r}", param="lora_name", status=404
+                )
+            await self.remove_lora(known.lora_int_id)
 
     # --- workers ------------------------------------------------------------------------------
 

@@ -47,12 +47,6 @@ SLOW_TOKEN_S: Final = 0.02
 BEFORE_TOKEN: Final = ("wait_s", "compute_s", "transfer_s", "room_s", "adapter_s", FETCH)
 """Terms of a decision that delay a request's first token."""
 
-_ERRORS: Final[Mapping[Setback, type[DiptychError]]] = {
-    Setback.FULL: EngineOverloadedError,
-    Setback.REFUSED: InvalidRequestError,
-}
-"""What a user is told of the last setback; everything else is a failure."""
-
 
 class Attempts:
     """Accepts each request, places it with engines, and removes it when it is over."""
@@ -256,7 +250,14 @@ class Attempts:
         actions = _let_go(routed)
         if again:
             return [*actions, *self.begin(routed, now, before=why)]
-        error = _ERRORS.get(setback, EngineGenerateError)(why)
+        error: DiptychError
+        match setback:
+            case Setback.FULL:
+                error = EngineOverloadedError(why)
+            case Setback.REFUSED:
+                error = InvalidRequestError(why, param=routed.wrong_field)
+            case _:
+                error = EngineGenerateError(why)
         return [*actions, *self.fail(routed, error, now)]
 
     # --- the end ------------------------------------------------------------------------------

@@ -230,6 +230,7 @@ class RequestTable:
     def _take_error(self, routed: RoutedRequest, output: EngineCoreOutput) -> list[Action]:
         """Take the word of the engine in charge that it failed."""
         setback = routed.setback_of(output.error_kind)
+        routed.wrong_field = output.error_param
         if setback is Setback.FULL:
             self._fleet.was_full(routed.engine)
         elif setback is not Setback.REFUSED and output.error_param is None:

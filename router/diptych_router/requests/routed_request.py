@@ -94,6 +94,8 @@ class RoutedRequest:
     """An engine of this attempt has to bring a token within this many seconds."""
     first_token_by: float = math.inf
     """When the present engine is late, by the loop's clock."""
+    wrong_field: str | None = None
+    """The field of the request that an engine named in its error."""
     suspects: dict[str, Stage | None] = field(default_factory=dict)
     """Keys of engines that failed it since its last progress -> at what. If another engine succeeds
     at that, the request was not at fault. None: this engine was blamed at once."""

@@ -241,9 +241,11 @@ def test_contract_A07_a_removed_adapter_serves_those_under_way(
     while not made[-1].finished:
         made += step(core)
     assert tokens(made) == expected[1]
-    for number in (2, 3):
-        core.call("add_lora", [adapter(number)])
-    assert set(core.call("list_loras", [])) == {2, 3}
+    again = LoRARequest("a2", 1, adapter(2).lora_path)
+    assert core.call("add_lora", [again]) is True, "its id is free once nobody uses it"
+    assert ask(core, again) == expected[2]
+    core.call("add_lora", [adapter(3)])
+    assert set(core.call("list_loras", [])) == {1, 3}
 
 
 def test_contract_A07_a_request_that_lacks_a_place_is_not_overtaken_for_ever(

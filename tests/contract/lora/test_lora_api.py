@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,48 @@ async def test_contract_C19_adapters_come_and_go_by_http(
     assert await engine.list_loras() == set()
     assert (await complete(http, "third")).status_code == 404
     assert (await admin(http, "unload", lora_name="third")).status_code == 404
+
+
+async def test_contract_C19_an_adapter_in_use_is_replaced(
+    http: httpx.AsyncClient, engine: AsyncLLM, folder: Path
+) -> None:
+    assert (await admin(http, "load", lora_name="hot", lora_path=str(folder / "3"))).is_success
+    old = engine.adapters["hot"]
+    params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+    under_way = engine.generate(PROMPT, params, "long", lora_request=old)
+    await anext(under_way)
+    assert (await admin(http, "unload", lora_name="hot")).is_success
+    async for _ in under_way:
+        pass
+    assert (await admin(http, "load", lora_name="hot", lora_path=str(folder / "1"))).is_success
+    assert engine.adapters["hot"].lora_int_id > old.lora_int_id, "the old one may be in use"
+    assert (await admin(http, "unload", lora_name="hot")).is_success
+
+
+async def test_contract_C19_adapters_that_come_at_once_have_ids_of_their_own(
+    http: httpx.AsyncClient, engine: AsyncLLM, folder: Path
+) -> None:
+    names = ("one", "two", "two")
+    loads = [admin(http, "load", lora_name=x, lora_path=str(folder / "3")) for x in names]
+    assert sorted(answer.status_code for answer in await asyncio.gather(*loads)) == [200, 200, 400]
+    assert len({adapter.lora_int_id for adapter in engine.adapters.values()}) == 4
+    for name in ("one", "two"):
+        assert (await admin(http, "unload", lora_name=name)).is_success
+    assert await engine.list_loras() == set(), "nothing is loaded that has no name"
+
+
+async def test_contract_C19_a_configured_id_is_not_given_to_another_adapter(
+    http: httpx.AsyncClient, engine: AsyncLLM, folder: Path
+) -> None:
+    """Routers go on naming the configured adapter by it."""
+    routers = engine.adapters["second"]
+    assert (await admin(http, "unload", lora_name="second")).is_success
+    assert (await admin(http, "load", lora_name="new", lora_path=str(folder / "3"))).is_success
+    expected = await generated(engine, LoRARequest("x", 77, routers.lora_path))
+    assert await generated(engine, routers) == expected
+    assert (await admin(http, "unload", lora_name="new")).is_success
+    body = {"lora_name": "second", "lora_path": routers.lora_path}
+    assert (await admin(http, "load", **body)).is_success
 
 
 async def test_contract_C19_what_cannot_be_loaded_is_the_callers_error(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -91,6 +92,7 @@ def test_contract_C19_tensors_without_a_place_are_an_error(
         ({f"{prefix}0.mlp.up_proj.lora_A.weight": torch.zeros(4, 31)}, "not floats"),
         ({f"{prefix}0.mlp.up_proj.lora_A.weight": torch.zeros(4, 32).int()}, "not floats"),
         ({f"{prefix}0.mlp.up_proj.lora_A.weight": torch.zeros(4, 32)}, "belong together"),
+        ({f"{prefix}0.mlp.up_proj.lora_A.weight": torch.full((4, 32), math.nan)}, "no finite"),
         ({}, "no tensors"),
     ):
         save_adapter(tmp_path, 1)

@@ -70,6 +70,14 @@ async def test_a_site_that_rebinds_its_name_gets_nothing(client: Clients, tmp_pa
     assert stored(tmp_path) == []
 
 
+async def test_a_name_that_is_sent_twice_is_refused(client: Clients) -> None:
+    """Another reader of the request might believe the other one."""
+    async with client() as http:
+        for hosts in (["127.0.0.1", "evil.example"], ["evil.example", "127.0.0.1"]):
+            answer = await http.get("/v1/models", headers=[("host", host) for host in hosts])
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Host")
+
+
 async def test_an_engines_own_port_is_behind_the_layer_too() -> None:
     engine = EchoEngine()
     transport = httpx.ASGITransport(build_probe_app(engine, ServerMetrics("echo")))

@@ -410,11 +410,22 @@ def test_what_is_no_conversation_is_not_opened(open_page: Open) -> None:
     asked_and_answered(scene, "one")
 
 
-def test_a_browser_that_keeps_nothing_says_so_and_still_answers(open_page: Open) -> None:
+@pytest.mark.parametrize(
+    "storage",
+    [
+        "Storage.prototype.setItem = () => { throw new DOMException('full'); };",
+        """for (const name of ["localStorage", "sessionStorage"]) {
+          Object.defineProperty(window, name, { get() { throw new DOMException("denied"); } });
+        }""",
+    ],
+    ids=["full", "forbidden by its user"],
+)
+def test_a_browser_that_keeps_nothing_says_so_and_still_answers(
+    open_page: Open, storage: str
+) -> None:
     scene = open_page()
-    scene.page.evaluate(
-        "() => { Storage.prototype.setItem = () => { throw new DOMException('full'); }; }"
-    )
+    scene.page.add_init_script(storage)
+    scene.page.reload()
     asked_and_answered(scene, "one")
     expect(scene.answer).to_contain_text("user: one")
     expect(scene.page.locator("#problem")).to_have_text(
@@ -476,8 +487,9 @@ def test_nothing_is_changed_while_an_answer_comes(open_page: Open, echo: Echo) -
     expect(scene.page.get_by_role("button", name="Edit this question").last).to_be_enabled()
 
 
-def test_wide_answers_fit_a_phone(open_page: Open) -> None:
+def test_wide_answers_and_long_names_fit_a_phone(open_page: Open) -> None:
     scene = open_page(viewport=PHONE)
+    scene.page.locator("#model").evaluate("m => m.append(new Option('adapter-'.repeat(20)))")
     scene.set_numbers(max_tokens=400)
     asked_and_answered(
         scene, f"x\n\n```\n{'long ' * 30}\n```\n\n|{'wide|' * 20}\n|{'-|' * 20}\n|{'cell|' * 20}"

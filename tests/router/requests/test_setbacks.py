@@ -55,11 +55,13 @@ def test_a_request_that_is_wrong_as_written_is_tried_once_and_blames_nobody() ->
     world = World("p", "d")
     world.submit("r")
     refusal = EngineCoreOutput(
-        "r/1", [], finish_reason=FinishReason.ERROR, error="no", error_kind=ErrorKind.REFUSED
-    )
+        "r/1", [], finish_reason=FinishReason.ERROR, error="no", error_kind=ErrorKind.REFUSED,
+        error_param="structured_outputs",
+    )  # fmt: skip
     world.say("p", refusal)
     [failed] = [action for action in world.log if isinstance(action, Fail)]
     assert isinstance(failed.error, InvalidRequestError)
+    assert failed.error.param == "structured_outputs"
     assert (str(failed.error), world.placements(), world.fleet.badly) == ("no", [], [])
     world.check_end()
 

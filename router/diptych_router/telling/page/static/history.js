@@ -1,6 +1,7 @@
 /** Conversations that this browser keeps: the newest ones, as many as have room. */
 
 import { Conversation, newId } from "./conversation.js";
+import { lasting, ofTab } from "./storage.js";
 
 const PLACE = "diptych.chat.";
 const OPEN = "diptych.open-chat";
@@ -33,7 +34,7 @@ export function keptChats() {
  */
 export function keepChat(conversation) {
   if (!conversation.messages.length) return true;
-  const stored = localStorage.getItem(PLACE + conversation.id);
+  const stored = lasting.getItem(PLACE + conversation.id);
   if (stored !== null && stored !== ownCopies.get(conversation)) conversation.id = newId();
   const whole = JSON.stringify(conversation);
   const text = whole.length > MOST_WITH_IMAGES ? JSON.stringify(conversation, withoutImages) : whole;
@@ -61,7 +62,7 @@ export function keptChat(id) {
     const kept = read(PLACE + id);
     if (!kept) return null;
     const made = Conversation.from(kept);
-    ownCopies.set(made, localStorage.getItem(PLACE + id) ?? "");
+    ownCopies.set(made, lasting.getItem(PLACE + id) ?? "");
     return made;
   } catch {
     return null; // it was made by something else
@@ -70,30 +71,30 @@ export function keptChat(id) {
 
 /** @param {string} id */
 export function forgetChat(id) {
-  localStorage.removeItem(PLACE + id);
+  lasting.removeItem(PLACE + id);
 }
 
 /** The conversation that this tab had open before it was loaded again. */
 export function openChat() {
-  return keptChat(sessionStorage.getItem(OPEN) ?? "");
+  return keptChat(ofTab.getItem(OPEN) ?? "");
 }
 
 /** @param {Conversation} conversation */
 export function setOpenChat({ id }) {
   try {
-    sessionStorage.setItem(OPEN, id);
+    ofTab.setItem(OPEN, id);
   } catch {
     return; // a reload then begins a new one
   }
 }
 
 function keys() {
-  return Object.keys(localStorage).filter((key) => key.startsWith(PLACE));
+  return Object.keys(lasting).filter((key) => key.startsWith(PLACE));
 }
 
 /** @param {string} id */
 function sizeOf(id) {
-  return localStorage.getItem(PLACE + id)?.length ?? 0;
+  return lasting.getItem(PLACE + id)?.length ?? 0;
 }
 
 /**
@@ -103,7 +104,7 @@ function sizeOf(id) {
  */
 function write(conversation, text) {
   try {
-    localStorage.setItem(PLACE + conversation.id, text);
+    lasting.setItem(PLACE + conversation.id, text);
     ownCopies.set(conversation, text);
     return "";
   } catch (error) {
@@ -117,7 +118,7 @@ function write(conversation, text) {
  */
 function read(key) {
   try {
-    const kept = JSON.parse(localStorage.getItem(key) ?? "null");
+    const kept = JSON.parse(lasting.getItem(key) ?? "null");
     const isListed = PLACE + kept?.id === key && typeof kept.title === "string" && isDate(kept.changed);
     return isListed && Array.isArray(kept.messages) && Array.isArray(kept.shown) ? kept : null;
   } catch {

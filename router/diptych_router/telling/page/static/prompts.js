@@ -1,6 +1,7 @@
 /** System prompts that this browser keeps, to be chosen again. */
 
 import { byId } from "./dom.js";
+import { lasting } from "./storage.js";
 
 const PLACE = "diptych.prompts";
 const MOST = 50;
@@ -13,7 +14,7 @@ const forget = byId("forget-prompt", HTMLButtonElement);
 /** @returns {string[]} the newest first */
 function kept() {
   try {
-    const found = JSON.parse(localStorage.getItem(PLACE) ?? "[]");
+    const found = JSON.parse(lasting.getItem(PLACE) ?? "[]");
     return Array.isArray(found) ? found.filter((prompt) => typeof prompt === "string") : [];
   } catch {
     return [];
@@ -23,7 +24,7 @@ function kept() {
 /** @param {string[]} prompts */
 function store(prompts) {
   try {
-    localStorage.setItem(PLACE, JSON.stringify(prompts.slice(0, MOST)));
+    lasting.setItem(PLACE, JSON.stringify(prompts.slice(0, MOST)));
   } catch {
     return; // the browser keeps nothing, or has no room
   }

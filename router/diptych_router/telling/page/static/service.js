@@ -1,6 +1,7 @@
 /** The service behind the page: what it is asked, always with the key as a header. */
 
 import { eventsOf } from "./events.js";
+import { ofTab } from "./storage.js";
 
 const KEY_PLACE = "diptych.api-key";
 
@@ -25,7 +26,7 @@ export class Refused extends Error {
 
 export class Service {
   /** The key of this tab; empty without one. */
-  #key = sessionStorage.getItem(KEY_PLACE) ?? "";
+  #key = ofTab.getItem(KEY_PLACE) ?? "";
 
   /** @param {typeof fetch} [ask] the browser's, or a recording's */
   constructor(ask = (...asked) => fetch(...asked)) {
@@ -35,7 +36,11 @@ export class Service {
   /** @param {string} key */
   useKey(key) {
     this.#key = key;
-    sessionStorage.setItem(KEY_PLACE, key);
+    try {
+      ofTab.setItem(KEY_PLACE, key);
+    } catch {
+      return; // a reload then asks for it again
+    }
   }
 
   /** @returns {Promise<About>} */
