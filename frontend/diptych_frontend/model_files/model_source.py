@@ -89,7 +89,7 @@ class ModelSource:
     stored_as: str = ""
     """`gguf`, or how config.json says that matrices are quantised; empty: they are not."""
     headers: list[GGUFHeader] = field(default_factory=list, compare=False, repr=False)
-    """Of GGUF files, without metadata: a vocabulary is large, and reading over it takes long."""
+    """GGUF files as they were found, without metadata: a vocabulary is large."""
 
     def tensors(self) -> dict[str, GGUFTensor]:
         """Return each tensor's position in the GGUF file. Raises `ValueError` for others."""
