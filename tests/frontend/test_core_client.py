@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+import zmq
 from engine_kit.fake_core import FakeCore
+from waits import FOR_EVER_S
 
-from diptych_frontend.core_client.client import CoreClient
+from diptych_frontend.core_client import client as module
+from diptych_frontend.core_client.client import CoreClient, open_dealer
 from diptych_protocol import EngineCoreOutputs, EngineDeadError, wire
 
 
@@ -34,3 +39,25 @@ async def test_last_words_outlive_a_new_connection(
     finally:
         client.close()
         await core.close()
+
+
+async def test_a_client_hears_of_a_core_that_begins_to_listen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CONNECT_POLL_S", FOR_EVER_S)
+    endpoint = f"ipc://{tmp_path}/core"
+    client = CoreClient(endpoint, None, on_outputs=lambda _: None, on_lost=lambda _: None)
+    described = asyncio.create_task(client.describe())
+    await asyncio.sleep(0)  # it has found nobody
+    core = FakeCore(endpoint)
+    try:
+        await described
+    finally:
+        client.close()
+        await core.close()
+
+
+def test_a_core_that_loads_long_on_this_machine_is_looked_for_as_often_as_at_first() -> None:
+    """ZMQ would wait twice as long after each attempt: at the end of a start, for a second."""
+    with open_dealer("ipc://core", None) as socket:
+        assert socket.getsockopt(zmq.RECONNECT_IVL_MAX) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 from waits import PATIENCE_S
 
+from diptych_frontend.model_files import model_source as model_source_module
 from diptych_frontend.model_files.families import FAMILIES
 from diptych_frontend.model_files.model_config import config_from_gguf
 from diptych_frontend.model_files.model_source import (
@@ -414,6 +416,22 @@ def test_a_router_needs_no_weights(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path), weights=False).config.hidden_size == 64
     with pytest.raises(InvalidRequestError, match=r"no \*\.safetensors"):
         resolve_model(str(tmp_path))
+
+
+def test_a_start_parses_a_vocabulary_once_unless_the_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine asks for its tensors three times, and a tenth of a second is in a vocabulary."""
+    source = gguf_model(tmp_path / "model.gguf")
+    assert source.path is not None
+    table = source.tensors()
+    parsed: list[Path] = []
+    monkeypatch.setattr(model_source_module, "read_parts", lambda path: parsed.append(path) or [])
+    assert source.tensors() == table
+    assert not parsed
+    os.utime(source.path, ns=(1, 1))
+    source.tensors()
+    assert parsed == [source.path]
 
 
 def test_only_a_gguf_model_has_a_tensor_table() -> None:

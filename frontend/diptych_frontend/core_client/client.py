@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Sequence
@@ -39,7 +40,11 @@ T = TypeVar("T")
 SUCCESSOR_S = 0.5
 """After a core has ended, its address is not used for this long."""
 UTILITY_TIMEOUT_S = 60.0
-CONNECT_POLL_S = 0.05
+CONNECT_POLL_S = 0.5
+"""Beside ZMQ's own news of connections, which may have come just before somebody waits for it."""
+RECONNECT_MS, MOST_RECONNECT_MS, LOCAL_RECONNECT_MS = 50, 200, 10
+"""ZMQ's waits between attempts to connect, at first and at most: somebody may wait for the core
+that starts there. On this machine an attempt costs next to nothing."""
 CONNECT_TIMEOUT_MS = 3000
 HANDSHAKE_TIMEOUT_MS = 3000
 PATIENCE_S = 6.0
@@ -98,6 +103,9 @@ def open_dealer(
     """Return a socket for one core, not connected yet; see `CoreClient` for the parameters."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     set_dealer_options(socket, keys)
+    if endpoint.startswith("ipc://"):
+        socket.setsockopt(zmq.RECONNECT_IVL, LOCAL_RECONNECT_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 0)  # each time the same
     ask_for_signs_of_life(socket, endpoint, patience_s)
     return socket
 
@@ -122,8 +130,8 @@ def set_dealer_options(socket: zmq.Socket[Any], keys: CurveKeys | None) -> None:
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
-    socket.setsockopt(zmq.RECONNECT_IVL, 50)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, MOST_RECONNECT_MS)
     if keys is not None:
         use_keys(socket, keys)
 
@@ -161,6 +169,7 @@ class CoreClient:
         self._connected = False
         self._handshake_failed = False
         """The newest attempt to connect ended in the handshake."""
+        self._handshake = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._socket = open_dealer(endpoint, keys, patience_s)
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(
@@ -189,7 +198,11 @@ class CoreClient:
                         if self._handshake_failed:
                             message = f"the key does not open a connection to {self.endpoint}"
                             raise HandshakeFailedError(message) from exc
-                        await asyncio.sleep(CONNECT_POLL_S)
+                        self._handshake.clear()
+                        with contextlib.suppress(TimeoutError):
+                            async with asyncio.timeout(CONNECT_POLL_S):
+                                await self._handshake.wait()
+                        self._drain()  # lets ZMQ see its new pipe, as sending may not
         except TimeoutError as exc:
             message = f"no engine core answers at {self.endpoint} within {timeout_s:g} s"
             raise TimeoutError(message) from exc
@@ -369,6 +382,8 @@ class CoreClient:
             except zmq.Again:
                 return
             event = parse_monitor_message(frames)["event"]
+            if event != zmq.EVENT_DISCONNECTED:
+                self._handshake.set()
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._connected, self._handshake_failed = True, False
             elif event & HANDSHAKE_FAILURES:

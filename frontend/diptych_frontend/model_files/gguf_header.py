@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +79,13 @@ class GGUFHeader:
     metadata: dict[str, Any]
     """Key -> str, int, float, bool, or a list of them."""
     raw_tensors: list[RawTensor]
-    file_size: int
+    file: os.stat_result
+    """The file that was read."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the file is still the same."""
+        return _identity(self.path.stat()) == _identity(self.file)
 
     def tensors(self) -> dict[str, GGUFTensor]:
         """Return the tensor table by name. Raises `GGUFError` for a tensor beyond the file."""
@@ -100,7 +107,7 @@ class GGUFHeader:
             if not raw.shape or raw.shape[-1] % block_elements:
                 raise GGUFError(f"tensor {raw.name}: shape {raw.shape} does not fit {ggml_type!r}")
             nbytes = elements // block_elements * block_bytes
-            _require_within(raw, nbytes, self.file_size)
+            _require_within(raw, nbytes, self.file.st_size)
             table[raw.name] = GGUFTensor(
                 self.path, raw.name, ggml_type, raw.shape, raw.offset, nbytes
             )
@@ -112,6 +119,10 @@ class GGUFHeader:
                     f"which ends at byte {before.offset + before.nbytes}"
                 )
         return table
+
+
+def _identity(file: os.stat_result) -> tuple[int, ...]:
+    return file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns, file.st_ctime_ns
 
 
 def _unreadable(name: str, kind: str) -> GGUFError:
@@ -139,7 +150,7 @@ def read_header(path: Path) -> GGUFHeader:
             raise GGUFError("it does not start with 'GGUF'")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
-                return _Cursor(data).header(path)
+                return _Cursor(data).header(path, os.fstat(file.fileno()))
             except struct.error:
                 raise GGUFError("it ends inside its header") from None
             except UnicodeDecodeError:
@@ -193,7 +204,7 @@ class _Cursor:
         self._at = len(MAGIC)
         self._values_left = MAX_VALUES
 
-    def header(self, path: Path) -> GGUFHeader:
+    def header(self, path: Path, file: os.stat_result) -> GGUFHeader:
         version = self._number("I")
         if version not in VERSIONS:
             raise GGUFError(f"version {version} is not one of {VERSIONS}")
@@ -209,7 +220,7 @@ class _Cursor:
             path,
             metadata,
             [RawTensor(row.name, row.ggml_type, row.shape, start + row.offset) for row in rows],
-            len(self._data),
+            file,
         )
 
     def _number(self, fmt: str) -> Any:

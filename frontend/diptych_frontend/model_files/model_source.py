@@ -6,7 +6,7 @@ import importlib.util
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal, get_type_hints
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
@@ -17,6 +17,7 @@ from diptych_frontend.installation import this_installation
 from diptych_frontend.model_files.family_spec import FamilySpec
 from diptych_frontend.model_files.gguf_header import (
     GGUFError,
+    GGUFHeader,
     GGUFTensor,
     read_floats,
     read_header,
@@ -66,11 +67,11 @@ def sampling_from_gguf(metadata: Mapping[str, Any], family: FamilySpec) -> Sampl
 def _readable(said: Mapping[str, Any]) -> SamplingDefaults:
     """The values that make sense. A model is not refused for advice that nobody can follow."""
     taken = {}
-    for field, value in said.items():
+    for name, value in said.items():
         try:
-            taken[field] = msgspec.convert(value, _HINTS[field])
+            taken[name] = msgspec.convert(value, _HINTS[name])
         except msgspec.ValidationError as exc:
-            log.warning("the model's %s is left out: %s", field, exc)
+            log.warning("the model's %s is left out: %s", name, exc)
     return SamplingDefaults(**taken)
 
 
@@ -87,15 +88,18 @@ class ModelSource:
     """How to sample where a request does not say."""
     stored_as: str = ""
     """`gguf`, or how config.json says that matrices are quantised; empty: they are not."""
+    headers: list[GGUFHeader] = field(default_factory=list, compare=False, repr=False)
+    """GGUF files as they were found, without metadata: a vocabulary is large."""
 
     def tensors(self) -> dict[str, GGUFTensor]:
         """Return each tensor's position in the GGUF file. Raises `ValueError` for others."""
         if self.format != "gguf" or self.path is None:
             raise ValueError(f"{self.uri} is not a GGUF file")
         with readable(self.path):
+            known = self.headers and all(header.is_current for header in self.headers)
             return {
                 name: tensor
-                for header in read_parts(self.path)
+                for header in (self.headers if known else read_parts(self.path))
                 for name, tensor in header.tensors().items()
             }
 
@@ -134,7 +138,8 @@ def resolve_model(uri: str, *, weights: bool = True) -> ModelSource:
         metadata = headers[0].metadata
         config = config_from_gguf(metadata, set(tensors), vectors)
         sampling = sampling_from_gguf(metadata, family_of(config.architecture))
-        return ModelSource(uri, "gguf", path, config, sampling, "gguf")
+        kept = [replace(header, metadata={}) for header in headers if weights]
+        return ModelSource(uri, "gguf", path, config, sampling, "gguf", kept)
 
 
 def _split(uri: str) -> SplitResult:
