@@ -426,7 +426,12 @@ def test_a_start_parses_a_vocabulary_once_unless_the_file_changes(
     assert source.path is not None
     table = source.tensors()
     parsed: list[Path] = []
-    monkeypatch.setattr(model_source_module, "read_parts", lambda path: parsed.append(path) or [])
+
+    def parse(path: Path) -> list[Any]:
+        parsed.append(path)
+        return []
+
+    monkeypatch.setattr(model_source_module, "read_parts", parse)
     assert source.tensors() == table
     assert not parsed
     os.utime(source.path, ns=(1, 1))
