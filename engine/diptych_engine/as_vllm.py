@@ -97,7 +97,7 @@ MODULES: Final[dict[str, dict[str, str]]] = {
     "v1.engine.exceptions": dict.fromkeys(("EngineDeadError", "EngineGenerateError"), _PROTOCOL),
     "v1.engine.input_processor": {"InputProcessor": f"{_TEXT}.input_processor"},
     "v1.engine.llm_engine": {"LLMEngine": "diptych_engine.serving.llm_engine"},
-    "v1.engine.logprobs": {"LogprobsProcessor": f"{_TEXT}.logprobs:PromptLogprobs"},
+    "v1.engine.logprobs": {"LogprobsProcessor": f"{_TEXT}.collector:PromptLogprobs"},
     "v1.engine.output_processor": {
         "OutputProcessor": f"{_TEXT}.output_processor",
         "RequestOutputCollector": f"{_TEXT}.collector:Collector",

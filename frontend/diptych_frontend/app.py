@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from diptych_frontend.anthropic.answers import ANTHROPIC
 from diptych_frontend.anthropic.api_types import CountTokensRequest
-from diptych_frontend.anthropic.routes import MessagesApi, TokenCount, counted_prompt
+from diptych_frontend.anthropic.routes import MessagesApi, counted
 from diptych_frontend.api_docs.page import docs_routes
 from diptych_frontend.batches_api.in_process import AskedByBatch
 from diptych_frontend.batches_api.routes import FILES_PATH, BatchRoutes
@@ -34,10 +34,10 @@ from diptych_frontend.openai.generation import GenerationRoute, unknown_model
 from diptych_frontend.openai.rejection import RejectRoute, give_back
 from diptych_frontend.openai.request_workers import RequestWorkers
 from diptych_frontend.openai.responses import Health, ModelCard, ModelList, encode
-from diptych_frontend.openai.token_count import TokenCountRoute
+from diptych_frontend.openai.token_count import TokenizerRoute
 from diptych_frontend.reasoning.parser import ReasoningParser
 from diptych_frontend.responses_api.api_types import ResponsesRequest
-from diptych_frontend.responses_api.routes import InputTokens, ResponsesApi, StoredResponses
+from diptych_frontend.responses_api.routes import ResponsesApi, StoredResponses
 from diptych_frontend.responses_api.store import ResponseStore
 from diptych_frontend.text.templates import confined_templates
 from diptych_frontend.tool_calls.formats import format_for
@@ -48,7 +48,12 @@ from diptych_frontend.vllm_api.scoring import (
     ScoreRequest,
     ScoringRoute,
 )
-from diptych_frontend.vllm_api.tokenization import DetokenizeRoute, TokenizeRoute
+from diptych_frontend.vllm_api.tokenization import (
+    DetokenizeRequest,
+    TokenizeRequest,
+    detokenized,
+    tokenized,
+)
 from diptych_protocol import (
     UNSAID,
     EngineClient,
@@ -172,20 +177,25 @@ def build_app(
     store = ResponseStore()
     responses_api = ResponsesApi(chat_api, store)
     responses = GenerationRoute(responses_api, engine, known, metrics, workers)
-    input_tokens = TokenCountRoute(
-        ResponsesRequest, partial(responses_api.counted_prompt, engine.renderer), InputTokens,
+    input_tokens = TokenizerRoute(
+        ResponsesRequest, partial(responses_api.counted, engine.renderer),
         ResponsesApi.image_word, engine, known, workers,
     )  # fmt: skip
     stored = StoredResponses(store)
-    count_tokens = TokenCountRoute(
-        CountTokensRequest, partial(counted_prompt, chat_api, engine.renderer), TokenCount,
+    count_tokens = TokenizerRoute(
+        CountTokensRequest, partial(counted, chat_api, engine.renderer),
         MessagesApi.image_word, engine, known, workers,
     )  # fmt: skip
     embeddings = EmbeddingRoute(engine, known, metrics, workers)
     score = ScoringRoute(ScoreRequest, engine, known, metrics, workers)
     rerank = ScoringRoute(RerankRequest, engine, known, metrics, workers)
-    tokenize = TokenizeRoute(chat_api, engine, known, workers)
-    detokenize = DetokenizeRoute(engine, known, workers)
+    tokenize = TokenizerRoute(
+        TokenizeRequest, partial(tokenized, chat_api, engine),
+        ChatApi.image_word, engine, known, workers,
+    )  # fmt: skip
+    detokenize = TokenizerRoute(
+        DetokenizeRequest, partial(detokenized, engine), None, engine, known, workers
+    )
     router = Router(
         [
             Route("/v1/completions", completions, methods=["POST"]),

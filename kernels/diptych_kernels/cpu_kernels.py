@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from diptych_kernels import call_table
 from diptych_kernels.call_table import WIDTH
-from diptych_kernels.call_table import cpu as call_table
 from diptych_kernels.native.tile_layout import FLOAT_KINDS, LEVEL_BITS
 from diptych_kernels.packed_product import cpu as packed_product
 from diptych_kernels.paged_attention import cpu as paged_attention

@@ -21,12 +21,12 @@ from model_kit.seeing import (
 )
 from PIL import Image
 
+from diptych_frontend.chain_memo import ItemCache
 from diptych_frontend.images import confined_decoding, decoding, image_processor
 from diptych_frontend.images import features as feature_limits
 from diptych_frontend.images.decoding import GivenImage
 from diptych_frontend.images.features import MAX_IMAGES, check_features, content_hash
 from diptych_frontend.images.image_processor import ImageProcessor
-from diptych_frontend.images.item_cache import ItemCache
 from diptych_frontend.images.tiles import cut, num_tiles
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.model_files.vision_config import VisionConfig
@@ -480,7 +480,7 @@ def test_images_are_prepared_once(seeing: TextRenderer) -> None:
 
 
 def test_the_cache_keeps_what_was_used_last() -> None:
-    cache: ItemCache[bytes] = ItemCache(len, 10)
+    cache: ItemCache[str, bytes] = ItemCache(len, 10)
     for name in "abc":
         cache.put(name, bytes(4))
         cache.get("a")

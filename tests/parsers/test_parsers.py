@@ -197,7 +197,6 @@ BY_ROUTES = (
     "frontend/diptych_frontend/openai/rejection.py",
     "frontend/diptych_frontend/openai/token_count.py",
     "frontend/diptych_frontend/vllm_api/scoring.py",
-    "frontend/diptych_frontend/vllm_api/tokenization.py",
 )
 """Bodies of requests: these are fed through the routes."""
 ELSEWHERE = {

@@ -48,8 +48,8 @@ from diptych_vllm.serve.kv_events import RememberedBlocks
 from diptych_vllm.serve.load import VllmLoad
 from diptych_vllm.serve.middleware import ServedWire
 from diptych_vllm.serve.service import UNSEEN_STEP_S
-from diptych_vllm.serve.settings import ServedPort
 from diptych_vllm.serve.translation import OURS
+from diptych_vllm.settings import ServedPort
 
 Eventually = Callable[[Callable[[], Any]], Awaitable[None]]
 ABOUT = EngineDescription(

@@ -8,7 +8,7 @@ import pytest
 
 from diptych_frontend.core_client.curve import new_keys
 from diptych_protocol import InvalidRequestError
-from diptych_vllm.serve.settings import ServedPort
+from diptych_vllm.settings import ServedPort
 
 
 def test_a_port_alone_is_on_loopback() -> None:

@@ -179,7 +179,7 @@ def bench(url: str | None, model: str | None, api_key: str | None, **options: An
     if options["save"]:
         _save(options["save"], outcome)
     if options["svg"] and outcome.sent:
-        from diptych.bench.picture import draw
+        from diptych.bench.view import draw
 
         title = (
             f"{service.model}: {found.requests} requests, {found.output_tokens_per_s:.0f} tokens/s"

@@ -9,8 +9,13 @@ from typing import Final
 
 from diptych_engine.scheduling.images import PlacedImage
 from diptych_engine.scheduling.request import Request
-from diptych_frontend.images.features import check_features, content_hash, require_vision
-from diptych_frontend.images.item_cache import ItemCache
+from diptych_frontend.chain_memo import ItemCache
+from diptych_frontend.images.features import (
+    MAX_CACHE_BYTES,
+    check_features,
+    content_hash,
+    require_vision,
+)
 from diptych_frontend.model_files.vision_config import VisionConfig
 from diptych_protocol import (
     Array,
@@ -36,7 +41,9 @@ class ImageIntake:
         """vision: None for a model that takes no images. capacity: tokens of the encoder cache."""
         self._vision = vision
         self._capacity = capacity
-        self._received: ItemCache[Array] = ItemCache(lambda tiles: memoryview(tiles.data).nbytes)
+        self._received: ItemCache[str, Array] = ItemCache(
+            lambda tiles: memoryview(tiles.data).nbytes, MAX_CACHE_BYTES
+        )
 
     @property
     def sees(self) -> bool:

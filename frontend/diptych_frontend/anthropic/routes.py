@@ -73,12 +73,12 @@ class TokenCount(msgspec.Struct):
     input_tokens: int
 
 
-def counted_prompt(
+def counted(
     chat: ChatApi, renderer: Renderer, body: CountTokensRequest, scope: Scope
-) -> TokensPrompt:
-    """Return the prompt whose tokens are counted. Raises `InvalidRequestError`."""
+) -> TokenCount:
+    """Count the tokens of a prompt. Raises `InvalidRequestError`."""
     [prompt] = chat.render(_as_chat(chat, body, scope), renderer)
-    return prompt
+    return TokenCount(len(prompt["prompt_token_ids"]))
 
 
 def _as_chat(chat: ChatApi, body: CountTokensRequest, scope: Scope) -> TranslatedChat:

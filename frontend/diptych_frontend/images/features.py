@@ -17,6 +17,8 @@ MAX_FEATURE_BYTES: Final = 192 << 20
 """The most bytes of all tiles of one prompt."""
 MAX_IMAGE_BYTES: Final = MAX_MESSAGE_BYTES
 """The most bytes of the tiles of one image, which is one frame of a message."""
+MAX_CACHE_BYTES: Final = 256 << 20
+"""The images that a front-end, or a core, keeps for later requests."""
 MAX_IDENTIFIER_CHARS: Final = 64
 PARAM: Final = "mm_features"
 

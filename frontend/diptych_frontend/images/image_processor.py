@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Final
 
+from diptych_frontend.chain_memo import ItemCache
 from diptych_frontend.images.confined_decoding import size_of, tiles_of
 from diptych_frontend.images.decoding import MAX_PIXELS, GivenImage
-from diptych_frontend.images.features import MAX_IMAGES, content_hash
-from diptych_frontend.images.item_cache import ItemCache
+from diptych_frontend.images.features import MAX_CACHE_BYTES, MAX_IMAGES, content_hash
 from diptych_frontend.images.tiles import Tiles, cut, num_tiles
 from diptych_frontend.model_files.vision_config import VisionConfig
 from diptych_protocol import InvalidRequestError
@@ -49,7 +49,7 @@ class ImageProcessor:
         """max_tokens: the length of the model's context."""
         self.config = config
         self._max_tokens = max_tokens
-        self._prepared: ItemCache[Prepared] = ItemCache(_num_bytes)
+        self._prepared: ItemCache[str, Prepared] = ItemCache(_num_bytes, MAX_CACHE_BYTES)
         self._lock = Lock()
         self._requests = self._queries = self._hits = 0
         self._reset = False

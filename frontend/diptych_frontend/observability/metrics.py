@@ -11,7 +11,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from types import TracebackType
 from typing import Final, Self
 
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector
@@ -274,12 +273,7 @@ class RequestProgress:
         self._metrics.cached_tokens.value += output.num_cached_tokens
         self._metrics.count_end("stop")
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         if exc_type is None:
             self._metrics.e2e.observe(time.perf_counter() - self._started_at)
         elif issubclass(exc_type, (GeneratorExit, asyncio.CancelledError)):

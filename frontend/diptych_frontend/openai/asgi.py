@@ -14,7 +14,6 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from types import TracebackType
 from typing import Any, Final, Literal, Self
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -289,12 +288,7 @@ class UntilDisconnect:
         self._watcher = asyncio.create_task(self._watch())
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
+    async def __aexit__(self, exc_type: type[BaseException] | None, *_: object) -> bool:
         self._watcher.cancel()
         # Else the error that it ends with, whose traceback knows us, would be a cycle: the garbage
         # of every request.

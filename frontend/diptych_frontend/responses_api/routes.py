@@ -64,12 +64,10 @@ class ResponsesApi:
     def params(self, request: ResponseChat) -> SamplingParams:
         return self._chat.params(request)
 
-    def counted_prompt(
-        self, renderer: Renderer, body: ResponsesRequest, scope: Scope
-    ) -> TokensPrompt:
-        """Return the prompt whose tokens are counted. Raises `InvalidRequestError`."""
+    def counted(self, renderer: Renderer, body: ResponsesRequest, scope: Scope) -> InputTokens:
+        """Count the tokens of a prompt. Raises `InvalidRequestError`."""
         [prompt] = self.render(self.request(body, scope), renderer)
-        return prompt
+        return InputTokens(len(prompt["prompt_token_ids"]))
 
     def render(self, request: ResponseChat, renderer: Renderer) -> list[TokensPrompt]:
         return self._chat.render(request, renderer)

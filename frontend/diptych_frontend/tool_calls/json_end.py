@@ -1,17 +1,20 @@
-"""Finds the end of a JSON object or list, or a list of Python, in a text that is still growing."""
+"""Calls that end with the bracket that they begin with: a JSON object or list, or a list of Python,
+in a text that is still growing."""
 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from typing import ClassVar, Final, NamedTuple
 
-from diptych_frontend.tool_calls.calls import MAX_CALL
+from diptych_frontend.tool_calls.calls import MAX_CALL, Ended, ParsedCall, Tools
 
 MAX_DEPTH: Final = 100
 """Arguments with deeper nesting than this are refused."""
 
 _IN_STRING = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
 """What matters inside of a string, by its quotation mark."""
+MAX_BLANKS: Final = 64
 
 
 class JsonPart(NamedTuple):
@@ -68,3 +71,38 @@ class PythonEnd(JsonEnd):
     """Does the same for a list of Python, whose strings have two kinds of quotation marks."""
 
     OUTSIDE: ClassVar = re.compile(r"[\[\](){}\"']")
+
+
+class BracketedCalls(ABC):
+    """See `OpenCall`. A marker may stand before the bracket. Without one, only calls of the
+    request's tools are calls; anything else is part of the answer."""
+
+    BRACKET: ClassVar[str]
+    END: ClassVar[type[JsonEnd]]
+
+    def __init__(self, marker: str, tools: Tools) -> None:
+        self._marker, self._tools = len(marker), tools
+        self._begin: int | None = None
+        self._inside = self.END(0)
+
+    @abstractmethod
+    def _read(self, written: str) -> list[ParsedCall] | None:
+        """Return the calls between the brackets; None if it is anything else."""
+
+    def end(self, text: str) -> Ended | None:
+        """See `OpenCall`."""
+        if self._begin is None:
+            rest = text[self._marker : self._marker + MAX_BLANKS].lstrip()
+            if not rest and len(text) < self._marker + MAX_BLANKS:
+                return None
+            if not rest.startswith(self.BRACKET):
+                return Ended(self._marker, None)  # a program, not a call
+            self._begin = text.index(self.BRACKET, self._marker)
+            self._inside = self.END(self._begin)
+        part = self._inside.find(text)
+        if part is None:
+            return None
+        calls = self._read(text[self._begin : part.end]) if part.is_whole else None
+        if calls is None or not all(call.name in self._tools for call in calls):
+            return Ended(part.end, None)
+        return Ended(part.end, calls)

@@ -14,7 +14,6 @@ from typing import Any, Final
 
 from diptych_frontend.tool_calls.calls import (
     FUNCTION_NAME,
-    Ended,
     Marker,
     OpenCall,
     ParsedCall,
@@ -23,12 +22,11 @@ from diptych_frontend.tool_calls.calls import (
     called,
     may_begin,
 )
-from diptych_frontend.tool_calls.json_end import PythonEnd
+from diptych_frontend.tool_calls.json_end import BracketedCalls, PythonEnd
 
 START: Final = "<|python_start|>"
 END: Final = "<|python_end|>"
 MARKERS: Final = (START, END)
-MAX_BLANKS: Final = 64
 MAX_LIST: Final = 64 << 10
 """A longer list remains text, because parsing it would take too long."""
 _JSON_NAMES: Final = {"true": True, "false": False, "null": None}
@@ -39,32 +37,14 @@ class _NotLiteralError(Exception):
     """There is something that would have to be run."""
 
 
-class PythonicCalls:
-    """See `OpenCall`. Without a marker, a list counts only if it consists of calls of the request's
-    tools; any other is part of the answer."""
+class PythonicCalls(BracketedCalls):
+    """See `OpenCall`."""
 
-    def __init__(self, marker: str, tools: Tools) -> None:
-        self._marker, self._tools = len(marker), tools
-        self._begin: int | None = None
-        self._list = PythonEnd(0)
+    BRACKET = "["
+    END = PythonEnd
 
-    def end(self, text: str) -> Ended | None:
-        """See `OpenCall`."""
-        if self._begin is None:
-            rest = text[self._marker : self._marker + MAX_BLANKS].lstrip()
-            if not rest and len(text) < self._marker + MAX_BLANKS:
-                return None
-            if not rest.startswith("["):
-                return Ended(self._marker, None)  # a program, not calls
-            self._begin = text.index("[", self._marker)
-            self._list = PythonEnd(self._begin)
-        part = self._list.find(text)
-        if part is None:
-            return None
-        calls = calls_in(text[self._begin : part.end]) if part.is_whole else None
-        if calls is None or not all(call.name in self._tools for call in calls):
-            return Ended(part.end, None)
-        return Ended(part.end, calls)
+    def _read(self, written: str) -> list[ParsedCall] | None:
+        return calls_in(written)
 
     def unfinished(self, text: str) -> list[ParsedCall] | None:
         """See `OpenCall`."""

@@ -1,16 +1,15 @@
 """/tokenize and /detokenize: converts texts and chats to tokens, and tokens to text.
 
-No engine is asked. The server's own tokenizer answers, which prompts use too.
+The server's own tokenizer answers, which prompts use too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope
 
 from diptych_frontend.openai.api_types import (
     MAX_MESSAGES,
@@ -19,10 +18,7 @@ from diptych_frontend.openai.api_types import (
     check_continues,
 )
 from diptych_frontend.openai.chat import ChatApi
-from diptych_frontend.openai.exchange import decode_body, exchange_of, most_values, send_bytes
 from diptych_frontend.openai.field_rules import Rules
-from diptych_frontend.openai.generation import adapter_of
-from diptych_frontend.openai.request_workers import RequestWorkers
 from diptych_frontend.openai.responses import encode
 from diptych_frontend.tool_calls.tools import MAX_TOOLS, Tool
 from diptych_protocol import EngineClient, InvalidRequestError
@@ -98,77 +94,33 @@ class Text(msgspec.Struct):
     prompt: str
 
 
-class TokenizeRoute:
-    """The ASGI endpoint that returns the tokens of a prompt or a chat."""
-
-    def __init__(
-        self,
-        chat: ChatApi,
-        engine: EngineClient,
-        served_names: frozenset[str],
-        workers: RequestWorkers,
-    ) -> None:
-        self._chat = chat
-        self._engine = engine
-        self._served_names = served_names
-        self._workers = workers
-        self._decoder = msgspec.json.Decoder(TokenizeRequest)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = exchange_of(scope).body
-        work = partial(self._answer, scope, body)
-        answer = await self._workers.read(scope, body, work, ChatApi.image_word)
-        await send_bytes(send, 200, answer, [])
-
-    def _answer(self, scope: Scope, body: bytes) -> bytes:
-        engine = self._engine
-        request = decode_body(scope, body, self._decoder, most_values(engine.max_model_len))
-        if request.model is not None:
-            adapter_of(request.model, self._served_names, engine)
-        request.check()
-        renderer = engine.renderer
-        if request.prompt is not None:
-            special = request.add_special_tokens is not False
-            ids = renderer.tokenize(request.prompt, add_special_tokens=special)
-        else:
-            [rendered] = self._chat.render(_as_chat(request), renderer)
-            ids = rendered["prompt_token_ids"]
-        strings = in_pieces(renderer.token_names(ids)) if request.return_token_strs else None
-        return encode(Tokens(len(ids), engine.max_model_len, in_pieces(ids), strings))
+def tokenized(chat: ChatApi, engine: EngineClient, request: TokenizeRequest, _: Scope) -> Tokens:
+    """Return the tokens of a prompt or a chat."""
+    request.check()
+    renderer = engine.renderer
+    if request.prompt is not None:
+        special = request.add_special_tokens is not False
+        ids = renderer.tokenize(request.prompt, add_special_tokens=special)
+    else:
+        [rendered] = chat.render(_as_chat(request), renderer)
+        ids = rendered["prompt_token_ids"]
+    strings = in_pieces(renderer.token_names(ids)) if request.return_token_strs else None
+    return Tokens(len(ids), engine.max_model_len, in_pieces(ids), strings)
 
 
-class DetokenizeRoute:
-    """The ASGI endpoint that returns the text of tokens, including special tokens."""
-
-    def __init__(
-        self, engine: EngineClient, served_names: frozenset[str], workers: RequestWorkers
-    ) -> None:
-        self._engine = engine
-        self._served_names = served_names
-        self._workers = workers
-        self._decoder = msgspec.json.Decoder(DetokenizeRequest)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = exchange_of(scope).body
-        answer = await self._workers.read(scope, body, partial(self._answer, scope, body))
-        await send_bytes(send, 200, answer, [])
-
-    def _answer(self, scope: Scope, body: bytes) -> bytes:
-        engine = self._engine
-        request = decode_body(scope, body, self._decoder, most_values(engine.max_model_len))
-        if request.model is not None:
-            adapter_of(request.model, self._served_names, engine)
-        ids, vocab_size = request.tokens, engine.model_config.vocab_size
-        if len(ids) > engine.max_model_len:
-            raise InvalidRequestError(
-                f"tokens: {len(ids)} of them; send at most {engine.max_model_len}", param="tokens"
-            )
-        bad = next((token for token in ids if not 0 <= token < vocab_size), None)
-        if bad is not None:
-            raise InvalidRequestError(
-                f"tokens: {bad} is outside the vocabulary of {vocab_size}", param="tokens"
-            )
-        return encode(Text(engine.renderer.decode(ids, skip_special_tokens=False)))
+def detokenized(engine: EngineClient, request: DetokenizeRequest, _: Scope) -> Text:
+    """Return the text of tokens, including special tokens."""
+    ids, vocab_size = request.tokens, engine.model_config.vocab_size
+    if len(ids) > engine.max_model_len:
+        raise InvalidRequestError(
+            f"tokens: {len(ids)} of them; send at most {engine.max_model_len}", param="tokens"
+        )
+    bad = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if bad is not None:
+        raise InvalidRequestError(
+            f"tokens: {bad} is outside the vocabulary of {vocab_size}", param="tokens"
+        )
+    return Text(engine.renderer.decode(ids, skip_special_tokens=False))
 
 
 def _as_chat(request: TokenizeRequest) -> ChatCompletionRequest:

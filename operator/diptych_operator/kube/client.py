@@ -11,7 +11,6 @@ import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from email.utils import parsedate_to_datetime
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlencode
 
@@ -110,12 +109,7 @@ class Kube:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._api.close()
 
     # --- objects ------------------------------------------------------------------------------

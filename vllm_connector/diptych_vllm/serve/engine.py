@@ -39,8 +39,8 @@ from diptych_protocol.pooling import POOLING_TASKS
 from diptych_protocol.wire import Abilities, ErrorKind
 from diptych_vllm.serve.event_socket import EventSource, source_of
 from diptych_vllm.serve.load import VllmLoad
-from diptych_vllm.serve.settings import ServedPort
 from diptych_vllm.serve.translation import OURS, VllmOutput, form_of, sampling_of, token_ids_of
+from diptych_vllm.settings import ServedPort
 from diptych_vllm.versions import add_stat_logger, handshakes, hear_of_prompts, series_of
 
 NO_ROOM: Final = (429, 503)

@@ -31,9 +31,8 @@ from diptych_vllm.serve.hand_off import VllmHandOffs
 from diptych_vllm.serve.kv_events import EventsError, RememberedBlocks
 from diptych_vllm.serve.port import WirePort
 from diptych_vllm.serve.service import WireService
-from diptych_vllm.serve.settings import ServedPort
 from diptych_vllm.serve.translation import OURS
-from diptych_vllm.settings import ConnectorSettings
+from diptych_vllm.settings import ConnectorSettings, ServedPort
 from diptych_vllm.versions import http_server_of
 
 log = logging.getLogger(__name__)
