@@ -13,30 +13,13 @@ as soon as neither a request nor a lease is left, or after `drain_seconds`. The 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import logging
 from pathlib import Path
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
-from diptych_frontend.admin.calls import build_admin_app, report, seconds_of
-from diptych_frontend.admin.control import ControlRoutes
-from diptych_frontend.admin.weights import WeightRoutes
-from diptych_frontend.app import build_app, build_probe_app
-from diptych_frontend.core_client.async_llm import AsyncLLM
-from diptych_frontend.observability.metrics import ServerMetrics
-from diptych_frontend.openai.asgi import UntilDisconnect
-from diptych_frontend.openai.exchange import exchange_of
-from diptych_frontend.openai.server import Site, listen, serve_sites
+from diptych_frontend.core_client.launcher import CoreProcess
 from diptych_frontend.program import run_program
-from diptych_protocol import DiptychError, EngineConfig, InvalidRequestError, KVTransferConfig
-
-log = logging.getLogger(__name__)
-
-MAX_DRAIN_S = 86400.0
+from diptych_protocol import EngineConfig, InvalidRequestError, KVTransferConfig
 
 
 def pod_config(args: argparse.Namespace) -> EngineConfig:
@@ -55,83 +38,23 @@ def pod_config(args: argparse.Namespace) -> EngineConfig:
     return config
 
 
-class AdminRoutes:
-    """The routes for an operator on this pod; see `diptych_protocol.admin`."""
-
-    def __init__(self, engine: AsyncLLM, drain_seconds: float) -> None:
-        self._engine = engine
-        self._drain_seconds = drain_seconds
-
-    def routes(self) -> list[Route]:
-        return [
-            Route("/admin/state", self.state),
-            Route("/admin/drain", self.drain, methods=["POST"]),
-        ]
-
-    async def state(self, request: Request) -> Response:
-        return report(await self._engine.drain_report())
-
-    async def drain(self, request: Request) -> Response:
-        """Drain, and answer once drained or after `timeout_s`."""
-        timeout_s = seconds_of(request, "timeout_s", self._drain_seconds, MAX_DRAIN_S)
-        async with UntilDisconnect(request.receive, exchange_of(request.scope)):
-            return report(await self._engine.drain(timeout_s))
-        return Response(status_code=204)  # the caller has left
-
-
 async def run(args: argparse.Namespace) -> None:
     """Serve until SIGTERM. Raises `EngineDeadError` when the core dies."""
     if args.admin_port is not None and args.keys is None:
         raise InvalidRequestError("--admin-port needs --keys, which has its token", param="keys")
-    listener = listen(args.host, args.port)
-    api_listener = listen(args.host, args.api_port) if args.api_port is not None else None
-    admin_listener = listen(args.host, args.admin_port) if args.admin_port is not None else None
-    public = f"tcp://{args.host}:{args.core_port}" if args.core_port is not None else None
     config = pod_config(args)
-    engine = await AsyncLLM.start(
-        config,
-        public_endpoint=public,
-        keys_dir=args.keys,
-        reads_texts=api_listener is not None,  # routers send tokens to the core
-    )
-    metrics = ServerMetrics(engine.model_name, engine.stats_by_engine)
-    sites = [Site(build_probe_app(engine, metrics), listener)]
-    if api_listener is not None:
-        sites.append(Site(build_app(engine, metrics=metrics), api_listener))
-    if admin_listener is not None:
-        admin = AdminRoutes(engine, config.drain_seconds)
-        routes = [
-            *admin.routes(),
-            *ControlRoutes(engine).routes(),
-            *WeightRoutes(engine).routes(),
-        ]
-        sites.append(Site(build_admin_app(args.keys, routes), admin_listener))
-
-    async def drain() -> None:
-        try:
-            log.info("leaving: %s", await engine.drain(config.drain_seconds))
-        except DiptychError as exc:
-            log.warning("leaving without a drain: %s", exc)
-
-    server = asyncio.create_task(
-        serve_sites(
-            *sites,
-            drain=drain,
-            drain_timeout_s=config.drain_seconds,
-            on_lag=metrics.loop_lag.observe,
-        )
-    )
-    death = asyncio.create_task(engine.died())
+    config.check()
+    public = f"tcp://{args.host}:{args.core_port}" if args.core_port is not None else None
+    alone = config.data_parallel_size == 1  # a group starts its cores itself
+    core = CoreProcess(config, public, args.keys) if alone else None
     try:
-        await asyncio.wait((server, death), return_when=asyncio.FIRST_COMPLETED)
-        if not server.done():
-            raise death.result()  # the pod is restarted as a whole
-        server.result()
+        # Imported late: the core loads torch and the model meanwhile.
+        from diptych_engine.pod import serve
+
+        await serve(args, config, public, core)
     finally:
-        for task in (server, death):
-            task.cancel()
-        await asyncio.gather(server, death, return_exceptions=True)
-        engine.shutdown()
+        if core is not None:
+            core.stop()
 
 
 def main() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.metadata import version
 from typing import Any, Final, cast
 
 from starlette.requests import Request
@@ -33,8 +31,9 @@ from diptych_frontend.openai.embeddings import EmbeddingRoute
 from diptych_frontend.openai.generation import GenerationRoute, unknown_model
 from diptych_frontend.openai.rejection import RejectRoute, give_back
 from diptych_frontend.openai.request_workers import RequestWorkers
-from diptych_frontend.openai.responses import Health, ModelCard, ModelList, encode
+from diptych_frontend.openai.responses import ModelCard, ModelList
 from diptych_frontend.openai.token_count import TokenizerRoute
+from diptych_frontend.probes import NO_SITES, Probes, json_response
 from diptych_frontend.reasoning.parser import ReasoningParser
 from diptych_frontend.responses_api.api_types import ResponsesRequest
 from diptych_frontend.responses_api.routes import ResponsesApi, StoredResponses
@@ -71,12 +70,6 @@ OURS: Final[dict[str, frozenset[str]]] = {
 MAX_BODY_BYTES = 4 << 20
 DIALECTS = {"/v1/messages": ANTHROPIC}
 """The error format of each API, by the beginning of its paths."""
-METRICS_AGE_S = 1.0
-"""Metrics are written at most once in this time, however often they are requested."""
-OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
-NO_SITES = BrowserRules()
-HEALTH_TIMEOUT_S = 5.0
-"""A health check that takes longer has failed."""
 
 
 def accepted(engine: EngineClient) -> EngineClient:
@@ -239,68 +232,6 @@ def build_app(
     return bounded(app, dialects=DIALECTS)
 
 
-def build_probe_app(engine: EngineClient, metrics: ServerMetrics) -> ASGIApp:
-    """Build an app for probes and scrapers only. It accepts no bodies, and so no prompts."""
-    routes = Probes(engine, metrics).routes()
-    router = Router(routes, redirect_slashes=False, default=unknown_path)
-    app = BrowserGate(router, NO_SITES)
-    return Boundary(app, on_answer=metrics.count_answer, access_log="off")
-
-
-class Probes:
-    """Answers probes.
-
-    Anybody may ask, so no question is passed on to an engine; the answers are already known.
-    """
-
-    def __init__(self, engine: EngineClient, metrics: ServerMetrics) -> None:
-        self._engine = engine
-        self._metrics = metrics
-        self._written: dict[str, tuple[float, bytes, str]] = {}
-        """When metrics were last written, the text and its content type, by its format."""
-
-    def routes(self) -> list[Route]:
-        return [
-            Route("/health", self.health),
-            Route("/live", self.live),
-            Route("/ping", self.health, methods=["GET", "POST"]),
-            Route("/metrics", self.metrics),
-            Route("/version", self.version),
-        ]
-
-    async def health(self, request: Request) -> Response:
-        """Report readiness: 200, or 503 with the reason."""
-        return await self._answer(self._engine.check_health())
-
-    async def live(self, request: Request) -> Response:
-        """Report liveness: 200, or 503 with the reason to restart the pod."""
-        return await self._answer(self._engine.check_live())
-
-    async def _answer(self, check: Awaitable[None]) -> Response:
-        try:
-            async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                await check
-        except TimeoutError:
-            reason = f"the engine did not answer its health check in {HEALTH_TIMEOUT_S:g} s"
-            return _json(Health("unhealthy", reason), 503)
-        except Exception as exc:
-            return _json(Health("unhealthy", str(exc) or type(exc).__name__), 503)
-        return _json(Health("ok"))
-
-    async def metrics(self, request: Request) -> Response:
-        wanted = request.headers.get("accept", "")
-        # Two formats and no further parameters, of which a client could make up any number.
-        accept = OPEN_METRICS if OPEN_METRICS.partition(";")[0] in wanted else "text/plain"
-        written = self._written.get(accept)
-        if written is None or time.monotonic() - written[0] >= METRICS_AGE_S:
-            written = (time.monotonic(), *self._metrics.exposition(accept))
-            self._written[accept] = written
-        return Response(written[1], headers={"content-type": written[2]})
-
-    async def version(self, request: Request) -> Response:
-        return _json({"version": version("diptych")})
-
-
 class Models:
     """Answers /v1/models: one model, under each of its names, and its adapters."""
 
@@ -325,15 +256,11 @@ class Models:
         return cards
 
     async def list(self, request: Request) -> Response:
-        return _json(ModelList(list(self._cards().values())))
+        return json_response(ModelList(list(self._cards().values())))
 
     async def one(self, request: Request) -> Response:
         cards = self._cards()
         name = request.path_params["model"]
         if name not in cards:
             raise unknown_model(name, frozenset(cards))
-        return _json(cards[name])
-
-
-def _json(value: object, status: int = 200) -> Response:
-    return Response(encode(value), status, media_type="application/json")
+        return json_response(cards[name])

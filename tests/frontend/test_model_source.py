@@ -17,6 +17,7 @@ from waits import PATIENCE_S
 
 from diptych_frontend.model_files import model_source as model_source_module
 from diptych_frontend.model_files.families import FAMILIES
+from diptych_frontend.model_files.gguf_header import GGUFHeader
 from diptych_frontend.model_files.model_config import config_from_gguf
 from diptych_frontend.model_files.model_source import (
     LLAMA_CPP,
@@ -427,7 +428,7 @@ def test_a_start_parses_a_vocabulary_once_unless_the_file_changes(
     table = source.tensors()
     parsed: list[Path] = []
 
-    def parse(path: Path) -> list[Any]:
+    def parse(path: Path) -> list[GGUFHeader]:
         parsed.append(path)
         return []
 

@@ -19,10 +19,11 @@ from service_kit import Pair, generate
 from waits import PATIENCE_S
 
 from diptych_engine.control.core import EngineCore
-from diptych_frontend.app import METRICS_AGE_S, build_app
+from diptych_frontend.app import build_app
 from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_frontend.core_client.client import CoreClient
 from diptych_frontend.openai import serve_http
+from diptych_frontend.probes import METRICS_AGE_S
 from diptych_frontend.text import deprecations
 from diptych_protocol import (
     Array,

@@ -16,9 +16,10 @@ from free_ports import free_port
 from prometheus_client.parser import text_string_to_metric_families
 from service_kit import make_router
 
-from diptych_frontend.app import METRICS_AGE_S, build_app, build_probe_app
+from diptych_frontend.app import build_app
 from diptych_frontend.core_client.member import PULSE_INTERVAL_S
 from diptych_frontend.observability.metrics import ServerMetrics
+from diptych_frontend.probes import METRICS_AGE_S, build_probe_app
 from diptych_protocol import SchedulerStats
 from diptych_router.engines.engine_link import STATS_INTERVAL_S
 

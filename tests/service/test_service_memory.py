@@ -32,7 +32,14 @@ def mib_of(process: psutil.Process, kind: str) -> float:
 
 def test_the_front_end_of_an_engine_needs_no_arrays() -> None:
     """NumPy takes 15 MiB. Torch is not even installed where only routers run."""
-    said = "import sys, diptych_engine.__main__; print({'numpy', 'torch'} & sys.modules.keys())"
+    said = "import sys, diptych_engine.pod; print({'numpy', 'torch'} & sys.modules.keys())"
+    found = subprocess.run([sys.executable, "-c", said], capture_output=True, check=True, text=True)
+    assert found.stdout == "set()\n"
+
+
+def test_an_engine_starts_its_core_before_it_imports_what_it_needs_itself() -> None:
+    late = {"diptych_engine.pod", "jinja2", "numpy", "starlette", "tokenizers", "torch", "uvicorn"}
+    said = f"import sys, diptych_engine.__main__; print({late} & sys.modules.keys())"
     found = subprocess.run([sys.executable, "-c", said], capture_output=True, check=True, text=True)
     assert found.stdout == "set()\n"
 

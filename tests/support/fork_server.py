@@ -42,6 +42,8 @@ PROGRAMS = {
     "diptych.main": "diptych.main",
 }
 """What can be started by a fork, and the module that it runs."""
+IMPORTED_LATE = ("diptych_engine.pod", "diptych_frontend.app")
+"""What an engine imports while its core starts."""
 STARTERS = ("diptych_engine", "diptych.main")
 """These start programs themselves. They have a server of their own for it: one more child."""
 LEASH = [sys.executable, "-I", "-S", leash.__file__]
@@ -259,7 +261,7 @@ def _take(descriptors: list[int], numbers: list[int]) -> None:
 def main(asked: socket.socket) -> None:
     sys.path.pop(0)  # this folder, which no program has
     sys.path.insert(0, "")
-    for name in PROGRAMS.values():
+    for name in (*PROGRAMS.values(), *IMPORTED_LATE):
         importlib.import_module(name)
     for name in PROGRAMS.values():
         del sys.modules[name]  # it is run as `__main__`

@@ -89,7 +89,7 @@ class AsyncLLM(CoreHealth, CoreWeights):
             `keys_dir` if its endpoint asks for keys.
         client_count, client_index: how many front-ends that core has, and which one this is.
         aggregate_engine_logging: write one line of statistics for all cores together.
-        core: the same, as an object.
+        core: the same, as an object; or a process of our own, which starts already.
         reads_texts: see `InputProcessor.of`.
 
         Raises `InvalidRequestError` for a configuration or a model that cannot work, and
@@ -194,6 +194,7 @@ class AsyncLLM(CoreHealth, CoreWeights):
         cls,
         config: EngineConfig,
         *,
+        core: Core | None = None,
         public_endpoint: str | None = None,
         keys_dir: Path | None = None,
         stall_limit_s: float = STALL_LIMIT_S,
@@ -202,6 +203,7 @@ class AsyncLLM(CoreHealth, CoreWeights):
         """Start an engine and wait until it is ready."""
         engine = cls(
             config,
+            core=core,
             public_endpoint=public_endpoint,
             keys_dir=keys_dir,
             stall_limit_s=stall_limit_s,

@@ -102,7 +102,7 @@ class CoreGroup:
         self._keys_dir = keys_dir
         self._on_outputs = weakref.WeakMethod(on_outputs)
         self._on_death = weakref.WeakMethod(on_death)
-        self._adopted = adopted is not None
+        self._adopted = adopted is not None and not isinstance(adopted, CoreProcess)
         self._coordinator: WaveCoordinator | None = None
         self._store = ""
         self._meeting_place: Path | None = None

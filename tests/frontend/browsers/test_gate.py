@@ -12,11 +12,12 @@ import httpx
 import pytest
 from engine_kit.echo_engine import EchoEngine
 
-from diptych_frontend.app import build_app, build_probe_app
+from diptych_frontend.app import build_app
 from diptych_frontend.batches_api.service import BatchService, Manners
 from diptych_frontend.browsers.gate import BrowserRules
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.api_keys import ApiKeys
+from diptych_frontend.probes import build_probe_app
 from diptych_protocol.config import Batches
 
 FRIEND = "https://app.example.com"
