@@ -73,7 +73,9 @@ def _prompt(engines: PoolView) -> dict[str, Floats]:
             fetch = trip * pays
             to_compute = to_compute - missing * pays
     compute = np.maximum(to_compute, 1.0) * token_s
-    wait = np.maximum(column["free_at"] - engines.now, 0.0) + engines.table.given_by_others()
+    wait = engines.table.waits(engines.now)
+    if engines.beside_s is not None:
+        wait = wait + engines.beside_s
     terms = {
         "wait_s": wait,
         "compute_s": column["step_s"] + compute,
