@@ -244,8 +244,17 @@ def test_a_decode_engine_adds_nothing_while_a_neighbour_has_its_processors(
         row["processors"], row["processors_part"] = number, part
         fleet.table.is_up(row, "f")
     fleet.rows["d0"]["prompt_token_s"] *= 2
-    fleet.rows["p0"]["free_at"] = 1.0
+    fleet.rows["p0"]["free_at"] = 0.5
     assert fleet.go(request(60))[0] == computes
+
+
+def test_neighbours_share_their_time_so_a_short_prompt_does_not_wait_for_a_long_queue() -> None:
+    fleet = Fleet(1, 1, "auto")
+    for row in fleet.rows.values():
+        row["processors"] = row["processors_part"] = 1.0
+        fleet.table.is_up(row, "f")
+    fleet.rows["p0"]["free_at"] = 0.5
+    assert fleet.go(request(2))[0] is None
 
 
 def test_a_decode_engine_without_room_is_left_out_while_others_have_some() -> None:

@@ -56,7 +56,8 @@ FIELDS: Final = (
 )  # fmt: skip
 """`free_tokens` is infinite for an engine that has not reported its KV memory, so that it never
 seems full; `used_tokens` is at least 1. `unheard_s`: seconds of prompts that this router gave it
-and no report includes yet. `home` and `others`: see `RouterShare.homes`."""
+and no report includes yet. `home` and `others`: see `RouterShare.homes`. `processors` and
+`processors_part`: as in `EngineDescription`."""
 SELDOM: Final = frozenset({"usable", "silent", "lends", "fingerprint", "block_size"})
 """Fields that change only when an engine comes, goes or hangs."""
 
