@@ -37,6 +37,7 @@ class Router:
             row = self.rows[pod.key]
             row["usable"], row["block_size"] = True, pod.pool.limits.block_size
             row["lends"] = True
+            row["processors"], row["processors_part"] = plan.one_machine, 1.0
             location = Location(zone=f"zone-{pod.zone}") if plan.zones.told else NOWHERE
             self.fleet.is_up(row, FINGERPRINT, pod.key, location)
             self.fleet.known.take(pod.key, PrefixChanges(0, whole=True), 0)

@@ -1,4 +1,4 @@
-"""How many processors this process may use: its binding, limited by its container's quota.
+"""The processors that this process may use: its binding, limited by its container's quota.
 
 A control group's quota is no binding: a container with a limit of four processors on a node with 64
 sees 64. More threads than the quota do not run more: all are stopped together once it is used up.
@@ -9,10 +9,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from hashlib import blake2b
 from pathlib import Path
 
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+GROUPS_SEEN = Path("/proc/self/ns/cgroup")
 
 
 def usable_processors() -> float:
@@ -23,6 +26,20 @@ def usable_processors() -> float:
     except OSError:
         return bound  # a system without control groups
     return min(bound, quota(own, CONTROL_GROUPS))
+
+
+def processors_in_common() -> int:
+    """Return a number that processes on the same processors have in common, below 2**48; 0 if that
+    is not known. Those with a quota share only it, with the others of their control group."""
+    boot = text_if_there(BOOT_ID)
+    if not boot:
+        return 0
+    names = [boot, *map(str, sorted(os.sched_getaffinity(0)))]
+    own = text_if_there(OWN_GROUPS)
+    if quota(own, CONTROL_GROUPS) < math.inf:
+        # A container sees its own group as the root, so the name alone would be everybody's.
+        names += [own, str(GROUPS_SEEN.stat().st_ino)]
+    return int.from_bytes(blake2b("\n".join(names).encode(), digest_size=6).digest())
 
 
 def quota(own: str, root: Path) -> float:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -411,6 +411,10 @@ class EngineDescription(msgspec.Struct, omit_defaults=True):
     runtime: str = "diptych"
     """What computes there, a `Runtime`; routers show it, and need not know it."""
     abilities: Abilities = Abilities()
+    processors: int = 0
+    """A number that engines on the same processors have in common; 0: not known, or a GPU's."""
+    processors_part: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    """The part of them that a step computes on."""
 
     @property
     def shown_name(self) -> str:

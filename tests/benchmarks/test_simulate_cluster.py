@@ -138,6 +138,18 @@ def test_two_engines_on_one_machine_slow_each_other() -> None:
     assert beside.output_tokens_per_s < apart.output_tokens_per_s
 
 
+def test_the_router_chooses_as_well_as_the_better_way_where_engines_share_a_machine() -> None:
+    """The decode engine has half as many cores, and gets none while the other one computes."""
+    slow = StepCost(((1, 0.004), (64, 0.012), (512, 0.06)), 1e-5, 1e-9, 2e-8)
+    decode = Pool(1, slow, LIMITS, slowdown=5.0)
+    shared = replace(plan(1, 1, one_machine=True, policy=PREFIX_AWARE), decode=decode)
+    first_s = {}
+    for way in ("always", "never", "auto"):
+        log = Simulation(replace(shared, disaggregate=way)).run(traffic(6, 300))
+        first_s[way] = np.mean([job.first_at - job.arrival for job in log.jobs])
+    assert first_s["auto"] <= 1.05 * min(first_s.values())
+
+
 def test_users_who_wait_for_answers_are_never_more_than_they_are() -> None:
     log = Simulation(plan(1, 1)).run(TRAFFIC.requests(np.zeros(80), 5, users=4))
     assert len(log.jobs) == 80

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from diptych_frontend.processors import quota, usable_processors
+from diptych_frontend.processors import processors_in_common, quota, usable_processors
 
 
 @pytest.mark.parametrize(
@@ -69,3 +69,17 @@ def test_whoever_is_bound_to_one_processor_has_one() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
     assert 0 < float(done.stdout) <= 1
     assert 0 < usable_processors() <= len(os.sched_getaffinity(0))
+
+
+def test_processes_on_the_same_processors_have_a_number_in_common() -> None:
+    program = (
+        "import os, sys; from diptych_frontend.processors import processors_in_common as number; "
+        "sys.argv[1:] and os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); print(number())"
+    )
+    same, bound = (
+        int(subprocess.run([sys.executable, "-c", program, *more], capture_output=True).stdout)
+        for more in ([], ["bound"])
+    )
+    assert same == processors_in_common() > 0
+    if len(os.sched_getaffinity(0)) > 1:
+        assert bound not in {0, same}

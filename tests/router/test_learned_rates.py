@@ -33,6 +33,14 @@ def test_what_was_never_seen_stays_as_it_was_known() -> None:
     assert 10 * learned.rates[0] + 80 * learned.rates[2] == pytest.approx(0.2, rel=0.02)
 
 
+def test_what_is_seldom_seen_is_not_forgotten_meanwhile() -> None:
+    """As how long a prompt takes where others compute prompts."""
+    learned = LearnedRates(PRIOR.tolist(), 1e-4)
+    for amounts, seconds in [((1.0, 128.0, 0.0), 0.14)] * 3 + [((10.0, 0.0, 10.0), 0.15)] * 2000:
+        learned.saw(amounts, seconds, PRIOR)
+    assert learned.rates[1] == pytest.approx(1e-3, rel=0.15)
+
+
 def test_an_engine_that_becomes_slower_is_known_to_be_so() -> None:
     learned = LearnedRates(PRIOR.tolist(), 1e-4)
     for seconds in [0.1] * 300 + [0.4] * 300:

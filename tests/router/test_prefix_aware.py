@@ -217,6 +217,46 @@ def test_a_slow_engine_is_learned_to_be_slow(slow: str) -> None:
     assert chosen[slow] < 5
 
 
+def test_prompts_alone_teach_how_fast_a_pool_computes_prompts() -> None:
+    """A decode pool with fewer cores is not taken for as fast as a prefill pool."""
+    fleet = Fleet(1, 2)
+    for key, token_s in (("p0", 1e-4), ("d0", 5e-4)):
+        for count in range(1, 20):
+            seconds = count * (10 * 0.005 + 1000 * token_s)
+            totals = idle(
+                steps=10 * count, prompt_tokens_computed=1000 * count, seconds_stepping=seconds
+            )
+            fleet.rows[key].report(totals, 0, float(count))
+    assert fleet.rows["d1"]["prompt_token_s"] > 3 * fleet.rows["p0"]["prompt_token_s"]
+
+
+@pytest.mark.parametrize(
+    ("processors", "part", "computes"),
+    [((0, 0), 1.0, None), ((7, 8), 1.0, None), ((7, 7), 0.05, None), ((7, 7), 1.0, "p0")],
+    ids=["not told", "own ones", "a small part of the same", "the same"],
+)
+def test_a_decode_engine_adds_nothing_while_a_neighbour_has_its_processors(
+    processors: tuple[float, float], part: float, computes: str | None
+) -> None:
+    """It would begin at once, but takes longer for a prompt than the one that is busy."""
+    fleet = Fleet(1, 1, "auto")
+    for row, number in zip(fleet.rows.values(), processors, strict=True):
+        row["processors"], row["processors_part"] = number, part
+        fleet.table.is_up(row, "f")
+    fleet.rows["d0"]["prompt_token_s"] *= 2
+    fleet.rows["p0"]["free_at"] = 0.5
+    assert fleet.go(request(60))[0] == computes
+
+
+def test_neighbours_share_their_time_so_a_short_prompt_does_not_wait_for_a_long_queue() -> None:
+    fleet = Fleet(1, 1, "auto")
+    for row in fleet.rows.values():
+        row["processors"] = row["processors_part"] = 1.0
+        fleet.table.is_up(row, "f")
+    fleet.rows["p0"]["free_at"] = 0.5
+    assert fleet.go(request(2))[0] is None
+
+
 def test_a_decode_engine_without_room_is_left_out_while_others_have_some() -> None:
     fleet = Fleet(1, 2)
     fleet.rows["d0"].report(idle(free=5, num_running=3), 0, 0.0)

@@ -14,6 +14,7 @@ from service_kit import engine_config, generate, healthy, make_router, start_eng
 
 from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_frontend.core_client.curve import read_keys
+from diptych_frontend.processors import processors_in_common
 from diptych_protocol import CurveKeys, PromptType
 from diptych_protocol.block_hashes import extend_block_hashes
 from diptych_router.engines.engine_table import ROLES
@@ -123,6 +124,12 @@ async def test_another_salt_is_another_prompt(service: Service) -> None:
     second = await course_of(service, prompt)
     assert second.engine == first.engine or second.fetched
     assert second.fetched or sum(await service.hits()) > sum(before)
+
+
+async def test_engines_of_one_machine_are_known_to_share_its_processors(service: Service) -> None:
+    rows = [link.row for role in ROLES for link in service.router.pools.of(role)]
+    assert {row["processors"] for row in rows} == {processors_in_common()}
+    assert all(0 < row["processors_part"] <= 1 for row in rows)
 
 
 async def test_a_router_that_comes_later_is_told_everything(

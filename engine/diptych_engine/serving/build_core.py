@@ -22,6 +22,7 @@ from diptych_engine.scheduling.guesses import Stakes
 from diptych_engine.scheduling.journey import JourneyLog
 from diptych_engine.scheduling.scheduler import Scheduler
 from diptych_frontend.model_files.model_source import ModelConfig, resolve_model
+from diptych_frontend.processors import processors_in_common, usable_processors
 from diptych_kv_transfer import open_connector
 from diptych_protocol import (
     CurveKeys,
@@ -31,6 +32,7 @@ from diptych_protocol import (
     SchedulerStats,
 )
 from diptych_protocol.pooling import POOLING_TASKS
+from diptych_protocol.threads import model_threads
 from diptych_protocol.weights import numbered
 
 
@@ -107,6 +109,11 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
         zone=config.zone,
     )
     cpu_level, num_set_aside = runner.cpu_facts
+    if cpu_level:
+        usable, ranks = usable_processors(), config.tensor_parallel_size
+        each = config.num_threads or model_threads(usable, ranks * config.data_parallel_size)
+        description.processors = processors_in_common()
+        description.processors_part = min(1.0, ranks * each / usable)
     scheduler = Scheduler(
         BlockPool(runner.num_blocks, runner.kv_groups),
         config.block_size,

@@ -14,6 +14,7 @@ from operator import or_
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from diptych_protocol.router_settings import Disaggregate
 from diptych_router.choosing.first_token import FirstToken, expected
@@ -59,11 +60,10 @@ class FleetTable:
 
     def __init__(self, policy: Policy, draw: Draw, disaggregate: Disaggregate = "auto") -> None:
         """draw: decides between engines of the same cost."""
-        rates = self._rates = FleetRates()
         self.pairs = PairRates()
         self.tables: dict[Role, EngineTable] = {
-            "prefill": EngineTable(rates),
-            "decode": EngineTable(rates, self.pairs),
+            "prefill": EngineTable(FleetRates()),
+            "decode": EngineTable(FleetRates(), self.pairs),
         }
         self.known = KnownPrefixes()
         self._policy, self._draw, self._disaggregate = policy, draw, disaggregate
@@ -72,6 +72,9 @@ class FleetTable:
         """By the engines' places."""
         self._fingerprints: dict[str, float] = {}
         self._numbers = count()
+        self._sharers: NDArray[np.intp] | None = None
+        """[engines of both pools] Those on the same processors have the same number; None if none
+        are."""
 
     # --- who is there -------------------------------------------------------------------------
 
@@ -82,6 +85,7 @@ class FleetTable:
         self.pairs.add(sends=role == "prefill")
         self._rows[key] = role, row
         self._keys[place] = key
+        self._find_sharers()
         return row
 
     def remove(self, key: str) -> None:
@@ -89,6 +93,7 @@ class FleetTable:
         self.pairs.remove(row.at, sends=role == "prefill")
         self.tables[role].remove(row)
         self.known.forget(key)
+        self._find_sharers()
 
     def is_up(
         self, row: EngineRow, fingerprint: str, name: str = "", location: Location = NOWHERE
@@ -103,6 +108,14 @@ class FleetTable:
         role, _ = self._rows[row.key]
         trips = self.tables["decode"].trips
         self.pairs.is_at(row.at, name, location, trips, sends=role == "prefill")
+        self._find_sharers()
+
+    def _find_sharers(self) -> None:
+        told = np.concatenate([table.column["processors"] for table in self.tables.values()])
+        unknown = (told == 0).nonzero()[0]
+        told[unknown] = -1.0 - unknown
+        different, sharers = np.unique(told, return_inverse=True)
+        self._sharers = sharers if len(different) < len(told) else None
 
     def _number_of(self, fingerprint: str) -> float:
         """Before a new one gets a number, those that no engine has any more are forgotten."""
@@ -140,6 +153,8 @@ class FleetTable:
         loading: dict[Role, Floats] = {}
         if adapter:
             loading = {role: _adapter_s(t, adapter, now) for role, t in self.tables.items()}
+        sharers = self._sharers
+        beside_s = {} if sharers is None else self._beside_s(sharers, now)
         for lively in (True, False):
             prefill, decode = [
                 PoolView(
@@ -151,6 +166,7 @@ class FleetTable:
                     now,
                     loading[role] if adapter else None,
                     tie,
+                    beside_s.get(role),
                 )
                 for role, table in self.tables.items()
             ]
@@ -164,6 +180,13 @@ class FleetTable:
         if decision.fetch_tokens:
             return replace(decision, fetch=self._holder(decision, held))
         return decision
+
+    def _beside_s(self, sharers: NDArray[np.intp], now: float) -> dict[Role, Floats]:
+        """See `PoolView.beside_s`."""
+        of_each = [t.waits(now) * t.column["processors_part"] for t in self.tables.values()]
+        waits = np.concatenate(of_each)
+        beside = np.maximum(np.bincount(sharers, waits)[sharers] - waits, 0.0)
+        return {"prefill": beside[: len(of_each[0])], "decode": beside[len(of_each[0]) :]}
 
     def _holder(self, decision: Decision, held: Sequence[Leading]) -> str | None:
         """Who has the tokens that are to be fetched: one of the nearest, if several do."""
@@ -202,9 +225,12 @@ class FleetTable:
 
     def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
         known = self._rows.get(decision.prefill or decision.decode)
-        if known is None or not (known[1]["told_steps"] or self._rates.steps.told):
+        if known is None:
             return None
-        queued, of_tenants = known[1].queue()
+        role, row = known
+        if not (row["told_steps"] or self.tables[role].fleet_rates.steps.told):
+            return None
+        queued, of_tenants = row.queue()
         return expected(decision.terms, queued, of_tenants, request.tenant, decision.to_compute)
 
     def placed(self, request: RequestView, decision: Decision, now: float) -> None:

@@ -78,6 +78,9 @@ class PoolView:
     """Seconds that each needs to load the request's adapter; None if it has none."""
     tie: int | None = None
     """Decides between engines of the same cost: see `EngineTable.preferred`. None: draw one."""
+    beside_s: Floats | None = None
+    """Seconds for which others on its processors compute prompts, each times the part of them that
+    it uses; None if no engine shares any."""
     made: dict[str, Terms] = field(default_factory=dict)
     """Terms that a policy has computed for one duty, and needs for another one."""
 

@@ -287,6 +287,8 @@ class EngineLink:
                 self._lends = common_to_leases(description, self.fingerprint)
             self.name = self.known_as = description.shown_name
             self.row["block_size"] = description.block_size
+            self.row["processors"] = description.processors
+            self.row["processors_part"] = description.processors_part
             self.row.restarted()
             self.row["lends"] = (
                 bool(description.kv_transfer_port) and description.abilities.lends_prefixes

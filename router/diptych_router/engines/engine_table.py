@@ -48,14 +48,16 @@ MOST_UNHEARD: Final = 256
 UNHEARD_S: Final = 5.0
 """How long requests count that an engine was given and that no report of it includes yet."""
 FIELDS: Final = (
-    "usable", "silent", "lends", "fingerprint", "block_size", "open_tokens", "given",
+    "usable", "silent", "lends", "fingerprint", "block_size", "processors", "processors_part",
+    "open_tokens", "given",
     "free_at", "rows", "coming", "free_tokens", "used_tokens",
     "step_s", "prompt_token_s", "row_s", "trip_s", "trip_token_s", "told_steps", "told_trips",
     "adapter_s", "told_adapters", "unheard_s", "home", "others",
 )  # fmt: skip
 """`free_tokens` is infinite for an engine that has not reported its KV memory, so that it never
 seems full; `used_tokens` is at least 1. `unheard_s`: seconds of prompts that this router gave it
-and no report includes yet. `home` and `others`: see `RouterShare.homes`."""
+and no report includes yet. `home` and `others`: see `RouterShare.homes`. `processors` and
+`processors_part`: as in `EngineDescription`."""
 SELDOM: Final = frozenset({"usable", "silent", "lends", "fingerprint", "block_size"})
 """Fields that change only when an engine comes, goes or hangs."""
 
@@ -149,6 +151,11 @@ class EngineTable:
         home, unheard = self.column["home"], self.column["unheard_s"]
         given: Floats = float(home @ unheard) / home.sum() * of_another * self.column["others"]
         return given
+
+    def waits(self, now: float) -> Floats:
+        """[engines] Seconds until each has computed all prompts that it has."""
+        waits: Floats = np.maximum(self.column["free_at"] - now, 0.0) + self.given_by_others()
+        return waits
 
     def preferred(self, among: NDArray[np.intp], tie: int) -> int:
         """Return the one of some engines that a number prefers. Different numbers prefer different

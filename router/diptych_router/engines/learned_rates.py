@@ -55,8 +55,13 @@ class LearnedRates:
             return
         self.told = True
         # A sum of many durations varies in proportion to itself, hence the weight.
-        self._squares = FADING * self._squares + np.outer(seen, seen) / seconds
-        self._products = FADING * self._products + seen
+        known = self._squares @ seen
+        if size := float(known @ seen):
+            fading = (1.0 - FADING) / size * known
+            self._products -= float(self._products @ seen) * fading
+            self._squares -= np.outer(fading, known)
+        self._squares += np.outer(seen, seen) / seconds
+        self._products += seen
         # In units of what was known, so that the numbers are of like size.
         squares = self._squares * np.outer(prior, prior)
         weight = self._prior_seconds + SMALLEST_PART * float(np.trace(squares))

@@ -39,7 +39,10 @@ class PrefixAware:
         else:
             terms = _prompt(engines)
         if duty == "both":
-            terms["stall_s"] = _rows(engines) * terms["compute_s"]
+            # Shared processors gain nothing by computing here, and streams that come meanwhile
+            # would stand still: one of them counts.
+            rows = _rows(engines) + (engines.beside_s is not None)
+            terms["stall_s"] = rows * terms["compute_s"]
         if duty != "prefill":
             if "answer" not in engines.made:
                 engines.made["answer"] = _answer(request, engines)
@@ -72,12 +75,12 @@ def _prompt(engines: PoolView) -> dict[str, Floats]:
             fetch = trip * pays
             to_compute = to_compute - missing * pays
     compute = np.maximum(to_compute, 1.0) * token_s
-    wait = np.maximum(column["free_at"] - engines.now, 0.0) + engines.table.given_by_others()
-    terms = {
-        "wait_s": wait,
-        "compute_s": column["step_s"] + compute,
-        "delay_s": compute * others,
-    }
+    wait, delay = engines.table.waits(engines.now), compute * others
+    compute += column["step_s"]
+    if engines.beside_s is not None:
+        both = np.minimum(engines.beside_s, compute)  # then each makes half of its way
+        wait, delay = wait + both, delay + both
+    terms = {"wait_s": wait, "compute_s": compute, "delay_s": delay}
     if fetch is not None:
         terms[FETCH] = fetch
     return terms
