@@ -26,6 +26,7 @@ from benchmarks.servers import MODEL, free_port
 
 from diptych_frontend.app import build_app
 from diptych_frontend.model_files.model_source import resolve_model
+from diptych_frontend.openai.exchange import PARTS_KEY
 from diptych_frontend.text.input_processor import InputProcessor
 from diptych_frontend.text.output_processor import OutputProcessor
 from diptych_frontend.text.renderer import TextRenderer
@@ -129,16 +130,30 @@ async def routing(model: str, step_ms: int | None = None) -> AsyncIterator[Any]:
             client.shutdown()
 
 
+@dataclass
+class Parts:
+    """As a server's `PartWriter`."""
+
+    answer: bytearray
+
+    def may_write(self) -> bool:
+        return True
+
+    def write(self, part: bytes) -> None:
+        self.answer.extend(part)
+
+
 async def ask(app: Any, question: dict[str, Any]) -> None:
     """Ask for a chat, or for a completion if there is a prompt, and read all of the answer."""
     body = json.dumps(question).encode()
     path = "/v1/completions" if "prompt" in question else "/v1/chat/completions"
-    scope = {
+    scope: dict[str, Any] = {
         "type": "http", "method": "POST", "path": path, "root_path": "",
         "headers": [(b"content-type", b"application/json"), (b"accept", b"*/*")],
     }  # fmt: skip
     coming = [{"type": "http.request", "body": body, "more_body": False}]
-    answer = b""
+    answer = bytearray()
+    scope[PARTS_KEY] = Parts(answer)
 
     async def receive() -> dict[str, Any]:
         if not coming:
@@ -146,8 +161,7 @@ async def ask(app: Any, question: dict[str, Any]) -> None:
         return coming.pop()
 
     async def send(message: dict[str, Any]) -> None:
-        nonlocal answer
-        answer += message.get("body", b"")
+        answer.extend(message.get("body", b""))
 
     await app(scope, receive, send)
     if b'"finish_reason":"length"' not in answer:

@@ -62,7 +62,7 @@ from diptych_protocol import (
 from diptych_protocol.router_settings import UnknownFields
 
 OURS: Final[dict[str, frozenset[str]]] = {
-    "generate": frozenset(OurOptions.__annotations__),
+    "generate": frozenset({"take_at_once", *OurOptions.__annotations__}),
     "encode": frozenset(OurOptions.__annotations__),
     "check_admission": frozenset({"num_tokens", "tenant"}),
 }

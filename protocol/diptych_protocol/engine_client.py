@@ -309,11 +309,14 @@ class EngineClient(ABC):
         prompt: EngineCoreRequest | PromptType | EngineInput | AsyncGenerator[StreamingInput, None],
         sampling_params: SamplingParams,
         request_id: str,
+        *,
+        take_at_once: Callable[[RequestOutput], bool] | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate for a prompt; the last output has `finished=True`.
 
-        Leaving the generator early aborts the request in the core.
+        Leaving the generator early aborts the request in the core. An output that comes while the
+        caller waits is first offered to `take_at_once`, and yielded only if that returns False.
 
         With a `reasoning_parser`, the form of `structured_outputs` holds from the end of the
         model's reasoning on.

@@ -153,6 +153,31 @@ def test_a_slow_consumer_reads_the_same(
     assert len(seen[0][1]) == seen[0][4]
 
 
+async def test_what_comes_to_a_waiting_consumer_is_offered_before_it_wakes(
+    processor: OutputProcessor, tokenizer: Tokenizer
+) -> None:
+    collector = opened(processor, request())
+    offered: list[RequestOutput] = []
+
+    def take(output: RequestOutput) -> bool:
+        offered.append(output)
+        return not output.finished
+
+    collector.take_at_once = take
+    first, *others = tokenizer.encode(" one two three")
+    processor.process([step("r-1", [first])])
+    assert not offered, "nobody waits"
+    assert taken(collector).outputs[0].token_ids == [first]
+    woken = collector.ready()
+    for token in others:
+        processor.process([step("r-1", [token])])
+    assert [output.outputs[0].token_ids for output in offered] == [[token] for token in others]
+    assert not woken.done(), "it was taken"
+    processor.process([step("r-1", [], finish_reason=FinishReason.LENGTH)])
+    assert woken.done()
+    assert taken(collector) is offered[-1]
+
+
 @pytest.mark.parametrize("kind", [DELTA, CUMULATIVE])
 @pytest.mark.parametrize(
     ("interval", "sizes"), [(1, [1] * 7), (3, [1, 3, 3]), (4, [1, 4, 2]), (100, [1, 6])]

@@ -163,6 +163,8 @@ class AsyncEngine(EngineClient):
         prompt: EngineCoreRequest | PromptType | AsyncGenerator[StreamingInput, None],
         sampling_params: SamplingParams,
         request_id: str,
+        *,
+        take_at_once: Callable[[RequestOutput], bool] | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
         if isinstance(prompt, AsyncGenerator):
@@ -177,6 +179,7 @@ class AsyncEngine(EngineClient):
         if isinstance(sampling_params, PoolingParams):
             raise InvalidRequestError("pooling parameters are for encode", param="sampling_params")
         collector = await self.add_request(request_id, prompt, sampling_params, **options)
+        collector.take_at_once = take_at_once
         try:
             while not collector.finished:
                 await collector.ready()

@@ -250,13 +250,12 @@ class RequestProgress:
             if not output.finished:
                 metrics.ttft.observe(now - self._started_at)
         for choice in output.outputs:
-            if choice.token_ids:
-                metrics.generation_tokens.value += len(choice.token_ids)
+            if count := len(choice.token_ids):
+                metrics.generation_tokens.value += count
                 if self._tenant_generation_tokens is not None:
-                    self._tenant_generation_tokens.inc(len(choice.token_ids))
+                    self._tenant_generation_tokens.inc(count)
                 previous = self._last_delivery.get(choice.index)
                 if previous is not None:
-                    count = len(choice.token_ids)
                     metrics.itl.observe((now - previous) / count, count)
                 self._last_delivery[choice.index] = now
             if choice.finish_reason is not None:

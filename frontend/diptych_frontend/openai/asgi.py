@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from diptych_frontend.openai.errors import Dialect, error_answer
 from diptych_frontend.openai.exchange import (
     EXCHANGE_KEY,
+    PARTS_KEY,
     ClientStalledError,
     Exchange,
     header,
@@ -82,6 +83,7 @@ class Boundary:
         exchange = Exchange(offered_id if offered_id and usable else secrets.token_hex(16))
         if peer := scope.get("client"):
             exchange.peer = str(peer[0])
+        exchange.parts = scope.get(PARTS_KEY)
         exchange.refuses_unknown = self._refuses_unknown
         exchange.deadline.task.set_name(f"request {exchange.request_id}")
         for beginning, dialect in self._dialects:

@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from diptych_frontend.openai.errors import OPENAI, error_answer
-from diptych_frontend.openai.exchange import WRITE_TIMEOUT_S
+from diptych_frontend.openai.exchange import PARTS_KEY, WRITE_TIMEOUT_S, PartWriter
 from diptych_protocol import EngineOverloadedError, InvalidRequestError
 
 logger = logging.getLogger(__name__)
@@ -243,6 +243,7 @@ class LimitedProtocol(HttpToolsProtocol):
             raise self._fault
         super().on_headers_complete()
         HeadKept(self.cycle, self.loop)
+        self.scope[PARTS_KEY] = PartWriter(self.transport, self.flow)  # type: ignore[typeddict-unknown-key]
         self._unanswered = [each for each in self._unanswered if not each.response_complete]
         self._unanswered.append(self.cycle)
 

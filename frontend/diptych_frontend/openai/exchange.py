@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 from starlette.types import Message, Scope, Send
+from uvicorn.protocols.http.flow_control import FlowControl
 
 from diptych_frontend.confined.json_cost import MAX_VALUES, check_json_cost
 from diptych_frontend.observability.tracing import trace_context
@@ -23,6 +24,8 @@ from diptych_protocol import UNREADABLE, InvalidRequestError, LoRARequest, Promp
 WRITE_TIMEOUT_S: Final = 60.0
 """A connection whose client reads nothing for this long is closed."""
 EXCHANGE_KEY: Final = "diptych.exchange"
+PARTS_KEY: Final = "diptych.parts"
+"""Where a server that has a `PartWriter` for the answer puts it into the scope."""
 RANK_HEADER: Final = "X-data-parallel-rank"
 
 MAX_WARNINGS: Final = 16
@@ -103,6 +106,22 @@ class ClientStalledError(Exception):
     """The client stopped reading its answer."""
 
 
+class PartWriter:
+    """Writes parts of a streamed answer to its connection, without ASGI's coroutines. It is for
+    parts between the first and the last."""
+
+    def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
+        self._transport, self._flow = transport, flow
+
+    def may_write(self) -> bool:
+        """Whether the client reads what was written."""
+        return not (self._flow.write_paused or self._transport.is_closing())
+
+    def write(self, part: bytes) -> None:
+        if part:  # an empty chunk would be the last one
+            self._transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+
+
 @dataclass(slots=True)
 class Exchange:
     """One request and its outcome. Every layer and the route use the same object."""
@@ -110,6 +129,8 @@ class Exchange:
     request_id: str
     peer: str = ""
     """The address that it came from; empty if that is unknown."""
+    parts: PartWriter | None = None
+    """None: all of the answer goes through ASGI's `send`."""
     dialect: Dialect = OPENAI
     """The format of errors for its client."""
     deadline: Deadline = field(default_factory=Deadline)

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -250,7 +250,22 @@ class GenerationRoute(Generic[B, R]):
 
     async def _stream(self, job: Job, writer: AnswerWriter, exchange: Exchange, send: Send) -> None:
         tally = Tally(job.num_prompt_tokens)
-        async with aclosing(run(self._engine, job, exchange, self._metrics)) as outputs:
+        parts = exchange.parts
+
+        def write_at_once(output: RequestOutput) -> bool:
+            """Write a plain output where it arises, if the connection takes it: no task has to wake
+            up for it."""
+            is_plain = len(output.outputs) == 1 and output.prompt_logprobs is None
+            if parts is None or exchange.status is None or output.finished or not is_plain:
+                return False
+            if not parts.may_write():
+                return False
+            tally.add(0, output)
+            parts.write(writer.events(0, output, tally))
+            return True
+
+        streaming = run(self._engine, job, exchange, self._metrics, write_at_once)
+        async with aclosing(streaming) as outputs:
             async for prompt_index, output in outputs:
                 if exchange.status is None:
                     exchange.is_event_stream = True
@@ -322,26 +337,45 @@ Item = tuple[int, RequestOutput]
 
 
 def run(
-    engine: EngineClient, job: Job, exchange: Exchange, metrics: ServerMetrics
+    engine: EngineClient,
+    job: Job,
+    exchange: Exchange,
+    metrics: ServerMetrics,
+    take_at_once: Callable[[RequestOutput], bool] | None = None,
 ) -> AsyncGenerator[Item, None]:
     """Yield every output of the job with the index of its prompt. Leaving early aborts all prompts.
+    take_at_once: as for `EngineClient.generate`, if there is one prompt.
 
     Raises what `EngineClient.generate` raises. An output that reports a failure, and an engine that
     stops without finishing, raise too.
     """
     if len(job.prompts) == 1:
-        return _run_prompt(engine, job, 0, exchange, metrics)
+        return _run_prompt(engine, job, 0, exchange, metrics, take_at_once)
     return _merge([_run_prompt(engine, job, i, exchange, metrics) for i in range(len(job.prompts))])
 
 
 async def _run_prompt(
-    engine: EngineClient, job: Job, index: int, exchange: Exchange, metrics: ServerMetrics
+    engine: EngineClient,
+    job: Job,
+    index: int,
+    exchange: Exchange,
+    metrics: ServerMetrics,
+    take_at_once: Callable[[RequestOutput], bool] | None = None,
 ) -> AsyncGenerator[Item, None]:
     prompt = job.prompts[index]
     finished = False
-    outputs = engine.generate(prompt, job.params, job.engine_id(index), **job.options)
     num_tokens = len(prompt["prompt_token_ids"])
     with RequestProgress(metrics, num_tokens, exchange.tenant) as progress:
+
+        def take(output: RequestOutput) -> bool:
+            if take_at_once is None or not take_at_once(output):
+                return False
+            progress.saw(output)
+            return True
+
+        outputs = engine.generate(
+            prompt, job.params, job.engine_id(index), take_at_once=take, **job.options
+        )
         try:
             async with aclosing(outputs):
                 async for output in outputs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast
 
 import msgspec
 
@@ -39,13 +39,15 @@ class Collector(Generic[Output]):
     loop.
     """
 
-    __slots__ = ("_error", "_pending", "_waiter", "finished", "request_ids")
+    __slots__ = ("_error", "_pending", "_waiter", "finished", "request_ids", "take_at_once")
 
     def __init__(self, request_ids: Sequence[str] = ()) -> None:
         """`request_ids` are the internal ids of the requests whose outputs come here."""
         self.request_ids = request_ids
         self.finished = False
         """The last output was taken."""
+        self.take_at_once: Callable[[Output], bool] | None = None
+        """Offered what comes while the consumer waits; what it refuses wakes the consumer."""
         self._pending: Output | None = None
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -55,12 +57,14 @@ class Collector(Generic[Output]):
         """Add an output, which belongs to the collector from then on. Ignored after `fail`."""
         if self._error is not None:
             return
-        if isinstance(self._pending, RequestOutput) and isinstance(output, RequestOutput):
+        if self._waiter is not None and not self._waiter.done():
+            if self.take_at_once is None or not self.take_at_once(output):
+                self._pending = output
+                self._waiter.set_result(None)
+        elif isinstance(self._pending, RequestOutput) and isinstance(output, RequestOutput):
             _merge(self._pending, output, delta=delta)
         else:
             self._pending = output
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
     def fail(self, error: BaseException) -> None:
         """Make every later `get` and `take` raise this error; the first error stays."""

@@ -185,13 +185,14 @@ class Detokenizer:
             The text to emit, how many of the tokens belong to the answer, and the stop string that
             ended it, if one did.
         """
+        num_new = len(token_ids)
+        silent = num_new - 1 if stop_token and not self._include_stop else num_new
+        if self._matcher is None and self.text_ends is None:  # most steps are like this
+            self.num_tokens += num_new
+            text = "".join(map(self._stream.push, token_ids[:silent]))
+            return text + self._stream.flush() if finished else text, num_new, None
         if self.text_ends is not None:
             self.text_ends.clear()
-        silent = len(token_ids) - 1 if stop_token and not self._include_stop else len(token_ids)
-        if self._matcher is None and self.text_ends is None:  # most steps are like this
-            self.num_tokens += len(token_ids)
-            text = "".join(map(self._stream.push, token_ids[:silent]))
-            return text + self._stream.flush() if finished else text, len(token_ids), None
         pieces = []
         for index, token_id in enumerate(token_ids):
             self.num_tokens += 1
@@ -207,9 +208,9 @@ class Detokenizer:
             text, stop = self._match(self._stream.flush())
             pieces.append(text)
             if stop is not None:
-                return "".join(pieces), len(token_ids), stop
+                return "".join(pieces), num_new, stop
             pieces.append(self.flush())
-        return "".join(pieces), len(token_ids), None
+        return "".join(pieces), num_new, None
 
     def flush(self) -> str:
         """Return the text that was held back for a stop string that will not come."""

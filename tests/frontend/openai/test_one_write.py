@@ -13,6 +13,7 @@ from uvicorn.protocols.http import httptools_impl
 from waits import PATIENCE_S
 
 from diptych_frontend.openai import serve_http
+from diptych_frontend.openai.exchange import PARTS_KEY
 
 HEAD = {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]}
 BODY = {"type": "http.response.body", "body": b"body"}
@@ -25,7 +26,7 @@ async def serving(app: Any) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio
     task = asyncio.create_task(
         serve_http(app, "127.0.0.1", 0, on_ready=lambda *address: ready.set_result(address))
     )
-    reader, writer = await asyncio.open_connection(*await ready)
+    reader, writer = await asyncio.open_connection(*await ready, limit=1 << 26)
     try:
         yield reader, writer
     finally:
@@ -92,6 +93,29 @@ async def test_events_of_a_stream_go_out_one_by_one(writes: list[bytes]) -> None
     assert answer == b"".join(writes)
     assert writes[0].endswith(b"\r\n\r\n3\r\none\r\n")
     assert writes[1:] == [b"3\r\ntwo\r\n", b"5\r\nthree\r\n", b"0\r\n\r\n"]
+
+
+async def test_parts_need_no_coroutine_while_the_client_reads() -> None:
+    part, sent = b"x" * 65536, 0
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal sent
+        parts = scope[PARTS_KEY]
+        await send({**HEAD, "headers": []})
+        await send({"type": "http.response.body", "body": b"one", "more_body": True})
+        parts.write(b"")
+        while parts.may_write():
+            parts.write(part)
+            sent += 1
+        await send({"type": "http.response.body", "body": b"last"})
+
+    async with serving(app) as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        head = await read_until(reader, b"\r\n\r\n3\r\none\r\n")
+        assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+        rest = await read_until(reader, b"4\r\nlast\r\n0\r\n\r\n")
+    assert sent
+    assert rest == b"10000\r\n%b\r\n" % part * sent + b"4\r\nlast\r\n0\r\n\r\n"
 
 
 async def test_a_head_does_not_wait_for_a_body_that_is_late() -> None:
