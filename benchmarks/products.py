@@ -45,7 +45,7 @@ class Instruction(NamedTuple):
     target: Target
     lines: tuple[str, ...]
     products: int
-    """Of two numbers, in all lines together."""
+    """What all lines together multiply, in pairs of numbers."""
     in_tiles: bool = False
     """Whether it needs a configuration of the matrix unit."""
 

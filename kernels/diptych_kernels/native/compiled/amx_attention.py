@@ -47,7 +47,7 @@ def _end_thread():
 
 
 def _products(row_bytes):
-    """Of 32 rows, and of 16."""
+    """Return the products of 32 rows, and of 16."""
     return block_product(2, 2, row_bytes), block_product(1, 2, row_bytes)
 
 
