@@ -14,7 +14,7 @@ import ctypes
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import llvmlite.binding as llvm
 import torch
@@ -23,7 +23,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from diptych_kernels.cpu_level import CpuLevel, forced, machine_level
-from diptych_kernels.native.targets import OF_LEVEL
+from diptych_kernels.native.targets import OF_LEVEL, Target
 from diptych_kernels.native.tile_layout import LEVEL_BITS, SPANS
 from diptych_kernels.packed_product import cpu, to_tiles
 
@@ -35,31 +35,53 @@ LEAST_SECONDS: Final = 0.01
 CHAINS: Final = 10
 """Sums that do not wait for each other."""
 ROUNDS: Final = 2_000_000
-INSTRUCTIONS: Final = {
-    CpuLevel.AVX2: (
-        "vpmaddwd %ymm14, %ymm15, %ymm{temporary}",
-        "vpaddd %ymm{temporary}, %ymm{sum}, %ymm{sum}",
+ALL_TILES: Final = bytes([1, *[0] * 15, *[64, 0] * 8, *[0] * 16, *[16] * 8, *[0] * 8])
+"""A configuration of the matrix unit: eight tiles of 16 rows of 64 bytes."""
+
+
+class Instruction(NamedTuple):
+    """What multiplies, and how often at once."""
+
+    target: Target
+    lines: tuple[str, ...]
+    products: int
+    """What all lines together multiply, in pairs of numbers."""
+    in_tiles: bool = False
+    """Whether it needs a configuration of the matrix unit."""
+
+
+OF_PRODUCTS: Final = {
+    CpuLevel.AVX2: Instruction(
+        OF_LEVEL[CpuLevel.AVX2],
+        (
+            "vpmaddwd %ymm14, %ymm15, %ymm{temporary}",
+            "vpaddd %ymm{temporary}, %ymm{sum}, %ymm{sum}",
+        ),
+        16,
     ),
-    CpuLevel.VNNI: ("vpdpwssd %zmm14, %zmm15, %zmm{sum}",),
+    CpuLevel.VNNI: Instruction(
+        OF_LEVEL[CpuLevel.VNNI], ("vpdpwssd %zmm14, %zmm15, %zmm{sum}",), 32
+    ),
 }
-PRODUCTS: Final = {CpuLevel.AVX2: 16, CpuLevel.VNNI: 32}
-"""Products of two numbers of 16 bits in one of them."""
 
 
-def peak(level: CpuLevel) -> Callable[[], float]:
+def peak(instruction: Instruction) -> Callable[[], float]:
     """Return what measures products a second at their best."""
     module = ir.Module()
-    kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
+    kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 2)
     own = ir.Function(module, kind, "peak")
     builder = ir.IRBuilder(own.append_basic_block())
+    if instruction.in_tiles:
+        configures = ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
+        builder.asm(configures, "ldtilecfg ($0)", "r", [own.args[1]], True)
     before, loop, end = builder.block, own.append_basic_block(), own.append_basic_block()
     builder.branch(loop)
     builder.position_at_end(loop)
     index = builder.phi(ir.IntType(64))
     lines = [
-        line.format(sum=chain, temporary=CHAINS + chain % 4)
+        line.format(sum=chain, temporary=CHAINS + chain % 4, tile=chain % 4)
         for chain in range(CHAINS)
-        for line in INSTRUCTIONS[level]
+        for line in instruction.lines
     ]
     clobbered = ",".join(f"~{{xmm{number}}}" for number in range(16))
     builder.asm(ir.FunctionType(ir.VoidType(), []), "\n".join(lines), clobbered, [], True)
@@ -68,20 +90,25 @@ def peak(level: CpuLevel) -> Callable[[], float]:
     index.add_incoming(following, loop)
     builder.cbranch(builder.icmp_signed("<", following, own.args[0]), loop, end)
     builder.position_at_end(end)
+    if instruction.in_tiles:
+        builder.asm(ir.FunctionType(ir.VoidType(), []), "tilerelease", "", [], True)
     builder.ret_void()
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     llvm.initialize_native_asmparser()
-    target = OF_LEVEL[level]
     host = llvm.Target.from_default_triple().create_target_machine(
-        cpu=target.cpu, features=target.features, jit=True
+        cpu=instruction.target.cpu, features=instruction.target.features, jit=True
     )
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(str(module)), host)
     engine.finalize_object()
-    run = ctypes.CFUNCTYPE(None, ctypes.c_int64)(engine.get_function_address("peak"))
+    run = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_char_p)(
+        engine.get_function_address("peak")
+    )
+    rounds = ROUNDS // 20 if instruction.in_tiles else ROUNDS
 
     def measured(_code: Any = engine) -> float:
-        return ROUNDS * CHAINS * PRODUCTS[level] / seconds(lambda: run(ROUNDS))
+        products = rounds * CHAINS * instruction.products
+        return products / seconds(lambda: run(rounds, ALL_TILES))
 
     return measured
 
@@ -125,7 +152,7 @@ def product(tiles: Tensor, rows: int) -> Callable[[], float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    levels = [level.word for level in INSTRUCTIONS if level <= machine_level()]
+    levels = [level.word for level in OF_PRODUCTS if level <= machine_level()]
     parser.add_argument("--levels", nargs="*", choices=levels, default=levels)
     parser.add_argument("--rows", nargs="*", type=int, default=ROWS)
     parser.add_argument("--bits", nargs="*", type=int, choices=LEVEL_BITS, default=LEVEL_BITS)
@@ -138,7 +165,7 @@ def main() -> None:
     for word in args.levels:
         level = CpuLevel[word.upper()]
         with forced(level):
-            best = peak(level)
+            best = peak(OF_PRODUCTS[level])
             for bits in args.bits:
                 tiles = random_tiles(bits)
                 cells, peaks = [], []

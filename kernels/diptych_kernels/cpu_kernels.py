@@ -28,6 +28,7 @@ _COMPILED: Final = {
     paged_attention.DECODES: (0, *_DIMS),
     paged_attention.BF16_DECODES: (0, *_DIMS),
     paged_attention.CHUNK: _DIMS,
+    paged_attention.BF16_CHUNK: _DIMS,
     paged_attention.AMX_CHUNK: _DIMS,
 }
 """The numbers that each kernel is compiled for before any engine starts."""

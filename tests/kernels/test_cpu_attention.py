@@ -17,6 +17,7 @@ from torch import Tensor
 
 from diptych_kernels.native.decode_batch import PARTITION
 from diptych_kernels.paged_attention import AttentionMetadata, cpu, paged_attention, reference
+from diptych_kernels.trust import is_there
 
 pytestmark = pytest.mark.usefixtures("compiled_level")
 both_caches = pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -33,7 +34,7 @@ def _two_threads() -> Iterator[None]:
 kv_dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 decodes = st.lists(st.integers(1, 3 * PARTITION).map(lambda context: (context, 1)), max_size=5)
 chunks = st.lists(
-    st.tuples(st.integers(2, 40), st.integers(2, 40)).map(lambda pair: (max(pair), min(pair))),
+    st.tuples(st.integers(2, 100), st.integers(2, 100)).map(lambda pair: (max(pair), min(pair))),
     max_size=2,
 )
 
@@ -81,6 +82,14 @@ def test_equals_dense_attention(
 def rounding(*args: Any, **options: Any) -> Tensor:
     """Chunks in bfloat16, where there is a matrix unit."""
     return paged_attention(*args, may_round=True, **options)
+
+
+@both_caches
+def test_chunks_are_multiplied_in_the_type_of_the_cache(kv_dtype: torch.dtype) -> None:
+    """Where a processor multiplies pairs of bfloat16, they take half the time of float32."""
+    in_pairs = kv_dtype is torch.bfloat16 and is_there("bf16_prefill_attention")
+    expected = "bf16_prefill_attention" if in_pairs else "prefill_attention"
+    assert cpu.chunk_kernel(64, kv_dtype, may_round=False).name == expected
 
 
 def _alone(batch: Batch, index: int) -> Tensor:

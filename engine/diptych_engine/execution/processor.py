@@ -124,8 +124,10 @@ def _wanted(kv_dtype: torch.dtype, head_dim: int, packed: bool) -> list[tuple[st
         wanted.append(("prefill_attention", head_dim))
         if kv_dtype is torch.bfloat16:
             wanted.append(("bf16_decode_attention", number))
-        if packed:
+        if packed and is_there("amx_attention"):
             wanted.append(("amx_attention", head_dim))
+        elif kv_dtype is torch.bfloat16:
+            wanted.append(("bf16_prefill_attention", head_dim))
     if packed:
         wanted.append(("run_calls", WIDTH))
         products = "packed_product", "packed_rows", "amx_product"

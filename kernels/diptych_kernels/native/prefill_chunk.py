@@ -8,8 +8,11 @@ from numpy.typing import NDArray
 PARTITION = 64
 """Keys whose weights are computed together. Partitions begin at multiples of this constant, so that
 the way a prompt is divided into chunks changes no bit of its results."""
-ROWS_TOGETHER = 16
-"""Rows that a thread computes together, so that they share what it reads."""
+ROWS_TOGETHER = 48
+"""Rows that a thread computes together, so that they share what it reads: a multiple of the rows of
+each kernel's tiles."""
+LANES = 16
+"""Sums of weights of a row, which are added up at its end."""
 EVERYTHING = 1 << 40
 """A window that is wider than any context."""
 
@@ -45,10 +48,11 @@ class ChunkNumbers:
             num_keys = -(-(self._length - self._begin) // PARTITION) * PARTITION
             # Keys as float32, or keys and values as bfloat16.
             self._keys = np.empty((kv_heads, num_keys, head_dim), np.float32)
-            # Of each row: query, sum of values, scores, weights (or values), their maximum and sum;
-            # and one number for the configuration of a matrix unit.
-            of_row = 2 * head_dim + PARTITION + max(PARTITION, head_dim) + 3
-            self._scratch = np.empty((threads, ROWS_TOGETHER, of_row), np.float32)
+            # Of each row: query, sum of values, scores, their maximum, sums of weights. Values of
+            # a partition, or weights; the configuration of a matrix unit.
+            of_rows = ROWS_TOGETHER * (2 * head_dim + PARTITION + 1 + LANES)
+            size = of_rows + PARTITION * head_dim + LANES
+            self._scratch = np.empty((threads, size), np.float32)
             self._arguments = (
                 self._num_tokens,
                 heads,

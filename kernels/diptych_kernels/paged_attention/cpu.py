@@ -7,9 +7,9 @@ a maximum, a sum and a weighted sum of values for each head; when all threads ar
 merged (the split of flash-decoding).
 
 Chunks of prompts, which are bound by arithmetic: keys are transposed first, once for all queries.
-Then each thread computes 16 queries that share keys over their contexts, partition by partition,
-with a running maximum (flash attention). The processor's matrix unit, if it has one, does this in
-bfloat16 for models that round their activations anyway.
+Then each thread computes 48 queries that share keys over their contexts, partition by partition,
+with a running maximum (flash attention). A cache in bfloat16 is multiplied as such, by processors
+that do so in pairs, or that have a matrix unit if the model rounds its activations anyway.
 """
 
 from __future__ import annotations
@@ -164,9 +164,7 @@ def calls(
     if metadata.num_decodes:
         found.append(_decode_call(queries, kv_layer, metadata, attended, sinks, softcap))
     if metadata.num_decodes < len(metadata.context_lens):
-        head_dim = queries.shape[2]
-        in_tiles = may_round and is_trusted(AMX_CHUNK, head_dim)
-        kernel = chunk_kernel(head_dim) if in_tiles else prefill_kernel(head_dim)
+        kernel = chunk_kernel(queries.shape[2], kv_layer.dtype, may_round)
         for own in metadata.chunk_numbers:
             found.append(
                 (kernel, chunk_arguments(queries, kv_layer, own, attended, sinks, softcap))
@@ -196,15 +194,12 @@ def decode_kernel(head_dim: int, kv_dtype: torch.dtype) -> Kernel:
 
 
 @remembered
-def prefill_kernel(head_dim: int) -> Kernel:
+def chunk_kernel(head_dim: int, kv_dtype: torch.dtype, may_round: bool) -> Kernel:
     """Return the kernel for chunks, for heads whose size is a multiple of `WIDTH`."""
-    return kernel_of("prefill_attention", head_dim)
-
-
-@remembered
-def chunk_kernel(head_dim: int) -> Kernel:
-    """Return the kernel for chunks that uses the matrix unit."""
-    return kernel_of("amx_attention", head_dim)
+    if may_round and is_trusted(AMX_CHUNK, head_dim):
+        return kernel_of("amx_attention", head_dim)
+    in_pairs = kv_dtype is torch.bfloat16 and is_trusted(BF16_CHUNK, head_dim)
+    return kernel_of("bf16_prefill_attention" if in_pairs else "prefill_attention", head_dim)
 
 
 def _attention(
@@ -267,4 +262,5 @@ DECODES = KnownCase("decode_attention", _all_decodes, tolerance=1e-5)
 BF16_DECODES = KnownCase("bf16_decode_attention", _rounded_decodes, tolerance=1e-2)
 """Cases of kernels that round queries and weights too."""
 CHUNK = KnownCase("prefill_attention", _chunk, tolerance=1e-5)
+BF16_CHUNK = KnownCase("bf16_prefill_attention", _chunk, tolerance=1e-2)
 AMX_CHUNK = KnownCase("amx_attention", _chunk, tolerance=1e-2)

@@ -67,17 +67,18 @@ def release(context):
     return types.void(), generate
 
 
-def block_product(num_a, num_b):
+def block_product(num_a, num_b, row_bytes=None):
     """Return a function that computes up to 16 `num_a` rows of 16 `num_b` columns.
 
-    a: for each 16 rows [steps] tiles, `a_bytes` from one to the next. b: alike, for each 16
-    columns. out: float32, `stride` bytes from row to row; added to if `add`.
+    a: for each 16 rows [steps] tiles, `a_bytes` from one to the next; or rows of `row_bytes`, of
+    which a tile takes 64. b: for each 16 columns [steps] tiles, `b_bytes` from one to the next.
+    out: float32, `stride` bytes from row to row; added to if `add`.
     """
 
     @intrinsic
     def product(context, a, a_bytes, b, b_bytes, steps, out, stride, add):
         def generate(context, builder, signature, arguments):
-            multiply_block(builder, num_a, num_b, arguments)
+            multiply_block(builder, num_a, num_b, arguments, row_bytes=row_bytes)
             return context.get_dummy_value()
 
         return types.void(*(types.int64,) * 8), generate
@@ -85,14 +86,16 @@ def block_product(num_a, num_b):
     return product
 
 
-def multiply_block(builder, num_a, num_b, arguments, beside=None):
+def multiply_block(builder, num_a, num_b, arguments, beside=None, row_bytes=None):
     """Do the work of a `block_product`. `beside(step)` is called in each step, because the matrix
     unit and the vector units work at the same time."""
     a, a_bytes, b, b_bytes, steps, out, stride, add = arguments
     blocks = [(i, j, SUMS + 2 * i + j) for i in range(num_a) for j in range(num_b)]
+    in_tiles = ROW_BYTES, TILE_BYTES
+    in_rows = (row_bytes, ROW_BYTES) if row_bytes else in_tiles
     factors = [
-        *((FACTORS_A + i, at(builder, a, INT64(i), a_bytes)) for i in range(num_a)),
-        *((FACTORS_B + j, at(builder, b, INT64(j), b_bytes)) for j in range(num_b)),
+        *((FACTORS_A + i, at(builder, a, INT64(i), a_bytes), *in_rows) for i in range(num_a)),
+        *((FACTORS_B + j, at(builder, b, INT64(j), b_bytes), *in_tiles) for j in range(num_b)),
     ]
     sixteen_rows = builder.mul(stride, INT64(TILE_ROWS))
     sums = [
@@ -108,9 +111,9 @@ def multiply_block(builder, num_a, num_b, arguments, beside=None):
                 _do(builder, "tilezero", tile)
 
     def add_step(index, values):
-        for tile, first in factors:
-            place = at(builder, first, index, TILE_BYTES)
-            _move(builder, "tileloadd64", tile, place, INT64(ROW_BYTES))
+        for tile, first, row, step in factors:
+            place = at(builder, first, index, step)
+            _move(builder, "tileloadd64", tile, place, INT64(row))
         for i, j, tile in blocks:
             _do(builder, "tdpbf16ps", tile, FACTORS_A + i, FACTORS_B + j)
         if beside is not None:

@@ -34,7 +34,7 @@ PAIRS_TOGETHER = 4
 HALVES = ir.VectorType(INT16, STEP)
 
 
-def _add_products(builder, x, y, total):
+def add_products(builder, x, y, total):
     """total[lane] + x[pair] . y[pair], of each lane's pair."""
     kind = ir.FunctionType(FLOATS, [FLOATS, INTS, INTS])
     dot = function(builder, "llvm.x86.avx512bf16.dpbf16ps.512", kind)
@@ -58,7 +58,7 @@ def score_16(context, query, places, offset, steps, scores):
             for key, total in enumerate(sums):
                 place = load(builder, places, INT64, key * ADDRESS)
                 of_key = load(builder, builder.add(place, here), INTS)
-                added.append(_add_products(builder, of_query, of_key, total))
+                added.append(add_products(builder, of_query, of_key, total))
             return added
 
         sums = repeat(builder, steps, [zeros(FLOATS)] * LANES, add_dimensions)
@@ -114,7 +114,7 @@ def add_pairs_32(context, weights, pairs, stride, count, sums):
                 for half in range(2):
                     values = load(builder, place, INTS, half * STEP * BFLOAT)
                     total = totals[2 * number + half]
-                    added.append(_add_products(builder, values, everywhere(builder, weight), total))
+                    added.append(add_products(builder, values, everywhere(builder, weight), total))
             return added
 
         totals = repeat(builder, count, [zeros(FLOATS)] * 2 * PAIRS_TOGETHER, add_some)

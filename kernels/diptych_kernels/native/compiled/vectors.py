@@ -162,10 +162,15 @@ def round_32(context, source, target):
     def generate(context, builder, signature, arguments):
         source, target = arguments
         low, high = (load(builder, source, FLOATS, half * LANES * 4) for half in range(2))
-        kind = ir.FunctionType(INTS, [FLOATS] * 2)
-        # LLVM's own name for it has a type that llvmlite does not know.
-        halves = ir.InlineAsm(kind, "vcvtne2ps2bf16 $1, $2, $0", "=v,v,v")
-        store(builder, builder.call(halves, [low, high]), target)
+        store(builder, rounded_32(builder, low, high), target)
         return context.get_dummy_value()
 
     return types.void(source, target), generate
+
+
+def rounded_32(builder, low, high):
+    """Return what `round_32` writes."""
+    kind = ir.FunctionType(INTS, [FLOATS] * 2)
+    # LLVM's own name for it has a type that llvmlite does not know.
+    halves = ir.InlineAsm(kind, "vcvtne2ps2bf16 $1, $2, $0", "=v,v,v")
+    return builder.call(halves, [low, high])
