@@ -58,6 +58,8 @@ class Program:
     app: ASGIApp
     leaving: Leaving
     """The app in the form in which it is served, and how it drains."""
+    api_keys: ApiKeys | None
+    """None if everybody may use the API."""
     certificate: Certificate | None
     """None for plain HTTP."""
 
@@ -97,7 +99,7 @@ async def started(config: RouterConfig, args: argparse.Namespace) -> AsyncIterat
     _collect_rarely()
     following = asyncio.create_task(follow(*(held for held in (keys, certificate) if held)))
     try:
-        yield Program(client, explanations, metrics, app, leaving, certificate)
+        yield Program(client, explanations, metrics, app, leaving, keys, certificate)
     finally:
         following.cancel()
         if batches is not None:

@@ -11,6 +11,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from diptych_frontend.admin.calls import build_admin_app, report
+from diptych_frontend.openai.api_keys import ApiKeys
 from diptych_protocol import InvalidRequestError
 from diptych_protocol.admin import Explanation
 from diptych_router.requests.pool_client import PoolClient
@@ -72,12 +73,14 @@ def _limit_of(request: Request) -> int:
     return limit
 
 
-def admin_app(client: PoolClient, explanations: Explanations, keys_dir: Path) -> ASGIApp:
+def admin_app(
+    client: PoolClient, explanations: Explanations, keys_dir: Path, api_keys: ApiKeys | None
+) -> ASGIApp:
     """Return the app of the admin port. Each report of the router's state asks the engines."""
 
     async def state(request: Request) -> Response:
         await client.refresh_stats()
-        return report(router_report(client))
+        return report(router_report(client, api_keys))
 
     requests = request_routes(explanations, client.name_of)
     return build_admin_app(keys_dir, [Route("/admin/state", state), *requests])

@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from diptych_frontend.openai.api_keys import ApiKeys
 from diptych_protocol import KVTransferStats
 from diptych_protocol.admin import EngineReport, PromiseCount, RouterReport
 from diptych_router.engines.engine_link import EngineLink
@@ -22,7 +23,7 @@ from diptych_router.requests.promises import Kind
 PREFIX: Final = "diptych:engine_"
 
 
-def router_report(client: PoolClient) -> RouterReport:
+def router_report(client: PoolClient, api_keys: ApiKeys | None = None) -> RouterReport:
     """Return the present state, with the last statistics of engines."""
     reason = client.why_not_ready()
     pools = client.pools
@@ -37,6 +38,7 @@ def router_report(client: PoolClient) -> RouterReport:
         refused_settings=pools.refused_settings,
         promises=_told(client.table.promises.counts),
         recent_promises=_told(client.table.promises.recent.total(time.monotonic())),
+        admits_nobody=api_keys is not None and not api_keys.names,
     )
 
 
