@@ -106,7 +106,9 @@ def autoscale(
     in_view = Counts(_listed(engines, "prefill"), _listed(engines, "decode"))
     in_reach = bool(reports) and not unreachable_routers
     all_in_view = in_view.prefill >= ready.prefill and in_view.decode >= ready.decode
-    idle = in_reach and all_in_view and not _busy(reports, engines)
+    # Pods that load have something to do, and it may take longer than any patience.
+    serves = ready.decode and (ready.prefill or prefill is None)
+    idle = in_reach and all_in_view and serves and not _busy(reports, engines)
     busy_at = memory.busy_at if idle and memory.busy_at is not None else now
     patience = max(_patience(pool.autoscaling) for pool in pools)
     if may_sleep and idle and memory.busy_at is not None and now - busy_at >= patience:

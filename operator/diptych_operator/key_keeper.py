@@ -34,8 +34,8 @@ anew gets new keys, because the old ones go with the old service."""
 def _how_to_renew(service: InferenceService) -> str:
     meta = service.metadata
     return (
-        f"kubectl -n {meta.namespace} annotate infsvc {meta.name} "
-        f'{ROTATE_ANNOTATION}="$(date +%s)" --overwrite'
+        f"`kubectl -n {meta.namespace} annotate infsvc {meta.name} "
+        f'{ROTATE_ANNOTATION}="$(date +%s)" --overwrite`'
     )
 
 

@@ -240,7 +240,7 @@ class Reconciler:
         except ApiError as exc:
             if not exc.is_refusal:
                 raise  # not the service's fault
-            if exc.kind != "Deployment":
+            if exc.kind != "Deployment" or not exc.blames_object:
                 what = f"a {exc.kind}" if exc.kind else "a request"
                 return Problem("OperatorProblem", f"the API server refuses {what}: {exc}")
             spec = f"spec.{exc.component}"

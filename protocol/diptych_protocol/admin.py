@@ -139,6 +139,8 @@ class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
     """The same for the last `RECENT_S` seconds, but only what more pods can change: it excludes
     prompts that take longer than promised on an idle engine, and failures without any relation to
     load."""
+    admits_nobody: bool = False
+    """Whether it asks for API keys and knows none, so that it refuses everybody."""
 
 
 class DrainReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,7 +26,7 @@ async def run(args: argparse.Namespace) -> None:
         tls = certificate.context if certificate is not None else None
         sites = [Site(program.leaving, listener, tls)]
         if admin_listener is not None:
-            admin = admin_app(program.client, program.explanations, args.keys)
+            admin = admin_app(program.client, program.explanations, args.keys, program.api_keys)
             sites.append(Site(admin, admin_listener))
         await serve_sites(
             *sites,

@@ -85,6 +85,13 @@ def test_without_a_kubeconfig_it_says_how_to_give_one(
     assert result.stderr.endswith("; set KUBECONFIG, or give --kubeconfig or --context\n")
 
 
+@pytest.mark.parametrize("command", ["why", "top"])
+def test_a_name_that_is_empty_is_not_that_of_all_services(command: str, tmp_path: Path) -> None:
+    result = run(command, "", "--kubeconfig", kubeconfig(tmp_path, "http://127.0.0.1:9"))
+    assert result.exit_code == 2
+    assert result.stderr == "Error: the NAME of a service is empty\n"
+
+
 def test_an_unknown_context_is_named(tmp_path: Path) -> None:
     file = kubeconfig(tmp_path, "http://127.0.0.1:9")
     result = run("status", "--kubeconfig", file, "--context", "moon")

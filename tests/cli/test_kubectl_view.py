@@ -100,13 +100,13 @@ def test_the_details_say_everything() -> None:
         "(model: [x] does not exist)",
     ):
         assert words in text
-    assert "has not looked yet" not in text
+    assert "no operator has looked" not in text
 
 
 @pytest.mark.parametrize(
     ("item", "words"),
     [
-        (raw(generation=8), "The status speaks of generation 7, the spec is at 8"),
+        (raw(generation=8), "spec is at 8: no operator has looked yet. Is it running? kubectl get"),
         ({"metadata": {"name": "svc"}, "status": {}}, "No operator has reported"),
         ({"metadata": {"name": "svc"}, "status": {"conditions": "odd"}}, "No operator"),
     ],

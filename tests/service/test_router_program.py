@@ -221,26 +221,33 @@ def chat(client: httpx.Client, key: str) -> int:
 
 
 async def test_keys_and_certificate_are_followed_without_a_restart(
-    smollm2: str, tmp_path: Path, eventually: Any
+    smollm2: str, keys_dir: Path, tmp_path: Path, eventually: Any
 ) -> None:
+    (keys_dir / "admin-token").write_text("sesame")
     keys, tls = tmp_path / "keys", tmp_path / "tls"
     keys.mkdir()
     (keys / "alice").write_text("old")
     shutil.copytree(CERTIFICATES / "first", tls)
     config = RouterConfig(model=smollm2, served_name="smollm2", hold_seconds=0)
     (tmp_path / "router.json").write_bytes(msgspec.json.encode(config))
-    port = free_port()
+    port, admin_port = free_port(), free_port()
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "diptych_router", "--config", tmp_path / "router.json"),
             *("--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:1", "--port", str(port)),
             *("--api-keys", keys, "--tls", tls),
+            *("--keys", keys_dir, "--admin-port", str(admin_port)),
         ]
     )
 
     def client(certificate: str) -> httpx.Client:
         trust = ssl.create_default_context(cafile=str(CERTIFICATES / certificate / "tls.crt"))
         return httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=trust, timeout=PATIENCE_S)
+
+    def admits_nobody() -> bool:
+        url = f"http://127.0.0.1:{admin_port}/admin/state"
+        answer = httpx.get(url, headers={"authorization": "Bearer sesame"}, timeout=PATIENCE_S)
+        return msgspec.json.decode(answer.content, type=RouterReport).admits_nobody
 
     def answers(certificate: str) -> bool:
         with contextlib.suppress(httpx.TransportError), client(certificate) as http:
@@ -261,6 +268,9 @@ async def test_keys_and_certificate_are_followed_without_a_restart(
             await eventually(lambda: answers("second"))
             assert not answers("first")
             assert chat(http, "new") == 400, "connections that are open stay"
+            assert not admits_nobody()
+            (keys / "alice-2").unlink()
+            await eventually(admits_nobody)
             assert process.poll() is None
     finally:
         process.kill()

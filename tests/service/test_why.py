@@ -86,7 +86,7 @@ async def service(smollm2: str, keys_dir: Path) -> AsyncIterator[Service]:
     known = Explanations(
         router.table.records, router.name_of, policy="prefix_aware", disaggregate="always"
     )
-    admin = admin_app(router, known, keys_dir)
+    admin = admin_app(router, known, keys_dir, None)
     sites = [
         Site(app, listen("127.0.0.1", free_port()))
         for app in (build_app(router, metrics=metrics), admin)

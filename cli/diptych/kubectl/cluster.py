@@ -92,6 +92,8 @@ class Cluster:
 
     def service(self, name: str) -> Raw:
         """Return one service. Raises `ClusterError` if there is none of that name."""
+        if not name:  # the API server would list all
+            raise ClusterError("the NAME of a service is empty")
         namespace = quote(self.namespace, safe="")
         return self._get(f"{_GROUP_PATH}/namespaces/{namespace}/{SERVICES}/{quote(name, safe='')}")
 

@@ -115,15 +115,14 @@ def details(view: ServiceView) -> RenderableType:
 
 def unreported(view: ServiceView) -> str:
     """Explain why the status does not describe the newest spec."""
-    if not view.status.conditions:
-        return (
-            "No operator has reported on this service. Is it running? "
-            "kubectl get pods -A -l app.kubernetes.io/name=diptych-operator"
+    told = "No operator has reported on this service."
+    if view.status.conditions:
+        told = (
+            f"The status speaks of generation {view.status.observed_generation}, the spec is at "
+            f"{view.generation}: no operator has looked yet."
         )
-    return (
-        f"The status speaks of generation {view.status.observed_generation}, the spec is at "
-        f"{view.generation}: the operator has not looked yet."
-    )
+    search = "kubectl get pods -A -l app.kubernetes.io/name=diptych-operator"
+    return f"{told} Is it running? {search}"
 
 
 def _pools(view: ServiceView) -> Table:

@@ -43,8 +43,12 @@ PLURALS = {
 _METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 
 RIGHTS = "Give the operator this right, as the chart's roles do."
-_REMEDIES = {" cannot ": RIGHTS, "exceeded quota": "Raise the namespace's ResourceQuota."}
-"""What to do about what is forbidden, by the API server's words for it."""
+_REMEDIES = {
+    " cannot ": RIGHTS,
+    "exceeded quota": "Raise the namespace's ResourceQuota.",
+    "it is being terminated": "Wait until the namespace is gone.",
+}
+"""What to do about what is forbidden whatever the object says, by the API server's words for it."""
 
 _NOT_ITS_FAULT = (
     401,  # our token has run out
@@ -66,6 +70,8 @@ class ApiError(DiptychError):
         """The kind of the object that was to be applied; empty for other requests."""
         self.component = ""
         """The part of the service that the object belongs to: `prefill`, `decode` or `router`."""
+        self.blames_object = True
+        """Whether another object of this kind might be accepted."""
 
     @property
     def will_last(self) -> bool:
@@ -268,5 +274,8 @@ def _refusal(status: int, data: bytes) -> ApiError:
     except UNREADABLE:  # from a proxy, say
         said = {"message": data[:200].decode(errors="replace")}
     message = str(said.get("message", ""))
-    remedies = (remedy for words, remedy in _REMEDIES.items() if status == 403 and words in message)
-    return ApiError(status, str(said.get("reason", "")), " ".join((message, *remedies)))
+    remedies = [remedy for words, remedy in _REMEDIES.items() if status == 403 and words in message]
+    told = ". ".join((message.rstrip("."), *remedies)) if remedies else message
+    error = ApiError(status, str(said.get("reason", "")), told)
+    error.blames_object = not remedies
+    return error

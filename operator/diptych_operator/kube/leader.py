@@ -37,8 +37,8 @@ LEASE_S, RENEW_DEADLINE_S, RETRY_S = 20.0, 10.0, 4.0
 One that cannot renew ends at most RENEW_DEADLINE_S + 2 * RETRY_S after its last success.
 """
 ABANDONED_S = 3 * LEASE_S
-"""An operator of the whole cluster may take a Lease that was not renewed for this long. Replicas of
-its own installation, which wait for LEASE_S only, come before it."""
+"""Another installation may take a Lease that was not written for this long, whether or not somebody
+holds it. Replicas of the Lease's own installation, which wait for LEASE_S at most, come before."""
 _API = ("coordination.k8s.io/v1", "Lease")
 
 
@@ -79,13 +79,16 @@ class Sighting:
     since: float = 0.0
     _changed: bool = False
 
-    def is_free(self, lease: Raw, identity: str, now: float) -> bool:
-        """Whether the Lease may be taken: nobody holds it, the candidate does, or it expired."""
+    def is_free(self, lease: Raw, candidate: Candidate, now: float) -> bool:
+        """Whether the Lease may be taken: nobody holds it, the candidate does, or it expired; of
+        another installation, only once that has gone for good."""
         unchanged = self.unchanged_s(lease, now)
+        if _marked(lease) not in ("", candidate.release):
+            return unchanged >= ABANDONED_S
         spec = lease.get("spec") or {}
         holder = spec.get("holderIdentity") or ""
         duration = spec.get("leaseDurationSeconds") or LEASE_S
-        return holder in ("", identity) or unchanged > duration
+        return holder in ("", candidate.identity) or unchanged > duration
 
     def unchanged_s(self, lease: Raw, now: float) -> float:
         """For how long nobody has written the Lease, as far as the candidate has observed."""
@@ -196,7 +199,7 @@ async def _look(
                 lease = await kube.get(*_API, *name)
         except (ApiError, TimeoutError) as exc:
             return found, _not_taken(name, exc), None
-        if lease and not seen[name].is_free(lease, candidate.identity, time.monotonic()):
+        if lease and not seen[name].is_free(lease, candidate, time.monotonic()):
             if (rival := release_of(lease)) == candidate.release:
                 return found, "", None
             return found, _words(candidate, name, rival), lease
@@ -229,9 +232,12 @@ def _not_taken(name: LeaseName, exc: Exception) -> str:
 
 def release_of(lease: Raw) -> str:
     """Return the installation whose operator holds a Lease, if the Lease names it."""
-    said = (lease["metadata"].get("annotations") or {}).get(RELEASE_ANNOTATION)
     holder = (lease.get("spec") or {}).get("holderIdentity")
-    return str(said or holder or "another operator")
+    return _marked(lease) or str(holder or "another operator")
+
+
+def _marked(lease: Raw) -> str:
+    return str((lease["metadata"].get("annotations") or {}).get(RELEASE_ANNOTATION) or "")
 
 
 def _words(candidate: Candidate, name: LeaseName, rival: str) -> str:

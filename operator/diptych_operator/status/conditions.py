@@ -258,7 +258,8 @@ def _issues(seen: Situation) -> Iterable[tuple[Reason, str]]:
     for problem in seen.observed.problems:
         reason = Reason.named(problem.reason)
         name = "" if reason == problem.reason else f"{problem.reason}: "
-        yield reason, shorten(f"{name}{problem.message}", MAX_PART) or reason.meaning
+        text = shorten(f"{name}{problem.message}".rstrip("."), MAX_PART) or reason.meaning
+        yield reason, f"{text.rstrip('.')}."
     findings = [finding for role in ROLES for finding in seen.findings[role]]
     for finding in sorted(findings, key=lambda finding: -finding.severity):
         yield finding.reason, finding.message
@@ -272,6 +273,8 @@ def _issues(seen: Situation) -> Iterable[tuple[Reason, str]]:
             yield Reason.TRANSFER_FAILED, failure
     for text in seen.refused_settings:
         yield Reason.ROUTER_SETTING_REFUSED, text
+    if text := seen.nobody_admitted:
+        yield Reason.CONTAINER_CONFIG_ERROR, text
     if (count := unreachable_routers(seen)) and not seen.observed.routers:
         reason = Reason.ROUTER_UNREACHABLE
         text = f"{count} ready router pods give no report. {reason.remedy}"

@@ -263,23 +263,26 @@ _PREEMPTION = re.compile(r"\s*(?:preemption|no new claims to deallocate)\b.*$", 
 def _unschedulable(pod: PodView) -> Finding:
     said = _PREEMPTION.sub("", pod.unschedulable)
     template = f"spec.{pod.role}.podTemplate.spec"
+    claims = "spec.router.batches" if pod.role == "router" else "spec.model"
     remedies = []
     if lacking := sorted({name.rstrip(".") for name in _LACKING.findall(said)}):
         remedies.append(
             f"Add nodes with free {' and '.join(lacking)}, or lower spec.{pod.role}.resources or "
             "the number of pods."
         )
+    if "were unschedulable" in said:
+        remedies.append("Let pods onto nodes again: `kubectl uncordon`.")
     if "taint" in said:
         remedies.append(f"Tolerate the taint in {template}.tolerations.")
     if "selector" in said or "affinity" in said:
         remedies.append(f"Check nodeSelector and affinity in {template}.")
     if found := _NO_CLAIM.search(said):
         remedies.append(
-            f'Create the PersistentVolumeClaim "{found["name"]}", or correct spec.model or the '
+            f'Create the PersistentVolumeClaim "{found["name"]}", or correct {claims} or the '
             "podTemplate."
         )
     elif "persistentvolumeclaim" in said.lower():
-        remedies.append("Check the PersistentVolumeClaim of spec.model.")
+        remedies.append(f"Check the PersistentVolumeClaim of {claims}.")
     remedy = " ".join(remedies) or Reason.UNSCHEDULABLE.remedy
     says = shorten(said, MAX_QUOTE).rstrip(".")
     return Finding(Reason.UNSCHEDULABLE, "fits no node", says, remedy, Severity.WAITING)
@@ -309,6 +312,8 @@ def _refused(view: DeploymentView) -> Finding:
     remedy = Reason.PODS_REFUSED.remedy
     if "exceeded quota" in says:
         remedy = f"Raise the namespace's ResourceQuota, or lower spec.{view.role}.resources."
+    elif "must specify" in says:
+        remedy = f"Say in spec.{view.role}.resources what it names."
     elif found := _NO_PART.search(says):
         remedy = (
             f'Create the {_PARTS[found["kind"].lower()]} "{found["name"]}", or '

@@ -70,6 +70,17 @@ class Situation:
         remedy = Reason.ROUTER_SETTING_REFUSED.remedy
         return [f"{shorten(text, MAX_WORDS)} {remedy}" for text in sorted(refused)]
 
+    @property
+    def nobody_admitted(self) -> str:
+        """What to tell of a Secret without any API key; empty if somebody has one."""
+        keys = self.service.spec.router.api_keys
+        if keys is None or not any(router.admits_nobody for router in self.observed.routers):
+            return ""
+        return (
+            f'The Secret "{keys.secret_name}" of spec.router.apiKeys has no entry that can be a '
+            "key, so routers refuse everybody. Add one: a line of visible ASCII."
+        )
+
     def wanted(self, role: str) -> int:
         if self.service.spec.suspend:
             return 0

@@ -88,6 +88,8 @@ class Program:
     metrics: ServerMetrics
     leaving: Leaving
     """The app, and how it drains."""
+    api_keys: ApiKeys | None
+    """None if everybody may use the API."""
     certificate: Certificate | None
     """None for plain HTTP."""
 
@@ -128,7 +130,7 @@ async def started(config: RouterConfig, args: argparse.Namespace) -> AsyncIterat
     _collect_rarely()
     following = asyncio.create_task(follow(*(held for held in (keys, certificate) if held)))
     try:
-        yield Program(client, explanations, metrics, leaving, certificate)
+        yield Program(client, explanations, metrics, leaving, keys, certificate)
     finally:
         following.cancel()
         if batches is not None:

@@ -13,6 +13,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from diptych_frontend.admin.calls import build_admin_app, report
+from diptych_frontend.openai.api_keys import ApiKeys
 from diptych_protocol import InvalidRequestError, KVTransferStats
 from diptych_protocol.admin import EngineReport, Explanation, PromiseCount, RouterReport
 from diptych_router.engines.engine_link import EngineLink
@@ -70,18 +71,20 @@ def _limit_of(request: Request) -> int:
     return limit
 
 
-def admin_app(client: PoolClient, explanations: Explanations, keys_dir: Path) -> ASGIApp:
+def admin_app(
+    client: PoolClient, explanations: Explanations, keys_dir: Path, api_keys: ApiKeys | None
+) -> ASGIApp:
     """Return the app of the admin port. Each report of the router's state asks the engines."""
 
     async def state(request: Request) -> Response:
         await client.refresh_stats()
-        return report(router_report(client))
+        return report(router_report(client, api_keys))
 
     routes = [Route("/admin/state", state), *request_routes(explanations)]
     return build_admin_app(keys_dir, routes)
 
 
-def router_report(client: PoolClient) -> RouterReport:
+def router_report(client: PoolClient, api_keys: ApiKeys | None = None) -> RouterReport:
     """Return the present state, with the last statistics of engines."""
     reason = client.why_not_ready()
     pools = client.pools
@@ -96,6 +99,7 @@ def router_report(client: PoolClient) -> RouterReport:
         refused_settings=pools.refused_settings,
         promises=_told(client.table.promises.counts),
         recent_promises=_told(client.table.promises.recent.total(time.monotonic())),
+        admits_nobody=api_keys is not None and not api_keys.names,
     )
 
 

@@ -6,9 +6,19 @@ from typing import Any
 
 import pytest
 
-from diptych_operator.kube.leader import LEASE_S, RENEW_DEADLINE_S, RETRY_S, Sighting
+from diptych_operator.kube.leader import (
+    ABANDONED_S,
+    LEASE_S,
+    RELEASE_ANNOTATION,
+    RENEW_DEADLINE_S,
+    RETRY_S,
+    Candidate,
+    Sighting,
+    leases_of,
+)
 
-ME, OTHER = "operator-0", "operator-1"
+OTHER = "operator-1"
+ME = Candidate("operator-0", "team/diptych", leases_of([]))
 
 
 def lease(
@@ -33,7 +43,7 @@ def test_a_lease_without_a_spec_is_free() -> None:
 
 
 def test_ones_own_lease_is_free_at_once() -> None:
-    assert Sighting().is_free(lease(ME), ME, now=0.0)
+    assert Sighting().is_free(lease(ME.identity), ME, now=0.0)
 
 
 def test_a_holder_that_is_gone_keeps_it_for_its_duration_from_the_first_sight() -> None:
@@ -56,6 +66,18 @@ def test_a_lease_that_comes_again_is_a_new_one() -> None:
     seen = Sighting()
     seen.is_free(lease(version="7"), ME, now=0.0)
     assert not seen.is_free(lease(version="9"), ME, now=100.0)
+
+
+@pytest.mark.parametrize("holder", ["", OTHER, ME.identity])
+def test_the_lease_of_another_installation_is_left_to_its_replicas(holder: str) -> None:
+    theirs, ours = lease(holder), lease(holder)
+    theirs["metadata"]["annotations"] = {RELEASE_ANNOTATION: "other/diptych"}
+    ours["metadata"]["annotations"] = {RELEASE_ANNOTATION: ME.release}
+    seen = Sighting()
+    assert not seen.is_free(theirs, ME, now=0.0)
+    assert not seen.is_free(theirs, ME, now=ABANDONED_S - 0.1)
+    assert seen.is_free(theirs, ME, now=ABANDONED_S), "that installation has gone"
+    assert Sighting().is_free(ours, ME, now=0.0) == (holder != OTHER)
 
 
 def test_the_holder_says_how_long() -> None:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 from aiohttp import web
+from cluster_kit.reconciling import Store, one_pass
 from kubernetes.aio import client
 
 from diptych_operator import routers
@@ -71,6 +72,7 @@ async def test_what_is_refused_for_good(status: int, message: str, refused: bool
     error = await refusal(status, body)
     assert (error.status, error.reason, str(error)) == (status, "R", message)
     assert error.is_refusal is refused
+    assert error.blames_object
 
 
 @pytest.mark.parametrize(
@@ -79,11 +81,35 @@ async def test_what_is_refused_for_good(status: int, message: str, refused: bool
         ('secrets is forbidden: User "x" cannot create resource "secrets" in API group ""', RIGHTS),
         ('services "x" is forbidden: exceeded quota: q, used: services=3',
          "Raise the namespace's ResourceQuota."),
+        ('deployments "x" is forbidden: unable to create new content in namespace ns because it '
+         "is being terminated", "Wait until the namespace is gone."),
     ],
 )  # fmt: skip
 async def test_what_is_forbidden_names_its_remedy(message: str, remedy: str) -> None:
     error = await refusal(403, msgspec.json.encode({"message": message}).decode())
-    assert str(error) == f"{message} {remedy}"
+    assert str(error) == f"{message}. {remedy}"
+    assert not error.blames_object
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "reason"),
+    [
+        (422, "spec.containers[0].image: Required value", "PodTemplateRejected"),
+        (403, 'admission webhook "x" denied the request: no', "PodTemplateRejected"),
+        (403, 'deployments "x" is forbidden: exceeded quota: q, used: 1', "OperatorProblem"),
+        (403, 'deployments is forbidden: User "x" cannot patch resource', "OperatorProblem"),
+    ],
+)
+async def test_a_pod_template_is_blamed_for_what_another_one_would_mend(
+    status: int, message: str, reason: str
+) -> None:
+    store = Store()
+    store.refuses_pods = (status, message)
+    await one_pass(store)
+    degraded = store.condition("Degraded")
+    assert degraded["reason"] == reason
+    assert message in degraded["message"]
+    assert ("podTemplate" in degraded["message"]) is (reason == "PodTemplateRejected")
 
 
 @pytest.mark.parametrize("status", [200, 502])

@@ -254,6 +254,15 @@ def test_a_ready_engine_that_no_router_lists_keeps_both_awake() -> None:
     assert sleepy(Counts(1, 1), lost, memory=WHOLE_PATIENCE, now=1e6).desired == Counts(1, 1)
 
 
+@pytest.mark.parametrize("ready", [NOTHING, Counts(1, 0), Counts(0, 1)])
+def test_pods_that_load_for_longer_than_any_patience_are_not_put_to_sleep(ready: Counts) -> None:
+    loading = scale(
+        Counts(1, 1), router(), prefill=SLEEPY_PREFILL, decode=SLEEPY_DECODE, ready=ready, now=1e6
+    )
+    assert loading.desired == Counts(1, 1)
+    assert loading.memory.busy_at == 1e6, "patience begins when they are ready"
+
+
 def test_one_pool_that_may_not_sleep_keeps_the_other_awake() -> None:
     quiet = router(*pool("prefill", 1), *pool("decode", 1))
     scaled = scale(Counts(1, 1), quiet, prefill=SLEEPY_PREFILL, now=1e6)

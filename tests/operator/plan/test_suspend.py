@@ -23,7 +23,7 @@ async def test_a_service_stops_though_its_pod_template_is_wrong(
     await one_pass(store)
     store.start_pods()
     assert {found["spec"]["replicas"] for found in store.deployments()} == {1}
-    store.refuses_pods = refused
+    store.refuses_pods = (422, "not so") if refused else None
     store.spec = {"suspend": True, "decode": {"podTemplate": template}}
     await one_pass(store)
     assert {found["spec"]["replicas"] for found in store.deployments()} == {0}
@@ -42,7 +42,7 @@ async def test_a_service_stops_though_it_may_not_adopt_what_was_left(kind: str) 
     assert {found["spec"]["replicas"] for found in store.deployments()} == {0}
     degraded = store.condition("Degraded")
     assert degraded["reason"] == "OperatorProblem"
-    assert degraded["message"].endswith("not you")
+    assert degraded["message"].endswith("not you.")
 
 
 async def test_a_service_stops_though_its_spec_cannot_be_read() -> None:

@@ -93,9 +93,9 @@ UNAUTHORIZED = (
 )
 
 
-def unscheduled(message: str) -> dict[str, Any]:
+def unscheduled(message: str, role: str = "decode") -> dict[str, Any]:
     reason = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
-    return pod(phase="Pending", conditions=[{**reason, "message": message}])
+    return pod(role=role, phase="Pending", conditions=[{**reason, "message": message}])
 
 
 def fetching(**options: Any) -> dict[str, Any]:
@@ -202,6 +202,11 @@ CASES = {
         unscheduled('0/1 nodes are available: 1 persistentvolumeclaim "weights" not found.'),
         Reason.UNSCHEDULABLE,
         ['Create the PersistentVolumeClaim "weights", or correct spec.model'],
+    ),
+    "cordoned": (
+        unscheduled("0/1 nodes are available: 1 node(s) were unschedulable."),
+        Reason.UNSCHEDULABLE,
+        ["(0/1 nodes are available: 1 node(s) were unschedulable). Let pods onto nodes again: "],
     ),
     "wrong labels": (
         unscheduled("0/1 nodes are available: 1 node(s) didn't match Pod's node affinity/selector"),
@@ -332,6 +337,12 @@ def test_the_worst_stands_first_and_only_of_the_role_asked_for() -> None:
     assert router.reason is Reason.CONTAINER_CRASHING
 
 
+def test_a_router_waits_for_the_volume_of_its_batches() -> None:
+    said = '0/1 nodes are available: 1 persistentvolumeclaim "files" not found.'
+    found = one(unscheduled(said, "router"), "router")
+    assert "or correct spec.router.batches or the podTemplate" in found.remedy
+
+
 @pytest.mark.parametrize(
     ("message", "says", "remedy"),
     [
@@ -346,6 +357,11 @@ def test_the_worst_stands_first_and_only_of_the_role_asked_for() -> None:
             "host namespaces (hostNetwork=true)",
             'violates PodSecurity "restricted:latest"',
             "Correct spec.decode.podTemplate",
+        ),
+        (
+            'pods "svc-decode-7c9d-klmno" is forbidden: failed quota: q: must specify requests.cpu',
+            "failed quota: q: must specify requests.cpu",
+            "Say in spec.decode.resources what it names.",
         ),
     ],
 )

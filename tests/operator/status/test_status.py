@@ -204,6 +204,20 @@ CLAUSES: dict[str, tuple[Case, ConditionType, str, Reason, str]] = {
         Case(observed=replace(WHOLE, problems=(Problem("PodTemplateRejected", "spec.x: no"),))),
         ConditionType.DEGRADED, "True", Reason.POD_TEMPLATE_REJECTED, "spec.x: no",
     ),
+    "two problems, each a sentence": (
+        Case(observed=replace(WHOLE, problems=(Problem("KeysLost", "ask: `a -b`"),
+                                               Problem("ObjectNotOurs", "it is x's.")))),
+        ConditionType.DEGRADED, "True", Reason.KEYS_LOST, "ask: `a -b`. it is x's.",
+    ),
+    "a Secret without an API key": (
+        Case(
+            service=service(router='{"apiKeys": {"secretName": "clients"}}'),
+            observed=given_pods(
+                *PODS, routers=(msgspec.structs.replace(ROUTERS[0], admits_nobody=True),)
+            ),
+        ), ConditionType.DEGRADED, "True", Reason.CONTAINER_CONFIG_ERROR,
+        'The Secret "clients" of spec.router.apiKeys has no entry that can be a key',
+    ),
     "a problem of no known name": (
         Case(observed=replace(WHOLE, problems=(Problem("Odd", "very"),))),
         ConditionType.DEGRADED, "True", Reason.OPERATOR_PROBLEM, "Odd: very",

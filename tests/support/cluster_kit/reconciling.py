@@ -40,8 +40,8 @@ class Store:
         self.spec: Object = {}
         self.serves_cluster = False
         """The operator is that of the cluster, and not of the namespace alone."""
-        self.refuses_pods = False
-        """It takes no pod template."""
+        self.refuses_pods: tuple[int, str] | None = None
+        """It takes no pod template, and answers this status and message."""
         self.refuses_owners_of = ""
         """The kind, in the plural, of which it takes no patch that gives an object an owner."""
         self._version = 0
@@ -55,7 +55,8 @@ class Store:
             return web.json_response(self.objects.pop(path, {}))
         body = await request.json()
         if self.refuses_pods and "template" in body.get("spec", {}):
-            return web.json_response({"reason": "Invalid", "message": "not so"}, status=422)
+            status, message = self.refuses_pods
+            return web.json_response({"reason": "Refused", "message": message}, status=status)
         owned = request.method == "PATCH" and body.keys() == {"metadata"}
         if owned and f"/{self.refuses_owners_of}/" in path:
             return web.json_response({"reason": "Forbidden", "message": "not you"}, status=403)

@@ -33,13 +33,16 @@ spec:
   rollout: {progressDeadlineSeconds: 600}
   availability: {drainSeconds: 60}
   suspend: %s
+  router: %s
 """
 FIXED = "{replicas: 1}"
 SLEEPER = "{autoscaling: {minReplicas: 0, maxReplicas: 2}}"
 
 
-def service(verify: str = "Required", pool: str = FIXED, suspend: bool = False) -> InferenceService:
-    return parse(SERVICE % (f'"{verify}"', pool, pool, str(suspend).lower()))
+def service(
+    verify: str = "Required", pool: str = FIXED, suspend: bool = False, router: str = "{}"
+) -> InferenceService:
+    return parse(SERVICE % (f'"{verify}"', pool, pool, str(suspend).lower(), router))
 
 
 OLD, NEW = "aaaaaaaa", revision_of(service())
