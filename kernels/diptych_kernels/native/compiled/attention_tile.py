@@ -74,7 +74,7 @@ def row_product(in_pairs):
             def add_unit(index, sums):
                 first = at(builder, b, index, b_stride)
                 columns = [load(builder, own, kind) for own in (first, builder.add(first, second))]
-                added = []
+                added: list[ir.Value] = []
                 for row in rows:
                     factor = load(builder, at(builder, row, index, UNIT), kind.element)
                     factor = everywhere(builder, factor, WIDTH)
