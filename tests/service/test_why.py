@@ -84,7 +84,7 @@ async def service(smollm2: str, keys_dir: Path) -> AsyncIterator[Service]:
     metrics = ServerMetrics(router.model_name, router.stats_by_engine)
     metrics.registry.register(PredictionMetrics(router.model_name, router.table.predictions))
     known = Explanations(router.table.records, policy="prefix_aware", disaggregate="always")
-    admin = admin_app(router, known, keys_dir)
+    admin = admin_app(router, known, keys_dir, None)
     sites = [
         Site(app, listen("127.0.0.1", free_port()))
         for app in (build_app(router, metrics=metrics), admin)
