@@ -38,9 +38,7 @@ from diptych_protocol import (
 )
 from diptych_router.engines.discovery import parse_targets
 from diptych_router.engines.engine_link import EngineLink, ReadKeys
-from diptych_router.program.program import start_router_tracer
 from diptych_router.requests.pool_client import PoolClient
-from diptych_router.telling.admin_port import router_report
 
 NUM_BLOCKS = 256
 
@@ -144,6 +142,12 @@ def make_router(
         eos_token_ids=source.config.eos_token_ids,
         reasoning_parser=config.reasoning_parser,
     )
+    tracer = None
+    if config.otlp_traces_endpoint:
+        # It imports the API, which a machine that is lent for its GPU does not have.
+        from diptych_router.program.program import start_router_tracer
+
+        tracer = start_router_tracer(config)
     return PoolClient(
         config,
         inputs,
@@ -151,7 +155,7 @@ def make_router(
         targets={"prefill": parse_targets(prefill), "decode": parse_targets(decode)},
         read_keys=read_keys,
         serving=serving,
-        tracer=start_router_tracer(config),
+        tracer=tracer,
     )
 
 
@@ -197,7 +201,8 @@ async def healthy(pools: PoolClient, timeout_s: float = PATIENCE_S) -> None:
 async def all_usable(client: PoolClient, count: int) -> None:
     """Wait until the router may use so many engines."""
     async with asyncio.timeout(PATIENCE_S):
-        while sum(engine.usable for engine in router_report(client).engines) < count:
+        pools = client.pools
+        while sum(link.up and pools.usable(link) for link in pools.links.values()) < count:
             await asyncio.sleep(0.05)
 
 

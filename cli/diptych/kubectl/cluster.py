@@ -19,8 +19,6 @@ import msgspec
 
 from diptych.defaults import own_file
 from diptych.router_admin import Get, RouterError, Told, ask_all
-from diptych_operator.api.names import ADMIN_PORT
-from diptych_operator.status.observed import pod_view
 from diptych_protocol import UNREADABLE
 
 if TYPE_CHECKING:
@@ -233,6 +231,8 @@ def ask_routers(
 
 def _routers(cluster: Cluster, name: str) -> Iterator[tuple[str, Get]]:
     """The routers that run, ready or not."""
+    from diptych_operator.status.observed import pod_view
+
     pods = sorted(map(pod_view, cluster.pods(name)), key=lambda pod: pod.name)
     names = [pod.name for pod in pods if pod.role == "router"]
     if not names:
@@ -243,6 +243,8 @@ def _routers(cluster: Cluster, name: str) -> Iterator[tuple[str, Get]]:
 
 
 def _get(cluster: Cluster, router: str, tokens: Sequence[str], path: str) -> tuple[int, bytes]:
+    from diptych_operator.api.names import ADMIN_PORT
+
     status, body = 401, b"the service has no Secret with an admin token"
     for token in tokens:  # during a rotation a router may still know only the older one
         try:

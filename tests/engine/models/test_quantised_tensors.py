@@ -37,6 +37,7 @@ from diptych_engine.models.quantised_tensors import unpacked
 from diptych_engine.models.shard import WHOLE, Shard
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.model_files.quantization import quantization_from_hf
+from diptych_kernels.cpu_level import CpuLevel, machine_level
 from diptych_kernels.packed_product import is_available
 from diptych_protocol import InvalidRequestError
 
@@ -82,9 +83,10 @@ def test_values_are_those_of_the_published_arithmetic(name: str, tmp_path: Path)
         assert kinds(model_of(owner)) == {kind}
     unpacked_too = Owner(model=path, weight_packing="none", kv_cache_dtype="bfloat16")
     (token, found), (wanted, expected) = map(first_of, (owner, unpacked_too))
-    # Products of levels round the other factor; a longer answer may come to a tie.
+    # Products of levels round the other factor, and those of the matrix unit both; a longer answer
+    # may come to a tie.
     assert token == wanted
-    assert found == pytest.approx(expected, abs=0.05)
+    assert found == pytest.approx(expected, abs=0.4 if machine_level() is CpuLevel.AMX else 0.05)
 
 
 @pytest.mark.parametrize("name", ["fp8-blocks", "gptq-4", "int4-zeros"])
