@@ -23,7 +23,8 @@ from browser_kit import (
 from free_ports import free_port
 from model_kit.questions import WHOLE
 from page_scenes import DECODING, DESK, LONG, PHONE, PICTURES, Scene
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import TimeoutError as NotSeen
 from waits import PATIENCE_S, wait_until
 
 pytestmark = [
@@ -355,6 +356,15 @@ def test_both_pools_are_shown_and_blocks_as_they_cross(open_page: Open) -> None:
 TURNS = 6
 
 
+def is_seen(what: Locator) -> bool:
+    """Whether it comes into sight soon."""
+    try:
+        what.wait_for(timeout=5_000)
+    except NotSeen:
+        return False
+    return True
+
+
 def test_blocks_that_go_back_in_a_later_turn_are_drawn_from_their_sender(open_page: Open) -> None:
     scene = open_page()
     page = scene.page
@@ -364,10 +374,9 @@ def test_blocks_that_go_back_in_a_later_turn_are_drawn_from_their_sender(open_pa
     for _ in range(TURNS):  # the router fetches what is cheaper to fetch than to compute
         scene.ask(LONG)
         scene.wait_for_end()
-        record = scene.explained()
-        if record["attempts"][-1]["fetch"]:
+        lender = scene.explained()["attempts"][-1]["fetch"]
+        if lender and is_seen(back.first):  # a fetch that is late on a busy machine is given up
             break
-    lender = record["attempts"][-1]["fetch"]
     assert lender in DECODING
     expect(back.first).to_have_text(re.compile(f"prefix{lender} → smollm2-prefill-0"))
     wait_until(lambda: scene.number("smollm2-prefill-0", "received") > received)
