@@ -16,10 +16,11 @@ from model_kit.questions import WHOLE
 from diptych_engine.models import build_model, load_weights
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.text.tokenizer_files import load_tokenizer
+from diptych_kernels.cpu_level import CpuLevel, machine_level
 from diptych_kernels.packed_product import is_available
 
 LAYERS, TOKENS = 30, 128
-TOLERATED = 1e-4
+TOLERATED = 3e-4 if machine_level() is CpuLevel.AMX else 1e-4  # its products round both factors
 """Mean KL that packing may cost, beside the dequantised model in float32."""
 
 pytestmark = [
