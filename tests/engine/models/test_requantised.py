@@ -20,7 +20,7 @@ from diptych_kernels.cpu_level import CpuLevel, machine_level
 from diptych_kernels.packed_product import is_available
 
 LAYERS, TOKENS = 30, 128
-TOLERATED = 3e-4 if machine_level() is CpuLevel.AMX else 1e-4  # its products round both factors
+TOLERATED = 2e-3 if machine_level() is CpuLevel.AMX else 1e-4  # its products round both factors
 """Mean KL that packing may cost, beside the dequantised model in float32."""
 
 pytestmark = [
