@@ -13,7 +13,7 @@ import argparse
 import ctypes
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
 
 import llvmlite.binding as llvm
@@ -137,17 +137,35 @@ def product(tiles: Tensor, rows: int) -> Callable[[], float]:
     workspace = torch.empty(cpu.workspace_bytes(*x.shape), dtype=torch.int8)
     kernel, arguments = cpu.decode_call(x, tiles, out, workspace, add=False)
 
-    def times(count: int, _memory: Any = (x, out, workspace)) -> None:
+    def work(_memory: Any = (x, out, workspace)) -> None:
+        kernel.run(arguments, 1)
+
+    return rate_of(work, rows * SHAPE[0] * SHAPE[1])
+
+
+def rate_of(work: Callable[[], None], products: int) -> Callable[[], float]:
+    """Return what measures products a second of work that computes so many."""
+    work()
+    count = 1 + int(LEAST_SECONDS / max(seconds(work), 1e-6))
+
+    def repeated() -> None:
         for _ in range(count):
-            kernel.run(arguments, 1)
+            work()
 
-    times(1)
-    count = 1 + int(LEAST_SECONDS / max(seconds(lambda: times(1)), 1e-6))
+    return lambda: count * products / seconds(repeated)
 
-    def measured() -> float:
-        return count * rows * SHAPE[0] * SHAPE[1] / seconds(lambda: times(count))
 
-    return measured
+def cells_of(
+    cases: Iterable[Callable[[], float]], best: Callable[[], float], repetitions: int
+) -> str:
+    """Measure each case and the peak in turn. Return the end of a table's row: medians of the
+    cases' parts of the peak, and the peak in G/s."""
+    cells, peaks = [], []
+    for own in cases:
+        pairs = [(own(), best()) for _ in range(repetitions)]
+        cells.append(f"{statistics.median(a / b for a, b in pairs):.2f}")
+        peaks += [b for _, b in pairs]
+    return f"{' | '.join(cells)} | {statistics.median(peaks) / 1e9:.0f} |"
 
 
 def main() -> None:
@@ -168,14 +186,8 @@ def main() -> None:
             best = peak(OF_PRODUCTS[level])
             for bits in args.bits:
                 tiles = random_tiles(bits)
-                cells, peaks = [], []
-                for rows in args.rows:
-                    own = product(tiles, rows)
-                    pairs = [(own(), best()) for _ in range(args.repetitions)]
-                    cells.append(f"{statistics.median(a / b for a, b in pairs):.2f}")
-                    peaks += [b for _, b in pairs]
-                rate = statistics.median(peaks) / 1e9
-                print(f"| {word} | {bits} | {' | '.join(cells)} | {rate:.0f} |", flush=True)
+                cases = (product(tiles, rows) for rows in args.rows)
+                print(f"| {word} | {bits} | {cells_of(cases, best, args.repetitions)}", flush=True)
 
 
 if __name__ == "__main__":

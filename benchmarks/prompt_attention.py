@@ -10,14 +10,13 @@ computed of keys that no query sees are the distance to 1.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from benchmarks.machine import machine
-from benchmarks.products import LEAST_SECONDS, Instruction, peak, seconds
+from benchmarks.products import Instruction, cells_of, peak, rate_of
 
 from diptych_kernels.cpu_level import CpuLevel, forced, machine_has_bfloat16_dots, machine_level
 from diptych_kernels.native.targets import OF_LEVEL, target_of
@@ -74,17 +73,10 @@ def attention(kind: Kind, context: int) -> Callable[[], float]:
     [(kernel, arguments)] = cpu.calls(queries, cache, metadata, attended, may_round=True)
     seen = TOKENS * (context - TOKENS) + TOKENS * (TOKENS + 1) // 2
 
-    def times(count: int, _memory: Any = (queries, cache, metadata, attended)) -> None:
-        for _ in range(count):
-            kernel.run(arguments, 1)
+    def work(_memory: Any = (queries, cache, metadata, attended)) -> None:
+        kernel.run(arguments, 1)
 
-    times(1)
-    count = 1 + int(LEAST_SECONDS / max(seconds(lambda: times(1)), 1e-6))
-
-    def measured() -> float:
-        return count * seen * HEADS * 2 * HEAD_DIM / seconds(lambda: times(count))
-
-    return measured
+    return rate_of(work, seen * HEADS * 2 * HEAD_DIM)
 
 
 def main() -> None:
@@ -105,14 +97,8 @@ def main() -> None:
     for name in args.kinds:
         with forced(KINDS[name].level):
             best = peak(KINDS[name].instruction)
-            cells, peaks = [], []
-            for context in args.contexts:
-                own = attention(KINDS[name], context)
-                pairs = [(own(), best()) for _ in range(args.repetitions)]
-                cells.append(f"{statistics.median(a / b for a, b in pairs):.2f}")
-                peaks += [b for _, b in pairs]
-            rate = statistics.median(peaks) / 1e9
-            print(f"| {name} | {' | '.join(cells)} | {rate:.0f} |", flush=True)
+            cases = (attention(KINDS[name], context) for context in args.contexts)
+            print(f"| {name} | {cells_of(cases, best, args.repetitions)}", flush=True)
 
 
 if __name__ == "__main__":

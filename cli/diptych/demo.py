@@ -143,7 +143,7 @@ def summary(timing: Timing, hand_off: HandOff) -> Table:
         ("tokens per second", f"{speed:.1f}" if speed is not None else "-"),
         ("KV blocks handed off", str(hand_off.blocks)),
         ("KV bytes handed off", f"{hand_off.bytes:,}"),
-        ("hand-off (ms)", milliseconds),
+        ("waited for them (ms)", milliseconds),
         ("transport", ", ".join(hand_off.transports) or "-"),
     ):
         table.add_row(measure, value)

@@ -354,7 +354,7 @@ def test_the_demo_asks_shows_what_it_took_and_ends(
     assert rows["tokens"] == "7"
     assert rows["KV blocks handed off"] == "3"
     assert rows["KV bytes handed off"] == "2,211,800"
-    assert rows["hand-off (ms)"] == "2.0"
+    assert rows["waited for them (ms)"] == "2.0"
     assert rows["transport"] == "tcp"
     assert float(rows["time to first token (ms)"]) > 0
     assert up.state() == {}

@@ -120,3 +120,36 @@ async def test_a_cancelled_reader_loses_nothing() -> None:
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert (await asyncio.wait_for(collector.get(), PATIENCE_S)).outputs[0].text == "<0.1>"
+
+
+async def test_what_is_taken_at_once_wakes_nobody() -> None:
+    collector: Collector[RequestOutput] = Collector()
+    offered: list[RequestOutput] = []
+
+    def take(output: RequestOutput) -> bool:
+        offered.append(output)
+        return len(offered) == 1
+
+    collector.take_at_once = take
+    early, first, second = (output(delta(0, number)) for number in range(3))
+    collector.put(early)
+    assert await collector.get() is early
+    waits = asyncio.ensure_future(collector.get())
+    await asyncio.sleep(0)
+    collector.put(first)
+    await asyncio.sleep(0)
+    assert not waits.done()
+    collector.put(second)
+    assert await waits is second
+    assert offered == [first, second]
+
+
+async def test_an_error_of_who_takes_at_once_is_the_consumers() -> None:
+    """One read serves all requests: the others go on."""
+    collector: Collector[RequestOutput] = Collector()
+    collector.take_at_once = lambda _: 1 // 0 == 0
+    waits = asyncio.ensure_future(collector.get())
+    await asyncio.sleep(0)
+    collector.put(output(delta(0, 0)))
+    with pytest.raises(ZeroDivisionError):
+        await waits

@@ -47,7 +47,8 @@ class Collector(Generic[Output]):
         self.finished = False
         """The last output was taken."""
         self.take_at_once: Callable[[Output], bool] | None = None
-        """Offered what comes while the consumer waits; what it refuses wakes the consumer."""
+        """Offered what comes while the consumer waits; what it refuses wakes the consumer, and so
+        does its error."""
         self._pending: Output | None = None
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -58,9 +59,14 @@ class Collector(Generic[Output]):
         if self._error is not None:
             return
         if self._waiter is not None and not self._waiter.done():
-            if self.take_at_once is None or not self.take_at_once(output):
-                self._pending = output
-                self._waiter.set_result(None)
+            try:
+                if self.take_at_once is not None and self.take_at_once(output):
+                    return
+            except Exception as exc:  # the consumer's, not that of who reads for all
+                self.fail(exc)
+                return
+            self._pending = output
+            self._waiter.set_result(None)
         elif isinstance(self._pending, RequestOutput) and isinstance(output, RequestOutput):
             _merge(self._pending, output, delta=delta)
         else:
