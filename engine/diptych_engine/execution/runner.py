@@ -20,7 +20,7 @@ from diptych_engine.execution.batch_rows import BatchRows
 from diptych_engine.execution.drafter import Drafter, draft_source
 from diptych_engine.execution.kv_cache_size import blocks_in, bytes_for_kv
 from diptych_engine.execution.kv_memory import KVMemory
-from diptych_engine.execution.layer_groups import divided, one_group
+from diptych_engine.execution.layer_groups import LayerGroups, divided, one_group
 from diptych_engine.execution.placement import (
     LOST_ROWS_ON_A_GPU,
     SPARE_ROWS_ON_A_CPU,
@@ -104,32 +104,12 @@ class ModelRunner:
         cannot work.
         """
         shard.check(source.config)
-        self._device = choose_device(config, shard.rank)
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # where kernels are launched, wherever tensors are
-        self._dtype = choose_dtype(config, self._device)
+        self._source, self._seed, self._shard = source, config.seed, shard
         self._block_size = config.block_size
-        engines = shard.size * config.data_parallel_size
-        torch.set_num_threads(config.num_threads or model_threads(usable_processors(), engines))
-        keep_freed_memory()
-        level = choose_level(config)
-        on_gpu = self._device.type != "cpu"
-        has_kernels = not on_gpu and self._dtype is torch.float32
-        self._bits = choose_bits(config, can_round=on_gpu or has_kernels)
-        may_pack = config.weight_packing != "none" and (on_gpu or has_kernels)
-        packs = may_pack and level > CpuLevel.NONE
-        # Of the model, not of the processor: engines at different levels exchange KV.
-        quantised = may_pack and not on_gpu and (self._bits is not None or is_quantised(source))
-        self._kv_dtype = choose_kv_dtype(config, self._device, self._dtype, quantised=quantised)
-        kernels: CpuKernels | None = None
-        if has_kernels:
-            floats = packs and source.format == "safetensors"
-            head_dim = source.config.head_dim
-            kernels = CpuKernels(self._kv_dtype, head_dim, packed=packs, floats=floats)
-        max_tokens = config.max_model_len or source.config.max_position_embeddings
-        self._max_tokens = max_tokens
+        self._max_tokens = config.max_model_len or source.config.max_position_embeddings
+        kernels = self._choose_types(config)
         if config.enable_return_routed_experts:
-            check_routed(source.config, max_tokens)
+            check_routed(source.config, self._max_tokens)
         check_weights(source, shard)  # before anything is allocated
         draft = draft_source(config.speculative_config, source)
         started = time.monotonic()
@@ -139,36 +119,64 @@ class ModelRunner:
         layers = one_group(source.config) if together else divided(source.config)
         self.kv_groups = layers.kv_groups(config.block_size, config.max_num_batched_tokens)
         """What the groups of layers keep of a request."""
-        self.model = build_model(
-            source.config,
-            max_tokens,
-            self._dtype,
-            self._device,
-            shard,
-            layers.group_of,
-            packs=may_pack,
-        )
-        self._packables = self.model.packables if may_pack else ()
+        own = self._max_tokens, self._dtype, self._device
+        parts = shard, layers.group_of
+        self.model = build_model(source.config, *own, *parts, packs=self._may_pack)
+        self._packables = self.model.packables if self._may_pack else ()
         self.drafter: Drafter | None = None
         if draft is not None:
-            self.drafter = Drafter(draft, max_tokens, self._dtype, self._device, packs=may_pack)
-        self._source, self._seed = source, config.seed
+            self.drafter = Drafter(draft, *own, packs=self._may_pack)
         if kernels is not None:
             kernels.try_all()  # what cannot be multiplied must not be packed
         self._load()
         log.info("%s loaded in %.1f s", source.uri, time.monotonic() - started)
+        memory = self._allocate_cache(config, layers, kv_memory_fd)
+        self._prepare_steps(config)
+        self._offer_calls(config, memory)
 
-        local = shard.local(source.config)
+    def _choose_types(self, config: EngineConfig) -> CpuKernels | None:
+        """Choose the device, the types of numbers and the threads; return the kernels that will be
+        used, if there are any."""
+        source, shard = self._source, self._shard
+        self._device = choose_device(config, shard.rank)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # where kernels are launched, wherever tensors are
+        self._dtype = choose_dtype(config, self._device)
+        engines = shard.size * config.data_parallel_size
+        torch.set_num_threads(config.num_threads or model_threads(usable_processors(), engines))
+        keep_freed_memory()
+        level = choose_level(config)
+        on_gpu = self._device.type != "cpu"
+        has_kernels = not on_gpu and self._dtype is torch.float32
+        self._bits = choose_bits(config, can_round=on_gpu or has_kernels)
+        self._may_pack = config.weight_packing != "none" and (on_gpu or has_kernels)
+        # Of the model, not of the processor: engines at different levels exchange KV.
+        rounded = self._bits is not None or is_quantised(source)
+        quantised = self._may_pack and not on_gpu and rounded
+        self._kv_dtype = choose_kv_dtype(config, self._device, self._dtype, quantised=quantised)
+        if not has_kernels:
+            return None
+        packs = self._may_pack and level > CpuLevel.NONE
+        floats = packs and source.format == "safetensors"
+        return CpuKernels(self._kv_dtype, source.config.head_dim, packed=packs, floats=floats)
+
+    def _allocate_cache(
+        self, config: EngineConfig, layers: LayerGroups, kv_memory_fd: int | None
+    ) -> KVMemory:
+        """Choose how many blocks there are, and where each layer's are."""
+        model, on_gpu = self._source.config, self._device.type != "cpu"
+        local = self._shard.local(model)
         of_group = msgspec.structs.replace(local, num_hidden_layers=layers.num_layers)
         self.layers_per_block = layers.num_layers
         self.block_bytes = block_bytes(of_group, config.block_size, self._kv_dtype)
-        if draft is not None:
-            self.block_bytes += block_bytes(draft.config, config.block_size, self._kv_dtype)
-        of_each_group = config.num_blocks or self._blocks_that_fit(config, local, shard.size)
+        if self.drafter is not None:
+            own = block_bytes(self.drafter.source.config, config.block_size, self._kv_dtype)
+            self.block_bytes += own
+        of_each_group = config.num_blocks or self._blocks_that_fit(config, local)
         self.num_blocks = of_each_group * self.kv_groups.count
         # Otherwise experts are launched with counts of rows, which a recording would repeat.
-        recordable = not source.config.num_experts or stacks_pay(local, self._device, self._dtype)
-        records = on_gpu and shard.size == 1 and recordable
+        recordable = not model.num_experts or stacks_pay(local, self._device, self._dtype)
+        records = on_gpu and self._shard.size == 1 and recordable
         # Behind the blocks there is one that stays empty, for those that windows have passed.
         num_here = self.num_blocks + self.kv_groups.windowed
         num_bytes = (num_here + records) * self.block_bytes
@@ -176,25 +184,31 @@ class ModelRunner:
         whole = memory.tensor.view(-1, self.block_bytes // self._kv_dtype.itemsize)
         shape = block_shape(of_group, config.block_size)
         blocks = whole[:, : math.prod(shape)].view(-1, *shape)
-        self.kv_cache = (blocks if draft is None else whole)[:num_here]
+        self.kv_cache = (blocks if self.drafter is None else whole)[:num_here]
         """[>= num_blocks, layers of a group, 2, block_size, kv_heads, head_dim], contiguous; with a
         draft model [num_blocks, numbers], its own behind the model's."""
+        self._drafts_kv = whole[:num_here, math.prod(shape) :]
         self._layer_places = [place for _, place in layers.places]
         self._kv_layers = self._by_layer(blocks[:num_here])
         self._graphs: DecodeGraphs | None = None
         if records:
             self._graphs = DecodeGraphs(
-                self.model, self._by_layer(blocks), max_tokens, cuda_recorder
+                self.model, self._by_layer(blocks), self._max_tokens, cuda_recorder
             )
+        return memory
+
+    def _prepare_steps(self, config: EngineConfig) -> None:
+        """Make what steps use beside the model and the cache."""
+        model, on_gpu = self._source.config, self._device.type != "cpu"
         self._rows = BatchRows(
             config.max_num_seqs,
-            -(-max_tokens // config.block_size),
+            -(-self._max_tokens // config.block_size),
             self.kv_groups,
             self.num_blocks,
         )
         self._sampler = Sampler(
             config.max_num_seqs,
-            source.config.vocab_size,
+            model.vocab_size,
             self._device,
             load_processors(config.logits_processors),
         )
@@ -203,7 +217,7 @@ class ModelRunner:
         if self.drafter is not None:
             self.draft_share = self.drafter.share_of(self.model.weight_memory)
             self.drafter.join(
-                self.drafter.kv_layers(whole[:num_here, math.prod(shape) :], config.block_size),
+                self.drafter.kv_layers(self._drafts_kv, config.block_size),
                 self._inputs,
                 self._sampler,
                 config.max_num_seqs,
@@ -213,17 +227,20 @@ class ModelRunner:
         self.spare_rows = SPARE_ROWS_ON_A_GPU if on_gpu else SPARE_ROWS_ON_A_CPU
         self.runs_ahead = config.runs_ahead(on_gpu=on_gpu)
         self.lost_rows = LOST_ROWS_ON_A_GPU if on_gpu and self.runs_ahead else 0.0
-        self._prompt_logprobs = PromptLogprobs(source.config.vocab_size)
+        self._prompt_logprobs = PromptLogprobs(model.vocab_size)
         self._pooler = Pooler(config.pooling)
         self._embeds = PromptEmbeds(self.model, self._dtype, self._device)
         self.routed: RoutedExperts | None = None
         """The first rank keeps them: all ranks choose alike."""
-        if config.enable_return_routed_experts and shard.rank == 0:
-            self.routed = RoutedExperts(source.config, self.num_blocks, config.block_size)
+        if config.enable_return_routed_experts and self._shard.rank == 0:
+            self.routed = RoutedExperts(model, self.num_blocks, config.block_size)
+
+    def _offer_calls(self, config: EngineConfig, memory: KVMemory) -> None:
+        """Make what clients may call."""
         self.loras = LoraBank(self.model, config.max_lora_rank, self._dtype, self._device)
         self.profiler = Profiler(config.profile_dir, config.engine_id or "engine")
-        family = family_of(source.config.architecture)
-        worker_rank = config.data_parallel_rank * shard.size + shard.rank
+        family = family_of(self._source.config.architecture)
+        worker_rank = config.data_parallel_rank * self._shard.size + self._shard.rank
         self._foreign_methods = extension_methods(config, self)
         self.worker_methods: dict[str, Callable[..., Any]] = {
             **self._foreign_methods,
@@ -236,15 +253,15 @@ class ModelRunner:
             **self.profiler.methods(),
             **self._embeds.methods(),
             "execute_dummy_batch": self.execute_dummy_batch,
-            "rank": lambda: shard.rank,
+            "rank": lambda: self._shard.rank,
         }
         """What `collective_rpc` may name; names with an underscore are not for clients."""
 
-    def _blocks_that_fit(self, config: EngineConfig, model: ModelConfig, ranks: int) -> int:
+    def _blocks_that_fit(self, config: EngineConfig, model: ModelConfig) -> int:
         """How many blocks of each group the memory for KV holds. model: a rank's part."""
         unpacks = any(packable.linear.packed for packable in self._packables)
         spare = UNPACKED_BYTES if unpacks else 0
-        room = bytes_for_kv(config, model, self._device, self._dtype, ranks, spare)
+        room = bytes_for_kv(config, model, self._device, self._dtype, self._shard.size, spare)
         return blocks_in(room, self.kv_groups.count * self.block_bytes)
 
     @torch.inference_mode()
