@@ -16,7 +16,7 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from diptych_protocol import SchedulerStats
+from diptych_protocol import KVTransferStats, SchedulerStats
 from diptych_protocol.engine_stats import MAX_MOVES_TOLD, Move
 from diptych_protocol.wire import Heartbeat
 from diptych_router.engines.learned_rates import LearnedRates
@@ -367,45 +367,42 @@ class EngineRow:
     def _learn_from(
         self, last: SchedulerStats, stats: SchedulerStats, size: float, now: float
     ) -> None:
-        fleet = self._table.fleet_rates
         steps = (
             stats.steps - last.steps,
             stats.prompt_tokens_computed - last.prompt_tokens_computed,
             stats.tokens_generated - last.tokens_generated,
         )
-        seconds = stats.seconds_stepping - last.seconds_stepping
-        if steps[0] > 0 and seconds > 0:
+        step_s = stats.seconds_stepping - last.seconds_stepping
+        if steps[0] > 0 and step_s > 0:
             prompt_s = steps[1] * float(self._table.columns[_PROMPT_TOKEN, self.at])
-            self._table.computed(min(max(prompt_s, 0.0), seconds), now)
-            fleet.steps.saw(steps, seconds)
-            self._steps.saw(steps, seconds, fleet.steps.rates)
-        before, after = last.kv_transfer, stats.kv_transfer
-        if before is not None and after is not None:
-            trips = (
-                after.loads_completed - before.loads_completed
-                + after.prefix_fetches_completed - before.prefix_fetches_completed,
-                (after.blocks_received - before.blocks_received) * size,
-            )  # fmt: skip
-            seconds = after.seconds_receiving - before.seconds_receiving
-            seconds += after.prefix_seconds - before.prefix_seconds
-            if trips[0] > 0 and seconds > 0:
-                fleet.trips.saw(trips, seconds)
-                self._trips.saw(trips, seconds, fleet.trips.rates)
+            self._table.computed(min(max(prompt_s, 0.0), step_s), now)
+        after = stats.kv_transfer or KVTransferStats()
+        before = last.kv_transfer or after
+        trips = (
+            after.loads_completed - before.loads_completed
+            + after.prefix_fetches_completed - before.prefix_fetches_completed,
+            (after.blocks_received - before.blocks_received) * size,
+        )  # fmt: skip
+        trip_s = after.seconds_receiving - before.seconds_receiving
+        trip_s += after.prefix_seconds - before.prefix_seconds
         loads = (stats.adapters_loaded - last.adapters_loaded,)
-        seconds = stats.seconds_loading_adapters - last.seconds_loading_adapters
-        if loads[0] > 0 and seconds > 0:
-            fleet.adapters.saw(loads, seconds)
-            self._adapters.saw(loads, seconds, fleet.adapters.rates)
+        load_s = stats.seconds_loading_adapters - last.seconds_loading_adapters
+        fleet = self._table.fleet_rates
+        for told, places, own, of_all, amounts, seconds in (
+            ("told_steps", _STEP_RATES, self._steps, fleet.steps, steps, step_s),
+            ("told_trips", _TRIP_RATES, self._trips, fleet.trips, trips, trip_s),
+            ("told_adapters", _ADAPTER_RATES, self._adapters, fleet.adapters, loads, load_s),
+        ):
+            if amounts[0] > 0 and seconds > 0:
+                of_all.saw(amounts, seconds)
+                own.saw(amounts, seconds, of_all.rates)
+            else:
+                own.saw_nothing(of_all.rates)
+            if own.told:
+                self[told] = 1.0
+                self._table.columns[places, self.at] = own.rates
         if stats.steps != last.steps:
-            self._take_over("told_steps", _STEP_RATES, self._steps)
-            self._take_over("told_trips", _TRIP_RATES, self._trips)
-            self._take_over("told_adapters", _ADAPTER_RATES, self._adapters)
             self._table.share_rates()
-
-    def _take_over(self, told: str, places: list[int], learned: LearnedRates) -> None:
-        if learned.told:
-            self[told] = 1.0
-            self._table.columns[places, self.at] = learned.rates
 
 
 _MIX: Final = np.uint64(0x9E3779B97F4A7C15)

@@ -2,7 +2,8 @@
 
 A report gives the total time of some work, and how much of each kind it included. The rates are
 those that explain the reports best: weighted least squares, in which old reports fade, and which
-stays near the fleet's rates while an engine has reported little.
+stays near the fleet's present rates while an engine has reported little. An engine that seemed slow
+gets no work that could tell otherwise, so what it has reported fades meanwhile too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 
 FADING: Final = 0.98
 """How much a report counts when the next one has come."""
+IDLE_FADING: Final = 0.999
+"""The same when one without work has come, of which there are two a second."""
 MOST_SECONDS: Final = 1e4
 MOST_TIMES: Final = 1e6
 """Reports of more seconds, or of rates this many times as fast as expected, are ignored as
@@ -62,6 +65,16 @@ class LearnedRates:
             self._squares -= np.outer(fading, known)
         self._squares += np.outer(seen, seen) / seconds
         self._products += seen
+        self._solve(prior)
+
+    def saw_nothing(self, prior: Rates) -> None:
+        """There was no such work since the last report. prior: the present expectation."""
+        if self.told:
+            self._squares *= IDLE_FADING
+            self._products *= IDLE_FADING
+            self._solve(prior)
+
+    def _solve(self, prior: Rates) -> None:
         # In units of what was known, so that the numbers are of like size.
         squares = self._squares * np.outer(prior, prior)
         weight = self._prior_seconds + SMALLEST_PART * float(np.trace(squares))
