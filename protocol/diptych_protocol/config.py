@@ -29,19 +29,18 @@ MAX_PLACE_CHARACTERS: Final = 253
 # The custom resource has these settings too, under the same names.
 LEASE: Final = Meta(
     le=3600,
-    description="How long prefilled blocks stay pinned without a sign of life from the decode "
-    "engine that is to read them.",
+    description="How long prefilled blocks stay pinned without a sign of life from their reader.",
 )
 DRAIN: Final = Meta(
     le=86400,
-    description="How long a pod that is to go may take to end or move its work: prefill until its "
-    "blocks are read, decode until its streams have ended or moved.",
+    description="How long a pod may take to end or move its work: prefill until its blocks are "
+    "read, decode until its streams have ended or moved.",
 )
 Verify = Annotated[
     Literal["Required", "Warn", "Off"],
     Meta(
         description="Before an engine serves, a real request crosses the hinge through it. "
-        "Required keeps the engine out until that worked; Warn only reports; Off sends none."
+        "Required keeps it out until that worked; Warn only reports; Off sends none."
     ),
 ]
 
@@ -343,8 +342,8 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
                 ge=1,
                 le=600_000,
                 description="The first token comes within so many milliseconds. Engines compute "
-                "prompts in the order of these deadlines. A router whose "
-                "policy is prefix-aware refuses a request at once that would miss its deadline.",
+                "prompts in the order of these deadlines; a router whose policy is prefix-aware "
+                "refuses a request that would miss its own.",
             ),
         ]
         | None
@@ -355,8 +354,8 @@ class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
             Meta(
                 ge=1,
                 le=60_000,
-                description="The tokens after the first one come in so many milliseconds each, on "
-                "average over an answer. Routers count which answers did.",
+                description="The tokens after the first come in so many milliseconds each, on "
+                "average over an answer.",
             ),
         ]
         | None
@@ -414,8 +413,8 @@ class RouterConfig(RouterSettings, frozen=True, forbid_unknown_fields=True, omit
     sampling: Annotated[
         SamplingDefaults,
         Meta(
-            description="What requests get that leave these fields out; where it says nothing, "
-            "what the model's files say."
+            description="What requests get that leave these fields out; left out here too, what "
+            "the model's files say (generation_config.json, GGUF metadata)."
         ),
     ] = UNSAID
     batches: Annotated[

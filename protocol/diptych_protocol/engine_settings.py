@@ -23,10 +23,10 @@ JsonSchemas = Literal["exact", "lenient"]
 ReasoningParserName = Annotated[
     Literal["auto", "none", "think", "harmony"],
     Meta(
-        description="How the model marks its reasoning, which chats then tell apart from the "
-        "answer, and which no structured output constrains. auto: as its chat template shows "
-        "(none with vLLM); think: between tags of this name, as Qwen and DeepSeek models do; "
-        "harmony: in channels, as gpt-oss does; none: all text is the answer."
+        description="How the model marks its reasoning, which chats tell apart from the answer "
+        "and no structured output constrains. auto: as its chat template shows (none with vLLM); "
+        "think: between such tags, as Qwen and DeepSeek models do; harmony: in channels, as "
+        "gpt-oss does; none: all text is the answer."
     ),
 ]
 ToolCallParserName = Annotated[
@@ -50,8 +50,8 @@ UsualJsonSchemas = Annotated[
     JsonSchemas,
     Meta(
         description="What happens to a request whose JSON schema has keywords that cannot be "
-        "enforced, unless it says so itself. exact: it is refused; lenient: they are left out, "
-        "and the answer's header x-diptych-not-enforced names them."
+        "enforced, unless it says so itself. exact: it is refused; lenient: they are left out and "
+        "named in the header x-diptych-not-enforced."
     ),
 ]
 LoraModules = Annotated[
@@ -143,16 +143,16 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         Literal["auto", "q8", "q4", "none"],
         Meta(
             description="auto: weights of 4 to 8 bits, on a CPU also of 16, stay as the file has "
-            "them, which is smaller and faster; q8, q4: floats too are rounded to so many bits, "
-            "embeddings and the output to 8; none: everything in `dtype`."
+            "them; q8, q4: floats too are rounded to so many bits, embeddings and the output to "
+            "8; none: everything in `dtype`."
         ),
     ] = "auto"
     cpu_level: Annotated[
         Literal["auto", "none", "avx2", "vnni", "amx"],
         Meta(
             description="Which of a CPU's instructions kernels use, at most those that it has; "
-            "auto: the highest level of each machine, or what DIPTYCH_CPU_LEVEL in its environment "
-            "says. none: no compiled kernel at all. It is one for a whole process."
+            "auto: the highest level of each machine, or what DIPTYCH_CPU_LEVEL says. none: no "
+            "compiled kernel. It is one for a whole process."
         ),
     ] = "auto"
     kv_cache_dtype: Annotated[
@@ -170,7 +170,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             ge=0.05,
             le=1,
             description="How much of a GPU's memory an engine may fill where the KV cache takes "
-            "what is free: weights, KV and a step's tensors together.",
+            "what is free.",
         ),
     ] = 0.9
     max_model_len: (
@@ -202,9 +202,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             Meta(
                 ge=1,
                 le=1 << 20,
-                description="A step that holds so many prompt tokens begins no further prompt, "
-                "which would only make those in it wait. Left out: 256 on a CPU, no limit on a "
-                "GPU.",
+                description="A step that holds so many prompt tokens begins no further prompt. "
+                "Left out: 256 on a CPU, no limit on a GPU.",
             ),
         ]
         | None
@@ -214,7 +213,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             bool,
             Meta(
                 description="Launch decodes before the results of the step before are known. Left "
-                "out: on a GPU, unless several ranks compute a step together."
+                "out: on a GPU, unless ranks share a step."
             ),
         ]
         | None
@@ -232,7 +231,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         SchedulingPolicy,
         Meta(
             description="fcfs: first come, first served. priority: requests with a lower priority "
-            "go first, and are the last to lose their blocks; fcfs refuses a request that has one."
+            "go first and are the last to lose their blocks; fcfs refuses them."
         ),
     ] = "fcfs"
     enable_prefix_caching: Annotated[
@@ -243,8 +242,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         Meta(
             ge=1,
             le=1 << 20,
-            description="Image tokens whose features an engine keeps, for a model that takes "
-            "images. A larger image is refused.",
+            description="Image tokens whose features an engine keeps. A larger image is refused.",
         ),
     ] = 16384
     max_idle_sessions: Annotated[
@@ -259,8 +257,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     pooling: Annotated[
         Literal["last", "mean"],
         Meta(
-            description="How an embedding is made of a prompt's hidden states: last takes that of "
-            "the last token, mean the mean of all."
+            description="How an embedding is made of a prompt's hidden states: last takes the "
+            "last token's, mean the mean."
         ),
     ] = "last"
     reasoning_parser: ReasoningParserName = "auto"

@@ -18,8 +18,8 @@ UnknownFields = Literal["warn", "refuse"]
 CachePerKey = Annotated[
     bool,
     Meta(
-        description="What a key's requests leave in engines' caches serves that key only: nobody "
-        "learns from times what others have asked."
+        description="What a key's requests leave in engines' caches serves that key only: no time "
+        "tells what others have asked."
     ),
 ]
 """In the custom resource it stands among the settings of API keys."""
@@ -40,10 +40,9 @@ HostNames = Annotated[
     Meta(
         max_length=64,
         title="DNS names",
-        description="Names under which clients reach the router, as that of an Ingress. "
-        "Without API keys it answers only under these, addresses, names without a dot, and "
-        "names that end in .localhost, .svc or .svc.cluster.local, so that no web site can "
-        "lead a browser to it. With API keys it answers under every name.",
+        description="Names under which clients reach the router, as an Ingress's. Without API "
+        "keys it answers only under these, addresses, names without a dot, and names that end in "
+        ".localhost, .svc or .svc.cluster.local, so that no web site can lead a browser to it.",
         examples=[["llm.example.com"]],
     ),
 ]
@@ -62,8 +61,8 @@ Origins = Annotated[
     Meta(
         max_length=64,
         title="origins of web sites",
-        description="Web sites, by the origins of their pages, whose pages may use the API "
-        "from browsers (CORS). Left out, only the router's own page may.",
+        description="Origins of web sites whose pages may use the API from browsers (CORS). Left "
+        "out, only the router's own page may.",
         examples=[["https://app.example.com"]],
     ),
 ]
@@ -79,20 +78,18 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             pattern=r"^[a-z][A-Za-z0-9_]*$",
             max_length=63,
             title="the name of a policy",
-            description="What decides which engines get a request, by its name. `prefix_aware`: "
-            "the seconds that it would cost there, by what each engine remembers of its prompt, "
-            "has to do, and is able to. `least_loaded`: the tokens that the router has open there. "
-            "`round_robin`: whose turn it is. A name that the router does not know keeps it from "
-            "getting ready.",
+            description="Which engines get a request. `prefix_aware`: those where it costs the "
+            "fewest seconds, by what each remembers of its prompt, has to do, and is able to. "
+            "`least_loaded`: those with the fewest open tokens. `round_robin`: whose turn it is. "
+            "A router that does not know the name never gets ready.",
         ),
     ] = "prefix_aware"
     disaggregate: Annotated[
         Disaggregate,
         Meta(
             description="Whether a prefill engine computes the prompt. always: if there is one. "
-            "never: the decode engine does. auto: the decode engine does where that costs less, as "
-            "for a prompt of which it remembers most; the policies `least_loaded` and "
-            "`round_robin` cannot tell, and take it for always."
+            "never: the decode engine does. auto: the decode engine does where that costs less; "
+            "`least_loaded` and `round_robin` take it for always."
         ),
     ] = "always"
     hold_seconds: Annotated[
@@ -101,15 +98,15 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             ge=0,
             le=86400,
             description="How long a request waits for an engine when there is none, as after "
-            "scaling to zero, before it is refused.",
+            "scaling to zero.",
         ),
     ] = 30.0
     unknown_fields: Annotated[
         UnknownFields,
         Meta(
             description="What becomes of a field of a request that nobody here knows, outside of "
-            "messages. warn: it is ignored, and the answer says so in `warnings` and the header "
-            "x-diptych-ignored. refuse: the answer is a 400."
+            "messages. warn: it is ignored, as the answer's `warnings` and header "
+            "x-diptych-ignored say. refuse: the answer is a 400."
         ),
     ] = "warn"
     allowed_hosts: HostNames = []
@@ -117,8 +114,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ui: Annotated[
         bool,
         Meta(
-            description="Serve a page at / of the API's address: a chat, and both pools beside it. "
-            "What it shows needs a key if the API does."
+            description="Serve a page at /: a chat, and both pools beside it. What it shows needs "
+            "a key if the API does."
         ),
     ] = False
 

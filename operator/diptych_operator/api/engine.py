@@ -61,11 +61,10 @@ else:
             Annotated[
                 Runtime,
                 Meta(
-                    description="The program that engines run. diptych: our own, in two pools. "
-                    "vllm: `vllm serve`, from an image of vLLM, in one pool or two "
-                    "(docs/vllm.md); of the fields below it has image, args, "
-                    "tensorParallelSize, reasoningParser, toolCallParser, jsonSchemas and "
-                    "otlpTracesEndpoint."
+                    description="What engines run. diptych: our own program, in two pools. vllm: "
+                    "`vllm serve`, in one pool or two (docs/vllm.md); of the fields below it has "
+                    "image, args, tensorParallelSize, reasoningParser, toolCallParser, "
+                    "jsonSchemas and otlpTracesEndpoint."
                 ),
             ],
             "diptych",
@@ -74,9 +73,9 @@ else:
             Annotated[
                 ImageReference,
                 Meta(
-                    description="Container image of the engine pods; left out, the one that the "
-                    "operator was installed with. The status says which it is. The runtime vllm "
-                    "needs one, such as vllm/vllm-openai:v0.32.0.",
+                    description="Container image of the engine pods; left out, the operator's. "
+                    "The status says which it is. The runtime vllm needs one, such as "
+                    "vllm/vllm-openai:v0.32.0.",
                 ),
             ],
             "",
@@ -203,8 +202,7 @@ class PrefillEngine(SpecPart, frozen=True):
         ImageReference,
         Meta(
             description="Container image of prefill pods, such as one for other processors; left "
-            "out, spec.engine.image. It must be the same build of vLLM: only the engines' own "
-            "handshake can tell.",
+            "out, spec.engine.image. It must be the same build of vLLM.",
         ),
     ] = ""
     args: Annotated[
@@ -212,9 +210,8 @@ class PrefillEngine(SpecPart, frozen=True):
         Meta(
             max_length=64,
             title="a list of arguments",
-            description="Arguments of `vllm serve` for prefill pods; they come after "
-            "spec.engine.args, and the last of the same name counts. Those on which KV depends "
-            "are refused.",
+            description="Arguments of `vllm serve` for prefill pods, after spec.engine.args; the "
+            "last of a name counts. Those on which KV depends are refused.",
             **ruled(*ARGUMENT_RULES, *EQUAL_IN_BOTH, OFFLOADING),
         ),
     ] = []
@@ -224,9 +221,9 @@ class PrefillEngine(SpecPart, frozen=True):
             Meta(
                 ge=1,
                 le=MAX_RANKS,
-                description="Ranks of each prefill engine; left out, as many as decode engines "
-                "have (spec.engine.tensorParallelSize). With the connector nixl those are a "
-                "multiple of it.",
+                description="Ranks of each prefill engine; left out, "
+                "spec.engine.tensorParallelSize. With the connector nixl that is a multiple of "
+                "it.",
             ),
         ]
         | None

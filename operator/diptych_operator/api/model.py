@@ -50,8 +50,8 @@ class ModelCache(SpecPart, frozen=True):
     host_path: Annotated[
         Annotated[str, Meta(pattern=r"^/.+", max_length=1024, title="an absolute path")] | None,
         Meta(
-            description="A directory on each node, in which each namespace has a folder: one "
-            "download a node and namespace. Routers fetch the little they read for themselves."
+            description="A directory on each node, with a folder for each namespace: one download "
+            "a node and namespace."
         ),
     ] = None
     ephemeral: Annotated[
@@ -138,9 +138,8 @@ class Model(SpecPart, frozen=True):
             description="Where the weights are. hf://ORG/REPO[/FILE.gguf], s3://BUCKET/FOLDER or "
             "FILE.gguf and https://HOST/FILE.gguf are fetched once into the cache; "
             "pvc://CLAIM/PATH and oci://IMAGE@sha256:DIGEST[#/PATH] are mounted; "
-            "package://PKG/FILE (a file inside an installed Python package) and file:///PATH are "
-            "read where the engine's image has them; dummy://?num_hidden_layers=2 has random "
-            "weights, for measurements.",
+            "package://PKG/FILE (in an installed Python package) and file:///PATH are in the "
+            "engine's image; dummy://?num_hidden_layers=2 has random weights, for measurements.",
             title="a URI",
             examples=["hf://ORG/REPO", "pvc://CLAIM/PATH", "package://PKG/FILE"],
             **ruled(*URI_RULES.values()),
@@ -151,8 +150,8 @@ class Model(SpecPart, frozen=True):
         Meta(
             max_length=128,
             pattern=r"^[A-Za-z0-9._/-]*$",
-            description="Commit, tag or branch of an hf:// repository. Pin a commit: without one "
-            "the pods of a service may come to hold different weights.",
+            description="Commit, tag or branch of an hf:// repository. Pin a commit, or pods may "
+            "come to hold different weights.",
         ),
     ] = ""
     sha256: Annotated[
@@ -177,8 +176,8 @@ class Model(SpecPart, frozen=True):
     sampling: Annotated[
         Sampling,
         Meta(
-            description="What requests get that leave these fields out. A field that is not said "
-            "here is as the model's files say (generation_config.json, GGUF metadata)."
+            description="What requests get that leave these fields out; left out here too, what "
+            "the model's files say (generation_config.json, GGUF metadata)."
         ),
     ] = Sampling()
     served_name: Annotated[

@@ -37,8 +37,8 @@ PodResources = Annotated[
 ]
 _TEMPLATE_HELP = (
     "A partial pod template (metadata, spec) merged over the rendered one: objects field by field, "
-    "containers by name, env, volumes, volumeMounts and ports replaced by name. What "
-    "drains a pod stays: see docs/operations.md. Null is refused: podTemplateRemove removes fields."
+    "containers by name, env, volumes, volumeMounts and ports replaced by name. What drains a pod "
+    "stays (docs/operations.md). Null is refused: see podTemplateRemove."
 )
 PodTemplate = Annotated[
     dict[str, Any],
@@ -63,8 +63,8 @@ PodTemplateRemove = Annotated[
     Meta(
         max_length=32,
         description="Fields of the rendered pod template to leave out before the podTemplate is "
-        "merged: paths such as spec.containers[engine].startupProbe. Entries of lists and dotted "
-        "names stand in brackets.",
+        "merged: paths such as spec.containers[engine].startupProbe, with entries of lists and "
+        "dotted names in brackets.",
     ),
 ]
 
@@ -132,8 +132,8 @@ ScaledBy = Annotated[
     Literal["Operator", "External"],
     Meta(
         description="Who chooses the number of pods. Operator: by the signals below. External: "
-        "whoever scales the PoolScaler NAME-prefill or NAME-decode, such as an HPA or KEDA; the "
-        "bounds hold then, and the other fields are not looked at."
+        "whoever scales the PoolScaler NAME-prefill or NAME-decode, such as an HPA or KEDA, "
+        "within the bounds; the other fields do not count."
     ),
 ]
 MinReplicas = Annotated[
@@ -141,8 +141,7 @@ MinReplicas = Annotated[
     Meta(
         ge=0,
         le=1000,
-        description="Fewest pods. 0, in both pools, lets an idle service sleep; the router then "
-        "holds requests until pods are back.",
+        description="Fewest pods. 0, in both pools, lets an idle service sleep.",
     ),
 ]
 MaxReplicas = Annotated[int, Meta(ge=1, le=1000, description="Most pods.")]
@@ -160,8 +159,8 @@ Attainment = Annotated[
         ge=0.5,
         le=0.999,
         description="Share of the requests that are to keep the pool's promise, such as 0.95. The "
-        "pool grows while fewer do and requests share pods, and shrinks only as far as the promise "
-        "is kept. Left out, promises are not looked at.",
+        "pool grows while fewer do and requests share pods, and shrinks only as far as the "
+        "promise is kept.",
         examples=["0.95"],
     ),
 ]
@@ -234,8 +233,7 @@ class PrefillPool(SpecPart, frozen=True):
     autoscaling: Annotated[
         PrefillAutoscaling | None,
         Meta(
-            description="Let the operator choose the number of pods by the prompt tokens that "
-            "wait, or let somebody else choose it.",
+            description="The number of pods by the prompt tokens that wait, or by somebody else.",
             **ruled(*SCALING_RULES),
         ),
     ] = None
@@ -256,8 +254,8 @@ class DecodePool(SpecPart, frozen=True):
     autoscaling: Annotated[
         DecodeAutoscaling | None,
         Meta(
-            description="Let the operator choose the number of pods by the use of their KV cache "
-            "and their queues, or let somebody else choose it.",
+            description="The number of pods by the use of their KV cache and their queues, or by "
+            "somebody else.",
             **ruled(*SCALING_RULES),
         ),
     ] = None

@@ -23,8 +23,8 @@ class ApiKeys(SpecPart, frozen=True):
         SecretName,
         Meta(
             description="A Secret in this namespace. Each entry is a key: its name is the "
-            "client's, for metrics and logs, its value what the client sends as a bearer token. "
-            "Routers follow its changes without a restart.",
+            "client's, for metrics and logs, its value the bearer token. Routers follow its "
+            "changes.",
         ),
     ]
     cache_per_key: CachePerKey = False
@@ -35,7 +35,7 @@ class Tls(SpecPart, frozen=True):
         SecretName,
         Meta(
             description="A Secret of type kubernetes.io/tls in this namespace, as cert-manager "
-            "makes them. Routers follow its changes without a restart.",
+            "makes them. Routers follow its changes.",
         ),
     ]
 
@@ -44,9 +44,9 @@ class BatchVolume(SpecPart, frozen=True):
     claim_name: Annotated[
         ClaimName,
         Meta(
-            description="A PersistentVolumeClaim in this namespace, which routers write to. For "
-            "several router pods it must be ReadWriteMany, and locks (flock) must hold across "
-            "nodes, as on NFS 4 and CephFS.",
+            description="A PersistentVolumeClaim in this namespace, which routers write to. "
+            "Several routers need ReadWriteMany, and locks (flock) that hold across nodes, as on "
+            "NFS 4 and CephFS.",
         ),
     ]
 
@@ -79,8 +79,8 @@ else:
             Annotated[
                 BatchVolume | None,
                 Meta(
-                    description="A volume for files and batches; left out, they are on the disk of "
-                    "the router pod's node, and go with the pod."
+                    description="A volume for files and batches; left out, they go with the "
+                    "router's pod."
                 ),
             ],
             None,
@@ -92,8 +92,8 @@ else:
                     pattern=r"^[1-9][0-9]{0,8}(Mi|Gi|Ti)$",
                     title="a size such as 10Gi",
                     description="The most that all files and batches may take; one API key may "
-                    "have half of it. It is to be less than the volume has: while a batch ends, "
-                    "its answers are there twice.",
+                    "have half of it. Less than the volume has: while a batch ends, its answers "
+                    "are there twice.",
                     examples=["10Gi"],
                 ),
             ],
@@ -108,8 +108,7 @@ else:
             Annotated[
                 ImageReference,
                 Meta(
-                    description="Container image of the router pods; left out, the one that the "
-                    "operator was installed with.",
+                    description="Container image of the router pods; left out, the operator's.",
                 ),
             ],
             "",
@@ -130,8 +129,8 @@ else:
             Annotated[
                 Batches | None,
                 Meta(
-                    description="Serve /v1/files and /v1/batches: requests in files, answered when "
-                    "there is room; left out, these routes are off.",
+                    description="Serve /v1/files and /v1/batches: requests in files, answered "
+                    "when there is room; left out, they are off.",
                     examples=["{pvc: {claimName: batches}}"],
                 ),
             ],

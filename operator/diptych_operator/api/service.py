@@ -48,24 +48,23 @@ class Transfer(SpecPart, frozen=True):
         Connector,
         Meta(
             description="How engines that run vLLM hand KV over, if there is a prefill pool. "
-            "diptych: by our hinge, through a connector of ours in vLLM. nixl: by vLLM's own "
-            "NixlConnector. none: not at all, in one pool. Our own engines always use the hinge, "
-            "which is diptych."
+            "diptych: by our hinge, through a connector of ours. nixl: by vLLM's own "
+            "NixlConnector. none: not at all, in one pool. Our own engines always use the hinge."
         ),
     ] = "diptych"
     connector_image: Annotated[
         ImageReference,
         Meta(
-            description="Container image that brings what vLLM lacks into its pods: how it "
-            "speaks to routers, and our connector; left out, the one that the operator was "
-            "installed with. If it is the engine's own image, nothing is copied.",
+            description="Container image that brings what vLLM lacks into its pods: how it speaks "
+            "to routers, and our connector; left out, the operator's. If it is the engine's own "
+            "image, nothing is copied.",
         ),
     ] = ""
     transport: Annotated[
         Literal["auto", "rdma", "tcp", "shm"],
         Meta(
             description="What carries KV blocks. auto takes the best that both ends offer; rdma "
-            "fails rather than falls back; shm joins processes of one machine outside containers."
+            "does not fall back; shm joins processes of one machine outside containers."
         ),
     ] = "auto"
     verify: Verify = "Required"
@@ -76,8 +75,8 @@ class Rollout(SpecPart, frozen=True):
         Literal["PairedRolling", "BlueGreen", "Recreate"],
         Meta(
             description="How a new revision replaces the old: PairedRolling moves both pools in "
-            "step, keeping their ratio; BlueGreen starts all of the new one, then switches; "
-            "Recreate stops the old one first."
+            "step; BlueGreen starts all of the new one, then switches; Recreate stops the old one "
+            "first."
         ),
     ] = "PairedRolling"
     max_surge: Annotated[
@@ -93,8 +92,8 @@ class Rollout(SpecPart, frozen=True):
         Meta(
             ge=10,
             le=86400,
-            description="A new revision that gets no further for so long is called failed: the "
-            "rollout stops and the old revision keeps serving.",
+            description="A new revision that gets no further for so long has failed: the old one "
+            "keeps serving.",
         ),
     ] = 600
 
@@ -111,16 +110,16 @@ class Network(SpecPart, frozen=True):
     policy: Annotated[
         Literal["Managed", "None"],
         Meta(
-            description="Managed: KV and engine ports are open between the service's own pods "
-            "only, the admin port to the operator only."
+            description="Managed: KV and engine ports are open to the service's own pods, the "
+            "admin port to the operator."
         ),
     ] = "Managed"
     engine_api: Annotated[
         Literal["None", "OwnPods"],
         Meta(
             description="Whether engines have an OpenAI API of their own, for another project's "
-            "router. OwnPods: at their port 8001, which a managed policy opens to the service's "
-            "own pods only. None: they answer probes and scrapers, and the service's routers."
+            "router. OwnPods: at port 8001, which a managed policy opens to the service's own "
+            "pods only. None: they answer probes, scrapers and the service's routers."
         ),
     ] = "None"
 
@@ -217,8 +216,8 @@ class Spec(SpecPart, frozen=True, kw_only=True):
     prefill: Annotated[
         PrefillPool | None,
         Meta(
-            description="The pool that computes prompts. It may be left out where the runtime is "
-            "vllm: then there is one pool, whose engines compute prompts and answers.",
+            description="The pool that computes prompts. Where the runtime is vllm it may be left "
+            "out: the decode pool computes them then.",
             examples=["{replicas: 1}"],
             **ruled(ONE_SCALE),
         ),
