@@ -1,10 +1,10 @@
 """Which part of the processor's peak the products with packed weights reach, by rows.
 
-`python -m benchmarks.products [--levels avx2 vnni] [--repetitions 15]`. The peak is that of the
+`python -m benchmarks.products [--levels avx2 vnni amx] [--repetitions 15]`. The peak is that of the
 products' own instruction, repeated with all operands in registers. It and the product take turns,
 on one thread, so that both meet the same clock and the same neighbours: the part is the median of
 those of each turn, in the processor's seconds. Nothing but the product is measured: no attention,
-no norms. A machine with a matrix unit computes prompts there, which is not measured here.
+no norms. The matrix unit computes prompts only.
 """
 
 from __future__ import annotations
@@ -61,6 +61,9 @@ OF_PRODUCTS: Final = {
     ),
     CpuLevel.VNNI: Instruction(
         OF_LEVEL[CpuLevel.VNNI], ("vpdpwssd %zmm14, %zmm15, %zmm{sum}",), 32
+    ),
+    CpuLevel.AMX: Instruction(
+        OF_LEVEL[CpuLevel.AMX], ("tdpbf16ps %tmm6, %tmm5, %tmm{tile}",), 16**2 * 32, True
     ),
 }
 
@@ -130,12 +133,17 @@ def random_tiles(bits: int) -> Tensor:
     return tiles
 
 
-def product(tiles: Tensor, rows: int) -> Callable[[], float]:
-    """Return what measures products a second of `rows` decodes."""
+def product(tiles: Tensor, rows: int, level: CpuLevel) -> Callable[[], float]:
+    """Return what measures products a second of `rows` decodes, or of rows of a prompt if the
+    level has a matrix unit."""
     x, out = torch.randn(rows, SHAPE[1]), torch.empty(rows, SHAPE[0])
 
     workspace = torch.empty(cpu.workspace_bytes(*x.shape), dtype=torch.int8)
-    kernel, arguments = cpu.decode_call(x, tiles, out, workspace, add=False)
+    kernel, arguments = (
+        cpu.chunk_call(x, 0, tiles, out, workspace, add=False)
+        if level is CpuLevel.AMX
+        else cpu.decode_call(x, tiles, out, workspace, add=False)
+    )
 
     def work(_memory: Any = (x, out, workspace)) -> None:
         kernel.run(arguments, 1)
@@ -186,7 +194,7 @@ def main() -> None:
             best = peak(OF_PRODUCTS[level])
             for bits in args.bits:
                 tiles = random_tiles(bits)
-                cases = (product(tiles, rows) for rows in args.rows)
+                cases = (product(tiles, rows, level) for rows in args.rows)
                 print(f"| {word} | {bits} | {cells_of(cases, best, args.repetitions)}", flush=True)
 
 

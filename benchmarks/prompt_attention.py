@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 from benchmarks.machine import machine
-from benchmarks.products import Instruction, cells_of, peak, rate_of
+from benchmarks.products import OF_PRODUCTS, Instruction, cells_of, peak, rate_of
 
 from diptych_kernels.cpu_level import CpuLevel, forced, machine_has_bfloat16_dots, machine_level
 from diptych_kernels.native.targets import OF_LEVEL, target_of
@@ -55,9 +55,7 @@ KINDS: Final = {
     "amx": Kind(
         CpuLevel.AMX,
         torch.bfloat16,
-        Instruction(
-            OF_LEVEL[CpuLevel.AMX], ("tdpbf16ps %tmm6, %tmm5, %tmm{tile}",), 16**2 * 32, True
-        ),
+        OF_PRODUCTS[CpuLevel.AMX],
     ),
 }
 
