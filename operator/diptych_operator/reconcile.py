@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import partial
 from typing import Any
 
@@ -167,7 +167,7 @@ class Reconciler:
             raise
         aim = snapshot.aim
         desired = self._desired(key, snapshot, aim)
-        step = _decide(snapshot, desired)
+        step = _decide(snapshot, desired, self._kube.now)
         done = await self._act(snapshot, step, aim)
         problems = (*snapshot.observed.problems, *done.problems)
         observed = replace(snapshot.observed, problems=problems, lags=done.changed)
@@ -294,7 +294,7 @@ class Reconciler:
             before,
             target=target,
             desired=desired,
-            now=_now(),
+            now=_rfc3339(self._kube.now),
         )
         meta = service.metadata
         self._metrics.saw((meta.namespace, meta.name), after)
@@ -345,7 +345,7 @@ def _foreign(
     return set().union(*waiting) - made
 
 
-def _decide(snapshot: ServiceSnapshot, desired: Counts) -> Step:
+def _decide(snapshot: ServiceSnapshot, desired: Counts, now: datetime) -> Step:
     service, status = snapshot.service, snapshot.service.status
     counted = count(snapshot.observed, snapshot.target, status.transfer)
     return plan(
@@ -354,7 +354,7 @@ def _decide(snapshot: ServiceSnapshot, desired: Counts) -> Step:
         service.spec.rollout,
         snapshot.revision_states(),
         verify=service.verification == "Required",
-        failed=deadline_missed(status.rollout, service, counted, _now()),
+        failed=deadline_missed(status.rollout, service, counted, _rfc3339(now)),
         routers_serving=[
             *(tuple(router.serving_revisions) for router in snapshot.observed.routers),
             *[None] * snapshot.observed.unreachable_routers,
@@ -374,6 +374,6 @@ def _interval(service: InferenceService, step: Step) -> float | None:
     return AUTOSCALE_INTERVAL_S if by_load else REST_INTERVAL_S
 
 
-def _now() -> str:
-    """RFC 3339, in whole seconds, as Kubernetes writes times."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+def _rfc3339(now: datetime) -> str:
+    """In whole seconds, as Kubernetes writes times."""
+    return now.strftime("%Y-%m-%dT%H:%M:%SZ")

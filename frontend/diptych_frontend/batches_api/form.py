@@ -64,7 +64,7 @@ class UploadForm:
                 else:
                     self._keep(event)
         except MultipartError as exc:
-            raise InvalidRequestError(f"the form cannot be read: {exc}") from exc
+            raise InvalidRequestError(f"the form cannot be read: {exc.args[0]}") from exc
         return b"".join(of_file)
 
     def ended(self) -> FileForm:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import BinaryIO, Final
@@ -110,10 +111,12 @@ def _short_text(value: msgspec.Raw) -> str | None:
 
 def lines_of(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Yield each line that is not blank, with its number. Of a line that is too long, only a part
-    is yielded, and nothing after it."""
+    is yielded, and nothing after it. A byte order mark at the beginning is left out."""
     number = 0
     while raw := file.readline(MAX_LINE_BYTES + 1):
         number += 1
+        if number == 1:
+            raw = raw.removeprefix(BOM_UTF8)
         if stripped := raw.strip():
             yield number, stripped
         if len(raw) > MAX_LINE_BYTES:

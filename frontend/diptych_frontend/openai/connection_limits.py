@@ -256,9 +256,11 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _refuse(self, exc: InvalidRequestError | EngineOverloadedError) -> None:
         """Answer in OpenAI's form if that is possible still, and close."""
-        if not self.is_idle:
-            self.transport.abort()
-            return
+        for cycle in self._unanswered:
+            if cycle.response_started and not cycle.response_complete:
+                self.transport.abort()
+                return
+            cycle.disconnected = True  # it writes nothing any more
         answer = error_answer(exc, "")
         body = OPENAI.body(answer, "")
         headers = (

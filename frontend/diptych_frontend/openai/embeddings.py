@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -116,8 +116,8 @@ class Job:
     params: PoolingParams
     options: PromptOptions
     exchange: Exchange
-    field: str
-    """The name of the request's field with the prompts."""
+    fields: Sequence[str]
+    """The names of the request's fields that the prompts come from, one for each."""
 
 
 class Embedder:
@@ -172,7 +172,7 @@ class Embedder:
                         progress.saw_vectors(output)
                         return output
             except InvalidRequestError as exc:
-                raise called(exc, job.field) from exc
+                raise called(exc, job.fields[index]) from exc
             raise EngineGenerateError("the engine ended this request without an answer")
 
 
@@ -206,7 +206,7 @@ class EmbeddingRoute:
         async with UntilDisconnect(receive, exchange) as client:
             params = PoolingParams(dimensions=request.dimensions)
             options = prompt_options(scope, exchange, adapter, request.priority)
-            job = Job(prompts, params, options, exchange, "input")
+            job = Job(prompts, params, options, exchange, ["input"] * len(prompts))
             # Each is written as soon as it is there, so that no answer blocks the others for long,
             # and numbers do not lie around as Python objects.
             write = partial(_written, encoding_format=request.encoding_format or "float")

@@ -121,7 +121,7 @@ class ScoreRequest(_Scoring, kw_only=True):
 
         Raises `InvalidRequestError` naming the field.
         """
-        first, second = self._only(FIRST), self._only(SECOND)
+        first, second = (_listed(getattr(self, name), name) for name in self.fields())
         if len(first) not in (1, len(second)):
             raise InvalidRequestError(
                 f"{len(first)} and {len(second)} texts: send one first text, or as many as second "
@@ -130,11 +130,15 @@ class ScoreRequest(_Scoring, kw_only=True):
             )
         return first, second
 
-    def _only(self, names: Sequence[str]) -> list[str]:
+    def fields(self) -> tuple[str, str]:
+        """Return the names of the fields of both. Raises `InvalidRequestError`."""
+        return self._only(FIRST), self._only(SECOND)
+
+    def _only(self, names: Sequence[str]) -> str:
         given = [name for name in names if getattr(self, name) is not None]
         if len(given) != 1:
             raise InvalidRequestError(f"send exactly one of {', '.join(names)}", param=names[0])
-        return _listed(getattr(self, given[0]), given[0])
+        return given[0]
 
     def answer(self, request_id: str, scores: list[float], tokens: int) -> bytes:
         """Return the body of the answer."""
@@ -152,6 +156,10 @@ class RerankRequest(_Scoring, kw_only=True):
     """The most results; 0 means all."""
     return_documents: bool | None = None
     """False omits the texts from the results."""
+
+    def fields(self) -> tuple[str, str]:
+        """See `ScoreRequest.fields`."""
+        return "query", "documents"
 
     def texts(self) -> tuple[list[str], list[str]]:
         """Return the query and the documents. Raises `InvalidRequestError` naming the field."""
@@ -215,14 +223,15 @@ class ScoringRoute:
         body = exchange.body
         if len(body) > INLINE_BYTES:
             self._engine.check_admission()
-        request, prompts, first = await self._workers.read(
+        request, prompts, fields = await self._workers.read(
             scope, body, lambda: self._read(scope, body)
         )
         adapter = adapter_of(request.model, self._served_names, self._engine)
         options = prompt_options(scope, exchange, adapter, request.priority)
-        job = Job(prompts, PoolingParams(), options, exchange, "documents")
+        job = Job(prompts, PoolingParams(), options, exchange, fields)
         async with UntilDisconnect(receive, exchange) as client:
             vectors = await self._embedder.embed(job, _as_vector)
+            first = fields.count(fields[0])
             scores = cosines(vectors[:first], vectors[first:])
             tokens = sum(len(prompt["prompt_token_ids"]) for prompt in prompts)
             answer = request.answer(exchange.request_id, scores, tokens)
@@ -230,20 +239,21 @@ class ScoringRoute:
         if client.gone:
             logger.info("%s: the client left; request aborted", exchange.request_id)
 
-    def _read(self, scope: Scope, body: bytes) -> tuple[Scoring, list[TokensPrompt], int]:
-        """The request, its prompts, and how many of them are first texts."""
+    def _read(self, scope: Scope, body: bytes) -> tuple[Scoring, list[TokensPrompt], list[str]]:
+        """The request, its prompts, and which field each is from."""
         max_values = most_values(self._engine.max_model_len)
         request = decode_body(scope, body, self._decoder, max_values)
-        first, second = request.texts()
-        renderer = self._engine.renderer
-        try:
-            prompts = [renderer.render_prompt(text) for text in (*first, *second)]
-        except InvalidRequestError as exc:
-            raise called(exc, "documents") from exc
+        fields, prompts = list[str](), list[TokensPrompt]()
+        for field, texts in zip(request.fields(), request.texts(), strict=True):
+            try:
+                prompts += map(self._engine.renderer.render_prompt, texts)
+            except InvalidRequestError as exc:
+                raise called(exc, field) from exc
+            fields += [field] * len(texts)
         if request.cache_salt is not None:
             for prompt in prompts:
                 prompt["cache_salt"] = request.cache_salt
-        return request, prompts, len(first)
+        return request, prompts, fields
 
 
 def _as_vector(array: Array) -> Vector:

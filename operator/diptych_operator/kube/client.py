@@ -8,8 +8,9 @@ token refresh and the HTTP session.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from typing import Any, Self
 from urllib.parse import urlencode
@@ -95,6 +96,16 @@ class Kube:
         """Number of requests made since the start, watches not included."""
         self.time: datetime | None = None
         """When the API server gave its last answer, by its own clock."""
+        self._told_at = 0.0
+        """The same by the monotonic clock."""
+
+    @property
+    def now(self) -> datetime:
+        """By the API server's clock, once it has told: others read what is written by it, and this
+        machine's may jump."""
+        if self.time is None:
+            return datetime.now(UTC)
+        return self.time + timedelta(seconds=time.monotonic() - self._told_at)
 
     @classmethod
     async def connect(cls) -> Self:
@@ -251,6 +262,7 @@ class Kube:
             raise ApiError(0, "NoToken", f"no token for the API server: {exc}") from exc
         with contextlib.suppress(ValueError):  # a proxy may leave it out
             self.time = parsedate_to_datetime(response.headers.get("Date", ""))
+            self._told_at = time.monotonic()
         if response.status >= 400:
             raise _refusal(response.status, data)
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from datetime import UTC, datetime
 
 from diptych_operator.api.base import Raw
 from diptych_operator.api.service import API_VERSION, KIND, InferenceService
@@ -34,7 +33,7 @@ class EventLog:
     async def post_about(self, about: Raw, note: EventNote) -> None:
         """Post the same event about an object of any kind."""
         meta = about["metadata"]
-        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        now = self._kube.now.strftime("%Y-%m-%dT%H:%M:%SZ")
         event = {
             "apiVersion": "v1",
             "kind": "Event",

@@ -19,7 +19,6 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from diptych_operator.api.base import Raw
@@ -309,7 +308,7 @@ def _name(lease: Raw) -> LeaseName:
 
 def _lease(kube: Kube, candidate: Candidate, name: LeaseName, before: Raw | None) -> dict[str, Any]:
     """The Lease with our name and the API server's time of now; see `rivals`."""
-    now = (kube.time or datetime.now(UTC)).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+    now = kube.now.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
     spec = dict((before or {}).get("spec") or {})
     if spec.get("holderIdentity") != candidate.identity:
         spec["acquireTime"] = now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ from diptych_engine.scheduling.reasoning import ReasoningTokens
 from diptych_engine.scheduling.request import Request
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.reasoning.formats import FORMATS
+from diptych_frontend.text.structured_outputs import grammar_of, parser_limits
 from diptych_frontend.text.tokenizer import Tokenizer
 from diptych_frontend.text.tokenizer_files import load_tokenizer
+from diptych_protocol import StructuredOutputsParams
 
 VOCABULARY, EOS = 49152, 2
 ANSWERS = ["yes", "<b>", "<think>"]
@@ -93,3 +96,52 @@ def test_contract_C05_the_first_tokens_may_be_the_marker_or_the_answer(
     assert after("<", "think", ">", "</", "think", ">") == after() | {"<"}
     assert after("yes") == {tokenizer.token_text(EOS)}
     assert after(" wonder") == "broken"
+
+
+LITERAL = "so say we all, and more " * 20
+FORCED: list[dict[str, Any]] = [
+    {"choice": [LITERAL]},
+    {"json": {"enum": [f"a {LITERAL}", f"an {LITERAL}"]}},
+    {"json": {"const": {"names": [LITERAL, 1234567, LITERAL]}}},
+    {"regex": "[a-c]{2}(dog ){200}[0-9]?"},
+    {"grammar": f'start: "x" word " " word\nword: "{LITERAL}"'},
+]
+
+
+class CountedMasks:
+    """A grammar, of which one output is read, with the number of its masks."""
+
+    def __init__(self, grammar: LLMatcher) -> None:
+        self._grammar = grammar.deep_copy()
+        self.masks = 0
+
+    def deep_copy(self) -> CountedMasks:
+        return self
+
+    def compute_bitmask(self) -> bytes:
+        self.masks += 1
+        return self._grammar.compute_bitmask()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._grammar, name)
+
+
+@pytest.mark.parametrize("form", FORCED, ids=lambda form: next(iter(form)))
+def test_text_that_must_follow_is_tokenized_once(
+    tokenizer: Tokenizer, form: dict[str, Any]
+) -> None:
+    """And each mask is as if the grammar were asked every time."""
+    tokens = LLTokenizer(tokenizer.backend.to_str(), n_vocab=VOCABULARY, eos_token=[EOS])
+    grammar = LLMatcher(
+        tokens, grammar_of(StructuredOutputsParams(**form)), log_level=0, limits=parser_limits()
+    )
+    each_time, random = grammar.deep_copy(), Random(1)
+    counted: Any = CountedMasks(grammar)
+    state, ids = GrammarState(counted), list[int]()
+    while not each_time.is_stopped():
+        bits = state.allowed(output_of(ids))
+        expected = np.frombuffer(each_time.compute_bitmask(), np.uint8)
+        assert (bits == expected).all(), tokenizer.decode(ids)
+        ids.append(random.choice(np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()))
+        assert each_time.consume_token(ids[-1])
+    assert 2 * counted.masks < len(ids)

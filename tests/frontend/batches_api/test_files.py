@@ -137,6 +137,7 @@ async def test_a_form_that_is_wrong_leaves_nothing_behind(
         (f"multipart/form-data; {'a=b; ' * 1000}boundary=b", b"--b--\r\n", 415),
         ("multipart/form-data; boundary=b", b"nonsense" * 100, 400),
         ("multipart/form-data; boundary=b", b"--b\r\n", 400),
+        ("multipart/form-data; boundary=b", b'--b\r\nA: b; c="\xff"\r\n\r\n', 400),
         ("multipart/form-data; boundary=b", b"--b--\r\n", 400),
     ],
 )
@@ -145,6 +146,7 @@ async def test_what_is_no_form_is_refused(
 ) -> None:
     answer = await http.post("/v1/files", content=body, headers={"content-type": kind})
     assert answer.status_code == status, answer.text
+    assert "Error(" not in answer.json()["error"]["message"]
     assert contents(tmp_path) == []
 
 

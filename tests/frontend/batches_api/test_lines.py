@@ -86,6 +86,12 @@ def test_blank_lines_count_as_lines_but_not_as_requests() -> None:
     assert (checked.total, checked.errors) == (2, [])
 
 
+def test_a_file_may_begin_with_a_byte_order_mark() -> None:
+    """As some editors write it."""
+    checked = check(io.BytesIO(b"\xef\xbb\xbf" + written()), CHAT)
+    assert (checked.total, checked.errors) == (1, [])
+
+
 def test_errors_and_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(check(io.BytesIO(b"x\n" * 1000), CHAT).errors) == lines.MAX_ERRORS
     monkeypatch.setattr(lines, "MAX_LINES", 2)

@@ -122,9 +122,20 @@ async def test_requests_sent_ahead_are_bounded(engine: Any, serve: Any, eventual
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     whole = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
     async with serve(build_app(engine)) as url:
-        await answer_to(url, whole * 100)
+        answer = await answer_to(url, whole * 100)
+        assert answer.startswith(b"HTTP/1.1 400"), answer
+        assert b"sent ahead" in answer
         await eventually(lambda: not engine.running)
         assert len(engine.seen) <= 1
+
+
+async def test_a_body_that_breaks_off_in_nonsense_is_told_so(engine: Any, serve: Any) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    async with serve(build_app(engine)) as url:
+        answer = await answer_to(url, head + b'3\r\n{"m\r\n', b"zz\r\n")
+    assert answer.startswith(b"HTTP/1.1 400"), answer
+    assert b"this is not HTTP" in answer
+    assert answer.count(b"HTTP/1.1") == 1
 
 
 H2C = b"Upgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\nConnection: Upgrade, HTTP2-Settings"

@@ -93,6 +93,9 @@ async def test_options_reach_the_engine(http: httpx.AsyncClient, engine: Any) ->
         ),
         (RERANK, {"documents": "b"}, 400, "query"),
         (RERANK, {"query": "a"}, 400, "documents"),
+        (RERANK, {"query": "", "documents": "b"}, 400, "query"),
+        (SCORE, {"text_1": ["a", ""], "text_2": ["b", "c"]}, 400, "text_1"),
+        (SCORE, {"text_1": "a", "text_2": ["b", ""]}, 400, "text_2"),
         (RERANK, {"query": "a", "documents": "b", "top_n": -1}, 400, "top_n"),
         (
             RERANK,

@@ -189,6 +189,16 @@ async def test_how_old_a_lease_is_goes_by_the_api_servers_clock_alone() -> None:
     assert store.events() == ["ServedByAnother"]
 
 
+async def test_how_long_a_rollout_takes_goes_by_the_api_servers_clock_too() -> None:
+    """A jump of this machine's clock ends no rollout."""
+    store = YearsBehind()
+    await one_pass(store)
+    status = store.service(KEY)["status"]
+    assert status["rollout"]["lastProgressAt"].startswith("2001-03-05")
+    for when in [each["lastTransitionTime"] for each in status["conditions"]]:
+        assert when.startswith("2001-03-05")
+
+
 class SlowStore(Store):
     """It answers the first request for a Deployment only after a while, which is told before."""
 
