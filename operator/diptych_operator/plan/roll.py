@@ -87,6 +87,19 @@ class Bounds:
         small, large = self.size.of(self.smaller), self.size.of(self.larger)
         return max(1, larger * small // large)
 
+    def furthest(self, smaller: int) -> int:
+        """Return the most of the larger pool for which this many of the smaller are enough."""
+        small, large = self.size.of(self.smaller), self.size.of(self.larger)
+        return ((smaller + 1) * large - 1) // small
+
+    def near_the_line(self, counts: Counts) -> Counts:
+        """Return as many of these pods as have enough of the other pool beside them."""
+        if not both(counts):
+            return NOTHING
+        smaller = min(counts.of(self.smaller), self.rounded_up(counts.of(self.larger)))
+        larger = min(counts.of(self.larger), self.furthest(smaller))
+        return with_count(with_count(NOTHING, self.larger, larger), self.smaller, smaller)
+
 
 def roll(
     growing: RevisionState,
@@ -103,8 +116,7 @@ def roll(
     credit when they grow.
     """
     grown = both_or_none(least(growing.wanted, bounds.size))
-    placed = least(growing.placed, grown)
-    credit = _credit(growing.usable, placed) if growing.revision in trusted else NOTHING
+    credit = _credit(growing, grown, bounds) if growing.revision in trusted else NOTHING
     retreat = _Retreat(giving, bounds, need=less(bounds.floor, credit), leave=leave)
     retreat.give_way()
     if not grown and not retreat.leaves_a_place():
@@ -121,11 +133,17 @@ def roll(
     return {growing.revision: grown} | retreat.wanted
 
 
-def _credit(ready: Counts, wanted: Counts) -> Counts:
-    """Ready pods in the proportion in which they are wanted: the scarcer pool decides."""
+def _credit(growing: RevisionState, wanted: Counts, bounds: Bounds) -> Counts:
+    """Ready pods in the proportion in which they are wanted: the scarcer pool decides. While some
+    of those wait for a node, the line decides too: what has one may be all that there can be."""
     if not both(wanted):
         return NOTHING
-    ready = least(ready, wanted)
+    ready = least(growing.usable, wanted)
+    credit = _in_proportion(ready, wanted)
+    return most(credit, bounds.near_the_line(ready)) if growing.unplaced else credit
+
+
+def _in_proportion(ready: Counts, wanted: Counts) -> Counts:
     if ready.prefill * wanted.decode <= ready.decode * wanted.prefill:
         have, of = ready.prefill, wanted.prefill
     else:
@@ -143,8 +161,7 @@ def _grow(grown: Counts, retreat: _Retreat, bounds: Bounds) -> Counts:
     count = room.of(larger)
     if small < min(bounds.size.of(smaller), retreat.most_room(smaller)):
         # The smaller pool gets more room later, so the larger one waits for it at the line.
-        furthest = ((small + 1) * bounds.size.of(larger) - 1) // bounds.size.of(smaller)
-        count = max(grown.of(larger), min(count, furthest))
+        count = max(grown.of(larger), min(count, bounds.furthest(small)))
     target = max(grown.of(smaller), min(small, bounds.rounded_down(count)))
     return with_count(with_count(NOTHING, larger, count), smaller, target)
 

@@ -237,7 +237,7 @@ def pod_view(raw: Raw) -> PodView:
         if scheduled.get("reason") == "Unschedulable"
         else "",
         placed=placed,
-        turned_away_at="" if placed else scheduled.get("lastTransitionTime", ""),
+        turned_away_at="" if placed or not scheduled else _since(scheduled, meta),
         waiting_reason=_waiting(stuck or {}).get("reason", ""),
         waiting_message=_waiting(stuck or {}).get("message", ""),
         image=shown.get("image", ""),
@@ -247,6 +247,11 @@ def pod_view(raw: Raw) -> PodView:
         refers=references(raw.get("spec") or {}),
         key_secrets=key_secrets(raw.get("spec") or {}),
     )
+
+
+def _since(scheduled: Raw, meta: Raw) -> str:
+    """A pod with a scheduling gate is born with a condition that has no time."""
+    return scheduled.get("lastTransitionTime") or meta.get("creationTimestamp") or ""
 
 
 def seconds_between(then: str, now: str) -> float:

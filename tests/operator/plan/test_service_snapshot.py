@@ -252,10 +252,13 @@ def test_revisions_as_the_planner_wants_to_see_them() -> None:
 
 def test_a_pod_counts_as_turned_away_once_the_scheduler_has_looked_long_enough() -> None:
     def waiting(role: str, since: str, reason: str) -> Raw:
-        unplaced = {"status": "False", "reason": reason, "lastTransitionTime": since}
+        gated = reason == "SchedulingGated"
+        time = None if gated else since
+        unplaced = {"status": "False", "reason": reason, "lastTransitionTime": time}
         return {
             "metadata": {
                 "name": f"{role}-{since}", "labels": {ROLE_LABEL: role, REVISION_LABEL: "r1"},
+                **({"creationTimestamp": since} if gated else {}),
             },
             "status": {"phase": "Pending", "conditions": [{"type": "PodScheduled", **unplaced}]},
         }  # fmt: skip
