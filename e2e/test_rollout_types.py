@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from e2e.bench import POOL, Bench
+from e2e.bench import ENGINE_RESOURCES, POOL, Bench
 from e2e.kubectl import KubectlError, Object, wait_for
 from e2e.service import ENGINE_ROLES, READY_TIMEOUT_S, ROLES, Service
 
@@ -15,6 +16,7 @@ HOLD_S = 120
 """router.holdSeconds: as long as all pods of a pool take to leave and to come anew."""
 LATER_S = 8.0
 """By then the readiness of a router that calls itself not ready would have been withdrawn."""
+PLACE = "diptych.dev/place"
 QUESTION = "In one word: what do bees make?"
 
 
@@ -66,6 +68,38 @@ def test_recreate_holds_what_arrives(bench: Bench) -> None:
     bench.figures.add("recreate", {"held_s": arrived[0]})
     assert report.failures == {}
     assert service.revision() != first
+
+
+def test_where_no_place_is_spare_old_pods_make_room(bench: Bench) -> None:
+    """The node has four places, and the old pods hold all of them."""
+    service = bench.service
+    first = service.revision()
+    with_place = {**ENGINE_RESOURCES, "limits": {**ENGINE_RESOURCES["limits"], PLACE: "1"}}
+    four = {key: {"replicas": 2, "resources": with_place} for key in ENGINE_ROLES}
+    back = {key: {"replicas": 1, "resources": {"limits": {PLACE: None}}} for key in ENGINE_ROLES}
+    offer_places(bench, "4")
+    service.patch_spec({**four, "rollout": {"type": None}})
+    service.settled()
+
+    def disruption() -> None:
+        service.patch_spec({"engine": {"maxNumSeqs": 40}})
+        service.settled()
+
+    try:
+        assert bench.disrupt("no place to spare", disruption).failures == {}
+        assert service.revision() != first
+    finally:
+        service.patch_spec({**back, "engine": {"maxNumSeqs": None}})
+        service.settled()
+        offer_places(bench, None)
+
+
+def offer_places(bench: Bench, number: str | None) -> None:
+    """Have the first node offer so many of an extended resource, as a device plugin would."""
+    (node, *_) = (node["metadata"]["name"] for node in bench.kubectl.list("nodes"))
+    status = {"status": {key: {PLACE: number} for key in ("capacity", "allocatable")}}
+    patch = ("--type", "merge", "--subresource", "status", "--patch", json.dumps(status))
+    bench.kubectl.run("patch", "node", node, *patch)
 
 
 def ready_engines(service: Service) -> list[str]:

@@ -50,7 +50,7 @@ from diptych_operator.routers import Routers
 from diptych_operator.scalers import PoolScalers, with_sizes_from_outside
 from diptych_operator.service_snapshot import ServiceSnapshot, key_sets, keys_in_pods
 from diptych_operator.status.observed import Observed, PodView, Problem, observe, pod_view
-from diptych_operator.status.progress import deadline_missed
+from diptych_operator.status.progress import deadline_missed, lacks_room
 from diptych_operator.status.reasons import Reason
 from diptych_operator.status.references import Reference
 from diptych_operator.status.status import build_status, count, events_between
@@ -167,7 +167,7 @@ class Reconciler:
             raise
         aim = snapshot.aim
         desired = self._desired(key, snapshot, aim)
-        step = _decide(snapshot, desired, self._kube.now)
+        step = _decide(snapshot, desired, _rfc3339(self._kube.now))
         done = await self._act(snapshot, step, aim)
         problems = (*snapshot.observed.problems, *done.problems)
         observed = replace(snapshot.observed, problems=problems, lags=done.changed)
@@ -345,16 +345,18 @@ def _foreign(
     return set().union(*waiting) - made
 
 
-def _decide(snapshot: ServiceSnapshot, desired: Counts, now: datetime) -> Step:
+def _decide(snapshot: ServiceSnapshot, desired: Counts, now: str) -> Step:
+    """`now`: an RFC 3339 time."""
     service, status = snapshot.service, snapshot.service.status
-    counted = count(snapshot.observed, snapshot.target, status.transfer)
+    counted = count(snapshot.observed, snapshot.target, status.transfer, now)
     return plan(
         snapshot.target,
         desired,
         service.spec.rollout,
-        snapshot.revision_states(),
+        snapshot.revision_states(now),
         verify=service.verification == "Required",
-        failed=deadline_missed(status.rollout, service, counted, _rfc3339(now)),
+        failed=deadline_missed(status.rollout, service, counted, now),
+        full=lacks_room(status.rollout, counted),
         routers_serving=[
             *(tuple(router.serving_revisions) for router in snapshot.observed.routers),
             *[None] * snapshot.observed.unreachable_routers,

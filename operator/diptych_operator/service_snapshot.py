@@ -57,8 +57,10 @@ class ServiceSnapshot:
             if raw["kind"] == "Deployment" and label(raw, REVISION_LABEL) == revision
         ]
 
-    def revision_states(self) -> list[RevisionState]:
-        """The state of each revision that has anything in the cluster, for the planner."""
+    def revision_states(self, now: str) -> list[RevisionState]:
+        """The state of each revision that has anything in the cluster, for the planner.
+
+        `now`: an RFC 3339 time."""
         observed, status = self.observed, self.service.status
         known = (status.current_revision, status.transfer.verified_revision)
         required = self.service.verification == "Required"
@@ -68,6 +70,8 @@ class ServiceSnapshot:
                 wanted=observed.wanted(name),
                 ready=observed.ready(name),
                 present=observed.present(name),
+                unplaced=observed.unplaced(name),
+                turned_away=observed.turned_away(name, now),
                 verified=observed.verified(name) or name in known,
                 # What has served before stays believed, whatever routers say while they restart.
                 trusted=observed.trusted(name) if name == self.target and required else None,

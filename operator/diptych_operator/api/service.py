@@ -96,6 +96,14 @@ class Rollout(SpecPart, frozen=True):
             "keeps serving.",
         ),
     ] = 600
+    when_full: Annotated[
+        Literal["ReplaceInPlace", "Wait", "Fail"],
+        Meta(
+            description="What a rollout does whose pods find no node. ReplaceInPlace (with "
+            "PairedRolling): old pods make room, a pair at a time, never a pool's only one. Wait: "
+            "the deadline stands still. Fail: the old revision keeps serving."
+        ),
+    ] = "ReplaceInPlace"
 
 
 class Availability(SpecPart, frozen=True):

@@ -192,7 +192,7 @@ def _without_bookkeeping(raw: dict[str, Any]) -> Raw:
 
 _KEPT_META = (
     "name", "namespace", "uid", "resourceVersion", "generation", "labels", "annotations",
-    "ownerReferences", "deletionTimestamp",
+    "ownerReferences", "creationTimestamp", "deletionTimestamp",
 )  # fmt: skip
 
 

@@ -38,13 +38,15 @@ def plan(
     failed: bool,
     routers_serving: Sequence[tuple[str, ...] | None],
     suspend: bool,
+    full: bool = False,
 ) -> Step:
     """Return the next step towards `desired` pods of `target` and none of any other revision.
 
     `revisions`: all that exist, with or without the target. `verify`: old revisions keep their pods
     until a canary has received its KV from prefill in the target. `failed`: the target missed its
-    progress deadline. `routers_serving`: one entry per router pod, the serving list that it
-    reported; None for a router that did not answer, which counts as not switched.
+    progress deadline, or gave up for want of nodes, which is `full`. `routers_serving`: one entry
+    per router pod, the serving list that it reported; None for a router that did not answer, which
+    counts as not switched.
 
     If the engines of the target compute both prompts and answers, its only pool is decode, and
     `desired` has no prefill pods. Another revision says so in its state (`whole`).
@@ -67,6 +69,7 @@ def plan(
         rollout=rollout,
         verify=verify,
         failed=failed,
+        full=full,
         whole=whole,
         routers=routers_serving,
     )

@@ -36,6 +36,8 @@ def _awaited(view: RolloutView, planned: Counts) -> str:
     target = view.target
     if not planned:
         return "waiting for a place"
+    if target.turned_away and not view.failed:
+        return _turned_away(view)
     if not at_least(target.ready, planned):
         missing = _pods(view, target.revision, less(planned, target.ready))
         return f"waiting for {missing} to be ready"
@@ -44,6 +46,27 @@ def _awaited(view: RolloutView, planned: Counts) -> str:
     if not view.admitted(target.revision):
         return "ready, waiting for every router to take it into service"
     return "ready"
+
+
+def _turned_away(view: RolloutView) -> str:
+    waits = f"no node has room for {_pods(view, view.target.revision, view.target.turned_away)}"
+    if not view.living:
+        return waits
+    if view.rollout.when_full == "Wait":
+        return f"{waits}, for which it waits (spec.rollout.whenFull)"
+    if view.rollout.type == "PairedRolling" and view.replaces_in_place(view.target):
+        return f"{waits}, so old ones make room (spec.rollout.whenFull)"
+    return f"{waits}; {_remedy(view)}"
+
+
+def _remedy(view: RolloutView) -> str:
+    if view.rollout.type == "BlueGreen":
+        rest = "spec.rollout.type to PairedRolling"
+    elif view.rollout.when_full == "ReplaceInPlace":
+        rest = "maxUnavailable to 1, by which a pool of one pod is empty for a while"
+    else:
+        rest = "to ReplaceInPlace, or maxSurge to 0 and maxUnavailable to 1"
+    return f"add nodes, or set spec.rollout.whenFull to Wait, or {rest}"
 
 
 def _on_their_way_out(view: RolloutView, replicas: Mapping[str, Counts]) -> list[str]:
@@ -66,10 +89,11 @@ def falling_back(view: RolloutView, keeper: str, replicas: Mapping[str, Counts])
     target = view.target.revision
     rest = replicas[target]
     look = f"; {_pods(view, target, rest)} of {target} stay to be looked at" if rest else ""
-    return (
-        f"{target} got no further in {view.rollout.progress_deadline_seconds} s; {keeper} keeps "
-        f"serving{look}; change the spec again, or back, to go on"
-    )
+    why = f"{target} got no further in {view.rollout.progress_deadline_seconds} s"
+    remedy = "change the spec again, or back, to go on"
+    if view.full:
+        why, remedy = f"no node had room for all pods of {target}", _remedy(view)
+    return f"{why}; {keeper} keeps serving{look}; {remedy}"
 
 
 def leaving(view: RolloutView) -> str:

@@ -13,9 +13,9 @@ wanted: with 4 prefill pods and 1 decode pod ready out of 4 and 4, the credit is
 revision that is not trusted has no credit.
 
 *The line.* With L pods of the larger pool, whose final number is N, a revision should have L * M/N
-of the smaller, whose final number is M, and never none. Revisions that give way round up. The
-growing one rounds up if there is room, else down. `ceil(x) + floor(y) <= ceil(x + y)`: the two fit
-below the ceiling and stay above the floor for as long as there is one of each.
+of the smaller, whose final number is M, and never none. Revisions that give way round up, the
+growing one rounds down. `ceil(x) + floor(y) <= ceil(x + y)`: the two fit below the ceiling and stay
+above the floor for as long as there is one of each.
 
 *Why it cannot stall.* Let all wanted pods be ready, and call a pool full if it is at its ceiling. A
 full pool lies maxSurge + maxUnavailable >= 1 above its floor, so a pod of it may go. A pool that is
@@ -29,6 +29,12 @@ back, the end is near. Three cases need a word:
 - The ceiling of a pool is 1 (one pod, maxSurge 0): two revisions cannot be there at once. All old
   pods go first. maxUnavailable is at least 1 then: the user accepted an empty pool.
 
+*Places.* A cluster may have room for fewer pods than the ceiling allows, and its scheduler gives
+places in any order: to two prefill pods rather than to one of each pool. So the growing revision
+asks for one more pair, and for none while one of its pods has no node. Old pods give way to ready
+ones as ever, and each that goes leaves a place. Where the floor lets none go, a caller that is told
+so by the scheduler lowers it by a pair (`strategies._floor`).
+
 So no revision ever has pods in one pool only. A revision that is made with one pool has each of its
 pods counted in both (`state.in_both`).
 """
@@ -41,6 +47,7 @@ from dataclasses import dataclass
 from diptych_operator.api.names import POOLS
 from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.plan.state import (
+    ONE_OF_EACH,
     RevisionState,
     both,
     both_or_none,
@@ -80,6 +87,19 @@ class Bounds:
         small, large = self.size.of(self.smaller), self.size.of(self.larger)
         return max(1, larger * small // large)
 
+    def furthest(self, smaller: int) -> int:
+        """Return the most of the larger pool for which this many of the smaller are enough."""
+        small, large = self.size.of(self.smaller), self.size.of(self.larger)
+        return ((smaller + 1) * large - 1) // small
+
+    def near_the_line(self, counts: Counts) -> Counts:
+        """Return as many of these pods as have enough of the other pool beside them."""
+        if not both(counts):
+            return NOTHING
+        smaller = min(counts.of(self.smaller), self.rounded_up(counts.of(self.larger)))
+        larger = min(counts.of(self.larger), self.furthest(smaller))
+        return with_count(with_count(NOTHING, self.larger, larger), self.smaller, smaller)
+
 
 def roll(
     growing: RevisionState,
@@ -96,7 +116,7 @@ def roll(
     credit when they grow.
     """
     grown = both_or_none(least(growing.wanted, bounds.size))
-    credit = _credit(growing.usable, grown) if growing.revision in trusted else NOTHING
+    credit = _credit(growing, grown, bounds) if growing.revision in trusted else NOTHING
     retreat = _Retreat(giving, bounds, need=less(bounds.floor, credit), leave=leave)
     retreat.give_way()
     if not grown and not retreat.leaves_a_place():
@@ -106,14 +126,24 @@ def roll(
         return {growing.revision: NOTHING} | roll(keeper, giving[:-1], bounds, trusted=trusted)
     grown = both_or_none(most(least(grown, retreat.room()), credit))
     retreat.make_room(grown)
-    return {growing.revision: _grow(grown, retreat, bounds)} | retreat.wanted
+    if growing.turned_away:
+        retreat.make_places()
+    if not growing.unplaced:
+        grown = _grow(grown, retreat, bounds)
+    return {growing.revision: grown} | retreat.wanted
 
 
-def _credit(ready: Counts, wanted: Counts) -> Counts:
-    """Ready pods in the proportion in which they are wanted: the scarcer pool decides."""
+def _credit(growing: RevisionState, wanted: Counts, bounds: Bounds) -> Counts:
+    """Ready pods in the proportion in which they are wanted: the scarcer pool decides. While some
+    of those wait for a node, the line decides too: what has one may be all that there can be."""
     if not both(wanted):
         return NOTHING
-    ready = least(ready, wanted)
+    ready = least(growing.usable, wanted)
+    credit = _in_proportion(ready, wanted)
+    return most(credit, bounds.near_the_line(ready)) if growing.unplaced else credit
+
+
+def _in_proportion(ready: Counts, wanted: Counts) -> Counts:
     if ready.prefill * wanted.decode <= ready.decode * wanted.prefill:
         have, of = ready.prefill, wanted.prefill
     else:
@@ -122,8 +152,8 @@ def _credit(ready: Counts, wanted: Counts) -> Counts:
 
 
 def _grow(grown: Counts, retreat: _Retreat, bounds: Bounds) -> Counts:
-    """As large as there is room, along the line."""
-    room = most(grown, least(bounds.size, retreat.room()))
+    """A pair larger, along the line, if there is room."""
+    room = most(grown, least(grown + ONE_OF_EACH, least(bounds.size, retreat.room())))
     if not both(room):
         return grown
     larger, smaller = bounds.larger, bounds.smaller
@@ -131,9 +161,8 @@ def _grow(grown: Counts, retreat: _Retreat, bounds: Bounds) -> Counts:
     count = room.of(larger)
     if small < min(bounds.size.of(smaller), retreat.most_room(smaller)):
         # The smaller pool gets more room later, so the larger one waits for it at the line.
-        furthest = ((small + 1) * bounds.size.of(larger) - 1) // bounds.size.of(smaller)
-        count = max(grown.of(larger), min(count, furthest))
-    target = max(grown.of(smaller), min(small, bounds.rounded_up(count)))
+        count = max(grown.of(larger), min(count, bounds.furthest(small)))
+    target = max(grown.of(smaller), min(small, bounds.rounded_down(count)))
     return with_count(with_count(NOTHING, larger, count), smaller, target)
 
 
@@ -169,9 +198,14 @@ class _Retreat:
         """Give up pods that rounding up kept, where the growing revision needs their place."""
         larger, smaller = self._bounds.larger, self._bounds.smaller
         self._release(larger, max(1, grown.of(larger)))
-        reach = min(self._bounds.size.of(larger), self.room().of(larger))
+        reach = min(grown.of(larger) + 1, self._bounds.size.of(larger), self.room().of(larger))
         claim = self._bounds.rounded_down(max(reach, grown.of(larger)))
         self._release(smaller, min(claim, self.most_room(smaller)))
+
+    def make_places(self) -> None:
+        """Give up what the floor lets go, though it be off the line: new pods find no node."""
+        for role in POOLS:
+            self._release(role, self._bounds.ceiling.of(role))
 
     def _release(self, role: str, claim: int) -> None:
         loss = with_count(NOTHING, role, 1)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from diptych_operator.api.names import POOLS
 from diptych_operator.api.service import Rollout
 from diptych_operator.counts import NOTHING, Counts
 
@@ -37,8 +38,17 @@ class RevisionState:
     """Whether a canary has received KV from this revision's prefill pool."""
     whole: bool = False
     """Whether its only pool is decode, whose engines compute prompts too."""
+    unplaced: Counts = NOTHING
+    """Wanted pods that no node has yet."""
+    turned_away: Counts = NOTHING
+    """Those of them for which the scheduler has found no node for a while."""
     trusted: Counts | None = None
     """Engines that every reporting router trusts; None if that does not matter, or none reports."""
+
+    @property
+    def placed(self) -> Counts:
+        """Wanted pods that have a node; none unless they can form a pair."""
+        return both_or_none(less(self.wanted, self.unplaced))
 
     @property
     def usable(self) -> Counts:
@@ -86,6 +96,8 @@ class RolloutView:
     rollout: Rollout
     verify: bool
     failed: bool
+    full: bool
+    """Pods of the target found no node, now or when it failed."""
     whole: frozenset[str]
     """Revisions of one pool. Their pods are counted in both pools (`in_both`)."""
     routers: Sequence[tuple[str, ...] | None]
@@ -119,6 +131,15 @@ class RolloutView:
     def proven(self, revision: RevisionState) -> bool:
         return revision.verified or not self.verify
 
+    def replaces_in_place(self, growing: RevisionState) -> bool:
+        """Whether pods of other revisions make room for those that the scheduler turned away.
+
+        Never the only one of a pool: that would be an outage. The way back needs no leave.
+        """
+        away = growing.turned_away
+        asked = self.failed or self.rollout.when_full == "ReplaceInPlace"
+        return asked and bool(away) and all(self.desired.of(r) > 1 for r in POOLS if away.of(r))
+
     def admitted(self, revision: str) -> bool:
         """Whether no router that answered leaves this revision out."""
         return all(revision in serving for serving in self.routers if serving)
@@ -126,11 +147,16 @@ class RolloutView:
 
 def in_both(state: RevisionState) -> RevisionState:
     """Count each pod of a revision of one pool in both pools, because it does the work of both."""
-    wanted, ready, present = (
-        each(counts.decode) for counts in (state.wanted, state.ready, state.present)
-    )
     trusted = None if state.trusted is None else each(state.trusted.decode)
-    return replace(state, wanted=wanted, ready=ready, present=present, trusted=trusted)
+    return replace(
+        state,
+        wanted=each(state.wanted.decode),
+        ready=each(state.ready.decode),
+        present=each(state.present.decode),
+        unplaced=each(state.unplaced.decode),
+        turned_away=each(state.turned_away.decode),
+        trusted=trusted,
+    )
 
 
 def in_one(counts: Counts) -> Counts:
@@ -168,6 +194,9 @@ def with_count(counts: Counts, role: str, number: int) -> Counts:
     if role == "prefill":
         return Counts(number, counts.decode)
     return Counts(counts.prefill, number)
+
+
+ONE_OF_EACH = Counts(1, 1)
 
 
 def each(number: int) -> Counts:

@@ -19,6 +19,7 @@ from diptych_operator.plan.messages import (
 )
 from diptych_operator.plan.roll import Bounds, roll
 from diptych_operator.plan.state import (
+    ONE_OF_EACH,
     Phase,
     RevisionState,
     RolloutView,
@@ -32,8 +33,6 @@ from diptych_operator.plan.state import (
     most,
     total,
 )
-
-ONE_OF_EACH = Counts(1, 1)
 
 
 def alone(view: RolloutView) -> Step:
@@ -55,33 +54,44 @@ def paired_rolling(view: RolloutView) -> Step:
         return _rolling_back(view)
     bounds = Bounds(
         size=view.desired,
-        floor=less(view.desired, each(view.rollout.max_unavailable)),
+        floor=_floor(view, view.target),
         ceiling=view.desired + each(view.rollout.max_surge),
     )
     replicas = roll(view.target, view.living, bounds, trusted=_trusted(view))
     return Step(replicas, (), _phase(view, replicas), progress(view, replicas))
 
 
+def _floor(view: RolloutView, growing: RevisionState) -> Counts:
+    """Ready pods that must stay: a pair fewer where old pods are to make room for new ones. It is
+    a pair although one pool may have room, because old pods leave along the line."""
+    missing = each(view.rollout.max_unavailable)
+    if view.replaces_in_place(growing):
+        missing = most(missing, least(less(view.desired, ONE_OF_EACH), ONE_OF_EACH))
+    return less(view.desired, missing)
+
+
 def _rolling_back(view: RolloutView) -> Step:
     """The failed target gives way to the largest old revision; the other ones stay as they are.
 
-    It keeps one pod of each pool to look at, if there is surge to hold them. What the old revision
-    has ready counts without a new canary: it has been serving.
+    It keeps one pod of each pool to look at, if there is surge to hold them and the old revision
+    needs no place of theirs, but none that waits for a node. What the old revision has ready counts
+    without a new canary: it has been serving.
     """
     rollout = view.rollout
     *others, keeper = view.living
     beside = total([other.serving for other in others])
     bounds = Bounds(
         size=most(less(view.desired, beside), ONE_OF_EACH),
-        floor=less(less(view.desired, each(rollout.max_unavailable)), beside),
+        floor=less(_floor(view, keeper), beside),
         ceiling=less(
             view.desired + each(rollout.max_surge), total([other.wanted for other in others])
         ),
     )
-    leave = ONE_OF_EACH if rollout.max_surge else NOTHING
-    failing = view.target
+    failing = replace(view.target, wanted=view.target.placed)
+    may_stay = rollout.max_surge and not keeper.turned_away
+    leave = least(failing.wanted, ONE_OF_EACH) if may_stay else NOTHING
     if not failing.alive:
-        failing = replace(failing, wanted=both_or_none(least(failing.wanted, leave)))
+        failing = replace(failing, wanted=leave)
     replicas = roll(keeper, [failing], bounds, trusted={keeper.revision}, leave=leave)
     replicas |= {other.revision: other.wanted for other in others}
     return Step(replicas, (), Phase.Failed, falling_back(view, keeper.revision, replicas))
@@ -139,7 +149,7 @@ def blue_green(view: RolloutView) -> Step:
     if switched and whole:
         return Step({name: view.desired}, (name,), Phase.Switching, switching(view, kept))
     if view.failed:
-        rest = both_or_none(least(target.wanted, ONE_OF_EACH if fenced else view.desired))
+        rest = least(target.placed, ONE_OF_EACH if fenced else view.desired)
         kept = _at_full_size(view, carrying)
         message = falling_back(view, carrying[-1].revision, kept | {name: rest})
         return Step(kept | {name: rest}, stay, Phase.Failed, message)

@@ -5,15 +5,20 @@ The modules that decide (`plan`, `status`, `autoscale`) use these values and nev
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import datetime
+from typing import Any, Final
 
 from diptych_operator.api.base import Raw
 from diptych_operator.api.names import POOLS, REVISION_LABEL, ROLE_LABEL, Role
 from diptych_operator.counts import Counts
+from diptych_operator.plan.state import less, most
 from diptych_operator.status.references import Reference, key_secrets, references
 from diptych_protocol.admin import RouterReport
+
+TURNED_AWAY_S: Final = 30
+"""So long the scheduler may look for a node before a pod counts as one that finds none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,10 @@ class PodView:
     ip: str = ""
     unschedulable: str = ""
     """The scheduler's message while no node fits."""
+    placed: bool = True
+    """Whether it has a node."""
+    turned_away_at: str = ""
+    """When the scheduler, or the queue that a scheduling gate stands for, first had no node."""
     waiting_reason: str = ""
     """Why a container waits, in Kubernetes' term, such as ImagePullBackOff or CrashLoopBackOff."""
     waiting_message: str = ""
@@ -125,6 +134,22 @@ class Observed:
         here = [p.role for p in self.pods if p.revision == revision and not p.gone]
         return Counts(here.count("prefill"), here.count("decode"))
 
+    def unplaced(self, revision: str) -> Counts:
+        """Return the wanted pods that no node has yet, whether they exist or not."""
+        placed = self._staying(revision, lambda pod: pod.placed)
+        ready = self.ready(revision)
+        return less(self.wanted(revision), most(placed, ready))
+
+    def turned_away(self, revision: str, now: str) -> Counts:
+        """Return the pods that have found no node for `TURNED_AWAY_S`; `now`: an RFC 3339 time."""
+        return self._staying(
+            revision, lambda pod: seconds_between(pod.turned_away_at, now) >= TURNED_AWAY_S
+        )
+
+    def _staying(self, revision: str, chosen: Callable[[PodView], bool]) -> Counts:
+        roles = [p.role for p in self.pods if p.revision == revision and p.stays and chosen(p)]
+        return Counts(roles.count("prefill"), roles.count("decode"))
+
     def _counts(self, revision: str, read: Any) -> Counts:
         prefill, decode = (self.deployment(role, revision) for role in POOLS)
         return Counts(read(prefill) if prefill else 0, read(decode) if decode else 0)
@@ -196,6 +221,7 @@ def pod_view(raw: Raw) -> PodView:
         *(status.get("initContainerStatuses") or []),
         *(status.get("containerStatuses") or []),
     ]
+    placed = scheduled.get("status") == "True" or status.get("phase") != "Pending"
     stuck = next((c for c in containers if _waiting(c).get("reason")), None)
     ended = next((c for c in containers if _ended(c)), None)
     shown = stuck or (containers[0] if containers else {})
@@ -210,6 +236,8 @@ def pod_view(raw: Raw) -> PodView:
         unschedulable=scheduled.get("message", "")
         if scheduled.get("reason") == "Unschedulable"
         else "",
+        placed=placed,
+        turned_away_at="" if placed or not scheduled else _since(scheduled, meta),
         waiting_reason=_waiting(stuck or {}).get("reason", ""),
         waiting_message=_waiting(stuck or {}).get("message", ""),
         image=shown.get("image", ""),
@@ -219,6 +247,19 @@ def pod_view(raw: Raw) -> PodView:
         refers=references(raw.get("spec") or {}),
         key_secrets=key_secrets(raw.get("spec") or {}),
     )
+
+
+def _since(scheduled: Raw, meta: Raw) -> str:
+    """A pod with a scheduling gate is born with a condition that has no time."""
+    return scheduled.get("lastTransitionTime") or meta.get("creationTimestamp") or ""
+
+
+def seconds_between(then: str, now: str) -> float:
+    """Return the seconds between two RFC 3339 times; 0 for what is none."""
+    try:
+        return (datetime.fromisoformat(now) - datetime.fromisoformat(then)).total_seconds()
+    except (ValueError, TypeError):
+        return 0.0
 
 
 def _waiting(container: Raw) -> Raw:

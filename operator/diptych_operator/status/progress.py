@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from datetime import datetime
 from typing import Self
 
 import msgspec
@@ -14,13 +13,15 @@ from diptych_operator.api.status import MAX_MESSAGE, RolloutStatus
 from diptych_operator.counts import Counts
 from diptych_operator.plan import Phase, Step
 from diptych_operator.revision import revision
+from diptych_operator.status.observed import seconds_between
 
 AT_REST: frozenset[str] = frozenset({"", Phase.Idle, Phase.Suspended})
 """Phases without anything left to do."""
 
 _TEXT = re.compile(
     r"^(?P<revision>\S*) prefill=(?P<prefill>\d{1,6}) decode=(?P<decode>\d{1,6}) "
-    r"verified=(?P<verified>[01]) old=(?P<old>\d{1,6}) draining=(?P<draining>\d{1,6})$"
+    r"verified=(?P<verified>[01]) old=(?P<old>\d{1,6}) draining=(?P<draining>\d{1,6})"
+    r"(?: waiting=(?P<waiting>\d{1,6}))?$"
 )
 
 
@@ -36,6 +37,8 @@ class Progress:
     """Pods of other revisions, staying or terminating."""
     draining: int
     """Those of them that are terminating."""
+    waiting: int = 0
+    """Pods of the revision that find no node, while others are there."""
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
@@ -44,25 +47,31 @@ class Progress:
         if found is None:
             return None
         ready = Counts(int(found["prefill"]), int(found["decode"]))
-        verified, old, draining = (int(found[key]) for key in ("verified", "old", "draining"))
-        return cls(found["revision"], ready, bool(verified), old, draining)
+        verified, old, draining, waiting = (
+            int(found[key] or 0) for key in ("verified", "old", "draining", "waiting")
+        )
+        return cls(found["revision"], ready, bool(verified), old, draining, waiting)
 
     def text(self) -> str:
+        waiting = f" waiting={self.waiting}" if self.waiting else ""
         return (
             f"{self.revision} prefill={self.ready.prefill} decode={self.ready.decode} "
-            f"verified={self.verified:d} old={self.old} draining={self.draining}"
+            f"verified={self.verified:d} old={self.old} draining={self.draining}{waiting}"
         )
 
-    def closer_than(self, best: Progress) -> bool:
+    def closer_than(self, best: Progress, *, failed: bool) -> bool:
+        """Whether anything is better than ever. A rollout that `failed` has its waiting pods given
+        up, which is nothing better."""
         return (
-            self.ready.prefill > best.ready.prefill
+            (self.waiting < best.waiting and not failed)
+            or self.ready.prefill > best.ready.prefill
             or self.ready.decode > best.ready.decode
             or self.verified > best.verified
             or self.old < best.old
             or self.draining < best.draining
         )
 
-    def best_of(self, best: Progress) -> Progress:
+    def best_of(self, best: Progress, *, failed: bool) -> Progress:
         """Return the best values so far: a pod that dies and starts again counts once."""
         ready = Counts(
             max(self.ready.prefill, best.ready.prefill), max(self.ready.decode, best.ready.decode)
@@ -72,6 +81,7 @@ class Progress:
             ready=ready,
             verified=self.verified or best.verified,
             old=min(self.old, best.old),
+            waiting=max(self.waiting, best.waiting) if failed else self.waiting,
         )
 
 
@@ -85,8 +95,16 @@ def rollout_status(
         return msgspec.structs.replace(previous, phase=str(step.phase), message=message)
     if best is None or best.revision != counted.revision or previous.phase in AT_REST:
         return RolloutStatus(str(step.phase), message, now, counted.text())
-    at = now if counted.closer_than(best) else previous.last_progress_at
-    return RolloutStatus(str(step.phase), message, at, counted.best_of(best).text())
+    failed = step.phase is Phase.Failed
+    at = now if counted.closer_than(best, failed=failed) else previous.last_progress_at
+    return RolloutStatus(str(step.phase), message, at, counted.best_of(best, failed=failed).text())
+
+
+def lacks_room(rollout: RolloutStatus, counted: Progress) -> bool:
+    """Whether pods of the new revision find no node, or found none when it failed."""
+    best = Progress.parse(rollout.progress)
+    before = best is not None and best.revision == counted.revision and best.waiting > 0
+    return counted.waiting > 0 or (before and rollout.phase == Phase.Failed)
 
 
 def deadline_missed(
@@ -95,19 +113,22 @@ def deadline_missed(
     """Whether the rollout of the service's revision has not advanced within its deadline.
 
     False for a status of another revision: this one has only just been requested. While old pods
-    drain, their time to drain is added. `counted` is the present count: the rollout may have
-    advanced while no operator watched. `now` is an RFC 3339 time.
+    drain, their time to drain is added. Where pods find no node, `whenFull` may say that it has
+    failed at once, or never; a changed spec tries again. `counted` is the present count: the
+    rollout may have advanced while no operator watched. `now` is an RFC 3339 time.
     """
     best = Progress.parse(rollout.progress)
     if rollout.phase in AT_REST or best is None or best.revision != revision(service):
         return False
-    if counted.closer_than(best):
+    failed = rollout.phase == Phase.Failed
+    if counted.closer_than(best, failed=failed):
         return False
+    if lacks_room(rollout, counted):
+        changed = service.status.observed_generation != service.metadata.generation
+        when_full = service.spec.rollout.when_full
+        if when_full != "ReplaceInPlace" or (failed and changed):
+            return when_full == "Fail" and not (failed and changed)
     allowed = service.spec.rollout.progress_deadline_seconds
     if best.draining:
         allowed += service.spec.availability.drain_seconds
-    try:
-        waited = datetime.fromisoformat(now) - datetime.fromisoformat(rollout.last_progress_at)
-    except (ValueError, TypeError):  # somebody else's hand was in the status
-        return False
-    return waited.total_seconds() > allowed
+    return seconds_between(rollout.last_progress_at, now) > allowed

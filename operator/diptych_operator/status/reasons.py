@@ -198,7 +198,8 @@ class Reason(StrEnum):
         "RolloutFailed", Group.SERVICE,
         "The new revision came no further for rollout.progressDeadlineSeconds. What served "
         "before keeps serving.",
-        "Correct the spec, or set it back; raise the deadline if loading just takes longer.",
+        "Correct the spec, or set it back; raise the deadline if loading just takes longer, and "
+        "see rollout.whenFull if pods found no node.",
     )  # fmt: skip
     ROUTER_SETTING_REFUSED = (
         "RouterSettingRefused", Group.SERVICE,

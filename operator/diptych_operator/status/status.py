@@ -25,6 +25,7 @@ from diptych_operator.api.status import (
 )
 from diptych_operator.counts import Counts
 from diptych_operator.plan import Phase, Step
+from diptych_operator.plan.state import sum_of
 from diptych_operator.status.canaries import transfer_status
 from diptych_operator.status.conditions import judge, verified
 from diptych_operator.status.diagnose import Finding, diagnose, shorten
@@ -78,7 +79,9 @@ def build_status(
         decode=_pool(seen, "decode"),
         router=_pool(seen, "router"),
         transfer=seen.transfer,
-        rollout=rollout_status(step, count(observed, target, seen.transfer), previous.rollout, now),
+        rollout=rollout_status(
+            step, count(observed, target, seen.transfer, now), previous.rollout, now
+        ),
         conditions=conditions,
     )
 
@@ -144,8 +147,8 @@ def _pool(seen: Situation, role: str) -> PoolStatus:
     )
 
 
-def count(observed: Observed, target: str, transfer: TransferStatus) -> Progress:
-    """Measure how far the rollout of `target` is now."""
+def count(observed: Observed, target: str, transfer: TransferStatus, now: str) -> Progress:
+    """Measure how far the rollout of `target` is at an RFC 3339 time."""
     others = [pod for pod in observed.pods if pod.role != "router" and pod.revision != target]
     return Progress(
         revision=target,
@@ -153,6 +156,7 @@ def count(observed: Observed, target: str, transfer: TransferStatus) -> Progress
         verified=verified(observed, target, transfer),
         old=len(others),
         draining=sum(pod.terminating for pod in others),
+        waiting=sum_of(observed.turned_away(target, now)) if others else 0,
     )
 
 

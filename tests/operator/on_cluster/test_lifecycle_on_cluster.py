@@ -23,6 +23,9 @@ from diptych_operator.api.names import (
     ROTATE_ANNOTATION,
 )
 
+LONG_S = 90
+"""A pod counts as turned away after 30 s."""
+
 pytestmark = pytest.mark.skipif(
     not KUBECONFIG, reason="DIPTYCH_TEST_KUBECONFIG names no cluster to run the operator against"
 )
@@ -191,6 +194,42 @@ def test_a_second_rotation_in_the_midst_of_one_keeps_what_engines_hold(home: Hom
     last = _router_keys(namespace, "twice")[0]
     until("only the last keys are left", lambda: _key_sets(namespace, "twice") == {last})
     namespace.delete("InferenceService", "twice")
+
+
+def test_where_no_node_has_room_a_rollout_fails_or_goes_on_in_place_as_it_is_told(
+    home: Home,
+) -> None:
+    namespace = home.namespace
+    pool = {"replicas": 2, **NOWHERE}
+    pools = {"prefill": pool, "decode": pool, "router": NOWHERE}
+    namespace.serve("full", **pools, transfer={"verify": "Off"}, rollout={"whenFull": "Fail"})
+    _served(namespace, "full")
+    old = namespace.status("full")["currentRevision"]
+    namespace.merge("InferenceService", "full", {"spec": {"engine": {"maxNumSeqs": 48}}})
+    until("one more pair", lambda: _sizes(namespace, "full", old) == ([2, 2], [1, 1]))
+    failed = "RolloutFailed"
+    until("it fails", lambda: _reason(namespace, "full", "Progressing") == failed, LONG_S)
+    assert "spec.rollout.whenFull" in namespace.condition("full", "Progressing")["message"]
+    until("the pair is given up", lambda: _sizes(namespace, "full", old) == ([2, 2], [0, 0]))
+
+    namespace.merge("InferenceService", "full", {"spec": {"rollout": {"whenFull": None}}})
+    until("a pair gives way", lambda: _sizes(namespace, "full", old) == ([1, 1], [1, 1]), LONG_S)
+    assert namespace.condition("full", "Available")["reason"] != "PrefillNotReady"
+    _served(namespace, "full")
+    assert namespace.status("full")["currentRevision"] != old
+    namespace.delete("InferenceService", "full")
+
+
+def _sizes(namespace: Namespace, name: str, old: str) -> tuple[list[int], list[int]]:
+    """The replicas of both pools of the old revision, and of the others."""
+    found = [
+        (d["metadata"]["labels"][REVISION_LABEL] == old, d["spec"]["replicas"])
+        for d in _deployments(namespace, name)
+        if REVISION_LABEL in d["metadata"]["labels"]
+    ]
+    return [size for is_old, size in found if is_old], [
+        size for is_old, size in found if not is_old
+    ]
 
 
 def _served(namespace: Namespace, name: str) -> None:

@@ -70,27 +70,31 @@ SEQUENCES = {
     "2p2d_surge1": ((2, 2), (2, 2), 1, 0,
         [((2, 2), (1, 1)), ((1, 1), (2, 2)), (NONE, (2, 2))]),
     "2p2d_surge0": ((2, 2), (2, 2), 0, 1, [((1, 1), (1, 1)), (NONE, (2, 2))]),
-    "2p2d_surge2": ((2, 2), (2, 2), 2, 0, [((2, 2), (2, 2)), (NONE, (2, 2))]),
+    "2p2d_surge2": ((2, 2), (2, 2), 2, 0,
+        [((2, 2), (1, 1)), ((1, 1), (2, 2)), (NONE, (2, 2))]),
     "3p4d_surge1_old_rounds_up_new_down": ((3, 4), (3, 4), 1, 0,
         [((3, 4), (1, 1)), ((3, 3), (1, 2)), ((2, 2), (2, 3)), ((1, 1), (3, 4)), (NONE, (3, 4))]),
     "2p4d_surge1": ((2, 4), (2, 4), 1, 0,
-        [((2, 4), (1, 1)), ((2, 3), (1, 2)), ((1, 2), (2, 3)), ((1, 1), (2, 4)),
+        [((2, 4), (1, 1)), ((2, 3), (1, 2)), ((1, 2), (1, 3)), ((1, 1), (2, 4)),
          (NONE, (2, 4))]),
     "4p2d_surge1_is_its_mirror": ((4, 2), (4, 2), 1, 0,
-        [((4, 2), (1, 1)), ((3, 2), (2, 1)), ((2, 1), (3, 2)), ((1, 1), (4, 2)),
+        [((4, 2), (1, 1)), ((3, 2), (2, 1)), ((2, 1), (3, 1)), ((1, 1), (4, 2)),
          (NONE, (4, 2))]),
     "1p4d_surge1": ((1, 4), (1, 4), 1, 0,
         [((1, 4), (1, 1)), ((1, 3), (1, 2)), ((1, 2), (1, 3)), ((1, 1), (1, 4)),
          (NONE, (1, 4))]),
     "1p4d_surge0_has_no_place_for_two": ((1, 4), (1, 4), 0, 1, [(NONE, (1, 4))]),
     "2p8d_surge0_old_makes_room": ((2, 8), (2, 8), 0, 2,
-        [((1, 6), (1, 2)), ((1, 4), (1, 4)), ((1, 2), (1, 6)), (NONE, (2, 8))]),
+        [((1, 6), (1, 1)), ((1, 5), (1, 2)), ((1, 4), (1, 3)), ((1, 3), (1, 4)),
+         ((1, 2), (1, 5)), ((1, 1), (1, 6)), (NONE, (1, 7)), (NONE, (2, 8))]),
     "grows_meanwhile": ((2, 2), (4, 4), 1, 0,
-        [((2, 2), (3, 3)), ((1, 1), (4, 4)), (NONE, (4, 4))]),
+        [((2, 2), (1, 1)), ((2, 2), (2, 2)), ((2, 2), (3, 3)), ((1, 1), (4, 4)),
+         (NONE, (4, 4))]),
     "shrinks_meanwhile": ((4, 4), (2, 2), 1, 0,
         [((2, 2), (1, 1)), ((1, 1), (2, 2)), (NONE, (2, 2))]),
     "turns_its_ratio": ((2, 4), (4, 2), 1, 0,
-        [((2, 2), (3, 1)), ((1, 1), (4, 2)), (NONE, (4, 2))]),
+        [((2, 2), (1, 1)), ((2, 1), (2, 1)), ((2, 1), (3, 1)), ((1, 1), (4, 2)),
+         (NONE, (4, 2))]),
 }  # fmt: skip
 
 
@@ -176,19 +180,21 @@ def test_the_larger_pool_leaves_the_line_if_the_smaller_cannot_follow() -> None:
     """Three old pairs fill the prefill pool: decode grows beyond the ratio until one may go."""
     olds = [state("x", (1, 1)), state("y", (1, 1)), state("z", (1, 1))]
     grown = step([*olds, state("b", (1, 5))], Counts(3, 9))
-    assert pairs(grown) == {"b": (1, 7), "x": (1, 1), "y": (1, 1), "z": (1, 1)}
+    assert pairs(grown) == {"b": (1, 6), "x": (1, 1), "y": (1, 1), "z": (1, 1)}
     freed = step([*olds, state("b", (1, 7))], Counts(3, 9))
     assert pairs(freed) == {"b": (2, 8), "x": NONE, "y": (1, 1), "z": (1, 1)}
 
 
 def test_otherwise_the_larger_pool_waits_for_the_smaller_at_the_line() -> None:
     """Decode was doubled twice: there is room for 7 of its pods, but for 1 of prefill."""
-    assert pairs(step([state("a", (4, 2))], Counts(4, 8))) == {"a": (4, 2), "b": (1, 3)}
+    olds = state("a", (4, 2))
+    waits = [step([olds, state("b", (1, n), (0, 0))], Counts(4, 8)) for n in (1, 2, 3)]
+    assert [pairs(each)["b"] for each in waits] == [(1, 2), (1, 3), (1, 3)]
 
 
 def test_of_several_old_revisions_those_that_carry_nothing_go_at_once() -> None:
     after = step([state("a", (3, 3)), state("z", (1, 1), (0, 1))])
-    assert pairs(after) == {"a": (3, 3), "b": (2, 2), "z": NONE}
+    assert pairs(after) == {"a": (3, 3), "b": (1, 1), "z": NONE}
 
 
 def test_a_smaller_size_cuts_a_target_that_nothing_gives_way_to() -> None:

@@ -28,6 +28,7 @@ from diptych_operator.status.observed import PodView, observe, pod_view
 from diptych_protocol.admin import CanaryReport, RouterReport
 
 Raw = dict[str, Any]
+NOW = "2026-11-21T07:00:30Z"
 A, B, C = "keys-a", "keys-b", "keys-c"
 
 
@@ -239,19 +240,47 @@ def test_revisions_as_the_planner_wants_to_see_them() -> None:
     found = snapshot(
         KeySets(A), [routers(A), *engines("r1", A, ready=0), *engines("r2", A, wanted=2)], report,
         pods=[leaving],
-    ).revision_states()  # fmt: skip
+    ).revision_states(NOW)  # fmt: skip
     assert found == [
         RevisionState("r0", present=Counts(0, 1)),
-        RevisionState("r1", wanted=Counts(1, 1)),
-        RevisionState("r2", wanted=Counts(2, 2), ready=Counts(1, 1), verified=True),
+        RevisionState("r1", wanted=Counts(1, 1), unplaced=Counts(1, 1)),
+        RevisionState(
+            "r2", wanted=Counts(2, 2), ready=Counts(1, 1), unplaced=Counts(1, 1), verified=True
+        ),
     ]
+
+
+def test_a_pod_counts_as_turned_away_once_the_scheduler_has_looked_long_enough() -> None:
+    def waiting(role: str, since: str, reason: str) -> Raw:
+        gated = reason == "SchedulingGated"
+        time = None if gated else since
+        unplaced = {"status": "False", "reason": reason, "lastTransitionTime": time}
+        return {
+            "metadata": {
+                "name": f"{role}-{since}", "labels": {ROLE_LABEL: role, REVISION_LABEL: "r1"},
+                **({"creationTimestamp": since} if gated else {}),
+            },
+            "status": {"phase": "Pending", "conditions": [{"type": "PodScheduled", **unplaced}]},
+        }  # fmt: skip
+
+    placed = waiting("prefill", "2026-11-21T06:00:00Z", "")
+    placed["status"]["conditions"][0]["status"] = "True"
+    pods = [
+        placed,
+        waiting("prefill", "2026-11-21T07:00:00Z", "Unschedulable"),
+        waiting("decode", "2026-11-21T07:00:01Z", "Unschedulable"),
+        waiting("decode", "2026-11-21T07:00:00Z", "SchedulingGated"),
+    ]
+    seen = snapshot(KeySets(A), engines("r1", A, ready=0, wanted=3), pods=pods)
+    (state,) = seen.revision_states(NOW)
+    assert (state.unplaced, state.turned_away) == (Counts(2, 3), Counts(1, 1))
 
 
 @pytest.mark.parametrize(
     "status", [{"currentRevision": "r1"}, {"transfer": {"verifiedRevision": "r1"}}]
 )
 def test_what_once_worked_is_believed_while_no_router_tells(status: Raw) -> None:
-    (state,) = snapshot(KeySets(A), engines("r1", A), **status).revision_states()
+    (state,) = snapshot(KeySets(A), engines("r1", A), **status).revision_states(NOW)
     assert state.verified
 
 
@@ -260,7 +289,7 @@ def test_a_controller_that_lags_behind_makes_no_living_revision_a_dead_one() -> 
     prefill, decode = engines("r1", A, ready=2, wanted=1)
     for raw in (prefill, decode):
         raw["metadata"]["generation"] = 2
-    (state,) = snapshot(KeySets(A), [prefill, decode]).revision_states()
+    (state,) = snapshot(KeySets(A), [prefill, decode]).revision_states(NOW)
     assert state.alive
 
 

@@ -36,11 +36,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych_operator.api.images import published
+from diptych_operator.api.service import InferenceService
 from diptych_operator.api.status import Condition, EventNote, RolloutStatus, Status, TransferStatus
 from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.plan import Phase, Step
 from diptych_operator.status.observed import DeploymentView, Observed, Problem
-from diptych_operator.status.progress import Progress, deadline_missed
+from diptych_operator.status.progress import Progress, deadline_missed, lacks_room, rollout_status
 from diptych_operator.status.reasons import ConditionType, Reason
 from diptych_operator.status.status import access, events_between
 from diptych_protocol.admin import RefusedSetting
@@ -533,6 +534,60 @@ def test_the_deadline(status: RolloutStatus, now: str, missed: bool) -> None:
 def test_what_came_closer_while_no_operator_looked_missed_no_deadline() -> None:
     seen = Progress(NEW, Counts(1, 1), verified=False, old=2, draining=0)
     assert not deadline_missed(rollout(STUCK), service(), seen, T2)
+
+
+WAITING = f"{STUCK} waiting=1"
+
+
+def full(when_full: str, *, changed: bool = False) -> InferenceService:
+    """A service whose spec may have changed since its status was written."""
+    made = service()
+    rollout = msgspec.structs.replace(made.spec.rollout, when_full=when_full)
+    return msgspec.structs.replace(
+        made,
+        spec=msgspec.structs.replace(made.spec, rollout=rollout),
+        status=Status(observed_generation=made.metadata.generation - changed),
+    )
+
+
+@pytest.mark.parametrize(
+    ("when_full", "status", "waiting", "now", "missed"),
+    [
+        ("ReplaceInPlace", rollout(WAITING), 1, T1, False),
+        ("ReplaceInPlace", rollout(WAITING), 1, T2, True),
+        ("ReplaceInPlace", rollout(WAITING), 0, T2, False),  # it has found a node just now
+        ("ReplaceInPlace", rollout(WAITING, "Failed"), 0, T2, True),  # it was given up
+        ("Wait", rollout(WAITING), 1, T2, False),
+        ("Wait", rollout(STUCK), 0, T2, True),
+        ("Wait", rollout(WAITING, "Failed"), 0, T2, False),
+        ("Fail", rollout(STUCK), 1, T0, True),
+        ("Fail", rollout(WAITING, "Failed"), 0, T0, True),
+    ],
+)
+def test_whether_pods_that_find_no_node_fail_a_rollout(
+    when_full: str, status: RolloutStatus, waiting: int, now: str, missed: bool
+) -> None:
+    seen = Progress(NEW, Counts(1, 0), verified=False, old=2, draining=1, waiting=waiting)
+    assert deadline_missed(status, full(when_full), seen, now) is missed
+
+
+@pytest.mark.parametrize("when_full", ["ReplaceInPlace", "Wait", "Fail"])
+def test_a_changed_spec_tries_again_for_the_places_that_were_lacking(when_full: str) -> None:
+    gone = Progress(NEW, Counts(1, 0), verified=False, old=2, draining=1)
+    failed = rollout(WAITING, "Failed")
+    assert not deadline_missed(failed, full(when_full, changed=True), gone, T2)
+    begun = rollout_status(phase(Phase.Progressing), gone, failed, T2)
+    assert begun.last_progress_at == T2
+
+
+def test_that_pods_found_no_node_is_remembered_as_long_as_the_failure_lasts() -> None:
+    gone = Progress(NEW, Counts(1, 0), verified=False, old=2, draining=1)
+    failed = rollout_status(phase(Phase.Failed), gone, rollout(WAITING), T1)
+    assert (failed.progress, failed.last_progress_at) == (
+        WAITING.replace("draining=0", "draining=1"), T0,
+    )  # fmt: skip
+    assert lacks_room(failed, gone)
+    assert not lacks_room(rollout(WAITING), gone)
 
 
 # --- events -----------------------------------------------------------------------------------
