@@ -131,7 +131,7 @@ def test_every_script_is_a_verb_of_ci_or_executed_here_or_needs_a_runner() -> No
     for _, step in scripts():
         if (target := verb(step["run"])) is not None:
             assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE), target
-            assert re.search(rf"\bmake {target}\b", CI_RUN), f".ci/run does not make {target}"
+            assert re.search(rf"\bmake .*\b{target}\b", CI_RUN), f".ci/run does not make {target}"
         else:
             assert "make " not in step["run"]
 

@@ -36,16 +36,21 @@ def test_a_fault_fits_the_code_and_its_row(row: str) -> None:
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("planted")
+    # What was compiled is good for the copy, too, but not what pytest has rewritten, nor what
+    # another worker is writing.
+    ignored = shutil.ignore_patterns("*-pytest-*.pyc", "*.pyc.*")
     for name in (*PACKAGES, "tests"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", folder)
     return folder
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1900)
-def test_without_a_fault_the_same_tests_pass(copy: Path) -> None:
-    done = run_proofs(copy, FAULTS, timeout_s=1800)
+def test_without_a_fault_a_test_of_each_file_passes(copy: Path) -> None:
+    """The copy has all that they need, so what fails there fails for the fault."""
+    one_of_each_file = {fault["tests"]: row for row, fault in FAULTS.items()}
+    done = run_proofs(copy, one_of_each_file.values(), timeout_s=1800)
     assert done.returncode == 0, done.stdout
 
 
