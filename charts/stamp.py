@@ -1,11 +1,13 @@
-"""Write one version and one registry wherever a release needs them: `python3 charts/stamp.py`.
+"""Write one version, registry and home wherever a release needs them: `python3 charts/stamp.py`.
 
     python3 charts/stamp.py                              pyproject's version, the registry as it is
-    python3 charts/stamp.py --registry ghcr.io/somebody  the registry of a fork
+    python3 charts/stamp.py --registry ghcr.io/somebody --home https://github.com/somebody/diptych
+                                                         those of a fork
 
 The version is that of pyproject.toml. It goes into the chart, the CRDs, the images' labels and the
-examples that name images; images are tagged with it by who builds them. Needs nothing but Python,
-so that a release can call it first.
+examples that name images; images are tagged with it by who builds them. The home, where the
+repository is to be seen, goes into the chart and its alerts. Needs nothing but Python, so that a
+release can call it first.
 """
 
 # ruff: noqa: INP001 (a script; charts/ is no package)
@@ -41,8 +43,21 @@ def registry() -> str:
     return str(found)
 
 
-def stamps(version: str, registry: str) -> Iterator[tuple[Path, str, str]]:
-    """File, pattern of the one line that is to be replaced, and that line."""
+def home() -> str:
+    """As the chart has it now."""
+    (found,) = re.findall(r"^home: (\S+)$", (ROOT / CHART / "Chart.yaml").read_text(), re.M)
+    return str(found)
+
+
+def stamps(version: str, registry: str, home: str) -> Iterator[tuple[Path, str, str]]:
+    """File, pattern of the lines that are to be replaced, and such a line."""
+    yield CHART / "Chart.yaml", r"^home: .*$", f"home: {home}"
+    yield CHART / "Chart.yaml", r"^sources: .*$", f"sources: [{home}]"
+    icon = "raw/main/docs/images/icon.svg"
+    yield CHART / "Chart.yaml", rf"^icon: .*/{icon}$", f"icon: {home}/{icon}"
+    yield CHART / "Chart.yaml", r"maintainers, url: .*\}$", f"maintainers, url: {home}}}"
+    page = "blob/main/docs/runbook.md"
+    yield CHART / "files" / "alerts.yaml", rf"runbook_url: .*/{page}", f"runbook_url: {home}/{page}"
     yield CHART / "Chart.yaml", r"^version: .*$", f"version: {version}"
     yield CHART / "Chart.yaml", r"^appVersion: .*$", f"appVersion: {version}"
     yield CHART / "values.yaml", r"^  registry: .*$", f"  registry: {registry}"
@@ -60,24 +75,26 @@ def stamps(version: str, registry: str) -> Iterator[tuple[Path, str, str]]:
             yield Path(f"examples/{name}.yaml"), rf"^    image: \S+/{image}:\S+  #", named
 
 
-def stamped(version: str, registry: str) -> dict[Path, str]:
+def stamped(version: str, registry: str, home: str) -> dict[Path, str]:
     """The whole text of each file, as it should be. Raises `ValueError` where a line is missing."""
     texts: dict[Path, str] = {}
-    for path, pattern, line in stamps(version, registry):
+    for path, pattern, line in stamps(version, registry, home):
         before = texts.get(path) or (ROOT / path).read_text()
         # A function, because a backslash in a plain replacement would mean something.
         texts[path], count = re.subn(pattern, lambda _, line=line: line, before, flags=re.M)  # type: ignore[misc]
-        if count != 1:
-            raise ValueError(f"{path} has {count} lines like {pattern!r}; it must have one")
+        if not count:
+            raise ValueError(f"{path} has no line like {pattern!r}")
     return texts
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--registry", default=registry(), help="registry and owner; %(default)s")
+    parser.add_argument("--home", default=home(), help="page of the repository; %(default)s")
     arguments = parser.parse_args()
     # Registries know lower case only, and owners of repositories need not keep to it.
-    for path, text in stamped(version(), arguments.registry.lower().rstrip("/")).items():
+    registry_name = arguments.registry.lower().rstrip("/")
+    for path, text in stamped(version(), registry_name, arguments.home).items():
         if (ROOT / path).read_text() != text:
             (ROOT / path).write_text(text)
             print(f"wrote {path}")

@@ -19,7 +19,7 @@ import msgspec
 from pythonjsonlogger.json import JsonFormatter
 
 from diptych_operator.api.base import ServiceKey
-from diptych_operator.api.images import Images
+from diptych_operator.api.images import Images, PodDefaults
 from diptych_operator.api.limits import Allowed
 from diptych_operator.api.scaler import SCALER_KIND
 from diptych_operator.api.service import API_VERSION, KIND
@@ -106,6 +106,7 @@ class Leader:
                 args.router_image,
                 args.vllm_connector_image,
                 cluster_chooses_user=args.cluster_chooses_user,
+                pods=args.pod_defaults,
             )
             rivals = Rivals(self._kube, serves_cluster=not self._args.namespaces)
             reconciler = Reconciler(
@@ -249,6 +250,13 @@ def main() -> None:
         type=lambda text: msgspec.json.decode(text, type=Allowed),
         metavar="JSON",
         help="what services may ask for, as the chart's limits.allow; left out, anything",
+    )
+    parser.add_argument(
+        "--pod-defaults",
+        type=lambda text: msgspec.json.decode(text, type=PodDefaults),
+        default=PodDefaults(),
+        metavar="JSON",
+        help="what pods of services have that name none, as the chart's podDefaults",
     )
     parser.add_argument(
         "--cluster-chooses-user",

@@ -16,8 +16,13 @@ from prometheus_client.registry import Collector
 
 from diptych_operator.api.base import ServiceKey
 from diptych_operator.api.status import Status
+from diptych_operator.status.reasons import ConditionType, Reason
 
 PREFIX = "diptych_operator_"
+_UNWELL = {
+    str(ConditionType.AVAILABLE): ("False", "Unknown"),
+    str(ConditionType.KV_TRANSFER_VERIFIED): ("False",),
+}
 _PASS_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
@@ -39,11 +44,12 @@ class OperatorMetrics:
             f"{PREFIX}leader", "1 while this process leads.", registry=self.registry
         )
         self._status: dict[ServiceKey, Status] = {}
-        self.registry.register(_Conditions(self._status))
+        self._failing: set[ServiceKey] = set()
+        self.registry.register(_Conditions(self._status, self._failing))
 
     @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Measure the time of a pass and count how it ended."""
+    def timed(self, key: ServiceKey) -> Iterator[None]:
+        """Measure the time of a pass over a service, and record how it ended."""
         started = time.perf_counter()
         result = "failed"
         try:
@@ -52,6 +58,7 @@ class OperatorMetrics:
         finally:
             self._passes.labels(result).inc()
             self._seconds.observe(time.perf_counter() - started)
+            (self._failing.add if result == "failed" else self._failing.discard)(key)
 
     def saw(self, key: ServiceKey, status: Status) -> None:
         """Record the newest status of a service."""
@@ -59,6 +66,7 @@ class OperatorMetrics:
 
     def forget(self, key: ServiceKey) -> None:
         self._status.pop(key, None)
+        self._failing.discard(key)
 
     def watch_gauge(self, name: str, meaning: str, read: Callable[[], float]) -> None:
         """Add a gauge whose value is read at each scrape."""
@@ -67,10 +75,10 @@ class OperatorMetrics:
 
 
 class _Conditions(Collector):
-    """Services by condition: few series, however many services there are."""
+    """Services by condition, and those that are not well by name: few series while all are."""
 
-    def __init__(self, status: dict[ServiceKey, Status]) -> None:
-        self._status = status
+    def __init__(self, status: dict[ServiceKey, Status], failing: set[ServiceKey]) -> None:
+        self._status, self._failing = status, failing
 
     def describe(self) -> Iterable[Metric]:
         return ()
@@ -89,6 +97,24 @@ class _Conditions(Collector):
         for (condition, value), count in sorted(tally.items()):
             family.add_metric((condition, value), count)
         yield family
+        unwell = GaugeMetricFamily(
+            f"{PREFIX}service_unwell",
+            "1 for each service that is to be Available and is not, whose KV transfer was tried in "
+            "vain (KVTransferVerified), or whose last pass failed (Reconciled).",
+            labels=("namespace", "diptych_dev_service", "condition"),
+        )
+        for key, condition in sorted(self._unwell()):
+            unwell.add_metric((*key, condition), 1)
+        yield unwell
+
+    def _unwell(self) -> Iterator[tuple[ServiceKey, str]]:
+        yield from ((key, "Reconciled") for key in self._failing)
+        for key, status in self._status.items():
+            for condition in status.conditions:
+                if condition.reason != Reason.SUSPENDED and condition.status in _UNWELL.get(
+                    condition.type, ()
+                ):
+                    yield key, condition.type
 
 
 Handler = Callable[[web.Request], Awaitable[web.Response]]

@@ -122,7 +122,7 @@ class Reconciler:
 
     async def _attend(self, key: ServiceKey, raw: Raw) -> float | None:
         self._stands_back.discard(key)
-        with self._metrics.timed():
+        with self._metrics.timed(key):
             try:
                 service = parse_object(raw, self._images)
                 # Whatever is wrong with a service, it can be stopped.

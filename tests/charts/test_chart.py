@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -29,19 +30,32 @@ from cluster_kit.crds import ENVIRONMENT
 from waits import PATIENCE_S
 
 from diptych_operator.api.crd import VERSION_ANNOTATION
-from diptych_operator.api.images import REGISTRY, published
+from diptych_operator.api.images import REGISTRY, PodDefaults, published
 from diptych_operator.api.limits import Allowed, validations
-from diptych_operator.api.names import OPERATOR_LABELS
+from diptych_operator.api.names import (
+    ADMIN_PORT,
+    HTTP_PORT,
+    MANAGED_BY,
+    MANAGED_BY_LABEL,
+    OPERATOR_LABELS,
+    object_name,
+)
 from diptych_operator.api.parse import parse
+from diptych_operator.api.service import KIND
 
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 GOLDEN = Path(__file__).parent / "golden" / "default.yaml"
-DEFAULT_LIMITS = dict(
-    sorted(yaml.safe_load((CHART / "values.yaml").read_text())["limits"]["allow"].items())
-)
+DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())
 MONITORING = {
     name: {"enabled": True}
     for name in ("serviceMonitor", "podMonitor", "prometheusRule", "dashboard")
+}
+POD_DEFAULTS = {
+    "imagePullSecrets": [{"name": "registry"}],
+    "serviceAccountName": "models",
+    "priorityClassName": "serving",
+    "engineResources": {"limits": {"cpu": 4}, "requests": {"memory": "8Gi"}},
+    "routerResources": {"limits": {"cpu": "500m"}},
 }
 MATRIX: dict[str, dict[str, Any]] = {
     "default": {},
@@ -70,6 +84,25 @@ MATRIX: dict[str, dict[str, Any]] = {
         "priorityClassName": "system-cluster-critical",
         "resources": {"requests": {"cpu": 1}, "limits": {"memory": "1Gi"}},
         "serviceAccount": {"annotations": {"note": "yes"}},
+        "monitoring": MONITORING,
+        "commonLabels": {"cost": "ml", "app.kubernetes.io/name": "mine"},
+        "deploymentAnnotations": {"note": "yes"},
+        "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [
+            {"weight": 1, "preference": {"matchExpressions": [
+                {"key": "pool", "operator": "Exists"}]}}]}},
+        "topologySpreadConstraints": [
+            {"maxSkew": 2, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"},
+        ],
+        "podDnsPolicy": "None", "podDnsConfig": {"nameservers": ["10.0.0.10"]},
+        "strategy": {"type": "Recreate"},
+        "extraArgs": ["--log-level=warning"],
+        "extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
+        "volumes": [{"name": "more", "emptyDir": {}}],
+        "volumeMounts": [{"name": "more", "mountPath": "/more"}],
+        "securityContext": {"runAsUser": 10001, "fsGroupChangePolicy": "OnRootMismatch"},
+        "networkPolicy": {"enabled": True, "extraEgressRules": [{"ports": [{"port": 3128}]}]},
+        "podDefaults": POD_DEFAULTS,
+        "testService": {"model": {"uri": "package://m/m.gguf"}, "prefill": {}, "decode": {}},
     },
     "long names": {"fullnameOverride": "x" * 63},
 }  # fmt: skip
@@ -78,6 +111,10 @@ MATRIX: dict[str, dict[str, Any]] = {
 @pytest.fixture(params=MATRIX)
 def values(request: pytest.FixtureRequest) -> dict[str, Any]:
     return MATRIX[request.param]
+
+
+def as_helm_writes(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), sort_keys=True)
 
 
 def pods(objects: list[Object]) -> list[Object]:
@@ -128,14 +165,20 @@ def test_what_a_release_stamps_is_up_to_date() -> None:
     stamp = load_script(ROOT / "charts" / "stamp.py")
     assert stamp.version() == VERSION
     assert stamp.registry() == REGISTRY
-    for path, text in stamp.stamped(VERSION, REGISTRY).items():
+    for path, text in stamp.stamped(VERSION, REGISTRY, stamp.home()).items():
         assert (ROOT / path).read_text() == text, f"{path} is stale: python3 charts/stamp.py"
 
 
-def test_a_release_stamps_every_file_that_has_version_or_registry() -> None:
-    stamped = load_script(ROOT / "charts" / "stamp.py").stamped("9.8.7", "example.org/else")
+def test_a_release_stamps_every_file_that_has_version_registry_or_home() -> None:
+    stamp = load_script(ROOT / "charts" / "stamp.py")
+    stamped = stamp.stamped("9.8.7", "example.org/else", "https://example.org/home")
+    for name in ("Chart.yaml", "files/alerts.yaml"):
+        text = stamped.pop(Path("charts/diptych") / name)
+        assert "https://example.org/home" in text
+        assert stamp.home() not in text
+        assert ("9.8.7" in text) == (name == "Chart.yaml")
     assert {path.name for path in stamped} == {
-        *("Chart.yaml", "values.yaml", "images.py"),
+        *("values.yaml", "images.py"),
         *(path.name for path in ROOT.glob("docker/*.Dockerfile")),
         *(path.name for path in ROOT.glob("crds/*.yaml")),
         *("full.yaml", "llama-gpu.yaml"),
@@ -274,7 +317,8 @@ def test_the_operator_is_told_what_to_serve_and_who_it_is(helm: Helm) -> None:
         f"--engine-image={published('engine')}",
         f"--router-image={published('router')}",
         f"--vllm-connector-image={published('vllm-connector')}",
-        f"--limits={json.dumps(DEFAULT_LIMITS, separators=(',', ':'))}",
+        f"--limits={as_helm_writes(DEFAULTS['limits']['allow'])}",
+        f"--pod-defaults={as_helm_writes(DEFAULTS['podDefaults'])}",
         "--log-level=info",
     ]
     fields = {e["name"]: e["valueFrom"]["fieldRef"]["fieldPath"] for e in container["env"]}
@@ -286,7 +330,9 @@ def test_the_operator_is_told_what_to_serve_and_who_it_is(helm: Helm) -> None:
 
 def test_the_operator_understands_its_arguments(helm: Helm, tmp_path: Path) -> None:
     """It gets as far as looking for a cluster; wrong arguments would end it with status 2."""
-    (container,) = pods(helm.render(MATRIX["namespaced"]))[0]["containers"]
+    (container,) = pods(helm.render(MATRIX["namespaced"] | {"podDefaults": POD_DEFAULTS}))[0][
+        "containers"
+    ]
     done = subprocess.run(
         [sys.executable, *container["command"][1:], *container["args"]],
         env={"PATH": os.environ["PATH"], "KUBECONFIG": str(tmp_path / "none")},
@@ -304,12 +350,98 @@ def test_what_is_set_arrives(helm: Helm) -> None:
     template, pod = deployment["spec"]["template"], deployment["spec"]["template"]["spec"]
     assert template["metadata"]["labels"].items() >= {"team": "ml"}.items()
     assert template["metadata"]["annotations"] == {"note": "yes"}
-    for field in ("imagePullSecrets", "nodeSelector", "tolerations", "priorityClassName"):
+    for field in ("imagePullSecrets", "nodeSelector", "tolerations", "priorityClassName",
+                  "affinity", "topologySpreadConstraints"):  # fmt: skip
         assert pod[field] == everything[field]
+    assert pod["dnsPolicy"] == everything["podDnsPolicy"]
+    assert pod["dnsConfig"] == everything["podDnsConfig"]
+    assert deployment["spec"]["strategy"] == everything["strategy"]
+    assert deployment["metadata"]["annotations"] == {"note": "yes"}
+    assert pod["volumes"] == [{"name": "tmp", "emptyDir": {}}, *everything["volumes"]]
+    assert pod["securityContext"].items() >= everything["securityContext"].items()
     (container,) = pod["containers"]
+    assert container["volumeMounts"][1:] == everything["volumeMounts"]
+    assert container["env"][2:] == everything["extraEnv"]
     assert container["image"] == "example.org/mine/operator@sha256:" + "a" * 64
     assert container["resources"]["requests"] == {"cpu": 1, "memory": "128Mi"}
-    assert container["args"][-1] == "--log-level=debug"
+    assert container["args"][-2:] == ["--log-level=debug", "--log-level=warning"]
+    (told,) = [each for each in container["args"] if each.startswith("--pod-defaults=")]
+    defaults = msgspec.json.decode(told.removeprefix("--pod-defaults="), type=PodDefaults)
+    assert defaults == msgspec.convert(POD_DEFAULTS, PodDefaults) != PodDefaults()
+
+
+def test_every_object_has_the_common_labels_and_keeps_those_it_is_known_by(helm: Helm) -> None:
+    for item in helm.render(MATRIX["everything set"]):
+        labels = item["metadata"]["labels"]
+        assert labels["cost"] == "ml", item["kind"]
+        assert labels["app.kubernetes.io/name"] in ("diptych-operator", "diptych-test")
+
+
+def test_security_contexts_are_merged_over_the_charts(helm: Helm) -> None:
+    values = {
+        "securityContext": {"runAsUser": 1000680000},
+        "containerSecurityContext": {"readOnlyRootFilesystem": False},
+    }
+    for pod in pods(helm.render(values)):
+        assert pod["securityContext"]["runAsUser"] == 1000680000
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["containers"][0]["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": False,
+            "capabilities": {"drop": ["ALL"]},
+        }
+
+
+def test_more_objects_may_be_templates(helm: Helm) -> None:
+    one = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "{{ .Release.Name }}-a"}}
+    other = "apiVersion: v1\nkind: Secret\nmetadata: {name: '{{ .Values.nameOverride }}b'}"
+    found = of_kind(helm.render({"extraObjects": [one, other], "nameOverride": "x"}), "Secret")
+    assert {secret["metadata"]["name"] for secret in found} == {"diptych-a", "xb"}
+
+
+@pytest.mark.parametrize("name", ["default", "namespaced"])
+def test_the_operators_network_policy_lets_it_work(helm: Helm, name: str) -> None:
+    """It asks the API server, and the admin ports of routers, wherever it serves."""
+    assert not of_kind(helm.render(MATRIX[name]), "NetworkPolicy")
+    objects = helm.render(MATRIX[name] | {"networkPolicy": {"enabled": True}})
+    spec = only(objects, "NetworkPolicy")["spec"]
+    labels = only(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert spec["podSelector"]["matchLabels"].items() <= labels.items()
+    assert spec["ingress"] == [{"ports": [{"port": "metrics", "protocol": "TCP"}]}]
+    (to,) = [rule for rule in spec["egress"] if "to" in rule]
+    assert to["ports"] == [{"port": ADMIN_PORT, "protocol": "TCP"}]
+    (where,) = to["to"]
+    assert where["podSelector"]["matchLabels"] == {MANAGED_BY_LABEL: MANAGED_BY}
+    chosen = where["namespaceSelector"].get("matchExpressions", [{}])[0].get("values")
+    assert chosen == MATRIX[name].get("namespaces")
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_chart_with_this_one_as_a_part_may_leave_it_out(
+    helm: Helm, tmp_path: Path, enabled: bool
+) -> None:
+    part = {"name": "diptych", "version": VERSION, "condition": "diptych.enabled"}
+    chart = {"apiVersion": "v2", "name": "all", "version": "1.0.0", "dependencies": [part]}
+    (tmp_path / "Chart.yaml").write_text(yaml.safe_dump(chart))
+    shutil.copytree(CHART, tmp_path / "charts" / "diptych")
+    done = helm("template", "all", str(tmp_path), values={"diptych": {"enabled": enabled}})
+    assert done.returncode == 0, done.stderr
+    assert ("kind: Deployment" in done.stdout) == enabled
+
+
+def test_helm_test_proves_a_service_where_it_is_given_one(helm: Helm) -> None:
+    spec = MATRIX["everything set"]["testService"]
+    for name, home in (("default", NAMESPACE), ("namespaced", "team-a")):
+        values = MATRIX[name]
+        assert not of_kind(helm.render(values), KIND)
+        objects = helm.render(values | {"testService": spec})
+        service = only(objects, KIND)
+        assert service["metadata"]["annotations"]["helm.sh/hook"] == "test"
+        assert service["metadata"]["namespace"] == home
+        assert parse(json.dumps(service)).spec.model.uri == spec["model"]["uri"]
+        environment = {e["name"]: e["value"] for e in pods(objects)[1]["containers"][0]["env"]}
+        name = object_name(parse(json.dumps(service)), "router")
+        assert environment["SERVICE"] == f"http://{name}.{home}.svc:{HTTP_PORT}"
 
 
 COMPONENTS = ("operator", "engine", "router", "vllm-connector")

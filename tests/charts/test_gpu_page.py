@@ -15,10 +15,10 @@ from cluster_kit.crds import broken_rules, service_of
 
 from diptych_operator.api.crd import custom_resource_definition
 from diptych_operator.api.images import Images
+from diptych_operator.api.merge import merge
 from diptych_operator.api.parse import parse_object
 from diptych_operator.api.service import InferenceService
 from diptych_operator.render import ServiceSecrets, render
-from diptych_operator.render.merge import merge
 from diptych_operator.status.reasons import ConditionType, Reason
 from diptych_protocol import CurveKeys
 

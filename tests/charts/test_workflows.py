@@ -29,11 +29,12 @@ VERSION = yaml.safe_load((CHART / "Chart.yaml").read_text())["version"]
 OWNER = "SomeBody"
 NEEDS_A_RUNNER = re.compile(
     r"\b(docker|kind|kubectl) |^helm (registry|push)|^gh release|mkdocs gh-deploy"
-    r"|e2e/kind/(up|smoke)\.sh",
+    r"|e2e/kind/(up|smoke)\.sh|^sudo apt-get ",
     re.M,
 )
 PINNED = re.compile(r"[\w.-]+/[\w.-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+")
 STAMP = 'python3 charts/stamp.py --registry "${REGISTRY}"'
+STAMP += ' --home "${GITHUB_SERVER_URL}/${GITHUB_REPOSITORY}"'
 TIMEOUT_S = 120
 WRITES = {
     ("release.yml", "image"): {"packages"},
@@ -166,6 +167,7 @@ class Bare:
             "GITHUB_OUTPUT": str(self.output),
             "GITHUB_REF_NAME": tag,
             "GITHUB_REPOSITORY": f"{OWNER}/diptych",
+            "GITHUB_SERVER_URL": "https://github.com",
             "INDEX": self.index,
         }
         return subprocess.run(

@@ -1,4 +1,5 @@
-"""`helm test`: the cluster serves the CRD, and an operator is ready. Standard library only."""
+"""`helm test`: the cluster serves the CRD, an operator is ready, and a service, if there is one for
+the test, answers with KV that was handed over. Standard library only."""
 
 # ruff: noqa: INP001 (a script that the chart puts into a pod, not part of a package)
 
@@ -6,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import ssl
 import sys
 import time
@@ -16,7 +18,10 @@ from pathlib import Path
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 TIMEOUT_S = 5
+ANSWER_S = 60
 DEADLINE_S = 60
+SERVICE_DEADLINE_S = 900
+"""Nodes may have to pull its images first. `helm test --timeout` ends the test before."""
 PAUSE_S = 2
 
 
@@ -42,6 +47,33 @@ def check_operator() -> str:
         return f"the operator answers {answer.status}"
 
 
+def ask(path: str, body: object = None) -> bytes:
+    """What the service's router answers."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(
+        os.environ["SERVICE"] + path, data, {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+        content: bytes = answer.read()
+    return content
+
+
+def check_service() -> str:
+    model = json.loads(ask("/v1/models"))["data"][0]["id"]
+    prompt = "Name three rivers, and say of each through which countries it flows."
+    messages = [{"role": "user", "content": prompt}]
+    body = {"model": model, "messages": messages, "max_tokens": 8}
+    tokens = json.loads(ask("/v1/chat/completions", body))["usage"]["completion_tokens"]
+    loads = re.findall(
+        r'^diptych:kv_transfer_loads_total{.*outcome="completed".*} (\S+)',
+        ask("/metrics").decode(),
+        re.MULTILINE,
+    )
+    if not sum(map(float, loads)):
+        raise LookupError(f"it answered {tokens} tokens, but no KV was handed over")
+    return f"the service answered {tokens} tokens, and KV was handed over"
+
+
 def settled(check: Callable[[], str], deadline: float) -> bool:
     """Repeat the check until it passes; say how it went."""
     while True:
@@ -58,7 +90,10 @@ def settled(check: Callable[[], str], deadline: float) -> bool:
 def main() -> int:
     deadline = time.monotonic() + DEADLINE_S
     results = [settled(check, deadline) for check in (check_crd, check_operator)]
-    return 0 if all(results) else 1
+    good = all(results)
+    if good and "SERVICE" in os.environ:
+        good = settled(check_service, time.monotonic() + SERVICE_DEADLINE_S)
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

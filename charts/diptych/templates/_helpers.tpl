@@ -39,8 +39,19 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 
 {{/* Labels of every object. Helm itself adds app.kubernetes.io/managed-by. */}}
 {{- define "diptych.labels" -}}
-{{ include "diptych.selector" . }}
-app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+{{- $ours := dict "app.kubernetes.io/version" .Chart.AppVersion -}}
+{{- toYaml (merge (include "diptych.selector" . | fromYaml) $ours (default dict .Values.commonLabels)) -}}
+{{- end -}}
+
+{{/* Name of what `helm test` makes: 40 characters are the most that a service's may have. */}}
+{{- define "diptych.test" -}}
+{{- include "diptych.fullname" . | trunc 35 | trimSuffix "-" }}-test
+{{- end -}}
+
+{{/* Labels of what `helm test` makes, which no selector of the operator's picks. */}}
+{{- define "diptych.testLabels" -}}
+{{- $ours := dict "app.kubernetes.io/name" "diptych-test" "app.kubernetes.io/instance" .Release.Name -}}
+{{- toYaml (merge $ours (default dict .Values.commonLabels)) -}}
 {{- end -}}
 
 {{/* The image of a component: (list $ "operator"), (list $ "engine") and so on. */}}
@@ -56,22 +67,28 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 {{- end -}}
 {{- end -}}
 
-{{/* What the "restricted" Pod Security Standard asks of a pod. */}}
+{{/* What the "restricted" Pod Security Standard asks of a pod, and over it the value. */}}
 {{- define "diptych.podSecurityContext" -}}
-runAsNonRoot: true
-{{- if not .Values.clusterChoosesUser }}
-runAsUser: 10001
-runAsGroup: 10001
-fsGroup: 10001
-{{- end }}
-seccompProfile:
-  type: RuntimeDefault
+{{- $ours := dict "runAsNonRoot" true "seccompProfile" (dict "type" "RuntimeDefault") -}}
+{{- if not .Values.clusterChoosesUser -}}
+{{- $ours = merge $ours (dict "runAsUser" 10001 "runAsGroup" 10001 "fsGroup" 10001) -}}
+{{- end -}}
+{{- toYaml (mergeOverwrite $ours (default dict .Values.securityContext)) -}}
 {{- end -}}
 
-{{/* What it asks of a container, and a read-only file system. */}}
+{{/* What it asks of a container, a read-only file system, and over it the value. */}}
 {{- define "diptych.containerSecurityContext" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities:
-  drop: [ALL]
+{{- $ours := dict "allowPrivilegeEscalation" false "readOnlyRootFilesystem" true -}}
+{{- $ours = merge $ours (dict "capabilities" (dict "drop" (list "ALL"))) -}}
+{{- toYaml (mergeOverwrite $ours (default dict .Values.containerSecurityContext)) -}}
+{{- end -}}
+
+{{/* The fields that say on which nodes the operator's pods and that of the test may run. */}}
+{{- define "diptych.placement" -}}
+{{- range $field := list "imagePullSecrets" "nodeSelector" "tolerations" "affinity" }}
+{{- with index $.Values $field }}
+{{ $field }}:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
 {{- end -}}

@@ -1,15 +1,20 @@
-"""Chooses the images of a service, its own or else the operator's, and the user that they run as.
+"""Chooses the images of a service, its own or else the operator's, and what else of its pods the
+operator was installed with.
 
 `parse` returns services whose images are named. So objects, revisions and the status agree on them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
+from typing import Any
 
 import msgspec
 
+from diptych_operator.api.base import SpecPart
+from diptych_operator.api.merge import merge
+from diptych_operator.api.pools import Resources
 from diptych_operator.api.service import InferenceService, Spec
 
 REGISTRY = "ghcr.io/diptych-dev"
@@ -22,9 +27,33 @@ def published(component: str) -> str:
     return f"{REGISTRY}/diptych-{component}:{version('diptych')}"
 
 
+class PullSecret(SpecPart, frozen=True):
+    name: str
+
+
+class PodDefaults(SpecPart, frozen=True):
+    """The chart's `podDefaults`: what pods of services have that say nothing else."""
+
+    image_pull_secrets: list[PullSecret] = []
+    service_account_name: str = ""
+    priority_class_name: str = ""
+    engine_resources: Resources = Resources()
+    router_resources: Resources = Resources()
+
+    def pod_template(self) -> dict[str, Any]:
+        """What stands in every podTemplate, before the service's own is merged over it."""
+        fields = {
+            "imagePullSecrets": msgspec.to_builtins(self.image_pull_secrets),
+            "serviceAccountName": self.service_account_name,
+            "priorityClassName": self.priority_class_name,
+        }
+        given = {name: value for name, value in fields.items() if value}
+        return {"spec": given} if given else {}
+
+
 @dataclass(frozen=True, slots=True)
 class Images:
-    """The images of services that name none themselves."""
+    """The images of services that name none themselves, and what else their pods have."""
 
     engine: str = published("engine")
     router: str = published("router")
@@ -32,6 +61,7 @@ class Images:
     cluster_chooses_user: bool = False
     """Pods name no user and no group, because the cluster assigns them to each namespace (a
     security context constraint of OpenShift)."""
+    pods: PodDefaults = field(default_factory=PodDefaults)
 
 
 USER_FIELDS = tuple(
@@ -41,7 +71,10 @@ USER_FIELDS = tuple(
 
 
 def with_images(service: InferenceService, defaults: Images) -> InferenceService:
-    """Return the service with the image of each of its programs named."""
+    """Return the service with the image of each of its programs named, and the pods' defaults.
+
+    Raises `SpecError` for a podTemplate that cannot be merged over them.
+    """
     spec, replace = service.spec, msgspec.structs.replace
     engine = replace(spec.engine, image=spec.engine.image or defaults.engine)
     router = replace(spec.router, image=spec.router.image or defaults.router)
@@ -50,7 +83,24 @@ def with_images(service: InferenceService, defaults: Images) -> InferenceService
         image = transfer.connector_image or defaults.vllm_connector
         transfer = replace(transfer, connector_image=image)
     spec = replace(spec, engine=engine, router=router, transfer=transfer)
+    if defaults.pods != PodDefaults():
+        spec = _with_pods(spec, defaults.pods)
     return replace(service, spec=_without_user(spec) if defaults.cluster_chooses_user else spec)
+
+
+def _with_pods(spec: Spec, defaults: PodDefaults) -> Spec:
+    base = defaults.pod_template()
+    parts: dict[str, Any] = {}
+    for role, part in _parts(spec).items():
+        template = part.pod_template
+        if base:
+            template = merge(base, template, f"spec.{role}.podTemplate")
+        resources = part.resources
+        if resources == Resources():
+            is_router = role == "router"
+            resources = defaults.router_resources if is_router else defaults.engine_resources
+        parts[role] = msgspec.structs.replace(part, pod_template=template, resources=resources)
+    return msgspec.structs.replace(spec, **parts)
 
 
 def _without_user(spec: Spec) -> Spec:
@@ -58,7 +108,12 @@ def _without_user(spec: Spec) -> Spec:
         role: msgspec.structs.replace(
             part, pod_template_remove=[*USER_FIELDS, *part.pod_template_remove]
         )
-        for role in ("prefill", "decode", "router")
-        if (part := getattr(spec, role)) is not None
+        for role, part in _parts(spec).items()
     }
     return msgspec.structs.replace(spec, **parts)
+
+
+def _parts(spec: Spec) -> dict[str, Any]:
+    """The parts that become pods, by role."""
+    parts = {role: getattr(spec, role) for role in ("prefill", "decode", "router")}
+    return {role: part for role, part in parts.items() if part is not None}

@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 
 from diptych_operator.api.base import SpecError
+from diptych_operator.api.merge import merge, removed
 from diptych_operator.api.names import (
     API_KEYS_DIR,
     BIND_HOST_VARIABLE,
@@ -30,7 +31,6 @@ from diptych_operator.api.pools import Pool, Resources
 from diptych_operator.api.router import Router
 from diptych_operator.api.service import InferenceService
 from diptych_operator.render.invariants import check_invariants
-from diptych_operator.render.merge import merge, removed
 from diptych_operator.render.model import CONFINED, ModelMount
 
 USER_ID = 10001

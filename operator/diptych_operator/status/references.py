@@ -56,7 +56,7 @@ def _named(source: Raw, secret: str, config_map: str) -> Iterator[Reference]:
 
 def remedy(service: InferenceService, reference: Reference) -> str:
     """Return the remedy for a missing object."""
-    fields = list(_fields(service, reference)) or ["the podTemplate"]
+    fields = list(_fields(service, reference)) or ["the podTemplate (or the chart's podDefaults)"]
     namespace = service.metadata.namespace
     return (
         f'Create the {reference.kind} "{reference.name}" in the namespace {namespace}, or correct '

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diptych_operator.api.base import SpecError
-from diptych_operator.render.merge import merge, removed
+from diptych_operator.api.merge import merge, removed
 
 BASE: dict[str, Any] = {
     "metadata": {"labels": {"a": "1"}},

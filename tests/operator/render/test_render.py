@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from diptych_frontend.browsers.gate import BrowserRules
 from diptych_operator.api.base import SpecError
-from diptych_operator.api.images import Images, with_images
+from diptych_operator.api.images import Images, PodDefaults, with_images
+from diptych_operator.api.names import ROLE_LABEL
 from diptych_operator.api.parse import parse
 from diptych_operator.api.service import InferenceService
 from diptych_operator.kube.cluster import Cluster
@@ -572,6 +573,51 @@ def test_pods_name_no_user_where_the_cluster_chooses_it() -> None:
         for field in ("runAsUser", "runAsGroup", "fsGroup"):
             assert context.pop(field) == 10001
         assert deployment["spec"]["template"] == open_[name]["spec"]["template"]
+
+
+POD_DEFAULTS = msgspec.convert(
+    {
+        "imagePullSecrets": [{"name": "registry"}],
+        "serviceAccountName": "models",
+        "priorityClassName": "serving",
+        "engineResources": {"limits": {"cpu": 4}},
+        "routerResources": {"limits": {"cpu": "500m"}},
+    },
+    PodDefaults,
+)
+
+
+def test_pods_have_the_operators_defaults_where_a_service_says_nothing_else() -> None:
+    own = {
+        "podTemplate": {
+            "spec": {"priorityClassName": "low", "imagePullSecrets": [{"name": "own"}]}
+        },
+        "resources": {"limits": {"cpu": 2}},
+    }
+    plain = service({"prefill": {"replicas": 1}, "decode": {"replicas": 1, **own}})
+    found = with_images(plain, Images(pods=POD_DEFAULTS))
+    assert revision(found) == revision(plain), "no engines of another revision"
+    pods = {
+        each["spec"]["template"]["metadata"]["labels"][ROLE_LABEL]: each["spec"]["template"]["spec"]
+        for each in by_kind(render(found, SECRETS), "Deployment").values()
+    }
+    for role, cpu in (("prefill", "4"), ("router", "500m")):
+        assert pods[role]["imagePullSecrets"] == [{"name": "registry"}]
+        assert pods[role]["priorityClassName"] == "serving"
+        assert pods[role]["containers"][0]["resources"] == {"limits": {"cpu": cpu}}
+    decode = pods["decode"]
+    assert decode["imagePullSecrets"] == [{"name": "registry"}, {"name": "own"}]
+    assert decode["priorityClassName"] == "low"
+    assert decode["containers"][0]["resources"] == {"limits": {"cpu": "2"}}
+    assert {pod["serviceAccountName"] for pod in pods.values()} == {"models"}
+
+
+def test_without_defaults_a_service_is_as_it_was_and_errors_name_its_own_field() -> None:
+    named = with_images(service({}), Images())
+    assert with_images(named, Images(pods=PodDefaults())) == named
+    wrong = service({"prefill": {"podTemplate": {"spec": "x"}}})
+    with pytest.raises(SpecError, match=r"spec\.prefill\.podTemplate\.spec"):
+        with_images(wrong, Images(pods=POD_DEFAULTS))
 
 
 pools = st.fixed_dictionaries(
