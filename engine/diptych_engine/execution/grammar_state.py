@@ -101,7 +101,7 @@ class GrammarState:
         """Tokens that must come next, the first of them last. llguidance tokenizes all text that
         must follow for each mask, which takes 75 ms where that is 120 kB."""
         self._num_bytes = 0
-        """Of a mask."""
+        """The size of a mask, in bytes."""
         self._num_taken = 0
         self._preface = None if reasoning is None else Preface(reasoning)
 
