@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -21,6 +22,15 @@ from diptych_protocol import DiptychError, EngineGenerateError
 
 BROKEN: Final = "doesn't satisfy the grammar"
 """In llguidance's error for a token that may not come here."""
+STEP_S: Final = 0.02
+MOST_SLOW_S: Final = 1.0
+"""One output may take so many seconds of the processor from its steps, and of all streams beside
+it, beyond `STEP_S` for each token. Where every text can be read in many ways, each token takes
+longer than the one before."""
+TOO_SLOW: Final = (
+    "an answer takes too long to follow, because it can be read in too many ways; write (x)* "
+    "rather than rules that contain themselves"
+)
 
 
 class Preface:
@@ -89,12 +99,18 @@ class GrammarState:
     request that returns after preemption, or from another engine, has the same position."""
 
     def __init__(
-        self, grammar: LLMatcher, reasoning: Reasoning | None = None, digits: Digits | None = None
+        self,
+        grammar: LLMatcher,
+        reasoning: Reasoning | None = None,
+        digits: Digits | None = None,
+        clock: Callable[[], float] = time.thread_time,
     ) -> None:
         """reasoning: what may precede the part of the output with the grammar.
 
-        digits: of the vocabulary, for a grammar of JSON.
+        digits: of the vocabulary, for a grammar of JSON. clock: counts this thread's own seconds,
+        so that nobody's form is refused because the machine is busy.
         """
+        self._clock, self._slow_s = clock, 0.0
         self._matcher = grammar.deep_copy()
         self._numbers = None if digits is None else NumberLimit(digits)
         self._forced: list[int] = []
@@ -112,6 +128,14 @@ class GrammarState:
         the output reasons, all tokens are allowed but the ends of an answer. Raises `GrammarError`
         if the output breaks the grammar, and `HopelessFormError` if the grammar breaks its limits.
         """
+        began = self._clock()
+        bits = self._follow(request)
+        self._slow_s += max(0.0, self._clock() - began - STEP_S)
+        if self._slow_s > MOST_SLOW_S:
+            raise HopelessFormError(TOO_SLOW)
+        return bits
+
+    def _follow(self, request: Request) -> NDArray[np.uint8]:
         new = request.token_ids[request.num_prompt_tokens + self._num_taken :]
         self._num_taken += len(new)
         for token in new:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from itertools import count
 from random import Random
 from typing import Any
 
@@ -12,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from diptych_engine.execution.grammar_state import GrammarError, GrammarState
+from diptych_engine.execution.grammar_compiler import HopelessFormError
+from diptych_engine.execution.grammar_state import STEP_S, GrammarError, GrammarState
 from diptych_engine.scheduling.reasoning import ReasoningTokens
 from diptych_engine.scheduling.request import Request
 from diptych_frontend.model_files.model_source import resolve_model
@@ -145,3 +148,20 @@ def test_text_that_must_follow_is_tokenized_once(
         ids.append(random.choice(np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()))
         assert each_time.consume_token(ids[-1])
     assert 2 * counted.masks < len(ids)
+
+
+@pytest.mark.parametrize("step_s", [STEP_S, 10 * STEP_S])
+def test_a_form_that_takes_too_long_for_too_many_tokens_ends_its_answer(
+    grammar: LLMatcher, step_s: float
+) -> None:
+    """A grammar of 30 bytes may take half a second a token, in which all streams wait."""
+    times = (step_s * (read // 2 + read % 2) for read in count())
+    state = GrammarState(grammar, clock=lambda: next(times))
+    slow = step_s > STEP_S
+    with pytest.raises(HopelessFormError, match="too many ways") if slow else nullcontext():
+        steps_of(state, 100)
+
+
+def steps_of(state: GrammarState, number: int) -> None:
+    for _ in range(number):
+        state.allowed(output_of([]))
