@@ -7,7 +7,7 @@ import importlib
 import json
 import pkgutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -16,7 +16,9 @@ import msgspec
 def render(keys: list[str], services: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Revision and objects of each service, or why the operator refuses it."""
     from diptych_operator.api.images import Images
-    from diptych_operator.api.parse import SpecError, parse_object
+
+    # The error is each version's own, somewhere else.
+    from diptych_operator.api.parse import SpecError, parse_object  # type: ignore[attr-defined]
     from diptych_operator.render import ServiceSecrets
     from diptych_operator.render import render as objects_of
     from diptych_operator.revision import revision
@@ -67,6 +69,12 @@ def _kinds(of: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]:
         yield from _kinds(kind)
 
 
+QUESTIONS: dict[str, Callable[..., Any]] = {
+    "render": render,
+    "read_reports": read_reports,
+    "fields": fields,
+}
+
 if __name__ == "__main__":
-    question = {"render": render, "read_reports": read_reports, "fields": fields}[sys.argv[1]]
-    sys.stdout.buffer.write(msgspec.json.encode(question(*json.load(sys.stdin))))
+    answer = QUESTIONS[sys.argv[1]](*json.load(sys.stdin))
+    sys.stdout.buffer.write(msgspec.json.encode(answer))
