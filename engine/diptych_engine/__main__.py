@@ -20,11 +20,12 @@ import msgspec
 from diptych_frontend.core_client.launcher import CoreProcess
 from diptych_frontend.program import run_program
 from diptych_protocol import EngineConfig, InvalidRequestError, KVTransferConfig
+from diptych_protocol.command_line import config_in
 
 
 def pod_config(args: argparse.Namespace) -> EngineConfig:
     """Return the shared configuration with this pod's own values."""
-    config = msgspec.json.decode(args.config.read_bytes(), type=EngineConfig)
+    config = config_in(args.config, EngineConfig)
     own = {"engine_id": args.engine_id, "node": args.node, "zone": args.zone}
     config = msgspec.structs.replace(config, **{name: x for name, x in own.items() if x})
     if args.kv_port is not None:

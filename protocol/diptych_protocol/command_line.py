@@ -1,15 +1,21 @@
-"""Turns fields of a configuration into options of a command line."""
+"""Turns fields of a configuration into options of a command line, and reads its file."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
 from diptych_protocol.errors import UNREADABLE
+
+log = logging.getLogger(__name__)
+
+C = TypeVar("C", bound=msgspec.Struct)
 
 
 def option(field: msgspec.structs.FieldInfo, kind: Any) -> dict[str, Any]:
@@ -44,3 +50,24 @@ def _reader(kind: Any) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(str(exc)) from exc
 
     return read
+
+
+def config_in(path: Path, kind: type[C]) -> C:
+    """Read the configuration that an operator has written. It may be of another version: fields
+    that this one does not have are reported and ignored, because no pod would start otherwise."""
+    data = path.read_bytes()
+    config = msgspec.json.decode(data, type=kind)
+    unknown = _unknown(msgspec.json.decode(data), config)
+    if unknown:
+        log.warning("%s has settings that this version does not have: %s", path, ", ".join(unknown))
+    return config
+
+
+def _unknown(raw: Mapping[str, Any], known: msgspec.Struct) -> list[str]:
+    """The fields of an object that a struct did not take, with those of its parts."""
+    found = sorted(raw.keys() - set(known.__struct_fields__))
+    for name in raw.keys() - set(found):
+        part = getattr(known, name)
+        if isinstance(part, msgspec.Struct):
+            found += [f"{name}.{field}" for field in _unknown(raw[name], part)]
+    return found

@@ -45,7 +45,7 @@ Verify = Annotated[
 ]
 
 
-class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class KVTransferConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     """The engine's end of the hinge. Its role is decided per request, by `kv_transfer_params`."""
 
     listen_host: Annotated[
@@ -99,7 +99,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     ] = "auto"
 
 
-class EngineConfig(EngineSettings, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class EngineConfig(EngineSettings, frozen=True, omit_defaults=True):
     """Everything that an EngineCore process needs to start. It is sent to the process as JSON."""
 
     model: Annotated[
@@ -332,7 +332,7 @@ class EngineConfig(EngineSettings, frozen=True, forbid_unknown_fields=True, omit
         return self.served_name or self.model.rstrip("/").rsplit("/", 1)[-1]
 
 
-class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class Slo(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a service promises to each request (its service-level objectives)."""
 
     ttft_ms: (
@@ -372,7 +372,7 @@ the other. 1 and 2 were run in vLLM, and 4 and 8 without it. The connector and t
 others."""
 
 
-class Batches(BatchSettings, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class Batches(BatchSettings, frozen=True, omit_defaults=True):
     """The limits of a router's batches, if it has a directory for them."""
 
     max_bytes: Annotated[
@@ -386,7 +386,7 @@ class Batches(BatchSettings, frozen=True, forbid_unknown_fields=True, omit_defau
     ] = 10 << 30
 
 
-class RouterConfig(RouterSettings, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class RouterConfig(RouterSettings, frozen=True, omit_defaults=True):
     """Everything that a router needs to know of its service. It is sent to the process as JSON."""
 
     model: Annotated[

@@ -77,6 +77,8 @@ class RequestOutput:
 class RequestJourneyEventType(enum.IntEnum):
     """The kinds of events. The values from 7 on are ours."""
 
+    OTHER = 0
+    """One that only newer engines know."""
     QUEUED = 1
     SCHEDULED = 2
     FIRST_TOKEN = 3
@@ -90,6 +92,10 @@ class RequestJourneyEventType(enum.IntEnum):
     KV_FAIL = 9
     CHUNK = 10
     """A step has computed a part of its prompt, and more follows."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> RequestJourneyEventType:
+        return cls.OTHER
 
 
 class RequestJourneyEvent(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):

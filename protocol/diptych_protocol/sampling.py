@@ -221,7 +221,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         return self.temperature < 1e-5
 
 
-class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
     """Values for the fields of the same names that a request leaves out. None: nothing is said."""
 
     temperature: (

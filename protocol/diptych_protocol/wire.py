@@ -12,8 +12,8 @@ A client owns one DEALER socket; the core owns one ROUTER socket that all its cl
 
 Evolution rules: the structs are positional arrays, so a new field goes at the end and has a default
 (an older writer leaves it out, an older reader skips it); no field is ever moved, retyped or
-reused. The first fields and their order are vLLM V1's (`vllm.v1.engine`); those below "ours" were
-appended.
+reused; an enumeration takes a value that it does not know for one that it does. The first fields
+and their order are vLLM V1's (`vllm.v1.engine`); those below "ours" were appended.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from diptych_protocol.arrays import Array, FrameDecoder, FrameEncoder
-from diptych_protocol.engine_settings import SchedulingPolicy
 from diptych_protocol.engine_stats import SchedulerStats
 from diptych_protocol.errors import NoParametersError
 from diptych_protocol.kv_transfer_params import KVTransferParams
@@ -87,6 +86,11 @@ class FinishReason(enum.IntEnum):
     def __str__(self) -> str:
         return FINISH_REASON_STRINGS[self.value]
 
+    @classmethod
+    def _missing_(cls, value: object) -> FinishReason:
+        """A newer engine's reason: it costs this request, and not the connection."""
+        return cls.ERROR
+
 
 class ErrorKind(enum.IntEnum):
     """The meaning of an error for the code that decides what to do next."""
@@ -101,6 +105,11 @@ class ErrorKind(enum.IntEnum):
     """The request can never succeed as written. Engines of another runtime report this, and cores
     for a form that their vocabulary cannot write; front-ends filter everything else that cores
     refuse."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> ErrorKind:
+        """A newer engine's kind."""
+        return cls.FAULT
 
 
 class EngineCoreRequestType(enum.Enum):
@@ -391,8 +400,9 @@ class EngineDescription(msgspec.Struct, omit_defaults=True):
     """`EngineConfig.pooling`."""
     tasks: tuple[str, ...] = ("generate",)
     """The result of `EngineClient.get_supported_tasks`."""
-    scheduling_policy: SchedulingPolicy = "fcfs"
-    """Only `priority` uses the priorities of requests; front-ends of other policies refuse them."""
+    scheduling_policy: str = "fcfs"
+    """Only `priority` uses the priorities of requests; front-ends of other policies refuse them.
+    Not a `SchedulingPolicy`: a newer engine may have one more."""
     kv_transfer_host: str = ""
     """The host at which other engines reach this one's hinge: `remote_host` of its leases."""
     kv_transfer_port: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from diptych_protocol import (
     KVTransferConfig,
     RouterConfig,
 )
+from diptych_protocol.command_line import config_in
 from diptych_protocol.field_ranges import descriptions, ranges
 
 
@@ -69,3 +71,11 @@ def test_what_routers_have_of_engines_has_one_meaning_range_and_default() -> Non
 def test_a_router_refuses_what_an_engine_would() -> None:
     with pytest.raises(InvalidRequestError, match="max_held must be at least 0, not -1"):
         RouterConfig(model="m", max_held=-1).check()
+
+
+def test_settings_of_a_newer_operator_are_reported_and_ignored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "router.json").write_text('{"model": "m", "later": 1, "slo": {"joules": 2}}')
+    assert config_in(tmp_path / "router.json", RouterConfig) == RouterConfig("m")
+    assert "settings that this version does not have: later, slo.joules" in caplog.text

@@ -10,7 +10,7 @@ from typing import get_type_hints
 import msgspec
 
 from diptych_protocol import RouterConfig, RouterSettings
-from diptych_protocol.command_line import option
+from diptych_protocol.command_line import config_in, option
 from diptych_protocol.field_ranges import descriptions
 
 
@@ -79,7 +79,7 @@ def read_config(args: argparse.Namespace) -> RouterConfig:
 
     Raises `InvalidRequestError`, naming the field, for a value out of its range.
     """
-    config = msgspec.json.decode(args.config.read_bytes(), type=RouterConfig)
+    config = config_in(args.config, RouterConfig)
     given = {name: getattr(args, name) for name in RouterSettings.__struct_fields__ if name in args}
     config = msgspec.structs.replace(config, **given)
     config.check()

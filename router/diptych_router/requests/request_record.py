@@ -60,7 +60,7 @@ class Placement:
     def heard(self, station: RequestJourneyEvent, now_s: float) -> None:
         """Record an event that the engine reports. An impossible one is dropped."""
         time_s, kind = station.ts_monotonic, station.event_type
-        if not math.isfinite(time_s) or kind is Station.DEPARTED:
+        if not math.isfinite(time_s) or kind in (Station.DEPARTED, Station.OTHER):
             return
         if self._told is None:
             self._told = array("d")

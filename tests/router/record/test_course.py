@@ -46,6 +46,7 @@ def test_times_that_are_none_and_departures_are_not_kept(time_s: float) -> None:
     placement = Placement("r/1", "p", "pod p", sent_s=0.0)
     placement.heard(told(Station.QUEUED, time_s), 1.0)
     placement.heard(told(Station.DEPARTED, 1.0), 1.0)
+    placement.heard(told(Station.OTHER, 1.0), 1.0)
     assert kept(placement) == []
 
 
