@@ -6,6 +6,7 @@ import asyncio
 import gc
 import importlib
 import os
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from zlib import crc32
 import pytest
 from fork_server import use_fork_server
 from hypothesis import HealthCheck, settings
-from waits import PATIENCE_S, Deadline, source_of
+from waits import PATIENCE_S, Deadline, pause_after, source_of
 
 from diptych_kernels.cpu_level import CpuLevel, forced, machine_level
 
@@ -155,12 +156,13 @@ def eventually() -> Callable[..., Awaitable[Any]]:
     ) -> Any:
         deadline = Deadline(what or source_of(condition), timeout_s)
         while True:
+            began = time.monotonic()
             value = condition()
             if asyncio.iscoroutine(value):
                 value = await value
             if value:
                 return value
             deadline.check()
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(pause_after(began))
 
     return wait

@@ -318,7 +318,7 @@ def test_a_choice_may_have_any_character(first: int) -> None:
         assert matcher.is_accepting(), character
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(
     st.builds(lambda schema: StructuredOutputsParams(json=schema), SCHEMAS)
     | st.builds(lambda grammar: StructuredOutputsParams(grammar=grammar), GRAMMARS)

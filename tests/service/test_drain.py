@@ -202,7 +202,7 @@ async def test_an_idle_engine_leaves_at_once(start_pod: StartPod, eventually: An
 
 async def test_a_stream_under_way_ends_complete(start_pod: StartPod, eventually: Any) -> None:
     pod = await start_pod()
-    async with pod.stream(max_tokens=700) as events:
+    async with pod.stream(max_tokens=400) as events:
         pod.process.terminate()
         await eventually(lambda: pod.router.told and pod.router.told[-1].draining)
         sick = await pod.http.get("/health")
@@ -284,7 +284,7 @@ async def test_an_operator_drains_over_the_admin_port(
     previous.write_text("previous")
     assert (await pod.admin.get("/admin/state", headers=wrong)).status_code == 200
     previous.unlink()
-    async with pod.stream(max_tokens=700) as events:
+    async with pod.stream(max_tokens=400) as events:
         impatient = await pod.admin.post("/admin/drain", params={"timeout_s": 0})
         assert impatient.json() == {**idle, "draining": True, "num_running": 1}
         await eventually(lambda: pod.router.told and pod.router.told[-1].draining)

@@ -139,19 +139,6 @@ def test_escape_stops_too(open_page: Open) -> None:
     scene.wait_for_end()
 
 
-def test_an_answer_is_made_again_in_its_place(open_page: Open) -> None:
-    scene = open_page()
-    page = scene.page
-    scene.ask(WHOLE.words)
-    scene.wait_for_end()
-    with page.expect_request("**/v1/chat/completions") as sent:
-        page.get_by_role("button", name="Retry this question").click()
-    scene.wait_for_end()
-    assert [m["role"] for m in body_of(sent)["messages"]] == ["user"]
-    expect(page.locator(".message")).to_have_count(2)
-    expect(scene.answer).to_have_text(WHOLE.answer)
-
-
 def test_what_is_sent_is_the_whole_conversation_and_the_settings(open_page: Open) -> None:
     scene = open_page()
     page = scene.page
@@ -172,19 +159,6 @@ def test_what_is_sent_is_the_whole_conversation_and_the_settings(open_page: Open
     chosen = {"temperature": 0, "top_p": 0.5, "seed": 7, "max_tokens": 4}
     assert {name: body[name] for name in chosen} == chosen
     assert "top_k" not in body, "an empty field is left to the service"
-
-
-def test_a_new_chat_forgets_the_old_one(open_page: Open) -> None:
-    scene = open_page()
-    page = scene.page
-    scene.ask(WHOLE.words)
-    scene.wait_for_end()
-    page.click("#clear")
-    expect(page.locator(".message")).to_have_count(0)
-    with page.expect_request("**/v1/chat/completions") as sent:
-        scene.ask(WHOLE.words)
-    assert len(body_of(sent)["messages"]) == 1
-    scene.wait_for_end()
 
 
 def test_a_model_without_images_is_offered_none(open_page: Open) -> None:
@@ -258,8 +232,15 @@ CONTRAST = """() => {
 """Texts that differ from what is behind them by less than WCAG's level AA wants."""
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("viewport", [DESK, PHONE], ids=["desk", "phone"])
+@pytest.mark.parametrize(
+    ("viewport", "scheme"),
+    [
+        pytest.param(DESK, "light", id="desk-light"),
+        pytest.param(PHONE, "dark", id="phone-dark"),
+        pytest.param(DESK, "dark", id="desk-dark", marks=pytest.mark.slow),
+        pytest.param(PHONE, "light", id="phone-light", marks=pytest.mark.slow),
+    ],
+)
 def test_it_can_be_read_in_both_schemes_and_fits_a_phone(
     open_page: Open, scheme: Any, viewport: Any
 ) -> None:

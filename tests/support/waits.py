@@ -39,10 +39,18 @@ class Deadline:
 def wait_until(condition: Callable[[], T], what: str = "", seconds: float = PATIENCE_S) -> T:
     """The first true value of `condition`."""
     deadline = Deadline(what or source_of(condition), seconds)
-    while not (value := condition()):
+    while True:
+        began = time.monotonic()
+        if value := condition():
+            return value
         deadline.check()
-        time.sleep(0.02)
-    return value
+        time.sleep(pause_after(began))
+
+
+def pause_after(began: float) -> float:
+    """Seconds until the next look, after one that began at this time of `time.monotonic()`. A look
+    that takes long, such as a request, keeps the processor from what is waited for."""
+    return min(max(0.02, 4 * (time.monotonic() - began)), 0.2)
 
 
 def source_of(condition: Callable[[], object]) -> str:

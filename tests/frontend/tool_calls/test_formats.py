@@ -282,7 +282,7 @@ PARTS: dict[str, list[str]] = {
 
 @pytest.mark.parametrize("name", FORMATS)
 @given(data=st.data(), places=st.lists(st.integers(0, 2000), max_size=8))
-@settings(max_examples=200)
+@settings(max_examples=80)
 def test_contract_C05_any_pieces_give_what_the_whole_gives(
     name: str, data: st.DataObject, places: list[int]
 ) -> None:

@@ -10,7 +10,7 @@ from browser_kit import CHROMIUM, WITHOUT_CHROMIUM, chromium, watched_pages
 from page_frames import counter
 from page_kit import Echo, served_echo
 from page_scenes import Scene
-from playwright.sync_api import expect
+from playwright.sync_api import Browser, expect
 from waits import wait_until
 
 from diptych_router.telling.page.panels import (
@@ -64,10 +64,16 @@ def echo() -> Iterator[Echo]:
         yield served
 
 
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as started:
+        yield started
+
+
 @pytest.fixture
-def scene(echo: Echo) -> Iterator[Scene]:
+def scene(echo: Echo, browser: Browser) -> Iterator[Scene]:
     echo.pools = pools(0)
-    with chromium() as browser, watched_pages(browser, echo.url, REFUSED) as open_one:
+    with watched_pages(browser, echo.url, REFUSED) as open_one:
         scene = Scene(open_one())
         expect(scene.page.locator(".engine")).to_have_count(ENGINES)
         yield scene
