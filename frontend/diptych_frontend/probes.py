@@ -20,7 +20,9 @@ from diptych_protocol import EngineClient
 
 METRICS_AGE_S = 1.0
 """Metrics are written at most once in this time, however often they are requested."""
-OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
+OPEN_METRICS = "application/openmetrics-text; version=1.0.0; escaping=allow-utf-8"
+"""Any other escaping of the library makes underscores of the colons in our names, which are legal
+in every format; alerts and dashboards would find nothing."""
 NO_SITES = BrowserRules()
 HEALTH_TIMEOUT_S = 5.0
 """A health check that takes longer has failed."""

@@ -119,6 +119,7 @@ async def test_metrics_are_written_once_a_second_however_often_they_are_asked_fo
                 accept = f"application/openmetrics-text; version=1.0.{number}"
                 answer = await http.get("/metrics", headers={"accept": accept})
                 assert answer.headers["content-type"].startswith("application/openmetrics-text")
+                assert "# TYPE diptych:" in answer.text, "as alerts and dashboards ask for them"
         assert written <= 1 + (time.monotonic() - begun) / METRICS_AGE_S
     finally:
         client.close()

@@ -1,7 +1,7 @@
 """As much of an API server as an operator's process needs to watch, on a port of its own.
 
-It has no objects but those that are created, and serves our CRD only as long as it is told to. On
-the import path of the tests (pytest's `pythonpath`).
+It has no objects but those that are created or added, and serves our CRD only as long as it is told
+to. On the import path of the tests (pytest's `pythonpath`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from aiohttp import web
-from cluster_kit.reconciling import Object, Store
+from cluster_kit.reconciling import KEY, Object, Store
 
 OURS = "/apis/diptych.dev/v1alpha1"
 RESOURCES = {
@@ -40,6 +40,12 @@ class SmallApi:
         self.serves_crd = False
         self._crd_went.set()
 
+    def add_service(self) -> None:
+        """One that is there when the watches begin."""
+        service = self.store.service(KEY)
+        service["metadata"] |= {"resourceVersion": "1", "generation": 1}
+        self.store.objects[f"{OURS}/namespaces/{KEY[0]}/inferenceservices/{KEY[1]}"] = service
+
     async def answer(self, request: web.Request) -> web.StreamResponse:
         path = request.path
         if path == "/version":
@@ -59,7 +65,8 @@ class SmallApi:
             return await self.store.answer(request)
         if "watch" in request.query:
             return await self._watch(request, version)
-        return web.json_response({"metadata": {"resourceVersion": "1"}, "items": []})
+        items = [o for p, o in self.store.objects.items() if p.rpartition("/")[0] == path]
+        return web.json_response({"metadata": {"resourceVersion": "1"}, "items": items})
 
     def _served(self) -> list[str]:
         return [version for version in RESOURCES if version != OURS or self.serves_crd]
