@@ -322,6 +322,7 @@ async def test_contract_A09_an_engine_without_a_tokenizer_takes_and_gives_token_
 
 
 async def test_contract_C10_statistics_are_logged_when_asked_for(engine: AsyncLLM) -> None:
+    await final(engine, "counted")
     logger = recording(engine)
     await engine.refresh_stats()
     await engine.do_log_stats()
