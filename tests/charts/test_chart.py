@@ -77,7 +77,7 @@ MATRIX: dict[str, dict[str, Any]] = {
             "router": {"tag": "next"},
         },
         "imagePullSecrets": [{"name": "registry"}],
-        "logLevel": "debug",
+        "logLevel": "debug", "operator": {"maxConcurrentRollouts": 0},
         "podLabels": {"team": "ml"}, "podAnnotations": {"note": "yes"},
         "nodeSelector": {"pool": "system"},
         "tolerations": [{"key": "system", "operator": "Exists", "effect": "NoSchedule"}],
