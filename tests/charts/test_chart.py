@@ -317,6 +317,7 @@ def test_the_operator_is_told_what_to_serve_and_who_it_is(helm: Helm) -> None:
         f"--engine-image={published('engine')}",
         f"--router-image={published('router')}",
         f"--vllm-connector-image={published('vllm-connector')}",
+        "--max-concurrent-rollouts=1",
         f"--limits={as_helm_writes(DEFAULTS['limits']['allow'])}",
         f"--pod-defaults={as_helm_writes(DEFAULTS['podDefaults'])}",
         "--log-level=info",

@@ -105,7 +105,7 @@ class Life:
     @property
     def pending(self) -> bool:
         text = generate_latest(self.metrics.registry).decode()
-        return 'pending_changes{namespace="ns",service="svc"} 1.0' in text
+        return 'pending_changes{diptych_dev_service="svc",namespace="ns"} 1.0' in text
 
 
 def images(store: Store) -> set[str]:
