@@ -31,7 +31,7 @@ from diptych_operator.kube.rivals import Rivals
 from diptych_operator.kube.watch import Indexed, registry, settings, watched_paths
 from diptych_operator.kube.work_queue import WorkQueue
 from diptych_operator.metrics import OperatorMetrics, serve_probes
-from diptych_operator.reconcile import Reconciler
+from diptych_operator.reconcile import MOST_UPGRADES, Reconciler
 from diptych_operator.routers import Routers
 from diptych_protocol import DiptychError
 from diptych_protocol.threads import resolve_struct_types
@@ -110,8 +110,9 @@ class Leader:
             )
             rivals = Rivals(self._kube, serves_cluster=not self._args.namespaces)
             reconciler = Reconciler(
-                self._kube, indexed, cluster, routers, self._metrics, images, rivals, args.limits
-            )
+                self._kube, indexed, cluster, routers, self._metrics, images, rivals, args.limits,
+                most_upgrades=args.max_concurrent_rollouts,
+            )  # fmt: skip
             queue = self._queue = WorkQueue(
                 reconciler.reconcile, concurrency=CONCURRENT_PASSES, batch_s=BATCH_S
             )
@@ -257,6 +258,13 @@ def main() -> None:
         default=PodDefaults(),
         metavar="JSON",
         help="what pods of services have that name none, as the chart's podDefaults",
+    )
+    parser.add_argument(
+        "--max-concurrent-rollouts",
+        type=int,
+        default=MOST_UPGRADES,
+        help="services that may roll at once because this operator renders them otherwise than the "
+        "last one; 0 lets all wait",
     )
     parser.add_argument(
         "--cluster-chooses-user",

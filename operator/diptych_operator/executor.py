@@ -10,8 +10,10 @@ from diptych_operator.api.base import Object
 from diptych_operator.api.names import (
     DELETION_COST_ANNOTATION,
     POOLS,
+    RENDERED_ANNOTATION,
     REVISION_LABEL,
     ROLE_LABEL,
+    object_name,
 )
 from diptych_operator.api.scaler import SCALER_KIND
 from diptych_operator.api.service import InferenceService
@@ -59,8 +61,7 @@ class Executor:
         shared = render_shared(
             service, self._cluster, snapshot.keys, Serving(step.serving, asleep=asleep)
         )
-        revision = self._revision_objects(snapshot, step)
-        wanted = [*shared, *revision]
+        wanted = [*_taken(shared, snapshot), *self._revision_objects(snapshot, step)]
         if not service.spec.suspend:
             # The CRD does not know what a podTemplate may hold; the API server does.
             deployments = [obj for obj in wanted if obj["kind"] == "Deployment"]
@@ -88,16 +89,21 @@ class Executor:
     def _revision_objects(self, snapshot: ServiceSnapshot, step: Step) -> list[Object]:
         counts = step.replicas.get(snapshot.target)
         exists = bool(snapshot.deployments(snapshot.target))
-        if counts is None or (not counts and not exists) or snapshot.routers_lack_keys():
+        if (
+            snapshot.held
+            or counts is None
+            or (not counts and not exists)
+            or snapshot.routers_lack_keys()
+        ):
             return []
         return render_revision(
             snapshot.service, self._cluster, snapshot.target, snapshot.keys, counts
         )
 
     async def _scale_older(self, snapshot: ServiceSnapshot, step: Step) -> None:
-        """Revisions that the spec no longer describes change in number only."""
+        """What the spec no longer describes, or what is held, changes in number only."""
         for name, counts in step.replicas.items():
-            if name == snapshot.target:
+            if name == snapshot.target and not snapshot.held:
                 continue
             for raw in snapshot.deployments(name):
                 wanted = counts.of(label(raw, ROLE_LABEL))
@@ -154,3 +160,18 @@ class Executor:
         await self._children.delete(snapshot.service, [*leaving, *unasked])
         for keys in sorted(snapshot.known_keys() - snapshot.held_keys(without=over)):
             await self._keys.remove_once(snapshot.service, keys)
+
+
+def _taken(shared: Iterable[Object], snapshot: ServiceSnapshot) -> list[Object]:
+    """What all revisions share, with a note of what it was rendered for; without the routers and
+    the file that they read at their start while they are held."""
+    parts = [obj for obj in shared if not snapshot.held or not _starts_routers(obj, snapshot)]
+    for obj in parts:
+        if obj["kind"] == "Deployment" and snapshot.rendered is not None:
+            obj["metadata"]["annotations"][RENDERED_ANNOTATION] = str(snapshot.rendered)
+    return parts
+
+
+def _starts_routers(obj: Object, snapshot: ServiceSnapshot) -> bool:
+    file = object_name(snapshot.service, "router")
+    return obj["kind"] == "Deployment" or child_id(obj)[1:] == ("ConfigMap", file)

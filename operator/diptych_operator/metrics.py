@@ -43,9 +43,12 @@ class OperatorMetrics:
         self.leader = Gauge(
             f"{PREFIX}leader", "1 while this process leads.", registry=self.registry
         )
+        self.pending: Callable[[], Iterable[ServiceKey]] = list
+        """Services that this operator would render otherwise."""
         self._status: dict[ServiceKey, Status] = {}
         self._failing: set[ServiceKey] = set()
         self.registry.register(_Conditions(self._status, self._failing))
+        self.registry.register(_Pending(lambda: self.pending()))
 
     @contextmanager
     def timed(self, key: ServiceKey) -> Iterator[None]:
@@ -115,6 +118,26 @@ class _Conditions(Collector):
                     condition.type, ()
                 ):
                     yield key, condition.type
+
+
+class _Pending(Collector):
+    """A series for each service whose pods wait for their turn, and none for others."""
+
+    def __init__(self, pending: Callable[[], Iterable[ServiceKey]]) -> None:
+        self._pending = pending
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily(
+            f"{PREFIX}pending_changes",
+            "1 for a service whose pods this operator would render otherwise.",
+            labels=("namespace", "diptych_dev_service"),
+        )
+        for key in self._pending():
+            family.add_metric(key, 1)
+        yield family
 
 
 Handler = Callable[[web.Request], Awaitable[web.Response]]

@@ -20,6 +20,7 @@ import msgspec
 from diptych_operator.api.base import Raw, ServiceKey, SpecError
 from diptych_operator.api.images import Images
 from diptych_operator.api.limits import Allowed, check_limits
+from diptych_operator.api.names import UPGRADE_ANNOTATION
 from diptych_operator.api.parse import parse_object
 from diptych_operator.api.service import API_VERSION, KIND, InferenceService
 from diptych_operator.api.status import EventNote
@@ -36,7 +37,7 @@ from diptych_operator.kube.children import (
 )
 from diptych_operator.kube.client import ApiError, Kube
 from diptych_operator.kube.cluster import Cluster
-from diptych_operator.kube.event_log import SERVED_BY_ANOTHER, EventLog
+from diptych_operator.kube.event_log import SERVED_BY_ANOTHER, UPGRADE_WAITS, EventLog
 from diptych_operator.kube.leader import LEASE_S
 from diptych_operator.kube.rivals import Rivals, ServedByRivalError
 from diptych_operator.kube.watch import Indexed
@@ -54,6 +55,7 @@ from diptych_operator.status.progress import deadline_missed, lacks_room
 from diptych_operator.status.reasons import Reason
 from diptych_operator.status.references import Reference
 from diptych_operator.status.status import build_status, count, events_between
+from diptych_operator.upgrades import NEXT, Place, Standing, Upgrades, rendering
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +63,8 @@ log = logging.getLogger(__name__)
 BUSY_INTERVAL_S = 2.0
 """While something changes, routers are polled at this interval; the API server is not."""
 AUTOSCALE_INTERVAL_S = 5.0
+MOST_UPGRADES = 1
+"""Services that roll at once because of an upgrade of the operator, unless told otherwise."""
 REST_INTERVAL_S = 120.0
 """At rest, only routers are polled, to learn whether the hand-off still works."""
 
@@ -90,6 +94,7 @@ class Reconciler:
         images: Images,
         rivals: Rivals,
         allowed: Allowed | None = None,
+        most_upgrades: int = MOST_UPGRADES,
     ) -> None:
         """If `allowed` is given, services may ask for no more than it permits."""
         self._kube = kube
@@ -106,6 +111,8 @@ class Reconciler:
         self._scalers = PoolScalers(kube, cluster)
         self._events = EventLog(kube)
         self._referents = Referents(kube)
+        self._upgrades = Upgrades(most_upgrades)
+        metrics.pending = self._upgrades.waiting
         self._scaling: dict[ServiceKey, Memory] = {}
         self._stands_back: set[ServiceKey] = set()
 
@@ -119,6 +126,8 @@ class Reconciler:
             return await self._rivals.unless_served(key[0], lambda: self._attend(key, raw))
         except ServedByRivalError as exc:
             return await self._stand_back(key, raw, exc.rival)
+        finally:  # one that cannot be looked at keeps no other waiting
+            self._upgrades.places.setdefault(key, Place())
 
     async def _attend(self, key: ServiceKey, raw: Raw) -> float | None:
         self._stands_back.discard(key)
@@ -148,6 +157,7 @@ class Reconciler:
     def _forget(self, key: ServiceKey) -> None:
         self._stands_back.discard(key)
         self._scaling.pop(key, None)
+        self._upgrades.places.pop(key, None)
         self._keys.forget(key)
         self._children.forget(*key)
         self._metrics.forget(key)
@@ -165,16 +175,57 @@ class Reconciler:
             if exc.will_last:
                 await self._report_blocked(service, Problem("OperatorProblem", str(exc)))
             raise
+        snapshot = await self._in_turn(key, snapshot)
         aim = snapshot.aim
         desired = self._desired(key, snapshot, aim)
         step = _decide(snapshot, desired, _rfc3339(self._kube.now))
+        snapshot, standing = self._standing(key, snapshot, step)
         done = await self._act(snapshot, step, aim)
+        self._upgrades.places[key] = Place(standing, len(snapshot.pods), calm=not done.changed)
         problems = (*snapshot.observed.problems, *done.problems)
         observed = replace(snapshot.observed, problems=problems, lags=done.changed)
-        await self._report(service, observed, step, snapshot.target, desired)
+        await self._report(service, observed, step, snapshot.target, desired, held=snapshot.held)
         if done.failure is not None:
             raise done.failure  # the queue tries again, with back-off
+        if snapshot.held and key in self._upgrades.waiting()[:NEXT]:
+            return AUTOSCALE_INTERVAL_S
         return REFUSAL_S if problems else _interval(service, step)
+
+    async def _in_turn(self, key: ServiceKey, snapshot: ServiceSnapshot) -> ServiceSnapshot:
+        """Hold the pods as they are if only this operator, and not the user, wants others."""
+        service, last = snapshot.service, snapshot.last_rendered
+        try:
+            new = rendering(service, snapshot.target, snapshot.keys, self._cluster)
+        except SpecError:
+            return snapshot  # the acts report it
+        if last is None or last.intent != new.intent or not snapshot.pods:
+            return replace(snapshot, rendered=new)
+        if last.pods == new.pods:
+            return replace(snapshot, rendered=last)
+        if len(snapshot.deployments(last.revision)) < len(service.pools):
+            return replace(snapshot, rendered=new)  # what was asked for before is not there
+        waited = self._upgrades.places.get(key, Place()).standing is Standing.Waits
+        if self._upgrades.take(key, len(snapshot.pods), self._watched.service_keys()):
+            return replace(snapshot, rendered=new._replace(under_way=True))
+        if not waited:
+            await self._events.post(service, EventNote("Normal", UPGRADE_WAITS, _WAITS))
+        return replace(snapshot, target=last.revision, rendered=last, held=True)
+
+    def _standing(
+        self, key: ServiceKey, snapshot: ServiceSnapshot, step: Step
+    ) -> tuple[ServiceSnapshot, Standing]:
+        """Where the service is among those that upgrade; what ended is no longer under way."""
+        rendered = snapshot.rendered
+        if snapshot.held:
+            return snapshot, Standing.Waits
+        if rendered is None or not rendered.under_way:
+            return snapshot, Standing.Settled
+        if step.phase is Phase.Failed:
+            return snapshot, Standing.Failed
+        over = step.phase in (Phase.Idle, Phase.Suspended) and snapshot.at_rest
+        if not self._upgrades.ended(key, at_rest=over and rendered == snapshot.last_rendered):
+            return snapshot, Standing.Rolls
+        return replace(snapshot, rendered=rendered._replace(under_way=False)), Standing.Settled
 
     async def _look(self, key: ServiceKey, service: InferenceService) -> ServiceSnapshot:
         """Everything that is known of the service now."""
@@ -284,6 +335,8 @@ class Reconciler:
         step: Step,
         target: str,
         desired: Counts,
+        *,
+        held: bool = False,
     ) -> None:
         """Write the status if it says anything new, and then tell of what changed."""
         before = service.status
@@ -296,6 +349,8 @@ class Reconciler:
             desired=desired,
             now=_rfc3339(self._kube.now),
         )
+        if held:
+            after = msgspec.structs.replace(after, images=before.images)
         meta = service.metadata
         self._metrics.saw((meta.namespace, meta.name), after)
         if after == before:
@@ -331,6 +386,10 @@ class Reconciler:
         await self._report_blocked(service, problem)
 
 
+_WAITS = (
+    "this operator would replace the pods, which wait for their turn; to have it now, set the "
+    f"annotation {UPGRADE_ANNOTATION} to a new value"
+)
 _READABLE_SPEC: dict[str, Any] = {"model": {"uri": "dummy://"}, "prefill": {}, "decode": {}}
 """Stands in for one that is not, so that a status can be written for it."""
 

@@ -11,6 +11,7 @@ from diptych_operator.api.names import (
     CURRENT_KEYS_ANNOTATION,
     KEYS_LABEL,
     PREVIOUS_KEYS_ANNOTATION,
+    RENDERED_ANNOTATION,
     REVISION_LABEL,
     ROLE_LABEL,
 )
@@ -20,6 +21,7 @@ from diptych_operator.kube.children import ChildId
 from diptych_operator.plan import RevisionState
 from diptych_operator.render import KeySets, fixed_counts
 from diptych_operator.status.observed import Observed, PodView, deployment_view
+from diptych_operator.upgrades import Rendered
 
 _ROUTER_KEYS = (CURRENT_KEYS_ANNOTATION, PREVIOUS_KEYS_ANNOTATION)
 
@@ -30,13 +32,17 @@ class ServiceSnapshot:
 
     service: InferenceService
     target: str
-    """The revision that the spec asks for."""
+    """The revision that the spec asks for; while `held`, the one that it asked for before."""
     keys: KeySets
     children: Mapping[ChildId, Raw]
     pods: Sequence[Raw]
     observed: Observed
     lost_keys: frozenset[str] = frozenset()
     """Older key sets whose Secret is gone. Routers cannot get them, so nobody waits for that."""
+    rendered: Rendered | None = None
+    """What the pods are to be rendered for; None if they cannot be."""
+    held: bool = False
+    """This operator would render the pods otherwise, and they wait for their turn."""
 
     @property
     def aim(self) -> Counts:
@@ -48,6 +54,20 @@ class ServiceSnapshot:
         aim = Counts(status.prefill.desired, status.decode.desired)
         known = bool(status.update_revision) and (aim or self.service.sleeps_when_idle)
         return aim if known else fixed_counts(self.service)
+
+    @property
+    def last_rendered(self) -> Rendered | None:
+        """What the pods were rendered for, if the cluster says so."""
+        found = (annotation(raw, RENDERED_ANNOTATION) for raw in self.deployments(""))
+        return Rendered.read(next(found, ""))
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether every Deployment has all its pods, ready and of its newest template."""
+        views = [
+            deployment_view(raw) for raw in self.children.values() if raw["kind"] == "Deployment"
+        ]
+        return all(view.settled and view.ready >= view.wanted for view in views)
 
     def deployments(self, revision: str) -> list[Raw]:
         """Return the Deployments of one revision, or those of the routers for an empty name."""

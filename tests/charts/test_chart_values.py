@@ -58,6 +58,7 @@ def test_schema_and_defaults_know_the_same_values() -> None:
         ({"namespaces": ["a", "a"]}, ("namespaces", "items")),
         ({"images": {"operator": {"digest": "sha256:1"}}}, ("digest", "pattern")),
         ({"images": {"pullPolicy": "Sometimes"}}, ("pullPolicy", "Always")),
+        ({"operator": {"maxConcurrentRollouts": -1}}, ("maxConcurrentRollouts", "0")),
         ({"logLevel": "loud"}, ("logLevel", "debug")),
         ({"resources": {"limits": {"memory": "much"}}}, ("memory", "pattern")),
         ({"podLabels": {"a": 1}}, ("podLabels", "string")),

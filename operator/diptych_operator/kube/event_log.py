@@ -16,6 +16,8 @@ COMPONENT = "diptych-operator"
 
 SERVED_BY_ANOTHER = "ServedByAnother"
 """Reason of the event that an operator posts where another one serves; see `status.reasons`."""
+UPGRADE_WAITS = "UpgradeWaits"
+"""Reason of the event that tells of pods which an upgraded operator would render otherwise."""
 
 
 class EventLog:

@@ -45,6 +45,9 @@ class Indexed:
     def service(self, key: ServiceKey) -> Raw | None:
         return next(iter(self._indices.get(SERVICES, {}).get(key, ())), None)
 
+    def service_keys(self) -> set[ServiceKey]:
+        return set(self._indices.get(SERVICES, {}))
+
     def children(self, key: ServiceKey) -> list[Raw]:
         found = (self._indices.get(name, {}).get(key, ()) for name in _child_indices())
         return [raw for collection in found for raw in collection]

@@ -256,4 +256,9 @@ class Reason(StrEnum):
         "nothing.",
         "Uninstall one of the two, or give them different namespaces.",
     )  # fmt: skip
+    UPGRADE_WAITS = (
+        "UpgradeWaits", Group.EVENTS,
+        "An upgraded operator would replace the pods; they wait for their turn.",
+        "To have it now, set the annotation `diptych.dev/upgrade` anew.",
+    )  # fmt: skip
     RECOVERED = "Recovered", Group.EVENTS, "What wanted attention does no more."

@@ -93,6 +93,9 @@ class Store:
             "status": written.get("status"),
         }
 
+    def service_keys(self) -> set[tuple[str, str]]:
+        return {KEY}
+
     def children(self, key: tuple[str, str]) -> list[Object]:
         unseen = ("Secret", "Event", "InferenceService")
         return [obj for obj in self.objects.values() if obj["kind"] not in unseen]

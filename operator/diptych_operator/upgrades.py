@@ -1,0 +1,137 @@
+"""What an upgrade of the operator may do by itself: its turns, one service after the other.
+
+The routers' Deployment says what the pods were last rendered for (`Rendered`). If the user asks for
+the same and this operator renders pods otherwise, they stay as they are until it is their turn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final, NamedTuple, Self
+
+import msgspec
+
+from diptych_operator.api.base import ServiceKey
+from diptych_operator.api.names import UPGRADE_ANNOTATION
+from diptych_operator.api.service import InferenceService
+from diptych_operator.kube.cluster import Cluster
+from diptych_operator.render import KeySets, Serving, fixed_counts, render_revision, render_shared
+
+NEXT: Final = 10
+"""So many services of those that wait look often whether it is their turn."""
+
+
+class Rendered(NamedTuple):
+    """What the pods of a service were rendered for; an annotation of the routers' Deployment."""
+
+    intent: str
+    """What the user asked for: the generation of the spec, the keys, and the word to upgrade."""
+    revision: str
+    pods: str
+    """A digest of the pod templates."""
+    under_way: bool = False
+    """The operator took this change by itself, and the service has not settled since."""
+
+    @classmethod
+    def read(cls, text: str) -> Self | None:
+        match text.split():
+            case [intent, revision, pods, *rest]:
+                return cls(intent, revision, pods, bool(rest))
+        return None
+
+    def __str__(self) -> str:
+        return " ".join((*self[:3], *(["upgrading"] if self.under_way else [])))
+
+
+def rendering(
+    service: InferenceService, revision: str, keys: KeySets, cluster: Cluster
+) -> Rendered:
+    """Return what this operator makes of a service. Raises `SpecError`, as `render`."""
+    # Which older keys routers hold besides is the cluster's state, and nobody's wish.
+    held = KeySets(keys.current)
+    objects = [
+        *render_shared(service, cluster, held, Serving()),
+        *render_revision(service, cluster, revision, held, fixed_counts(service)),
+    ]
+    templates = {
+        obj["metadata"]["labels"]["app.kubernetes.io/component"]: obj["spec"]["template"]
+        for obj in objects
+        if obj["kind"] == "Deployment"
+    }
+    meta = service.metadata
+    word = meta.annotations.get(UPGRADE_ANNOTATION, "")
+    return Rendered(_digest([meta.generation, keys.current, word]), revision, _digest(templates))
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(msgspec.json.encode(value, order="sorted")).hexdigest()[:16]
+
+
+class Standing(StrEnum):
+    """Where a service is."""
+
+    Settled = "Settled"
+    """Nothing waits, or what happens was asked for by the user."""
+    Waits = "Waits"
+    """This operator would render its pods otherwise."""
+    Rolls = "Rolls"
+    """It takes such a change."""
+    Failed = "Failed"
+    """It took one and does not get on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A service among all."""
+
+    standing: Standing = Standing.Settled
+    pods: int = 0
+    calm: bool = False
+    """Its last pass changed no Deployment, and so saw all that was changed before."""
+
+
+def queue(places: Mapping[ServiceKey, Place]) -> list[ServiceKey]:
+    """Return the services that wait, the smallest first."""
+    waiting = (key for key, place in places.items() if place.standing is Standing.Waits)
+    return sorted(waiting, key=lambda key: (places[key].pods, key))
+
+
+def turns(places: Mapping[ServiceKey, Place], most: int) -> list[ServiceKey]:
+    """Return the services that may begin now; none after one that failed, until it is mended."""
+    standings = [place.standing for place in places.values()]
+    if Standing.Failed in standings:
+        return []
+    return queue(places)[: max(0, most - standings.count(Standing.Rolls))]
+
+
+class Upgrades:
+    """Gives turns. What it knows comes from the passes of this process."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: services that may roll at once; with 0 all wait."""
+        self._most = most
+        self.places: dict[ServiceKey, Place] = {}
+
+    def waiting(self) -> list[ServiceKey]:
+        return queue(self.places)
+
+    def take(self, key: ServiceKey, pods: int, known: Collection[ServiceKey]) -> bool:
+        """Whether a service may take what waits, now. A yes counts at once.
+
+        `known`: all services. Before each has been looked at, another one may be rolling.
+        """
+        before = self.places.get(key, Place())
+        if before.standing is Standing.Rolls:
+            return True  # the watch does not show yet what was begun
+        self.places[key] = Place(Standing.Waits, pods)
+        if not self.places.keys() >= set(known) or key not in turns(self.places, self._most):
+            return False
+        self.places[key] = Place(Standing.Rolls, pods)
+        return True
+
+    def ended(self, key: ServiceKey, *, at_rest: bool) -> bool:
+        """Whether a service that rolled is `at_rest`, and not only seems so."""
+        return at_rest and self.places.get(key, Place()).calm

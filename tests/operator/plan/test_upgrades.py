@@ -1,0 +1,178 @@
+"""An upgrade of the operator replaces pods in turns only, those of the smallest service first."""
+
+from __future__ import annotations
+
+import pytest
+from cluster_kit.reconciling import KEY, Object, Store, serving
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import generate_latest
+
+from diptych_operator.api.images import Images
+from diptych_operator.api.names import RENDERED_ANNOTATION, UPGRADE_ANNOTATION
+from diptych_operator.kube.cluster import Cluster
+from diptych_operator.kube.rivals import Rivals
+from diptych_operator.metrics import OperatorMetrics
+from diptych_operator.reconcile import Reconciler
+from diptych_operator.routers import Routers
+from diptych_operator.upgrades import Place, Rendered, Standing, Upgrades, turns
+
+OLD, NEW = (Images(engine=f"engine:{tag}", router=f"router:{tag}") for tag in ("old", "new"))
+keys = st.tuples(st.just("ns"), st.text("abc", min_size=1, max_size=3))
+fleets = st.dictionaries(
+    keys, st.builds(Place, st.sampled_from(Standing), st.integers(0, 5), st.booleans())
+)
+
+
+# --- whose turn it is -------------------------------------------------------------------------
+
+
+@given(fleets, st.integers(0, 4))
+def test_no_more_than_allowed_roll_and_the_smallest_are_first(
+    places: dict[tuple[str, str], Place], most: int
+) -> None:
+    begun = turns(places, most)
+    rolling = [key for key, place in places.items() if place.standing is Standing.Rolls]
+    assert not begun or len(begun) + len(rolling) <= most
+    left = {key for key, place in places.items() if place.standing is Standing.Waits} - set(begun)
+    assert all(places[key].standing is Standing.Waits for key in begun)
+    assert all(places[a].pods <= places[b].pods for a in begun for b in left)
+    if any(place.standing is Standing.Failed for place in places.values()):
+        assert not begun
+    elif left:
+        assert len(begun) == max(0, most - len(rolling))
+
+
+@given(st.dictionaries(keys, st.integers(1, 5), min_size=1), st.integers(1, 3), st.data())
+def test_whoever_asks_first_all_upgrade_in_order_of_size(
+    sizes: dict[tuple[str, str], int], most: int, data: st.DataObject
+) -> None:
+    upgrades, done = Upgrades(most), list[int]()
+    while len(done) < len(sizes):
+        waiting = [key for key in sizes if upgrades.places.get(key) != Place()]
+        for key in data.draw(st.permutations(waiting)):
+            upgrades.take(key, sizes[key], sizes)
+        rolling = [k for k, place in upgrades.places.items() if place.standing is Standing.Rolls]
+        assert len(rolling) <= most
+        if rolling:
+            ended = data.draw(st.sampled_from(sorted(rolling)))
+            done.append(sizes[ended])
+            upgrades.places[ended] = Place()
+    for place, size in enumerate(done):
+        assert sum(other < size for other in done[place + 1 :]) < most
+
+
+def test_nobody_begins_before_all_have_been_looked_at() -> None:
+    upgrades = Upgrades(1)
+    small, large = ("ns", "small"), ("ns", "large")
+    assert not upgrades.take(large, 9, {small, large})
+    upgrades.places[small] = Place()
+    assert upgrades.take(large, 9, {small, large})
+
+
+@pytest.mark.parametrize("under_way", [True, False])
+def test_what_is_noted_is_read_back(under_way: bool) -> None:
+    note = Rendered("a", "b", "c", under_way)
+    assert Rendered.read(str(note)) == note
+    assert Rendered.read("") is None
+
+
+# --- what a pass does -------------------------------------------------------------------------
+
+
+class Life:
+    """An operator with default images of its own, from its start to its end."""
+
+    def __init__(self, store: Store, images: Images, most: int) -> None:
+        self.store, self.images, self.most = store, images, most
+        self.metrics = OperatorMetrics()
+
+    async def passes(self, number: int = 1) -> None:
+        async with serving(self.store) as kube, Routers() as routers:
+            reconciler = Reconciler(
+                kube,
+                self.store,  # type: ignore[arg-type]
+                Cluster(),
+                routers,
+                self.metrics,
+                self.images,
+                Rivals(kube, serves_cluster=False),
+                most_upgrades=self.most,
+            )
+            for _ in range(number):
+                await reconciler.reconcile(KEY)
+
+    @property
+    def pending(self) -> bool:
+        text = generate_latest(self.metrics.registry).decode()
+        return 'pending_changes{diptych_dev_service="svc",namespace="ns"} 1.0' in text
+
+
+def images(store: Store) -> set[str]:
+    templates = [deployment["spec"]["template"] for deployment in store.deployments()]
+    return {template["spec"]["containers"][0]["image"] for template in templates}
+
+
+@pytest.fixture
+async def store() -> Store:
+    """A service that an older operator made, and that runs."""
+    store = Store()
+    await Life(store, OLD, 1).passes()
+    store.start_pods()
+    assert images(store) == {"engine:old", "router:old"}
+    return store
+
+
+async def test_an_upgrade_that_may_not_roll_changes_no_pods_and_says_so(store: Store) -> None:
+    templates = [deployment["spec"] for deployment in store.deployments()]
+    config = {
+        name: o for name, o in store.objects.items() if name.endswith("configmaps/svc-router")
+    }
+    life = Life(store, NEW, 0)
+    await life.passes(3)
+    assert [deployment["spec"] for deployment in store.deployments()] == templates
+    assert config.items() <= store.objects.items()
+    assert life.pending
+    assert store.events().count("UpgradeWaits") == 1
+    assert store.service(KEY)["status"]["images"] == {
+        "engine": "engine:old",
+        "router": "router:old",
+    }
+
+
+async def test_an_operator_that_renders_the_same_has_nothing_pending(store: Store) -> None:
+    life = Life(store, OLD, 0)
+    await life.passes()
+    assert not life.pending
+    assert "UpgradeWaits" not in store.events()
+
+
+async def test_in_its_turn_a_service_takes_the_upgrade(store: Store) -> None:
+    life = Life(store, NEW, 1)
+    await life.passes()
+    assert {"engine:new", "router:new"} <= images(store)
+    assert note(store).under_way
+    assert not life.pending
+
+
+async def test_the_word_of_the_user_takes_what_is_pending(store: Store) -> None:
+    await Life(store, NEW, 0).passes()
+    store.annotations = {UPGRADE_ANNOTATION: "now"}
+    await Life(store, NEW, 0).passes()
+    assert {"engine:new", "router:new"} <= images(store)
+    assert not note(store).under_way
+
+
+async def test_a_held_pool_can_be_stopped(store: Store) -> None:
+    await Life(store, NEW, 0).passes()
+    store.spec["suspend"] = True
+    await Life(store, NEW, 0).passes()
+    assert {deployment["spec"]["replicas"] for deployment in store.deployments()} == {0}
+
+
+def note(store: Store) -> Rendered:
+    (router,) = (d for d in store.deployments() if d["metadata"]["name"] == "svc-router")
+    found: Object = router["metadata"]["annotations"]
+    read = Rendered.read(found[RENDERED_ANNOTATION])
+    assert read is not None
+    return read
