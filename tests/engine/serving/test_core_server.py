@@ -345,7 +345,6 @@ def test_a_dying_core_says_so(tmp_path: Path) -> None:
     ("config", "complaint"),
     [
         ({"model": "/no/such/file.gguf"}, "does not exist"),
-        ({"model": "dummy://", "surprise": 1}, "surprise"),
         pytest.param({"model": "dummy://", "block_size": 12}, "block_size", marks=pytest.mark.slow),
         pytest.param({"model": "dummy://?colour=red"}, "colour", marks=pytest.mark.slow),
     ],
