@@ -61,6 +61,18 @@ def test_the_default_is_the_model_of_the_example_and_of_the_installer() -> None:
     assert f'MODEL = "{KNOWN[DEFAULT].package}"' in (ROOT / "install.py").read_text()
 
 
+@pytest.mark.parametrize(
+    ("name", "temperature", "top_p", "top_k"),
+    [(DEFAULT, 0.2, 0.9, 0), ("smollm2:360m", 0.2, 0.9, 0), ("tinyllama:1.1b", 0.7, 0.95, 50)],
+)
+def test_a_name_samples_as_the_cards_of_its_makers_say(
+    name: str, temperature: float, top_p: float, top_k: int
+) -> None:
+    """At 1.0, a model of this size answers in nonsense."""
+    sampling = load(KNOWN[name])[0].spec.model.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (temperature, top_p, top_k)
+
+
 def test_render_takes_a_name_and_nothing_at_all() -> None:
     named = run("render", "qwen3:0.6b").stdout
     assert QWEN.revision in named

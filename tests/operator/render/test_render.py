@@ -29,6 +29,7 @@ from diptych_operator.render import (
 )
 from diptych_operator.revision import revision
 from diptych_protocol import Batches, CurveKeys, EngineConfig, RouterConfig, Slo
+from diptych_protocol.sampling import SamplingDefaults
 
 GOLDEN = Path(__file__).parent / "golden"
 SECRETS = ServiceSecrets(CurveKeys("P" * 40, "S" * 40), "token")
@@ -215,6 +216,14 @@ def test_routers_promise_what_the_service_says(said: dict[str, Any], slo: Slo) -
     assert msgspec.json.decode(text, type=RouterConfig).slo == slo
     assert ("slo" in msgspec.json.decode(text)) == bool(said)
     assert revision(promising) == revision(service({})), "no engine pod is replaced for it"
+
+
+def test_routers_sample_as_the_service_says() -> None:
+    said = {"temperature": 0.2, "topP": 0.9, "topK": 0, "minP": 0.1}
+    sampling = service({"model": {"uri": "dummy://", "sampling": said}})
+    text = by_kind(render(sampling, SECRETS), "ConfigMap")["svc-router"]["data"]["router.json"]
+    found = msgspec.json.decode(text, type=RouterConfig).sampling
+    assert found == SamplingDefaults(temperature=0.2, top_p=0.9, top_k=0, min_p=0.1)
 
 
 @pytest.mark.parametrize(
