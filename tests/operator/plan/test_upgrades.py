@@ -155,6 +155,33 @@ async def test_in_its_turn_a_service_takes_the_upgrade(store: Store) -> None:
     assert not life.pending
 
 
+async def test_an_upgrade_ends_with_the_old_pods() -> None:
+    """And then only is it the next service's turn."""
+    store = Store()
+    store.spec = {"transfer": {"verify": "Off"}}
+    for _ in range(2):
+        await Life(store, OLD, 1).passes()
+        store.settle()
+    async with serving(store) as kube, Routers() as routers:
+        reconciler = Reconciler(
+            kube,
+            store,  # type: ignore[arg-type]
+            Cluster(),
+            routers,
+            OperatorMetrics(),
+            NEW,
+            Rivals(kube, serves_cluster=False),
+        )
+        for _ in range(10):
+            await reconciler.reconcile(KEY)
+            assert note(store).under_way == (len(store.deployments()) > 3)
+            if not note(store).under_way:
+                break
+            store.settle()
+        assert not note(store).under_way
+        assert reconciler._upgrades.places[KEY].standing is Standing.Settled
+
+
 async def test_the_word_of_the_user_takes_what_is_pending(store: Store) -> None:
     await Life(store, NEW, 0).passes()
     store.annotations = {UPGRADE_ANNOTATION: "now"}

@@ -113,6 +113,24 @@ class Store:
             self.pods_here.append(dict(trimmed({**pod, "status": status or RUNNING})))
             deployment["status"] = {"readyReplicas": 1, "replicas": 1, "observedGeneration": 1}
 
+    def settle(self) -> None:
+        """Every Deployment has the pods that it wants, ready, and no others."""
+        self.pods_here.clear()
+        for deployment in self.deployments():
+            its, wanted = deployment["metadata"], deployment["spec"].get("replicas", 1)
+            deployment["status"] = {
+                "readyReplicas": wanted, "replicas": wanted, "updatedReplicas": wanted,
+                "observedGeneration": 1,
+            }  # fmt: skip
+            for number in range(wanted):
+                meta = {"name": f"{its['name']}-{number}", "namespace": "ns"}
+                pod = {
+                    "apiVersion": "v1", "kind": "Pod", "status": RUNNING,
+                    "metadata": meta | {"labels": its["labels"]},
+                    "spec": {"containers": [{"name": "engine", "image": "engine"}]},
+                }  # fmt: skip
+                self.pods_here.append(dict(trimmed(pod)))
+
     def condition(self, kind: str) -> Object:
         conditions: list[Object] = self.service(KEY)["status"]["conditions"]
         (found,) = (c for c in conditions if c["type"] == kind)
