@@ -139,8 +139,8 @@ cluster: $(VENV)/.test ## tests of operator, CRD, chart and plugin that need an 
 	KUBECONFIG=$$DIPTYCH_TEST_KUBECONFIG PYTHONPATH=tests/support $(BIN)/python -m cluster_kit.apply_crds && \
 	$(BIN)/pytest --timeout 600 -n $(JOBS) --dist loadfile tests/*/test_*_on_cluster.py tests/operator/on_cluster/test_*_on_cluster.py
 
-e2e: $(VENV)/.test ## install, chat, disrupt and count, on the cluster of $$KUBECONFIG; see e2e/README.md
-	$(BIN)/python -m pytest e2e
+e2e: $(VENV)/.test ## install, chat, disrupt and count, on the cluster of $$KUBECONFIG, QUICK=1 for less; see e2e/README.md
+	$(BIN)/python -m pytest e2e$(if $(QUICK), -m "not slow")
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

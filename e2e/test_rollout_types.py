@@ -48,6 +48,7 @@ def test_blue_green_and_back(bench: Bench) -> None:
     assert served[1] == first
 
 
+@pytest.mark.slow
 def test_recreate_holds_what_arrives(bench: Bench) -> None:
     """Between the revisions there is no engine; users wait, old and new ones, and that is all."""
     service = bench.service
@@ -70,6 +71,7 @@ def test_recreate_holds_what_arrives(bench: Bench) -> None:
     assert service.revision() != first
 
 
+@pytest.mark.slow
 def test_where_no_place_is_spare_old_pods_make_room(bench: Bench) -> None:
     """The node has four places, and the old pods hold all of them."""
     service = bench.service
