@@ -102,7 +102,7 @@ def test_every_request_says_how_long_it_waits() -> None:
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
-PARTS = {"early", "encoder", "leased", "pool", "stakes"}
+PARTS = {"early", "encoder", "leased", "pool", "prefixes", "stakes"}
 """What other rooms keep up with themselves: each is an object with an interface of its own."""
 OF_ADAPTERS = {"max_loras", "pinned_adapters"}
 """Two fields in which the scheduler is told of adapters."""

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import stat
 import tempfile
 import threading
 import time
@@ -34,7 +35,7 @@ def locked(path: Path, deadline: float) -> Iterator[None]:
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         told = False
-        while not _try_lock(lock):
+        while not try_lock(lock):
             if time.monotonic() > deadline:
                 log.warning("another process has held %s for too long; not waiting for it", path)
                 break
@@ -50,7 +51,9 @@ def locked(path: Path, deadline: float) -> Iterator[None]:
         os.close(lock)
 
 
-def _try_lock(lock: int) -> bool:
+def try_lock(lock: int) -> bool:
+    """Lock an open file or folder, as long as any copy of this descriptor is open, unless another
+    process has."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -88,7 +91,13 @@ def remove_unused(path: Path) -> None:
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            if _try_lock(descriptor):
+            if try_lock(descriptor):
                 path.unlink()
         finally:
             os.close(descriptor)
+
+
+def is_private(found: os.stat_result) -> bool:
+    """Whether nobody but this user, and root, can write a file or folder."""
+    writable = stat.S_IWGRP | stat.S_IWOTH
+    return found.st_uid == os.geteuid() and not found.st_mode & writable

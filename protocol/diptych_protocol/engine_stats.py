@@ -351,3 +351,13 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     ] = 0
     accepted_at: list[int] = msgspec.field(default_factory=list)
     """Those by their place among the guesses of a step, the first first."""
+    disk_blocks: Annotated[int, gauge("kv_disk_blocks", "KV blocks on disk.")] = 0
+    disk_blocks_written: Annotated[
+        int, counter("kv_disk_blocks_written", "KV blocks written to disk.")
+    ] = 0
+    disk_blocks_damaged: Annotated[
+        int, counter("kv_disk_blocks_damaged", "KV blocks on disk that were not as written.")
+    ] = 0
+    disk_tokens: Annotated[
+        int, counter("kv_disk_tokens", "Prompt tokens whose KV was read from disk.")
+    ] = 0

@@ -105,18 +105,21 @@ class Controls:
         return self._core.deferred.when(self._hinge_at_rest, lambda: self._fall_asleep(level))
 
     def _hinge_at_rest(self) -> bool:
-        return self._at_rest() and self._core.scheduler.hinge_at_rest
+        store = self._core.hand_offs.store
+        reads = store is not None and not store.at_rest
+        return self._at_rest() and self._core.scheduler.hinge_at_rest and not reads
 
     def _fall_asleep(self, level: int) -> None:
         residency, runner = self._core.residency, self._core.runner
         if level == 2 and residency.weights is not Weights.DROPPED:
             runner.collective_rpc("_drop_weights")
             residency.weights = Weights.DROPPED
+            self._retire_store()  # other weights may come
         elif residency.weights is Weights.LOADED:
             self._put_weights_aside()
             residency.weights = Weights.ASIDE
         if residency.kv_cache:
-            self.forget_everything()
+            self._forget_kv()
             runner.collective_rpc("_drop_kv_cache")
             residency.kv_cache = False
         log.info("asleep at level %d", residency.level)
@@ -166,9 +169,14 @@ class Controls:
             self.forget_everything()
             return True
         pool, lent = self._core.scheduler.pool, self._core.scheduler.leased
-        if connector is None:
+        store = self._core.hand_offs.store
+        self._retire_store()
+        if connector is None and store is None:
             return pool.forget_all()
-        return self._core.deferred.when(lambda: not len(lent), pool.forget_all)
+        return self._core.deferred.when(
+            lambda: (connector is None or not len(lent)) and (store is None or store.at_rest),
+            pool.forget_all,
+        )
 
     def reset_mm_cache(self) -> str:
         """Forget received images: the next request has to bring its images again. Returns a note
@@ -200,6 +208,15 @@ class Controls:
         Lent blocks stay as they are, unless their prompt is still being computed, because KV from
         before and after must not be in one lease.
         """
+        self._forget_kv()
+        self._retire_store()
+
+    def _retire_store(self) -> None:
+        """What is on disk is of the weights that the engine has started with."""
+        if self._core.hand_offs.store is not None:
+            self._core.hand_offs.store.retire()
+
+    def _forget_kv(self) -> None:
         self._core.scheduler.preempt_all()
         self._core.hand_offs.withdraw_lent()
         self._discard_loads()

@@ -346,6 +346,8 @@ class EngineCore:
         if self.scheduler.stakes is not None:
             self._step_ended = now if plan.scheduled and self.scheduler.has_work else 0.0
         self.hand_offs.lend_computed()
+        if self.hand_offs.store is not None:
+            self.hand_offs.store.save()
 
     def _finish(self, request: Request, reason: FinishReason, output: EngineCoreOutput) -> None:
         """End a request, or a piece of a session, that has enough tokens; its output says so."""
@@ -404,6 +406,8 @@ class EngineCore:
     def stats(self) -> SchedulerStats:
         snapshot = self.scheduler.snapshot()
         snapshot.kv_transfer = self.hand_offs.stats()
+        if self.hand_offs.store is not None:
+            self.hand_offs.store.count(snapshot)
         snapshot.draining = self.draining
         snapshot.paused = self.scheduler.paused
         snapshot.sleep_level = self.residency.level
@@ -448,6 +452,8 @@ class EngineCore:
 
     def close(self) -> None:
         self.grammars.close()
+        if self.hand_offs.store is not None:
+            self.hand_offs.store.close()
         if self.connector is not None:
             self.connector.close()
         self.runner.close()

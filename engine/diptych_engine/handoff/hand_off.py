@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from diptych_engine.handoff.block_store import BlockStore
 from diptych_engine.handoff.prefix_fetches import PrefixFetches
 from diptych_engine.scheduling.request import LoadOrder, Request, RequestStatus
 from diptych_engine.scheduling.scheduler import Scheduler
+from diptych_engine.scheduling.stored_prefix import StoredPrefix
 from diptych_kv_transfer import (
     KVConnector,
     LeaseEnded,
@@ -71,6 +73,8 @@ class HandOffs:
         self._rejections_ignored = 0
         self.before_load: Callable[[Sequence[int]], None] | None = None
         """Told of the blocks that a load will fill; whoever builds the core may set it."""
+        self.store: BlockStore | None = None
+        """Keeps blocks on disk; whoever builds the core may set it."""
 
     # --- requests come and go -----------------------------------------------------------------
 
@@ -101,6 +105,8 @@ class HandOffs:
     def arrived(self, request: Request) -> None:
         """Begin the hand-offs of an admitted request: promise what it will lend, keep alive what it
         will fetch."""
+        if self.store is not None:
+            self.store.offer(request)
         self._reach_source(request)
         params = request.kv_transfer
         if self._connector is None or params is None:
@@ -124,7 +130,7 @@ class HandOffs:
     def _reach_source(self, request: Request) -> None:
         """Connect to the engine that may remember a prefix of a request, if it is one of ours."""
         source = request.prefix_source
-        if source is None:
+        if source is None or isinstance(source, StoredPrefix):
             return
         try:
             if self._connector is None:
@@ -218,11 +224,17 @@ class HandOffs:
 
     def start_loads(self) -> None:
         """Begin the loads for which the scheduler has reserved blocks."""
-        orders = self._scheduler.take_load_orders()
-        if self._connector is None:
-            return
-        for order in orders:
-            self._start(self._connector, order, early=False)
+        for order in self._scheduler.take_load_orders():
+            if isinstance(order.params, StoredPrefix):
+                self._read(order)
+            elif self._connector is not None:
+                self._start(self._connector, order, early=False)
+
+    def _read(self, order: LoadOrder) -> None:
+        if self.before_load is not None:
+            self.before_load(order.local_block_ids)
+        if self.store is not None:
+            self.store.read(order)
 
     def _start(self, connector: KVConnector, order: LoadOrder, *, early: bool) -> None:
         if self.before_load is not None:

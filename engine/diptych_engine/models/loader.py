@@ -26,7 +26,7 @@ from diptych_engine.models.floats import Floats
 from diptych_engine.models.groups import Groups, has_groups, read_groups
 from diptych_engine.models.interface import Packable, WeightSlot, share
 from diptych_engine.models.packed import PackedMatrix, Part, packed_beside
-from diptych_engine.models.packed_file import Matrices, file_for, shared_matrices
+from diptych_engine.models.packed_file import Matrices, file_for, shared_matrices, stamp_of
 from diptych_engine.models.quantised_tensors import gather_quantised
 from diptych_engine.models.registry import build_model
 from diptych_engine.models.rounding import rounded
@@ -40,7 +40,7 @@ from diptych_engine.models.stored_parts import (
 )
 from diptych_frontend.model_files.family_spec import FamilySpec
 from diptych_frontend.model_files.model_config import family_of
-from diptych_frontend.model_files.model_source import GGUFTensor, ModelSource
+from diptych_frontend.model_files.model_source import GGUFTensor, ModelSource, readable
 from diptych_frontend.model_files.rope_scaling import ROPE_VECTORS
 from diptych_kernels.packed_product import is_available
 from diptych_kernels.trust import set_aside
@@ -85,6 +85,20 @@ def load_weights(
     with ExitStack() as stack:
         opened = _opened(slots, source, stack)
         _Load(opened, packables, bits, progress).run()
+
+
+def weights_stamp(source: ModelSource, seed: int) -> bytes:
+    """Return what changes with a model's weights, with their files, and with how they are read.
+    Raises `InvalidRequestError` if a file is not there."""
+    if source.path is None:
+        return repr((source.uri, seed)).encode()
+    with readable(source.path):
+        files = {source.path}
+        if source.format == "gguf":
+            files |= {tensor.path for tensor in source.tensors().values()}
+        else:
+            files = {*source.path.glob("*.safetensors"), *source.path.glob("*.json")}
+        return stamp_of(sorted(files) + sorted(Path(__file__).parent.glob("*.py")))
 
 
 def check_weights(source: ModelSource, shard: Shard) -> None:

@@ -30,7 +30,15 @@ import torch
 from torch import Tensor
 
 from diptych_engine.models.packed import PackedMatrix
-from diptych_kernels.made_once import PART, locked, remove_unused, use, user_folder, whole
+from diptych_kernels.made_once import (
+    PART,
+    is_private,
+    locked,
+    remove_unused,
+    use,
+    user_folder,
+    whole,
+)
 from diptych_kernels.native import tile_layout
 from diptych_kernels.packed_product import FLOATS, reference
 from diptych_protocol import UNREADABLE
@@ -79,19 +87,25 @@ class _Index(msgspec.Struct, frozen=True):
 def file_for(sources: Iterable[Path], recipe: object) -> Path:
     """Return the path for the packed matrices of a model's files.
 
-    recipe: all else that decides what is in them; its `repr` is the same in every process. The
-    name depends on the files' inodes and times instead of their content, which no start reads
-    twice. Nobody can change a file and keep the time of its last change (`st_ctime`).
+    recipe: all else that decides what is in them; its `repr` is the same in every process.
     """
-    digest = hashlib.sha256(repr(recipe).encode())
-    for found in (source.stat() for source in sources):
-        times = found.st_mtime_ns, found.st_ctime_ns
-        digest.update(repr((found.st_ino, found.st_size, *times)).encode())
+    digest = hashlib.sha256(repr(recipe).encode() + stamp_of(sources))
     folder = Path(__file__).parent
     makers = map(Path, (reference.__file__, tile_layout.__file__, __file__))
     for maker in (*makers, *(folder / name for name in READERS)):
         digest.update(maker.read_bytes())
     return user_folder("weights") / f"{digest.hexdigest()[:32]}.packed"
+
+
+def stamp_of(sources: Iterable[Path]) -> bytes:
+    """Return what changes with any of these files. It depends on inodes and times instead of the
+    content, which no start reads twice. Nobody can change a file and keep the time of its last
+    change (`st_ctime`)."""
+    stamps = (
+        (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        for found in (source.stat() for source in sources)
+    )
+    return repr(list(stamps)).encode()
 
 
 def shared_matrices(
@@ -105,7 +119,7 @@ def shared_matrices(
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not _is_own(path.parent.lstat()):
+        if not is_private(path.parent.lstat()):
             raise PermissionError(f"others may write to {path.parent}")
         kind = kind_of_file_system(MOUNTS.read_text(), path.parent.stat().st_dev)
         if kind.startswith(OF_NETWORKS):
@@ -178,7 +192,7 @@ def _mapped(path: Path) -> Matrices | None:
         return None
     try:
         found = os.fstat(handle)
-        if not _is_own(found) or not stat.S_ISREG(found.st_mode):
+        if not is_private(found) or not stat.S_ISREG(found.st_mode):
             log.warning("%s is not used: others may have written it", path)
             return None
         if found.st_size < TAIL:
@@ -220,9 +234,3 @@ def _checked(pages: mmap.mmap, name: str) -> Matrices | None:
         if list(digests) != [place.digest for place in found.matrices.values()]:
             return None
     return {key: PackedMatrix(own) for key, own in tiles.items()}
-
-
-def _is_own(found: os.stat_result) -> bool:
-    """Whether nobody but this user, and root, can write it."""
-    writable = stat.S_IWGRP | stat.S_IWOTH
-    return found.st_uid == os.geteuid() and not found.st_mode & writable

@@ -10,7 +10,7 @@ takes from its head and forgets the prefix there.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 from diptych_engine.scheduling.kv_groups import NULL_BLOCK, ONE_GROUP, KVGroups
@@ -34,6 +34,12 @@ class BlockPool:
         self._changes: dict[bytes, bool] | None = None
         """Hash -> whether it is remembered, where it was not so at the last `take_changes`; None:
         nobody wants to know."""
+        self.unsaved: deque[tuple[int, bytes]] | None = None
+        """Blocks that came to be remembered, and their hashes, for whoever keeps them elsewhere;
+        None: nobody does. Of several groups only the first one's."""
+        self._elsewhere: set[bytes] = set()
+        """The hashes of blocks that can be read back from there. Others are told of them as of
+        those that are remembered here."""
 
     @property
     def num_free(self) -> int:
@@ -158,6 +164,8 @@ class BlockPool:
             self._hash_of[block] = name
             self._block_of[name] = block
             self._note(name, remembered=True)
+            if self.unsaved is not None and not group:
+                self.unsaved.append((block, block_hash))
 
     def forget_all(self, *, even_held: bool = False) -> bool:
         """Forget every cached prefix. False, and nothing changes, while any block is held, unless
@@ -181,8 +189,19 @@ class BlockPool:
     # They are told of the first group's blocks, which keep all if any group's do.
 
     def remembered_hashes(self) -> list[bytes]:
-        """Return the hashes of all blocks that `match` would find."""
-        return [name for name in self._block_of if isinstance(name, bytes)]
+        """Return the hashes of all blocks that `match` would find, or that are kept elsewhere."""
+        here = {name for name in self._block_of if isinstance(name, bytes)}
+        return [*here | self._elsewhere]
+
+    def kept_elsewhere(self, block_hash: bytes, *, kept: bool) -> None:
+        """Record that a block can be read back from elsewhere, or no longer."""
+        if kept == (block_hash in self._elsewhere):
+            return
+        self._elsewhere.discard(block_hash)
+        if block_hash not in self._block_of:
+            self._note(block_hash, remembered=kept)
+        if kept:
+            self._elsewhere.add(block_hash)
 
     def record_changes(self, wanted: bool) -> None:
         """Start or stop recording the changes for `take_changes`."""
@@ -199,7 +218,7 @@ class BlockPool:
     def _note(self, name: Name, *, remembered: bool) -> None:
         """What was noted of this hash before, if anything, is undone by this."""
         changes = self._changes
-        if changes is None or not isinstance(name, bytes):
+        if changes is None or not isinstance(name, bytes) or name in self._elsewhere:
             return
         if changes.pop(name, None) is None:
             changes[name] = remembered

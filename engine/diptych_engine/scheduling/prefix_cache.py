@@ -32,7 +32,7 @@ class PrefixCache:
         that fetches more are what they see behind that."""
         if not self._reads_cache(request):
             return []
-        hit, groups = self.pool.match(self._lookup_hashes(request)), self.pool.groups
+        hit, groups = self.pool.match(self.lookup_hashes(request)), self.pool.groups
         if groups.windowed and self._will_fetch(request, self.num_tokens(hit)):
             for group, rows in enumerate(groups.passed(request.num_remote_tokens)):
                 for place in range(group, min(rows * groups.count, len(hit)), groups.count):
@@ -121,7 +121,7 @@ class PrefixCache:
                 unhashed = request.num_tokens - len(request.block_hashes) * self.block_size
                 if unhashed < self.block_size or budget > 0:
                     budget -= unhashed
-                    hashes = self._lookup_hashes(request)
+                    hashes = self.lookup_hashes(request)
                     request.expected_hit = self.pool.match_length(hashes, request.expected_hit)
                     covered = request.expected_hit * self.block_size
             if covered < request.num_prompt_tokens:
@@ -131,7 +131,8 @@ class PrefixCache:
     def _reads_cache(self, request: Request) -> bool:
         return self.enabled and request.reads_prefix_cache and not request.wants_prompt_logprobs
 
-    def _lookup_hashes(self, request: Request) -> list[bytes]:
+    def lookup_hashes(self, request: Request) -> list[bytes]:
+        """Return the names of the full blocks before a request's last token."""
         self._extend_hashes(request)
         return request.block_hashes[: (request.num_tokens - 1) // self.block_size]
 

@@ -63,6 +63,7 @@ from diptych_engine.scheduling.request import (
     TokenOutput,
 )
 from diptych_engine.scheduling.step_results import apply_results
+from diptych_engine.scheduling.stored_prefix import StoredPrefix
 from diptych_engine.scheduling.waiting_queue import (
     FairQueue,
     IdleSessions,
@@ -786,8 +787,17 @@ class Scheduler:
         self.waiting.push_front(request)
 
     def _received(self, request: Request, num_tokens: int) -> None:
-        """The blocks of a request hold its first tokens, which the hinge was to fetch."""
-        self.stats.remote_kv_tokens += request.take_over(num_tokens)
+        """The blocks of a request hold its first tokens, which the hinge was to fetch, or which
+        were on disk: these it had cached."""
+        stored = isinstance(request.prefix_source, StoredPrefix)
+        added = request.take_over(num_tokens)
+        if stored:
+            self.stats.disk_tokens += added
+            request.num_received_tokens = 0
+            cached = min(request.num_computed_tokens, request.num_prompt_tokens)
+            request.num_cached_tokens = max(cached, request.num_cached_tokens or 0)
+        else:
+            self.stats.remote_kv_tokens += added
         self._tell(request, Station.KV_DONE)
         self.prefixes.remember(request, 0)
 

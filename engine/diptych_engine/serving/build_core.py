@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
+
+import torch
 
 from diptych_engine.control.controls import Controls
 from diptych_engine.control.core import EngineCore
@@ -14,15 +17,19 @@ from diptych_engine.execution.processor import keep_freed_memory
 from diptych_engine.execution.runner import ModelRunner
 from diptych_engine.execution.worker_extension import named
 from diptych_engine.handoff.block_copies import for_the_hinge
+from diptych_engine.handoff.block_files import BlockFiles
+from diptych_engine.handoff.block_store import BlockStore
 from diptych_engine.lora.table import LoraCalls
+from diptych_engine.models.loader import weights_stamp
 from diptych_engine.parallel.lead import LeadRunner
 from diptych_engine.scheduling.block_pool import BlockPool
 from diptych_engine.scheduling.encoder_cache import EncoderCache
 from diptych_engine.scheduling.guesses import Stakes
 from diptych_engine.scheduling.journey import JourneyLog
 from diptych_engine.scheduling.scheduler import Scheduler
-from diptych_frontend.model_files.model_source import ModelConfig, resolve_model
+from diptych_frontend.model_files.model_source import ModelConfig, ModelSource, resolve_model
 from diptych_frontend.processors import processors_in_common, usable_processors
+from diptych_kernels.made_once import user_folder
 from diptych_kv_transfer import open_connector
 from diptych_protocol import (
     CurveKeys,
@@ -34,6 +41,8 @@ from diptych_protocol import (
 from diptych_protocol.pooling import POOLING_TASKS
 from diptych_protocol.threads import model_threads
 from diptych_protocol.weights import numbered
+
+log = logging.getLogger(__name__)
 
 
 def executor_class(config: EngineConfig) -> type[ModelRunner]:
@@ -57,6 +66,42 @@ def longest_context(config: EngineConfig, model: ModelConfig, runner: ModelRunne
     if runner.kv_groups.windowed:
         return runner.kv_groups.longest(limit, runner.num_blocks)
     return min(limit, runner.num_blocks * config.block_size)
+
+
+def kept_on_disk(
+    config: EngineConfig,
+    source: ModelSource,
+    description: EngineDescription,
+    runner: ModelRunner,
+    scheduler: Scheduler,
+) -> BlockStore:
+    """Open the tier of KV blocks on disk. Raises `InvalidRequestError` where there can be none."""
+    memory = runner.kv_memory()
+    if runner.kv_groups.windowed or any(blocks.device.type != "cpu" for blocks in memory):
+        raise InvalidRequestError(
+            "kv_disk_bytes must be 0 on a GPU, and for a model with sliding windows: their blocks "
+            "are not kept on disk",
+            param="kv_disk_bytes",
+        )
+    same = {
+        field: value
+        for field, value in description.compat.items()
+        if field not in ("model", "weights", "revision")
+    }
+    recipe = repr(
+        (sorted(same.items()), config.block_size, config.weight_packing, config.executor_class)
+    ).encode()
+    recipe += weights_stamp(source, config.seed)
+    try:
+        files = BlockFiles(user_folder("kv"), config.kv_disk_bytes, recipe)
+    except (OSError, RuntimeError) as exc:  # RuntimeError: the user has no home
+        raise InvalidRequestError(
+            f"kv_disk_bytes: no KV blocks can be kept on disk: {exc}", param="kv_disk_bytes"
+        ) from exc
+    log.info("%d KV blocks were found in %s", len(files), files.folder)
+    return BlockStore(
+        files, [blocks.flatten(1).view(torch.uint8).numpy() for blocks in memory], scheduler
+    )
 
 
 def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCore:
@@ -161,6 +206,10 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
     core.mark_launched = mark
     if runner.routed is not None:
         core.hand_offs.before_load = runner.routed.forget
+    if config.kv_disk_bytes:
+        store = kept_on_disk(config, source, description, runner, scheduler)
+        core.hand_offs.store = store
+        core.watched[store.wake_fd] = store.handle_events
     core.watched.update(runner.watched)
     core.watched[grammars.wake_fd] = core.take_grammars
     loras = LoraCalls(core.adapters, lambda: core.scheduler.now_running)

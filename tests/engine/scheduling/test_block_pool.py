@@ -120,6 +120,8 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = BlockPool(8)
         self.held: list[list[int]] = []
+        self.pool.record_changes(True)
+        self.told: set[bytes] = set()
 
     @rule(count=st.integers(0, 8))
     def allocate(self, count: int) -> None:
@@ -150,6 +152,17 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         self.pool.release(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))))
+
+    @rule(start=st.integers(0, 2), row=st.integers(0, 7), kept=st.booleans())
+    def keep_elsewhere(self, start: int, row: int, kept: bool) -> None:
+        self.pool.kept_elsewhere(hashes_of([start] * 32)[row], kept=kept)
+
+    @rule()
+    def tell(self) -> None:
+        for block_hash, remembered in self.pool.take_changes().items():
+            assert (block_hash in self.told) != remembered
+            (self.told.add if remembered else self.told.remove)(block_hash)
+        assert self.told == set(self.pool.remembered_hashes())
 
     @rule()
     def forget_all(self) -> None:
