@@ -51,7 +51,8 @@ LIMITS = ("minimum", "maximum", "maxLength", "pattern", "maxItems", "maxProperti
 STRUCTURAL_KEYWORDS = {
     "type", "description", "properties", "required", "additionalProperties", "items", "default",
     "enum", "minimum", "maximum", "minLength", "maxLength", "maxItems", "maxProperties", "pattern",
-    "format", "anyOf", "x-kubernetes-int-or-string", "x-kubernetes-preserve-unknown-fields",
+    "minItems", "format", "anyOf", "x-kubernetes-int-or-string",
+    "x-kubernetes-preserve-unknown-fields",
     "x-kubernetes-validations", "x-kubernetes-list-type", "x-kubernetes-list-map-keys",
 }  # fmt: skip
 
