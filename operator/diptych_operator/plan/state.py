@@ -85,7 +85,7 @@ class Step:
     removable: tuple[str, ...] = ()
     """Revisions without wanted or remaining pods: their objects may be deleted."""
     trial: Trial | None = None
-    """Of the target, while it is a canary: where it stands now."""
+    """Where the target stands as a canary; None if it is none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ class Pools:
         self._name = secrets.token_hex(8)
         self._serving = ServingFile(serving)
         self.trial: Trial | None = None
-        """Of the revision that gets a share of new requests; None: each gets what it can carry."""
+        """Deals a revision its share of new requests; None: each gets what it can carry."""
         self._on_change, self._on_outputs = on_change, on_outputs
         self._on_lost, self._on_hang = on_lost, on_hang
         policy, self.refused_settings = policy_of(config)
