@@ -48,6 +48,35 @@ def test_blue_green_and_back(bench: Bench) -> None:
     assert served[1] == first
 
 
+def test_a_canary_gets_more_and_more_or_nothing(bench: Bench) -> None:
+    """The first keeps what is asked for; the second is asked for a pace that no engine has here."""
+    service = bench.service
+    steps = [{"weight": 20, "pauseSeconds": 5}, {"weight": 60, "pauseSeconds": 5}]
+    analysis = {"handedOver": 0.5, "minRequests": 5}
+    canary = {"steps": steps, "analysis": analysis}
+    service.patch_spec(
+        {"rollout": {"type": "Canary", "canary": canary}, "slo": {"interTokenMs": 1}}
+    )
+    service.settled()
+    first = service.revision()
+
+    def disruption() -> None:
+        second = rolled_out(bench, 48)
+        assert second != first
+        strict = {"canary": {"analysis": {"attainment": 1.0}}}
+        service.patch_spec({"engine": {"maxNumSeqs": 40}, "rollout": strict})
+        said = service.says("Progressing", "False", "RolloutFailed", READY_TIMEOUT_S)
+        assert "answers missed slo.interTokenMs" in said
+        assert rolled_out(bench, 48) == second
+
+    try:
+        assert bench.disrupt("canary", disruption).failures == {}
+    finally:
+        back = {"rollout": {"type": None, "canary": None}, "slo": {"interTokenMs": None}}
+        service.patch_spec({**back, "engine": {"maxNumSeqs": None}})
+        service.settled()
+
+
 @pytest.mark.slow
 def test_recreate_holds_what_arrives(bench: Bench) -> None:
     """Between the revisions there is no engine; users wait, old and new ones, and that is all."""

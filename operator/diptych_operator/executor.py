@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from diptych_operator.api.base import Object
@@ -58,9 +59,11 @@ class Executor:
         service = snapshot.service
         await self._children.adopt(service, snapshot.children.values())
         asleep = service.sleeps_when_idle and not step.replicas.get(snapshot.target, NOTHING)
-        shared = render_shared(
-            service, self._cluster, snapshot.keys, Serving(step.serving, asleep=asleep)
-        )
+        trial = step.trial
+        serving = Serving(step.serving, asleep=asleep)
+        if trial is not None and trial.revision in step.serving and len(step.serving) > 1:
+            serving = replace(serving, canary=trial.revision, weight=trial.weight)
+        shared = render_shared(service, self._cluster, snapshot.keys, serving)
         wanted = [*_taken(shared, snapshot), *self._revision_objects(snapshot, step)]
         if not service.spec.suspend:
             # The CRD does not know what a podTemplate may hold; the API server does.

@@ -42,7 +42,7 @@ from diptych_operator.kube.leader import LEASE_S
 from diptych_operator.kube.rivals import Rivals, ServedByRivalError
 from diptych_operator.kube.watch import Indexed
 from diptych_operator.metrics import OperatorMetrics
-from diptych_operator.plan import Phase, Step, plan
+from diptych_operator.plan import Evidence, Phase, Step, Trial, plan
 from diptych_operator.referents import Referents
 from diptych_operator.render import KeySets, fixed_counts
 from diptych_operator.render.keys import secret_name
@@ -50,7 +50,15 @@ from diptych_operator.revision import key_set, revision
 from diptych_operator.routers import Routers
 from diptych_operator.scalers import PoolScalers, with_sizes_from_outside
 from diptych_operator.service_snapshot import ServiceSnapshot, key_sets, keys_in_pods
-from diptych_operator.status.observed import Observed, PodView, Problem, observe, pod_view
+from diptych_operator.status.canaries import failures
+from diptych_operator.status.observed import (
+    Observed,
+    PodView,
+    Problem,
+    observe,
+    pod_view,
+    seconds_between,
+)
 from diptych_operator.status.progress import deadline_missed, lacks_room
 from diptych_operator.status.reasons import Reason
 from diptych_operator.status.references import Reference
@@ -421,6 +429,26 @@ def _decide(snapshot: ServiceSnapshot, desired: Counts, now: str) -> Step:
             *[None] * snapshot.observed.unreachable_routers,
         ],
         suspend=service.spec.suspend,
+        evidence=_evidence(snapshot, now),
+    )
+
+
+def _evidence(snapshot: ServiceSnapshot, now: str) -> Evidence:
+    """What is known of a canary at an RFC 3339 time."""
+    service, status, observed = snapshot.service, snapshot.service.status, snapshot.observed
+    before = Trial.read(status.rollout.canary)
+    distrusted = service.verification == "Required"
+    return Evidence(
+        stable=status.current_revision,
+        before=before,
+        now=now,
+        held_s=0.0 if before is None else seconds_between(before.since, now),
+        reports=[
+            *(router.trial for router in observed.routers),
+            *[None] * observed.unreachable_routers,
+        ],
+        untrusted=failures(observed, (snapshot.target,)) if distrusted else (),
+        again=status.observed_generation != service.metadata.generation,
     )
 
 

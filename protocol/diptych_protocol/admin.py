@@ -118,6 +118,26 @@ class RefusedSetting(msgspec.Struct, frozen=True, kw_only=True):
     """What is wrong with its value, and what it may be, without a full stop."""
 
 
+class TrialReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A new revision that gets a share of the requests, and how those went since the share is what
+    it is."""
+
+    revision: str
+    weight: int
+    """Percent of new requests."""
+    requests: int = 0
+    """Those whose first token came, or that failed before it."""
+    failed: int = 0
+    late: int = 0
+    """Those whose first token came later than promised (`slo.ttftMs`)."""
+    ended: int = 0
+    """Answers of at least two tokens that ended well."""
+    slow: int = 0
+    """Those of them whose tokens came slower than promised (`slo.interTokenMs`)."""
+    handed_over: int = 0
+    """Those of them that were continued by an engine which received the prompt's KV."""
+
+
 class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
     """The state of the service as one router sees it."""
 
@@ -141,6 +161,8 @@ class RouterReport(msgspec.Struct, frozen=True, kw_only=True):
     load."""
     admits_nobody: bool = False
     """Whether it asks for API keys and knows none, so that it refuses everybody."""
+    trial: TrialReport | None = None
+    """None while no revision is tried."""
 
 
 class DrainReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -341,9 +341,8 @@ class Slo(msgspec.Struct, frozen=True, omit_defaults=True):
             Meta(
                 ge=1,
                 le=600_000,
-                description="The first token comes within so many milliseconds. Engines compute "
-                "prompts in the order of these deadlines; a router whose policy is prefix-aware "
-                "refuses a request that would miss its own.",
+                description="The first token comes within so many milliseconds. A router whose "
+                "policy is prefix-aware refuses a request that would miss its own.",
             ),
         ]
         | None

@@ -23,10 +23,9 @@ JsonSchemas = Literal["exact", "lenient"]
 ReasoningParserName = Annotated[
     Literal["auto", "none", "think", "harmony"],
     Meta(
-        description="How the model marks its reasoning, which chats tell apart from the answer "
-        "and no structured output constrains. auto: as its chat template shows (none with vLLM); "
-        "think: between such tags, as Qwen and DeepSeek models do; harmony: in channels, as "
-        "gpt-oss does; none: all text is the answer."
+        description="How the model marks its reasoning, which no structured output constrains. "
+        "auto: as its chat template shows (none with vLLM); think: between such tags, as Qwen's; "
+        "harmony: in channels, as gpt-oss; none: all text is the answer."
     ),
 ]
 ToolCallParserName = Annotated[
@@ -50,8 +49,8 @@ UsualJsonSchemas = Annotated[
     JsonSchemas,
     Meta(
         description="What happens to a request whose JSON schema has keywords that cannot be "
-        "enforced, unless it says so itself. exact: it is refused; lenient: they are left out and "
-        "named in the header x-diptych-not-enforced."
+        "enforced, unless it says so itself. exact: refused; lenient: left out and named in the "
+        "header x-diptych-not-enforced."
     ),
 ]
 LoraModules = Annotated[
@@ -152,7 +151,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         Meta(
             description="Which of a CPU's instructions kernels use, at most those that it has; "
             "auto: the highest level of each machine, or what DIPTYCH_CPU_LEVEL says. none: no "
-            "compiled kernel. It is one for a whole process."
+            "compiled kernel."
         ),
     ] = "auto"
     kv_cache_dtype: Annotated[

@@ -42,7 +42,7 @@ HostNames = Annotated[
         title="DNS names",
         description="Names under which clients reach the router, as an Ingress's. Without API "
         "keys it answers only under these, addresses, names without a dot, and names that end in "
-        ".localhost, .svc or .svc.cluster.local, so that no web site can lead a browser to it.",
+        ".localhost, .svc or .svc.cluster.local.",
         examples=[["llm.example.com"]],
     ),
 ]
@@ -79,9 +79,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             max_length=63,
             title="the name of a policy",
             description="Which engines get a request. `prefix_aware`: those where it costs the "
-            "fewest seconds, by what each remembers of its prompt, has to do, and is able to. "
-            "`least_loaded`: those with the fewest open tokens. `round_robin`: whose turn it is. "
-            "A router that does not know the name never gets ready.",
+            "fewest seconds. `least_loaded`: those with the fewest open tokens. `round_robin`: "
+            "whose turn it is. A router that does not know the name never gets ready.",
         ),
     ] = "prefix_aware"
     disaggregate: Annotated[
@@ -105,8 +104,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         UnknownFields,
         Meta(
             description="What becomes of a field of a request that nobody here knows, outside of "
-            "messages. warn: it is ignored, as the answer's `warnings` and header "
-            "x-diptych-ignored say. refuse: the answer is a 400."
+            "messages. warn: it is ignored, as the answer's `warnings` say. refuse: a 400."
         ),
     ] = "warn"
     allowed_hosts: HostNames = []

@@ -123,6 +123,10 @@ class EngineCoreRequestType(enum.Enum):
     """Listed so that nothing else gets this value: no core sends it, and every core refuses it."""
 
 
+REVISION_HEADER = "x-diptych-revision"
+"""The header by which a client chooses `canary` or `stable` while a revision is tried."""
+
+
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """One request for an EngineCore."""
 
@@ -143,6 +147,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     current_wave: int = 0
     priority: int = 0
     trace_headers: Mapping[str, str] | None = None
+    """The client's headers that go along with it: its trace, and `REVISION_HEADER`."""
     external_req_id: str | None = None
     """The user's id; `request_id` is the internal, unique one."""
     # ours

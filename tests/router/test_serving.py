@@ -6,8 +6,10 @@ import logging
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from diptych_router.engines.serving import MAX_BYTES, Serving, ServingFile
+from diptych_router.engines.serving import MAX_BYTES, Serving, ServingFile, Trial
 
 
 def test_no_file_lets_every_revision_serve(tmp_path: Path) -> None:
@@ -51,3 +53,18 @@ def test_what_cannot_be_understood_changes_nothing_and_is_said_once(
         assert [file.refresh() for _ in range(3)] == [False] * 3
     assert file.serving == Serving(["a"])
     assert len(caplog.records) == 1
+
+
+@given(weight=st.integers(0, 100), requests=st.integers(1, 1000), testers=st.integers(0, 50))
+def test_after_any_number_of_requests_a_share_is_less_than_one_request_away(
+    weight: int, requests: int, testers: int
+) -> None:
+    trial = Trial(Serving(["a", "b"], canary="b", weight=weight))
+    given_to: list[tuple[str, ...]] = []
+    for number in range(requests):
+        if number < testers:  # who chooses for themselves change nothing for the others
+            assert trial.draw("canary") == ("b",)
+            assert trial.draw("stable") == ("a",)
+        given_to.append(trial.draw(None))
+    assert set(given_to) <= {("a",), ("b",)}
+    assert abs(given_to.count(("b",)) - requests * weight / 100) < 1

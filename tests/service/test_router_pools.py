@@ -164,6 +164,31 @@ async def test_a_stream_goes_on_when_its_revision_may_serve_no_more(
         assert len(stream.token_ids) == 400
 
 
+async def test_a_request_stays_in_the_revision_that_it_was_given_to(
+    smollm2: str, keys_dir: Path, two_pools: dict[str, Core], tmp_path: Path, eventually: Any
+) -> None:
+    serving = tmp_path / "serving.json"
+    pools = [core.address for core in two_pools.values()]
+    async with routing(smollm2, keys_dir, pools[:1], pools[1:], serving=serving) as client:
+        await healthy(client)
+        say(serving, revisions=["r1", "r2"], canary="r1", weight=50)
+        await eventually(lambda: client.pools.trial is not None)
+        assert [(await generate(client, PROMPT)).metrics.get("revision") for _ in range(4)] == [
+            "r2", "r1", "r2", "r1",
+        ]  # fmt: skip
+        seen = router_report(client).trial
+        assert seen is not None
+        assert (seen.revision, seen.weight, seen.requests, seen.failed) == ("r1", 50, 2, 0)
+        assert (seen.ended, seen.handed_over) == (2, 2)
+        say(serving, revisions=["r1", "r2"], canary="r2", weight=100)
+        await eventually(lambda: client.pools.trial and client.pools.trial.weight == 100)
+        output = await generate(client, PROMPT)  # nobody of r2 is there: better r1 than nobody
+        assert (output.metrics["revision"], output.metrics["decode"]) == ("r2", "decode-0")
+        say(serving, revisions=["r1"])
+        await eventually(lambda: client.pools.trial is None)
+        assert "revision" not in (await generate(client, PROMPT)).metrics
+
+
 async def test_asleep_on_purpose_is_ready(smollm2: str, keys_dir: Path, tmp_path: Path) -> None:
     serving = tmp_path / "serving.json"
     say(serving, revisions=[], asleep=True)

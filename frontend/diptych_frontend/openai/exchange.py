@@ -20,6 +20,7 @@ from diptych_frontend.observability.tracing import trace_context
 from diptych_frontend.openai.errors import OPENAI, Dialect, Headers, from_decode_error
 from diptych_frontend.openai.field_rules import leave_out
 from diptych_protocol import UNREADABLE, InvalidRequestError, LoRARequest, PromptOptions
+from diptych_protocol.wire import REVISION_HEADER
 
 WRITE_TIMEOUT_S: Final = 60.0
 """A connection whose client reads nothing for this long is closed."""
@@ -202,12 +203,28 @@ def prompt_options(
 ) -> PromptOptions:
     """Return what an engine is told of each prompt of a request, whatever it asks for."""
     parent = header(scope, b"traceparent")
+    headers = trace_context(parent, header(scope, b"tracestate")) if parent else None
+    revision = header(scope, _REVISION)
+    if revision is not None:
+        headers = {**(headers or {}), REVISION_HEADER: _side(revision)}
     return {
         "lora_request": adapter,
         "priority": exchange.priority(asked_priority),
-        "trace_headers": trace_context(parent, header(scope, b"tracestate")) if parent else None,
+        "trace_headers": headers,
         "tenant": exchange.tenant,
     }
+
+
+_REVISION: Final = REVISION_HEADER.encode()
+
+
+def _side(asked: str) -> str:
+    if asked not in ("canary", "stable"):
+        raise InvalidRequestError(
+            f"{REVISION_HEADER} must be canary or stable, not {asked[:100]!r}",
+            param=REVISION_HEADER,
+        )
+    return asked
 
 
 def rank_of(scope: Scope) -> int | None:

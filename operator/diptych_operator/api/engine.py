@@ -201,8 +201,8 @@ class PrefillEngine(SpecPart, frozen=True):
     image: Annotated[
         ImageReference,
         Meta(
-            description="Container image of prefill pods, such as one for other processors; left "
-            "out, spec.engine.image. It must be the same build of vLLM.",
+            description="Container image of prefill pods; left out, spec.engine.image. It must be "
+            "the same build of vLLM.",
         ),
     ] = ""
     args: Annotated[

@@ -138,8 +138,8 @@ class Model(SpecPart, frozen=True):
             description="Where the weights are. hf://ORG/REPO[/FILE.gguf], s3://BUCKET/FOLDER or "
             "FILE.gguf and https://HOST/FILE.gguf are fetched once into the cache; "
             "pvc://CLAIM/PATH and oci://IMAGE@sha256:DIGEST[#/PATH] are mounted; "
-            "package://PKG/FILE (in an installed Python package) and file:///PATH are in the "
-            "engine's image; dummy://?num_hidden_layers=2 has random weights, for measurements.",
+            "package://PKG/FILE and file:///PATH are in the "
+            "engine's image; dummy://?num_hidden_layers=2 has random weights.",
             title="a URI",
             examples=["hf://ORG/REPO", "pvc://CLAIM/PATH", "package://PKG/FILE"],
             **ruled(*URI_RULES.values()),

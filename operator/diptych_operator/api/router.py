@@ -45,8 +45,7 @@ class BatchVolume(SpecPart, frozen=True):
         ClaimName,
         Meta(
             description="A PersistentVolumeClaim in this namespace, which routers write to. "
-            "Several routers need ReadWriteMany, and locks (flock) that hold across nodes, as on "
-            "NFS 4 and CephFS.",
+            "Several routers need ReadWriteMany, and locks (flock) that hold across nodes.",
         ),
     ]
 

@@ -48,16 +48,16 @@ class Transfer(SpecPart, frozen=True):
         Connector,
         Meta(
             description="How engines that run vLLM hand KV over, if there is a prefill pool. "
-            "diptych: by our hinge, through a connector of ours. nixl: by vLLM's own "
-            "NixlConnector. none: not at all, in one pool. Our own engines always use the hinge."
+            "diptych: by our hinge. nixl: by vLLM's own "
+            "NixlConnector. none: not at all, in one pool."
         ),
     ] = "diptych"
     connector_image: Annotated[
         ImageReference,
         Meta(
-            description="Container image that brings what vLLM lacks into its pods: how it speaks "
-            "to routers, and our connector; left out, the operator's. If it is the engine's own "
-            "image, nothing is copied.",
+            description="Image that brings into vLLM's pods what speaks to routers, and our "
+            "connector; left out, the operator's. If it is the engine's own image, nothing is "
+            "copied.",
         ),
     ] = ""
     transport: Annotated[
@@ -70,15 +70,50 @@ class Transfer(SpecPart, frozen=True):
     verify: Verify = "Required"
 
 
+class CanaryStep(SpecPart, frozen=True, kw_only=True):
+    """A step."""
+
+    weight: Annotated[int, Meta(ge=0, le=100, description="Percent of new requests.")]
+    pause_seconds: Annotated[int, Meta(ge=0, description="Its least length.")] = 300
+
+
+_Share = Annotated[float, Meta(ge=0, le=1)]
+
+
+class Analysis(SpecPart, frozen=True):
+    min_requests: Annotated[int, Meta(ge=1, description="How many a step needs.")] = 20
+    errors: Annotated[_Share, Meta(description="The most that may fail.")] = 0.01
+    attainment: Annotated[
+        _Share | None, Meta(description="The fewest that keep each promise of slo.")
+    ] = None
+    handed_over: Annotated[
+        _Share | None, Meta(description="The fewest prompts that are handed over.")
+    ] = None
+
+
+class Canary(SpecPart, frozen=True, kw_only=True):
+    steps: Annotated[
+        list[CanaryStep],
+        Meta(
+            min_length=1,
+            max_length=20,
+            description="Its steps.",
+            examples=["[{weight: 10, pauseSeconds: 300}]"],
+        ),
+    ]
+    analysis: Annotated[Analysis, Meta(description="When it fails, as shares.")] = Analysis()
+
+
 class Rollout(SpecPart, frozen=True):
     type: Annotated[
-        Literal["PairedRolling", "BlueGreen", "Recreate"],
+        Literal["PairedRolling", "BlueGreen", "Canary", "Recreate"],
         Meta(
             description="How a new revision replaces the old: PairedRolling moves both pools in "
-            "step; BlueGreen starts all of the new one, then switches; Recreate stops the old one "
-            "first."
+            "step; BlueGreen starts all of the new one, then switches; Canary does so by weights; "
+            "Recreate stops the old one first."
         ),
     ] = "PairedRolling"
+    canary: Annotated[Canary | None, Meta(description="The way of a Canary.")] = None
     max_surge: Annotated[
         int,
         Meta(ge=0, le=1000, description="Pods that each pool may have above its wanted number."),
@@ -92,8 +127,7 @@ class Rollout(SpecPart, frozen=True):
         Meta(
             ge=10,
             le=86400,
-            description="A new revision that gets no further for so long has failed: the old one "
-            "keeps serving.",
+            description="A new revision that gets no further for so long has failed.",
         ),
     ] = 600
     when_full: Annotated[
@@ -104,6 +138,12 @@ class Rollout(SpecPart, frozen=True):
             "the deadline stands still. Fail: the old revision keeps serving."
         ),
     ] = "ReplaceInPlace"
+
+    @property
+    def switches(self) -> bool:
+        """Whether routers are told which revision gets requests: all of the new one is there
+        before any request goes to it."""
+        return self.type in ("BlueGreen", "Canary")
 
 
 class Availability(SpecPart, frozen=True):
@@ -127,7 +167,7 @@ class Network(SpecPart, frozen=True):
         Meta(
             description="Whether engines have an OpenAI API of their own, for another project's "
             "router. OwnPods: at port 8001, which a managed policy opens to the service's own "
-            "pods only. None: they answer probes, scrapers and the service's routers."
+            "pods only."
         ),
     ] = "None"
 
@@ -136,6 +176,12 @@ ROLLOUT_STEP = Rule(
     "self.maxSurge + self.maxUnavailable > 0",
     lambda rollout: rollout.max_surge + rollout.max_unavailable > 0,
     "maxSurge and maxUnavailable cannot both be 0: no pod could ever be replaced",
+)
+CANARY_STEPS = Rule(
+    "self.type != 'Canary' || has(self.canary)",
+    lambda rollout: rollout.type != "Canary" or rollout.canary is not None,
+    "is needed for the type Canary, such as {steps: [{weight: 10}]}",
+    ".canary",
 )
 DRAIN_OUTLIVES_LEASE = Rule(
     # Not every API server compares an integer with a number.
@@ -248,16 +294,13 @@ class Spec(SpecPart, frozen=True, kw_only=True):
     ] = Router()
     slo: Annotated[
         Slo,
-        Meta(
-            description="What the service promises to each request; routers count how often it is "
-            "kept."
-        ),
+        Meta(description="What the service promises to each request."),
     ] = Slo()
     rollout: Annotated[
         Rollout,
         Meta(
             description="How a changed service replaces the running one.",
-            **ruled(ROLLOUT_STEP),
+            **ruled(ROLLOUT_STEP, CANARY_STEPS),
         ),
     ] = Rollout()
     availability: Annotated[

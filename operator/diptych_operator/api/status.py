@@ -43,8 +43,7 @@ class Condition(_Status, frozen=True):
         str,
         Meta(
             max_length=316,
-            description="Available, Progressing, Degraded, PrefillReady, DecodeReady, RouterReady, "
-            "KVTransferVerified, Ready, Reconciling or Stalled.",
+            description="What it speaks of (docs/status.md).",
         ),
     ]
     status: Annotated[
@@ -83,9 +82,7 @@ class TransferStatus(_Status, frozen=True):
         str, Meta(description="The revision whose engines the canary went through.")
     ] = ""
     verified_at: Annotated[str, Meta(description="When it arrived.")] = ""
-    verified_engines: Annotated[
-        int, Meta(description="Engines that a canary went through, as the routers report.")
-    ] = 0
+    verified_engines: Annotated[int, Meta(description="Engines that a canary went through.")] = 0
     blocks: Annotated[int, Meta(description="KV blocks that the last canary moved.")] = 0
     bytes: Annotated[int, Meta(description="The size of those blocks.")] = 0
     milliseconds: Annotated[float, Meta(description="How long they took.")] = 0.0
@@ -103,6 +100,10 @@ class RolloutStatus(_Status, frozen=True):
     progress: Annotated[
         str, Meta(description="What was counted then; a change of it is progress.")
     ] = ""
+    canary: Annotated[
+        dict[str, Annotated[str, Meta(description="One fact.")]],
+        Meta(description="Where a canary stands."),
+    ] = {}
 
 
 class ImagesStatus(_Status, frozen=True):

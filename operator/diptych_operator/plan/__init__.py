@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 from diptych_operator.api.service import Rollout
 from diptych_operator.counts import NOTHING, Counts
@@ -23,9 +24,12 @@ from diptych_operator.plan.state import (
     in_both,
     total,
 )
-from diptych_operator.plan.strategies import alone, blue_green, paired_rolling, recreate
+from diptych_operator.plan.strategies import alone, blue_green, canary, paired_rolling, recreate
+from diptych_operator.plan.trial import Evidence, Trial
 
-__all__ = ["Phase", "RevisionState", "Step", "plan"]
+__all__ = ["Evidence", "Phase", "RevisionState", "Step", "Trial", "plan"]
+
+NO_EVIDENCE: Final = Evidence()
 
 
 def plan(
@@ -39,6 +43,7 @@ def plan(
     routers_serving: Sequence[tuple[str, ...] | None],
     suspend: bool,
     full: bool = False,
+    evidence: Evidence = NO_EVIDENCE,
 ) -> Step:
     """Return the next step towards `desired` pods of `target` and none of any other revision.
 
@@ -46,7 +51,7 @@ def plan(
     until a canary has received its KV from prefill in the target. `failed`: the target missed its
     progress deadline, or gave up for want of nodes, which is `full`. `routers_serving`: one entry
     per router pod, the serving list that it reported; None for a router that did not answer, which
-    counts as not switched.
+    counts as not switched. `evidence`: what is known of a canary.
 
     If the engines of the target compute both prompts and answers, its only pool is decode, and
     `desired` has no prefill pods. Another revision says so in its state (`whole`).
@@ -72,6 +77,7 @@ def plan(
         full=full,
         whole=whole,
         routers=routers_serving,
+        evidence=evidence,
     )
     step = _suspended(view) if suspend else _step(view)
     gone = sorted(set(states) - {old.revision for old in view.olds})
@@ -85,19 +91,20 @@ def plan(
 
 def _step(view: RolloutView) -> Step:
     if not both(view.desired):
-        serving = (view.target.revision,) if view.rollout.type == "BlueGreen" else ()
+        serving = (view.target.revision,) if view.rollout.switches else ()
         message = "asleep: no pods until a request comes"
         return Step({view.target.revision: NOTHING}, serving, Phase.Idle, message)
     if view.rollout.type == "Recreate":
         return recreate(view)
     if not view.living:
         return alone(view)
-    return blue_green(view) if view.rollout.type == "BlueGreen" else paired_rolling(view)
+    strategies = {"BlueGreen": blue_green, "Canary": canary}
+    return strategies.get(view.rollout.type, paired_rolling)(view)
 
 
 def _suspended(view: RolloutView) -> Step:
     states = (view.target, *view.olds)
     left = total([view.as_it_is(state.revision, state.present) for state in states])
     message = f"suspended: {pods(left)} on the way out" if left else "suspended: no pods"
-    serving = (view.target.revision,) if view.rollout.type == "BlueGreen" else ()
+    serving = (view.target.revision,) if view.rollout.switches else ()
     return Step({view.target.revision: NOTHING}, serving, Phase.Suspended, message)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from diptych_operator.api.service import Canary
 from diptych_operator.counts import Counts
 from diptych_operator.plan.state import RolloutView, at_least, less, most
+from diptych_operator.plan.trial import Trial, lacks_requests
 
 
 def pods(counts: Counts) -> str:
@@ -60,7 +62,7 @@ def _turned_away(view: RolloutView) -> str:
 
 
 def _remedy(view: RolloutView) -> str:
-    if view.rollout.type == "BlueGreen":
+    if view.rollout.switches:
         rest = "spec.rollout.type to PairedRolling"
     elif view.rollout.when_full == "ReplaceInPlace":
         rest = "maxUnavailable to 1, by which a pool of one pod is empty for a while"
@@ -91,7 +93,9 @@ def falling_back(view: RolloutView, keeper: str, replicas: Mapping[str, Counts])
     look = f"; {_pods(view, target, rest)} of {target} stay to be looked at" if rest else ""
     why = f"{target} got no further in {view.rollout.progress_deadline_seconds} s"
     remedy = "change the spec again, or back, to go on"
-    if view.full:
+    if view.verdict:
+        why = f"{target} failed as a canary: {view.verdict}"
+    elif view.full:
         why, remedy = f"no node had room for all pods of {target}", _remedy(view)
     return f"{why}; {keeper} keeps serving{look}; {remedy}"
 
@@ -110,6 +114,18 @@ def fencing(view: RolloutView, serving: Iterable[str]) -> str:
         f"{view.target.revision} waits for routers to stay with {', '.join(stay)} "
         f"({_told(view, stay)} do)"
     )
+
+
+def on_trial(view: RolloutView, canary: Canary, trial: Trial) -> str:
+    number, seen = len(canary.steps), view.evidence
+    place = f"step {trial.step + 1} of {number}"
+    said = f"{trial.revision} gets {trial.weight} % of new requests ({place})"
+    if not trial.since:
+        return f"{said}, waiting for every router to follow"
+    step = canary.steps[trial.step]
+    if missing := lacks_requests(canary, trial, seen):
+        return f"{said}, waiting for {missing} more requests to judge it by"
+    return f"{said}, for {step.pause_seconds} s from {trial.since} on"
 
 
 def switching(view: RolloutView, olds: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ from enum import StrEnum
 from diptych_operator.api.names import POOLS
 from diptych_operator.api.service import Rollout
 from diptych_operator.counts import NOTHING, Counts
+from diptych_operator.plan.trial import Evidence, Trial
 
 
 class Phase(StrEnum):
@@ -18,7 +19,7 @@ class Phase(StrEnum):
     Verifying = "Verifying"
     """The target's pods are ready, but no canary has received KV from its prefill pool yet."""
     Switching = "Switching"
-    """BlueGreen: routers are asked to change from the old revision to the target."""
+    """Routers are asked to change from the old revision to the target, at once or by weights."""
     Failed = "Failed"
     Suspended = "Suspended"
 
@@ -83,6 +84,8 @@ class Step:
     """A message for people: what happens and what it waits for."""
     removable: tuple[str, ...] = ()
     """Revisions without wanted or remaining pods: their objects may be deleted."""
+    trial: Trial | None = None
+    """Where the target stands as a canary; None if it is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,16 @@ class RolloutView:
     """Revisions of one pool. Their pods are counted in both pools (`in_both`)."""
     routers: Sequence[tuple[str, ...] | None]
     """The serving list that each router reports; None if it did not answer."""
+    evidence: Evidence
+    """What is known of a canary."""
+    verdict: str = ""
+    """Why the target failed as a canary."""
+
+    @property
+    def stable(self) -> str:
+        """The revision that serves beside a canary, and that it falls back on; empty if there is
+        none."""
+        return self.evidence.stable if self.rollout.type == "Canary" else ""
 
     @property
     def living(self) -> list[RevisionState]:

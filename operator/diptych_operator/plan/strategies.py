@@ -6,6 +6,7 @@ one old revision is alive.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from diptych_operator.counts import NOTHING, Counts
@@ -13,6 +14,7 @@ from diptych_operator.plan.messages import (
     falling_back,
     fencing,
     leaving,
+    on_trial,
     progress,
     stuck,
     switching,
@@ -33,12 +35,13 @@ from diptych_operator.plan.state import (
     most,
     total,
 )
+from diptych_operator.plan.trial import Trial, advance, has_passed
 
 
 def alone(view: RolloutView) -> Step:
     """No old revision is alive: start all of the target, beside pods that terminate."""
     target = view.target.revision
-    serving = (target,) if view.rollout.type == "BlueGreen" else ()
+    serving = (target,) if view.rollout.switches else ()
     replicas = {target: view.desired}
     if view.target_whole:
         return Step(replicas, serving, Phase.Idle, progress(view, replicas))
@@ -135,22 +138,24 @@ def blue_green(view: RolloutView) -> Step:
     Old revisions that no router uses any more, such as a superseded target, are removed at once.
     """
     target, name = view.target, view.target.revision
-    carrying = [old for old in view.living if _in_use(view, old.revision)] or view.living
+    used = [old for old in view.living if _in_use(view, old.revision)] or view.living
+    carrying = [old for old in used if old.revision == view.stable] or used
     fenced = not _in_use(view, name)
-    whole = view.target_whole and at_least(target.usable, view.desired)
-    switched = bool(view.routers) and all(serving == (name,) for serving in view.routers)
-    begun = any(serving == (name,) for serving in view.routers) and both(target.serving)
-    kept = _at_full_size(view, carrying) if fenced else {o.revision: o.wanted for o in carrying}
-    stay = tuple(sorted(kept))
+    whole = _can_take_over(view)
+    begun = both(target.serving) and (_switches(view, any) or name == view.stable)
+    stay = tuple(sorted(old.revision for old in carrying))
+    kept = {old.revision: old.wanted for old in used}
+    if fenced:
+        kept |= _at_full_size(view, carrying)
     enough = at_least(total([old.serving for old in carrying]), view.desired)
-    if target.serving and not fenced and not enough:
+    if target.serving and not (fenced or enough or view.verdict):
         stay = tuple(sorted((*stay, name)))  # It carries a share that the old would lack.
 
-    if switched and whole:
+    if _switches(view, all) and whole:
         return Step({name: view.desired}, (name,), Phase.Switching, switching(view, kept))
     if view.failed:
         rest = least(target.placed, ONE_OF_EACH if fenced else view.desired)
-        kept = _at_full_size(view, carrying)
+        kept |= _at_full_size(view, carrying)
         message = falling_back(view, carrying[-1].revision, kept | {name: rest})
         return Step(kept | {name: rest}, stay, Phase.Failed, message)
     replicas = kept | {name: view.desired}
@@ -160,6 +165,44 @@ def blue_green(view: RolloutView) -> Step:
         # Before its first pod starts, or some routers would use it early.
         return Step(kept | {name: NOTHING}, stay, Phase.Progressing, fencing(view, stay))
     return Step(replicas, stay, _phase(view, replicas), progress(view, replicas))
+
+
+def canary(view: RolloutView) -> Step:
+    """As `blue_green`, but routers turn to the target by weights, and back if it does badly.
+
+    The way back to the revision that served before needs no trial.
+    """
+    target, name, how = view.target, view.target.revision, view.rollout.canary
+    trial = view.evidence.of(name)
+    if how is None or name == view.stable or _switches(view, all):
+        return blue_green(view)
+    if trial is None and (view.failed or not _can_take_over(view)):
+        return blue_green(view)
+    problem = "" if both(target.serving) else "it lost all ready pods of a pool"
+    if view.failed:
+        problem = f"no further in {view.rollout.progress_deadline_seconds} s"
+    trial = advance(how, trial or Trial(name), view.evidence, problem)
+    if trial.failed:
+        back = blue_green(replace(view, failed=True, verdict=trial.failed))
+        return replace(back, trial=trial)
+    if has_passed(how, trial):
+        proven = replace(view, evidence=replace(view.evidence, stable=name))
+        return replace(blue_green(proven), trial=trial)
+    olds = [old for old in view.living if old.revision == view.stable] or view.living
+    kept = {old.revision: old.wanted for old in view.living if _in_use(view, old.revision)}
+    replicas = kept | _at_full_size(view, olds) | {name: view.desired}
+    serving = tuple(sorted((name, *(old.revision for old in olds))))
+    return Step(replicas, serving, Phase.Switching, on_trial(view, how, trial), trial=trial)
+
+
+def _can_take_over(view: RolloutView) -> bool:
+    return view.target_whole and at_least(view.target.usable, view.desired)
+
+
+def _switches(view: RolloutView, how_many: Callable[[Iterable[bool]], bool]) -> bool:
+    """Whether any or all routers send requests to the target only."""
+    only = (view.target.revision,)
+    return bool(view.routers) and how_many(serving == only for serving in view.routers)
 
 
 def _in_use(view: RolloutView, revision: str) -> bool:

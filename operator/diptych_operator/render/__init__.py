@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from diptych_operator.api.base import Object
 from diptych_operator.api.names import ROLES, roles
@@ -38,6 +38,10 @@ class Serving:
     """Revisions that may serve. Empty means all."""
     asleep: bool = False
     """The pools are scaled to zero on purpose: hold requests instead of reporting unready."""
+    canary: str = ""
+    """The one of them that is on trial; empty if none is."""
+    weight: int = 0
+    """Percent of new requests that it gets."""
 
 
 def render(service: InferenceService, secrets: ServiceSecrets) -> list[Object]:
@@ -75,7 +79,7 @@ def render_shared(
     objects = [
         *(service_account(service, role) for role in roles(service)),
         config,
-        serving_config_map(service, serving.revisions, serving.asleep),
+        serving_config_map(service, asdict(serving)),
         *(pool_service(service, role) for role in service.pools),
         router_service(service),
     ]

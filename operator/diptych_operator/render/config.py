@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any, TypeVar
 
@@ -132,11 +131,11 @@ def router_config_map(service: InferenceService, model: str) -> dict[str, Any]:
     return _config_map(service, "router", {ROUTER_FILE: _json(router_config(service, model))})
 
 
-def serving_config_map(
-    service: InferenceService, revisions: Sequence[str], asleep: bool
-) -> dict[str, Any]:
+def serving_config_map(service: InferenceService, serving: dict[str, Any]) -> dict[str, Any]:
     """Return the ConfigMap that routers read while they run: which revisions may serve."""
-    text = msgspec.json.encode({"revisions": list(revisions), "asleep": asleep}).decode()
+    always = ("revisions", "asleep")
+    said = {name: value for name, value in serving.items() if value or name in always}
+    text = msgspec.json.encode(said).decode()
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",

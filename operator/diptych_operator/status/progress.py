@@ -90,14 +90,19 @@ def rollout_status(
 ) -> RolloutStatus:
     """Return the rollout's status. `last_progress_at` moves when it advances."""
     message = step.message[:MAX_MESSAGE]
+    trial = {} if step.trial is None else step.trial.text()
     best = Progress.parse(previous.progress)
     if step.phase in AT_REST:
-        return msgspec.structs.replace(previous, phase=str(step.phase), message=message)
+        return msgspec.structs.replace(
+            previous, phase=str(step.phase), message=message, canary=trial
+        )
     if best is None or best.revision != counted.revision or previous.phase in AT_REST:
-        return RolloutStatus(str(step.phase), message, now, counted.text())
+        return RolloutStatus(str(step.phase), message, now, counted.text(), trial)
     failed = step.phase is Phase.Failed
-    at = now if counted.closer_than(best, failed=failed) else previous.last_progress_at
-    return RolloutStatus(str(step.phase), message, at, counted.best_of(best, failed=failed).text())
+    closer = counted.closer_than(best, failed=failed) or trial != previous.canary
+    at = now if closer else previous.last_progress_at
+    counts = counted.best_of(best, failed=failed)
+    return RolloutStatus(str(step.phase), message, at, counts.text(), trial)
 
 
 def lacks_room(rollout: RolloutStatus, counted: Progress) -> bool:
@@ -123,6 +128,8 @@ def deadline_missed(
     failed = rollout.phase == Phase.Failed
     if counted.closer_than(best, failed=failed):
         return False
+    if "since" in rollout.canary or "failed" in rollout.canary:
+        return False  # a canary lasts as long as its steps, and fails by what requests show
     if lacks_room(rollout, counted):
         changed = service.status.observed_generation != service.metadata.generation
         when_full = service.spec.rollout.when_full

@@ -132,12 +132,14 @@ class FleetTable:
         request: RequestView,
         now: float,
         full: Collection[str] = (),
+        others: Collection[str] = (),
     ) -> Decision | None:
         """Return the engines for a new attempt; None if there are none now. Engines that may hang
         come last.
 
         full: keys of engines without room. If all prefill engines are full, decode engines do not
-        compute the prompt instead, because that would slow all streams.
+        compute the prompt instead, because that would slow all streams. others: keys of engines
+        that are not for this request.
         """
         how = request.disaggregate or self._disaggregate
         full_at: list[tuple[Role, EngineRow]] = []
@@ -147,6 +149,8 @@ class FleetTable:
             full_prefill = any(role == "prefill" for role, _ in full_at)
         if how == "auto" and full_prefill:
             how = "always"
+        if others:
+            full_at += [self._rows[key] for key in others if key in self._rows]
         cached, held, tie = self._remembered(request)
         elsewhere = self._elsewhere(cached, held)
         adapter = request.adapter

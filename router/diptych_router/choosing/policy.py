@@ -58,6 +58,8 @@ class RequestView:
     tenant: str = ""
     disaggregate: Disaggregate | None = None
     """Overrides the router's setting."""
+    revisions: tuple[str, ...] = ()
+    """The revisions whose engines may take it; empty: all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,14 @@ It is a ConfigMap's file, which is replaced while the router runs, so it is read
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from diptych_protocol import UNREADABLE
+from diptych_protocol.admin import TrialReport
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +28,46 @@ class Serving(msgspec.Struct, frozen=True):
     """Revisions that get new requests; empty means all."""
     asleep: bool = False
     """The pools are empty on purpose: hold requests until they are not."""
+    canary: str = ""
+    """The one of `revisions` that is on trial; empty if none is."""
+    weight: int = 0
+    """Percent of new requests that it gets."""
+
+
+ALL_REQUESTS: Final = 100
+
+
+class Trial:
+    """Gives a revision its share of new requests, and counts how they go.
+
+    The share is exact: after any number of requests it is less than one request away.
+    """
+
+    def __init__(self, serving: Serving) -> None:
+        self.revision, self.weight = serving.canary, serving.weight
+        self.counts = Counter[str]()
+        """By the fields of `TrialReport`."""
+        self._others = tuple(name for name in serving.revisions if name != serving.canary)
+        self._owed = 0
+
+    def now_other(self, serving: Serving) -> bool:
+        """Whether the operator now wants another share, or other revisions beside it."""
+        others = tuple(name for name in serving.revisions if name != serving.canary)
+        wanted = serving.canary, serving.weight, others
+        return wanted != (self.revision, self.weight, self._others)
+
+    def draw(self, asked: str | None) -> tuple[str, ...]:
+        """Return the revisions that may take a new request. asked: `canary` or `stable`, where the
+        client has chosen."""
+        if asked is None:
+            self._owed += self.weight
+            if self._owed >= ALL_REQUESTS:
+                self._owed -= ALL_REQUESTS
+                asked = "canary"
+        return (self.revision,) if asked == "canary" else self._others
+
+    def report(self) -> TrialReport:
+        return TrialReport(revision=self.revision, weight=self.weight, **self.counts)
 
 
 class ServingFile:

@@ -156,6 +156,8 @@ class Attempts:
             "reason": decision.reason,
             "attempts": number,
         }
+        if routed.record.revisions:
+            facts["revision"] = ", ".join(routed.record.revisions)
         level = logging.DEBUG if number == 1 else logging.INFO
         log.log(level, "request %s: %s", routed.request_id, facts)
         if source is not None:
@@ -249,6 +251,8 @@ class Attempts:
         self._placements.leave(routed)
         actions = _let_go(routed)
         if again:
+            if setback in (Setback.ERROR, Setback.LOSS, Setback.LATE):
+                record.went_wrong(ended=False)
             return [*actions, *self.begin(routed, now, before=why)]
         error: DiptychError
         match setback:
@@ -266,6 +270,8 @@ class Attempts:
         """End a request with an error for its user."""
         of_load = isinstance(error, EngineOverloadedError)
         self._promises.saw_failure(routed.record, now, of_load=of_load)
+        if not isinstance(error, InvalidRequestError):
+            routed.record.went_wrong(ended=True)
         return self._end_with(routed, "error", error, now)
 
     def _end_with(

@@ -194,7 +194,8 @@ class PoolClient(AsyncEngine, WithoutControl):
         request = self._salted(request)
         now, tracer = time.monotonic(), self.router_tracer
         trace = None if tracer is None else tracer.begin(request, now)
-        actions = self.table.submit(request, self.input_processor.max_model_len, now, leader, trace)
+        most = self.input_processor.max_model_len
+        actions = self.table.submit(request, most, now, leader, trace, self.pools.trial)
         self._told[request.request_id] = self.table.records.by_id[request.request_id]
         self._carry_out(actions)
 

@@ -138,6 +138,8 @@ class Promises:
             record.expected = first
             return None
         self._count(Kind(record.pool, "first_token", "refused"), now)
+        if record.trial is not None:
+            record.trial.counts.update(("requests", "late"))
         retry_s = min(MOST_RETRY_S, math.ceil(late_s))
         promised = f"promised within {self._caution.promised_s:g} s (slo.ttftMs)"
         what = f"the first token is {promised}, and would come {late_s:.2f} s later"
@@ -150,6 +152,10 @@ class Promises:
 
     def saw_first(self, record: RequestRecord, now: float) -> None:
         """Record that the first token of a request was delivered."""
+        if record.trial is not None:
+            promised_s = math.inf if self._caution is None else self._caution.promised_s
+            record.trial.counts["requests"] += 1
+            record.trial.counts["late"] += now - record.began_s > promised_s
         if self._caution is not None:
             took_s = now - record.began_s
             kept = took_s <= self._caution.promised_s
@@ -162,6 +168,11 @@ class Promises:
     def saw_end(self, record: RequestRecord, now: float) -> None:
         """Record that the last token of a request was delivered."""
         gaps = record.tokens.total - 1
+        if record.trial is not None and record.first_token_s is not None and gaps > 0:
+            each_s = math.inf if self._inter_token_s is None else self._inter_token_s
+            record.trial.counts["ended"] += 1
+            record.trial.counts["slow"] += now - record.first_token_s > each_s * gaps
+            record.trial.counts["handed_over"] += record.was_handed_over
         if self._inter_token_s is not None and record.first_token_s is not None and gaps > 0:
             kept = now - record.first_token_s <= self._inter_token_s * gaps
             self._count(Kind("decode", "inter_token", "kept" if kept else "missed"), now)

@@ -23,6 +23,7 @@ from diptych_protocol import RequestJourneyEventType as Station
 from diptych_router.choosing.first_token import FirstToken
 from diptych_router.choosing.policy import FETCH, Decision
 from diptych_router.engines.engine_table import ROLES, Role
+from diptych_router.engines.serving import Trial
 
 MOST_STATIONS: Final = 40
 """The most events of a request at one engine that are kept. If a prompt has more parts, the newest
@@ -253,6 +254,10 @@ class RequestRecord:
     """The facts of the newest attempt."""
     pool: Role = "prefill"
     """The pool that computes its prompt, or was to compute it."""
+    revisions: tuple[str, ...] = ()
+    """The revisions that it was given to while one is tried; empty: none was."""
+    trial: Trial | None = None
+    """Counts it, if it was given to the revision on trial."""
     expected: FirstToken | None = None
     """The prediction of its first token when it was accepted; None without a prediction."""
     first_token_s: float | None = None
@@ -301,6 +306,18 @@ class RequestRecord:
             return False
         self.first_token_s = now_s
         return True
+
+    @property
+    def was_handed_over(self) -> bool:
+        """Whether the newest engine received KV from another one."""
+        return self.placement is not None and self.placement.received_tokens > 0
+
+    def went_wrong(self, *, ended: bool) -> None:
+        """Count an engine's failure against the revision on trial, if it is one of that. ended: the
+        request has failed with it."""
+        if self.trial is not None:
+            self.trial.counts["failed"] += 1
+            self.trial.counts["requests"] += ended and self.first_token_s is None
 
     def set_back(self, setback: Setback, why: str, again: bool, now_s: float) -> None:
         """Record that the newest attempt ended early. again: the request needs engines again."""

@@ -42,15 +42,16 @@ from diptych_protocol import (
     EngineOverloadedError,
     FinishReason,
 )
-from diptych_protocol.wire import FINISH_REASON_STRINGS
+from diptych_protocol.wire import FINISH_REASON_STRINGS, REVISION_HEADER
 from diptych_router.choosing.policy import Decision
 from diptych_router.engines.health_book import Failure
 from diptych_router.engines.known_prefixes import BlockNamer
+from diptych_router.engines.serving import Trial
 from diptych_router.requests.attempts import LEAST_PATIENCE_S, Attempts
 from diptych_router.requests.placements import HeldRequests, Placements, Siblings, same_way
 from diptych_router.requests.promises import Promises
 from diptych_router.requests.records import Records
-from diptych_router.requests.request_record import Predictions, Setback, Trace
+from diptych_router.requests.request_record import Predictions, RequestRecord, Setback, Trace
 from diptych_router.requests.routed_request import RoutedRequest
 from diptych_router.requests.table_interface import (
     Abort,
@@ -135,10 +136,13 @@ class RequestTable:
         now: float,
         leader: str | None = None,
         trace: Trace | None = None,
+        trial: Trial | None = None,
     ) -> Sequence[Action]:
         """Accept a new request. leader: another request for an answer to the same prompt, which
-        begins first."""
+        begins first. trial: of the revision that gets a share of new requests."""
         record = self.records.begin(request, now, trace)
+        if trial is not None:
+            self._give(record, request, trial, self.requests.get(leader or ""))
         routed = RoutedRequest(request, max_model_len, record, self.namer)
         self.requests[request.request_id] = routed
         request.deadline_ms = self.promises.first_token_ms
@@ -147,6 +151,20 @@ class RequestTable:
         if leader and self._siblings.wait(routed, self.requests.get(leader)):
             return ()
         return self._attempts.take_on(routed, now)
+
+    def _give(
+        self,
+        record: RequestRecord,
+        request: EngineCoreRequest,
+        trial: Trial,
+        leader: RoutedRequest | None,
+    ) -> None:
+        """Give a request to a revision, in which it stays; all answers to one prompt to one."""
+        if leader is not None and leader.record.revisions:
+            record.revisions = leader.record.revisions
+        else:
+            record.revisions = trial.draw((request.trace_headers or {}).get(REVISION_HEADER))
+        record.trial = trial if record.revisions == (trial.revision,) else None
 
     def withdraw(
         self, request_ids: Iterable[str], now: float, outcome: str = "abort"
@@ -328,13 +346,14 @@ class RequestTable:
         """Begin waiting requests and move streams, because engines came, went or began to drain."""
         actions: list[Action] = []
         self._placements.num_engines = self._fleet.num_decoding()
-        stuck: set[bool] = set()
-        """Kinds of requests (`prefill_only`) that no engine can take."""
+        stuck: set[tuple[bool, tuple[str, ...]]] = set()
+        """Kinds of requests (`prefill_only`, and the revisions) that no engine can take."""
         for routed in self.held:
-            if routed.crowded or routed.prefill_only in stuck:
+            kind = routed.prefill_only, routed.record.revisions
+            if routed.crowded or kind in stuck:
                 continue
             if self._fleet.choose(routed.view) is None:
-                stuck.add(routed.prefill_only)
+                stuck.add(kind)
                 continue
             self.held.release(routed.request_id)
             actions += self._attempts.begin(routed, now)

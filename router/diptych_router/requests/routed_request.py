@@ -161,6 +161,7 @@ class RoutedRequest:
             adapter="" if adapter is None else adapter.lora_name,
             tenant=self.original.tenant,
             disaggregate=wanted_way(params) if params is not None and params.extra_args else None,
+            revisions=self.record.revisions,
         )
 
     def _keys(self, naming: BlockNaming) -> Keys:

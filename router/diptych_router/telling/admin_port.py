@@ -100,6 +100,7 @@ def router_report(client: PoolClient, api_keys: ApiKeys | None = None) -> Router
         promises=_told(client.table.promises.counts),
         recent_promises=_told(client.table.promises.recent.total(time.monotonic())),
         admits_nobody=api_keys is not None and not api_keys.names,
+        trial=None if pools.trial is None else pools.trial.report(),
     )
 
 

@@ -51,7 +51,8 @@ LIMITS = ("minimum", "maximum", "maxLength", "pattern", "maxItems", "maxProperti
 STRUCTURAL_KEYWORDS = {
     "type", "description", "properties", "required", "additionalProperties", "items", "default",
     "enum", "minimum", "maximum", "minLength", "maxLength", "maxItems", "maxProperties", "pattern",
-    "format", "anyOf", "x-kubernetes-int-or-string", "x-kubernetes-preserve-unknown-fields",
+    "minItems", "format", "anyOf", "x-kubernetes-int-or-string",
+    "x-kubernetes-preserve-unknown-fields",
     "x-kubernetes-validations", "x-kubernetes-list-type", "x-kubernetes-list-map-keys",
 }  # fmt: skip
 
@@ -89,7 +90,7 @@ def test_the_file_stays_far_below_the_limit_of_client_side_apply() -> None:
         if path.suffix == ".yaml":
             kept = json.dumps(yaml.safe_load(text), separators=(",", ":"))
             print(f"{path}: {len(text)} bytes, {len(kept)} as JSON")
-            assert max(len(text.encode()), len(kept)) < 64 << 10
+            assert max(len(text.encode()), len(kept)) < 96 << 10
 
 
 def test_what_the_file_says_once_stands_in_every_place_where_it_holds() -> None:

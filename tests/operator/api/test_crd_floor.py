@@ -34,7 +34,7 @@ SCHEMA_FIELDS: dict[str, Release] = {
         (
             *("type", "description", "properties", "required", "additionalProperties", "items"),
             *("default", "enum", "minimum", "maximum", "minLength", "maxLength", "maxItems"),
-            *("maxProperties", "pattern", "format", "anyOf", "nullable"),
+            *("minItems", "maxProperties", "pattern", "format", "anyOf", "nullable"),
             *("x-kubernetes-int-or-string", "x-kubernetes-preserve-unknown-fields"),
             *("x-kubernetes-list-type", "x-kubernetes-list-map-keys"),
         ),

@@ -222,7 +222,7 @@ def test_no_status_whatever_keeps_a_service_from_being_read(raw: object) -> None
         ("spec:", "spec:\n  engine: {image: a b}",
          "spec.engine.image: must be an image reference (at most 512 characters), not 'a b'"),
         ("spec:", "spec:\n  rollout: {type: Rolling}",
-         "spec.rollout.type: must be BlueGreen, PairedRolling or Recreate, not 'Rolling'"),
+         "spec.rollout.type: must be BlueGreen, Canary, PairedRolling or Recreate, not 'Rolling'"),
         ("spec:", "spec:\n  suspend: 1", "spec.suspend: must be true or false, not 1"),
         ("spec:", "spec:\n  network: {policy: }",
          "spec.network.policy: must be Managed or None, not null"),

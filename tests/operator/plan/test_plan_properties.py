@@ -10,12 +10,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from diptych_operator.api.service import Rollout
+from diptych_operator.api.service import Canary, CanaryStep, Rollout
 from diptych_operator.counts import NOTHING, Counts
-from diptych_operator.plan import Phase, RevisionState, Step, plan
+from diptych_operator.plan import Evidence, Phase, RevisionState, Step, Trial, plan
+from diptych_protocol.admin import TrialReport
 
 ROLES = ("prefill", "decode")
 EXAMPLES = int(os.environ.get("DIPTYCH_PLAN_EXAMPLES", "60"))
+CANARY = Canary(
+    steps=[CanaryStep(weight=10, pause_seconds=60), CanaryStep(weight=50, pause_seconds=0)]
+)
 sizes = st.builds(Counts, st.integers(1, 5), st.integers(1, 6))
 surges = st.sampled_from([(0, 1), (1, 0), (1, 1), (0, 2), (2, 0), (3, 2)])
 
@@ -85,6 +89,9 @@ class Cluster(RuleBasedStateMachine):
         self.serving: tuple[str, ...] = ()
         self.removed: set[str] = set()
         self.verify = True
+        self.trial: Trial | None = None
+        self.told: list[TrialReport | None] = [None, None]
+        self.stable = ""
 
     # What users do.
 
@@ -105,9 +112,14 @@ class Cluster(RuleBasedStateMachine):
         self.desired = desired
 
     @rule(limits=surges, kind=st.sampled_from(["PairedRolling", "PairedRolling", "BlueGreen",
-                                               "Recreate"]))  # fmt: skip
+                                               "Canary", "Recreate"]))  # fmt: skip
     def change_the_rollout(self, limits: tuple[int, int], kind: str) -> None:
-        self.rollout = Rollout(type=kind, max_surge=limits[0], max_unavailable=limits[1])  # type: ignore[arg-type]
+        self.rollout = Rollout(
+            type=kind,  # type: ignore[arg-type]
+            canary=CANARY,
+            max_surge=limits[0],
+            max_unavailable=limits[1],
+        )
 
     @rule(suspended=st.booleans())
     def suspend(self, suspended: bool) -> None:
@@ -152,6 +164,7 @@ class Cluster(RuleBasedStateMachine):
     @rule(which=st.integers(0, 1), answers=st.booleans())
     def a_router_follows(self, which: int, answers: bool) -> None:
         self.routers[which] = self.serving if answers else None
+        self.told[which] = self.report() if answers else None
 
     # The operator.
 
@@ -168,7 +181,14 @@ class Cluster(RuleBasedStateMachine):
             failed=self.failed,
             routers_serving=self.routers,
             suspend=self.suspended,
+            evidence=Evidence(self.stable, self.trial, "now", 60.0, self.told),
         )
+
+    def report(self) -> TrialReport | None:
+        """What a router says that follows."""
+        if self.trial is None or len(self.serving) < 2:
+            return None
+        return TrialReport(revision=self.trial.revision, weight=self.trial.weight, requests=20)
 
     def obey(self, step: Step) -> None:
         for name, counts in step.replicas.items():
@@ -178,7 +198,9 @@ class Cluster(RuleBasedStateMachine):
         for name in step.removable:
             del self.revisions[name]
             self.removed.add(name)
-        self.serving = step.serving
+        self.serving, self.trial = step.serving, step.trial
+        if step.phase is Phase.Idle:
+            self.stable = self.target
 
     @invariant()
     def the_planner_is_asked(self) -> None:
@@ -230,12 +252,14 @@ class Cluster(RuleBasedStateMachine):
         """The rollout ends: the target alone, whole, in a bounded number of rounds."""
         self.revisions.setdefault(self.target, Revision()).broken = False
         self.failed = False
+        self.trial = None  # the spec has changed, or what failed would not be tried again
         for _ in range(80):
             self.obey(self.decide())
             self.everything_becomes_ready()
             self.drained_pods_are_gone()
             self.canaries_cross()
             self.routers = [self.serving, self.serving]
+            self.told = [self.report(), self.report()]
         step = self.decide()
         assert step.phase is Phase.Idle, (self.observe(), step)
         assert dict(step.replicas) == {self.target: self.desired}

@@ -39,7 +39,7 @@ from diptych_operator.api.images import published
 from diptych_operator.api.service import InferenceService
 from diptych_operator.api.status import Condition, EventNote, RolloutStatus, Status, TransferStatus
 from diptych_operator.counts import NOTHING, Counts
-from diptych_operator.plan import Phase, Step
+from diptych_operator.plan import Phase, Step, Trial
 from diptych_operator.status.observed import DeploymentView, Observed, Problem
 from diptych_operator.status.progress import Progress, deadline_missed, lacks_room, rollout_status
 from diptych_operator.status.reasons import ConditionType, Reason
@@ -397,6 +397,21 @@ def test_the_fields_around_the_conditions() -> None:
     )  # fmt: skip
 
 
+ON_TRIAL = replace(
+    phase(Phase.Switching, serving=(OLD, NEW)), trial=Trial(NEW, weight=10, since=T1)
+)
+
+
+def test_a_canary_is_given_as_long_as_its_steps_last() -> None:
+    seen = Progress(NEW, Counts(1, 0), verified=False, old=2, draining=1)
+    assert deadline_missed(rollout(STUCK), service(), seen, T2)
+    begun = rollout_status(ON_TRIAL, seen, rollout(STUCK), T2)
+    assert begun.canary == {"revision": NEW, "weight": "10", "since": T1}
+    assert begun.last_progress_at == T2, "a step is progress"
+    assert not deadline_missed(begun, service(), seen, "2026-11-23T07:00:00Z")
+    assert rollout_status(phase(Phase.Idle), seen, begun, T2).canary == {}
+
+
 def test_the_current_revision_is_the_last_that_served_at_full_size() -> None:
     old = msgspec.structs.replace(RESTED, current_revision=OLD)
     base = Case(previous=old)
@@ -404,6 +419,7 @@ def test_the_current_revision_is_the_last_that_served_at_full_size() -> None:
     kept = [
         replace(base, desired=Counts(1, 2)),
         replace(base, step=phase(Phase.Switching, serving=(OLD,))),
+        replace(base, step=ON_TRIAL),
         replace(base, observed=given_pods(*PODS, routers=(router(canary(OLD)),))),
         replace(base, desired=NOTHING),
     ]

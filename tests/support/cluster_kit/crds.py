@@ -55,6 +55,7 @@ from diptych_operator.api.runtimes import (
     TRANSPORT_OF_VLLM,
 )
 from diptych_operator.api.service import (
+    CANARY_STEPS,
     DECODE_PROMISED,
     DRAIN_OUTLIVES_LEASE,
     PREFILL_PROMISED,
@@ -314,6 +315,9 @@ BROKEN: dict[str, Broken] = {
     ),
     "a rollout that cannot move": Broken(
         {"rollout": {"maxSurge": 0}}, "spec.rollout", ROLLOUT_STEP
+    ),
+    "a canary without steps": Broken(
+        {"rollout": {"type": "Canary"}}, "spec.rollout.canary", CANARY_STEPS
     ),
     "a drain shorter than a lease": Broken(
         {"transfer": {"leaseSeconds": 60.5}},

@@ -20,6 +20,7 @@ from diptych_protocol import (
 from diptych_router.choosing.first_token import FirstToken
 from diptych_router.choosing.policy import Decision, RequestView
 from diptych_router.engines.health_book import Failure
+from diptych_router.engines.serving import Trial
 from diptych_router.requests.promises import Promises
 from diptych_router.requests.request_table import RequestTable
 from diptych_router.requests.table_interface import (
@@ -130,6 +131,7 @@ class World:
             self.fleet, hold_seconds=hold_seconds, max_held=100, promises=Promises(slo or Slo())
         )
         self.now = 0.0
+        self.trial: Trial | None = None
         self.delivered: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
         self.offered: set[str] = set()
@@ -150,14 +152,16 @@ class World:
         tenant: str = "",
         priority: int = 0,
         arrival: float = 0.0,
+        headers: dict[str, str] | None = None,
         **params: Any,
     ) -> None:
         request = EngineCoreRequest(
             name, list(range(PROMPT)), None, SamplingParams(**{"max_tokens": 4, **params}),
             None, 2, arrival, None, None, None, tenant=tenant, priority=priority,
+            trace_headers=headers,
         )  # fmt: skip
         self.delivered[name] = []
-        self.carry_out(self.table.submit(request, 100, self.now, leader))
+        self.carry_out(self.table.submit(request, 100, self.now, leader, trial=self.trial))
 
     def say(self, engine: str, *outputs: EngineCoreOutput) -> None:
         for output in outputs:

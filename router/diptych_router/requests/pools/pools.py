@@ -33,7 +33,7 @@ from diptych_router.engines.discovery import Target, resolve
 from diptych_router.engines.engine_link import CALL_ERRORS, EngineLink, ReadKeys, key_of
 from diptych_router.engines.engine_table import ROLES, Role
 from diptych_router.engines.health_book import FullEngines
-from diptych_router.engines.serving import Serving, ServingFile
+from diptych_router.engines.serving import Serving, ServingFile, Trial
 from diptych_router.requests.pools.health_watch import HealthWatch
 
 log = logging.getLogger(__name__)
@@ -72,6 +72,8 @@ class Pools:
         self._read_keys = read_keys
         self._name = secrets.token_hex(8)
         self._serving = ServingFile(serving)
+        self.trial: Trial | None = None
+        """Deals a revision its share of new requests; None: each gets what it can carry."""
         self._on_change, self._on_outputs = on_change, on_outputs
         self._on_lost, self._on_hang = on_lost, on_hang
         policy, self.refused_settings = policy_of(config)
@@ -153,14 +155,23 @@ class Pools:
         refused a request a moment ago are tried if no other has room."""
         now = time.monotonic()
         refusing = self.full.now(now) if self.full.refusals else None
+        others = self._not_of(request.revisions) if request.revisions else ()
         for left_out in (refusing.union(full), full) if refusing else (full,):
-            decision = self.fleet.choose(request, now, left_out)
+            decision = self.fleet.choose(request, now, left_out, others)
             if decision is not None and not self._holds(decision):
                 self._refresh_rows()
-                decision = self.fleet.choose(request, now, left_out)
+                decision = self.fleet.choose(request, now, left_out, others)
             if decision is not None:
                 return decision
         return None
+
+    def _not_of(self, revisions: Collection[str]) -> Collection[str]:
+        """Keys of the engines of other revisions. None if these have nobody left to decode: an
+        answer of another revision is better than no answer."""
+        able = (link for link in self.of("decode") if link.revision in revisions)
+        if not any(self.usable(link) for link in able):
+            return ()
+        return [key for key, link in self.links.items() if link.revision not in revisions]
 
     def _holds(self, decision: Decision) -> bool:
         """Its engines are still usable. Whether they are is looked at when there is news."""
@@ -270,6 +281,7 @@ class Pools:
     async def _look(self) -> None:
         if self._serving.refresh():
             log.info("revisions that may serve: %s", self.serving)
+            self._follow_trial()
         found = await asyncio.gather(*(resolve(self._targets[role]) for role in ROLES))
         for role, endpoints in zip(ROLES, found, strict=True):
             if endpoints is not None:
@@ -283,6 +295,14 @@ class Pools:
             self._age_at = now + EXPECTED_S
             self.fleet.known.index.age()
         self._changed()
+
+    def _follow_trial(self) -> None:
+        """Begin to count anew with each share."""
+        serving, trial = self.serving, self.trial
+        if not serving.canary:
+            self.trial = None
+        elif trial is None or trial.now_other(serving):
+            self.trial = Trial(serving)
 
     def _follow(self, role: Role, endpoints: set[str]) -> None:
         """Open lines to new addresses; drop those that are neither listed nor alive."""

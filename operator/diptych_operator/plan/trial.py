@@ -1,0 +1,137 @@
+"""How a canary gets its share of the requests: step by step, or none any more.
+
+    step 0 ─▶ step 1 ─▶ ... ─▶ passed: routers switch
+       └─────────┴─▶ failed: its share is 0, until the spec changes
+
+A step begins when all routers give the canary its weight. It ends once it has lasted long enough
+and enough requests went well; it fails as soon as too many did not. The status keeps where a trial
+stands, so another operator goes on from there. No I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Self
+
+import msgspec
+
+from diptych_operator.api.service import Analysis, Canary
+from diptych_protocol import UNREADABLE
+from diptych_protocol.admin import TrialReport
+
+FEWEST_BAD: Final = 3
+"""With fewer bad requests than this, chance may be the cause."""
+ALL_REQUESTS: Final = 100
+ROUNDING: Final = 1e-6
+
+
+class Trial(msgspec.Struct, frozen=True):
+    """Where the trial of a revision stands: `status.rollout.canary`."""
+
+    revision: str
+    step: int = 0
+    """How many steps it has passed."""
+    weight: int = 0
+    """Percent of new requests that it gets."""
+    since: str = ""
+    """When all routers had that weight, as an RFC 3339 time; empty until they have it."""
+    failed: str = ""
+    """Why it failed; empty if it has not."""
+
+    @classmethod
+    def read(cls, status: dict[str, str]) -> Self | None:
+        """None for what `text` did not write."""
+        try:
+            return msgspec.convert(status, cls, strict=False)
+        except UNREADABLE:
+            return None
+
+    def text(self) -> dict[str, str]:
+        return {name: str(value) for name, value in msgspec.structs.asdict(self).items() if value}
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What is known of the trial now."""
+
+    stable: str = ""
+    """The revision that last served alone."""
+    before: Trial | None = None
+    now: str = ""
+    """An RFC 3339 time."""
+    held_s: float = 0.0
+    """Seconds since `before.since`."""
+    reports: Sequence[TrialReport | None] = field(default=())
+    """One of each router; None of one that tries nothing or does not answer."""
+    untrusted: Collection[str] = ()
+    """Why engines of the target do not receive KV, in words."""
+    again: bool = False
+    """The spec has changed: what failed is tried again."""
+
+    def of(self, revision: str) -> Trial | None:
+        """The trial of a revision that has begun, and is not to begin again."""
+        trial = self.before
+        if trial is None or trial.revision != revision or (trial.failed and self.again):
+            return None
+        return trial
+
+
+def advance(canary: Canary, trial: Trial, evidence: Evidence, problem: str) -> Trial:
+    """Return where the trial stands now. problem: why it fails, whatever the requests say."""
+    if trial.failed or has_passed(canary, trial):
+        return trial
+    seen = _total(trial, evidence.reports)
+    why = problem or next(iter(evidence.untrusted), "") or _failure(canary.analysis, seen)
+    if why:
+        return Trial(trial.revision, trial.step, failed=why)
+    step = canary.steps[trial.step]
+    if trial.weight != step.weight:
+        return Trial(trial.revision, trial.step, step.weight)  # it begins, or the spec has changed
+    if not trial.since:
+        told = [_is_of(trial, report) for report in evidence.reports]
+        return msgspec.structs.replace(trial, since=evidence.now if told and all(told) else "")
+    if evidence.held_s < step.pause_seconds or lacks_requests(canary, trial, evidence):
+        return trial
+    passed = trial.step + 1
+    more = canary.steps[passed].weight if passed < len(canary.steps) else ALL_REQUESTS
+    return Trial(trial.revision, passed, more)
+
+
+def has_passed(canary: Canary, trial: Trial) -> bool:
+    return not trial.failed and trial.step >= len(canary.steps)
+
+
+def lacks_requests(canary: Canary, trial: Trial, evidence: Evidence) -> int:
+    """How many requests are missing before the step can be judged; with weight 0, none."""
+    wanted = canary.analysis.min_requests if trial.weight else 0
+    return max(0, wanted - _total(trial, evidence.reports).requests)
+
+
+def _is_of(trial: Trial, report: TrialReport | None) -> bool:
+    """Whether a router gives the canary its present weight."""
+    return report is not None and (report.revision, report.weight) == (trial.revision, trial.weight)
+
+
+def _total(trial: Trial, reports: Sequence[TrialReport | None]) -> TrialReport:
+    """What all routers together saw in this step."""
+    those = [report for report in reports if report is not None and _is_of(trial, report)]
+    names = ("requests", "failed", "late", "ended", "slow", "handed_over")
+    sums = {name: sum(max(0, getattr(report, name)) for report in those) for name in names}
+    return TrialReport(revision=trial.revision, weight=trial.weight, **sums)
+
+
+def _failure(analysis: Analysis, seen: TrialReport) -> str:
+    """What the requests have against the canary; empty if nothing."""
+    kept = 0.0 if analysis.attainment is None else analysis.attainment
+    moved = 0.0 if analysis.handed_over is None else analysis.handed_over
+    alone = max(0, seen.ended - seen.handed_over)
+    for bad, of, most, what in (
+        (seen.failed, seen.requests, analysis.errors, "requests failed (analysis.errors)"),
+        (seen.late, seen.requests, 1 - kept, "first tokens missed slo.ttftMs"),
+        (seen.slow, seen.ended, 1 - kept, "answers missed slo.interTokenMs"),
+        (alone, seen.ended, 1 - moved, "prompts were not handed over (analysis.handedOver)"),
+    ):
+        if bad >= FEWEST_BAD and bad > most * of + ROUNDING:
+            return f"{bad} of {of} {what}"
+    return ""

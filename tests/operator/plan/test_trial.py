@@ -1,0 +1,238 @@
+"""Canaries: the steps of a trial by themselves, and with pods and routers around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from cluster_kit.rollout_sequence import running
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diptych_operator.api.service import Analysis, Canary, CanaryStep, Rollout
+from diptych_operator.counts import Counts
+from diptych_operator.plan import Evidence, Phase, Step, Trial, plan
+from diptych_operator.plan.trial import advance
+from diptych_protocol.admin import TrialReport
+
+STEPS = (10, 50)
+CANARY = Canary(steps=[CanaryStep(weight=weight, pause_seconds=60) for weight in STEPS])
+SIZE = Counts(2, 2)
+NOON, LATER = "2026-01-01T12:00:00Z", "2026-01-01T12:05:00Z"
+GOOD = {"requests": 100, "ended": 100, "handed_over": 100}
+
+
+def seen(trial: Trial, **counts: int) -> list[TrialReport | None]:
+    return [TrialReport(revision=trial.revision, weight=trial.weight, **counts)]
+
+
+@pytest.mark.parametrize(
+    ("analysis", "counts", "why"),
+    [
+        (Analysis(), {"requests": 100, "failed": 2}, ""),
+        (Analysis(), {"requests": 100, "failed": 3}, "3 of 100 requests failed (analysis.errors)"),
+        (Analysis(), {"requests": 300, "failed": 3}, ""),
+        (Analysis(errors=0.1), {"requests": 100, "failed": 10}, ""),
+        (Analysis(), {"requests": 100, "late": 100, "ended": 100, "slow": 100}, ""),
+        (Analysis(attainment=0.9), {"requests": 100, "late": 11},
+         "11 of 100 first tokens missed slo.ttftMs"),
+        (Analysis(attainment=0.9), {"requests": 100, "ended": 50, "slow": 6},
+         "6 of 50 answers missed slo.interTokenMs"),
+        (Analysis(handed_over=0.8), {"requests": 100, "ended": 50, "handed_over": 39},
+         "11 of 50 prompts were not handed over (analysis.handedOver)"),
+        (Analysis(handed_over=0.8), {"requests": 100, "ended": 50, "handed_over": 40}, ""),
+    ],
+)  # fmt: skip
+def test_a_canary_fails_by_what_its_requests_show(
+    analysis: Analysis, counts: dict[str, int], why: str
+) -> None:
+    canary = Canary(steps=CANARY.steps, analysis=analysis)
+    trial = Trial("b", weight=10, since=NOON)
+    after = advance(canary, trial, Evidence(reports=seen(trial, **counts)), "")
+    assert (after.failed, after.weight) == (why, 0 if why else 10)
+
+
+@pytest.mark.parametrize(
+    ("evidence", "step"),
+    [
+        ({"held_s": 60.0, "reports": GOOD}, 1),
+        ({"held_s": 59.0, "reports": GOOD}, 0),
+        ({"held_s": 600.0, "reports": {"requests": 19}}, 0),
+    ],
+    ids=["over", "it lasts", "too few requests"],
+)
+def test_a_step_ends_when_it_has_lasted_and_enough_is_known(
+    evidence: dict[str, object], step: int
+) -> None:
+    trial = Trial("b", weight=10, since=NOON)
+    counts: dict[str, int] = evidence["reports"]  # type: ignore[assignment]
+    held_s: float = evidence["held_s"]  # type: ignore[assignment]
+    after = advance(CANARY, trial, Evidence(held_s=held_s, reports=seen(trial, **counts)), "")
+    assert (after.step, after.weight) == (step, STEPS[step])
+
+
+def test_kv_that_does_not_arrive_fails_it_and_so_does_the_loss_of_a_pool() -> None:
+    trial = Trial("b", weight=10, since=NOON)
+    assert advance(CANARY, trial, Evidence(untrusted=["no KV"]), "").failed == "no KV"
+    assert advance(CANARY, trial, Evidence(), "lost").failed == "lost"
+
+
+def test_a_step_begins_when_every_router_follows() -> None:
+    trial = advance(CANARY, Trial("b"), Evidence(now=NOON), "")
+    assert trial == Trial("b", weight=10)
+    (told,) = seen(trial)
+    for reports, since in (((), ""), ((told, None), ""), ((told, told), NOON)):
+        assert advance(CANARY, trial, Evidence(now=NOON, reports=reports), "").since == since
+
+
+trials = st.builds(
+    Trial, st.just("b"), st.integers(0, 3), st.integers(0, 100), st.sampled_from(["", NOON]),
+    st.sampled_from(["", "3 of 9 requests failed"]),
+)  # fmt: skip
+
+
+@given(trial=trials)
+def test_the_status_keeps_all_of_a_trial(trial: Trial) -> None:
+    assert Trial.read(trial.text()) == trial
+    assert Trial.read({}) is None
+    assert Trial.read({**trial.text(), "step": "many"}) is None
+
+
+class Fleet:
+    """Two routers, pods that are ready at once, and an operator that forgets everything else."""
+
+    def __init__(self) -> None:
+        self.rollout = Rollout(type="Canary", canary=CANARY)
+        self.target = "b"
+        self.states = {"a": running("a", SIZE)}
+        self.status: dict[str, str] = {}
+        self.stable = "a"
+        self.told: list[tuple[tuple[str, ...], Trial | None]] = [(("a",), None)] * 2
+        self.again = False
+
+    def weights(self) -> list[int]:
+        """Percent of new requests that go to `b`, by each router."""
+        return [
+            100 if serving == ("b",) else 0 if trial is None or "b" not in serving else trial.weight
+            for serving, trial in self.told
+        ]
+
+    def step(
+        self, counts: dict[str, int], *, held_s: float = 60.0, follow: Sequence[int] = (0, 1)
+    ) -> Step:
+        before = Trial.read(self.status)
+        reports = [
+            TrialReport(revision=trial.revision, weight=trial.weight, **counts) if trial else None
+            for _, trial in self.told
+        ]
+        step = plan(
+            self.target, SIZE, self.rollout, list(self.states.values()), verify=True, failed=False,
+            routers_serving=[serving for serving, _ in self.told], suspend=False,
+            evidence=Evidence(self.stable, before, LATER, held_s, reports, again=self.again),
+        )  # fmt: skip
+        self.status = step.trial.text() if step.trial else {}
+        self.again = False
+        on_trial = step.trial if len(step.serving) > 1 else None
+        for router in follow:
+            self.told[router] = step.serving, on_trial
+        self.states = {name: running(name, counts) for name, counts in step.replicas.items()}
+        if step.serving == (self.target,):
+            self.stable = self.target
+        return step
+
+
+def test_a_good_canary_gets_more_and_more_and_at_last_all() -> None:
+    fleet = Fleet()
+    weights: list[int] = []
+    for _ in range(20):
+        step = fleet.step(GOOD)
+        weights += [w for w in fleet.weights()[:1] if w not in weights[-1:]]
+    assert weights == [0, 10, 50, 100]
+    assert (step.phase, set(fleet.states), fleet.status) == (Phase.Idle, {"b"}, {})
+
+
+def test_a_pause_is_held() -> None:
+    fleet = Fleet()
+    for _ in range(20):
+        step = fleet.step(GOOD, held_s=59.0)
+    assert fleet.weights() == [10, 10]
+    assert step.message == (f"b gets 10 % of new requests (step 1 of 2), for 60 s from {LATER} on")
+    assert step.replicas == {"a": SIZE, "b": SIZE}
+
+
+@given(st.data())
+def test_whatever_happens_weights_only_grow_until_a_failure_which_ends_with_none(
+    data: st.DataObject,
+) -> None:
+    fleet = Fleet()
+    given, failed = [0], False
+    for _ in range(data.draw(st.integers(1, 25))):
+        counts = data.draw(st.sampled_from([GOOD, {}, {"requests": 50, "failed": 25}]))
+        held_s = data.draw(st.sampled_from([0.0, 60.0]))
+        step = fleet.step(
+            counts, held_s=held_s, follow=data.draw(st.sampled_from([(), (0,), (1,), (0, 1)]))
+        )
+        trial = step.trial
+        if failed:
+            assert (step.serving, step.phase) == (("a",), Phase.Failed)
+        failed = trial is not None and bool(trial.failed)
+        if trial is not None and not failed:
+            given.append(trial.weight)
+        assert step.replicas.get("a", SIZE) == SIZE, "the old one can take all back"
+    assert given == sorted(given)
+    if failed:
+        for _ in range(2):
+            step = fleet.step(GOOD)
+        assert fleet.weights() == [0, 0]
+        assert step.replicas == {"a": SIZE, "b": Counts(1, 1)}
+        assert "b failed as a canary: " in step.message
+
+
+def test_a_canary_that_failed_is_tried_again_when_the_spec_changes() -> None:
+    fleet = Fleet()
+    while not fleet.status:
+        fleet.step({})
+    fleet.step({"requests": 9, "failed": 9})
+    fleet.step({})
+    assert fleet.status["failed"]
+    fleet.again = True
+    for _ in range(12):
+        step = fleet.step(GOOD)
+    assert (step.phase, set(fleet.states)) == (Phase.Idle, {"b"})
+
+
+def test_the_way_back_needs_no_trial() -> None:
+    fleet = Fleet()
+    while fleet.weights() != [50, 50]:
+        fleet.step(GOOD)
+    fleet.target = "a"
+    step = fleet.step({})
+    assert (step.serving, step.replicas) == (("a",), {"a": SIZE, "b": SIZE})
+    for _ in range(2):
+        step = fleet.step({})
+    assert (step.phase, set(fleet.states)) == (Phase.Idle, {"a"})
+
+
+def test_a_newer_change_begins_its_own_trial_beside_the_revision_that_served() -> None:
+    fleet = Fleet()
+    while fleet.weights() != [50, 50]:
+        fleet.step(GOOD)
+    fleet.target = "c"
+    step = fleet.step(GOOD)
+    assert step.serving == ("a",)
+    assert step.replicas["b"] == SIZE, "until no router sends anything there"
+    step = fleet.step(GOOD)
+    assert "b" not in step.replicas or not step.replicas["b"]
+    while fleet.target not in step.serving:
+        step = fleet.step(GOOD)
+    assert (step.serving, step.trial) == (("a", "c"), Trial("c", weight=10))
+
+
+def test_a_canary_that_loses_a_pool_fails() -> None:
+    fleet = Fleet()
+    while fleet.weights() != [10, 10]:
+        fleet.step({})
+    fleet.states["b"] = replace(fleet.states["b"], ready=Counts(0, 2))
+    step = fleet.step({})
+    assert (step.serving, step.phase) == (("a",), Phase.Failed)

@@ -1,0 +1,51 @@
+"""Requests while a revision is tried: to which one they go, and what is counted."""
+
+from __future__ import annotations
+
+from router_kit.request_world import World
+
+from diptych_protocol import EngineCoreOutput, FinishReason
+from diptych_protocol.wire import REVISION_HEADER
+from diptych_router.engines.serving import Serving, Trial
+
+
+def tried(weight: int) -> World:
+    world = World("p", "d")
+    world.trial = Trial(Serving(["a", "b"], canary="b", weight=weight))
+    return world
+
+
+def given_to(world: World, name: str) -> tuple[str, ...]:
+    return world.table.requests[name].view.revisions
+
+
+def test_a_failed_attempt_counts_and_the_next_one_stays_in_the_revision() -> None:
+    world = tried(100)
+    assert world.trial is not None
+    world.submit("r")
+    world.say("p", EngineCoreOutput("r/1", [], finish_reason=FinishReason.ERROR))
+    assert given_to(world, "r") == ("b",)
+    assert +world.trial.counts == {"failed": 1}
+    world.say("p", world.answer("r/3", FinishReason.LENGTH, lease="L"))
+    world.say("d", world.answer("r/4", FinishReason.STOP))
+    assert +world.trial.counts == {"failed": 1, "requests": 1, "ended": 1}
+    world.check_end()
+
+
+def test_what_goes_to_the_stable_revision_is_not_counted() -> None:
+    world = tried(0)
+    assert world.trial is not None
+    world.submit("r")
+    assert given_to(world, "r") == ("a",)
+    world.say("p", world.answer("r/1", FinishReason.STOP))
+    assert not +world.trial.counts
+
+
+def test_testers_choose_and_answers_to_one_prompt_go_to_one_revision() -> None:
+    world = tried(50)
+    world.submit("chosen", headers={REVISION_HEADER: "canary"})
+    world.submit("first")
+    world.submit("second")
+    world.submit("its sibling", leader="second")
+    names = ("chosen", "first", "second", "its sibling")
+    assert [given_to(world, name) for name in names] == [("b",), ("a",), ("b",), ("b",)]
