@@ -152,7 +152,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         Meta(
             description="Which of a CPU's instructions kernels use, at most those that it has; "
             "auto: the highest level of each machine, or what DIPTYCH_CPU_LEVEL says. none: no "
-            "compiled kernel. It is one for a whole process."
+            "compiled kernel."
         ),
     ] = "auto"
     kv_cache_dtype: Annotated[

@@ -41,7 +41,7 @@ HostNames = Annotated[
         max_length=64,
         title="DNS names",
         description="Names under which clients reach the router, as an Ingress's. Without API "
-        "keys it answers only under these, addresses, names without a dot, and names that end in "
+        "keys it answers only under these, addresses, names without a dot, those that end in "
         ".localhost, .svc or .svc.cluster.local, so that no web site can lead a browser to it.",
         examples=[["llm.example.com"]],
     ),
@@ -80,8 +80,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             title="the name of a policy",
             description="Which engines get a request. `prefix_aware`: those where it costs the "
             "fewest seconds, by what each remembers of its prompt, has to do, and is able to. "
-            "`least_loaded`: those with the fewest open tokens. `round_robin`: whose turn it is. "
-            "A router that does not know the name never gets ready.",
+            "`least_loaded`: those with the fewest open tokens. `round_robin`: whose turn it is.",
         ),
     ] = "prefix_aware"
     disaggregate: Annotated[

@@ -49,7 +49,7 @@ class Transfer(SpecPart, frozen=True):
         Meta(
             description="How engines that run vLLM hand KV over, if there is a prefill pool. "
             "diptych: by our hinge, through a connector of ours. nixl: by vLLM's own "
-            "NixlConnector. none: not at all, in one pool. Our own engines always use the hinge."
+            "NixlConnector. none: not at all, in one pool."
         ),
     ] = "diptych"
     connector_image: Annotated[
@@ -127,9 +127,24 @@ class Network(SpecPart, frozen=True):
         Meta(
             description="Whether engines have an OpenAI API of their own, for another project's "
             "router. OwnPods: at port 8001, which a managed policy opens to the service's own "
-            "pods only. None: they answer probes, scrapers and the service's routers."
+            "pods only."
         ),
     ] = "None"
+
+
+_Name = Annotated[str, Meta(max_length=253)]
+
+
+class Gateway(SpecPart, frozen=True):
+    name: Annotated[_Name, Meta(min_length=1, description="Its name.")]
+    namespace: Annotated[_Name, Meta(description="Left out, the service's.")] = ""
+    hostname: Annotated[_Name, Meta(description="Left out, any.")] = ""
+
+
+class Expose(SpecPart, frozen=True):
+    gateway: Annotated[
+        Gateway | None, Meta(description="Gets an HTTPRoute and an InferencePool.")
+    ] = None
 
 
 ROLLOUT_STEP = Rule(
@@ -264,6 +279,7 @@ class Spec(SpecPart, frozen=True, kw_only=True):
         Availability, Meta(description="What the service promises while pods come and go.")
     ] = Availability()
     network: Annotated[Network, Meta(description="Who may talk to the pods.")] = Network()
+    expose: Annotated[Expose, Meta(description="Who sends requests here.")] = Expose()
     suspend: Annotated[
         bool, Meta(description="Stop all pods and keep everything else; requests are refused.")
     ] = False
