@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 JOBS   ?= 4
 RUNS   ?= 200
 VLLM   ?= .vllm
-CLIENTS ?= langchain litellm llama-index instructor pydantic-ai openai-agents lm-eval guidellm aiperf axolotl check-jsonschema validate-pyproject-schema-store
+CLIENTS ?= langchain litellm llama-index instructor pydantic-ai openai-agents lm-eval guidellm aiperf envoy axolotl check-jsonschema validate-pyproject-schema-store
 WITH_VLLM = $(or $(DIPTYCH_VLLM),$(VLLM))
 # Schedules that `simulate` runs.
 N      ?= 100000

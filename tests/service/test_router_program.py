@@ -20,6 +20,7 @@ import msgspec
 import pytest
 from engine_kit.core import EXACT
 from free_ports import free_port
+from gateway_kit import destinations, exchange, headers, picker
 from service_kit import Core, cores, engine_config
 from waits import PATIENCE_S
 
@@ -39,6 +40,7 @@ class Router:
     url: str
     admin: str
     http: httpx.Client
+    picker_port: int = 0
 
     def health(self) -> httpx.Response | None:
         """None while nobody listens."""
@@ -67,20 +69,20 @@ def router(smollm2: str, keys_dir: Path, engines: list[Core], tmp_path: Path) ->
         model=smollm2, served_name="smollm2", drain_seconds=PATIENCE_S, unknown_fields="refuse"
     )
     (tmp_path / "router.json").write_bytes(msgspec.json.encode(config))
-    port, admin_port = free_port(), free_port()
+    port, admin_port, picker_port = free_port(), free_port(), free_port()
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "diptych_router", "--config", tmp_path / "router.json"),
             *("--port", str(port), "--admin-port", str(admin_port), "--keys", keys_dir),
             *("--serving", tmp_path / "serving.json", "--linger-seconds", str(LINGER_S)),
             *("--prefill", engines[0].address, "--decode", engines[1].address),
+            *("--picker-port", str(picker_port), "--advertise-host", "fd00::1"),
         ]
     )
     try:
         with httpx.Client(timeout=PATIENCE_S) as http:
-            yield Router(
-                process, f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin_port}", http
-            )
+            api, admin = (f"http://127.0.0.1:{number}" for number in (port, admin_port))
+            yield Router(process, api, admin, http, picker_port)
     finally:
         process.kill()
         process.wait()
@@ -98,6 +100,12 @@ async def test_its_life(router: Router, eventually: Any) -> None:
     assert report.ready
     assert [engine.engine_id for engine in report.engines] == ["prefill-0", "decode-0"]
     assert [canary.ok for canary in report.canaries] == [True]
+
+    # A gateway's view.
+    async with picker(router.picker_port) as channel:
+        [answer] = await exchange(channel, headers())
+    picked = f"[fd00::1]:{router.url.rpartition(':')[2]}"
+    assert destinations(answer) == (picked, picked)
 
     # It does what its configuration says.
     answer = router.http.post(f"{router.url}/v1/completions", json={**QUESTION, "tempratur": 1})

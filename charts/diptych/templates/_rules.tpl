@@ -33,6 +33,12 @@ All that the operator may do to the namespaces it serves: one list, which the Cl
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [gateway.networking.k8s.io]
+  resources: [httproutes]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [inference.networking.k8s.io]
+  resources: [inferencepools]
+  verbs: [get, list, watch, create, patch, delete]
 # By name only: a list or a watch would carry every Secret of the namespace. Patched to own again
 # what an earlier service of the same name left.
 - apiGroups: [""]

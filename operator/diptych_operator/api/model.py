@@ -19,7 +19,7 @@ class ModelCredentials(SpecPart, frozen=True):
         Meta(
             description="A Secret in this namespace with the keys `token` (hf://, https://), or "
             "`access-key-id`, `secret-access-key` and, if need be, `session-token`, `region` and "
-            "`endpoint` (s3://). Only the container that fetches sees it.",
+            "`endpoint` (s3://). Only what fetches sees it.",
         ),
     ]
 

@@ -52,6 +52,8 @@ HANDOFF_PORTS: dict[Connector, dict[str, int]] = {
 """The further ports of vLLM's pods, by how they hand KV over. The ports behind that of the hinge
 are for further ranks."""
 ROUTER_PORTS = {"http": HTTP_PORT, "admin": ADMIN_PORT}
+PICKER_PORT = 9002
+"""Where routers answer gateways, by gRPC."""
 
 BATCHES_VOLUME = "batches"
 """The volume of router pods that keeps the files and batches of clients."""
@@ -62,6 +64,7 @@ PORT_VARIABLES = {
     "core": "DIPTYCH_CORE_PORT",
     "kv": "DIPTYCH_KV_PORT",
     "nixl": "VLLM_NIXL_SIDE_CHANNEL_PORT",
+    "picker": "DIPTYCH_PICKER_PORT",
 }
 """The environment variable that carries a named container port to the program."""
 BIND_HOST_VARIABLE = "DIPTYCH_BIND_HOST"
@@ -103,6 +106,12 @@ def engine_ports(service: InferenceService) -> dict[str, int]:
         return VLLM_PORTS | HANDOFF_PORTS[service.connector] | further
     asked = service.spec.network.engine_api == "OwnPods"
     return ENGINE_PORTS | ENGINE_API_PORTS if asked else ENGINE_PORTS
+
+
+def router_ports(service: InferenceService) -> dict[str, int]:
+    """Return the port numbers of a router pod by their names."""
+    asked = service.spec.expose.gateway is not None
+    return ROUTER_PORTS | {"picker": PICKER_PORT} if asked else ROUTER_PORTS
 
 
 def object_name(service: InferenceService, part: str, revision: str = "") -> str:

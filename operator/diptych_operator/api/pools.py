@@ -36,9 +36,9 @@ PodResources = Annotated[
     Meta(description="Compute resources of each pod. A CPU limit also sets the engine's threads."),
 ]
 _TEMPLATE_HELP = (
-    "A partial pod template (metadata, spec) merged over the rendered one: objects field by field, "
-    "containers by name, env, volumes, volumeMounts and ports replaced by name. What drains a pod "
-    "stays (docs/operations.md). Null is refused: see podTemplateRemove."
+    "A partial pod template merged over the rendered one: objects field by field, containers by "
+    "name, env, volumes, volumeMounts and ports replaced by name. What drains a pod stays. Null is "
+    "refused: see podTemplateRemove."
 )
 PodTemplate = Annotated[
     dict[str, Any],
@@ -63,8 +63,8 @@ PodTemplateRemove = Annotated[
     Meta(
         max_length=32,
         description="Fields of the rendered pod template to leave out before the podTemplate is "
-        "merged: paths such as spec.containers[engine].startupProbe, with entries of lists and "
-        "dotted names in brackets.",
+        "merged, such as spec.containers[engine].startupProbe; entries of lists and dotted names "
+        "in brackets.",
     ),
 ]
 
@@ -132,8 +132,8 @@ ScaledBy = Annotated[
     Literal["Operator", "External"],
     Meta(
         description="Who chooses the number of pods. Operator: by the signals below. External: "
-        "whoever scales the PoolScaler NAME-prefill or NAME-decode, such as an HPA or KEDA, "
-        "within the bounds; the other fields do not count."
+        "who scales the PoolScaler NAME-prefill or NAME-decode (an HPA, KEDA), within the bounds; "
+        "nothing else counts."
     ),
 ]
 MinReplicas = Annotated[

@@ -172,6 +172,21 @@ class Network(SpecPart, frozen=True):
     ] = "None"
 
 
+_Name = Annotated[str, Meta(max_length=253)]
+
+
+class Gateway(SpecPart, frozen=True):
+    name: Annotated[_Name, Meta(min_length=1, description="Its name.")]
+    namespace: Annotated[_Name, Meta(description="Left out, the service's.")] = ""
+    hostname: Annotated[_Name, Meta(description="Left out, any.")] = ""
+
+
+class Expose(SpecPart, frozen=True):
+    gateway: Annotated[
+        Gateway | None, Meta(description="Gets an HTTPRoute and an InferencePool.")
+    ] = None
+
+
 ROLLOUT_STEP = Rule(
     "self.maxSurge + self.maxUnavailable > 0",
     lambda rollout: rollout.max_surge + rollout.max_unavailable > 0,
@@ -307,6 +322,7 @@ class Spec(SpecPart, frozen=True, kw_only=True):
         Availability, Meta(description="What the service promises while pods come and go.")
     ] = Availability()
     network: Annotated[Network, Meta(description="Who may talk to the pods.")] = Network()
+    expose: Annotated[Expose, Meta(description="Who sends requests here.")] = Expose()
     suspend: Annotated[
         bool, Meta(description="Stop all pods and keep everything else; requests are refused.")
     ] = False

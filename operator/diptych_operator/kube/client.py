@@ -29,6 +29,8 @@ PLURALS = {
     "ConfigMap": "configmaps",
     "Deployment": "deployments",
     "Event": "events",
+    "HTTPRoute": "httproutes",
+    "InferencePool": "inferencepools",
     "InferenceService": "inferenceservices",
     "Lease": "leases",
     "NetworkPolicy": "networkpolicies",

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Final
 
 POLICY_API: Final = "policy/v1"
+ROUTE_API, ROUTE_KIND = "gateway.networking.k8s.io/v1", "HTTPRoute"
+POOL_API, POOL_KIND = "inference.networking.k8s.io/v1", "InferencePool"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,8 @@ class Cluster:
     """The namespace from which admin ports may be called."""
     has_pool_scalers: bool = True
     """Whether PoolScalers can be watched: their CRD exists, and the operator has the right."""
+    has_gateways: bool = True
+    """The same of HTTPRoutes and InferencePools."""
 
     @property
     def has_image_volumes(self) -> bool:
@@ -37,6 +41,7 @@ def read_cluster(
     operator_namespace: str,
     *,
     has_pool_scalers: bool = True,
+    has_gateways: bool = True,
 ) -> Cluster:
     """Read the cluster from `/version` (whose minor may end in a plus) and the group versions of
     `/apis`.
@@ -51,4 +56,5 @@ def read_cluster(
     policy = POLICY_API if POLICY_API in policies else policies[0]
     numbers = (int("".join(filter(str.isdigit, part)) or 0) for part in (major, minor))
     first, second = numbers
-    return Cluster((first, second), policy, operator_namespace, has_pool_scalers)
+    served_kinds = (has_pool_scalers, has_gateways)
+    return Cluster((first, second), policy, operator_namespace, *served_kinds)

@@ -14,6 +14,7 @@ from diptych_operator.api.service import InferenceService
 from diptych_operator.counts import Counts
 from diptych_operator.kube.cluster import Cluster
 from diptych_operator.render.config import router_config_map, serving_config_map
+from diptych_operator.render.gateway import gateway_objects
 from diptych_operator.render.keys import KeySets, ServiceSecrets, secret
 from diptych_operator.render.model import model_mount
 from diptych_operator.render.pods import engine_objects, router_deployment
@@ -88,6 +89,9 @@ def render_shared(
     if service.spec.network.policy == "Managed":
         # Also of a pool that the spec has no more: its pods may still be there.
         objects += [network_policy(service, role, cluster) for role in ROLES]
+    gateway = service.spec.expose.gateway
+    if gateway is not None and cluster.has_gateways:
+        objects += gateway_objects(service, gateway)
     return [*objects, router_deployment(service, routers, keys, config, model)]
 
 

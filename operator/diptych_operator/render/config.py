@@ -108,7 +108,9 @@ def _cache_per_key(service: InferenceService) -> bool:
 def _host_names(service: InferenceService) -> list[str]:
     """What is asked for, and the one name of the cluster's DNS that somebody might register."""
     own = f"{object_name(service, 'router')}.{service.metadata.namespace}"
-    return [own, *service.spec.router.allowed_hosts]
+    gateway = service.spec.expose.gateway
+    asked = [] if gateway is None or gateway.hostname[:1] in ("", "*") else [gateway.hostname]
+    return [own, *asked, *service.spec.router.allowed_hosts]
 
 
 def _batches(service: InferenceService) -> Batches:

@@ -16,15 +16,16 @@ from diptych_operator.api.names import (
     KEYS_DIR,
     KEYS_LABEL,
     LINGER_VARIABLE,
+    PORT_VARIABLES,
     PREVIOUS_KEYS_ANNOTATION,
     ROUTER_FILE,
-    ROUTER_PORTS,
     SERVING_DIR,
     SERVING_FILE,
     TLS_DIR,
     dns_target,
     engine_ports,
     object_name,
+    router_ports,
 )
 from diptych_operator.api.pools import PoolName
 from diptych_operator.api.router import Batches
@@ -79,6 +80,10 @@ _ROUTER_ARGUMENTS = [
     *("--serving", f"{SERVING_DIR}/{SERVING_FILE}"),
     *("--linger-seconds", f"$({LINGER_VARIABLE})"),
 ]
+_PICKER_ARGUMENTS = (
+    *("--picker-port", f"$({PORT_VARIABLES['picker']})"),
+    *("--advertise-host", "$(POD_IP)"),
+)
 _TARGETS: dict[PoolName, str] = {
     "prefill": "DIPTYCH_PREFILL_TARGETS",
     "decode": "DIPTYCH_DECODE_TARGETS",
@@ -156,9 +161,9 @@ def router_deployment(
 
     Raises `SpecError` for a podTemplate that does not fit.
     """
-    router = service.spec.router
+    router, ports = service.spec.router, router_ports(service)
     variables = [
-        *environment(ROUTER_PORTS, FOLDERS),
+        *environment(ports, FOLDERS),
         variable(LINGER_VARIABLE, str(LINGER_SECONDS)),
         *(variable(_TARGETS[role], dns_target(service, role)) for role in service.pools),
     ]
@@ -172,9 +177,10 @@ def router_deployment(
             *(("--api-keys", API_KEYS_DIR) if router.api_keys is not None else ()),
             *(("--tls", TLS_DIR) if router.tls is not None else ()),
             *(("--batch-directory", BATCHES_DIR) if router.batches is not None else ()),
+            *(_PICKER_ARGUMENTS if "picker" in ports else ()),
         ],
         "env": variables,
-        "ports": container_ports(ROUTER_PORTS),
+        "ports": container_ports(ports),
         **(_ROUTER_PROBES if router.tls is None else _over_https(_ROUTER_PROBES)),
         **resources_of(router.resources),
     }

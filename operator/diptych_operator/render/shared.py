@@ -13,6 +13,7 @@ from diptych_operator.api.names import (
     Role,
     engine_ports,
     metadata,
+    router_ports,
     selector,
 )
 from diptych_operator.api.service import InferenceService
@@ -27,10 +28,16 @@ def pool_service(service: InferenceService, role: Role) -> dict[str, Any]:
 
 def router_service(service: InferenceService) -> dict[str, Any]:
     """The Service that clients call: the OpenAI API."""
-    found = _service(service, "router", {"http": HTTP_PORT}, {"type": "ClusterIP"})
+    found = _service(service, "router", _public_ports(service), {"type": "ClusterIP"})
+    for picker in found["spec"]["ports"][1:]:
+        picker["appProtocol"] = "http2"
     if service.spec.router.tls is not None:
         found["spec"]["ports"][0] |= {"name": "https", "appProtocol": "https"}
     return found
+
+
+def _public_ports(service: InferenceService) -> dict[str, int]:
+    return {name: port for name, port in router_ports(service).items() if name != "admin"}
 
 
 def _service(
@@ -84,18 +91,19 @@ def network_policy(service: InferenceService, role: Role, cluster: Cluster) -> d
     """Return the NetworkPolicy of a pool or of the routers.
 
     Pods of the service reach each other on every port, because UCX listens on ports that it
-    chooses. Only the operator reaches the admin port. Anybody reaches a router's API, and the port
-    of engines that answers probes and scrapers. The API of an engine has another port, which only
-    the service reaches.
+    chooses. Only the operator reaches the admin port. Anybody reaches a router's API and picker,
+    and the port of engines that answers probes and scrapers. The API of an engine has another port,
+    which only the service reaches.
     """
     own_pods = {"podSelector": {"matchLabels": {SERVICE_LABEL: service.metadata.name}}}
     operator = {
         "namespaceSelector": {"matchLabels": {_NAMESPACE_NAME_LABEL: cluster.operator_namespace}},
         "podSelector": {"matchLabels": OPERATOR_LABELS},
     }
+    public = _public_ports(service) if role == "router" else {"http": HTTP_PORT}
     ingress: list[dict[str, Any]] = [
         {"from": [own_pods]},
-        {"ports": [{"port": HTTP_PORT, "protocol": "TCP"}]},
+        {"ports": [{"port": port, "protocol": "TCP"} for port in public.values()]},
         {"from": [operator], "ports": [{"port": ADMIN_PORT, "protocol": "TCP"}]},
     ]
     return {

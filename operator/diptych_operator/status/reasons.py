@@ -243,6 +243,12 @@ class Reason(StrEnum):
         "Apply the chart or crds/ of the operator's version, with its rights, and restart the "
         "operator; or set autoscaling.by to Operator.",
     )  # fmt: skip
+    GATEWAY_UNAVAILABLE = (
+        "GatewayUnavailable", Group.OPERATOR,
+        "spec.expose.gateway leads no requests here.",
+        "Install the CRDs of the Gateway API and its inference extension, and restart the "
+        "operator; or do what the message says.",
+    )  # fmt: skip
     OPERATOR_PROBLEM = (
         "OperatorProblem", Group.OPERATOR, "The operator could not do its work; it tries again.",
         "Read the message; the operator's log has the rest.",

@@ -34,6 +34,12 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--admin-port", type=int, help="for the operator; needs --keys")
     parser.add_argument("--admin-host", help="where that port listens, if not at --host")
     parser.add_argument(
+        "--picker-port", type=int, help="for gateways: the endpoint picker, by gRPC"
+    )
+    parser.add_argument(
+        "--advertise-host", help="where they reach this router, if not at --host: an IP address"
+    )
+    parser.add_argument(
         "--api-keys",
         type=Path,
         metavar="DIR",

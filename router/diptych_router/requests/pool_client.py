@@ -118,9 +118,19 @@ class PoolClient(AsyncEngine, WithoutControl):
     def num_held(self) -> int:
         return len(self.table.held)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether it would refuse any request because of those that are open."""
+        return len(self.output_processor.answers) >= MAX_OPEN_REQUESTS
+
     def why_not_ready(self) -> str:
         """Return the reason in words; empty if it is ready."""
         return "the router is shutting down" if self.leaving else self.pools.why_not_ready()
+
+    def why_unable(self) -> str:
+        """Return why it would not even hold a new request; empty if it would."""
+        waits = self.pools.may_hold() and not self.pools.refused_settings
+        return "" if waits else self.pools.why_not_ready()
 
     async def check_health(self) -> None:
         """Ready once a pair was usable; from then on while a decode engine is, or may be again.
@@ -130,9 +140,8 @@ class PoolClient(AsyncEngine, WithoutControl):
         unhealthy: it has probes of its own.
         """
         self._check_usable()
-        reason = self.why_not_ready()
-        waits = self.pools.may_hold() and not self.pools.refused_settings
-        if reason and (self.leaving or not waits):
+        reason = self.why_not_ready() if self.leaving else self.why_unable()
+        if reason:
             raise EngineDeadError(reason)
 
     @property

@@ -110,6 +110,7 @@ TABLE: dict[str, tuple[Case, str]] = {
         for reason, case in {
             "SpecInvalid": blocked, "ObjectNotOurs": blocked, "KeysLost": with_problem,
             "PodTemplateRejected": with_problem, "PoolScalerUnavailable": with_problem,
+            "GatewayUnavailable": with_problem,
         }.items()
     },
     "the API server fails": (blocked("OperatorProblem"), "InProgress"),

@@ -29,6 +29,8 @@ API_VERSIONS = {
     "ConfigMap": "v1",
     "Deployment": "apps/v1",
     "Event": "v1",
+    "HTTPRoute": "gateway.networking.k8s.io/v1",
+    "InferencePool": "inference.networking.k8s.io/v1",
     "InferenceService": "diptych.dev/v1alpha1",
     "Lease": "coordination.k8s.io/v1",
     "NetworkPolicy": "networking.k8s.io/v1",

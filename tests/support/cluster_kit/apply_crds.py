@@ -8,12 +8,14 @@ path of the tests, and a program for `make cluster`:
 
 from __future__ import annotations
 
+import json
 import subprocess
 import tempfile
 from functools import partial
 from pathlib import Path
 
 import yaml
+from cluster_kit.gateway_kinds import gateway_kinds
 from cluster_kit.kube_tools import Tool, find_tool
 from cluster_kit.old_clusters import Kubectl, chart_for
 from waits import wait_until
@@ -31,15 +33,20 @@ def run(tool: Tool, *arguments: str, stdin: str = "") -> str:
 
 
 def apply_crds() -> str:
-    """Bring the CRDs up to date, whoever brought them; what kubectl says of it."""
+    """Bring the CRDs up to date, whoever brought them, and a Gateway API's if there is none; what
+    kubectl says of it."""
     kubectl = partial(run, "kubectl")
     with tempfile.TemporaryDirectory() as folder:
         chart = str(chart_for(kubectl, Path(folder)))
         crds = run("helm", "template", "crds", chart, "--show-only", "templates/crd.yaml")
     options = ("--server-side", "--force-conflicts", "--filename", "-")
     said = kubectl("apply", *options, stdin=crds)
-    for crd in yaml.safe_load_all(crds):
-        wait_until_established(kubectl, crd["metadata"]["name"])
+    there = kubectl("get", "crd", "--output", "name")
+    lacking = {name: crd for name, crd in gateway_kinds().items() if name not in there}
+    for crd in lacking.values():
+        said += kubectl("apply", "--filename", "-", stdin=json.dumps(crd))
+    for name in (*(crd["metadata"]["name"] for crd in yaml.safe_load_all(crds)), *lacking):
+        wait_until_established(kubectl, name)
     return said
 
 

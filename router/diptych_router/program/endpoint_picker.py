@@ -1,0 +1,235 @@
+"""The endpoint picker of a gateway: answers, over gRPC, where each request should go.
+
+A gateway that implements the Gateway API Inference Extension (protocol 004 there) opens a stream of
+Envoy's `ext_proc` for each request. Every router reaches every engine, so the answer is the router
+that was asked, which takes the request at once or is known to be unable: see decision 0135.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from itertools import count
+from typing import Any, Final
+
+import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from envoy.config.core.v3.base_pb2 import HeaderValueOption
+from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
+from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
+from grpc_health.v1 import health_pb2
+
+from diptych_frontend.app import MAX_BODY_BYTES
+from diptych_frontend.openai.errors import OPENAI, error_answer
+from diptych_protocol import EngineOverloadedError
+from diptych_router.requests.pool_client import MAX_OPEN_REQUESTS, PoolClient
+
+SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
+DESTINATION: Final = "x-gateway-destination-endpoint"
+SUBSET: Final = ("envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset")
+"""Namespace and key of what a gateway tells of the endpoints that may be picked."""
+MAX_MESSAGE_BYTES: Final = MAX_BODY_BYTES + (1 << 20)
+"""A gateway may send a whole body, and headers besides."""
+LAST_STREAMS_S: Final = 5.0
+"""How long streams may go on after the last answer over HTTP, which their gateway still reads."""
+_PIECEMEAL: Final = (
+    ProcessingMode.BUFFERED,
+    ProcessingMode.STREAMED,
+    ProcessingMode.BUFFERED_PARTIAL,
+)
+"""In these modes a body goes on by itself once it is answered. In the full-duplex one, also that of
+gateways that do not say theirs, the picker sends it back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Whether a router takes requests."""
+
+    refusal: str = ""
+    """Why it would refuse one now."""
+    full: bool = False
+    """It is because of the load."""
+    leaving: bool = False
+    """It would take one, but wants no more to come."""
+
+
+def pick(own: str, standing: Standing, allowed: Sequence[str] | None, turn: int) -> str:
+    """Return the `ip:port` that a request should go to; empty if it can go nowhere.
+
+    allowed: those that the gateway names; None: it names none. Others than `own` take turns.
+    """
+    may_be_own = (allowed is None or own in allowed) and not standing.refusal
+    others = [endpoint for endpoint in allowed or () if endpoint != own]
+    if others and not (may_be_own and not standing.leaving):
+        return others[turn % len(others)]
+    return own if may_be_own else ""
+
+
+class Exchange:
+    """What is said on the stream of one request. It performs no I/O."""
+
+    def __init__(self, own: str, standing: Standing, turn: int) -> None:
+        self._own, self._standing, self._turn = own, standing, turn
+        self._modes: dict[str, int] | None = None
+        """How both bodies are sent, as the first message has it."""
+
+    def answer(self, asked: Any) -> Any:
+        """Return the ProcessingResponse to a ProcessingRequest; None if none is wanted."""
+        if self._modes is None:
+            config = asked.protocol_config
+            self._modes = {
+                "request_body": config.request_body_mode,
+                "response_body": config.response_body_mode,
+            }
+        what = asked.WhichOneof("request")
+        if asked.observability_mode or what is None:
+            return None
+        if what == "request_headers":
+            return self._directed(_allowed(asked.metadata_context))
+        if what in self._modes:
+            return _passed_on(what, getattr(asked, what), self._modes[what])
+        kind = ext_proc.TrailersResponse if "trailers" in what else ext_proc.HeadersResponse
+        return ext_proc.ProcessingResponse(**{what: kind()})
+
+    def _directed(self, allowed: Sequence[str] | None) -> Any:
+        endpoint = pick(self._own, self._standing, allowed, self._turn)
+        if not endpoint:
+            full = self._standing.full and (allowed is None or self._own in allowed)
+            return _refused(self._standing.refusal or "no router may take it", full=full)
+        answer = ext_proc.ProcessingResponse()
+        common = answer.request_headers.response
+        common.clear_route_cache = True
+        option = common.header_mutation.set_headers.add(
+            append_action=HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD  # a client may have sent one
+        )
+        option.header.key, option.header.raw_value = DESTINATION, endpoint.encode()
+        answer.dynamic_metadata.update({"envoy.lb": {DESTINATION: endpoint}})
+        return answer
+
+
+def _allowed(metadata: Any) -> list[str] | None:
+    namespace, key = SUBSET
+    fields = metadata.filter_metadata[namespace].fields
+    if key not in fields:
+        return None
+    named = (value.string_value for value in fields[key].list_value.values)
+    return [endpoint for endpoint in named if endpoint]
+
+
+def _passed_on(what: str, body: Any, mode: int) -> Any:
+    response = ext_proc.BodyResponse()
+    if mode not in _PIECEMEAL:
+        sent = response.response.body_mutation.streamed_response
+        sent.body, sent.end_of_stream = body.body, body.end_of_stream
+    return ext_proc.ProcessingResponse(**{what: response})
+
+
+def _refused(why: str, *, full: bool) -> Any:
+    """As this router itself would refuse it, but with the status that the protocol has for it."""
+    error = error_answer(EngineOverloadedError(why), "")
+    answer = ext_proc.ProcessingResponse()
+    immediate = answer.immediate_response
+    immediate.status.code = 429 if full else error.status
+    immediate.body = OPENAI.body(error, "")
+    for name, value in (*error.headers, (b"content-type", b"application/json")):
+        option = immediate.headers.set_headers.add(
+            append_action=HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+        )
+        option.header.key, option.header.raw_value = name.decode(), value
+    return answer
+
+
+class EndpointPicker:
+    """The gRPC services of one router."""
+
+    def __init__(self, client: PoolClient, own: str) -> None:
+        self._client, self._own = client, own
+        self._turns = count()
+
+    def handlers(self) -> list[grpc.GenericRpcHandler]:
+        process = grpc.stream_stream_rpc_method_handler(
+            self._process,
+            ext_proc.ProcessingRequest.FromString,
+            ext_proc.ProcessingResponse.SerializeToString,
+        )
+        check = grpc.unary_unary_rpc_method_handler(
+            self._check,
+            health_pb2.HealthCheckRequest.FromString,
+            health_pb2.HealthCheckResponse.SerializeToString,
+        )
+        return [
+            grpc.method_handlers_generic_handler(SERVICE, {"Process": process}),
+            grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": check}),
+        ]
+
+    def _standing(self) -> Standing:
+        client = self._client
+        if client.is_full:
+            return Standing("too many requests are open already; retry later", full=True)
+        return Standing(client.why_unable(), leaving=client.leaving)
+
+    async def _process(self, asked: AsyncIterator[Any], _: Any) -> AsyncIterator[Any]:
+        exchange = Exchange(self._own, self._standing(), next(self._turns))
+        async for message in asked:
+            answer = exchange.answer(message)
+            if answer is not None:
+                yield answer
+
+    async def _check(self, asked: Any, context: Any) -> Any:
+        kinds = health_pb2.HealthCheckResponse
+        if asked.service not in ("", "liveness", "readiness", SERVICE):
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
+        standing = self._standing()
+        ready = not standing.refusal and not standing.leaving
+        serving = ready or asked.service == "liveness"
+        return kinds(status=kinds.SERVING if serving else kinds.NOT_SERVING)
+
+
+@asynccontextmanager
+async def picking(client: PoolClient, own: str, host: str, port: int) -> AsyncIterator[None]:
+    """Answer gateways at this address while the block lasts.
+
+    own: where they reach this router's API. Exits with a message if the port is not free.
+    """
+    options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.so_reuseport", 0)]
+    server = grpc.aio.server(
+        handlers=EndpointPicker(client, own).handlers(),
+        options=options,
+        maximum_concurrent_rpcs=2 * MAX_OPEN_REQUESTS,
+    )
+    try:
+        server.add_secure_port(f"{bracketed(host)}:{port}", await asyncio.to_thread(_credentials))
+    except RuntimeError as exc:
+        raise SystemExit(f"cannot listen on {host}:{port}: {exc}") from None
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(LAST_STREAMS_S)
+
+
+def bracketed(host: str) -> str:
+    """An address as it stands before a port."""
+    return f"[{host}]" if ":" in host else host
+
+
+def _credentials() -> grpc.ServerCredentials:
+    """TLS with a certificate that nobody else has signed: gateways encrypt what they tell a picker,
+    and cannot check who it is."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "diptych-router")])
+    day, now = timedelta(days=1), datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - day)
+        .not_valid_after(now + 3650 * day)
+        .sign(key, hashes.SHA256())
+    )
+    encoding, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    private = key.private_bytes(encoding, form, serialization.NoEncryption())
+    return grpc.ssl_server_credentials([(private, certificate.public_bytes(encoding))])
