@@ -35,6 +35,7 @@ PLURALS = {
     "Pod": "pods",
     "PodDisruptionBudget": "poddisruptionbudgets",
     "PoolScaler": "poolscalers",
+    "ModelRoute": "modelroutes",
     "Secret": "secrets",
     "Service": "services",
     "ServiceAccount": "serviceaccounts",

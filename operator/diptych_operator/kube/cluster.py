@@ -20,6 +20,8 @@ class Cluster:
     """The namespace from which admin ports may be called."""
     has_pool_scalers: bool = True
     """Whether PoolScalers can be watched: their CRD exists, and the operator has the right."""
+    has_routes: bool = True
+    """The same of ModelRoutes."""
 
     @property
     def has_image_volumes(self) -> bool:
@@ -37,6 +39,7 @@ def read_cluster(
     operator_namespace: str,
     *,
     has_pool_scalers: bool = True,
+    has_routes: bool = True,
 ) -> Cluster:
     """Read the cluster from `/version` (whose minor may end in a plus) and the group versions of
     `/apis`.
@@ -51,4 +54,4 @@ def read_cluster(
     policy = POLICY_API if POLICY_API in policies else policies[0]
     numbers = (int("".join(filter(str.isdigit, part)) or 0) for part in (major, minor))
     first, second = numbers
-    return Cluster((first, second), policy, operator_namespace, has_pool_scalers)
+    return Cluster((first, second), policy, operator_namespace, has_pool_scalers, has_routes)

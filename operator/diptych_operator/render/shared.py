@@ -10,6 +10,8 @@ from diptych_operator.api.names import (
     HTTP_PORT,
     OPERATOR_LABELS,
     SERVICE_LABEL,
+    Owner,
+    Part,
     Role,
     engine_ports,
     metadata,
@@ -27,14 +29,19 @@ def pool_service(service: InferenceService, role: Role) -> dict[str, Any]:
 
 def router_service(service: InferenceService) -> dict[str, Any]:
     """The Service that clients call: the OpenAI API."""
-    found = _service(service, "router", {"http": HTTP_PORT}, {"type": "ClusterIP"})
-    if service.spec.router.tls is not None:
+    return api_service(service, "router", over_https=service.spec.router.tls is not None)
+
+
+def api_service(service: Owner, role: Part, *, over_https: bool) -> dict[str, Any]:
+    """The Service of routers or a route."""
+    found = _service(service, role, {"http": HTTP_PORT}, {"type": "ClusterIP"})
+    if over_https:
         found["spec"]["ports"][0] |= {"name": "https", "appProtocol": "https"}
     return found
 
 
 def _service(
-    service: InferenceService, role: Role, ports: dict[str, int], kind: dict[str, Any]
+    service: Owner, role: Part, ports: dict[str, int], kind: dict[str, Any]
 ) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
@@ -54,7 +61,7 @@ def _service(
 _NAMESPACE_NAME_LABEL = "kubernetes.io/metadata.name"
 
 
-def service_account(service: InferenceService, role: Role) -> dict[str, Any]:
+def service_account(service: Owner, role: Part) -> dict[str, Any]:
     """An account without rights or token: pods call each other, but never the Kubernetes API."""
     return {
         "apiVersion": "v1",
@@ -64,7 +71,7 @@ def service_account(service: InferenceService, role: Role) -> dict[str, Any]:
     }
 
 
-def disruption_budget(service: InferenceService, role: Role, cluster: Cluster) -> dict[str, Any]:
+def disruption_budget(service: Owner, role: Part, cluster: Cluster) -> dict[str, Any]:
     """Node drains and the like evict one pod of a pool at a time.
 
     Not `minAvailable`, with which a pool of one pod would block a node's drain for ever.

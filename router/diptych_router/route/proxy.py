@@ -117,8 +117,7 @@ class Proxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
-        fields = decode_json(exchange.body, _fields, max_values=MAX_BODY_BYTES)
-        name = _name_in(fields)
+        name, fields = asked_for(exchange.body)
         targets = self._targets.get(name)
         if targets is None:
             raise unknown_model(name, frozenset(self._targets))
@@ -235,12 +234,14 @@ def _socket(info: aiohttp.AddrInfoType) -> socket.socket:
     return made
 
 
-def _name_in(fields: dict[str, msgspec.Raw]) -> str:
-    """The model's name in a body. Raises `InvalidRequestError`."""
+def asked_for(body: bytes) -> tuple[str, dict[str, msgspec.Raw]]:
+    """Return the model's name in a body, and all fields as they were written. Raises
+    `InvalidRequestError`."""
+    fields = decode_json(body, _fields, max_values=MAX_BODY_BYTES)
     if "model" not in fields:
         raise InvalidRequestError("missing required field: model", param="model")
     try:
-        return msgspec.json.decode(fields["model"], type=str)
+        return msgspec.json.decode(fields["model"], type=str), fields
     except UNREADABLE as exc:
         raise InvalidRequestError("model: expected a text", param="model") from exc
 
