@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable
 from importlib.metadata import version
+from typing import Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -36,13 +37,21 @@ def build_probe_app(engine: EngineClient, metrics: ServerMetrics) -> ASGIApp:
     return Boundary(app, on_answer=metrics.count_answer, access_log="off")
 
 
+class Probed(Protocol):
+    """What has an answer to probes; see `EngineClient`."""
+
+    async def check_health(self) -> None: ...
+
+    async def check_live(self) -> None: ...
+
+
 class Probes:
     """Answers probes.
 
     Anybody may ask, so no question is passed on to an engine; the answers are already known.
     """
 
-    def __init__(self, engine: EngineClient, metrics: ServerMetrics) -> None:
+    def __init__(self, engine: Probed, metrics: ServerMetrics) -> None:
         self._engine = engine
         self._metrics = metrics
         self._written: dict[str, tuple[float, bytes, str]] = {}

@@ -21,6 +21,8 @@ from pythonjsonlogger.json import JsonFormatter
 from diptych_operator.api.base import ServiceKey
 from diptych_operator.api.images import Images, PodDefaults
 from diptych_operator.api.limits import Allowed
+from diptych_operator.api.names import ROUTE_SUFFIX
+from diptych_operator.api.route import ROUTE_KIND
 from diptych_operator.api.scaler import SCALER_KIND
 from diptych_operator.api.service import API_VERSION, KIND
 from diptych_operator.kube.client import Kube
@@ -40,6 +42,7 @@ from diptych_operator.kube.work_queue import WorkQueue
 from diptych_operator.metrics import OperatorMetrics, serve_probes
 from diptych_operator.reconcile import MOST_UPGRADES, Reconciler
 from diptych_operator.routers import Routers
+from diptych_operator.routes import Routes
 from diptych_protocol import DiptychError
 from diptych_protocol.threads import resolve_struct_types
 
@@ -120,8 +123,14 @@ class Leader:
                 self._kube, indexed, cluster, routers, self._metrics, images, rivals, args.limits,
                 most_upgrades=args.max_concurrent_rollouts,
             )  # fmt: skip
+            routes = Routes(self._kube, indexed, cluster, images, rivals)
+
+            async def reconcile(key: ServiceKey) -> float | None:
+                owner = routes if key[1].endswith(ROUTE_SUFFIX) else reconciler
+                return await owner.reconcile(key)
+
             queue = self._queue = WorkQueue(
-                reconciler.reconcile, concurrency=CONCURRENT_PASSES, batch_s=BATCH_S
+                reconcile, concurrency=CONCURRENT_PASSES, batch_s=BATCH_S
             )
             self._alive.expect(watched_paths(cluster, self._args.namespaces), time.monotonic())
             handlers = registry(cluster, indexed, queue.add, self._answered)
@@ -169,6 +178,7 @@ class Leader:
                 API_VERSION, SCALER_KIND, self._args.namespaces
             ),
             has_gateways=all(gateways),
+            has_routes=await self._kube.can_list(API_VERSION, ROUTE_KIND, self._args.namespaces),
         )
 
     def _answered(self, path: str, status: int) -> None:

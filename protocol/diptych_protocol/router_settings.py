@@ -129,3 +129,32 @@ class BatchSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             description="The most requests of batches that each process of a router has under way.",
         ),
     ] = 16
+
+
+class RouteTarget(msgspec.Struct, frozen=True):
+    """A service that answers for a model of a route."""
+
+    service: str
+    """Its name, for metrics and logs."""
+    url: str
+    """Where its routers are: scheme, host and port."""
+    model: str
+    """The model's name there."""
+    weight: int = 1
+    """Its share of the requests; with 0 it is asked only when others cannot answer."""
+
+
+class RouteModel(msgspec.Struct, frozen=True):
+    """A model of a route, under each of its names."""
+
+    names: list[str]
+    targets: list[RouteTarget]
+
+
+class RouteConfig(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Everything that a route needs to know. It is sent to the process as JSON."""
+
+    name: str
+    models: list[RouteModel]
+    allowed_hosts: list[str] = []
+    drain_seconds: float = 30.0

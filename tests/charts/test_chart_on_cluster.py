@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(
     not KUBECONFIG, reason="DIPTYCH_TEST_KUBECONFIG names no cluster to install the chart into"
 )
 CRD = "inferenceservices.diptych.dev"
-CRDS = (CRD, "poolscalers.diptych.dev")
+CRDS = (CRD, "modelroutes.diptych.dev", "poolscalers.diptych.dev")
 ACCOUNT = "diptych-operator"
 # What is tested is the objects, not the program in the pods. It must not even start: an operator
 # for the whole cluster would reconcile the services of tests that run beside these.
@@ -232,8 +232,9 @@ def test_the_built_in_roles_reach_inference_services(cluster: Cluster) -> None:
 def older_chart(chart: Path, folder: Path) -> Path:
     """The chart as it was when it had one CRD, and that one printer column less."""
     copy = Path(shutil.copytree(chart, folder / "diptych"))
-    crd, second = sorted((copy / "files" / "crds").iterdir())
-    second.unlink()
+    crd, *later = sorted((copy / "files" / "crds").iterdir())
+    for each in later:
+        each.unlink()
     definition = yaml.safe_load(crd.read_text())
     definition["spec"]["versions"][0]["additionalPrinterColumns"].pop()
     crd.write_text(yaml.safe_dump(definition))

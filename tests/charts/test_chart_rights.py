@@ -12,6 +12,9 @@ OPERATOR_MAY: dict[tuple[str, str], tuple[str, ...]] = {
     ("diptych.dev", "inferenceservices"): ("get", "list", "watch"),
     ("diptych.dev", "inferenceservices/status"): ("patch",),
     ("diptych.dev", "inferenceservices/finalizers"): ("update",),
+    ("diptych.dev", "modelroutes"): ("get", "list", "watch"),
+    ("diptych.dev", "modelroutes/status"): ("patch",),
+    ("diptych.dev", "modelroutes/finalizers"): ("update",),
     ("diptych.dev", "poolscalers"): ("get", "list", "watch", "create", "delete"),
     ("diptych.dev", "poolscalers/status"): ("patch",),
     ("apps", "deployments"): MANAGED,
@@ -123,12 +126,14 @@ def test_viewers_see_and_editors_change(helm: Helm) -> None:
         key=lambda role: str(role["metadata"]["name"]),
         reverse=True,
     )
-    group, what, scale = "diptych.dev", "inferenceservices", "poolscalers/scale"
+    group, owners, scale = "diptych.dev", ("inferenceservices", "modelroutes"), "poolscalers/scale"
     assert permissions(view["rules"]) == {
-        (group, kind, v) for kind in (what, "poolscalers") for v in ("get", "list", "watch")
+        (group, kind, v) for kind in (*owners, "poolscalers") for v in ("get", "list", "watch")
     } | {(group, scale, "get")}
     assert permissions(edit["rules"]) == {
-        (group, what, v) for v in ("create", "update", "patch", "delete", "deletecollection")
+        (group, kind, v)
+        for kind in owners
+        for v in ("create", "update", "patch", "delete", "deletecollection")
     } | {(group, scale, v) for v in ("update", "patch")}
     prefix = "rbac.authorization.k8s.io/aggregate-to-"
     assert {k for k in view["metadata"]["labels"] if k.startswith(prefix)} == {

@@ -4,7 +4,6 @@ echoes."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -12,12 +11,12 @@ from typing import Any
 import httpx
 import pytest
 from engine_kit.echo_engine import EchoEngine
+from served import serving
 from waits import PATIENCE_S
 
 from diptych_frontend.app import build_app
 from diptych_frontend.model_files.model_source import ModelSource, resolve_model
 from diptych_frontend.observability.metrics import ServerMetrics
-from diptych_frontend.openai import serve_http
 from diptych_frontend.text.renderer import TextRenderer
 from diptych_frontend.text.tokenizer import Tokenizer
 
@@ -36,22 +35,6 @@ def text_renderer(model_source: ModelSource) -> TextRenderer:
 def tokenizer(text_renderer: TextRenderer) -> Tokenizer:
     assert text_renderer.tokenizer is not None
     return text_renderer.tokenizer
-
-
-@contextlib.asynccontextmanager
-async def serving(app: Any, **options: Any) -> AsyncIterator[str]:
-    """Serve the app on a free port of this test's loop; yields the base URL."""
-    address: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(
-        serve_http(app, "127.0.0.1", 0, on_ready=lambda *a: address.set_result(a), **options)
-    )
-    await asyncio.wait((task, address), return_when=asyncio.FIRST_COMPLETED)
-    try:
-        host, port = address.result()
-        yield f"http://{host}:{port}"
-    finally:
-        task.cancel()
-        await asyncio.wait((task,))
 
 
 @pytest.fixture

@@ -4,15 +4,15 @@ All that the operator may do to the namespaces it serves: one list, which the Cl
 */}}
 {{- define "diptych.operatorRules" -}}
 - apiGroups: [diptych.dev]
-  resources: [inferenceservices]
+  resources: [inferenceservices, modelroutes]
   verbs: [get, list, watch]
 # The specification is its users'; the operator writes only the status.
 - apiGroups: [diptych.dev]
-  resources: [inferenceservices/status]
+  resources: [inferenceservices/status, modelroutes/status]
   verbs: [patch]
 # Where the cluster enforces it, nobody may name an owner that blocks deletion without this right.
 - apiGroups: [diptych.dev]
-  resources: [inferenceservices/finalizers]
+  resources: [inferenceservices/finalizers, modelroutes/finalizers]
   verbs: [update]
 # Their size is for others to set: there is no right to change it once they are made.
 - apiGroups: [diptych.dev]

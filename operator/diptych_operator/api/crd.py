@@ -18,6 +18,7 @@ import yaml
 
 from diptych_operator.api.base import camel_case
 from diptych_operator.api.names import ROLE_LABEL, SERVICE_LABEL
+from diptych_operator.api.route import ROUTE_KIND, ROUTE_PLURAL, ModelRoute
 from diptych_operator.api.scaler import SCALER_KIND, SCALER_PLURAL, PoolScaler
 from diptych_operator.api.service import GROUP, KIND, VERSION, InferenceService
 
@@ -70,6 +71,14 @@ SCALER_COLUMNS = _columns(
     ("Pool", "string", _label(ROLE_LABEL), 0, "Which of its pools."),
     ("Wanted", "integer", ".spec.replicas", 0, "Pods asked for, before the service's bounds."),
     ("Ready", "integer", ".status.readyReplicas", 0, "Pods that are ready."),
+    _AGE,
+)
+ROUTE_COLUMNS = _columns(
+    ("Models", "string", ".spec.models[*].name", 0, "What clients may ask for."),
+    ("Pods", "string", ".status.ready", 0, "Ready of wanted pods."),
+    ("Ready", "string", _condition("Ready", "status"), 0, "Whether all of it serves."),
+    ("URL", "string", ".status.url", 1, "Base URL of the OpenAI API."),
+    ("Reason", "string", _condition("Ready", "reason"), 1, "Why it is ready or not."),
     _AGE,
 )
 
@@ -149,10 +158,7 @@ def _without(node: dict[str, Any], keywords: Iterable[str]) -> dict[str, Any]:
 
 def custom_resource_definition() -> dict[str, Any]:
     """Return the CRD of the InferenceService as plain values."""
-    schema = object_schema()
-    # Kubernetes lets a CRD say of metadata only how the object may be named.
-    name = schema["properties"]["metadata"]["properties"]["name"]
-    schema["properties"]["metadata"] = {"type": "object", "properties": {"name": name}}
+    schema = _with_name(object_schema())
     names = _names(KIND, "inferenceservices", "infsvc")
     return _definition(names, schema, SERVICE_COLUMNS, {"status": {}})
 
@@ -168,6 +174,25 @@ def scaler_definition() -> dict[str, Any]:
     }
     names = _names(SCALER_KIND, SCALER_PLURAL, "psc")
     return _definition(names, schema, SCALER_COLUMNS, {"status": {}, "scale": scale})
+
+
+def route_definition() -> dict[str, Any]:
+    """Return the CRD of the ModelRoute as plain values."""
+    schema = _with_name(_schema_of(ModelRoute))
+    names = _names(ROUTE_KIND, ROUTE_PLURAL, "mroute")
+    return _definition(names, schema, ROUTE_COLUMNS, {"status": {}})
+
+
+def _with_name(schema: dict[str, Any]) -> dict[str, Any]:
+    """Kubernetes lets a CRD say of metadata only how the object may be named."""
+    name = schema["properties"]["metadata"]["properties"]["name"]
+    schema["properties"]["metadata"] = {"type": "object", "properties": {"name": name}}
+    return schema
+
+
+def route_schema() -> dict[str, Any]:
+    """Return the structural schema of a ModelRoute."""
+    return _schema_of(ModelRoute)
 
 
 def _names(kind: str, plural: str, short: str) -> dict[str, Any]:
@@ -231,7 +256,7 @@ def _shared(node: Any, seen: dict[str, Any]) -> Any:
 def generated() -> dict[Path, str]:
     """Return the whole text of each file that this module writes, by its path in the repository."""
     texts = {}
-    for definition in (custom_resource_definition(), scaler_definition()):
+    for definition in (custom_resource_definition(), scaler_definition(), route_definition()):
         body = yaml.safe_dump(
             _shared(definition, {}), sort_keys=False, width=1 << 20, default_flow_style=None
         )

@@ -15,6 +15,7 @@ import msgspec
 from diptych_operator.api.base import SpecPart
 from diptych_operator.api.merge import merge
 from diptych_operator.api.pools import Resources
+from diptych_operator.api.route import ModelRoute
 from diptych_operator.api.service import InferenceService, Spec
 
 REGISTRY = "ghcr.io/diptych-dev"
@@ -88,29 +89,43 @@ def with_images(service: InferenceService, defaults: Images) -> InferenceService
     return replace(service, spec=_without_user(spec) if defaults.cluster_chooses_user else spec)
 
 
+def route_with_images(route: ModelRoute, defaults: Images) -> ModelRoute:
+    """Return the route with its image named, and the pods' defaults. Raises as `with_images`."""
+    spec = msgspec.structs.replace(route.spec, image=route.spec.image or defaults.router)
+    if defaults.pods != PodDefaults():
+        spec = _with_defaults(spec, "spec", defaults.pods, defaults.pods.router_resources)
+    if defaults.cluster_chooses_user:
+        spec = _part_without_user(spec)
+    return msgspec.structs.replace(route, spec=spec)
+
+
 def _with_pods(spec: Spec, defaults: PodDefaults) -> Spec:
-    base = defaults.pod_template()
-    parts: dict[str, Any] = {}
-    for role, part in _parts(spec).items():
-        template = part.pod_template
-        if base:
-            template = merge(base, template, f"spec.{role}.podTemplate")
-        resources = part.resources
-        if resources == Resources():
-            is_router = role == "router"
-            resources = defaults.router_resources if is_router else defaults.engine_resources
-        parts[role] = msgspec.structs.replace(part, pod_template=template, resources=resources)
-    return msgspec.structs.replace(spec, **parts)
-
-
-def _without_user(spec: Spec) -> Spec:
+    usual = {"router": defaults.router_resources}
     parts = {
-        role: msgspec.structs.replace(
-            part, pod_template_remove=[*USER_FIELDS, *part.pod_template_remove]
+        role: _with_defaults(
+            part, f"spec.{role}", defaults, usual.get(role, defaults.engine_resources)
         )
         for role, part in _parts(spec).items()
     }
     return msgspec.structs.replace(spec, **parts)
+
+
+def _with_defaults(part: Any, field: str, defaults: PodDefaults, resources: Resources) -> Any:
+    template = part.pod_template
+    if base := defaults.pod_template():
+        template = merge(base, template, f"{field}.podTemplate")
+    resources = resources if part.resources == Resources() else part.resources
+    return msgspec.structs.replace(part, pod_template=template, resources=resources)
+
+
+def _without_user(spec: Spec) -> Spec:
+    parts = {role: _part_without_user(part) for role, part in _parts(spec).items()}
+    return msgspec.structs.replace(spec, **parts)
+
+
+def _part_without_user(part: Any) -> Any:
+    kept = [*USER_FIELDS, *part.pod_template_remove]
+    return msgspec.structs.replace(part, pod_template_remove=kept)
 
 
 def _parts(spec: Spec) -> dict[str, Any]:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from diptych_operator.api.route import ModelRoute
 from diptych_operator.api.service import InferenceService
 from diptych_protocol.config import Connector
 
 Role = Literal["prefill", "decode", "router"]
+Part = Role | Literal["route"]
+"""What pods do: in a service, and those of a ModelRoute."""
+Owner = InferenceService | ModelRoute
+"""What the operator makes objects for."""
 POOLS: tuple[Role, Role] = ("prefill", "decode")
 ROLES: tuple[Role, ...] = (*POOLS, "router")
 
 MANAGED_BY_LABEL, MANAGED_BY = "app.kubernetes.io/managed-by", "diptych"
 SERVICE_LABEL = "diptych.dev/service"
+ROUTE_SUFFIX = ".route"
+"""Ends the value of that label, and the key, of a ModelRoute: no service's name has a dot."""
 ROLE_LABEL = "diptych.dev/role"
 REVISION_LABEL = "diptych.dev/revision"
 KEYS_LABEL = "diptych.dev/keys"
@@ -89,6 +96,7 @@ TLS_DIR = "/etc/diptych/tls"
 BATCHES_DIR = "/var/lib/diptych/batches"
 ENGINE_FILE = "engine.json"
 ROUTER_FILE = "router.json"
+ROUTE_FILE = "route.json"
 SERVING_FILE = "serving.json"
 PUBLIC_KEY_FILE = "curve-public"
 SECRET_KEY_FILE = "curve-secret"
@@ -114,23 +122,27 @@ def router_ports(service: InferenceService) -> dict[str, int]:
     return ROUTER_PORTS | {"picker": PICKER_PORT} if asked else ROUTER_PORTS
 
 
-def object_name(service: InferenceService, part: str, revision: str = "") -> str:
+def object_name(service: Owner, part: str, revision: str = "") -> str:
     """Return the name of a rendered object: at most 40 + 8 + 9 characters."""
     name = f"{service.metadata.name}-{part}"
     return f"{name}-{revision}" if revision else name
 
 
-def selector(service: InferenceService, role: Role) -> dict[str, str]:
+def mark(service: Owner) -> str:
+    """Return the value of the service label, and the name in the key, of an owner."""
+    name = service.metadata.name
+    return name if isinstance(service, InferenceService) else name + ROUTE_SUFFIX
+
+
+def selector(service: Owner, role: Part) -> dict[str, str]:
     """Return the labels that select exactly the pods of one role. They never change."""
-    return {SERVICE_LABEL: service.metadata.name, ROLE_LABEL: role}
+    return {SERVICE_LABEL: mark(service), ROLE_LABEL: role}
 
 
-def metadata(
-    service: InferenceService, part: str, component: str, revision: str = ""
-) -> dict[str, Any]:
+def metadata(service: Owner, part: str, component: str, revision: str = "") -> dict[str, Any]:
     """Return the name, namespace and labels of a rendered object."""
     marks = labels(service, component)
-    if component in ROLES:
+    if component in (*ROLES, "route"):
         marks[ROLE_LABEL] = component
     if revision:
         marks[REVISION_LABEL] = revision
@@ -141,14 +153,14 @@ def metadata(
     }
 
 
-def labels(service: InferenceService, component: str) -> dict[str, str]:
+def labels(service: Owner, component: str) -> dict[str, str]:
     """Return the recommended Kubernetes labels and our own service label."""
     return {
         "app.kubernetes.io/name": "diptych",
         "app.kubernetes.io/instance": service.metadata.name,
         COMPONENT_LABEL: component,
         MANAGED_BY_LABEL: MANAGED_BY,
-        SERVICE_LABEL: service.metadata.name,
+        SERVICE_LABEL: mark(service),
     }
 
 

@@ -21,8 +21,9 @@ import yaml
 from msgspec import inspect
 
 from diptych_operator.api.base import Rule, SpecError
-from diptych_operator.api.crd import object_schema
-from diptych_operator.api.images import Images, with_images
+from diptych_operator.api.crd import object_schema, route_schema
+from diptych_operator.api.images import Images, route_with_images, with_images
+from diptych_operator.api.route import ModelRoute
 from diptych_operator.api.service import API_VERSION, KIND, InferenceService
 from diptych_operator.api.status import Status
 from diptych_protocol import InvalidRequestError
@@ -52,6 +53,7 @@ _TYPE_PHRASES = {
 }
 
 _schema = cache(object_schema)
+_route_schema = cache(route_schema)
 
 
 class _Loader(yaml.SafeLoader):
@@ -117,6 +119,22 @@ def parse_object(raw: Mapping[str, Any], images: Images) -> InferenceService:
     that cannot be read, perhaps written by another version, counts as empty.
     """
     return _read({**_pruned(dict(raw), _schema()), "status": raw.get("status")}, images)
+
+
+def parse_route(raw: Mapping[str, Any], images: Images) -> ModelRoute:
+    """Parse a ModelRoute of an API server, as `parse_object` parses a service. The status is left
+    out. Raises `SpecError`."""
+    asked = {key: value for key, value in raw.items() if key != "status"}
+    try:
+        route = msgspec.convert(_pruned(asked, _route_schema()), ModelRoute)
+    except msgspec.ValidationError as exc:
+        located = _WHERE.match(str(exc))
+        where, problem = located.group("path", "problem") if located else (None, str(exc))
+        raise SpecError((where or "spec").removeprefix("$."), problem) from exc
+    if route.twice:
+        problem = f"{route.twice!r} names two models; a name leads to one"
+        raise SpecError("spec.models", problem)
+    return route_with_images(route, images)
 
 
 def _pruned(value: Any, schema: Mapping[str, Any]) -> Any:

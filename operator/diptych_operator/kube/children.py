@@ -19,9 +19,9 @@ from typing import Any
 import msgspec
 
 from diptych_operator.api.base import Raw
-from diptych_operator.api.names import COMPONENT_LABEL, labels
+from diptych_operator.api.names import COMPONENT_LABEL, Owner, labels
 from diptych_operator.api.scaler import SCALER_KIND
-from diptych_operator.api.service import API_VERSION, KIND, InferenceService
+from diptych_operator.api.service import API_VERSION
 from diptych_operator.kube.client import ApiError, Kube
 
 ChildId = tuple[str, str, str]
@@ -65,7 +65,7 @@ class Children:
         self._applied: dict[ChildId, _Applied] = {}
         self._refused: dict[ChildId, _Refused] = {}
 
-    async def adopt(self, service: InferenceService, live: Iterable[Raw]) -> None:
+    async def adopt(self, service: Owner, live: Iterable[Raw]) -> None:
         """Make the service the owner of its orphans, of any revision. Raises `ApiError`."""
         for raw in live:
             # There is no right to change a PoolScaler; see `scalers`.
@@ -74,7 +74,7 @@ class Children:
 
     async def try_out(
         self,
-        service: InferenceService,
+        service: Owner,
         objects: Iterable[dict[str, Any]],
         live: Mapping[ChildId, Raw],
     ) -> None:
@@ -91,7 +91,7 @@ class Children:
 
     async def apply_all(
         self,
-        service: InferenceService,
+        service: Owner,
         objects: Iterable[dict[str, Any]],
         live: Mapping[ChildId, Raw],
     ) -> bool:
@@ -136,9 +136,7 @@ class Children:
         merged = await self._kube.merge(*name, patch, dry_run=dry_run)
         return merged if dry_run else await self._kube.apply(owned)
 
-    async def _check_free(
-        self, owned: Raw, service: InferenceService, live: Mapping[ChildId, Raw]
-    ) -> None:
+    async def _check_free(self, owned: Raw, service: Owner, live: Mapping[ChildId, Raw]) -> None:
         """Make sure that nobody else's object has this name: only labelled ones are watched."""
         now, known = live.get(child_id(owned)), self._applied.get(child_id(owned))
         if now is not None:
@@ -168,7 +166,7 @@ class Children:
             raise refused.error.with_traceback(None)  # or it would grow with each time
         del self._refused[child_id(owned)]
 
-    async def delete(self, service: InferenceService, victims: Iterable[Raw]) -> None:
+    async def delete(self, service: Owner, victims: Iterable[Raw]) -> None:
         """Delete those objects that belong to the service; leave others alone."""
         for obj in victims:
             if belongs_to(obj, service):
@@ -198,16 +196,16 @@ class Children:
                 memory.pop(name)
 
 
-def with_owner(obj: dict[str, Any], service: InferenceService) -> dict[str, Any]:
+def with_owner(obj: dict[str, Any], service: Owner) -> dict[str, Any]:
     """Return the object with the service as its controller, so that both end together."""
     return obj | {"metadata": obj["metadata"] | {"ownerReferences": [owner_of(service)]}}
 
 
-def owner_of(service: InferenceService) -> dict[str, Any]:
+def owner_of(service: Owner) -> dict[str, Any]:
     """Return the reference by which a child names the service as its controller."""
     return {
         "apiVersion": API_VERSION,
-        "kind": KIND,
+        "kind": service.kind,
         "name": service.metadata.name,
         "uid": service.metadata.uid,
         "controller": True,
@@ -215,13 +213,13 @@ def owner_of(service: InferenceService) -> dict[str, Any]:
     }
 
 
-def belongs_to(obj: Raw, service: InferenceService) -> bool:
+def belongs_to(obj: Raw, service: Owner) -> bool:
     """Whether this service, and not an earlier one of the same name, controls the object."""
     owners = obj["metadata"].get("ownerReferences") or []
     return any(o.get("controller") and o.get("uid") == service.metadata.uid for o in owners)
 
 
-def is_orphan_of(obj: Raw, service: InferenceService) -> bool:
+def is_orphan_of(obj: Raw, service: Owner) -> bool:
     """Whether nobody owns the object, and it has the labels of this service's children.
 
     `kubectl delete --cascade=orphan` and backups leave such objects. An object that names any owner
@@ -234,7 +232,7 @@ def is_orphan_of(obj: Raw, service: InferenceService) -> bool:
     return unowned and found.items() >= given.items()
 
 
-async def adopt_orphan(kube: Kube, orphan: Raw, service: InferenceService) -> None:
+async def adopt_orphan(kube: Kube, orphan: Raw, service: Owner) -> None:
     """Make the service the owner, unless somebody has changed the object since it was read, perhaps
     by giving it another owner. Raises `ApiError`."""
     meta = orphan["metadata"]

@@ -37,6 +37,7 @@ PLURALS = {
     "Pod": "pods",
     "PodDisruptionBudget": "poddisruptionbudgets",
     "PoolScaler": "poolscalers",
+    "ModelRoute": "modelroutes",
     "Secret": "secrets",
     "Service": "services",
     "ServiceAccount": "serviceaccounts",

@@ -24,6 +24,8 @@ class Cluster:
     """Whether PoolScalers can be watched: their CRD exists, and the operator has the right."""
     has_gateways: bool = True
     """The same of HTTPRoutes and InferencePools."""
+    has_routes: bool = True
+    """The same of ModelRoutes."""
 
     @property
     def has_image_volumes(self) -> bool:
@@ -42,6 +44,7 @@ def read_cluster(
     *,
     has_pool_scalers: bool = True,
     has_gateways: bool = True,
+    has_routes: bool = True,
 ) -> Cluster:
     """Read the cluster from `/version` (whose minor may end in a plus) and the group versions of
     `/apis`.
@@ -56,5 +59,5 @@ def read_cluster(
     policy = POLICY_API if POLICY_API in policies else policies[0]
     numbers = (int("".join(filter(str.isdigit, part)) or 0) for part in (major, minor))
     first, second = numbers
-    served_kinds = (has_pool_scalers, has_gateways)
+    served_kinds = (has_pool_scalers, has_gateways, has_routes)
     return Cluster((first, second), policy, operator_namespace, *served_kinds)

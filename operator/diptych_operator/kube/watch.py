@@ -18,8 +18,10 @@ from diptych_operator.api.names import (
     KEYS_VOLUME,
     MANAGED_BY,
     MANAGED_BY_LABEL,
+    ROUTE_SUFFIX,
     SERVICE_LABEL,
 )
+from diptych_operator.api.route import ROUTE_KIND, ROUTE_PLURAL
 from diptych_operator.api.scaler import SCALER_KIND, SCALER_PLURAL
 from diptych_operator.api.service import GROUP, KIND, VERSION
 from diptych_operator.kube.client import PLURALS
@@ -28,7 +30,7 @@ from diptych_operator.kube.liveness import WATCH_TURN_S
 
 Index = Mapping[ServiceKey, Collection[Raw]]
 
-SERVICES, PODS = "services", "pods"
+SERVICES, ROUTES, PODS = "services", "routes", "pods"
 _POD_KIND = ("", "v1", "pods")
 
 
@@ -40,11 +42,14 @@ class Indexed:
 
     def adopt(self, indices: Mapping[str, Index]) -> None:
         """Take the live indices out of a handler's arguments."""
-        known = (SERVICES, *_child_indices(), PODS)
+        known = (SERVICES, ROUTES, *_child_indices(), PODS)
         self._indices = {name: indices[name] for name in known if name in indices}
 
     def service(self, key: ServiceKey) -> Raw | None:
         return next(iter(self._indices.get(SERVICES, {}).get(key, ())), None)
+
+    def route(self, key: ServiceKey) -> Raw | None:
+        return next(iter(self._indices.get(ROUTES, {}).get(key, ())), None)
 
     def service_keys(self) -> set[ServiceKey]:
         return set(self._indices.get(SERVICES, {}))
@@ -55,6 +60,12 @@ class Indexed:
 
     def pods(self, key: ServiceKey) -> list[Raw]:
         return list(self._indices.get(PODS, {}).get(key, ()))
+
+
+def _owner_kinds(cluster: Cluster) -> list[tuple[str, str, str, str, str]]:
+    """Index name, group, version, plural, and what ends the names in keys."""
+    routes = [(ROUTES, GROUP, VERSION, ROUTE_PLURAL, ROUTE_SUFFIX)] if cluster.has_routes else []
+    return [(SERVICES, GROUP, VERSION, "inferenceservices", ""), *routes]
 
 
 def _child_kinds(cluster: Cluster) -> dict[str, tuple[str, str, str]]:
@@ -85,7 +96,8 @@ def _child_indices() -> tuple[str, ...]:
 
 def watched_paths(cluster: Cluster, namespaces: Sequence[str]) -> list[str]:
     """Return the REST paths of all collections that are watched. No namespaces means all."""
-    kinds = [(GROUP, VERSION, "inferenceservices"), *_child_kinds(cluster).values(), _POD_KIND]
+    owners = [kind for _, *kind, _ in _owner_kinds(cluster)]
+    kinds = [*owners, *_child_kinds(cluster).values(), _POD_KIND]
     return [
         "/".join(
             filter(
@@ -144,23 +156,29 @@ def registry(
     handlers = kopf.OperatorRegistry()
     kopf.on.login(id="login", registry=handlers)(_listening_login(answered))
 
-    async def index_service(body: kopf.Body, **_: Any) -> dict[ServiceKey, Raw]:
-        meta = body["metadata"]
-        return {(meta["namespace"], meta["name"]): _without_bookkeeping(dict(body))}
-
     async def index_child(body: kopf.Body, **_: Any) -> dict[ServiceKey, Raw]:
         return {_service_key(body): trimmed(dict(body))}
-
-    async def wake_service(body: kopf.Body, **kwargs: Any) -> None:
-        indexed.adopt(kwargs)
-        changed((body["metadata"]["namespace"], body["metadata"]["name"]))
 
     async def wake_owner(body: kopf.Body, **kwargs: Any) -> None:
         indexed.adopt(kwargs)
         changed(_service_key(body))
 
-    kopf.index(GROUP, VERSION, "inferenceservices", id=SERVICES, registry=handlers)(index_service)
-    kopf.on.event(GROUP, VERSION, "inferenceservices", registry=handlers)(wake_service)
+    def watch_owners(name: str, kind: tuple[str, str, str], suffix: str) -> None:
+        def key_of(body: kopf.Body) -> ServiceKey:
+            return body["metadata"]["namespace"], body["metadata"]["name"] + suffix
+
+        async def index_one(body: kopf.Body, **_: Any) -> dict[ServiceKey, Raw]:
+            return {key_of(body): _without_bookkeeping(dict(body))}
+
+        async def wake_one(body: kopf.Body, **kwargs: Any) -> None:
+            indexed.adopt(kwargs)
+            changed(key_of(body))
+
+        kopf.index(*kind, id=name, registry=handlers)(index_one)
+        kopf.on.event(*kind, id=f"wake_{name}", registry=handlers)(wake_one)
+
+    for name, group, version, plural, suffix in _owner_kinds(cluster):
+        watch_owners(name, (group, version, plural), suffix)
     kinds = _child_kinds(cluster) | {PODS: _POD_KIND}
     # The server has filtered already; this keeps out what was relabelled since.
     ours: dict[str, Any] = {MANAGED_BY_LABEL: MANAGED_BY, SERVICE_LABEL: kopf.PRESENT}
@@ -188,8 +206,9 @@ def settings(cluster: Cluster) -> kopf.OperatorSettings:
 def _service_key(body: Raw) -> ServiceKey:
     """The service that owns a child, by its label or, if that was tampered with, by its owner."""
     meta = body["metadata"]
-    owners = (o for o in meta.get("ownerReferences") or () if o.get("kind") == KIND)
-    owner = next((str(o["name"]) for o in owners), "")
+    suffixes = {KIND: "", ROUTE_KIND: ROUTE_SUFFIX}
+    owners = (o for o in meta.get("ownerReferences") or () if o.get("kind") in suffixes)
+    owner = next((str(o["name"]) + suffixes[o["kind"]] for o in owners), "")
     return meta["namespace"], owner or (meta.get("labels") or {}).get(SERVICE_LABEL, "")
 
 

@@ -22,14 +22,15 @@ from diptych_operator.api.names import (
     SERVING_DIR,
     TLS_DIR,
     ZONE_LABEL,
-    Role,
+    Owner,
+    Part,
     metadata,
     object_name,
     selector,
 )
 from diptych_operator.api.pools import Pool, Resources
+from diptych_operator.api.route import RouteSpec
 from diptych_operator.api.router import Router
-from diptych_operator.api.service import InferenceService
 from diptych_operator.render.invariants import check_invariants
 from diptych_operator.render.model import CONFINED, ModelMount
 
@@ -44,8 +45,8 @@ EXIT_SECONDS = 15
 class Pods:
     """The pods of one Deployment, before the user's podTemplate is merged over them."""
 
-    role: Role
-    part: Pool | Router
+    role: Part
+    part: Pool | Router | RouteSpec
     replicas: int
     container: dict[str, Any]
     volumes: list[dict[str, Any]]
@@ -65,10 +66,11 @@ class Pods:
     """Volumes that the init containers fill, in the form of `scratch`."""
 
 
-def deployment(service: InferenceService, pods: Pods) -> dict[str, Any]:
+def deployment(service: Owner, pods: Pods) -> dict[str, Any]:
     """Render a Deployment. Raises `SpecError` for a podTemplate that does not fit."""
     role = pods.role
-    ours, field = _pod_template(service, pods), f"spec.{role}.podTemplate"
+    ours = _pod_template(service, pods)
+    field = "spec.podTemplate" if role == "route" else f"spec.{role}.podTemplate"
     kept = removed(ours, pods.part.pod_template_remove, f"{field}Remove")
     template = merge(kept, pods.part.pod_template, field)
     selected = _selected(service, pods)
@@ -98,12 +100,12 @@ def deployment(service: InferenceService, pods: Pods) -> dict[str, Any]:
     }
 
 
-def _selected(service: InferenceService, pods: Pods) -> dict[str, str]:
+def _selected(service: Owner, pods: Pods) -> dict[str, str]:
     chosen = selector(service, pods.role)
     return chosen | {REVISION_LABEL: pods.revision} if pods.revision else chosen
 
 
-def _pod_template(service: InferenceService, pods: Pods) -> dict[str, Any]:
+def _pod_template(service: Owner, pods: Pods) -> dict[str, Any]:
     role = pods.role
     mount_paths = {
         "config": CONFIG_DIR,

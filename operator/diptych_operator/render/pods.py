@@ -101,7 +101,7 @@ _ENGINE_PROBES: dict[str, Any] = {
     # Says no to a dead or stalled core only, never to a busy one.
     "livenessProbe": probe("/live", period_s=10, timeout_s=5, failures=6),
 }
-_ROUTER_PROBES: dict[str, Any] = {
+ROUTER_PROBES: dict[str, Any] = {
     # Starting takes a second on a quiet node and half a minute on one that starts six pods at once.
     "startupProbe": probe("/live", period_s=1, timeout_s=2, failures=180),
     "readinessProbe": probe("/health", period_s=2, timeout_s=5, failures=3),
@@ -181,7 +181,7 @@ def router_deployment(
         ],
         "env": variables,
         "ports": container_ports(ports),
-        **(_ROUTER_PROBES if router.tls is None else _over_https(_ROUTER_PROBES)),
+        **(ROUTER_PROBES if router.tls is None else over_https(ROUTER_PROBES)),
         **resources_of(router.resources),
     }
     volumes = [
@@ -213,7 +213,7 @@ def _batch_volume(batches: Batches) -> dict[str, Any]:
     return {"persistentVolumeClaim": {"claimName": batches.pvc.claim_name}}
 
 
-def _over_https(probes: dict[str, Any]) -> dict[str, Any]:
+def over_https(probes: dict[str, Any]) -> dict[str, Any]:
     """The same probes; the kubelet takes any certificate."""
     return {
         kind: {**probe, "httpGet": {**probe["httpGet"], "scheme": "HTTPS"}}

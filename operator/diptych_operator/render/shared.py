@@ -10,6 +10,8 @@ from diptych_operator.api.names import (
     HTTP_PORT,
     OPERATOR_LABELS,
     SERVICE_LABEL,
+    Owner,
+    Part,
     Role,
     engine_ports,
     metadata,
@@ -28,10 +30,20 @@ def pool_service(service: InferenceService, role: Role) -> dict[str, Any]:
 
 def router_service(service: InferenceService) -> dict[str, Any]:
     """The Service that clients call: the OpenAI API."""
-    found = _service(service, "router", _public_ports(service), {"type": "ClusterIP"})
+    found = api_service(
+        service, "router", _public_ports(service), over_https=service.spec.router.tls is not None
+    )
     for picker in found["spec"]["ports"][1:]:
         picker["appProtocol"] = "http2"
-    if service.spec.router.tls is not None:
+    return found
+
+
+def api_service(
+    service: Owner, role: Part, ports: dict[str, int], *, over_https: bool
+) -> dict[str, Any]:
+    """The Service of routers or a route."""
+    found = _service(service, role, ports, {"type": "ClusterIP"})
+    if over_https:
         found["spec"]["ports"][0] |= {"name": "https", "appProtocol": "https"}
     return found
 
@@ -41,7 +53,7 @@ def _public_ports(service: InferenceService) -> dict[str, int]:
 
 
 def _service(
-    service: InferenceService, role: Role, ports: dict[str, int], kind: dict[str, Any]
+    service: Owner, role: Part, ports: dict[str, int], kind: dict[str, Any]
 ) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
@@ -61,7 +73,7 @@ def _service(
 _NAMESPACE_NAME_LABEL = "kubernetes.io/metadata.name"
 
 
-def service_account(service: InferenceService, role: Role) -> dict[str, Any]:
+def service_account(service: Owner, role: Part) -> dict[str, Any]:
     """An account without rights or token: pods call each other, but never the Kubernetes API."""
     return {
         "apiVersion": "v1",
@@ -71,7 +83,7 @@ def service_account(service: InferenceService, role: Role) -> dict[str, Any]:
     }
 
 
-def disruption_budget(service: InferenceService, role: Role, cluster: Cluster) -> dict[str, Any]:
+def disruption_budget(service: Owner, role: Part, cluster: Cluster) -> dict[str, Any]:
     """Node drains and the like evict one pod of a pool at a time.
 
     Not `minAvailable`, with which a pool of one pod would block a node's drain for ever.

@@ -29,8 +29,6 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--decode", required=True, help="engines of the decode pool: host:port,...")
     parser.add_argument("--keys", type=Path, help="directory with the service's keys")
     parser.add_argument("--serving", type=Path, help="serving.json: the revisions that may serve")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8080)
     parser.add_argument("--admin-port", type=int, help="for the operator; needs --keys")
     parser.add_argument("--admin-host", help="where that port listens, if not at --host")
     parser.add_argument(
@@ -39,6 +37,23 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--advertise-host", help="where they reach this router, if not at --host: an IP address"
     )
+    parser.add_argument(
+        "--batch-directory",
+        type=Path,
+        metavar="DIR",
+        help="keep the files and batches of clients here, which the routers of a service may share",
+    )
+    add_door(parser)
+    args = parser.parse_args(argv)
+    if args.admin_port is not None and args.keys is None:
+        parser.error("--admin-port needs --keys: the admin token is there")
+    return args
+
+
+def add_door(parser: argparse.ArgumentParser) -> None:
+    """The options of the public port."""
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8080)
     parser.add_argument(
         "--api-keys",
         type=Path,
@@ -53,21 +68,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="serve HTTPS with DIR/tls.crt and DIR/tls.key, read again when they change",
     )
     parser.add_argument(
-        "--batch-directory",
-        type=Path,
-        metavar="DIR",
-        help="keep the files and batches of clients here, which the routers of a service may share",
-    )
-    parser.add_argument(
         "--linger-seconds",
         type=_seconds,
         default=0.0,
         help="after SIGTERM, how long to take new requests from those who have not heard of it",
     )
-    args = parser.parse_args(argv)
-    if args.admin_port is not None and args.keys is None:
-        parser.error("--admin-port needs --keys: the admin token is there")
-    return args
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:

@@ -7,14 +7,11 @@ import asyncio
 import gc
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
-
-from starlette.datastructures import MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diptych_frontend.app import build_app
 from diptych_frontend.batches_api.service import BatchService, Manners
@@ -31,6 +28,7 @@ from diptych_frontend.text.output_processor import OutputProcessor
 from diptych_frontend.text.renderer import TextRenderer
 from diptych_protocol import RouterConfig
 from diptych_router.engines.discovery import parse_targets
+from diptych_router.program.leaving import Leaving, openness
 from diptych_router.requests.pool_client import PoolClient
 from diptych_router.telling.explanations import Explanations
 from diptych_router.telling.metrics import RouterMetrics
@@ -46,37 +44,6 @@ log = logging.getLogger(__name__)
 COLLECT_AFTER = 20_000
 """How many more objects are made than freed before the garbage collector examines the young ones.
 Each open request has a few hundred."""
-
-
-class Leaving:
-    """The router's app. `drain` is what its server does first when it is told to end.
-
-    Kubernetes removes a terminating pod from the endpoints while it already has its SIGTERM, and
-    each node learns of it at a different time. So the router reports that it is not ready, but
-    serves new requests for some seconds more, and asks their clients to use another connection next
-    time. No request fails.
-    """
-
-    def __init__(
-        self, app: ASGIApp, client: PoolClient, linger_s: float, batches: BatchService | None
-    ) -> None:
-        """batches: stopped at once, because no user waits for their requests."""
-        self._app, self._client = app, client
-        self._linger_s, self._batches = linger_s, batches
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        def send_last(message: Message) -> Awaitable[None]:
-            if self._client.leaving and message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["connection"] = "close"
-            return send(message)  # not awaited here: that would be one more coroutine a token
-
-        await self._app(scope, receive, send_last)
-
-    async def drain(self) -> None:
-        """Fail readiness, and continue to serve until the cluster has had time to notice."""
-        self._client.leaving = True
-        stopping = [self._batches.close()] if self._batches is not None else []
-        await asyncio.gather(asyncio.sleep(self._linger_s), *stopping)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +66,7 @@ async def started(config: RouterConfig, args: argparse.Namespace) -> AsyncIterat
     """Start everything but the listening sockets; the end of the block ends it."""
     keys = ApiKeys(args.api_keys) if args.api_keys is not None else None
     certificate = Certificate(args.tls) if args.tls is not None else None
-    log.info("%s", _openness(args.host, keys, certificate))
+    log.info("%s", openness(args.host, keys, certificate))
     tracer = start_router_tracer(config)
     client = _build_pool_client(config, args, tracer)
     metrics = ServerMetrics(client.model_name, client.stats_by_engine)
@@ -222,9 +189,3 @@ def _build_pool_client(
         serving=args.serving,
         tracer=tracer,
     )
-
-
-def _openness(host: str, keys: ApiKeys | None, certificate: Certificate | None) -> str:
-    """Who may use the API, in a line."""
-    who = "open to whoever reaches it" if keys is None else f"{len(keys.names)} API keys"
-    return f"the API at {host}: {who}, {'TLS' if certificate is not None else 'no TLS'}"

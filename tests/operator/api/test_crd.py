@@ -28,6 +28,7 @@ from diptych_operator.api.crd import (
     CRD_FOLDER,
     custom_resource_definition,
     generated,
+    route_definition,
     scaler_definition,
 )
 from diptych_operator.api.engine import Engine
@@ -46,12 +47,17 @@ ROOT = Path(__file__).parents[3]
 VERSION = custom_resource_definition()["spec"]["versions"][0]
 SCALER_VERSION = scaler_definition()["spec"]["versions"][0]
 SCALER_SCHEMA: dict[str, Any] = SCALER_VERSION["schema"]["openAPIV3Schema"]
-both = pytest.mark.parametrize("schema", [SCHEMA, SCALER_SCHEMA], ids=["service", "scaler"])
-LIMITS = ("minimum", "maximum", "maxLength", "pattern", "maxItems", "maxProperties", "enum")
+ROUTE_SCHEMA = route_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+all_kinds = pytest.mark.parametrize(
+    "schema", [SCHEMA, SCALER_SCHEMA, ROUTE_SCHEMA], ids=["service", "scaler", "route"]
+)
+LIMITS = (
+    "minimum", "maximum", "maxLength", "pattern", "minItems", "maxItems", "maxProperties", "enum",
+)  # fmt: skip
 STRUCTURAL_KEYWORDS = {
     "type", "description", "properties", "required", "additionalProperties", "items", "default",
-    "enum", "minimum", "maximum", "minLength", "maxLength", "maxItems", "maxProperties", "pattern",
-    "minItems", "format", "anyOf", "x-kubernetes-int-or-string",
+    "enum", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems",
+    "maxProperties", "pattern", "format", "anyOf", "x-kubernetes-int-or-string",
     "x-kubernetes-preserve-unknown-fields",
     "x-kubernetes-validations", "x-kubernetes-list-type", "x-kubernetes-list-map-keys",
 }  # fmt: skip
@@ -94,7 +100,7 @@ def test_the_file_stays_far_below_the_limit_of_client_side_apply() -> None:
 
 
 def test_what_the_file_says_once_stands_in_every_place_where_it_holds() -> None:
-    for definition in (custom_resource_definition(), scaler_definition()):
+    for definition in (custom_resource_definition(), scaler_definition(), route_definition()):
         plural = definition["spec"]["names"]["plural"]
         (text,) = (text for path, text in generated().items() if f"_{plural}." in path.name)
         assert yaml.safe_load(text) == definition
@@ -134,7 +140,7 @@ def test_a_setting_among_others_has_the_same_meaning_and_most(
             assert said.get(key) == shown.get(key)
 
 
-@both
+@all_kinds
 def test_every_node_follows_the_rules_of_structural_schemas(schema: dict[str, Any]) -> None:
     for path, node in nodes(schema):
         assert node.keys() <= STRUCTURAL_KEYWORDS, path
@@ -149,7 +155,7 @@ def test_every_node_follows_the_rules_of_structural_schemas(schema: dict[str, An
             jsonschema.validate(node["default"], {**node, "required": []})
 
 
-@both
+@all_kinds
 def test_every_field_of_spec_and_status_is_explained(schema: dict[str, Any]) -> None:
     for path, node in nodes(schema):
         if path != "metadata":  # Kubernetes forbids it there and explains metadata itself.
@@ -171,7 +177,7 @@ def test_what_a_rule_looks_at_is_bounded() -> None:
                 assert inner.keys() & {"maxLength", "pattern", "enum"}, inner_path
 
 
-@both
+@all_kinds
 def test_the_status_has_no_defaults_because_the_operator_writes_what_it_means(
     schema: dict[str, Any],
 ) -> None:

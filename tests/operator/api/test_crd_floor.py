@@ -16,7 +16,7 @@ import pytest
 from cluster_kit.charts import OLDEST_MINOR
 from cluster_kit.crds import rules_of
 
-from diptych_operator.api.crd import custom_resource_definition, scaler_definition
+from diptych_operator.api.crd import custom_resource_definition, route_definition, scaler_definition
 
 ROOT = Path(__file__).parents[3]
 Release = tuple[int, int]
@@ -84,7 +84,7 @@ def nodes(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield from nodes(schema[key])
 
 
-@pytest.fixture(params=[custom_resource_definition, scaler_definition])
+@pytest.fixture(params=[custom_resource_definition, scaler_definition, route_definition])
 def version(request: pytest.FixtureRequest) -> dict[str, Any]:
     (version,) = request.param()["spec"]["versions"]
     return dict(version)

@@ -33,6 +33,7 @@ API_VERSIONS = {
     "InferencePool": "inference.networking.k8s.io/v1",
     "InferenceService": "diptych.dev/v1alpha1",
     "Lease": "coordination.k8s.io/v1",
+    "ModelRoute": "diptych.dev/v1alpha1",
     "NetworkPolicy": "networking.k8s.io/v1",
     "Pod": "v1",
     "PodDisruptionBudget": "policy/v1",

@@ -22,7 +22,7 @@ RESOURCES = {
     "/apis/policy/v1": ("poddisruptionbudgets",),
     "/apis/networking.k8s.io/v1": ("networkpolicies",),
     "/apis/coordination.k8s.io/v1": ("leases",),
-    OURS: ("inferenceservices", "poolscalers"),
+    OURS: ("inferenceservices", "modelroutes", "poolscalers"),
 }
 
 

@@ -65,6 +65,7 @@ from diptych_protocol.control_calls import CONTROL_CALLS
 from diptych_protocol.model_uri import parse_model_uri
 from diptych_protocol.salvage import call_id_of, request_id_of
 from diptych_router.engines.serving import ServingFile
+from diptych_router.route.proxy import asked_for
 from diptych_vllm.serve.kv_events import RememberedBlocks
 
 Feed = Callable[[bytes], object]
@@ -298,6 +299,10 @@ def parsers() -> Iterator[Parser]:
     yield Parser(
         "bodies of admin calls", (f"{front}/admin/calls.py",), admin_bodies,
         (b'{"mode": "keep"}', b'{"lora_name": "a", "lora_path": "/a"}', b'{"level": 1}'), raises=(),
+    )  # fmt: skip
+    yield Parser(
+        "bodies at a route", ("router/diptych_router/route/proxy.py",), asked_for,
+        (b'{"model": "m", "x": [1.5, {"y": null}]}', b'{"model": 3}', b'{}'),
     )  # fmt: skip
     yield Parser(
         "signed references",

@@ -1,0 +1,130 @@
+"""Renders one ModelRoute into its Kubernetes objects: the pods of a proxy, and their address."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from diptych_operator.api.base import Object
+from diptych_operator.api.names import (
+    API_KEYS_DIR,
+    CONFIG_DIR,
+    HTTP_PORT,
+    LINGER_VARIABLE,
+    ROUTE_FILE,
+    TLS_DIR,
+    metadata,
+    object_name,
+)
+from diptych_operator.api.route import ModelRoute, RoutedService
+from diptych_operator.kube.cluster import Cluster
+from diptych_operator.render.config import config_hash
+from diptych_operator.render.deployment import (
+    LINGER_SECONDS,
+    Pods,
+    container_ports,
+    deployment,
+    environment,
+    resources_of,
+    variable,
+)
+from diptych_operator.render.model import ModelMount
+from diptych_operator.render.pods import ROUTER_PROBES, SCHEME_ANNOTATION, over_https
+from diptych_operator.render.shared import api_service, disruption_budget, service_account
+from diptych_protocol.router_settings import RouteConfig, RouteModel, RouteTarget
+
+_COMMAND = ["python", "-m", "diptych_router.route"]
+_ARGUMENTS = [
+    *("--config", f"$(DIPTYCH_CONFIG_DIR)/{ROUTE_FILE}"),
+    *("--host", "$(DIPTYCH_BIND_HOST)"),
+    *("--port", "$(DIPTYCH_HTTP_PORT)"),
+    *("--linger-seconds", f"$({LINGER_VARIABLE})"),
+]
+_PORTS = {"http": HTTP_PORT}
+Served = Mapping[str, str]
+"""The name of each service that is there -> its model's name."""
+
+
+def route_objects(route: ModelRoute, served: Served, cluster: Cluster) -> list[Object]:
+    """Return the objects of a route, each before those that refer to it.
+
+    Raises `SpecError` for a podTemplate that does not fit.
+    """
+    config = _config_map(route, served)
+    tls = route.spec.tls
+    return [
+        service_account(route, "route"),
+        config,
+        api_service(route, "route", _PORTS, over_https=tls is not None),
+        disruption_budget(route, "route", cluster),
+        _deployment(route, config),
+    ]
+
+
+def _config_map(route: ModelRoute, served: Served) -> Object:
+    meta = route.metadata
+    config = RouteConfig(
+        meta.name,
+        [
+            RouteModel(
+                [model.name, *model.aliases],
+                [_target(each, meta.namespace, served) for each in model.services],
+            )
+            for model in route.spec.models
+        ],
+        allowed_hosts=[
+            f"{object_name(route, 'route')}.{meta.namespace}",
+            *route.spec.allowed_hosts,
+        ],
+        drain_seconds=route.spec.availability.drain_seconds,
+    )
+    text = msgspec.json.format(msgspec.json.encode(config), indent=2).decode()
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata(route, "route", "route"),
+        "data": {ROUTE_FILE: text},
+    }
+
+
+def _target(service: RoutedService, namespace: str, served: Served) -> RouteTarget:
+    url = f"http://{service.name}-router.{namespace}.svc:{HTTP_PORT}"
+    model = service.model or served.get(service.name, service.name)
+    return RouteTarget(service.name, url, model, service.weight)
+
+
+def _deployment(route: ModelRoute, config: Object) -> Object:
+    spec = route.spec
+    container: dict[str, Any] = {
+        "name": "route",
+        "image": spec.image,
+        "command": _COMMAND,
+        "args": [
+            *_ARGUMENTS,
+            *(("--api-keys", API_KEYS_DIR) if spec.api_keys is not None else ()),
+            *(("--tls", TLS_DIR) if spec.tls is not None else ()),
+        ],
+        "env": [
+            *environment(_PORTS, {"DIPTYCH_CONFIG_DIR": CONFIG_DIR}),
+            variable(LINGER_VARIABLE, str(LINGER_SECONDS)),
+        ],
+        "ports": container_ports(_PORTS),
+        **(ROUTER_PROBES if spec.tls is None else over_https(ROUTER_PROBES)),
+        **resources_of(spec.resources),
+    }
+    volumes = [
+        {"name": "config", "configMap": {"name": object_name(route, "route")}},
+        *(
+            {"name": name, "secret": {"secretName": source.secret_name, "defaultMode": 0o440}}
+            for name, source in (("api-keys", spec.api_keys), ("tls", spec.tls))
+            if source is not None
+        ),
+    ]
+    annotations = {} if spec.tls is None else SCHEME_ANNOTATION
+    pods = Pods(
+        "route", spec, spec.replicas, container, volumes, config_hash(config), ModelMount(""),
+        annotations=annotations,
+    )  # fmt: skip
+    return deployment(route, pods)

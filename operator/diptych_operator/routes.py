@@ -1,0 +1,136 @@
+"""One pass over one ModelRoute: what it needs is applied, and its status says what is there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from diptych_operator.api.base import Raw, ServiceKey, SpecError
+from diptych_operator.api.images import Images
+from diptych_operator.api.names import HTTP_PORT, ROUTE_SUFFIX, object_name
+from diptych_operator.api.parse import parse_route
+from diptych_operator.api.route import ROUTE_KIND, ModelRoute, RouteStatus
+from diptych_operator.api.service import API_VERSION
+from diptych_operator.api.status import Condition, ConditionStatus
+from diptych_operator.kube.children import Children, NotOursError, child_id
+from diptych_operator.kube.client import ApiError, Kube
+from diptych_operator.kube.cluster import Cluster
+from diptych_operator.kube.rivals import Rivals, ServedByRivalError
+from diptych_operator.kube.watch import Indexed
+from diptych_operator.render.route import route_objects
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 15.0
+"""How often a route looks whether its services are as they were."""
+
+
+class Routes:
+    """Owns the children of every ModelRoute that the watches show."""
+
+    def __init__(
+        self, kube: Kube, watched: Indexed, cluster: Cluster, images: Images, rivals: Rivals
+    ) -> None:
+        self._kube, self._watched, self._cluster = kube, watched, cluster
+        self._images, self._rivals = images, rivals
+        self._children = Children(kube)
+
+    async def reconcile(self, key: ServiceKey) -> float | None:
+        """Bring one route closer to its spec. Returns the seconds until the next pass."""
+        raw = self._watched.route(key)
+        if raw is None or "deletionTimestamp" in raw["metadata"]:
+            self._children.forget(key[0], key[1].removesuffix(ROUTE_SUFFIX))
+            return None
+        try:
+            return await self._rivals.unless_served(key[0], lambda: self._pass(key, raw))
+        except ServedByRivalError:
+            return LOOK_S
+
+    async def _pass(self, key: ServiceKey, raw: Raw) -> float:
+        try:
+            route = parse_route(raw, self._images)
+            live = {child_id(child): child for child in self._watched.children(key)}
+            wanted = route_objects(route, self._served(route), self._cluster)
+            await self._children.adopt(route, live.values())
+            await self._children.apply_all(route, wanted, live)
+        except SpecError as exc:
+            await self._report(raw, "SpecRejected", str(exc))
+        except NotOursError as exc:
+            await self._report(raw, "ObjectNotOurs", str(exc))
+        except ApiError as exc:
+            if not exc.is_refusal:
+                raise
+            await self._report(raw, "Refused", f"the API server refuses an object: {exc}")
+        else:
+            ready = _ready_pods(live.values())
+            reason, message = next(self._problems(route, ready), ("Serving", "it serves"))
+            await self._report(raw, reason, message, f"{ready}/{route.spec.replicas}")
+        return LOOK_S
+
+    def _served(self, route: ModelRoute) -> dict[str, str]:
+        """The models of the services that are there, by the services' names."""
+        found = {}
+        for name in _services(route):
+            raw = self._watched.service((route.metadata.namespace, name))
+            if raw is not None:
+                spec: dict[str, Any] = raw["spec"]
+                found[name] = spec["model"].get("servedName") or name
+        return found
+
+    def _problems(self, route: ModelRoute, ready: int) -> Iterator[tuple[str, str]]:
+        """Reason and message of what keeps the route from being ready, the worst first."""
+        if not ready:
+            yield "PodsNotReady", f"no pod of {object_name(route, 'route')} is ready"
+        for name in _services(route):
+            raw = self._watched.service((route.metadata.namespace, name))
+            if raw is None:
+                words = f"there is no InferenceService {name} here; create it, or take it out of "
+                yield "ServiceMissing", words + "spec.models"
+            else:
+                yield from _differences(route, name, raw["spec"].get("router") or {})
+
+    async def _report(self, raw: Raw, reason: str, message: str, ready: str = "") -> None:
+        meta, old = raw["metadata"], raw.get("status") or {}
+        state: ConditionStatus = "True" if reason == "Serving" else "False"
+        before: Raw = next(iter(old.get("conditions") or ()), {})
+        same = before.get("status") == state
+        since = before["lastTransitionTime"] if same else f"{self._kube.now:%Y-%m-%dT%H:%M:%SZ}"
+        condition = Condition("Ready", state, reason, message, since, meta["generation"])
+        scheme = "https" if raw["spec"].get("tls") else "http"
+        status = RouteStatus(
+            observed_generation=meta["generation"],
+            url=f"{scheme}://{meta['name']}-route.{meta['namespace']}.svc:{HTTP_PORT}",
+            ready=ready,
+            conditions=[condition],
+        )
+        new = msgspec.to_builtins(status)
+        if new != old:
+            log.info("%s/%s: %s: %s", meta["namespace"], meta["name"], reason, message)
+            named = {"name": meta["name"], "namespace": meta["namespace"]}
+            body = {"apiVersion": API_VERSION, "kind": ROUTE_KIND, "metadata": named}
+            await self._kube.apply_status(body | {"status": new})
+
+
+def _services(route: ModelRoute) -> list[str]:
+    """The names of a route's services, each once."""
+    return [*dict.fromkeys(each.name for model in route.spec.models for each in model.services)]
+
+
+def _differences(route: ModelRoute, name: str, router: Raw) -> Iterator[tuple[str, str]]:
+    """Why a service does not answer what the route hands on, by its `spec.router`."""
+    keys = route.spec.api_keys.secret_name if route.spec.api_keys is not None else ""
+    theirs = (router.get("apiKeys") or {}).get("secretName")
+    if router.get("tls"):
+        words = f"the service {name} serves HTTPS, and routes ask services by HTTP: take its "
+        yield "ServiceServesHTTPS", words + "spec.router.tls out, and give the route spec.tls"
+    if theirs and theirs != keys:
+        words = f"the service {name} gets the keys of the route's clients, and knows those of the "
+        yield "KeysDiffer", words + f"Secret {theirs}: name it in the route's spec.apiKeys"
+
+
+def _ready_pods(children: Iterable[Raw]) -> int:
+    found = (child for child in children if child["kind"] == "Deployment")
+    return sum((child.get("status") or {}).get("readyReplicas", 0) for child in found)

@@ -1,0 +1,127 @@
+"""Passes over a ModelRoute, against a small API server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+from cluster_kit.reconciling import Store, serving
+
+from diptych_operator.api.images import Images
+from diptych_operator.kube.cluster import Cluster
+from diptych_operator.kube.rivals import Rivals
+from diptych_operator.routes import Routes
+
+Object = dict[str, Any]
+KEY = ("ns", "front.route")
+KEYS = {"router": {"apiKeys": {"secretName": "keys"}}}
+
+
+class Watched(Store):
+    """What the watches show of a route and its services."""
+
+    def __init__(self, services: dict[str, Object], **spec: Any) -> None:
+        super().__init__()
+        self.services = services
+        asked = [{"name": name, "weight": 1} for name in ("a", "b")]
+        self.wanted = {"models": [{"name": "m", "services": asked}], **spec}
+
+    def route(self, key: tuple[str, str]) -> Object:
+        assert key == KEY
+        written = next((o for p, o in self.objects.items() if "/modelroutes/" in p), {})
+        return {
+            "apiVersion": "diptych.dev/v1alpha1",
+            "kind": "ModelRoute",
+            "metadata": {"name": "front", "namespace": "ns", "uid": "u1", "generation": 3},
+            "spec": self.wanted,
+            "status": written.get("status"),
+        }
+
+    def service(self, key: tuple[str, str]) -> Object | None:  # type: ignore[override]
+        found = self.services.get(key[1])
+        return None if found is None else {"spec": {"model": {}, **found}}
+
+    def children(self, key: tuple[str, str]) -> list[Object]:
+        unseen = ("Event", "ModelRoute")
+        return [obj for obj in self.objects.values() if obj["kind"] not in unseen]
+
+    def ready(self) -> tuple[str, str]:
+        status = self.route(KEY)["status"]
+        (condition,) = status["conditions"]
+        assert status["observedGeneration"] == condition["observedGeneration"] == 3
+        return condition["status"], condition["reason"]
+
+
+async def passes(store: Watched, count: int = 1) -> None:
+    async with serving(store) as kube:
+        rivals = Rivals(kube, serves_cluster=False)
+        routes = Routes(kube, store, Cluster(), Images(), rivals)  # type: ignore[arg-type]
+        for _ in range(count):
+            await routes.reconcile(KEY)
+
+
+async def settled(store: Watched) -> tuple[str, str]:
+    """The condition once its pods are ready."""
+    await passes(store)
+    for deployment in store.deployments():
+        deployment["status"] = {"readyReplicas": 1}
+    await passes(store)
+    return store.ready()
+
+
+async def test_a_route_is_ready_when_its_pods_are() -> None:
+    store = Watched({"a": {}, "b": {}})
+    await passes(store)
+    assert store.ready() == ("False", "PodsNotReady")
+    assert await settled(store) == ("True", "Serving")
+    status = store.route(KEY)["status"]
+    assert (status["ready"], status["url"]) == ("1/1", "http://front-route.ns.svc:8000")
+
+
+async def test_at_rest_a_pass_asks_nothing() -> None:
+    store = Watched({"a": {}, "b": {}})
+    async with serving(store) as kube:
+        rivals = Rivals(kube, serves_cluster=False)
+        routes = Routes(kube, store, Cluster(), Images(), rivals)  # type: ignore[arg-type]
+        for _ in range(2):
+            await routes.reconcile(KEY)
+        before = kube.requests
+        await routes.reconcile(KEY)
+        assert kube.requests == before
+
+
+async def test_a_service_that_is_not_there_is_named_and_the_others_are_served() -> None:
+    store = Watched({"a": {}})
+    assert await settled(store) == ("False", "ServiceMissing")
+    assert "InferenceService b" in store.route(KEY)["status"]["conditions"][0]["message"]
+    store.services["b"] = {"model": {"servedName": "big"}}
+    assert await settled(store) == ("True", "Serving")
+    (config,) = (obj for obj in store.objects.values() if obj["kind"] == "ConfigMap")
+    (model,) = yaml.safe_load(config["data"]["route.json"])["models"]
+    assert [each["model"] for each in model["targets"]] == ["a", "big"]
+
+
+async def test_services_that_would_refuse_its_clients_are_named() -> None:
+    other = {"a": KEYS, "b": {}}
+    assert await settled(Watched(other)) == ("False", "KeysDiffer")
+    assert await settled(Watched(other, apiKeys={"secretName": "keys"})) == ("True", "Serving")
+    https = {"a": {"router": {"tls": {"secretName": "cert"}}}, "b": {}}
+    assert await settled(Watched(https)) == ("False", "ServiceServesHTTPS")
+
+
+async def test_what_cannot_be_rendered_is_reported_with_its_field() -> None:
+    twice = [{"name": "m", "services": [{"name": "a"}]}] * 2
+    store = Watched({"a": {}}, models=twice)
+    await passes(store)
+    assert store.ready() == ("False", "SpecRejected")
+
+
+async def test_an_object_of_somebody_else_is_left_alone() -> None:
+    store = Watched({"a": {}, "b": {}})
+    path = "/api/v1/namespaces/ns/services/front-route"
+    theirs = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "front-route"}}
+    store.objects[path] = theirs
+    store.children = lambda key: []  # type: ignore[method-assign]  # it has no labels of ours
+    await passes(store)
+    assert store.ready() == ("False", "ObjectNotOurs")
+    assert store.objects[path] == theirs
