@@ -27,10 +27,10 @@ from diptych_operator.api.scaler import SCALER_KIND
 from diptych_operator.api.service import API_VERSION, KIND
 from diptych_operator.kube.client import Kube
 from diptych_operator.kube.cluster import (
+    HTTP_ROUTE_API,
+    HTTP_ROUTE_KIND,
     POOL_API,
     POOL_KIND,
-    ROUTE_API,
-    ROUTE_KIND,
     Cluster,
     read_cluster,
 )
@@ -168,7 +168,7 @@ class Leader:
         self._alive.hindrance = ""
         gateways = [
             await self._kube.can_list(api, kind, self._args.namespaces)
-            for api, kind in ((POOL_API, POOL_KIND), (ROUTE_API, ROUTE_KIND))
+            for api, kind in ((POOL_API, POOL_KIND), (HTTP_ROUTE_API, HTTP_ROUTE_KIND))
         ]
         return read_cluster(
             *await self._kube.version(),

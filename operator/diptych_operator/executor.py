@@ -22,7 +22,7 @@ from diptych_operator.counts import NOTHING
 from diptych_operator.key_keeper import KeyKeeper
 from diptych_operator.kube.children import Children, belongs_to, child_id, is_orphan_of
 from diptych_operator.kube.client import ApiError, Kube
-from diptych_operator.kube.cluster import POOL_KIND, ROUTE_KIND, Cluster
+from diptych_operator.kube.cluster import HTTP_ROUTE_KIND, POOL_KIND, Cluster
 from diptych_operator.plan import Step
 from diptych_operator.render import Serving, render_revision, render_shared
 from diptych_operator.scalers import scaler_ids
@@ -31,7 +31,7 @@ from diptych_operator.service_snapshot import ServiceSnapshot, annotation, label
 log = logging.getLogger(__name__)
 
 
-OPTIONAL_KINDS = ("PodDisruptionBudget", "NetworkPolicy", SCALER_KIND, POOL_KIND, ROUTE_KIND)
+OPTIONAL_KINDS = ("PodDisruptionBudget", "NetworkPolicy", SCALER_KIND, POOL_KIND, HTTP_ROUTE_KIND)
 """Shared objects of these kinds are deleted when they are no longer rendered. Objects of other
 kinds never are: an engine's Deployment that has lost its revision label would look the same."""
 

@@ -36,7 +36,7 @@ from diptych_operator.kube.children import (
     child_id,
 )
 from diptych_operator.kube.client import ApiError, Kube
-from diptych_operator.kube.cluster import ROUTE_KIND, Cluster
+from diptych_operator.kube.cluster import HTTP_ROUTE_KIND, Cluster
 from diptych_operator.kube.event_log import SERVED_BY_ANOTHER, UPGRADE_WAITS, EventLog
 from diptych_operator.kube.leader import LEASE_S
 from diptych_operator.kube.rivals import Rivals, ServedByRivalError
@@ -290,7 +290,7 @@ class Reconciler:
     def _not_exposed(self, snapshot: ServiceSnapshot) -> list[Problem]:
         service = snapshot.service
         meta = metadata(service, "router", "router")
-        route = snapshot.children.get((meta["namespace"], ROUTE_KIND, meta["name"]))
+        route = snapshot.children.get((meta["namespace"], HTTP_ROUTE_KIND, meta["name"]))
         why = why_not_exposed(service, self._cluster.has_gateways, route)
         return [Problem(Reason.GATEWAY_UNAVAILABLE, f"expose.gateway: {why}")] if why else []
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 POLICY_API: Final = "policy/v1"
-ROUTE_API, ROUTE_KIND = "gateway.networking.k8s.io/v1", "HTTPRoute"
+HTTP_ROUTE_API, HTTP_ROUTE_KIND = "gateway.networking.k8s.io/v1", "HTTPRoute"
 POOL_API, POOL_KIND = "inference.networking.k8s.io/v1", "InferencePool"
 
 

@@ -25,7 +25,13 @@ from diptych_operator.api.route import ROUTE_KIND, ROUTE_PLURAL
 from diptych_operator.api.scaler import SCALER_KIND, SCALER_PLURAL
 from diptych_operator.api.service import GROUP, KIND, VERSION
 from diptych_operator.kube.client import PLURALS
-from diptych_operator.kube.cluster import POOL_API, POOL_KIND, ROUTE_API, ROUTE_KIND, Cluster
+from diptych_operator.kube.cluster import (
+    HTTP_ROUTE_API,
+    HTTP_ROUTE_KIND,
+    POOL_API,
+    POOL_KIND,
+    Cluster,
+)
 from diptych_operator.kube.liveness import WATCH_TURN_S
 
 Index = Mapping[ServiceKey, Collection[Raw]]
@@ -83,7 +89,7 @@ def _child_kinds(cluster: Cluster) -> dict[str, tuple[str, str, str]]:
         # A watch of what cannot be watched would keep all others waiting.
         kinds[SCALER_PLURAL] = (GROUP, VERSION, SCALER_PLURAL)
     if cluster.has_gateways:
-        for api, kind in ((POOL_API, POOL_KIND), (ROUTE_API, ROUTE_KIND)):
+        for api, kind in ((POOL_API, POOL_KIND), (HTTP_ROUTE_API, HTTP_ROUTE_KIND)):
             group, version = api.split("/")
             kinds[PLURALS[kind]] = (group, version, PLURALS[kind])
     return kinds
@@ -236,7 +242,7 @@ def trimmed(raw: dict[str, Any]) -> Raw:
         spec = raw["spec"]
         keys = [each for each in spec.get("volumes") or () if each.get("name") == KEYS_VOLUME]
         kept["spec"] = {"volumes": keys} if _is_ready(raw) else spec
-    if raw["kind"] in ("Deployment", "Pod", SCALER_KIND, ROUTE_KIND):
+    if raw["kind"] in ("Deployment", "Pod", SCALER_KIND, HTTP_ROUTE_KIND):
         kept["status"] = raw.get("status") or {}
     return kept
 

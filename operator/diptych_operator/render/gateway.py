@@ -7,7 +7,7 @@ from typing import Any
 from diptych_operator.api.base import Object, Raw
 from diptych_operator.api.names import HTTP_PORT, PICKER_PORT, metadata, object_name, selector
 from diptych_operator.api.service import Gateway, InferenceService
-from diptych_operator.kube.cluster import POOL_API, POOL_KIND, ROUTE_API, ROUTE_KIND
+from diptych_operator.kube.cluster import HTTP_ROUTE_API, HTTP_ROUTE_KIND, POOL_API, POOL_KIND
 
 
 def gateway_objects(service: InferenceService, gateway: Gateway) -> list[Object]:
@@ -32,8 +32,8 @@ def gateway_objects(service: InferenceService, gateway: Gateway) -> list[Object]
     parent = {"name": gateway.name, "namespace": gateway.namespace or service.metadata.namespace}
     backend = {"group": POOL_API.partition("/")[0], "kind": POOL_KIND, "name": about["name"]}
     route: Object = {
-        "apiVersion": ROUTE_API,
-        "kind": ROUTE_KIND,
+        "apiVersion": HTTP_ROUTE_API,
+        "kind": HTTP_ROUTE_KIND,
         "metadata": about,
         "spec": {
             "parentRefs": [parent],
@@ -55,8 +55,8 @@ def why_not_exposed(service: InferenceService, has_gateways: bool, route: Raw | 
         return ""
     if not has_gateways:
         return (
-            f"the cluster has no {ROUTE_API} {ROUTE_KIND} or no {POOL_API} {POOL_KIND}, or the "
-            "operator may not watch them; install the CRDs of the Gateway API and of its inference "
+            f"the cluster has no {HTTP_ROUTE_API} {HTTP_ROUTE_KIND} or no {POOL_API} {POOL_KIND}, "
+            "or the operator may not watch them; install the CRDs of the Gateway API and of its inference "
             "extension, then restart the operator"
         )
     if service.spec.router.tls is not None:

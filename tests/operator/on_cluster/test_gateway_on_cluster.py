@@ -19,7 +19,7 @@ from cluster_kit.kube_tools import find_tool
 from cluster_kit.operators import STUCK, Identity, Operator, running
 from waits import PATIENCE_S
 
-from diptych_operator.kube.cluster import POOL_KIND, ROUTE_KIND
+from diptych_operator.kube.cluster import HTTP_ROUTE_KIND, POOL_KIND
 
 pytestmark = pytest.mark.skipif(
     not KUBECONFIG, reason="DIPTYCH_TEST_KUBECONFIG names no cluster with the CRDs"
@@ -57,22 +57,22 @@ def test_a_route_and_a_pool_are_kept_by_an_operator_that_may(
             assert "restart the operator" in message
             until("all else goes on", lambda: namespace.get("Deployment", "svc-router"))
         with running(operator(folder / "after")):
-            route = until("a route", lambda: namespace.get(ROUTE_KIND, "svc-router"))
+            route = until("a route", lambda: namespace.get(HTTP_ROUTE_KIND, "svc-router"))
             assert route is not None
             pool = namespace.there(POOL_KIND, route["spec"]["rules"][0]["backendRefs"][0]["name"])
             for made in (route, pool):
                 [owner] = made["metadata"]["ownerReferences"]
                 assert owner["name"] == "svc"
             until("it is well", lambda: reason(namespace) not in ("", "GatewayUnavailable"))
-            namespace.merge(ROUTE_KIND, "svc-router", verdict(route, "False"), "status")
+            namespace.merge(HTTP_ROUTE_KIND, "svc-router", verdict(route, "False"), "status")
             message = namespace.degraded("svc", "GatewayUnavailable")
             assert "front says NotAllowed: no such listener" in message
-            namespace.merge(ROUTE_KIND, "svc-router", verdict(route, "True"), "status")
+            namespace.merge(HTTP_ROUTE_KIND, "svc-router", verdict(route, "True"), "status")
             until("it is accepted", lambda: reason(namespace) != "GatewayUnavailable")
-            namespace.delete(ROUTE_KIND, "svc-router")
+            namespace.delete(HTTP_ROUTE_KIND, "svc-router")
             until("it is back", lambda: uid(namespace) not in ("", route["metadata"]["uid"]))
             namespace.merge("InferenceService", "svc", {"spec": {"expose": None}})
-            for kind in (ROUTE_KIND, POOL_KIND):
+            for kind in (HTTP_ROUTE_KIND, POOL_KIND):
                 until(f"no {kind}", lambda kind=kind: not namespace.get(kind, "svc-router"))  # type: ignore[misc]
 
 
@@ -96,5 +96,5 @@ def reason(namespace: Namespace) -> str:
 
 
 def uid(namespace: Namespace) -> str:
-    found = namespace.get(ROUTE_KIND, "svc-router")
+    found = namespace.get(HTTP_ROUTE_KIND, "svc-router")
     return "" if found is None else str(found["metadata"]["uid"])

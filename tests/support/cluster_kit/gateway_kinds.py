@@ -7,12 +7,12 @@ from __future__ import annotations
 from typing import Any
 
 from diptych_operator.kube.client import PLURALS
-from diptych_operator.kube.cluster import POOL_API, POOL_KIND, ROUTE_API, ROUTE_KIND
+from diptych_operator.kube.cluster import HTTP_ROUTE_API, HTTP_ROUTE_KIND, POOL_API, POOL_KIND
 
 
 def gateway_kinds() -> dict[str, dict[str, Any]]:
     """Their CRDs, by name."""
-    made = (_definition(POOL_API, POOL_KIND), _definition(ROUTE_API, ROUTE_KIND))
+    made = (_definition(POOL_API, POOL_KIND), _definition(HTTP_ROUTE_API, HTTP_ROUTE_KIND))
     return {each["metadata"]["name"]: each for each in made}
 
 
