@@ -56,8 +56,8 @@ def why_not_exposed(service: InferenceService, has_gateways: bool, route: Raw | 
     if not has_gateways:
         return (
             f"the cluster has no {HTTP_ROUTE_API} {HTTP_ROUTE_KIND} or no {POOL_API} {POOL_KIND}, "
-            "or the operator may not watch them; install the CRDs of the Gateway API and of its inference "
-            "extension, then restart the operator"
+            "or the operator may not watch them; install the CRDs of the Gateway API and of its "
+            "inference extension, then restart the operator"
         )
     if service.spec.router.tls is not None:
         return (
