@@ -9,7 +9,7 @@ from diptych_operator.api.images import Images
 from diptych_operator.kube.cluster import Cluster
 
 NAMES = ("engine", "router")
-"""Of containers."""
+"""The containers of both kinds of pods."""
 
 
 async def made() -> Store:

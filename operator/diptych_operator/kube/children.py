@@ -124,9 +124,8 @@ class Children:
         if now is None or name in self._applied or _lacks(now, owned):
             return
         meta = now["metadata"]
-        live = await self._kube.get(
-            owned["apiVersion"], owned["kind"], meta["namespace"], meta["name"]
-        )
+        name_there = (owned["apiVersion"], owned["kind"], meta["namespace"], meta["name"])
+        live = await self._kube.get(*name_there, in_turn=True)
         ours = {part: value for part, value in owned.items() if part != "metadata"}
         if live is not None and not _lacks(live, owned) and not any(differences(ours, live)):
             self._applied[name] = _left(owned, live)
