@@ -63,7 +63,8 @@ class ServicePlan:
 
 def plans(cluster: Cluster, services: Sequence[Raw], operator_namespace: str) -> list[ServicePlan]:
     """Compare every service. Raises `ClusterError`."""
-    args = arguments.parser().parse_args(cluster.operator(operator_namespace))
+    # An operator of another version may have arguments that this one does not know.
+    args, _ = arguments.parser().parse_known_args(cluster.operator(operator_namespace))
     version, served = cluster.version()
     able = capabilities.read_cluster(version["major"], version["minor"], served, operator_namespace)
     return [
