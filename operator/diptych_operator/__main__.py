@@ -7,24 +7,20 @@ import asyncio
 import contextlib
 import logging
 import os
-import secrets
 import signal
-import socket
 import sys
 import time
 from typing import Any
 
 import kopf
-import msgspec
 from pythonjsonlogger.json import JsonFormatter
 
 from diptych_operator.api.base import ServiceKey
-from diptych_operator.api.images import Images, PodDefaults
-from diptych_operator.api.limits import Allowed
 from diptych_operator.api.names import ROUTE_SUFFIX
 from diptych_operator.api.route import ROUTE_KIND
 from diptych_operator.api.scaler import SCALER_KIND
 from diptych_operator.api.service import API_VERSION, KIND
+from diptych_operator.arguments import images, parser
 from diptych_operator.kube.client import Kube
 from diptych_operator.kube.cluster import (
     HTTP_ROUTE_API,
@@ -40,7 +36,7 @@ from diptych_operator.kube.rivals import Rivals
 from diptych_operator.kube.watch import Indexed, registry, settings, watched_paths
 from diptych_operator.kube.work_queue import WorkQueue
 from diptych_operator.metrics import OperatorMetrics, serve_probes
-from diptych_operator.reconcile import MOST_UPGRADES, Reconciler
+from diptych_operator.reconcile import Reconciler
 from diptych_operator.routers import Routers
 from diptych_operator.routes import Routes
 from diptych_protocol import DiptychError
@@ -111,19 +107,12 @@ class Leader:
         indexed = Indexed()
         async with Routers() as routers:
             args = self._args
-            images = Images(
-                args.engine_image,
-                args.router_image,
-                args.vllm_connector_image,
-                cluster_chooses_user=args.cluster_chooses_user,
-                pods=args.pod_defaults,
-            )
             rivals = Rivals(self._kube, serves_cluster=not self._args.namespaces)
             reconciler = Reconciler(
-                self._kube, indexed, cluster, routers, self._metrics, images, rivals, args.limits,
-                most_upgrades=args.max_concurrent_rollouts,
+                self._kube, indexed, cluster, routers, self._metrics, images(args), rivals,
+                args.limits, most_upgrades=args.max_concurrent_rollouts,
             )  # fmt: skip
-            routes = Routes(self._kube, indexed, cluster, images, rivals)
+            routes = Routes(self._kube, indexed, cluster, images(args), rivals)
 
             async def reconcile(key: ServiceKey) -> float | None:
                 owner = routes if key[1].endswith(ROUTE_SUFFIX) else reconciler
@@ -237,66 +226,7 @@ def main() -> None:
     # Until the loop has its own handlers: process 1 of a container ignores what has none.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     resolve_struct_types()
-    parser = argparse.ArgumentParser(prog="python -m diptych_operator", description=__doc__)
-    parser.add_argument(
-        "--namespaces",
-        type=lambda text: [name for name in text.split(",") if name],
-        default=[],
-        help="namespaces to serve, with commas; left out, the whole cluster",
-    )
-    parser.add_argument(
-        "--release",
-        default=f"{os.environ.get('POD_NAMESPACE', 'default')}/diptych-operator",
-        help="namespace and name of this installation, which its replicas have in common",
-    )
-    parser.add_argument(
-        "--identity",
-        default=os.environ.get("POD_NAME") or f"{socket.gethostname()}-{secrets.token_hex(4)}",
-        help="unique name of this operator in the election; two of one name would both lead",
-    )
-    parser.add_argument("--metrics-host", default="0.0.0.0", help="address of the port below")
-    parser.add_argument(
-        "--metrics-port", type=int, default=8080, help="port of /metrics, /healthz and /readyz"
-    )
-    for component, field, default in (
-        ("engine", "engine.image", Images().engine),
-        ("router", "router.image", Images().router),
-        ("vllm-connector", "transfer.connectorImage", Images().vllm_connector),
-    ):
-        parser.add_argument(
-            f"--{component}-image",
-            default=default,
-            help=f"image of services that leave spec.{field} out; %(default)s",
-        )
-    parser.add_argument(
-        "--limits",
-        type=lambda text: msgspec.json.decode(text, type=Allowed),
-        metavar="JSON",
-        help="what services may ask for, as the chart's limits.allow; left out, anything",
-    )
-    parser.add_argument(
-        "--pod-defaults",
-        type=lambda text: msgspec.json.decode(text, type=PodDefaults),
-        default=PodDefaults(),
-        metavar="JSON",
-        help="what pods of services have that name none, as the chart's podDefaults",
-    )
-    parser.add_argument(
-        "--max-concurrent-rollouts",
-        type=int,
-        default=MOST_UPGRADES,
-        help="services that may roll at once because this operator renders them otherwise than the "
-        "last one; 0 lets all wait",
-    )
-    parser.add_argument(
-        "--cluster-chooses-user",
-        action="store_true",
-        help="pods name no user and no group, as OpenShift's constraints want it",
-    )
-    parser.add_argument(
-        "--log-level", choices=("debug", "info", "warning", "error"), default="info"
-    )
-    args = parser.parse_args()
+    args = parser().parse_args()
     set_up_logging(args.log_level)
     status = 0
     try:

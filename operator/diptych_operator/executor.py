@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from diptych_operator.api.base import Object
+from diptych_operator.api.base import Object, ServiceKey
 from diptych_operator.api.names import (
     DELETION_COST_ANNOTATION,
     POOLS,
@@ -22,9 +22,10 @@ from diptych_operator.counts import NOTHING
 from diptych_operator.key_keeper import KeyKeeper
 from diptych_operator.kube.children import Children, belongs_to, child_id, is_orphan_of
 from diptych_operator.kube.client import ApiError, Kube
-from diptych_operator.kube.cluster import HTTP_ROUTE_KIND, POOL_KIND, Cluster
+from diptych_operator.kube.cluster import HTTP_ROUTE_KIND, POOL_KIND
 from diptych_operator.plan import Step
-from diptych_operator.render import Serving, render_revision, render_shared
+from diptych_operator.render import Serving
+from diptych_operator.render.once import Renderings
 from diptych_operator.scalers import scaler_ids
 from diptych_operator.service_snapshot import ServiceSnapshot, annotation, label
 
@@ -44,11 +45,15 @@ def open_work(pod: Mapping[str, Any], work: Mapping[str, int]) -> int:
 class Executor:
     """Makes the reconciler's changes in the cluster."""
 
-    def __init__(self, kube: Kube, cluster: Cluster, children: Children, keys: KeyKeeper) -> None:
+    def __init__(
+        self, kube: Kube, renderings: Renderings, children: Children, keys: KeyKeeper
+    ) -> None:
         self._kube = kube
-        self._cluster = cluster
+        self._renderings = renderings
         self._children = children
         self._keys = keys
+        self._at_rest: dict[ServiceKey, object] = {}
+        """All that a step was made of that left nothing to do: the same again needs no look."""
 
     async def carry_out(self, snapshot: ServiceSnapshot, step: Step) -> bool:
         """Make the cluster match the step. Returns true if `snapshot` shows an outdated Deployment.
@@ -57,13 +62,25 @@ class Executor:
         old revision needs has been changed then.
         """
         service = snapshot.service
+        key = service.metadata.namespace, service.metadata.name
+        basis = (
+            service.metadata, service.spec, step, snapshot.children, snapshot.target, snapshot.held,
+            snapshot.keys, snapshot.lost_keys, snapshot.rendered,
+        )  # fmt: skip
+        if self._at_rest.pop(key, None) != basis and await self._make(snapshot, step):
+            return True
+        self._at_rest[key] = basis
+        return False
+
+    async def _make(self, snapshot: ServiceSnapshot, step: Step) -> bool:
+        service = snapshot.service
         await self._children.adopt(service, snapshot.children.values())
         asleep = service.sleeps_when_idle and not step.replicas.get(snapshot.target, NOTHING)
         trial = step.trial
-        serving = Serving(step.serving, asleep=asleep)
+        serving = Serving(tuple(step.serving), asleep=asleep)
         if trial is not None and trial.revision in step.serving and len(step.serving) > 1:
             serving = replace(serving, canary=trial.revision, weight=trial.weight)
-        shared = render_shared(service, self._cluster, snapshot.keys, serving)
+        shared = self._renderings.shared(service, snapshot.keys, serving)
         wanted = [*_taken(shared, snapshot), *self._revision_objects(snapshot, step)]
         if not service.spec.suspend:
             # The CRD does not know what a podTemplate may hold; the API server does.
@@ -74,6 +91,9 @@ class Executor:
         await self._scale_older(snapshot, step)
         await self._remove(snapshot, step, shared)
         return changed
+
+    def forget(self, key: ServiceKey) -> None:
+        self._at_rest.pop(key, None)
 
     async def stop(self, service: InferenceService, children: Iterable[Mapping[str, Any]]) -> None:
         """Remove all pods, whatever else is wrong with the service. This includes orphans that it
@@ -99,9 +119,7 @@ class Executor:
             or snapshot.routers_lack_keys()
         ):
             return []
-        return render_revision(
-            snapshot.service, self._cluster, snapshot.target, snapshot.keys, counts
-        )
+        return self._renderings.revision(snapshot.service, snapshot.target, snapshot.keys, counts)
 
     async def _scale_older(self, snapshot: ServiceSnapshot, step: Step) -> None:
         """What the spec no longer describes, or what is held, changes in number only."""

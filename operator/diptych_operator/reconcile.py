@@ -47,6 +47,7 @@ from diptych_operator.referents import Referents
 from diptych_operator.render import KeySets, fixed_counts
 from diptych_operator.render.gateway import why_not_exposed
 from diptych_operator.render.keys import secret_name
+from diptych_operator.render.once import Renderings
 from diptych_operator.revision import key_set, revision
 from diptych_operator.routers import Routers
 from diptych_operator.scalers import PoolScalers, with_sizes_from_outside
@@ -64,7 +65,7 @@ from diptych_operator.status.progress import deadline_missed, lacks_room
 from diptych_operator.status.reasons import Reason
 from diptych_operator.status.references import Reference
 from diptych_operator.status.status import build_status, count, events_between
-from diptych_operator.upgrades import NEXT, Place, Standing, Upgrades, rendering
+from diptych_operator.upgrades import MOST_UPGRADES, NEXT, Place, Standing, Upgrades, rendering
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +73,6 @@ log = logging.getLogger(__name__)
 BUSY_INTERVAL_S = 2.0
 """While something changes, routers are polled at this interval; the API server is not."""
 AUTOSCALE_INTERVAL_S = 5.0
-MOST_UPGRADES = 1
-"""Services that roll at once because of an upgrade of the operator, unless told otherwise."""
 REST_INTERVAL_S = 120.0
 """At rest, only routers are polled, to learn whether the hand-off still works."""
 
@@ -109,19 +108,20 @@ class Reconciler:
         self._kube = kube
         self._rivals = rivals
         self._watched = watched
-        self._cluster = cluster
         self._routers = routers
         self._metrics = metrics
         self._images = images
         self._allowed = allowed
         self._keys = KeyKeeper(kube)
         self._children = Children(kube)
-        self._executor = Executor(kube, cluster, self._children, self._keys)
+        self._renderings = Renderings(cluster)
+        self._executor = Executor(kube, self._renderings, self._children, self._keys)
         self._scalers = PoolScalers(kube, cluster)
         self._events = EventLog(kube)
         self._referents = Referents(kube)
         self._upgrades = Upgrades(most_upgrades)
         metrics.pending = self._upgrades.waiting
+        self._parsed: dict[ServiceKey, tuple[Raw, InferenceService]] = {}
         self._scaling: dict[ServiceKey, Memory] = {}
         self._stands_back: set[ServiceKey] = set()
 
@@ -142,7 +142,7 @@ class Reconciler:
         self._stands_back.discard(key)
         with self._metrics.timed(key):
             try:
-                service = parse_object(raw, self._images)
+                service = self._parse(key, raw)
                 # Whatever is wrong with a service, it can be stopped.
                 if self._allowed is not None and not service.spec.suspend:
                     check_limits(raw["spec"], self._allowed)
@@ -152,6 +152,14 @@ class Reconciler:
                 # they are older than it.
                 await self._report_unusable(raw, exc)
                 return None
+
+    def _parse(self, key: ServiceKey, raw: Raw) -> InferenceService:
+        """Read the object, unless it is the very one that the last pass read."""
+        before, service = self._parsed.get(key, (None, None))
+        if service is None or before is not raw:
+            service = parse_object(raw, self._images)
+            self._parsed[key] = raw, service
+        return service
 
     async def _stand_back(self, key: ServiceKey, raw: Raw, rival: str) -> float:
         """Another operator serves the namespace: touch nothing, and say so once."""
@@ -168,6 +176,9 @@ class Reconciler:
         self._scaling.pop(key, None)
         self._upgrades.places.pop(key, None)
         self._keys.forget(key)
+        self._parsed.pop(key, None)
+        self._renderings.forget(key)
+        self._executor.forget(key)
         self._children.forget(*key)
         self._metrics.forget(key)
 
@@ -204,7 +215,7 @@ class Reconciler:
         """Hold the pods as they are if only this operator, and not the user, wants others."""
         service, last = snapshot.service, snapshot.last_rendered
         try:
-            new = rendering(service, snapshot.target, snapshot.keys, self._cluster)
+            new = rendering(self._renderings, service, snapshot.target, snapshot.keys)
         except SpecError:
             return snapshot  # the acts report it
         if last is None or last.intent != new.intent or not snapshot.pods:
@@ -291,7 +302,7 @@ class Reconciler:
         service = snapshot.service
         meta = metadata(service, "router", "router")
         route = snapshot.children.get((meta["namespace"], HTTP_ROUTE_KIND, meta["name"]))
-        why = why_not_exposed(service, self._cluster.has_gateways, route)
+        why = why_not_exposed(service, self._renderings.cluster.has_gateways, route)
         return [Problem(Reason.GATEWAY_UNAVAILABLE, f"expose.gateway: {why}")] if why else []
 
     async def _carry_out(

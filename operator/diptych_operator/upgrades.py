@@ -17,9 +17,11 @@ import msgspec
 from diptych_operator.api.base import ServiceKey
 from diptych_operator.api.names import UPGRADE_ANNOTATION
 from diptych_operator.api.service import InferenceService
-from diptych_operator.kube.cluster import Cluster
 from diptych_operator.render import KeySets, Serving, fixed_counts, render_revision, render_shared
+from diptych_operator.render.once import Renderings
 
+MOST_UPGRADES: Final = 1
+"""Services that roll at once because of an upgrade of the operator, unless told otherwise."""
 NEXT: Final = 10
 """So many services of those that wait look often whether it is their turn."""
 
@@ -47,23 +49,28 @@ class Rendered(NamedTuple):
 
 
 def rendering(
-    service: InferenceService, revision: str, keys: KeySets, cluster: Cluster
+    renderings: Renderings, service: InferenceService, revision: str, keys: KeySets
 ) -> Rendered:
     """Return what this operator makes of a service. Raises `SpecError`, as `render`."""
     # Which older keys routers hold besides is the cluster's state, and nobody's wish.
     held = KeySets(keys.current)
-    objects = [
-        *render_shared(service, cluster, held, Serving()),
-        *render_revision(service, cluster, revision, held, fixed_counts(service)),
-    ]
-    templates = {
-        obj["metadata"]["labels"]["app.kubernetes.io/component"]: obj["spec"]["template"]
-        for obj in objects
-        if obj["kind"] == "Deployment"
-    }
-    meta = service.metadata
-    word = meta.annotations.get(UPGRADE_ANNOTATION, "")
-    return Rendered(_digest([meta.generation, keys.current, word]), revision, _digest(templates))
+
+    def make() -> Rendered:
+        objects = [
+            *render_shared(service, renderings.cluster, held, Serving()),
+            *render_revision(service, renderings.cluster, revision, held, fixed_counts(service)),
+        ]
+        templates = {
+            obj["metadata"]["labels"]["app.kubernetes.io/component"]: obj["spec"]["template"]
+            for obj in objects
+            if obj["kind"] == "Deployment"
+        }
+        meta = service.metadata
+        word = meta.annotations.get(UPGRADE_ANNOTATION, "")
+        intent = _digest([meta.generation, keys.current, word])
+        return Rendered(intent, revision, _digest(templates))
+
+    return renderings.once(service, (revision, held), make)
 
 
 def _digest(value: object) -> str:

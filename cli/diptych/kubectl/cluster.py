@@ -99,6 +99,40 @@ class Cluster:
         """Return the pods of a service."""
         return self._list(self._core("pods"), {"labelSelector": f"{_SERVICE_LABEL}={name}"})
 
+    def children(self, raw: Raw, policy_api: str) -> list[Raw]:
+        """Return what an operator made of a service, but for Secrets and PoolScalers."""
+        meta = raw["metadata"]
+        where = f"namespaces/{quote(meta['namespace'], safe='')}"
+        query = {"labelSelector": f"{_SERVICE_LABEL}={meta['name']}"}
+        kinds = {
+            "Deployment": "apis/apps/v1", "ConfigMap": "api/v1", "Service": "api/v1",
+            "ServiceAccount": "api/v1", "NetworkPolicy": "apis/networking.k8s.io/v1",
+            "PodDisruptionBudget": f"apis/{policy_api}",
+        }  # fmt: skip
+        from diptych_operator.kube.client import PLURALS
+
+        return [
+            item | {"kind": kind}  # entries of a list do not say it
+            for kind, group in kinds.items()
+            for item in self._list(f"/{group}/{where}/{PLURALS[kind]}", query)
+        ]
+
+    def operator(self, namespace: str) -> list[str]:
+        """Return the arguments of the operator in a namespace. Raises `ClusterError`."""
+        path = f"/apis/apps/v1/namespaces/{quote(namespace, safe='')}/deployments"
+        query = {"labelSelector": "app.kubernetes.io/name=diptych-operator"}
+        for found in self._list(path, query):
+            arguments: list[str] = found["spec"]["template"]["spec"]["containers"][0]["args"]
+            return [text.replace("$(POD_NAMESPACE)", namespace) for text in arguments]
+        raise ClusterError(
+            f"no operator runs in the namespace {namespace}; give --operator-namespace"
+        )
+
+    def version(self) -> tuple[Raw, list[str]]:
+        """Return the version, and all `group/version` that are served."""
+        groups = self._get("/apis")["groups"]
+        return self._get("/version"), [v["groupVersion"] for g in groups for v in g["versions"]]
+
     def warnings(self) -> list[Raw]:
         """Return the warning events of the namespace."""
         query = {"fieldSelector": "type=Warning", "limit": str(MAX_EVENTS)}

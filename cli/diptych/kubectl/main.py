@@ -16,7 +16,7 @@ from diptych.main import render as render_file
 from diptych.request_trace import explain_requests, show_timelines, svg_option
 from diptych.service_argument import service_argument
 from diptych.top import interval_option, show_loads, watch_option
-from diptych.watching import console_for_tables, print_json, show
+from diptych.watching import console_for_tables, harmless, print_json, show
 
 if TYPE_CHECKING:
     from diptych.engine_load import Sample
@@ -52,9 +52,11 @@ def main() -> None:
       kubectl diptych why smollm2 ID    why a request went where it did
       kubectl diptych trace smollm2 ID  when it was where
       kubectl diptych top smollm2 -w    its engines' load
+      kubectl diptych plan              what the operator would change
 
     \b
-    Exit codes: 0 well, 1 not well (why), 2 the question was wrong or could not be asked.
+    Exit codes: 0 well, 1 not well (why) or pending (plan), 2 the question was wrong or could not
+    be asked.
     """
 
 
@@ -213,6 +215,47 @@ def top(
     cluster = Cluster.connect(Access(kubeconfig, context, namespace))
     https = bool((cluster.service(name).get("spec") or {}).get("router", {}).get("tls"))
     show_loads(lambda: _samples(cluster, name, https), interval, watch=watch, as_json=as_json)
+
+
+@main.command()
+@click.argument("name", required=False)
+@click.option("-A", "--all-namespaces", "everywhere", is_flag=True, help="Of the whole cluster.")
+@click.option("--operator-namespace", default="diptych-system", show_default=True)
+@_access
+@_json_option
+def plan(
+    name: str | None,
+    everywhere: bool,
+    operator_namespace: str,
+    kubeconfig: str | None,
+    context: str | None,
+    namespace: str | None,
+    as_json: bool,
+) -> None:
+    """Show what an operator of this version would change in each service, or in service NAME.
+
+    Renders each service with the arguments of the operator that runs, and compares that with the
+    cluster's objects; nothing is written. With a newer plugin it shows what an upgrade would do.
+    Ends with 0 if that is nothing, else with 1.
+
+    \b
+    Example:
+      kubectl diptych plan -A
+      kubectl diptych plan smollm2 --json | jq -r '.[].changes[].path'
+    """
+    from diptych.kubectl.plan import plans
+
+    if name and everywhere:
+        raise click.UsageError("give NAME or --all-namespaces, not both")
+    cluster = Cluster.connect(Access(kubeconfig, context, namespace))
+    raws = [cluster.service(name)] if name else cluster.services(everywhere=everywhere)
+    found = plans(cluster, raws, operator_namespace)
+    if as_json:
+        print_json(found)
+    else:
+        for service in found:
+            click.echo(harmless(service.text))
+    raise SystemExit(1 if any(service.pending for service in found) else 0)
 
 
 @main.command()

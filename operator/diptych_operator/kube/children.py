@@ -5,6 +5,9 @@ apply left: its `generation` moved (for kinds that have one) or else its resourc
 lacks labels, annotations or the owner that we gave it, which no generation counts. So a cluster at
 rest costs no request, and the fields of other managers are never compared with ours.
 
+An operator that takes over reads what another one applied, and applies only what it would render
+otherwise, as `APPLIED_ANNOTATION` says, or what somebody has changed since.
+
 A refused object is not sent again for a while: passes are frequent while somebody mends it.
 """
 
@@ -19,10 +22,11 @@ from typing import Any
 import msgspec
 
 from diptych_operator.api.base import Raw
-from diptych_operator.api.names import COMPONENT_LABEL, Owner, labels
+from diptych_operator.api.names import APPLIED_ANNOTATION, COMPONENT_LABEL, Owner, labels
 from diptych_operator.api.scaler import SCALER_KIND
 from diptych_operator.api.service import API_VERSION
 from diptych_operator.kube.client import ApiError, Kube
+from diptych_operator.kube.difference import differences
 
 ChildId = tuple[str, str, str]
 """Namespace, kind, name."""
@@ -83,9 +87,10 @@ class Children:
         Raises `ApiError` for the first that is refused, `NotOursError`.
         """
         for obj in objects:
-            owned = with_owner(obj, service)
+            owned = _stamped(obj, service)
+            await self._recall(owned, live.get(child_id(owned)))
             known = self._applied.get(child_id(owned))
-            if known is None or known.rendering != _digest(owned):
+            if known is None or known.rendering != _stamp(owned):
                 await self._check_free(owned, service, live)
                 await self._send(owned, live.get(child_id(owned)), dry_run=True)
 
@@ -102,15 +107,28 @@ class Children:
         """
         lags = False
         for obj in objects:
-            owned = with_owner(obj, service)
+            owned = _stamped(obj, service)
             name = child_id(owned)
             now = live.get(name)
+            await self._recall(owned, now)
             if now is None or self._applied.get(name) != _left(owned, now) or _lacks(now, owned):
                 await self._check_free(owned, service, live)
                 self._applied[name] = _left(owned, await self._send(owned, now))
             if owned["kind"] == "Deployment":
                 lags |= now is None or self._applied[name].version != _version(now)
         return lags
+
+    async def _recall(self, owned: Raw, now: Raw | None) -> None:
+        """Remember an apply of the operator before this one, if nobody has changed the object."""
+        name = child_id(owned)
+        if now is None or name in self._applied or _lacks(now, owned):
+            return
+        meta = now["metadata"]
+        name_there = (owned["apiVersion"], owned["kind"], meta["namespace"], meta["name"])
+        live = await self._kube.get(*name_there, in_turn=True)
+        ours = {part: value for part, value in owned.items() if part != "metadata"}
+        if live is not None and not _lacks(live, owned) and not any(differences(ours, live)):
+            self._applied[name] = _left(owned, live)
 
     async def _send(self, owned: Raw, now: Raw | None, *, dry_run: bool = False) -> Raw:
         self._raise_if_refused(owned)
@@ -156,13 +174,13 @@ class Children:
 
     def _remember(self, owned: Raw, error: ApiError | NotOursError) -> None:
         until = time.monotonic() + REFUSAL_S
-        self._refused[child_id(owned)] = _Refused(_digest(owned), error, until)
+        self._refused[child_id(owned)] = _Refused(_stamp(owned), error, until)
 
     def _raise_if_refused(self, owned: Raw) -> None:
         refused = self._refused.get(child_id(owned))
         if refused is None:
             return
-        if refused.rendering == _digest(owned) and time.monotonic() < refused.until:
+        if refused.rendering == _stamp(owned) and time.monotonic() < refused.until:
             raise refused.error.with_traceback(None)  # or it would grow with each time
         del self._refused[child_id(owned)]
 
@@ -252,7 +270,7 @@ def child_id(obj: Raw) -> ChildId:
 
 def _left(owned: Raw, live: Raw) -> _Applied:
     """What to remember of an apply after which the live object is this one."""
-    return _Applied(_digest(owned), live["metadata"]["uid"], _version(live))
+    return _Applied(_stamp(owned), live["metadata"]["uid"], _version(live))
 
 
 def _version(obj: Raw) -> str:
@@ -273,5 +291,14 @@ def _lacks(live: Raw, owned: Raw) -> bool:
     )
 
 
-def _digest(obj: Raw) -> str:
-    return hashlib.sha256(msgspec.json.encode(obj, order="sorted")).hexdigest()
+def _stamped(obj: dict[str, Any], service: Owner) -> Raw:
+    """The object as it is applied: with its owner, and a digest of all that."""
+    owned = with_owner(obj, service)
+    digest = hashlib.sha256(msgspec.json.encode(owned, order="sorted")).hexdigest()[:16]
+    meta = owned["metadata"]
+    notes = (meta.get("annotations") or {}) | {APPLIED_ANNOTATION: digest}
+    return owned | {"metadata": meta | {"annotations": notes}}
+
+
+def _stamp(owned: Raw) -> str:
+    return str(owned["metadata"]["annotations"][APPLIED_ANNOTATION])

@@ -20,6 +20,7 @@ import msgspec
 from kubernetes.aio import client, config
 
 from diptych_operator.api.base import Raw
+from diptych_operator.kube.pace import Pace
 from diptych_protocol import UNREADABLE, DiptychError
 
 FIELD_MANAGER = "diptych"
@@ -95,6 +96,7 @@ class Kube:
 
     def __init__(self, api: client.ApiClient) -> None:
         self._api = api
+        self.pace = Pace()
         self.requests = 0
         """Number of requests made since the start, watches not included."""
         self.time: datetime | None = None
@@ -135,12 +137,15 @@ class Kube:
     # --- objects ------------------------------------------------------------------------------
 
     async def apply(self, obj: Raw, *, dry_run: bool = False) -> Raw:
-        """Apply on the server: the fields of `obj` become ours, all others stay."""
+        """Apply on the server: the fields of `obj` become ours, all others stay.
+
+        Waits for its turn, see `Pace`."""
+        await self.pace.wait_and_take()
         meta = obj["metadata"]
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
         query |= {"dryRun": "All"} if dry_run else {}
         path = object_path(obj["apiVersion"], obj["kind"], meta["namespace"], meta["name"])
-        return await self.request("PATCH", path, query, obj, "application/apply-patch+yaml")
+        return await self._send("PATCH", path, query, obj, "application/apply-patch+yaml")
 
     async def apply_status(self, obj: Raw) -> None:
         """Apply the status; do nothing if the object no longer exists."""
@@ -167,10 +172,16 @@ class Kube:
         path = object_path(obj["apiVersion"], obj["kind"], meta["namespace"], meta["name"])
         return await self.request("PUT", path, {"fieldManager": FIELD_MANAGER}, obj)
 
-    async def get(self, api_version: str, kind: str, namespace: str, name: str) -> Raw | None:
-        """Return the object, or None if it does not exist."""
+    async def get(
+        self, api_version: str, kind: str, namespace: str, name: str, *, in_turn: bool = False
+    ) -> Raw | None:
+        """Return the object, or None if it does not exist. With `in_turn` it waits, see `Pace`."""
+        path = object_path(api_version, kind, namespace, name)
         try:
-            return await self.request("GET", object_path(api_version, kind, namespace, name))
+            if in_turn:
+                await self.pace.wait_and_take()
+                return await self._send("GET", path, None, None, "application/json")
+            return await self.request("GET", path)
         except ApiError as exc:
             if exc.status == 404:
                 return None
@@ -248,7 +259,19 @@ class Kube:
         content_type: str = "application/json",
         accept: str = "application/json",
     ) -> Raw:
-        """Send one request with a deadline. Raises `ApiError`."""
+        """Send one request with a deadline, at once. Raises `ApiError`."""
+        self.pace.take()
+        return await self._send(method, path, query, body, content_type, accept)
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None,
+        body: Raw | None,
+        content_type: str,
+        accept: str = "application/json",
+    ) -> Raw:
         self.requests += 1
         headers: dict[str, str] = {"Accept": accept, "Content-Type": content_type}
         url = self._api.configuration.host + path + (f"?{urlencode(query)}" if query else "")

@@ -158,11 +158,12 @@ async def serving(store: Store) -> AsyncIterator[Kube]:
         await runner.cleanup()
 
 
-async def one_pass(store: Store, allowed: Allowed | None = None) -> None:
-    """One pass of an operator that has just started and remembers nothing."""
+@asynccontextmanager
+async def operating(store: Store, allowed: Allowed | None = None) -> AsyncIterator[Reconciler]:
+    """An operator that has just started and remembers nothing."""
     async with serving(store) as kube, Routers() as routers:
         rivals = Rivals(kube, serves_cluster=store.serves_cluster)
-        reconciler = Reconciler(
+        yield Reconciler(
             kube,
             store,  # type: ignore[arg-type]
             Cluster(),
@@ -172,4 +173,9 @@ async def one_pass(store: Store, allowed: Allowed | None = None) -> None:
             rivals,
             allowed,
         )
+
+
+async def one_pass(store: Store, allowed: Allowed | None = None) -> None:
+    """One pass of such an operator."""
+    async with operating(store, allowed) as reconciler:
         await reconciler.reconcile(KEY)

@@ -1,0 +1,135 @@
+"""What an operator would change: its rendering beside the cluster's objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from diptych.kubectl.cluster import Cluster, Raw
+from diptych_operator import arguments
+from diptych_operator.api.base import Object, SpecError
+from diptych_operator.api.images import Images
+from diptych_operator.api.names import CONFIG_HASH_ANNOTATION, ROLE_LABEL, object_name
+from diptych_operator.api.parse import parse_object
+from diptych_operator.kube import cluster as capabilities
+from diptych_operator.kube.difference import differences
+from diptych_operator.render import Serving, fixed_counts, render_revision, render_shared
+from diptych_operator.revision import key_set, revision
+from diptych_operator.service_snapshot import ServiceSnapshot, key_sets, label
+from diptych_operator.status.observed import Observed
+
+LONG = 70
+"""Longer values are not shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    kind: str
+    name: str
+    path: str
+    """The field; empty if there is no such object yet."""
+    live: object = None
+    wanted: object = None
+
+    @property
+    def text(self) -> str:
+        values = f": {self.live} -> {self.wanted}" if self.path else ": made anew"
+        told = values if len(values) <= LONG else ""
+        return f"    {self.kind} {self.name}{self.path and ' '}{self.path}{told}"
+
+
+@dataclass(frozen=True, slots=True)
+class ServicePlan:
+    namespace: str
+    name: str
+    changes: tuple[Change, ...] = ()
+    replaces_pods: bool = False
+    problem: str = ""
+    """Why nothing can be rendered."""
+
+    @property
+    def pending(self) -> bool:
+        return bool(self.changes or self.problem)
+
+    @property
+    def text(self) -> str:
+        said = "pods are replaced" if self.replaces_pods else "no pod is replaced"
+        head = self.problem or (said if self.changes else "nothing")
+        told = (change.text for change in self.changes)
+        return "\n".join((f"{self.namespace}/{self.name}: {head}", *told))
+
+
+def plans(cluster: Cluster, services: Sequence[Raw], operator_namespace: str) -> list[ServicePlan]:
+    """Compare every service. Raises `ClusterError`."""
+    # An operator of another version may have arguments that this one does not know.
+    args, _ = arguments.parser().parse_known_args(cluster.operator(operator_namespace))
+    version, served = cluster.version()
+    able = capabilities.read_cluster(version["major"], version["minor"], served, operator_namespace)
+    return [
+        plan_service(raw, cluster.children(raw, able.policy_api), arguments.images(args), able)
+        for raw in services
+    ]
+
+
+def plan_service(
+    raw: Raw, children: Sequence[Raw], images: Images, cluster: capabilities.Cluster
+) -> ServicePlan:
+    """Compare one service with what was made of it."""
+    meta = raw["metadata"]
+    try:
+        changes = tuple(_changes(raw, children, images, cluster))
+    except SpecError as exc:
+        return ServicePlan(meta["namespace"], meta["name"], problem=str(exc))
+    replaces = any(
+        change.kind == "Deployment" and (not change.path or change.path.startswith("spec.template"))
+        for change in changes
+    )
+    return ServicePlan(meta["namespace"], meta["name"], changes, replaces)
+
+
+def _changes(
+    raw: Raw, children: Sequence[Raw], images: Images, cluster: capabilities.Cluster
+) -> Iterator[Change]:
+    service = parse_object(raw, images)
+    live = {(child["kind"], child["metadata"]["name"]): child for child in children}
+    keys = key_sets(key_set(service), [c for c in children if c["kind"] == "Deployment"])
+    target = revision(service)
+    snapshot = ServiceSnapshot(
+        service, target, keys, {("", *name): child for name, child in live.items()}, (), Observed()
+    )
+    last = snapshot.last_rendered
+    before = last.revision if last else target
+    objects = [
+        *render_shared(service, cluster, keys, Serving()),
+        *render_revision(service, cluster, target, keys, fixed_counts(service)),
+    ]
+    for obj in objects:
+        kind, name = obj["kind"], obj["metadata"]["name"]
+        if name == object_name(service, "serving"):
+            continue  # it follows the rollout
+        there, wanted = live.get((kind, name)), obj
+        if there is None and target in name:  # a new revision: what differs from the last one
+            wanted = _as_of(obj, target, before)
+            there = live.get((kind, wanted["metadata"]["name"]))
+        if there is None:
+            yield Change(kind, name, "")
+            continue
+        for found in differences(_compared(wanted), there):
+            if CONFIG_HASH_ANNOTATION not in found.path:  # the ConfigMap shows it
+                yield Change(kind, name, found.path, found.live, found.wanted)
+
+
+def _as_of(obj: Object, target: str, before: str) -> Object:
+    """The same object with another revision's name."""
+    text = msgspec.json.encode(obj).replace(target.encode(), before.encode())
+    return msgspec.json.decode(text, type=Object)
+
+
+def _compared(obj: Object) -> Object:
+    """Without what says where it is and how many pods there are."""
+    parts = {part: value for part, value in obj.items() if part not in ("apiVersion", "metadata")}
+    if obj["kind"] == "Deployment" and label(obj, ROLE_LABEL) != "router":
+        parts["spec"] = {name: v for name, v in parts["spec"].items() if name != "replicas"}
+    return parts

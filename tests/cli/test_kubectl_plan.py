@@ -1,0 +1,69 @@
+"""`kubectl diptych plan` says what an operator would change, and changes nothing."""
+
+from __future__ import annotations
+
+from cluster_kit.reconciling import KEY, Object, Store, one_pass
+
+from diptych.kubectl.plan import ServicePlan, plan_service
+from diptych_operator.api.images import Images
+from diptych_operator.kube.cluster import Cluster
+
+NAMES = ("engine", "router")
+"""The containers of both kinds of pods."""
+
+
+async def made() -> Store:
+    """A service as an operator with the default images made it."""
+    store = Store()
+    for _ in range(2):
+        await one_pass(store)
+    return store
+
+
+def planned(store: Store, images: Images, **spec: Object) -> ServicePlan:
+    raw = store.service(KEY)
+    return plan_service(raw | {"spec": raw["spec"] | spec}, store.children(KEY), images, Cluster())
+
+
+async def test_an_operator_that_renders_the_same_has_nothing_to_do() -> None:
+    found = planned(await made(), Images())
+    assert not found.pending
+    assert found.text == "ns/svc: nothing"
+
+
+async def test_other_images_replace_pods_and_are_shown_beside_those_that_run() -> None:
+    found = planned(await made(), Images(engine="engine:new", router="router:new"))
+    assert found.pending
+    assert found.replaces_pods
+    path = "spec.template.spec.containers[{}].image"
+    shown = {(change.path, change.live, change.wanted) for change in found.changes}
+    assert (path.format(NAMES[0]), Images().engine, "engine:new") in shown
+    assert (path.format(NAMES[1]), Images().router, "router:new") in shown
+    # A new revision has a name of its own, and that is all else.
+    assert {change.path for change in found.changes} == {
+        path.format(n) for n in ("engine", "router")
+    }
+    assert f"image: {Images().engine} -> engine:new" in found.text
+
+
+async def test_what_needs_no_new_pods_says_so() -> None:
+    store = await made()
+    service = next(o for o in store.children(KEY) if o["kind"] == "Service")
+    service["spec"]["ports"] = []
+    found = planned(store, Images())
+    assert found.pending
+    assert not found.replaces_pods
+    assert "no pod is replaced" in found.text
+
+
+async def test_a_service_that_is_not_there_yet_is_made_anew() -> None:
+    found = planned(Store(), Images())
+    assert found.replaces_pods
+    assert "Deployment svc-router: made anew" in found.text
+
+
+async def test_a_spec_that_cannot_be_rendered_says_why() -> None:
+    pod = {"podTemplate": {"spec": {"restartPolicy": "Never"}}}
+    found = planned(await made(), Images(), decode=pod)
+    assert found.pending
+    assert "restartPolicy" in found.text
