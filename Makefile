@@ -11,7 +11,7 @@ WITH_VLLM = $(or $(DIPTYCH_VLLM),$(VLLM))
 N      ?= 100000
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all test-vllm test-clients chaos simulate lint docs screenshots cast audit format bench gpu gpu-wheels lock crds dist images cluster e2e clean vllm llamacpp clients
+.PHONY: help demo test test-slow test-all test-vllm test-clients test-images chaos simulate lint docs screenshots cast audit format bench gpu gpu-wheels lock crds dist images cluster e2e clean vllm llamacpp clients
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,11 +38,11 @@ PYTEST := $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.test ## each behaviour that needs no cluster and no GPU, in minutes
 	$(BIN)/python -m diptych_kernels
-	$(PYTEST) -m "not slow and not vllm and not clients"
+	$(PYTEST) -m "not slow and not vllm and not clients and not images"
 
 test-slow: $(VENV)/.test ## what takes long, of which `test` has a quicker form
 	$(BIN)/python -m diptych_kernels
-	$(PYTEST) -m "slow and not vllm and not clients"
+	$(PYTEST) -m "slow and not vllm and not clients and not images"
 
 test-all: test test-slow ## both, one after the other
 
@@ -53,6 +53,9 @@ test-vllm: $(VENV)/.test ## what needs a real vLLM, of `make vllm` or DIPTYCH_VL
 
 test-clients: $(VENV)/.test ## what needs the clients of `make clients` or DIPTYCH_CLIENTS=DIR; QUICK=1 leaves out what is slow
 	$(BIN)/pytest -n 0 -m "clients$(if $(QUICK), and not slow)"
+
+test-images: $(VENV)/.test ## build docker/*.Dockerfile, as root, with Debian's buildah and mmdebstrap, and run what they make
+	$(BIN)/pytest -n 0 -s -m images tests/charts/test_built_images.py
 
 chaos: $(VENV)/.test ## RUNS=200 faults under load on real processes, SEED=n to play them again; docs/chaos.md
 	PYTHONPATH=tests/support $(BIN)/python tests/chaos --runs $(RUNS) $(if $(SEED),--seed $(SEED))

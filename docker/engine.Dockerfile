@@ -29,6 +29,10 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     pip install --no-deps --target /opt/diptych/code .
 # Kernels for processors of every level, whichever the builder has.
 RUN PYTHONPATH=/opt/diptych/code python -m diptych_kernels --levels all
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends binutils \
+    && rm -rf /var/lib/apt/lists/* \
+    && python docker/slim.py /opt/diptych/venv/lib/python3.11/site-packages /opt/diptych/code
 
 FROM python:3.11.16-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
 ARG VERSION=0.1.0

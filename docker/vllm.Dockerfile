@@ -20,6 +20,7 @@ COPY . .
 # Without byte code: vLLM's Python may be another.
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip install --no-deps --no-compile --target /opt/diptych/vllm .
+RUN python docker/slim.py /opt/diptych/vllm
 
 # hadolint ignore=DL3006
 FROM ${VLLM_IMAGE} AS vllm

@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import install
-from e2e.layers import pip_install, write_layer
+from e2e.layers import SLIM, pip_install, write_layer
 from e2e.vllm_images import connector_layer, program_layer, vllm_layer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -45,9 +45,6 @@ NEEDS_MODEL = frozenset({"engine", "router"})
 
 SITE = "opt/diptych/lib"
 """Where packages lie in the image. On PYTHONPATH, so that any base with this Python will do."""
-USELESS = ("bin", "torch/bin/test_*", "torch/bin/*Test", "torch/bin/protoc*", "torch/include",
-           "torch/test", "*/include", "kubernetes/test")  # fmt: skip
-"""C++ headers, test programs, and scripts whose first line names this machine's Python."""
 LAYER_FORMAT = 3
 """Part of every layer's name: raise it when the way a layer is made changes."""
 
@@ -74,7 +71,7 @@ def requirements_of(source: Path, extra: str) -> list[str]:
 def content_name(kind: str, parts: Sequence[str]) -> str:
     """A file name that changes with anything the layer is made of."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    recipe = json.dumps([LAYER_FORMAT, python, USELESS, kind, *parts])
+    recipe = json.dumps([LAYER_FORMAT, python, SLIM.read_text(), kind, *parts])
     return f"{kind}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}.tar"
 
 
@@ -87,9 +84,6 @@ def package_layer(layer: Path, pip_arguments: Sequence[str], *, with_kernels: bo
         site = rootfs / SITE
         site.mkdir(parents=True)
         pip_install(site, pip_arguments)
-        for pattern in USELESS:
-            for path in sorted(site.glob(pattern)):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
         # Bytecode that trusts the source unseen survives the loss of its time stamps.
         compileall.compile_dir(
             site,

@@ -8,11 +8,15 @@ import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
+SLIM = Path(__file__).resolve().parent.parent / "docker/slim.py"
+"""Takes out of packages what pods do not need, here as in docker/*.Dockerfile."""
+
 
 def pip_install(target: Path, arguments: Sequence[str]) -> None:
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
                "--no-compile", "--root-user-action=ignore", "--target", str(target)]  # fmt: skip
     subprocess.run([*command, *arguments], check=True)
+    subprocess.run([sys.executable, SLIM, target], check=True)
 
 
 def write_layer(rootfs: Path, layer: Path, *, keep_times: bool = False) -> None:

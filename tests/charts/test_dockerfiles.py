@@ -146,8 +146,9 @@ def test_commands_of_a_shell_are_joined_and_not_given_to_programs(image: str) ->
 def test_the_connector_is_a_folder_without_what_vllm_has_itself() -> None:
     """And without byte code, because vLLM's Python may be another."""
     build, on_top, alone = stages(IMAGES[CONNECTOR])
-    installs = build.all("RUN")
+    *installs, slim = build.all("RUN")
     assert len(installs) == 2
+    assert slim == f"python docker/slim.py {CONNECTOR_DIR}"
     for command in installs:
         options = command.partition("pip install ")[2].split()
         assert {"--no-deps", "--no-compile", "--target", CONNECTOR_DIR} <= set(options)
@@ -171,10 +172,12 @@ def test_the_cpu_image_takes_the_projects_torch_without_cuda() -> None:
 
 
 def test_the_build_sees_the_packages_and_nothing_else() -> None:
-    """`.dockerignore` lets in what hatchling needs."""
+    """`.dockerignore` lets in what hatchling needs, and what takes out the needless."""
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     assert "*" in lines
     allowed = {line.removeprefix("!").rstrip("/") for line in lines if line.startswith("!")}
     packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     folders = {package.split("/")[0] for package in packages}
-    assert allowed == folders | {"pyproject.toml", "requirements.lock", "README.md", "LICENSE"}
+    assert allowed == folders | {
+        *("pyproject.toml", "requirements.lock", "README.md", "LICENSE", "docker/slim.py")
+    }

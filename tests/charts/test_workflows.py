@@ -276,7 +276,7 @@ def test_a_change_of_anything_that_images_hold_builds_them() -> None:
     copied = {
         line.removeprefix("!").rstrip("/")
         for line in (ROOT / ".dockerignore").read_text().splitlines()
-        if line.startswith("!")
+        if line.startswith("!") and not line.startswith("!docker/")
     }
     assert {path.removesuffix("/**") for path in watched} >= copied | {"docker", ".dockerignore"}
 
