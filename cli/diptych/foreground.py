@@ -79,7 +79,8 @@ def what_to_try(state: RunState) -> list[str]:
 
 def _example_credentials(state: RunState) -> list[str]:
     """What curl needs beside the request: nothing on plain loopback."""
-    key = f"""-H "Authorization: Bearer $(cat '{state.key_file}')" """ if state.key_file else ""
+    header = f"Authorization: Bearer $(head -n 1 '{state.key_file}')"
+    key = f'-H "{header}" ' if state.key_file else ""
     trust = f"--cacert '{state.certificate}' " if state.certificate else ""
     return [f"    {key}{trust}\\"] if key or trust else []
 

@@ -17,6 +17,7 @@ from diptych.doctor.command import doctor
 from diptych.request_trace import explain_requests, trace
 from diptych.service_argument import service_argument, service_or_none
 from diptych.top import top
+from diptych.usage import usage
 from diptych.watching import console_for_tables, print_json
 
 if TYPE_CHECKING:
@@ -286,6 +287,7 @@ main.add_command(chat)
 main.add_command(doctor)
 main.add_command(top)
 main.add_command(trace)
+main.add_command(usage)
 
 
 if __name__ == "__main__":

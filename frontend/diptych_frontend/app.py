@@ -34,6 +34,7 @@ from diptych_frontend.openai.request_workers import RequestWorkers
 from diptych_frontend.openai.responses import ModelCard, ModelList
 from diptych_frontend.openai.token_count import TokenizerRoute
 from diptych_frontend.probes import NO_SITES, Probes, json_response
+from diptych_frontend.quotas.quotas import Quotas
 from diptych_frontend.reasoning.parser import ReasoningParser
 from diptych_frontend.responses_api.api_types import ResponsesRequest
 from diptych_frontend.responses_api.routes import ResponsesApi, StoredResponses
@@ -131,6 +132,7 @@ def build_app(
     browsers: BrowserRules = NO_SITES,
     sampling: SamplingDefaults = UNSAID,
     unknown_fields: UnknownFields = "warn",
+    quotas: Quotas | None = None,
 ) -> ASGIApp:
     """The HTTP server of one engine client.
 
@@ -151,6 +153,7 @@ def build_app(
         sampling: what requests get that leave these fields out; where it says nothing, what the
             model's files say.
         unknown_fields: see `RouterSettings`.
+        quotas: the limits of the keys, refreshed and closed by the caller; None: there are none.
     """
     engine = accepted(engine)
     names = tuple(served_names) or (engine.model_name,)
@@ -221,6 +224,7 @@ def build_app(
         on_refusal=partial(give_back, engine),
         access_log=access_log,
         refuses_unknown=unknown_fields == "refuse",
+        quotas=quotas,
     )
     app: ASGIApp = BodyReader(router, max_body_bytes, frozenset({FILES_PATH}))
     if batches is not None:

@@ -7,6 +7,7 @@ DiptychError
 ├── EngineGenerateError      this request failed inside the engine; HTTP 500, may be retried
 ├── EngineOverloadedError    no room now; HTTP 503, retry later
 │   └── TenantOverloadedError  because of the caller's own requests; HTTP 429
+│       └── QuotaExceededError   its API key has used the tokens that it may
 ├── EngineDeadError          the engine core is gone; HTTP 500 for all its requests
 │   └── ClientClosedError    the client object was used after shutdown()
 ├── UtilityError             a control call failed in the core; carries its message
@@ -71,6 +72,15 @@ class EngineOverloadedError(DiptychError):
 
 class TenantOverloadedError(EngineOverloadedError):
     """There is no capacity because of other requests of the same API key."""
+
+
+class QuotaExceededError(TenantOverloadedError):
+    """An API key has used the tokens that it may. `retry_after_s`: 0 if that will not change."""
+
+    def __init__(self, message: str, *, retry_after_s: int, code: str) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.code = code
+        """The reason, as the OpenAI API's `error.code`."""
 
 
 class EngineDeadError(DiptychError):

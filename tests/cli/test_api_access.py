@@ -136,6 +136,7 @@ def test_keys_and_certificate_of_the_user_are_followed_where_they_are(
         "svc", "svc", api.url, True, 0.0, 1, 0.0,
         key_file=str(file), certificate=str(api.certificate),
     )  # fmt: skip
+    (keys / "alice").write_text("sesame\ntokensPerMinute: 1000\n")
     options = client.options(state, "a key of somewhere else")
     assert options["headers"] == {"Authorization": "Bearer sesame"}
     assert client.options(None, "k")["headers"] == {"Authorization": "Bearer k"}

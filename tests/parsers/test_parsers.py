@@ -207,6 +207,7 @@ ELSEWHERE = {
     "frontend/diptych_frontend/batches_api/batch_store.py": "our own state on the disk",
     "frontend/diptych_frontend/batches_api/file_store.py": "our own state on the disk",
     "frontend/diptych_frontend/batches_api/journal.py": "our own journal; tests/…/test_journal.py",
+    "frontend/diptych_frontend/quotas/books.py": "our own ledger; tests/frontend/test_quotas.py",
     "frontend/diptych_frontend/core_client/engine_args.py": "the command line",
     "protocol/diptych_protocol/command_line.py": "the command line",
     "frontend/diptych_frontend/model_files/fetch/cache.py": "our own record of a fetched model",

@@ -8,6 +8,7 @@ import json
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -253,3 +254,40 @@ def test_a_batch_is_cancelled_at_another_router_than_the_one_that_works(
         answer = ann.completions.create(model="smollm2", prompt="1, 2, 3,", max_tokens=2)
         assert answer.choices[0].text
     assert not list((tmp_path / "batches").rglob("*.results"))
+
+
+def test_two_routers_grant_a_keys_tokens_to_the_token_also_when_one_is_killed(
+    routers: Any, tmp_path: Path
+) -> None:
+    """Usage is in the same directory as batches."""
+    budget, longest = 150, 8
+    (tmp_path / "api-keys" / "ann").write_text(f"key-of-ann\ntokenBudget: {budget}\n")
+    first, second = routers(), routers()
+
+    def ask(router: Router) -> int:
+        """The tokens that it took; 0: the key has too few left."""
+        with router.client() as ann, contextlib.suppress(openai.RateLimitError):
+            answer = ann.completions.create(
+                model="smollm2", prompt=PROMPT, max_tokens=longest, extra_body={"ignore_eos": True}
+            )
+            assert answer.usage is not None
+            return answer.usage.total_tokens
+        return 0
+
+    for router in (first, second):
+        wait_until(router.is_ready, "the router has found the engines")
+    with ThreadPoolExecutor(8) as threads:
+        taken = list(threads.map(ask, [first, second] * 8))
+    assert 0 < max(taken) > budget - sum(taken) >= 0
+    assert taken.count(0) == 16 - budget // max(taken)
+    ledger = tmp_path / "batches" / "usage" / "ledger.json"
+    wait_until(
+        lambda: json.loads(ledger.read_bytes())["counts"]["ann"].get("ever") == sum(taken),
+        "all that was used is recorded",
+    )
+    first.kill()
+    with second.client() as ann, pytest.raises(openai.RateLimitError) as refused:
+        ann.completions.create(model="smollm2", prompt=PROMPT, max_tokens=longest)
+    assert refused.value.code == "insufficient_quota"
+    left = refused.value.response.headers["x-ratelimit-remaining-tokens"]
+    assert int(left) == budget - sum(taken)

@@ -180,13 +180,13 @@ def options(state: RunState | None = None, api_key: str | None = None) -> dict[s
         trust.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         trust.check_hostname = False
     if state is not None:
-        key = _read(Path(state.key_file)) if state.key_file else None
+        key = _first_line(Path(state.key_file)) if state.key_file else None
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     return {"trust_env": False, "verify": trust, "headers": headers}
 
 
-def _read(file: Path) -> str:
+def _first_line(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8").strip()
+        return file.read_text(encoding="utf-8").strip().partition("\n")[0].strip()
     except (OSError, UnicodeDecodeError):
         return ""

@@ -25,7 +25,7 @@ from diptych_frontend.batches_api.journal import DONE, ERROR, Journal
 from diptych_frontend.batches_api.lines import Checked, Line, check, lines_of, read_line
 from diptych_frontend.batches_api.states import End, Record
 from diptych_frontend.observability.metrics import PREFIX
-from diptych_protocol import InvalidRequestError
+from diptych_protocol import EngineOverloadedError, InvalidRequestError
 
 
 class BatchMetrics:
@@ -79,6 +79,8 @@ MAX_FAILURES: Final = 3
 """A request that failed this many times with a server error is not sent again."""
 REFUSED: Final = frozenset({429, 503})
 """Statuses by which the server says that it has no capacity now."""
+MAX_REFUSED_S: Final = 60.0
+"""A client that is refused for longer than this, or for good, leaves its places to others."""
 LEAST_ROOM_BYTES: Final = 1 << 20
 
 
@@ -294,6 +296,8 @@ class BatchRun:
                 failures += 1
                 if failures >= MAX_FAILURES or answer.status == 501:
                     return answer
+            if answer.status == 429 and not 0 < answer.retry_after_s <= MAX_REFUSED_S:
+                raise EngineOverloadedError("its API key has used the tokens that it may")
             server.metrics.retries.inc()
             await self._stops_within(max(wait_s, answer.retry_after_s) * random.uniform(1, 1.5))
             wait_s = min(2 * wait_s, MAX_WAIT_S)

@@ -25,6 +25,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from diptych_frontend.quotas.ledger import Bill
 from diptych_protocol import (
     EngineOverloadedError,
     InvalidRequestError,
@@ -228,8 +229,14 @@ class RequestProgress:
     On exit it counts how the prompt ended, but not requests that were refused before.
     """
 
-    def __init__(self, metrics: ServerMetrics, num_prompt_tokens: int, tenant: str = "") -> None:
-        self._metrics = metrics
+    def __init__(
+        self,
+        metrics: ServerMetrics,
+        num_prompt_tokens: int,
+        tenant: str = "",
+        bill: Bill | None = None,
+    ) -> None:
+        self._metrics, self._bill = metrics, bill
         self._num_prompt_tokens = num_prompt_tokens
         self._tenant_prompt_tokens = metrics.tokens_of(tenant, "prompt") if tenant else None
         self._tenant_generation_tokens = metrics.tokens_of(tenant, "generation") if tenant else None
@@ -254,6 +261,8 @@ class RequestProgress:
                 metrics.generation_tokens.value += count
                 if self._tenant_generation_tokens is not None:
                     self._tenant_generation_tokens.inc(count)
+                if self._bill is not None:
+                    self._bill.generated += count
                 previous = self._last_delivery.get(choice.index)
                 if previous is not None:
                     metrics.itl.observe((now - previous) / count, count)
@@ -265,6 +274,8 @@ class RequestProgress:
         self._metrics.prompt_tokens.value += self._num_prompt_tokens
         if self._tenant_prompt_tokens is not None:
             self._tenant_prompt_tokens.inc(self._num_prompt_tokens)
+        if self._bill is not None:
+            self._bill.prompt += self._num_prompt_tokens
 
     def saw_vectors(self, output: PoolingRequestOutput) -> None:
         """Record the one output of a prompt that was pooled."""

@@ -1,24 +1,27 @@
 """Admits holders of an API key. Each key has a name for metrics and logs.
 
-The keys are the files of a mounted Secret: a file's name is the client's name, its content the key.
+The keys are the files of a mounted Secret: a file's name is the client's name, its first line the
+key, the others the key's limits, if it has any.
 Several keys are valid at once, so a client can change its key without a gap: add the new one, let
 the client change over, remove the old one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import logging
 import re
 import secrets
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diptych_frontend.openai.exchange import exchange_of, header
 from diptych_frontend.openai.mounted import Mark, TooManyFilesError, mark, names_in, read
+from diptych_frontend.quotas.limits import NO_LIMITS, Limits, read_limits
 from diptych_protocol import InvalidRequestError
 
 log = logging.getLogger(__name__)
@@ -29,6 +32,8 @@ OPEN_PATHS = frozenset(
 """Paths without a key, because probes, scrapers and browsers send none."""
 MAX_KEYS = 256
 MAX_KEY_BYTES = 4096
+SIGNING_KEY = ".usage-signing-key"
+"""A file among the keys that is none, because its name begins with a dot."""
 _NAME = re.compile(r"[-._A-Za-z0-9]{1,253}")
 _KEY = re.compile(rb"[\x21-\x7e]{1,4096}")
 """What an Authorization header carries as it is."""
@@ -45,12 +50,24 @@ class ApiKeys:
         self._pepper = secrets.token_bytes(32)
         self._names: dict[bytes, str] = {}
         """By the digest of the key."""
+        self._limits: dict[str, Limits] = {}
+        """By name."""
         self.refresh()
 
     @property
     def names(self) -> list[str]:
         """The names of the keys that are valid now."""
         return sorted(self._names.values())
+
+    def limits(self) -> Mapping[str, Limits]:
+        """Return how many tokens may be used, by the names of the keys that have limits."""
+        return self._limits
+
+    def signing_key(self) -> bytes:
+        """Return the key that signs what keys have used, or nothing if there is none."""
+        with contextlib.suppress(OSError):
+            return read(self._directory / SIGNING_KEY, MAX_KEY_BYTES).strip()
+        return b""
 
     def refresh(self) -> bool:
         """Read the keys if they have changed; True if so. Errors are logged."""
@@ -66,11 +83,12 @@ class ApiKeys:
         seen = mark(self._directory, files)
         if seen == self._mark:
             return False
-        former = self._names
-        self._names, unread = self._read([name for name, *_ in seen])
+        former, limits = self._names, self._limits
+        self._names, self._limits, unread = self._read([name for name, *_ in seen])
         if unread:  # look again: nothing else would say that they have changed
             self._mark = None
             self._names |= {digest: name for digest, name in former.items() if name in unread}
+            self._limits |= {name: limits[name] for name in unread if name in limits}
             self._complain(
                 f"cannot read the API keys {', '.join(unread)}; they stay what they were"
             )
@@ -92,13 +110,19 @@ class ApiKeys:
                 found = name
         return found
 
-    def _read(self, files: list[str]) -> tuple[dict[bytes, str], list[str]]:
-        """The names by digest, and the files that cannot be read now, but may be later."""
+    def _read(self, files: list[str]) -> tuple[dict[bytes, str], dict[str, Limits], list[str]]:
+        """The names by digest, limits, and the files that cannot be read now, but may be later."""
         names: dict[bytes, str] = {}
+        limits: dict[str, Limits] = {}
         unread: list[str] = []
         for name in files:
             try:
-                key = read(self._directory / name, MAX_KEY_BYTES).strip()
+                content = read(self._directory / name, MAX_KEY_BYTES).strip()
+                key, _, lines = content.partition(b"\n")
+                key, own = key.strip(), read_limits(lines.strip())
+            except InvalidRequestError as exc:
+                log.warning("the API key %r is left out: its limits: %s", name[:253], exc)
+                continue
             except OSError as exc:
                 if exc.errno is None:  # it is no key
                     log.warning("an API key is left out: %s", exc)
@@ -108,14 +132,16 @@ class ApiKeys:
             if not _NAME.fullmatch(name) or not _KEY.fullmatch(key):
                 log.warning(
                     "the API key %r is left out: its name must be letters, digits, '-', '_' and "
-                    "'.', the key one line of visible ASCII characters",
+                    "'.', the key's line visible ASCII characters",
                     name[:253],
                 )
                 continue
             first = names.setdefault(self._digest(key), name)
             if first != name:
                 log.warning("the API keys %s and %s are equal; it counts as %s", first, name, first)
-        return names, unread
+            elif own != NO_LIMITS:
+                limits[name] = own
+        return names, limits, unread
 
     def _digest(self, key: bytes) -> bytes:
         """Equal lengths to compare, and nothing to be learnt from how a comparison went."""

@@ -29,6 +29,7 @@ from diptych_frontend.openai.exchange import (
     send_bytes,
 )
 from diptych_frontend.openai.promised_prefill import PromiseFinder
+from diptych_frontend.quotas.quotas import Quotas
 from diptych_protocol import ClientClosedError, EngineOverloadedError, InvalidRequestError
 
 logger = logging.getLogger("diptych.openai")
@@ -60,18 +61,19 @@ class Boundary:
         on_refusal: Callable[[Exchange], Awaitable[None]] | None = None,
         dialects: Mapping[str, Dialect] | None = None,
         refuses_unknown: bool = False,
+        quotas: Quotas | None = None,
     ) -> None:
         """`on_answer(route path, status, tenant, ignored fields)` is called once for each answered
         request.
 
         on_refusal: called after the answer to each request that no engine admitted.
         dialects: error formats by the beginning of a path; OpenAI's for all others.
-        refuses_unknown: see `Exchange`.
+        refuses_unknown, quotas: see `Exchange`.
         """
         self._app = app
         self._dialects = tuple((dialects or {}).items())
         self._on_answer, self._on_refusal = on_answer, on_refusal
-        self._refuses_unknown = refuses_unknown
+        self._refuses_unknown, self._quotas = refuses_unknown, quotas
         self._access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,7 +86,7 @@ class Boundary:
         if peer := scope.get("client"):
             exchange.peer = str(peer[0])
         exchange.parts = scope.get(PARTS_KEY)
-        exchange.refuses_unknown = self._refuses_unknown
+        exchange.refuses_unknown, exchange.quotas = self._refuses_unknown, self._quotas
         exchange.deadline.task.set_name(f"request {exchange.request_id}")
         for beginning, dialect in self._dialects:
             if scope["path"].startswith(beginning):
@@ -118,6 +120,8 @@ class Boundary:
         status = exchange.status or 499  # the client left before there was an answer
         route = getattr(scope.get("route"), "path", "other")
         self._on_answer(route, status, exchange.tenant, exchange.ignored_fields)
+        if exchange.bill is not None and exchange.quotas is not None:
+            exchange.quotas.settle(exchange.bill)
         if self._access_log == "off":
             return
         seconds = time.perf_counter() - exchange.started_at

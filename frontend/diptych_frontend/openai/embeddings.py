@@ -130,6 +130,8 @@ class Embedder:
     async def embed(self, job: Job, take: Callable[[Array], T]) -> list[T]:
         """Return the results of `take` for each vector, in the order of the prompts. The first
         failure ends all of them."""
+        if job.exchange.tenant:
+            await job.exchange.reserve(sum(len(p["prompt_token_ids"]) for p in job.prompts))
         todo = iter(enumerate(job.prompts))
         made: dict[int, T] = {}
         workers = [
@@ -163,8 +165,9 @@ class Embedder:
             f"{job.exchange.request_id}-{index}",
             **job.options,
         )
-        num_tokens, tenant = len(prompt["prompt_token_ids"]), job.exchange.tenant
-        with RequestProgress(self._metrics, num_tokens, tenant) as progress:
+        num_tokens, exchange = len(prompt["prompt_token_ids"]), job.exchange
+        progress = RequestProgress(self._metrics, num_tokens, exchange.tenant, exchange.bill)
+        with progress:
             try:
                 async with aclosing(outputs):
                     async for output in outputs:

@@ -18,6 +18,7 @@ from diptych_protocol import (
     EngineGenerateError,
     EngineOverloadedError,
     InvalidRequestError,
+    QuotaExceededError,
     TenantOverloadedError,
     UnsupportedFeatureError,
 )
@@ -88,6 +89,9 @@ def error_answer(exc: BaseException, request_id: str) -> ErrorAnswer:
             headers = tuple((k.encode(), v.encode()) for k, v in (exc.headers or {}).items())
             detail = ErrorDetail(str(exc.detail), "invalid_request_error")
             return ErrorAnswer(exc.status_code, detail, headers)
+        case QuotaExceededError():
+            headers = _retry_after(exc.retry_after_s) if exc.retry_after_s else ()
+            return ErrorAnswer(429, ErrorDetail(str(exc), "tokens", None, exc.code), headers)
         case TenantOverloadedError():
             detail = ErrorDetail(str(exc), "requests", None, "rate_limit_exceeded")
             return ErrorAnswer(429, detail, _retry_after(exc.retry_after_s))

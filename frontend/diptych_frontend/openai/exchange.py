@@ -19,6 +19,8 @@ from diptych_frontend.confined.json_cost import MAX_VALUES, check_json_cost
 from diptych_frontend.observability.tracing import trace_context
 from diptych_frontend.openai.errors import OPENAI, Dialect, Headers, from_decode_error
 from diptych_frontend.openai.field_rules import leave_out
+from diptych_frontend.quotas.ledger import Bill
+from diptych_frontend.quotas.quotas import Quotas, check, headers_of
 from diptych_protocol import UNREADABLE, InvalidRequestError, LoRARequest, PromptOptions
 from diptych_protocol.wire import REVISION_HEADER
 
@@ -150,6 +152,10 @@ class Exchange:
     """Whether the last byte of the answer was sent."""
     tenant: str = ""
     """The client: the name of the request's API key; empty without keys."""
+    quotas: Quotas | None = None
+    """The limits of API keys; None if there are no keys."""
+    bill: Bill | None = None
+    """What it takes of its key's tokens, once it is known."""
     least_priority: int | None = None
     """The request is no more urgent than this, whatever its body says; None: as its body says."""
     refuses_unknown: bool = False
@@ -172,6 +178,14 @@ class Exchange:
         first."""
         floor = self.least_priority
         return (asked or 0) if floor is None else max(asked or 0, floor)
+
+    async def reserve(self, tokens: int) -> None:
+        """Set aside the most tokens that it can take. Raises `QuotaExceededError`, or
+        `InvalidRequestError` if its key may never use so many."""
+        if self.quotas is not None:
+            grant = await self.quotas.reserve(self.tenant, tokens)
+            self.bill, self.headers = grant.bill, self.headers + headers_of(grant)
+            check(grant, tokens)
 
     def warn(self, why_ignored: Mapping[str, str]) -> None:
         """Tell the client of fields without an effect: in a header of the answer and, where it has

@@ -169,6 +169,8 @@ class GenerationRoute(Generic[B, R]):
             num_tokens=job.num_prompt_tokens * params.n,
             tenant=exchange.tenant,
         )
+        if exchange.tenant:
+            await exchange.reserve(_most_tokens(sound))
         writer = self._api.writer(sound, exchange.request_id, int(time.time()))
         writer.warnings = exchange.warnings or UNSET
         deliver = self._stream if request.stream else self._answer
@@ -304,6 +306,15 @@ class GenerationRoute(Generic[B, R]):
         await send_bytes(send, 200, body, headers)
 
 
+def _most_tokens(sound: Sound[B, R]) -> int:
+    """The most tokens that a request can take: those of its prompts, and of answers as long as it
+    and the model allow."""
+    most, params = sound.max_model_len, sound.params
+    rooms = (most - len(prompt["prompt_token_ids"]) for prompt in sound.prompts)
+    answers = sum(min(params.max_tokens or room, room) for room in rooms)
+    return sound.num_prompt_tokens + params.n * answers
+
+
 def _apart(writer: AnswerWriter, prompt_index: int, output: RequestOutput, tally: Tally) -> bytes:
     """Write an event for each choice: clients look at the first choice of an event only."""
     each = (replace(output, outputs=[choice]) for choice in output.outputs)
@@ -365,7 +376,7 @@ async def _run_prompt(
     prompt = job.prompts[index]
     finished = False
     num_tokens = len(prompt["prompt_token_ids"])
-    with RequestProgress(metrics, num_tokens, exchange.tenant) as progress:
+    with RequestProgress(metrics, num_tokens, exchange.tenant, exchange.bill) as progress:
 
         def take(output: RequestOutput) -> bool:
             if take_at_once is None or not take_at_once(output):

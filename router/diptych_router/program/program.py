@@ -23,6 +23,8 @@ from diptych_frontend.observability.tracing import start_sender
 from diptych_frontend.openai.api_keys import ApiKeys
 from diptych_frontend.openai.mounted import follow
 from diptych_frontend.openai.tls import Certificate
+from diptych_frontend.quotas.books import Books
+from diptych_frontend.quotas.quotas import Quotas
 from diptych_frontend.text.input_processor import InputProcessor
 from diptych_frontend.text.output_processor import OutputProcessor
 from diptych_frontend.text.renderer import TextRenderer
@@ -79,6 +81,7 @@ async def started(config: RouterConfig, args: argparse.Namespace) -> AsyncIterat
     )
     page = _page(client, explanations) if config.ui else None
     batches = _batches(config, args, client, metrics, keys)
+    quotas = _quotas(args, client, metrics, keys)
     app = build_app(
         client,
         metrics=metrics,
@@ -89,13 +92,15 @@ async def started(config: RouterConfig, args: argparse.Namespace) -> AsyncIterat
         extra_open_paths=page.open_paths if page is not None else frozenset(),
         unknown_fields=config.unknown_fields,
         browsers=BrowserRules(frozenset(config.allowed_hosts), frozenset(config.allowed_origins)),
+        quotas=quotas,
     )
     leaving = Leaving(app, client, args.linger_seconds, batches)
     if client.pools.refused_settings:
         log.error("%s", client.why_not_ready())
     client.start()
     _collect_rarely()
-    following = asyncio.create_task(follow(*(held for held in (keys, certificate) if held)))
+    followed = [held for held in (keys, certificate, quotas) if held is not None]
+    following = asyncio.create_task(follow(*followed))
     try:
         yield Program(client, explanations, metrics, leaving, keys, certificate)
     finally:
@@ -103,6 +108,8 @@ async def started(config: RouterConfig, args: argparse.Namespace) -> AsyncIterat
         if batches is not None:
             await batches.close()
         client.shutdown()
+        if quotas is not None:
+            await quotas.close()
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
 
@@ -127,6 +134,22 @@ def _batches(
         is_client=lambda name: name in keys.names if keys is not None else not name,
     )
     return BatchService(args.batch_directory, config.batches, metrics, manners)
+
+
+def _quotas(
+    args: argparse.Namespace, client: PoolClient, metrics: ServerMetrics, keys: ApiKeys | None
+) -> Quotas | None:
+    if keys is None:
+        return None
+    folder = args.batch_directory and args.batch_directory / "usage"
+    quotas = Quotas(
+        keys.limits,
+        Books(folder, keys.signing_key),
+        model_name=client.model_name,
+        num_routers=client.pools.num_routers,
+    )
+    metrics.registry.register(quotas)
+    return quotas
 
 
 def start_router_tracer(config: RouterConfig) -> RouterTracer | None:

@@ -21,6 +21,7 @@ from diptych_frontend.batches_api.service import PRIORITY, Manners
 from diptych_protocol import (
     EngineGenerateError,
     EngineOverloadedError,
+    QuotaExceededError,
     RequestOutput,
     SamplingParams,
     TenantOverloadedError,
@@ -248,6 +249,34 @@ async def test_a_busy_server_is_asked_again(
     batch = await ended(ann, batch)
     assert batch.error_file_id is None
     assert server.metric("batch_retries_total") >= 2
+
+
+@pytest.mark.parametrize("retry_after_s", [0, 3600])
+async def test_who_has_used_all_tokens_leaves_the_places_to_others(
+    start: Any, engine: EchoEngine, written: Any, retry_after_s: int, monkeypatch: Any
+) -> None:
+    used = QuotaExceededError("used", retry_after_s=retry_after_s, code="insufficient_quota")
+    refused = 0
+
+    def check(*args: Any, tenant: str = "", **kwargs: Any) -> None:
+        nonlocal refused
+        if tenant == "ann":
+            refused += 1
+            raise used
+
+    async with (
+        start(engine, concurrency=1) as server,
+        server.client("ann") as ann,
+        server.client("bob") as bob,
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "check_admission", check)
+            of_ann = await begun(ann, written(asked(), asked()))
+            await until(lambda: refused > 1)
+            of_bob = await begun(bob, written(asked()))
+            assert (await ended(bob, of_bob)).status == "completed"
+            assert (await ann.batches.retrieve(of_ann.id)).status == "in_progress"
+        assert len(await results(ann, (await ended(ann, of_ann)).output_file_id)) == 2
 
 
 async def test_a_request_that_engines_cannot_do_is_given_up(

@@ -245,6 +245,10 @@ class Pools:
             return self._with_mismatch("no decode engine is usable")
         return ""
 
+    def num_routers(self) -> int:
+        """Return how many routers there are, by what engines say."""
+        return max(table.share.count for table in self.fleet.tables.values())
+
     def may_hold(self) -> bool:
         """Whether there were engines a moment ago, so that new requests may wait for
         their return."""

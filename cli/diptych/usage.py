@@ -1,0 +1,46 @@
+"""`diptych usage`: checks what a router wrote of the tokens of keys, and adds it up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import click
+
+from diptych.errors import BadInputError, RunError
+from diptych.watching import bare_table, console_for_tables, harmless
+
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True, type=FILE)
+@click.option("--key", type=FILE, required=True, help="The signing key, as in the Secret of keys.")
+def usage(files: tuple[Path, ...], key: Path) -> None:
+    """Check the signatures of FILES, one for each day, and add up the tokens of each API key.
+
+    \b
+    Example:
+      diptych usage --key signing-key usage/2026-11-*.jsonl
+    """
+    from diptych_frontend.quotas.books import verified
+    from diptych_protocol import InvalidRequestError
+
+    secret = key.read_bytes().strip()
+    if not secret:
+        raise BadInputError(f"{key} is empty")
+    totals: dict[str, Counter[str]] = {}
+    for file in files:
+        try:
+            lines = verified(file.read_bytes(), secret)
+        except InvalidRequestError as exc:
+            raise RunError(f"{file}: {exc}") from exc
+        for line in lines:
+            totals.setdefault(line.key, Counter()).update(
+                REQUESTS=line.requests, PROMPT=line.prompt_tokens, GENERATED=line.generated_tokens
+            )
+    columns = ("REQUESTS", "PROMPT", "GENERATED")
+    table = bare_table("KEY", *columns, right=columns)
+    for name, total in sorted(totals.items()):
+        table.add_row(harmless(name), *(str(total[column]) for column in columns))
+    console_for_tables().print(table)

@@ -1,0 +1,1 @@
+"""How many tokens each API key may use, and how many it has used."""

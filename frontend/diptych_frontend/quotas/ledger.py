@@ -1,0 +1,160 @@
+"""Counts the tokens of keys. It performs no I/O, and the caller passes the time.
+
+A request first reserves the most tokens that it can take, and in the end gives back those that it
+did not. So requests that run at the same time cannot exceed a limit together, and none is cut off.
+Its tokens count in the minute in which it began, and in the day and month in which it ended. Clocks
+that differ turn no window back.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Final, NamedTuple
+
+import msgspec
+
+from diptych_frontend.quotas.limits import Limits
+
+MINUTE_S: Final = 60
+
+
+class Window(NamedTuple):
+    """What is left of one limit of a key."""
+
+    per: str
+    """minute, month, or ever."""
+    limit: int
+    left: int
+    resets_s: float
+    """Seconds until there is as much as the limit again; infinite for a budget."""
+
+
+@dataclass(slots=True, eq=False)
+class Bill:
+    """The tokens of one request."""
+
+    key: str
+    reserved: int = 0
+    minute: int = 0
+    """The number of the minute in which they were reserved; 0: none were."""
+    prompt: int = 0
+    generated: int = 0
+
+
+class Grant(NamedTuple):
+    """What came of a wish to reserve tokens."""
+
+    bill: Bill
+    windows: list[Window]
+    """As they are then."""
+    lacking: list[Window]
+    """Those that have too few left. Then nothing is reserved."""
+
+
+class Count(msgspec.Struct, omit_defaults=True):
+    """What one key has used."""
+
+    minute: int = 0
+    of_minute: int = 0
+    """Tokens of the requests that began in this minute: reserved ones while they run."""
+    month: str = ""
+    of_month: int = 0
+    ever: int = 0
+    requests: int = 0
+    """This and the next two are of the ledger's day."""
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    held: dict[str, int] = {}
+    """Router -> tokens that are reserved for its open requests."""
+
+    def windows(self, limits: Limits, now: float) -> list[Window]:
+        """Return what is left of each limit that there is."""
+        self._turn(now)
+        date, held = datetime.fromtimestamp(now, UTC), sum(self.held.values())
+        following = datetime(date.year + date.month // 12, date.month % 12 + 1, 1, tzinfo=UTC)
+        minute_s = (self.minute + 1) * MINUTE_S - now
+        month_s = following.timestamp() - now
+        each = (
+            ("minute", limits.tokens_per_minute, self.of_minute, minute_s),
+            ("month", limits.tokens_per_month, self.of_month + held, month_s),
+            ("ever", limits.token_budget, self.ever + held, math.inf),
+        )
+        return [
+            Window(per, limit, max(limit - used, 0), resets_s)
+            for per, limit, used, resets_s in each
+            if limit is not None
+        ]
+
+    def settle(self, bill: Bill, router: str, now: float) -> None:
+        """Count what a request has taken in the end."""
+        self._turn(now)
+        tokens = bill.prompt + bill.generated
+        if bill.minute in (self.minute, 0):
+            self.of_minute += tokens - bill.reserved
+        held = self.held.pop(router, 0) - bill.reserved
+        if held > 0:
+            self.held[router] = held
+        self.of_month += tokens
+        self.ever += tokens
+        self.requests += tokens > 0
+        self.prompt_tokens += bill.prompt
+        self.generated_tokens += bill.generated
+
+    def _turn(self, now: float) -> None:
+        """Begin the windows anew whose time has come."""
+        minute, month = int(now // MINUTE_S), f"{datetime.fromtimestamp(now, UTC):%Y-%m}"
+        if minute > self.minute:
+            self.minute, self.of_minute = minute, 0
+        if month > self.month:
+            self.month, self.of_month = month, 0
+
+
+class DayOfKey(msgspec.Struct, frozen=True):
+    """What a key used on a day: a line of the day's file."""
+
+    day: str
+    key: str
+    requests: int
+    prompt_tokens: int
+    generated_tokens: int
+    line: int
+    lines: int
+    """The number of lines in the file, so that none can be missing unnoticed."""
+
+
+class Ledger(msgspec.Struct):
+    """The counts of all keys."""
+
+    day: str = ""
+    """The day whose requests and tokens are counted, as 2026-11-28."""
+    counts: dict[str, Count] = {}
+
+    def of(self, key: str) -> Count:
+        return self.counts.setdefault(key, Count())
+
+    def reserve(self, key: str, tokens: int, limits: Limits, router: str, now: float) -> Grant:
+        """Reserve tokens unless that would exceed a limit."""
+        count, bill = self.of(key), Bill(key)
+        lacking = [window for window in count.windows(limits, now) if window.left < tokens]
+        if not lacking:
+            bill.reserved, bill.minute = tokens, count.minute
+            count.of_minute += tokens
+            count.held[router] = count.held.get(router, 0) + tokens
+        return Grant(bill, count.windows(limits, now), lacking)
+
+    def begin_day(self, now: float) -> list[DayOfKey]:
+        """Begin the counts of a day anew if its time has come, and return those of the last one."""
+        today = f"{datetime.fromtimestamp(now, UTC):%Y-%m-%d}"
+        if today <= self.day:
+            return []
+        used = {key: count for key, count in sorted(self.counts.items()) if count.requests}
+        ended = [
+            DayOfKey(self.day, key, c.requests, c.prompt_tokens, c.generated_tokens, at, len(used))
+            for at, (key, c) in enumerate(used.items(), 1)
+        ]
+        for count in used.values():
+            count.requests = count.prompt_tokens = count.generated_tokens = 0
+        self.day = today
+        return ended
