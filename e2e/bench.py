@@ -47,19 +47,25 @@ class Bench:
         self.figures.add(row, {"seconds": seconds})
         return seconds
 
-    def traffic(self, row: str) -> Traffic:
-        """Traffic that is not yet flowing; what it sees is kept under the row's name."""
+    def traffic(self, row: str, address: tuple[str, str] | None = None) -> Traffic:
+        """Traffic that is not yet flowing; what it sees is kept under the row's name.
+
+        address: URL and model to ask; left out, the service's.
+        """
+        url, model = address or (self.service.url, self.service.name)
         return self.client.traffic(
-            self.service.url,
-            self.service.name,
+            url,
+            model,
             concurrency=self.concurrency,
             max_tokens=MAX_TOKENS,
             record=ARTIFACTS / f"{row.replace(' ', '-')}.jsonl",
         )
 
-    def disrupt(self, row: str, disruption: Callable[[], None]) -> Report:
+    def disrupt(
+        self, row: str, disruption: Callable[[], None], address: tuple[str, str] | None = None
+    ) -> Report:
         """Count what becomes of the traffic; the disruption returns once the service is whole."""
-        with self.traffic(row) as traffic:
+        with self.traffic(row, address) as traffic:
             traffic.wait_served(BEFORE, PACE_TIMEOUT_S)
             started = time.monotonic()
             disruption()

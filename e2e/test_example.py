@@ -166,13 +166,18 @@ def test_a_key_lets_in_also_to_the_page_and_changes_without_a_restart(
     assert running.status()["access"] == f"API keys of Secret {KEYS}, no TLS"
     assert not refused("old")
     routers = running.ready_pods("router")
-    store(alice="old", bob="new")
+    store(alice="old", bob="new\ntokensPerMinute: 100")
     wait_for("the new key is good", lambda: not refused("new"), KEYS_TIMEOUT_S)
     assert not refused("old")
     kubectl.merge("secret", KEYS, {"data": {"alice": None}})
     wait_for("the old key is not", lambda: refused("old"), KEYS_TIMEOUT_S)
     assert not refused("new")
     assert running.ready_pods("router") == routers, "and no router was started anew"
+    # A chat may take more than a half of what this key may use in a minute.
+    chat = {"model": running.name, "messages": [{"role": "user", "content": QUESTION}]}
+    assert client.fetch(f"{site}/v1/chat/completions", {**chat, "max_tokens": 24}, key="new")
+    with pytest.raises(KubectlError, match="429"):
+        client.fetch(f"{site}/v1/chat/completions", {**chat, "max_tokens": 60}, key="new")
     # The page is for everybody to load, and shows what it shows to who has a key.
     assert "<h2" in client.fetch(f"{site}/")
     assert refused("", ABOUT)

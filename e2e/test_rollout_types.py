@@ -187,6 +187,39 @@ def test_routers_come_and_go(bench: Bench) -> None:
     assert bench.disrupt("two routers and one", disruption).failures == {}
 
 
+def test_a_route_asks_the_service_that_is_there(bench: Bench) -> None:
+    """Under another name for its model, and whatever becomes of routers."""
+    services = [{"name": bench.service.name, "weight": 1}, {"name": "absent", "weight": 1}]
+    models = [{"name": "any", "aliases": ["gpt-4o"], "services": services}]
+    meta, kind = {"name": "all"}, "modelroutes.diptych.dev"
+    bench.kubectl.apply(
+        {
+            "apiVersion": "diptych.dev/v1alpha1",
+            "kind": "ModelRoute",
+            "metadata": meta,
+            "spec": {"models": models},
+        }
+    )
+
+    def status() -> Object:
+        found: Object = (bench.kubectl.get(kind, "all") or {}).get("status", {})
+        return found
+
+    wait_for("the route is ready", lambda: status().get("ready") == "1/1", READY_TIMEOUT_S)
+    assert status()["conditions"][0]["reason"] == "ServiceMissing"
+
+    def disruption() -> None:
+        for replicas in (2, 1):
+            bench.service.patch_spec({"router": {"replicas": replicas}})
+            bench.service.has_ready("router", replicas)
+        bench.service.settled()
+
+    address = status()["url"], "gpt-4o"
+    assert bench.disrupt("routers behind a route", disruption, address).failures == {}
+    bench.kubectl.delete(kind, "all")
+    bench.kubectl.gone(kind, ["all"])
+
+
 def test_suspend_and_resume(bench: Bench) -> None:
     service = bench.service
     answer = service.chat(QUESTION)["choices"]

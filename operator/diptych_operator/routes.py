@@ -102,7 +102,7 @@ class Routes:
         scheme = "https" if raw["spec"].get("tls") else "http"
         status = RouteStatus(
             observed_generation=meta["generation"],
-            url=f"{scheme}://{meta['name']}-route.{meta['namespace']}.svc:{HTTP_PORT}",
+            url=f"{scheme}://{meta['name']}-route.{meta['namespace']}.svc:{HTTP_PORT}/v1",
             ready=ready,
             conditions=[condition],
         )

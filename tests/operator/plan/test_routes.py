@@ -75,7 +75,7 @@ async def test_a_route_is_ready_when_its_pods_are() -> None:
     assert store.ready() == ("False", "PodsNotReady")
     assert await settled(store) == ("True", "Serving")
     status = store.route(KEY)["status"]
-    assert (status["ready"], status["url"]) == ("1/1", "http://front-route.ns.svc:8000")
+    assert (status["ready"], status["url"]) == ("1/1", "http://front-route.ns.svc:8000/v1")
 
 
 async def test_at_rest_a_pass_asks_nothing() -> None:
