@@ -19,6 +19,7 @@ EXTRAS = {
     "engine": "prefill and decode engines, and answers without a server",
     "gpu": "the same on NVIDIA GPUs",
     "router": "the OpenAI API in front of the two pools",
+    "gateway": "what a router says to gateways that ask it for endpoints",
     "operator": "the Kubernetes operator",
     "frontend": "tokenizers and the OpenAI server: engine and router bring it",
     "fetch": "models from the Hub, S3 and HTTP: engine and router bring it",
