@@ -219,7 +219,8 @@ ELSEWHERE = {
     "frontend/diptych_frontend/text/templates/confined_templates.py": "our own processes",
     "frontend/diptych_frontend/text/lark_parts.py": "tests/frontend/test_hopeless_forms.py",
     "frontend/diptych_frontend/text/structured_outputs.py": "what llguidance says of a schema",
-    "operator/diptych_operator/__main__.py": "the chart's values",
+    "operator/diptych_operator/arguments.py": "the chart's values",
+    "operator/diptych_operator/render/once.py": "our own objects",
     "operator/diptych_operator/routers.py": "our own routers",
     "operator/diptych_operator/kube/client.py": "the API server",
     "operator/diptych_operator/key_keeper.py": "our own Secret",
@@ -228,6 +229,7 @@ ELSEWHERE = {
     "cli/diptych/status.py": "our own routers",
     "cli/diptych/router_admin.py": "our own routers",
     "cli/diptych/kubectl/cluster.py": "the API server",
+    "cli/diptych/kubectl/plan.py": "our own objects",
     "cli/diptych/laptop/rundir.py": "what `diptych up` wrote",
     "cli/diptych/laptop/pods.py": "our own objects",
 }
