@@ -33,10 +33,11 @@ _SCHEMAS: Final = Path(str(files("kubernetes_validate") / "kubernetes-json-schem
 _MINORS: Final = [int(path.name.split(".")[1]) for path in _SCHEMAS.glob("v1.*-local-strict")]
 VERSIONS: Final = tuple(f"1.{minor}.0" for minor in (OLDEST_MINOR, max(_MINORS)))
 _OF_KUBERNETES: Final = re.compile(
-    r"(?<![\w./-])((?:[a-z][a-z.-]*\.k8s\.io|apps|autoscaling|batch|extensions|policy)"
+    r"(?<![\w./-])((?:(?!gateway\.|inference\.)[a-z][a-z.-]*\.k8s\.io|apps|autoscaling|batch|extensions|policy)"
     r"/v\d+(?:(?:alpha|beta)\d+)?)(?!\w)"
 )
-"""An API version in a text. What else has a dot in its group belongs to somebody else."""
+"""An API version in a text. What else has a dot in its group belongs to somebody else, and so do
+two groups of the Gateway API."""
 
 
 @cache
