@@ -27,6 +27,7 @@ from service_kit import make_router
 
 from diptych_frontend.app import MAX_BODY_BYTES
 from diptych_router.program.endpoint_picker import Exchange, Standing, pick, picking
+from diptych_router.program.ext_proc import OVERWRITE_IF_EXISTS_OR_ADD
 from diptych_router.requests import pool_client
 
 OWN, OTHER, THIRD = "10.0.0.1:8000", "10.0.0.2:8000", "[fd00::3]:8000"
@@ -64,7 +65,7 @@ def test_header_and_metadata_name_one_endpoint_whatever_the_client_sent() -> Non
     answer = Exchange(OWN, READY, 0).answer(headers([OWN, OTHER]))
     assert destinations(answer) == (OWN, OWN)
     [option] = answer.request_headers.response.header_mutation.set_headers
-    assert option.append_action == option.OVERWRITE_IF_EXISTS_OR_ADD
+    assert option.append_action == OVERWRITE_IF_EXISTS_OR_ADD
 
 
 @pytest.mark.parametrize(

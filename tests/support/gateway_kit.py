@@ -16,10 +16,11 @@ from typing import Any
 
 import grpc
 from client_kit.environment import program, surroundings
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from free_ports import free_port
 from grpc_health.v1 import health_pb2
 from waits import PATIENCE_S, wait_until
+
+from diptych_router.program.ext_proc import BODY_MODES, MESSAGES
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 DESTINATION = "x-gateway-destination-endpoint"
@@ -27,22 +28,27 @@ HINT, SUBSET = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
 DUPLEX, BUFFERED, STREAMED = "FULL_DUPLEX_STREAMED", "BUFFERED", "STREAMED"
 
 
-def asked(**fields: Any) -> ProcessingRequest:
+ProcessingRequest, ProcessingResponse = (
+    MESSAGES[name] for name in ("ProcessingRequest", "ProcessingResponse")
+)
+
+
+def asked(**fields: Any) -> Any:
     return ProcessingRequest(**fields)
 
 
-def headers(subset: Sequence[str] | None = None, mode: str | None = None) -> ProcessingRequest:
+def headers(subset: Sequence[str] | None = None, mode: str | None = None) -> Any:
     """The first message about a request: the endpoints that may be picked, how bodies are sent."""
     first = asked(request_headers={})
     if subset is not None:
         first.metadata_context.filter_metadata[HINT].update({SUBSET: list(subset)})
     if mode is not None:
-        first.protocol_config.request_body_mode = mode
-        first.protocol_config.response_body_mode = mode
+        first.protocol_config.request_body_mode = BODY_MODES.index(mode)
+        first.protocol_config.response_body_mode = BODY_MODES.index(mode)
     return first
 
 
-def destinations(answer: ProcessingResponse) -> tuple[str, str]:
+def destinations(answer: Any) -> tuple[str, str]:
     """Where a request is sent, by the header and by the metadata."""
     [option] = answer.request_headers.response.header_mutation.set_headers
     assert option.header.key == DESTINATION
@@ -63,9 +69,7 @@ async def picker(port: int) -> AsyncIterator[grpc.aio.Channel]:
         yield channel
 
 
-async def exchange(
-    channel: grpc.aio.Channel, *messages: ProcessingRequest
-) -> list[ProcessingResponse]:
+async def exchange(channel: grpc.aio.Channel, *messages: Any) -> list[Any]:
     """Say this on one stream; what is answered until the picker has no more to say."""
     call = channel.stream_stream(
         f"/{SERVICE}/Process", ProcessingRequest.SerializeToString, ProcessingResponse.FromString

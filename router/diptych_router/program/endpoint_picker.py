@@ -19,14 +19,12 @@ import grpc
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from envoy.config.core.v3.base_pb2 import HeaderValueOption
-from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
-from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from grpc_health.v1 import health_pb2
 
 from diptych_frontend.app import MAX_BODY_BYTES
 from diptych_frontend.openai.errors import OPENAI, error_answer
 from diptych_protocol import EngineOverloadedError
+from diptych_router.program.ext_proc import BODY_MODES, MESSAGES, OVERWRITE_IF_EXISTS_OR_ADD
 from diptych_router.requests.pool_client import MAX_OPEN_REQUESTS, PoolClient
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -37,11 +35,7 @@ MAX_MESSAGE_BYTES: Final = MAX_BODY_BYTES + (1 << 20)
 """A gateway may send a whole body, and headers besides."""
 LAST_STREAMS_S: Final = 5.0
 """How long streams may go on after the last answer over HTTP, which their gateway still reads."""
-_PIECEMEAL: Final = (
-    ProcessingMode.BUFFERED,
-    ProcessingMode.STREAMED,
-    ProcessingMode.BUFFERED_PARTIAL,
-)
+_PIECEMEAL: Final = tuple(map(BODY_MODES.index, ("BUFFERED", "STREAMED", "BUFFERED_PARTIAL")))
 """In these modes a body goes on by itself once it is answered. In the full-duplex one, also that of
 gateways that do not say theirs, the picker sends it back."""
 
@@ -93,19 +87,19 @@ class Exchange:
             return self._directed(_allowed(asked.metadata_context))
         if what in self._modes:
             return _passed_on(what, getattr(asked, what), self._modes[what])
-        kind = ext_proc.TrailersResponse if "trailers" in what else ext_proc.HeadersResponse
-        return ext_proc.ProcessingResponse(**{what: kind()})
+        kind = "TrailersResponse" if "trailers" in what else "HeadersResponse"
+        return MESSAGES["ProcessingResponse"](**{what: MESSAGES[kind]()})
 
     def _directed(self, allowed: Sequence[str] | None) -> Any:
         endpoint = pick(self._own, self._standing, allowed, self._turn)
         if not endpoint:
             full = self._standing.full and (allowed is None or self._own in allowed)
             return _refused(self._standing.refusal or "no router may take it", full=full)
-        answer = ext_proc.ProcessingResponse()
+        answer = MESSAGES["ProcessingResponse"]()
         common = answer.request_headers.response
         common.clear_route_cache = True
         option = common.header_mutation.set_headers.add(
-            append_action=HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD  # a client may have sent one
+            append_action=OVERWRITE_IF_EXISTS_OR_ADD  # a client may have sent one
         )
         option.header.key, option.header.raw_value = DESTINATION, endpoint.encode()
         answer.dynamic_metadata.update({"envoy.lb": {DESTINATION: endpoint}})
@@ -122,24 +116,22 @@ def _allowed(metadata: Any) -> list[str] | None:
 
 
 def _passed_on(what: str, body: Any, mode: int) -> Any:
-    response = ext_proc.BodyResponse()
+    response = MESSAGES["BodyResponse"]()
     if mode not in _PIECEMEAL:
         sent = response.response.body_mutation.streamed_response
         sent.body, sent.end_of_stream = body.body, body.end_of_stream
-    return ext_proc.ProcessingResponse(**{what: response})
+    return MESSAGES["ProcessingResponse"](**{what: response})
 
 
 def _refused(why: str, *, full: bool) -> Any:
     """As this router itself would refuse it, but with the status that the protocol has for it."""
     error = error_answer(EngineOverloadedError(why), "")
-    answer = ext_proc.ProcessingResponse()
+    answer = MESSAGES["ProcessingResponse"]()
     immediate = answer.immediate_response
     immediate.status.code = 429 if full else error.status
     immediate.body = OPENAI.body(error, "")
     for name, value in (*error.headers, (b"content-type", b"application/json")):
-        option = immediate.headers.set_headers.add(
-            append_action=HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
-        )
+        option = immediate.headers.set_headers.add(append_action=OVERWRITE_IF_EXISTS_OR_ADD)
         option.header.key, option.header.raw_value = name.decode(), value
     return answer
 
@@ -154,8 +146,8 @@ class EndpointPicker:
     def handlers(self) -> list[grpc.GenericRpcHandler]:
         process = grpc.stream_stream_rpc_method_handler(
             self._process,
-            ext_proc.ProcessingRequest.FromString,
-            ext_proc.ProcessingResponse.SerializeToString,
+            MESSAGES["ProcessingRequest"].FromString,
+            MESSAGES["ProcessingResponse"].SerializeToString,
         )
         check = grpc.unary_unary_rpc_method_handler(
             self._check,
