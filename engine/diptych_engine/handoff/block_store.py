@@ -104,11 +104,13 @@ class BlockStore:
 
     def _read(self, order: LoadOrder, names: list[str]) -> None:
         count = 0
-        for name, block in zip(names, order.local_block_ids, strict=True):
-            if not self._files.read(name, self._parts(block)):
-                break
-            count += 1
-        self._tell(Read(order.request_id, order.num_here, names, count))
+        try:
+            for name, block in zip(names, order.local_block_ids, strict=True):
+                if not self._files.read(name, self._parts(block)):
+                    break
+                count += 1
+        finally:  # the request waits for it, whatever goes wrong
+            self._tell(Read(order.request_id, order.num_here, names, count))
 
     # --- writing ------------------------------------------------------------------------------
 
@@ -128,13 +130,17 @@ class BlockStore:
             self._writer.submit(self._write, batch)
 
     def _write(self, batch: list[tuple[int, str]]) -> None:
+        works = True
         for block, name in batch:
+            size = 0
             try:
-                size = self._files.write(name, self._parts(block))
-            except OSError as exc:
-                log.warning("a KV block cannot be kept on disk: %s", exc)
-                size = 0
-            self._tell(Written(block, name, size))
+                if works:
+                    size = self._files.write(name, self._parts(block))
+            except OSError as exc:  # it is said once, and the next batch tries again
+                works = False
+                log.warning("KV blocks cannot be kept on disk: %s", exc)
+            finally:  # the block is held until then
+                self._tell(Written(block, name, size))
 
     def _parts(self, block: int) -> list[memoryview]:
         return [rank[block].data for rank in self._memory]

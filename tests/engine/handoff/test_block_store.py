@@ -279,8 +279,19 @@ def test_a_disk_that_fails_costs_nothing_but_the_tier(
     (cache / "0").rename(cache / "away")
     expected, _ = engine.answer()
     assert engine.answer() == (expected, 0)
-    assert "cannot be kept on disk" in caplog.text
+    assert caplog.text.count("cannot be kept on disk") == 1, "said once, not for each block"
     assert engine.core.stats().disk_blocks_written == 0
+
+
+def test_a_reader_that_breaks_leaves_no_request_waiting(
+    model: str, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> bool:
+        raise MemoryError
+
+    monkeypatch.setattr(BlockFiles, "read", broken)
+    with started(model) as engine:
+        assert engine.answer() == (expected, 0)
 
 
 def test_a_request_that_ends_while_its_prefix_is_read_leaves_nothing(
