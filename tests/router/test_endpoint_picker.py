@@ -26,13 +26,13 @@ from gateway_kit import (
 from service_kit import make_router
 
 from diptych_frontend.app import MAX_BODY_BYTES
-from diptych_router.program.endpoint_picker import Exchange, Standing, pick, picking
+from diptych_router.program.endpoint_picker import PickerStream, RouterState, pick, picking
 from diptych_router.program.ext_proc import OVERWRITE_IF_EXISTS_OR_ADD
 from diptych_router.requests import pool_client
 
 OWN, OTHER, THIRD = "10.0.0.1:8000", "10.0.0.2:8000", "[fd00::3]:8000"
-READY, LEAVING = Standing(), Standing(leaving=True)
-UNABLE, FULL = Standing("no engine yet"), Standing("too many", full=True)
+READY, LEAVING = RouterState(), RouterState(leaving=True)
+UNABLE, FULL = RouterState("no engine yet"), RouterState("too many", full=True)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ UNABLE, FULL = Standing("no engine yet"), Standing("too many", full=True)
     ],
 )
 def test_the_router_itself_is_picked_if_it_may_be_and_can_take_a_request(
-    standing: Standing, allowed: Sequence[str] | None, wanted: str
+    standing: RouterState, allowed: Sequence[str] | None, wanted: str
 ) -> None:
     assert pick(OWN, standing, allowed, 0) == wanted
 
@@ -62,7 +62,7 @@ def test_others_take_turns() -> None:
 
 
 def test_header_and_metadata_name_one_endpoint_whatever_the_client_sent() -> None:
-    answer = Exchange(OWN, READY, 0).answer(headers([OWN, OTHER]))
+    answer = PickerStream(OWN, READY, 0).answer(headers([OWN, OTHER]))
     assert destinations(answer) == (OWN, OWN)
     [option] = answer.request_headers.response.header_mutation.set_headers
     assert option.append_action == OVERWRITE_IF_EXISTS_OR_ADD
@@ -73,9 +73,9 @@ def test_header_and_metadata_name_one_endpoint_whatever_the_client_sent() -> Non
     [(READY, [], 503), (UNABLE, None, 503), (FULL, None, 429), (FULL, [OWN], 429), (FULL, [], 503)],
 )
 def test_a_request_that_can_go_nowhere_is_answered_at_once(
-    standing: Standing, subset: Sequence[str] | None, status: int
+    standing: RouterState, subset: Sequence[str] | None, status: int
 ) -> None:
-    answer = Exchange(OWN, standing, 0).answer(headers(subset)).immediate_response
+    answer = PickerStream(OWN, standing, 0).answer(headers(subset)).immediate_response
     assert answer.status.code == status
     told = {option.header.key: option.header.raw_value for option in answer.headers.set_headers}
     assert told == {"retry-after": b"1", "content-type": b"application/json"}
@@ -85,7 +85,7 @@ def test_a_request_that_can_go_nowhere_is_answered_at_once(
 @pytest.mark.parametrize("mode", [None, DUPLEX, BUFFERED, STREAMED])
 @pytest.mark.parametrize("which", ["request", "response"])
 def test_bodies_and_trailers_pass_as_the_gateway_sends_them(which: str, mode: str | None) -> None:
-    talk = Exchange(OWN, READY, 0)
+    talk = PickerStream(OWN, READY, 0)
     talk.answer(headers(mode=mode))
     if which == "response":
         served = asked(response_headers={})
@@ -110,7 +110,7 @@ def test_bodies_and_trailers_pass_as_the_gateway_sends_them(which: str, mode: st
 def test_a_gateway_that_only_observes_is_not_answered() -> None:
     first = headers()
     first.observability_mode = True
-    assert Exchange(OWN, READY, 0).answer(first) is None
+    assert PickerStream(OWN, READY, 0).answer(first) is None
 
 
 async def test_over_grpc_a_router_is_picked_once_it_can_serve_and_until_it_leaves(

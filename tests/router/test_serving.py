@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych_router.engines.serving import MAX_BYTES, Serving, ServingFile, Trial
+from diptych_router.engines.serving import MAX_BYTES, RevisionShare, Serving, ServingFile
 
 
 def test_no_file_lets_every_revision_serve(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_what_cannot_be_understood_changes_nothing_and_is_said_once(
 def test_after_any_number_of_requests_a_share_is_less_than_one_request_away(
     weight: int, requests: int, testers: int
 ) -> None:
-    trial = Trial(Serving(["a", "b"], canary="b", weight=weight))
+    trial = RevisionShare(Serving(["a", "b"], canary="b", weight=weight))
     given_to: list[tuple[str, ...]] = []
     for number in range(requests):
         if number < testers:  # who chooses for themselves change nothing for the others

@@ -37,7 +37,7 @@ class Serving(msgspec.Struct, frozen=True):
 ALL_REQUESTS: Final = 100
 
 
-class Trial:
+class RevisionShare:
     """Gives a revision its share of new requests, and counts how they go.
 
     The share is exact: after any number of requests it is less than one request away.

@@ -41,7 +41,7 @@ gateways that do not say theirs, the picker sends it back."""
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RouterState:
     """Whether a router takes requests."""
 
     refusal: str = ""
@@ -52,7 +52,7 @@ class Standing:
     """It would take one, but wants no more to come."""
 
 
-def pick(own: str, standing: Standing, allowed: Sequence[str] | None, turn: int) -> str:
+def pick(own: str, standing: RouterState, allowed: Sequence[str] | None, turn: int) -> str:
     """Return the `ip:port` that a request should go to; empty if it can go nowhere.
 
     allowed: those that the gateway names; None: it names none. Others than `own` take turns.
@@ -64,10 +64,10 @@ def pick(own: str, standing: Standing, allowed: Sequence[str] | None, turn: int)
     return own if may_be_own else ""
 
 
-class Exchange:
+class PickerStream:
     """What is said on the stream of one request. It performs no I/O."""
 
-    def __init__(self, own: str, standing: Standing, turn: int) -> None:
+    def __init__(self, own: str, standing: RouterState, turn: int) -> None:
         self._own, self._standing, self._turn = own, standing, turn
         self._modes: dict[str, int] | None = None
         """How both bodies are sent, as the first message has it."""
@@ -159,14 +159,14 @@ class EndpointPicker:
             grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": check}),
         ]
 
-    def _standing(self) -> Standing:
+    def _standing(self) -> RouterState:
         client = self._client
         if client.is_full:
-            return Standing("too many requests are open already; retry later", full=True)
-        return Standing(client.why_unable(), leaving=client.leaving)
+            return RouterState("too many requests are open already; retry later", full=True)
+        return RouterState(client.why_unable(), leaving=client.leaving)
 
     async def _process(self, asked: AsyncIterator[Any], _: Any) -> AsyncIterator[Any]:
-        exchange = Exchange(self._own, self._standing(), next(self._turns))
+        exchange = PickerStream(self._own, self._standing(), next(self._turns))
         async for message in asked:
             answer = exchange.answer(message)
             if answer is not None:

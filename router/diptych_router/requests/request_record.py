@@ -23,7 +23,7 @@ from diptych_protocol import RequestJourneyEventType as Station
 from diptych_router.choosing.first_token import FirstToken
 from diptych_router.choosing.policy import FETCH, Decision
 from diptych_router.engines.engine_table import ROLES, Role
-from diptych_router.engines.serving import Trial
+from diptych_router.engines.serving import RevisionShare
 
 MOST_STATIONS: Final = 40
 """The most events of a request at one engine that are kept. If a prompt has more parts, the newest
@@ -256,7 +256,7 @@ class RequestRecord:
     """The pool that computes its prompt, or was to compute it."""
     revisions: tuple[str, ...] = ()
     """The revisions that it was given to while one is tried; empty: none was."""
-    trial: Trial | None = None
+    trial: RevisionShare | None = None
     """Counts it, if it was given to the revision on trial."""
     expected: FirstToken | None = None
     """The prediction of its first token when it was accepted; None without a prediction."""

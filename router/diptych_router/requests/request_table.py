@@ -46,7 +46,7 @@ from diptych_protocol.wire import FINISH_REASON_STRINGS, REVISION_HEADER
 from diptych_router.choosing.policy import Decision
 from diptych_router.engines.health_book import Failure
 from diptych_router.engines.known_prefixes import BlockNamer
-from diptych_router.engines.serving import Trial
+from diptych_router.engines.serving import RevisionShare
 from diptych_router.requests.attempts import LEAST_PATIENCE_S, Attempts
 from diptych_router.requests.placements import HeldRequests, Placements, Siblings, same_way
 from diptych_router.requests.promises import Promises
@@ -136,7 +136,7 @@ class RequestTable:
         now: float,
         leader: str | None = None,
         trace: Trace | None = None,
-        trial: Trial | None = None,
+        trial: RevisionShare | None = None,
     ) -> Sequence[Action]:
         """Accept a new request. leader: another request for an answer to the same prompt, which
         begins first. trial: of the revision that gets a share of new requests."""
@@ -156,7 +156,7 @@ class RequestTable:
         self,
         record: RequestRecord,
         request: EngineCoreRequest,
-        trial: Trial,
+        trial: RevisionShare,
         leader: RoutedRequest | None,
     ) -> None:
         """Give a request to a revision, in which it stays; all answers to one prompt to one."""

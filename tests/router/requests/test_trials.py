@@ -6,12 +6,12 @@ from router_kit.request_world import World
 
 from diptych_protocol import EngineCoreOutput, FinishReason
 from diptych_protocol.wire import REVISION_HEADER
-from diptych_router.engines.serving import Serving, Trial
+from diptych_router.engines.serving import RevisionShare, Serving
 
 
 def tried(weight: int) -> World:
     world = World("p", "d")
-    world.trial = Trial(Serving(["a", "b"], canary="b", weight=weight))
+    world.trial = RevisionShare(Serving(["a", "b"], canary="b", weight=weight))
     return world
 
 

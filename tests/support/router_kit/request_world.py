@@ -20,7 +20,7 @@ from diptych_protocol import (
 from diptych_router.choosing.first_token import FirstToken
 from diptych_router.choosing.policy import Decision, RequestView
 from diptych_router.engines.health_book import Failure
-from diptych_router.engines.serving import Trial
+from diptych_router.engines.serving import RevisionShare
 from diptych_router.requests.promises import Promises
 from diptych_router.requests.request_table import RequestTable
 from diptych_router.requests.table_interface import (
@@ -131,7 +131,7 @@ class World:
             self.fleet, hold_seconds=hold_seconds, max_held=100, promises=Promises(slo or Slo())
         )
         self.now = 0.0
-        self.trial: Trial | None = None
+        self.trial: RevisionShare | None = None
         self.delivered: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
         self.offered: set[str] = set()

@@ -33,7 +33,7 @@ from diptych_router.engines.discovery import Target, resolve
 from diptych_router.engines.engine_link import CALL_ERRORS, EngineLink, ReadKeys, key_of
 from diptych_router.engines.engine_table import ROLES, Role
 from diptych_router.engines.health_book import FullEngines
-from diptych_router.engines.serving import Serving, ServingFile, Trial
+from diptych_router.engines.serving import RevisionShare, Serving, ServingFile
 from diptych_router.requests.pools.health_watch import HealthWatch
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Pools:
         self._read_keys = read_keys
         self._name = secrets.token_hex(8)
         self._serving = ServingFile(serving)
-        self.trial: Trial | None = None
+        self.trial: RevisionShare | None = None
         """Deals a revision its share of new requests; None: each gets what it can carry."""
         self._on_change, self._on_outputs = on_change, on_outputs
         self._on_lost, self._on_hang = on_lost, on_hang
@@ -306,7 +306,7 @@ class Pools:
         if not serving.canary:
             self.trial = None
         elif trial is None or trial.now_other(serving):
-            self.trial = Trial(serving)
+            self.trial = RevisionShare(serving)
 
     def _follow(self, role: Role, endpoints: set[str]) -> None:
         """Open lines to new addresses; drop those that are neither listed nor alive."""
