@@ -166,17 +166,24 @@ class Controls:
         if connector is not None:
             connector.revoke_all()
         if reset_running_requests:
-            self.forget_everything()
+            self._forget_kv()
+            self._clear_store()
             return True
-        pool, lent = self._core.scheduler.pool, self._core.scheduler.leased
-        store = self._core.hand_offs.store
-        self._retire_store()
+        scheduler, store = self._core.scheduler, self._core.hand_offs.store
         if connector is None and store is None:
-            return pool.forget_all()
-        return self._core.deferred.when(
-            lambda: (connector is None or not len(lent)) and (store is None or store.at_rest),
-            pool.forget_all,
-        )
+            return scheduler.pool.forget_all()
+
+        def only_requests_hold_blocks() -> bool:
+            written = store is None or store.at_rest or bool(scheduler.running)
+            return written and (connector is None or not len(scheduler.leased))
+
+        return self._core.deferred.when(only_requests_hold_blocks, self._forget_prefixes)
+
+    def _forget_prefixes(self) -> bool:
+        forgotten = self._core.scheduler.pool.forget_all()
+        if forgotten:
+            self._clear_store()
+        return forgotten
 
     def reset_mm_cache(self) -> str:
         """Forget received images: the next request has to bring its images again. Returns a note
@@ -210,6 +217,10 @@ class Controls:
         """
         self._forget_kv()
         self._retire_store()
+
+    def _clear_store(self) -> None:
+        if self._core.hand_offs.store is not None:
+            self._core.hand_offs.store.clear()
 
     def _retire_store(self) -> None:
         """What is on disk is of the weights that the engine has started with."""

@@ -96,6 +96,13 @@ class BlockFiles:
         """Forget a file, which is not as it was written."""
         self.num_bytes -= self._sizes.pop(name, 0)
 
+    def clear(self) -> list[str]:
+        """Forget all files. Returns them, for `remove`."""
+        names = list(self._sizes)
+        self._sizes.clear()
+        self.num_bytes = 0
+        return names
+
     def close(self) -> None:
         """Leave the folder to the next engine."""
         os.close(self._lock)

@@ -2,7 +2,8 @@
 forgotten are read from there, both by threads, beside steps.
 
 A block is held while it is being written, as if it were lent. A request whose prefix is on disk
-waits for it as for another engine's: `StoredPrefix` is its source. What cannot be read is computed.
+waits for it as for another engine's: `StoredPrefix` is its source. What cannot be read, or not in
+time, is computed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from threading import Timer
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -29,6 +31,8 @@ MAX_BLOCKS_IN_WRITING: Final = 64
 MAX_SHARE_IN_WRITING: Final = 8
 """At most this part of the pool, an eighth, is held to be written."""
 READERS: Final = 2
+READ_TIMEOUT_S: Final = 5.0
+"""A prefix that has not been read by then is computed."""
 
 
 class Written(NamedTuple):
@@ -44,6 +48,10 @@ class Read(NamedTuple):
     names: list[str]
     num_whole: int
     """How many of these blocks, from the first on, are in memory now."""
+
+
+class Late(NamedTuple):
+    order: LoadOrder
 
 
 class BlockStore:
@@ -67,10 +75,15 @@ class BlockStore:
             1, min(MAX_BLOCKS_IN_WRITING, self._pool.num_blocks // MAX_SHARE_IN_WRITING)
         )
         self._in_writing: set[str] = set()
-        self._num_reads = 0
+        self._outdated: set[str] = set()
+        """Those in writing that nobody may read afterwards."""
+        self._reads: dict[str, Timer] = {}
+        """By request."""
+        self._late: set[str] = set()
+        """Reads that hang. Until they end, no other begins."""
         self._writer = ThreadPoolExecutor(1, "kv-writer")
         self._readers = ThreadPoolExecutor(READERS, "kv-reader")
-        self._ended: deque[Written | Read] = deque()
+        self._ended: deque[Written | Read | Late] = deque()
         self._num_written = self._num_damaged = 0
         self.wake_fd: Final = os.eventfd(0, os.EFD_NONBLOCK)
         """Readable when `handle_events` has something to do."""
@@ -78,14 +91,15 @@ class BlockStore:
     @property
     def at_rest(self) -> bool:
         """Whether no thread touches the KV memory."""
-        return not (self._in_writing or self._num_reads)
+        return not (self._in_writing or self._reads)
 
     # --- reading ------------------------------------------------------------------------------
 
     def offer(self, request: Request) -> None:
         """Make the disk the source of a new request's prefix, if it has more of it than the engine
         that a router has named."""
-        if self._unsaved is None or (request.fetches and request.prefix_source is None):
+        has_source = request.fetches and request.prefix_source is None
+        if self._unsaved is None or self._late or has_source:
             return
         count = 0
         for block_hash in self._scheduler.prefixes.lookup_hashes(request):
@@ -99,7 +113,10 @@ class BlockStore:
     def read(self, order: LoadOrder) -> None:
         """Begin to fill the blocks of a request."""
         names = [self._files.name((order.names or [])[index]) for index in order.indices]
-        self._num_reads += 1
+        timer = Timer(READ_TIMEOUT_S, self._tell, [Late(order)])
+        timer.daemon = True
+        self._reads[order.request_id] = timer
+        timer.start()
         self._readers.submit(self._read, order, names)
 
     def _read(self, order: LoadOrder, names: list[str]) -> None:
@@ -152,27 +169,34 @@ class BlockStore:
         os.eventfd_read(self.wake_fd)
         while self._ended:
             event = self._ended.popleft()
-            if isinstance(event, Written):
-                self._written(event)
-            else:
-                self._was_read(event)
+            match event:
+                case Written():
+                    self._written(event)
+                case Read():
+                    self._was_read(event)
+                case Late(order):
+                    self._is_late(order.request_id)
         self.save()
 
-    def _tell(self, event: Written | Read) -> None:
+    def _tell(self, event: Written | Read | Late) -> None:
         self._ended.append(event)
         os.eventfd_write(self.wake_fd, 1)
 
     def _written(self, event: Written) -> None:
         self._in_writing.remove(event.name)
         self._pool.release([event.block])
-        if event.size:
+        if event.name in self._outdated:
+            self._outdated.remove(event.name)
+            self._remove([event.name])
+        elif event.size:
             self._num_written += 1
             oldest = self._files.add(event.name, event.size)
             self._tell_pool([event.name], kept=self._unsaved is not None)
             self._remove(oldest)
 
     def _was_read(self, event: Read) -> None:
-        self._num_reads -= 1
+        self._reads.pop(event.request_id).cancel()
+        self._late.discard(event.request_id)
         for name in event.names[: event.num_whole]:
             self._files.use(name)
         for name in event.names[event.num_whole : event.num_whole + 1]:
@@ -182,6 +206,12 @@ class BlockStore:
                 self._remove([name])
         end = event.first_token + event.num_whole * self._size
         self._scheduler.load_ended(event.request_id, ok=event.num_whole > 0, num_tokens=end)
+
+    def _is_late(self, request_id: str) -> None:
+        if request_id in self._reads:  # it has not ended meanwhile
+            self._late.add(request_id)
+            log.warning("no KV block was read within %g s: the disk hangs", READ_TIMEOUT_S)
+            self._scheduler.go_on_without(request_id)
 
     def _remove(self, names: list[str]) -> None:
         if names:
@@ -195,6 +225,11 @@ class BlockStore:
                 self._pool.kept_elsewhere(block_hash, kept=kept)
 
     # --- the end ------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Remove what has been written, and keep what is computed from now on."""
+        self._outdated |= self._in_writing
+        self._remove(self._files.clear())
 
     def retire(self) -> None:
         """Keep and read nothing more: the engine's weights may no longer be those of its files.

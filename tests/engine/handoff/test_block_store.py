@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from select import POLLIN, poll
@@ -16,6 +17,7 @@ from waits import Deadline
 
 from diptych_engine.control.controls import Controls
 from diptych_engine.control.core import EngineCore
+from diptych_engine.handoff import block_store
 from diptych_engine.handoff.block_files import BlockFiles
 from diptych_protocol import EngineCoreOutput, EngineCoreRequest, InvalidRequestError
 from diptych_protocol.block_hashes import extend_block_hashes
@@ -55,6 +57,11 @@ class Engine:
 
     def run(self, request: EngineCoreRequest) -> list[EngineCoreOutput]:
         """Return the outputs, when all that the request has left is written."""
+        outputs = self.until_finished(request)
+        self.settle()
+        return outputs
+
+    def until_finished(self, request: EngineCoreRequest) -> list[EngineCoreOutput]:
         self.core.add(request, CLIENT)
         outputs: list[EngineCoreOutput] = []
         deadline = Deadline("the end of the request")
@@ -62,7 +69,6 @@ class Engine:
             deadline.check()
             self.hear(0 if self.core.has_work else 100)
             outputs += step(self.core) if self.core.has_work else ()
-        self.settle()
         return outputs
 
     def settle(self) -> None:
@@ -250,7 +256,6 @@ def test_engines_of_one_machine_have_a_folder_each(model: str, cache: Path) -> N
 
 CHANGES: dict[str, tuple[Callable[[Controls], object], bool]] = {
     "sleep": (lambda controls: controls.sleep(1), True),
-    "reset_prefix_cache": (lambda controls: controls.reset_prefix_cache(), False),
     "forget_everything": (lambda controls: controls.forget_everything(), False),
 }
 """Each with whether the weights are still those of the files."""
@@ -271,6 +276,67 @@ def test_when_weights_may_have_changed_nothing_more_is_read_or_written(
     written = engine.core.stats().disk_blocks_written
     engine.answer(prompt_of(5, 3 * BLOCK), "other")
     assert (engine.core.stats().disk_blocks_written > written) == same_weights
+
+
+@pytest.mark.parametrize("reset_running_requests", [False, True])
+def test_a_reset_removes_what_is_on_disk_and_what_comes_is_kept_again(
+    engine: Engine, cache: Path, reset_running_requests: bool
+) -> None:
+    expected, _ = engine.answer()
+    former = {path.stat().st_ino for path in blocks_in(cache)}
+    done = Controls(engine.core).reset_prefix_cache(reset_running_requests)
+    engine.core.deferred.settle()
+    assert done is True or (isinstance(done, Future) and done.result(0))
+    assert engine.core.stats().disk_blocks == 0
+    assert engine.answer(name="again") == (expected, 0)
+    later = {path.stat().st_ino for path in blocks_in(cache)}
+    assert len(later) == len(former)
+    engine.core.scheduler.pool.forget_all()
+    assert engine.answer(name="from disk") == (expected, NUM_STORED)
+
+
+def test_a_reset_that_comes_while_blocks_are_written_leaves_none_of_them(
+    engine: Engine,
+) -> None:
+    engine.core.add(core_request("r", PROMPT, max_tokens=8, ignore_eos=True), CLIENT)
+    step(engine.core)
+    store = engine.core.hand_offs.store
+    assert store is not None
+    assert not store.at_rest
+    Controls(engine.core).reset_prefix_cache(reset_running_requests=True)
+    engine.core.abort(["r"])
+    engine.settle()
+    assert engine.core.stats().disk_blocks == 0
+
+
+def test_a_prefix_from_a_disk_that_hangs_is_computed_and_the_next_does_not_wait(
+    model: str,
+    expected: list[int],
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(block_store, "READ_TIMEOUT_S", 0.1)
+    hashes: list[bytes] = []
+    extend_block_hashes(hashes, PROMPT, BLOCK, None)
+    (first,) = (path for path in blocks_in(cache) if path.name.endswith(hashes[0].hex()))
+    with started(model) as engine:
+        first.unlink()
+        os.mkfifo(first)  # whoever opens it to read waits for a writer
+        for name in ("one", "another"):
+            request = core_request(name, PROMPT, max_tokens=8, ignore_eos=True)
+            assert tokens(engine.until_finished(request)) == expected
+            engine.core.scheduler.pool.forget_all(even_held=True)
+        assert caplog.text.count("the disk hangs") == 1
+        store = engine.core.hand_offs.store
+        assert store is not None
+        assert not store.at_rest
+        os.close(os.open(first, os.O_WRONLY))
+        engine.settle()
+        pool = engine.core.scheduler.pool
+        assert pool.num_free == pool.num_blocks
+        pool.check_integrity()
+        assert engine.core.stats().disk_tokens == 0
 
 
 def test_a_disk_that_fails_costs_nothing_but_the_tier(
