@@ -196,7 +196,7 @@ class CoreClient:
                         return await self.ask("describe", EngineDescription, timeout_s=timeout_s)
                     except NotConnectedError as exc:
                         if self._handshake_failed:
-                            message = f"the key does not open a connection to {self.endpoint}"
+                            message = f"{self.endpoint} hangs, or has another key: no handshake"
                             raise HandshakeFailedError(message) from exc
                         self._handshake.clear()
                         with contextlib.suppress(TimeoutError):
