@@ -150,6 +150,14 @@ class EngineConfig(EngineSettings, frozen=True, omit_defaults=True):
         ]
         | None
     ) = 1 << 30
+    kv_disk_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Most bytes of KV that an engine keeps in ~/.cache/diptych/kv, to read "
+            "prefixes that memory has lost, as after a restart; 0: none.",
+        ),
+    ] = 0
     max_waiting_tokens: (
         Annotated[
             int,

@@ -162,14 +162,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "(e4m3, GPUs only) halves them again and rounds to 4 digits of 2."
         ),
     ] = "auto"
-    kv_disk_bytes: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="Most bytes of KV that an engine keeps in ~/.cache/diptych/kv, to read "
-            "prefixes that memory has lost, as after a restart; 0: none.",
-        ),
-    ] = 0
     block_size: Annotated[BlockSize, Meta(description="Tokens in one KV block.")] = 16
     gpu_memory_utilization: Annotated[
         float,

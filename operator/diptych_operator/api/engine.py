@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         image: str = ""
         args: list[str] = []
         kv_cache_memory: str = "1Gi"
+        kv_cache_disk: str = "none"
 
 else:
     Speculation = spec_part("Speculation", SpeculativeConfig)
@@ -92,6 +93,18 @@ else:
                 ),
             ],
             "1Gi",
+        ),
+        kv_cache_disk=(
+            Annotated[
+                str,
+                Meta(
+                    pattern=r"^(none|[1-9][0-9]{0,5}(Mi|Gi|Ti))$",
+                    description="Most KV that an engine keeps in ~/.cache/diptych/kv, to read "
+                    "prefixes that memory has lost, as after a restart.",
+                    examples=["100Gi", "none"],
+                ),
+            ],
+            "none",
         ),
         speculative_config=(
             Annotated[Speculation | None, SPECULATION, Meta(**ruled(LOOK_UP_ORDER, DRAFT_MODEL))],

@@ -48,7 +48,7 @@ def engine_config(service: InferenceService, pool: Pool, revision: str, model: s
     The pools differ in `num_threads` only.
     """
     engine = service.spec.engine
-    kv_bytes = None if engine.kv_cache_memory == "auto" else int(_amount(engine.kv_cache_memory))
+    memory, disk = engine.kv_cache_memory, engine.kv_cache_disk
     settings = {name: getattr(engine, name) for name in EngineSettings.__struct_fields__}
     if engine.speculative_config is not None:
         guesses = _fields_of(engine.speculative_config, SpeculativeConfig)
@@ -56,7 +56,8 @@ def engine_config(service: InferenceService, pool: Pool, revision: str, model: s
     return EngineConfig(
         model=model,
         served_name=service.served_name,
-        kv_cache_bytes=kv_bytes,
+        kv_cache_bytes=None if memory == "auto" else int(_amount(memory)),
+        kv_disk_bytes=0 if disk == "none" else int(_amount(disk)),
         num_threads=cpu_threads(pool, engine.tensor_parallel_size),
         kv_transfer=KVTransferConfig(lease_seconds=service.spec.transfer.lease_seconds),
         revision=revision,

@@ -321,6 +321,14 @@ def test_kv_cache_memory_may_be_left_to_the_engine(said: dict[str, Any], share: 
     assert (config.kv_cache_bytes, config.gpu_memory_utilization) == (None, share)
 
 
+def test_kv_cache_disk_is_told_to_engines_in_bytes() -> None:
+    asked = service({"engine": {"kvCacheDisk": "3Gi"}})
+    maps = by_kind(render(asked, SECRETS), "ConfigMap")
+    for pool in ("prefill", "decode"):
+        text = maps[f"svc-{pool}-{revision(asked)}"]["data"]["engine.json"]
+        assert msgspec.json.decode(text, type=EngineConfig).kv_disk_bytes == 3 << 30
+
+
 def test_the_secret_holds_the_key_files_that_programs_read() -> None:
     (secret,) = by_kind(render(service({}), SECRETS), "Secret").values()
     files = {name: base64.b64decode(text).decode() for name, text in secret["data"].items()}
