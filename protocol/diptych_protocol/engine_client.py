@@ -27,7 +27,7 @@ from diptych_protocol.weights import (
     WeightTransferInitRequest,
     WeightTransferUpdateRequest,
 )
-from diptych_protocol.wire import EngineCoreRequest
+from diptych_protocol.wire import EngineCoreRequest, KeptAnswer
 
 
 @dataclass(slots=True)
@@ -75,6 +75,11 @@ class OurOptions(TypedDict, total=False):
 
     tenant: str
     """Whose request it is: engines are fair to tenants."""
+    kept_as: str
+    """See `EngineCoreRequest.kept_as`."""
+    kept: KeptAnswer | None
+    """The beginning of the answer, from `find_kept`. The first output has the tokens that are told
+    already, and no others."""
 
 
 class PromptOptions(OurOptions, total=False):
@@ -370,6 +375,16 @@ class EngineClient(ABC):
         """
         if self.errored:
             raise self.dead_error
+
+    @property
+    def keeps_answers(self) -> bool:
+        """Whether `find_kept` finds the answers of other clients of the same engines."""
+        return False
+
+    async def find_kept(self, name: str, tenant: str) -> list[KeptAnswer]:
+        """Return what the engines kept of a tenant's answer (`kept_as`), which ends where it is
+        not over. An engine that had only a part of it knows less of it than the others."""
+        return []
 
     def get_kv_event_sources(self) -> dict[int, Any]:
         """Return no sources, because a core reports what it has cached to the connected routers."""

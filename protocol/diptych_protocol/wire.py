@@ -51,6 +51,9 @@ statistics. It has no answer but these messages."""
 DOUBT_KV = "doubt_kv"
 """The call after which an engine that does not check KV uses nothing that it remembers now, nor
 what it is fetching. Its argument is the reason, in words."""
+TAKE_KEPT = "take_kept"
+"""The call for what an engine kept of an answer: a name (`kept_as`) and its tenant. The answer ends
+there if it is not over. The result is a `KeptAnswer`, or None."""
 MAX_TENANT_LENGTH = 256
 """The most characters in the name of an API key."""
 MAX_DEADLINE_MS = 600_000
@@ -175,6 +178,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     it does not get."""
     deadline_ms: int | None = None
     """Its first token is due this many milliseconds after `arrival_time`; None: at once."""
+    kept_as: str = ""
+    """The secret name by which another client may take it over; empty: nobody may. The core keeps
+    its tokens under this name for some seconds after its end, whatever ended it."""
 
     @property
     def shown_id(self) -> str:
@@ -198,6 +204,18 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
         if self.sampling_params is None:
             raise NoParametersError(f"request {self.request_id} carries no sampling_params")
         return self.sampling_params
+
+
+class KeptAnswer(msgspec.Struct, array_like=True):
+    """What an engine, or a router, knows of an answer whose client may come back for the rest."""
+
+    token_ids: list[int]
+    """All of its tokens."""
+    finish_reason: FinishReason | None = None
+    """None: it was cut short."""
+    stop_reason: int | str | None = None
+    num_told: int = 0
+    """How many of the tokens its client has; engines do not know that."""
 
 
 class LogprobsLists(msgspec.Struct, array_like=True, gc=False):

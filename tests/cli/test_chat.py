@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 from click.testing import CliRunner
 from PIL import Image
@@ -17,7 +20,7 @@ from waits import PATIENCE_S
 from diptych.api_service import Service, find_service
 from diptych.chat.conversation import Conversation
 from diptych.chat.loop import printer
-from diptych.chat.stream import ChatError, Piece, read_event
+from diptych.chat.stream import ChatError, Piece, read_event, stream_chat
 from diptych.demo import HandOff, Timing, read_hand_off
 from diptych.errors import RunError
 from diptych.main import main
@@ -47,6 +50,54 @@ async def said(conversation: Conversation, text: str) -> str:
 )
 def test_events_of_a_stream_are_read(data: str, piece: Piece) -> None:
     assert read_event(data) == piece
+
+
+def chunk(text: str, event_id: str) -> str:
+    data = json.dumps({"choices": [{"delta": {"content": text}}]})
+    return f"id: {event_id}\ndata: {data}\n\n"
+
+
+BEGUN = f"{chunk('a', '1')}{chunk('b', '2')}id: 3\ndata: {{"
+GONE = '{"error": {"message": "too late"}}'
+
+
+@pytest.mark.parametrize(
+    ("later", "outcome"),
+    [
+        (["502 Bad Gateway", "200 OK"], "abc"),
+        (["404 Not Found"], "HTTP 404: too late"),
+    ],
+)
+async def test_a_stream_that_broke_off_goes_on_after_its_last_whole_event(
+    later: list[str], outcome: str
+) -> None:
+    bodies = {
+        "502 Bad Gateway": "",
+        "404 Not Found": GONE,
+        "200 OK": f"{chunk('c', '3')}data: [DONE]",
+    }
+    answers = [("200 OK", BEGUN), *((status, bodies[status]) for status in later)]
+    last_ids: list[str] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        assert "x-diptych-resumable: 1" in head
+        last_ids.append(head.partition("last-event-id: ")[2].partition("\r\n")[0])
+        status, body = answers.pop(0)
+        writer.write(f"HTTP/1.1 {status}\r\nconnection: close\r\n\r\n{body}\n".encode())
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        [[_, port]] = [each.getsockname() for each in server.sockets]
+        said = ""
+        try:
+            async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+                async for piece in stream_chat(client, f"http://127.0.0.1:{port}", {}):
+                    said += piece.text
+        except ChatError as exc:
+            assert said == "ab"
+            said = str(exc)
+    assert (said, last_ids) == (outcome, ["", *("2" for _ in later)])
 
 
 @pytest.mark.parametrize("terminal", [True, False])

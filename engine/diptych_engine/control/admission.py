@@ -90,6 +90,7 @@ def admit(
         arrival_time=message.arrival_time,
         priority=message.priority,
         tenant=message.tenant,
+        kept_as=message.kept_as,
         deadline_s=(message.deadline_ms or 0) / 1e3,
         trace_headers=message.trace_headers,
         cache_salt=_cache_salt(message, adapter),

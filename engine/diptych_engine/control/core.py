@@ -16,6 +16,7 @@ import msgspec
 
 from diptych_engine.control.admission import admit
 from diptych_engine.control.image_intake import ImageIntake, MissingImageError
+from diptych_engine.control.kept_answers import KeptAnswers
 from diptych_engine.control.last_outputs import aborted, failed
 from diptych_engine.control.sleep import Residency
 from diptych_engine.control.utilities import Convert, Deferred, call_utility
@@ -37,6 +38,8 @@ from diptych_protocol import (
     EngineOverloadedError,
     FinishReason,
     InvalidRequestError,
+    KeptAnswer,
+    RefusedByEngineError,
     SchedulerStats,
 )
 from diptych_protocol.admin import DrainReport
@@ -45,6 +48,7 @@ log = logging.getLogger(__name__)
 
 SHUTTING_DOWN = "Server shutting down"
 INTERNAL_ERROR = "internal error; the engine's log has it under the request's id"
+TAKEN_OVER = "its client goes on with this answer at another router"
 CROWDED_OUT = "overloaded: too many requests wait already, and most are of this API key"
 LAST_CALLS = frozenset({"reject_kv_transfer"})
 """Calls that are answered until the very end, because they may free blocks of another engine."""
@@ -118,6 +122,7 @@ class EngineCore:
         self._seconds_stepping = 0.0
         self.residency = Residency()
         self.weights = WeightUpdate()
+        self.kept = KeptAnswers()
         self.deferred = Deferred()
         """What waits for steps or for the hinge; `settle` it after each step."""
         self._utilities: dict[str, Callable[..., Any]] = {}
@@ -129,6 +134,7 @@ class EngineCore:
             self.drain,
             self.drain_report,
             self.hand_off,
+            self.take_kept,
         )
         self._outputs: defaultdict[bytes, list[EngineCoreOutput]] = defaultdict(list)
         self._runs_ahead = runs_ahead
@@ -266,6 +272,8 @@ class EngineCore:
     def _end(self, request: Request, reason: FinishReason) -> None:
         self.hand_offs.gone(request)
         self.scheduler.finish(request, reason)
+        if request.kept_as:
+            self.kept.keep(request)
 
     def _fail(self, request_id: str, client: bytes, error: DiptychError | str) -> None:
         self._outputs[client].append(failed(request_id, error))
@@ -364,6 +372,8 @@ class EngineCore:
         if request.kv_transfer is not None and request.kv_transfer.do_remote_decode:
             output.kv_transfer_params = self.hand_offs.finish(request, reason)
         self.scheduler.finish(request, reason, request.stop_reason)
+        if request.kept_as:
+            self.kept.keep(request)
 
     def take_outputs(self) -> dict[bytes, list[EngineCoreOutput]]:
         """Return outputs since the last call, by client."""
@@ -449,6 +459,15 @@ class EngineCore:
         self._outputs[request.client].append(output)
         self.scheduler.finish(request, FinishReason.ABORT)
         return True
+
+    def take_kept(self, name: str, tenant: str) -> KeptAnswer | None:
+        """See `wire.TAKE_KEPT`. Whoever had a running one is told that it is no longer theirs."""
+        named = [x for x in self.scheduler.unfinished if name and x.kept_as == name]
+        for request in named:
+            if request.tenant == tenant:
+                self._end(request, FinishReason.ABORT)
+                self._fail(request.request_id, request.client, RefusedByEngineError(TAKEN_OVER))
+        return self.kept.find(name, tenant)
 
     def close(self) -> None:
         self.grammars.close()

@@ -10,6 +10,7 @@ from diptych_protocol import (
     EngineOverloadedError,
     FinishReason,
     InvalidRequestError,
+    RefusedByEngineError,
 )
 from diptych_protocol.wire import ErrorKind
 
@@ -33,7 +34,7 @@ def aborted(request_id: str) -> EngineCoreOutput:
 
 def _kind_of(error: DiptychError | str) -> ErrorKind:
     match error:
-        case HopelessFormError():
+        case HopelessFormError() | RefusedByEngineError():
             return ErrorKind.REFUSED
         case EngineOverloadedError():
             return ErrorKind.OVERLOADED

@@ -98,6 +98,8 @@ class Request:
     """The tenant to whom the request belongs."""
     account: Account = field(default_factory=Account)
     """Its tenant's account, which the scheduler sets in `add`."""
+    kept_as: str = ""
+    """See `EngineCoreRequest.kept_as`."""
     num_charged: int = 0
     """Prompt tokens for which its tenant is not charged again."""
     cache_salt: str | None = None

@@ -163,6 +163,8 @@ class CoreServer(WireServer):
         self._send_outputs()
         if self._prefix_news.followers:
             self.tell_prefixes(at_once=not core.has_work)
+        if core.kept.by_name:
+            core.kept.forget_old()
         core.deferred.settle()
         self._send_answers()
         self._heartbeat.turned()

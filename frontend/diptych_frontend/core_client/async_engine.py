@@ -32,11 +32,13 @@ from diptych_protocol import (
     DiptychError,
     EngineClient,
     EngineConfig,
+    EngineCoreOutput,
     EngineCoreRequest,
     EngineDeadError,
     EngineGenerateError,
     EngineOverloadedError,
     InvalidRequestError,
+    KeptAnswer,
     LoRARequest,
     PoolingParams,
     PoolingRequestOutput,
@@ -292,6 +294,7 @@ class AsyncEngine(EngineClient):
         await self._connect()
         if documented:
             options = by_name(ADD_ORDER, documented, options)
+        kept: KeptAnswer | None = options.pop("kept", None)
         prompt_text = options.pop("prompt_text", None)
         if prompt_text is not None and not isinstance(prompt_text, str):
             raise InvalidRequestError("prompt_text must be a string", param="prompt_text")
@@ -316,7 +319,10 @@ class AsyncEngine(EngineClient):
         self._check_room(len(parts), num_tokens, request.tenant)
         try:
             for index, part in enumerate(parts):
-                self._add_request(part, text, parent, index, collector)
+                if kept is None:
+                    self._add_request(part, text, parent, index, collector)
+                else:
+                    self._go_on(part, text, kept, collector)
         except BaseException as exc:
             self._end(collector)
             if isinstance(exc, Exception) and not isinstance(exc, DiptychError):
@@ -361,6 +367,32 @@ class AsyncEngine(EngineClient):
         self._submit(request, queue.request_ids[0] if index else None)
         if self._tracer is not None:
             self._tracer.begin(request)
+
+    def _go_on(
+        self,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        kept: KeptAnswer,
+        queue: Collector[Any],
+    ) -> None:
+        """Go on with an answer that another client of the engines began. Its beginning is told
+        again: first what its reader has, in one output, then the rest, before anything new."""
+        self.output_processor.add(request, prompt, queue)
+        told, rest = kept.token_ids[: kept.num_told], kept.token_ids[kept.num_told :]
+        beginning = EngineCoreOutput(request.request_id, told)
+        last = EngineCoreOutput(request.request_id, rest) if rest else beginning
+        last.finish_reason, last.stop_reason = kept.finish_reason, kept.stop_reason
+        ended = self.output_processor.process([beginning])
+        if rest:
+            # The reader takes the beginning in this turn of the loop, so nothing is joined to it.
+            asyncio.get_running_loop().call_soon(self._tell, last)
+        if kept.finish_reason is None and not ended:
+            request.generated_token_ids = kept.token_ids
+            self._submit(request)
+
+    def _tell(self, output: EngineCoreOutput) -> None:
+        if ended := self.output_processor.process([output]):
+            self._withdraw(ended)
 
     def _end(self, collector: Collector[Any]) -> None:
         """Forget a request, and abort what is left of it."""

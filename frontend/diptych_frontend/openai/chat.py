@@ -131,6 +131,7 @@ class ChatApi:
     body_type = ChatCompletionRequest
     image_word = b"image_url"
     prompt_field = "messages"
+    one_event_each = True
 
     def __init__(
         self,

@@ -26,6 +26,7 @@ from diptych_frontend.openai.exchange import (
     EXCHANGE_KEY,
     Exchange,
     decode_body,
+    header,
     most_values,
     prompt_options,
     rank_of,
@@ -33,6 +34,15 @@ from diptych_frontend.openai.exchange import (
 )
 from diptych_frontend.openai.request_workers import INLINE_BYTES, RequestWorkers
 from diptych_frontend.openai.responses import AnswerWriter, Tally
+from diptych_frontend.openai.resumption import (
+    LAST_ID_HEADER,
+    RESUMABLE_HEADER,
+    EventIds,
+    asked_for,
+    choose_kept,
+    not_kept,
+    read_id,
+)
 from diptych_frontend.text.structured_outputs import check_structured_outputs
 from diptych_protocol import (
     EngineClient,
@@ -52,6 +62,7 @@ logger = logging.getLogger("diptych.openai")
 BEGUN_AT_ONCE = 16
 """The prompts of one request that begin in one turn of the event loop: a thousand would hold it up
 for most of a second."""
+_RESUMABLE, _LAST_ID = RESUMABLE_HEADER.encode(), LAST_ID_HEADER.encode()
 ABORT_TIMEOUT_S = 10.0
 """How long the other prompts of a failed request may take to end."""
 
@@ -66,6 +77,9 @@ class Api(Protocol[B, R]):
     image_word: bytes
     """A word that every body with images contains."""
     prompt_field: str
+    one_event_each: bool
+    """Whether a stream has one event for each output of an engine, so that an event's id says what
+    was told."""
 
     def request(self, body: B, scope: Scope) -> R:
         """Parse a body. Raises `InvalidRequestError` naming the field."""
@@ -109,6 +123,8 @@ class Job:
     num_prompt_tokens: int
     facts: Mapping[str, str] = field(default_factory=dict)
     """Facts for the answer's headers, beside the router's."""
+    event_ids: EventIds | None = None
+    """For a client that may come back for the rest."""
 
     @property
     def is_quickly_written(self) -> bool:
@@ -169,15 +185,41 @@ class GenerationRoute(Generic[B, R]):
             num_tokens=job.num_prompt_tokens * params.n,
             tenant=exchange.tenant,
         )
+        if request.stream and header(scope, _RESUMABLE) is not None:
+            job = await self._resumable(job, scope, exchange)
         if exchange.tenant:
             await exchange.reserve(_most_tokens(sound))
-        writer = self._api.writer(sound, exchange.request_id, int(time.time()))
+        request_id, created = exchange.request_id, int(time.time())
+        if job.event_ids is not None:
+            request_id, created = job.event_ids.request_id, job.event_ids.created
+        writer = self._api.writer(sound, request_id, created)
         writer.warnings = exchange.warnings or UNSET
         deliver = self._stream if request.stream else self._answer
         async with UntilDisconnect(receive, exchange) as client:
             await deliver(job, writer, exchange, send)
         if client.gone:
             logger.info("%s: the client left; request aborted", exchange.request_id)
+
+    async def _resumable(self, job: Job, scope: Scope, exchange: Exchange) -> Job:
+        """Return the job of a client that may come back, or that does. An answer of which more than
+        its text is told token by token has no ids, and no client can come back for its rest."""
+        params = job.params
+        asks_more = (params.logprobs, params.prompt_logprobs, params.extra_args)
+        has_rest = len(job.prompts) == params.n == 1 and all(x is None for x in asks_more)
+        last_id = header(scope, _LAST_ID)
+        if not (self._api.one_event_each and self._engine.keeps_answers and has_rest):
+            if last_id:
+                raise not_kept()
+            return job
+        asked = asked_for(job.prompts[0]["prompt_token_ids"], params)
+        if not last_id:
+            ids, kept = EventIds.new(int(time.time()), exchange.request_id, asked), None
+        else:
+            name = read_id(last_id, asked)[0].name
+            found = await self._engine.find_kept(name, exchange.tenant)
+            ids, kept = choose_kept(found, last_id, asked)
+        options: RequestOptions = {**job.options, "kept_as": ids.name, "kept": kept}
+        return replace(job, options=options, event_ids=ids)
 
     async def _read(self, scope: Scope, receive: Receive, exchange: Exchange) -> Sound[B, R] | None:
         """Read the body where that holds nobody up: here, or by turns in a thread.
@@ -252,7 +294,9 @@ class GenerationRoute(Generic[B, R]):
 
     async def _stream(self, job: Job, writer: AnswerWriter, exchange: Exchange, send: Send) -> None:
         tally = Tally(job.num_prompt_tokens)
-        parts = exchange.parts
+        parts, ids = exchange.parts, job.event_ids
+        is_told = job.options.get("kept") is not None
+        """Whether the client has what comes next."""
 
         def write_at_once(output: RequestOutput) -> bool:
             """Write a plain output where it arises, if the connection takes it: no task has to wake
@@ -263,7 +307,10 @@ class GenerationRoute(Generic[B, R]):
             if not parts.may_write():
                 return False
             tally.add(0, output)
-            parts.write(writer.events(0, output, tally))
+            if ids is None:
+                parts.write(writer.events(0, output, tally))
+            else:
+                parts.write(ids.marked(output, writer.events(0, output, tally)))
             return True
 
         streaming = run(self._engine, job, exchange, self._metrics, write_at_once)
@@ -287,6 +334,9 @@ class GenerationRoute(Generic[B, R]):
                     events = _apart(writer, prompt_index, output, tally)
                 else:
                     events = writer.events(prompt_index, output, tally)
+                if ids is not None:
+                    events = ids.marked(output, b"" if is_told else events)
+                    is_told = False
                 await send({"type": "http.response.body", "body": events, "more_body": True})
         ending = writer.ending(tally)
         await send({"type": "http.response.body", "body": ending, "more_body": False})

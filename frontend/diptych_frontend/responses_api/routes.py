@@ -34,6 +34,7 @@ class ResponsesApi:
     body_type = ResponsesRequest
     image_word = b"input_image"
     prompt_field = "input"
+    one_event_each = False
 
     def __init__(self, chat: ChatApi, store: ResponseStore) -> None:
         self._chat = chat

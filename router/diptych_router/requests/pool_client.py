@@ -27,6 +27,7 @@ from diptych_protocol import (
     EngineCoreRequest,
     EngineDeadError,
     EngineOverloadedError,
+    KeptAnswer,
     KVTransferParams,
     RouterConfig,
     SchedulerStats,
@@ -164,6 +165,13 @@ class PoolClient(AsyncEngine, WithoutControl):
         """Ask every engine for its present statistics, and wait a second at most."""
         await self.pools.refresh_stats()
         return self.stats_by_engine()
+
+    @property
+    def keeps_answers(self) -> bool:
+        return True
+
+    async def find_kept(self, name: str, tenant: str) -> list[KeptAnswer]:
+        return await self.pools.find_kept(name, tenant)
 
     # --- requests -----------------------------------------------------------------------------
 

@@ -131,12 +131,13 @@ class RoutedRequest:
     def __post_init__(self) -> None:
         self.request_id = self.original.request_id
         self.core_id = f"{self.request_id}/{self.placements}"
+        self.generated += self.original.generated_token_ids or ()
         self.prompt_tokens = len(self.original.prompt_token_ids or ())
         params = self.original.sampling_params
         self.prefill_only = self.original.pooling_params is not None
         wanted = None if params is None else params.max_tokens
         room = self.max_model_len - self.prompt_tokens
-        self.tokens_left = room if wanted is None else min(room, wanted)
+        self.tokens_left = (room if wanted is None else min(room, wanted)) - len(self.generated)
 
     @property
     def urgency(self) -> tuple[int, float]:

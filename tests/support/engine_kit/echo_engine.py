@@ -177,6 +177,8 @@ class EchoEngine(WithoutControl):
         reasoning_ended: bool | None = None,
         *,
         tenant: str = "",
+        kept_as: str = "",
+        kept: Any = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """How often each byte is in the prompt, as a vector of length 1."""
         self.encoded.append((request_id, priority, prompt))

@@ -40,6 +40,7 @@ from diptych_frontend.model_files.model_config import config_from_gguf
 from diptych_frontend.model_files.model_source import readable, resolve_model
 from diptych_frontend.openai.exchange import decode_json
 from diptych_frontend.openai.promised_prefill import PromiseFinder, promised_prefill
+from diptych_frontend.openai.resumption import read_id
 from diptych_frontend.reasoning.formats import FORMATS as REASONING_FORMATS
 from diptych_frontend.text.gguf_tokenizer import tokenizer_from_gguf
 from diptych_frontend.text.structured_outputs import check_structured_outputs
@@ -186,6 +187,10 @@ def browser(data: bytes) -> None:
     rules.shared_with("POST", {HOST: b"h", ORIGIN: data})
 
 
+def last_event_id(said: str) -> None:
+    read_id(said, b"")
+
+
 def gguf_metadata(data: bytes) -> None:
     with contextlib.suppress(*UNREADABLE):
         metadata = msgspec.json.decode(data, type=dict[str, Any])
@@ -313,6 +318,9 @@ def parsers() -> Iterator[Parser]:
         "promises in refused bodies", (f"{front}/openai/promised_prefill.py",), promise,
         (b'{"kv_transfer_params": {"do_remote_prefill": true, "a": [1]}}',), raises=(),
     )  # fmt: skip
+    yield Parser("ids of events", (f"{front}/openai/resumption.py",), text(last_event_id), (
+        f"{'0f' * 16}.12.{'a7' * 8}.1790000000.chat-1".encode(),
+    ))  # fmt: skip
     yield Parser("browsers' headers", (f"{front}/browsers/gate.py",), browser,
                  (b"https://a.example", b"[::1]:80", b"localhost"))  # fmt: skip
     yield Parser("URIs of models", (f"{proto}/model_uri.py",), text(parse_model_uri), (

@@ -13,16 +13,20 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import zmq
 
 from diptych_protocol import (
+    UNREADABLE,
     EngineCoreOutputs,
     EngineDeadError,
     EngineDescription,
     EngineOverloadedError,
     InvalidRequestError,
+    KeptAnswer,
     RouterConfig,
     SchedulerStats,
+    wire,
 )
 from diptych_protocol.wire import PrefixChanges
 from diptych_router.choosing.fleet_table import FOR_A_PAIR, FleetTable
@@ -402,6 +406,22 @@ class Pools:
         """
         up = [link for link in self.links.values() if link.up]
         return [await link.client.call(method, *args) for link in up]
+
+    async def find_kept(self, name: str, tenant: str) -> list[KeptAnswer]:
+        """Ask every engine that is up for what it kept of an answer, all at once."""
+        calls = [
+            link.client.call(wire.TAKE_KEPT, name, tenant, timeout_s=NOTIFY_TIMEOUT_S)
+            for link in self.links.values()
+            if link.up
+        ]
+        found = []
+        for answer in await asyncio.gather(*calls, return_exceptions=True):
+            try:
+                if isinstance(answer, list):
+                    found.append(msgspec.convert(answer, KeptAnswer))
+            except UNREADABLE as exc:
+                log.warning("an engine says what it kept in another form: %s", exc)
+        return found
 
     def stats_by_engine(self) -> dict[str, SchedulerStats]:
         return {f"{link.role}/{link.name}": link.stats for link in self.links.values()}

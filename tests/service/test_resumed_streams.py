@@ -1,0 +1,229 @@
+"""A router is killed in the middle of its streams, and their clients get the rest from another one.
+
+Real routers, real engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import pytest_asyncio
+from engine_kit.core import EXACT
+from free_ports import free_port
+from service_kit import Core, all_usable, cores, engine_config, link_of, router_command, routing
+from waits import PATIENCE_S, wait_until
+
+from diptych_engine.control.kept_answers import KEEP_S
+from diptych_protocol import RouterConfig
+from diptych_router.requests.pool_client import PoolClient
+
+STREAMS = 8
+LENGTH = 250
+TOLD = 5
+"""Events that each client has, at least, when the router dies."""
+MODEL = "dummy://?vocab_size=49152&num_hidden_layers=1&hidden_size=64"
+"""Quick, and says anything that the real tokenizer can write, characters in pieces too."""
+HEADERS = {"x-diptych-resumable": "1", "authorization": "Bearer key-of-ann"}
+
+
+@dataclass
+class Answer:
+    """What a client has of a stream."""
+
+    text: str = ""
+    last_id: str = ""
+    finish_reason: str | None = None
+    usage: int = 0
+    ids: set[str] = field(default_factory=set)
+    """The `id` of its chunks."""
+    num_events: int = 0
+
+
+def question(number: int) -> dict[str, Any]:
+    return {
+        "model": "smollm2",
+        "prompt": f"Chapter {number}. The lighthouse keeper climbed the stairs, and ",
+        "temperature": 0.8,
+        "seed": number,
+        "ignore_eos": True,
+        "max_tokens": LENGTH,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+async def read(
+    router: Router, number: int, answer: Answer, headers: dict[str, str] = HEADERS
+) -> bool:
+    """Read on, from the last event that came; whether the stream came to its proper end."""
+    last = {"last-event-id": answer.last_id} if answer.last_id else {}
+    url, body = f"{router.url}/v1/completions", question(number)
+    async with (
+        httpx.AsyncClient(timeout=PATIENCE_S) as client,
+        client.stream("POST", url, json=body, headers=headers | last) as got,
+    ):
+        got.raise_for_status()
+        new_id = ""
+        async for line in got.aiter_lines():
+            if line.startswith("id: "):
+                new_id = line.removeprefix("id: ")
+            elif line == "data: [DONE]":
+                return True
+            elif line.startswith("data: "):
+                chunk = msgspec.json.decode(line.removeprefix("data: "))
+                answer.last_id = new_id
+                answer.ids.add(chunk["id"])
+                answer.num_events += 1
+                answer.usage = (chunk["usage"] or {}).get("completion_tokens", 0)
+                for choice in chunk["choices"]:
+                    answer.text += choice["text"]
+                    answer.finish_reason = choice["finish_reason"]
+    return False
+
+
+@pytest.fixture(scope="module")
+def engines(keys_dir: Path) -> Iterator[list[Core]]:
+    names = "prefill-0", "decode-0"
+    configs = [engine_config(x, MODEL, weight_packing=EXACT, num_blocks=512) for x in names]
+    with cores(keys_dir, *configs) as started:
+        yield started
+
+
+@dataclass
+class Router:
+    process: subprocess.Popen[bytes]
+    url: str
+
+    def is_ready(self) -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{self.url}/health", timeout=PATIENCE_S).status_code == 200
+        return False
+
+    def lose(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def routers(
+    smollm2: str, keys_dir: Path, engines: list[Core], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[Router]]:
+    """Three routers of the same engines; a test that kills one takes it out of the list."""
+    folder = tmp_path_factory.mktemp("routers")
+    (folder / "api-keys").mkdir()
+    for name in ("ann", "bob"):
+        (folder / "api-keys" / name).write_text(f"key-of-{name}")
+    config = RouterConfig(model=smollm2, served_name="smollm2")
+    with contextlib.ExitStack() as stack:
+        started = []
+        for _ in range(3):
+            port = free_port()
+            command = router_command(
+                *(folder, config, "--port", port, "--keys", keys_dir),
+                *("--api-keys", folder / "api-keys"),
+                *("--prefill", engines[0].address, "--decode", engines[1].address),
+            )
+            process = subprocess.Popen(command)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            started.append(Router(process, f"http://127.0.0.1:{port}"))
+        for router in started:
+            wait_until(router.is_ready, "a router that is ready")
+        yield started
+
+
+@pytest_asyncio.fixture
+async def watcher(smollm2: str, keys_dir: Path, engines: list[Core]) -> AsyncIterator[PoolClient]:
+    """Knows what the engines have done."""
+    async with routing(
+        smollm2, keys_dir, [engines[0].address], [engines[1].address], verify="Off"
+    ) as client:
+        await all_usable(client, 2)
+        yield client
+
+
+async def tokens_sampled(watcher: PoolClient, engines: list[Core]) -> int:
+    stats = [await link_of(watcher, core).refresh_stats() for core in engines]
+    return sum(each.tokens_generated for each in stats)
+
+
+async def test_clients_of_a_killed_router_get_the_rest_from_another(
+    routers: list[Router], engines: list[Core], watcher: PoolClient, eventually: Any
+) -> None:
+    lost, other = routers.pop(0), routers[-1]
+    wanted = [Answer() for _ in range(STREAMS)]
+    assert all(await asyncio.gather(*(read(lost, *at) for at in enumerate(wanted))))
+    assert len({answer.text for answer in wanted}) == STREAMS
+    before = await tokens_sampled(watcher, engines)
+
+    answers = [Answer() for _ in range(STREAMS)]
+    streams = [asyncio.create_task(read(lost, *at)) for at in enumerate(answers)]
+    await eventually(lambda: all(answer.num_events >= TOLD for answer in answers))
+    lost.lose()
+    ends = await asyncio.gather(*streams, return_exceptions=True)
+    broken = [number for number, end in enumerate(ends) if isinstance(end, httpx.TransportError)]
+    assert broken, ends
+    again = (read(other, number, answers[number]) for number in broken)
+    assert all(await asyncio.gather(*again))
+
+    assert [answer.text for answer in answers] == [answer.text for answer in wanted]
+    assert {(a.finish_reason, a.usage, len(a.ids)) for a in answers} == {("length", LENGTH, 1)}
+    sampled = await tokens_sampled(watcher, engines) - before
+    assert sampled == STREAMS * LENGTH, "each token is computed once"
+
+
+async def test_nobody_else_gets_the_rest_and_nobody_gets_it_too_late(
+    routers: list[Router], watcher: PoolClient, engines: list[Core], eventually: Any
+) -> None:
+    lost, other = routers.pop(0), routers[-1]
+    answer = Answer()
+    stream = asyncio.create_task(read(lost, 1, answer))
+    await eventually(lambda: answer.num_events >= TOLD)
+    lost.lose()
+    await asyncio.wait((stream,))
+
+    async def refusal(
+        number: int, last_id: str, key: str = "ann", **fields: int
+    ) -> tuple[int, str | None]:
+        headers = {**HEADERS, "authorization": f"Bearer key-of-{key}", "last-event-id": last_id}
+        async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+            url = f"{other.url}/v1/completions"
+            got = await client.post(url, json=question(number) | fields, headers=headers)
+        return got.status_code, got.json()["error"]["code"]
+
+    name, told, digest, *rest = answer.last_id.split(".")
+    guessed = ".".join(("0" * 32, told, digest, *rest))
+    assert await refusal(1, guessed) == (404, "answer_not_kept")
+    assert await refusal(1, answer.last_id, "bob") == (404, "answer_not_kept")
+    assert await refusal(2, answer.last_id) == (409, "another_answer")
+    elsewhere = ".".join((name, str(int(told) - 1), digest, *rest))
+    assert await refusal(1, elsewhere) == (409, "another_answer")
+    assert (await refusal(1, "42"))[0] == 400
+    assert await refusal(1, answer.last_id, n=2) == (404, "answer_not_kept")
+
+    await asyncio.sleep(KEEP_S)
+    assert await refusal(1, answer.last_id) == (404, "answer_not_kept")
+    links = [link_of(watcher, core) for core in engines]
+    assert [await link.client.call("take_kept", name, "ann") for link in links] == [None, None]
+    for link in links:
+        stats = await link.refresh_stats()
+        assert (stats.num_running, stats.num_waiting) == (0, 0)
+
+
+async def test_a_client_that_does_not_ask_gets_no_ids_and_nothing_of_it_is_kept(
+    routers: list[Router], watcher: PoolClient, eventually: Any
+) -> None:
+    answer = Answer()
+    key = {"authorization": HEADERS["authorization"], "last-event-id": "any"}
+    assert await read(routers[-1], 1, answer, key)
+    assert answer.last_id == ""
+    assert await watcher.find_kept("", "ann") == []
