@@ -13,7 +13,7 @@ from benchmarks.simulate.routers import Case
 @pytest.fixture(autouse=True)
 def short_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(routers.TRACES, "agents", ("agents", 150, 0.64, 3.9))
-    monkeypatch.setitem(routers.TRACES, "bursts", ("conversations", 400, 0.374, 3.4))
+    monkeypatch.setitem(routers.TRACES, "bursts", ("conversations", 200, 0.374, 3.4))
     routers.trace_of.cache_clear()
 
 

@@ -176,7 +176,7 @@ def test_lengths_and_times_are_scaled_and_what_is_shared_stays_shared() -> None:
     ]
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.sampled_from(KINDS), st.floats(0.05, 0.8), st.integers(300, 600), st.integers(0, 1 << 31))
 def test_a_made_trace_has_the_hit_rate_that_was_asked_for(
     kind: str, hit_rate: float, count: int, seed: int

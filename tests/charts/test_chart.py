@@ -25,6 +25,7 @@ from cluster_kit.charts import (
     load_script,
     of_kind,
     only,
+    read_yaml,
 )
 from cluster_kit.crds import ENVIRONMENT
 from waits import PATIENCE_S
@@ -136,7 +137,7 @@ def test_the_default_renders_as_its_golden_file(helm: Helm) -> None:
         GOLDEN.write_text(text)
     # Releases of Helm differ in the order.
     golden, rendered = (
-        sorted(yaml.safe_load_all(part), key=lambda o: (o["kind"], o["metadata"]["name"]))
+        sorted(read_yaml(part), key=lambda o: (o["kind"], o["metadata"]["name"]))
         for part in (GOLDEN.read_text(), text)
     )
     assert golden == rendered
@@ -155,7 +156,7 @@ def test_chart_crds_and_images_have_the_projects_version() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert chart["version"] == chart["appVersion"] == VERSION
     for crd in (ROOT / "crds").glob("*.yaml"):
-        annotations = yaml.safe_load(crd.read_text())["metadata"]["annotations"]
+        annotations = next(read_yaml(crd.read_text()))["metadata"]["annotations"]
         assert annotations == {VERSION_ANNOTATION: VERSION}
     assert published("engine").endswith(f"/diptych-engine:{VERSION}")
 
@@ -199,7 +200,7 @@ def test_the_crds_are_rendered_unchanged_and_kept_if_asked(helm: Helm, keep: boo
         )
         del metadata["labels"]
     sources = sorted((ROOT / "crds").glob("*.yaml"))
-    assert rendered == [yaml.safe_load(source.read_text()) for source in sources]
+    assert rendered == [next(read_yaml(source.read_text())) for source in sources]
 
 
 def test_no_crd_where_another_release_brings_it(helm: Helm) -> None:
@@ -519,7 +520,7 @@ def test_engines_let_the_operator_through(helm: Helm, values: dict[str, Any]) ->
 def test_names_fit_however_long_the_release(helm: Helm, values: dict[str, Any]) -> None:
     done = helm("template", "r" * 53, str(CHART), "-n", "n" * 63, values=values)
     assert done.returncode == 0, done.stderr
-    for item in yaml.safe_load_all(done.stdout):
+    for item in read_yaml(done.stdout):
         # RBAC names may be path segments; all others end up in labels and host names.
         limit = 253 if "rbac" in item["apiVersion"] or "Custom" in item["kind"] else 63
         assert len(item["metadata"]["name"]) <= limit

@@ -273,6 +273,7 @@ def _take(descriptors: list[int], numbers: list[int]) -> None:
 def _prepare() -> None:
     """Do once what every start does with the tests' usual model, on this machine."""
     from diptych_engine.execution import grammar_compiler
+    from diptych_engine.execution.processor import start_pages
     from diptych_frontend.model_files.model_source import resolve_model
     from diptych_frontend.text import renderer
     from diptych_frontend.text.tokenizer_files import load_tokenizer
@@ -287,6 +288,7 @@ def _prepare() -> None:
         for name, number in KERNELS:
             if is_there(name):
                 _ = kernel_of(name, number).address
+    start_pages()
     source, loaded = resolve_model(USUAL_MODEL), cache(load_tokenizer)
     # Without these, the vocabulary is more than half of an engine's start.
     for module in (grammar_compiler, renderer):

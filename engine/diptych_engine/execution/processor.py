@@ -9,6 +9,7 @@ import mmap
 import re
 import subprocess
 import time
+from functools import cache
 from pathlib import Path
 from threading import Thread
 from typing import Final
@@ -66,10 +67,20 @@ def give_freed_memory_back() -> None:
     if trim is not None:  # glibc
         trim(0)
     with contextlib.suppress(OSError):  # not Linux
-        for start, end, path in MAPPING.findall(Path("/proc/self/smaps").read_text()):
-            if any(part in path for part in START_LIBRARIES):
-                first, size = int(start, 16), int(end, 16) - int(start, 16)
-                library.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+        for first, size in start_pages():
+            library.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+
+
+@cache
+def start_pages() -> list[tuple[int, int]]:
+    """Addresses and sizes of what `START_LIBRARIES` have mapped. They stay true as long as the
+    process lives, and the kernel takes 20 ms to write down what it has."""
+    found = MAPPING.findall(Path("/proc/self/smaps").read_text())
+    return [
+        (int(start, 16), int(end, 16) - int(start, 16))
+        for start, end, path in found
+        if any(part in path for part in START_LIBRARIES)
+    ]
 
 
 def choose_level(config: EngineConfig) -> CpuLevel:
