@@ -36,7 +36,6 @@ from types import MethodType
 from typing import Any, NamedTuple, NoReturn
 
 from diptych.laptop import leash
-from diptych_engine.execution.lean_torch import start_lean
 
 PROGRAMS = {
     "diptych_engine": "diptych_engine.__main__",
@@ -299,7 +298,6 @@ def _prepare() -> None:
 def main(asked: socket.socket, imported: list[str]) -> None:
     sys.path.pop(0)  # this folder, which no program has
     sys.path.insert(0, "")
-    start_lean()  # as a core does that nobody forks
     for name in imported:
         importlib.import_module(name)
     for name in {*PROGRAMS.values()} & {*imported}:
@@ -308,7 +306,6 @@ def main(asked: socket.socket, imported: list[str]) -> None:
         _prepare()
     gc.collect()
     gc.freeze()  # pages that nobody writes to stay shared
-    gc.enable()
     become(*serve(asked), asked)
 
 
