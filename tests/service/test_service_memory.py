@@ -30,9 +30,18 @@ def mib_of(process: psutil.Process, kind: str) -> float:
     return int(found[1]) / 1024
 
 
-def test_the_front_end_of_an_engine_needs_no_arrays() -> None:
-    """NumPy takes 15 MiB. Torch is not even installed where only routers run."""
-    said = "import sys, diptych_engine.pod; print({'numpy', 'torch'} & sys.modules.keys())"
+@pytest.mark.parametrize(
+    ("program", "late"),
+    [
+        ("diptych_engine.pod", {"numpy"}),  # 15 MiB
+        ("diptych_router.__main__", {"gguf", "opentelemetry"}),
+        ("diptych.up", {"numpy", "opentelemetry"}),
+    ],
+)
+def test_what_starts_beside_a_core_imports_little(program: str, late: set[str]) -> None:
+    """Torch is not even installed where only routers run."""
+    late |= {"PIL", "grpc", "kubernetes", "scipy", "torch", "transformers"}
+    said = f"import sys, {program}; print({late} & sys.modules.keys())"
     found = subprocess.run([sys.executable, "-c", said], capture_output=True, check=True, text=True)
     assert found.stdout == "set()\n"
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
+from diptych_engine.execution.lean_torch import whole_torch
 from diptych_protocol import EngineConfig, InvalidRequestError
 from diptych_protocol.control_calls import APPLY_MODEL, CALL_FUNCTION
 
@@ -22,6 +23,7 @@ def named(spec: str, param: str) -> Any:
     """Return the object of that name. Raises `InvalidRequestError`, with `param`, if
     there is none."""
     module, _, path = spec.partition(":")
+    whole_torch()  # it may use anything of it
     try:
         return reduce(getattr, path.split("."), importlib.import_module(module))
     except Exception as exc:  # somebody else's code

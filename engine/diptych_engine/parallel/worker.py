@@ -9,12 +9,19 @@ lead. If it fails, the lead ends too, because its part of a sum never arrives.
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import signal
 import sys
 from pathlib import Path
 
 import msgspec
+
+from diptych_engine.execution.lean_torch import start_lean
+
+if __name__ == "__main__":
+    start_lean()  # before the first import of torch
+
 import torch
 import zmq
 
@@ -66,6 +73,7 @@ class Worker:
             source = resolve_model(self._config.model)
             shard = Shard(self._group.rank, self._group.size, self._group.sum_)
             runner = ModelRunner(self._config, source, shard=shard, kv_memory_fd=self._kv_memory_fd)
+            gc.enable()
             self._answer(Answer(STARTED))
             self._group.join()
             while self._serve_one(runner):

@@ -18,6 +18,11 @@ from typing import Any
 import msgspec
 import zmq
 
+from diptych_engine.execution.lean_torch import start_lean
+
+if __name__ == "__main__":
+    start_lean()  # before the first import of torch
+
 from diptych_engine.control.core import EngineCore
 from diptych_engine.parallel.group import group_of, join_group
 from diptych_engine.parallel.lifeline import die_with_parent
@@ -105,8 +110,8 @@ def serve(
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     # Ctrl-C reaches the whole foreground group; the owner decides when the core ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    gc.collect()
-    gc.freeze()  # what exists now stays: keep the collector away from it
+    gc.freeze()  # what exists now stays, a megabyte of garbage among it: no time to look for it
+    gc.enable()
     log.info("the engine core is ready")
     server.run()
 

@@ -1,0 +1,56 @@
+"""Lets a process of ours start without a third of torch, and without collections of garbage.
+
+Torch describes its operators once more in Python, for tensors without data and for `torch.compile`.
+These descriptions take as much of a start as all modules of ours. Only others' code needs them,
+such as a worker extension: they are imported before that is, or when torch compiles.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
+from types import ModuleType
+from typing import Final
+
+DESCRIPTIONS: Final = "torch._meta_registrations"
+"""The last module that `import torch` imports. What it imports ends in a circle if anything else
+imports it first."""
+COMPILERS: Final = ("torch._dynamo", "torch._inductor")
+
+
+class _Later(MetaPathFinder, Loader):
+    """Finds an almost empty module in the place of `DESCRIPTIONS`, until there is a compiler."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname in COMPILERS:
+            whole_torch()
+        return spec_from_loader(fullname, self) if fullname == DESCRIPTIONS else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do the one thing of theirs that every process needs: else there is no `Generator`."""
+        import torch  # it is just being imported
+
+        base = importlib.import_module("torch._opaque_base")
+        torch._C._set_generator_metaclass(base.OpaqueBaseMeta)
+
+
+def start_lean() -> None:
+    """To be called before anything imports torch. Collect garbage again after the start."""
+    gc.disable()
+    if "torch" not in sys.modules:
+        sys.meta_path.insert(0, _Later())
+
+
+def whole_torch() -> None:
+    """Import what `start_lean` has left out. Safe to call at any time."""
+    for finder in [each for each in sys.meta_path if isinstance(each, _Later)]:
+        sys.meta_path.remove(finder)
+        sys.modules.pop(DESCRIPTIONS, None)
+        importlib.import_module(DESCRIPTIONS)

@@ -1,0 +1,62 @@
+"""Cores start without torch's descriptions of operators in Python, which others' code needs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from engine_kit.wire import Client, start
+from waits import PATIENCE_S
+
+LATE = {
+    *("PIL", "grpc", "httpx", "kubernetes", "numba", "opentelemetry", "scipy", "starlette"),
+    *("torch._decomp", "torch._dynamo", "torch._inductor", "torch._prims", "torch._refs"),
+    *("transformers", "uvicorn", "xgrammar"),
+}
+"""What no core needs for a token."""
+
+
+def test_what_a_core_has_imported_by_its_first_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")  # a start that is no fork
+    path = f"ipc://{tmp_path}/core"
+    process, client = start(path), Client(path)
+    client.add("first", max_tokens=1)
+    assert len(client.read("first")[0]) == 1
+    client.socket.close()
+    process.terminate()
+    assert process.wait(PATIENCE_S) == 0
+    lines = capfd.readouterr().err
+    imported = set(re.findall(r"^import time: .*\| +(\S+)$", lines, re.MULTILINE))
+    assert "torch.functional" in imported
+    assert not LATE & imported
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        "from diptych_engine.execution.worker_extension import named; named('torch:compile', 'x')",
+        "import torch._dynamo",
+    ],
+    ids=["code of others", "a compiler"],
+)
+def test_torch_is_whole_before(then: str) -> None:
+    """`matrix_exp` of a tensor without data is described in Python only."""
+    program = f"""
+import sys
+from diptych_engine.execution.lean_torch import start_lean, whole_torch
+start_lean()
+import torch
+assert "torch._refs" not in sys.modules
+assert torch.Generator().manual_seed(1).initial_seed() == 1
+{then}
+whole_torch()  # once more: nothing is imported twice
+assert torch.linalg.matrix_exp(torch.empty(2, 2, device="meta")).shape == (2, 2)
+assert torch.Generator().manual_seed(1).initial_seed() == 1
+assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item() == 2
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE_S)
