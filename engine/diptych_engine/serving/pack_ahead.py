@@ -34,8 +34,11 @@ THREADS: Final = 2
 def pack(config: EngineConfig, model: Path, folder: Path) -> None:
     """Load the model, whose path is given, as each rank of the engine will."""
     folder.mkdir(mode=0o700, exist_ok=True)
-    # These decide nothing here, and differ between pools and revisions.
-    config = msgspec.structs.replace(config, num_blocks=1, num_threads=THREADS, revision="")
+    # These decide nothing here, and differ between pools and revisions. A draft model may not be
+    # mounted here.
+    config = msgspec.structs.replace(
+        config, num_blocks=1, num_threads=THREADS, revision="", speculative_config=None
+    )
     done = folder / f"{_name(config, model)}{DONE}"
     if done.exists():
         return
