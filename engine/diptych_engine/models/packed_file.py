@@ -238,15 +238,15 @@ def _checked(pages: mmap.mmap, name: str, key: bytes) -> Matrices | None:
         return None
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     tiles = {}
-    for key, place in found.matrices.items():
+    for first, place in found.matrices.items():
         dtype = DTYPES.get(place.dtype)
         last = place.start + math.prod(place.shape) * (1 if dtype is None else dtype.itemsize)
         if found.name != name or dtype is None or not 0 <= place.start <= last <= end:
             return None
-        tiles[key] = memory[place.start : last].view(dtype).view(place.shape)
+        tiles[first] = memory[place.start : last].view(dtype).view(place.shape)
     with ThreadPoolExecutor(THREADS) as pool:
         raw = (each.view(torch.uint8).numpy() for each in tiles.values())
         digests = pool.map(lambda each: hashlib.sha256(each).digest(), raw)
         if list(digests) != [place.digest for place in found.matrices.values()]:
             return None
-    return {key: PackedMatrix(own) for key, own in tiles.items()}
+    return {first: PackedMatrix(own) for first, own in tiles.items()}
