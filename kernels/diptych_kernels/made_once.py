@@ -10,7 +10,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -19,12 +19,27 @@ log = logging.getLogger(__name__)
 LOCK_POLL_S: Final = 0.1
 PART: Final = ".part"
 """The suffix of a file that is being written."""
+DONE: Final = ".done"
+"""The suffix of an empty file that says that others are there."""
+NODE_FOLDER: Final = "DIPTYCH_NODE_WEIGHTS"
+"""The variable with the folder of the node's cache: engines read it, `pack_ahead` writes it."""
 
 
 def user_folder(kind: str) -> Path:
     """Return the folder of the user's cache directory for a kind of files. It may not exist."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return caches / "diptych" / kind
+
+
+def stamp_of(sources: Iterable[Path]) -> bytes:
+    """Return what changes with any of these files. It depends on inodes and times instead of the
+    content, which no start reads twice. Nobody can change a file and keep the time of its last
+    change (`st_ctime`)."""
+    stamps = (
+        (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        for found in (source.stat() for source in sources)
+    )
+    return repr(list(stamps)).encode()
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from diptych_engine.models.floats import Floats
 from diptych_engine.models.groups import Groups, has_groups, read_groups
 from diptych_engine.models.interface import Packable, WeightSlot, share
 from diptych_engine.models.packed import PackedMatrix, Part, packed_beside
-from diptych_engine.models.packed_file import Matrices, file_for, shared_matrices, stamp_of
+from diptych_engine.models.packed_file import Matrices, places_for, shared_matrices
 from diptych_engine.models.quantised_tensors import gather_quantised
 from diptych_engine.models.registry import build_model
 from diptych_engine.models.rounding import rounded
@@ -42,6 +42,7 @@ from diptych_frontend.model_files.family_spec import FamilySpec
 from diptych_frontend.model_files.model_config import family_of
 from diptych_frontend.model_files.model_source import GGUFTensor, ModelSource, readable
 from diptych_frontend.model_files.rope_scaling import ROPE_VECTORS
+from diptych_kernels.made_once import stamp_of
 from diptych_kernels.packed_product import is_available
 from diptych_kernels.trust import set_aside
 
@@ -294,8 +295,11 @@ class _Load:
                 raise RuntimeError("kernels were put aside, and others may trust theirs")
 
         num_bytes = sum(self._untold[names] for names in self._packable)
-        path = file_for(self._files, (self._reorder, self._bits, recipe))
-        return shared_matrices(path, num_bytes, make)
+        for path, key in places_for(self._files, (self._reorder, self._bits, recipe)):
+            found = shared_matrices(path, num_bytes, make, key)
+            if found is not None:
+                return found
+        return None
 
     def _load(self, names: Names, packed: Callable[[Names], PackedMatrix | None]) -> Names:
         """Tensors that belong together: what becomes of one depends on all of them."""

@@ -1,18 +1,20 @@
-"""Files of packed matrices in the user's cache directory. The engines of a machine map them, so
-that a model is packed once, and is in memory once.
+"""Files of packed matrices, in the node's cache of a service's pods or in the user's cache
+directory. The engines of a machine map them, so that a model is packed once, and is in memory once.
 
     matrix, matrix, ...     each at a multiple of 64 bytes
     index                   `_Index` in msgpack
-    tail                    SHA-256 of the index, and its length
+    tail                    seal of the index (HMAC-SHA-256), and its length
 
 A file is named for all that its bytes depend on, and written by one rename. A file that is damaged,
-or that others may have written, is not used but written anew.
+or that others may have written, is not used but written anew. Pods of all tenants are one user, so
+a node's file is sealed with a key that only the service's pods have.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import hmac
 import logging
 import math
 import mmap
@@ -23,18 +25,22 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
 
 from diptych_engine.models.packed import PackedMatrix
+from diptych_frontend.core_client.curve import read_keys
 from diptych_kernels.made_once import (
+    DONE,
+    NODE_FOLDER,
     PART,
     is_private,
     locked,
     remove_unused,
+    stamp_of,
     use,
     user_folder,
     whole,
@@ -68,6 +74,15 @@ READERS: Final = (
 )  # fmt: skip
 """The modules beside this one that decide what is packed."""
 MOUNTS: Final = Path("/proc/self/mountinfo")
+KEYS_FOLDER: Final = "DIPTYCH_KEYS_DIR"
+
+
+class FilePlace(NamedTuple):
+    """Where a file is, or may be made."""
+
+    path: Path
+    key: bytes
+    """Seals it; empty where only this user writes."""
 
 
 class _Place(msgspec.Struct, frozen=True):
@@ -84,38 +99,38 @@ class _Index(msgspec.Struct, frozen=True):
     matrices: dict[str, _Place]
 
 
-def file_for(sources: Iterable[Path], recipe: object) -> Path:
-    """Return the path for the packed matrices of a model's files.
+def places_for(sources: Iterable[Path], recipe: object) -> list[FilePlace]:
+    """Return the places for the packed matrices of a model's files, the best first.
 
-    recipe: all else that decides what is in them; its `repr` is the same in every process.
+    recipe: all else that decides what is in them; its `repr` is the same in every process. Raises
+    `InvalidRequestError` for unreadable keys.
     """
     digest = hashlib.sha256(repr(recipe).encode() + stamp_of(sources))
     folder = Path(__file__).parent
     makers = map(Path, (reference.__file__, tile_layout.__file__, __file__))
     for maker in (*makers, *(folder / name for name in READERS)):
         digest.update(maker.read_bytes())
-    return user_folder("weights") / f"{digest.hexdigest()[:32]}.packed"
-
-
-def stamp_of(sources: Iterable[Path]) -> bytes:
-    """Return what changes with any of these files. It depends on inodes and times instead of the
-    content, which no start reads twice. Nobody can change a file and keep the time of its last
-    change (`st_ctime`)."""
-    stamps = (
-        (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-        for found in (source.stat() for source in sources)
-    )
-    return repr(list(stamps)).encode()
+    places = [FilePlace(user_folder("weights") / f"{digest.hexdigest()[:32]}.packed", b"")]
+    node, keys = os.environ.get(NODE_FOLDER), os.environ.get(KEYS_FOLDER)
+    if node and keys:
+        secret = read_keys(Path(keys)).secret.encode()
+        key = hashlib.blake2b(secret, person=b"diptych weights").digest()
+        digest.update(key)  # services of a namespace have files of their own
+        places.insert(0, FilePlace(Path(node) / f"{digest.hexdigest()[:32]}.packed", key))
+    return places
 
 
 def shared_matrices(
-    path: Path, num_bytes: int, make: Callable[[], Iterable[tuple[str, PackedMatrix]]]
+    path: Path,
+    num_bytes: int,
+    make: Callable[[], Iterable[tuple[str, PackedMatrix]]],
+    key: bytes = b"",
 ) -> Matrices | None:
     """Map the matrices of a file, which is written first if it is not there. They stay valid when
     the file is removed.
 
-    num_bytes: about how many it needs. make: packs all of them. None if files cannot be kept here,
-    or are not safe here; `make` may have been called.
+    num_bytes: about how many it needs. make: packs all of them. key: see `FilePlace`. None if files
+    cannot be kept here, or are not safe here; `make` may have been called.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -124,10 +139,10 @@ def shared_matrices(
         kind = kind_of_file_system(MOUNTS.read_text(), path.parent.stat().st_dev)
         if kind.startswith(OF_NETWORKS):
             raise OSError(f"{path.parent} is on a network ({kind})")
-        found = _mapped(path)
+        found = _mapped(path, key)
         if found is None:
             with locked(path.with_suffix(LOCK), time.monotonic() + PACKING_TIMEOUT_S):
-                found = _mapped(path) or _written(path, num_bytes, make)
+                found = _mapped(path, key) or _written(path, num_bytes, make, key)
     except (OSError, RuntimeError) as exc:  # RuntimeError: the user has no home
         log.warning("packed weights are not shared with other engines: %s", exc)
         return None
@@ -144,7 +159,7 @@ def kind_of_file_system(mounts: str, device: int) -> str:
 
 
 def _written(
-    path: Path, num_bytes: int, make: Callable[[], Iterable[tuple[str, PackedMatrix]]]
+    path: Path, num_bytes: int, make: Callable[[], Iterable[tuple[str, PackedMatrix]]], key: bytes
 ) -> Matrices | None:
     _forget_oldest(path, num_bytes)
     free = shutil.disk_usage(path.parent).free
@@ -155,8 +170,8 @@ def _written(
         for name, matrix in make():
             places[name] = _write(file, matrix.tiles)
         index = msgspec.msgpack.encode(_Index(path.name, places))
-        file.write(index + hashlib.sha256(index).digest() + len(index).to_bytes(8, "little"))
-    return _mapped(path)
+        file.write(index + hmac.digest(key, index, "sha256") + len(index).to_bytes(8, "little"))
+    return _mapped(path, key)
 
 
 def _write(file: BinaryIO, tiles: Tensor) -> _Place:
@@ -169,8 +184,8 @@ def _write(file: BinaryIO, tiles: Tensor) -> _Place:
 
 
 def _forget_oldest(newest: Path, num_bytes: int) -> None:
-    """Remove what no engine uses: files beyond the limits, of which there will be one more, and
-    parts of files."""
+    """Remove what no engine uses: files beyond the limits, of which there will be one more, parts
+    of files, and what says that others are there."""
     files = []
     for path in newest.parent.iterdir():
         if path == newest or path.suffix == LOCK:
@@ -180,11 +195,11 @@ def _forget_oldest(newest: Path, num_bytes: int) -> None:
     total = num_bytes
     for number, (_, size, path) in enumerate(sorted(files, reverse=True), start=1):
         total += size
-        if path.suffix == PART or number >= KEPT_FILES or total > KEPT_BYTES:
+        if path.suffix in (PART, DONE) or number >= KEPT_FILES or total > KEPT_BYTES:
             remove_unused(path)
 
 
-def _mapped(path: Path) -> Matrices | None:
+def _mapped(path: Path, key: bytes) -> Matrices | None:
     """The matrices of a file; None if there is no such file, or it cannot be trusted."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -200,21 +215,22 @@ def _mapped(path: Path) -> Matrices | None:
         use(handle)
         # Private, because torch knows no memory that cannot be written. Nobody writes it.
         pages = mmap.mmap(handle, 0, access=mmap.ACCESS_COPY)
-        os.utime(handle)  # it was used now
+        with contextlib.suppress(OSError):  # it is mounted read-only
+            os.utime(handle)  # it was used now
     finally:
         os.close(handle)
-    matrices = _checked(pages, path.name)
+    matrices = _checked(pages, path.name, key)
     if matrices is None:
         log.warning("%s is damaged", path)
     return matrices
 
 
-def _checked(pages: mmap.mmap, name: str) -> Matrices | None:
+def _checked(pages: mmap.mmap, name: str, key: bytes) -> Matrices | None:
     """The matrices, if everything is as it was written. All pages are read for it, once."""
     end = len(pages) - TAIL
-    digest, length = pages[end:-8], int.from_bytes(pages[-8:], "little")
+    seal, length = pages[end:-8], int.from_bytes(pages[-8:], "little")
     index = pages[max(0, end - length) : end]
-    if hashlib.sha256(index).digest() != digest:
+    if not hmac.compare_digest(hmac.digest(key, index, "sha256"), seal):
         return None
     try:
         found = msgspec.msgpack.decode(index, type=_Index)
@@ -222,15 +238,15 @@ def _checked(pages: mmap.mmap, name: str) -> Matrices | None:
         return None
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     tiles = {}
-    for key, place in found.matrices.items():
+    for first, place in found.matrices.items():
         dtype = DTYPES.get(place.dtype)
         last = place.start + math.prod(place.shape) * (1 if dtype is None else dtype.itemsize)
         if found.name != name or dtype is None or not 0 <= place.start <= last <= end:
             return None
-        tiles[key] = memory[place.start : last].view(dtype).view(place.shape)
+        tiles[first] = memory[place.start : last].view(dtype).view(place.shape)
     with ThreadPoolExecutor(THREADS) as pool:
         raw = (each.view(torch.uint8).numpy() for each in tiles.values())
         digests = pool.map(lambda each: hashlib.sha256(each).digest(), raw)
         if list(digests) != [place.digest for place in found.matrices.values()]:
             return None
-    return {key: PackedMatrix(own) for key, own in tiles.items()}
+    return {first: PackedMatrix(own) for first, own in tiles.items()}

@@ -11,7 +11,14 @@ from urllib.parse import quote
 
 from diptych_operator.api.base import SpecError
 from diptych_operator.api.model import ModelCache
-from diptych_operator.api.names import MODEL_CONTAINER, Role
+from diptych_operator.api.names import (
+    CONFIG_DIR,
+    ENGINE_FILE,
+    KEYS_DIR,
+    KEYS_VOLUME,
+    MODEL_CONTAINER,
+    Role,
+)
 from diptych_operator.api.pools import Resources
 from diptych_operator.api.service import InferenceService
 from diptych_protocol.model_uri import ModelUri, Reader, cached_path, parse_model_uri
@@ -20,6 +27,9 @@ MODEL_CACHE_DIR = "/var/cache/diptych/models"
 MODEL_DIR = "/var/lib/diptych/model"
 """Where a mounted model appears; one that is fetched appears elsewhere."""
 CREDENTIALS_DIR = "/etc/diptych/credentials"
+NODE_WEIGHTS = {"DIPTYCH_NODE_WEIGHTS": f"{MODEL_CACHE_DIR}/.packed"}
+"""Where the init container packs weights for all engines of the service on its node."""
+PACK_AHEAD = f"diptych_engine.serving.pack_ahead --config {CONFIG_DIR}/{ENGINE_FILE}"
 
 CONFINED: Final[dict[str, Any]] = {
     "securityContext": {
@@ -46,6 +56,8 @@ class ModelMount:
     volumes: list[dict[str, Any]] = field(default_factory=list)
     volume_mounts: list[dict[str, Any]] = field(default_factory=list)
     """The volume mounts of the container in which the engine or the router runs."""
+    folders: dict[str, str] = field(default_factory=dict)
+    """Folders of these mounts that it reads, by variable."""
 
 
 def model_mount(
@@ -95,6 +107,7 @@ def _fetched(service: InferenceService, role: Role, uri: ModelUri) -> ModelMount
         init_containers=[_init_container(service, role, reader)],
         volumes=volumes,
         volume_mounts=[{"name": "model-cache", "mountPath": MODEL_CACHE_DIR, "readOnly": True}],
+        folders=NODE_WEIGHTS if _packs(service, role) else {},
     )
 
 
@@ -122,19 +135,40 @@ def _init_container(service: InferenceService, role: Role, reader: Reader) -> di
     if model.credentials is not None:
         arguments += ["--credentials", CREDENTIALS_DIR]
         mounts.append({"name": "model-credentials", "mountPath": CREDENTIALS_DIR, "readOnly": True})
-    part = service.spec.router if role == "router" else service.pools[role]
+    # The hub's client wants a home directory; the root file system is read-only.
+    env = {"HF_HOME": "/tmp/huggingface"}
+    if _packs(service, role):
+        env |= NODE_WEIGHTS | {"DIPTYCH_KEYS_DIR": KEYS_DIR, "DIPTYCH_AFTER_FETCH": PACK_AHEAD}
+        mounts += [
+            {"name": name, "mountPath": path, "readOnly": True}
+            for name, path in (("config", CONFIG_DIR), (KEYS_VOLUME, KEYS_DIR))
+        ]
     return {
         "name": MODEL_CONTAINER,
         "image": fetcher_image(service, role),
         "command": ["python", "-m", "diptych_frontend.model_files.fetch"],
         # Kubernetes expands $(NAME); a doubled dollar is one.
         "args": [argument.replace("$(", "$$(") for argument in arguments],
-        # The hub's client wants a home directory; the root file system is read-only.
-        "env": [{"name": "HF_HOME", "value": "/tmp/huggingface"}],
+        "env": [{"name": name, "value": value} for name, value in env.items()],
         **CONFINED,
         "volumeMounts": mounts,
-        **without_devices(part.resources),
+        **without_devices(_resources(service, role)),
     }
+
+
+def _packs(service: InferenceService, role: Role) -> bool:
+    """Whether weights are packed for the engines of a node. A GPU packs into its own memory."""
+    resources = _resources(service, role)
+    return (
+        role != "router"
+        and service.spec.engine.runtime == "diptych"
+        and service.spec.model.cache.host_path is not None
+        and not {*resources.limits, *resources.requests} - set(_DIVISIBLE)
+    )
+
+
+def _resources(service: InferenceService, role: Role) -> Resources:
+    return (service.spec.router if role == "router" else service.pools[role]).resources
 
 
 def _on_node(cache: ModelCache, reader: Reader) -> bool:

@@ -126,7 +126,7 @@ def engine_objects(
     transport = service.spec.transfer.transport
     ports = engine_ports(service)
     variables = [
-        *engine_environment(ports, FOLDERS),
+        *engine_environment(ports, FOLDERS | model.folders),
         *([variable("UCX_TLS", UCX_TLS[transport])] if transport in UCX_TLS else []),
     ]
     container = {

@@ -5,6 +5,7 @@ As a container runs it: signals, exit codes, output.
 
 from __future__ import annotations
 
+import base64
 import os
 import random
 import shutil
@@ -104,6 +105,18 @@ def test_processes_that_share_a_cache_make_one_download(
     assert [code for code, _, _ in results] == [0, 0]
     assert len({out for _, out, _ in results}) == 1
     assert store.served["model.gguf"] == len(large)
+
+
+def test_a_module_runs_then_with_the_path_of_the_model(
+    store: Any, tmp_path: Path, gguf_bytes: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.files = {"model.gguf": gguf_bytes}
+    monkeypatch.setenv("DIPTYCH_AFTER_FETCH", "base64 -e")
+    code, out, err = finish(start(store, tmp_path, "hf://org/repo/model.gguf"))
+    assert code == 0, err
+    uri, _, then = out.partition("\n")
+    assert uri.startswith("file:///")
+    assert base64.b64decode(then) == gguf_bytes
 
 
 @pytest.mark.parametrize(

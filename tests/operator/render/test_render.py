@@ -162,6 +162,23 @@ def test_engines_of_both_pools_are_told_their_node_and_zone_and_routers_are_not(
             assert fields["NODE_ZONE"] == "metadata.labels['topology.kubernetes.io/zone']"
 
 
+def test_engines_are_told_where_their_init_container_packs() -> None:
+    model = {"uri": "hf://org/repo/x.gguf", "cache": {"hostPath": "/m"}}
+    deployments = by_kind(render(service({"model": model}), SECRETS), "Deployment")
+    assert len(deployments) == 3
+    for name, deployment in deployments.items():
+        pod = deployment["spec"]["template"]["spec"]
+        (first,), (program,) = pod["initContainers"], pod["containers"]
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        assert {mount["name"] for mount in first["volumeMounts"]} <= volumes
+        packs, reads = (
+            {each["value"] for each in one["env"] if each["name"] == "DIPTYCH_NODE_WEIGHTS"}
+            for one in (first, program)
+        )
+        assert packs == reads
+        assert len(reads) == (name != "svc-router")
+
+
 def test_config_files_decode_to_the_configs_of_the_programs() -> None:
     objects = render(service(FEATURES["engine_settings"]), SECRETS)
     name = revision(service(FEATURES["engine_settings"]))

@@ -165,6 +165,40 @@ def test_a_nodes_cache_is_the_namespaces_own_and_is_not_believed() -> None:
     assert paths == {"/m/default", "/m/other"}
 
 
+def test_a_nodes_engines_read_what_the_fetching_container_packs() -> None:
+    found = mount("hf://org/repo/x.gguf", cache={"hostPath": "/m"})
+    (container,) = found.init_containers
+    env = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert found.folders == {"DIPTYCH_NODE_WEIGHTS": f"{MODEL_CACHE_DIR}/.packed"}
+    assert found.folders.items() <= env.items()
+    assert [entry["readOnly"] for entry in found.volume_mounts] == [True]
+    given = {entry["name"]: entry["mountPath"] for entry in container["volumeMounts"]}
+    assert env["DIPTYCH_KEYS_DIR"] == given["keys"]
+    assert env["DIPTYCH_AFTER_FETCH"].endswith(f" --config {given['config']}/engine.json")
+    (mounted,) = [entry for entry in container["volumeMounts"] if entry["name"] == "model-cache"]
+    assert "readOnly" not in mounted
+
+
+@pytest.mark.parametrize(
+    ("role", "resources", "cache"),
+    [
+        ("router", {}, {"hostPath": "/m"}),
+        ("prefill", {"limits": {"nvidia.com/gpu": 1}}, {"hostPath": "/m"}),
+        ("prefill", {}, {"pvc": {"claimName": "m"}}),
+        ("prefill", {}, {}),
+    ],
+)
+def test_nothing_is_packed_for_gpus_routers_and_pods_with_a_cache_of_their_own(
+    role: Role, resources: dict[str, Any], cache: dict[str, Any]
+) -> None:
+    given = service("hf://org/repo", part={"resources": resources}, cache=cache)
+    found = model_mount(given, role, cluster_has_image_volumes=True)
+    (container,) = found.init_containers
+    assert found.folders == {}
+    assert [entry["name"] for entry in container["env"]] == ["HF_HOME"]
+    assert {entry["name"] for entry in container["volumeMounts"]} == {"model-cache", "tmp"}
+
+
 def test_the_fetching_container_has_the_pods_resources_but_no_devices() -> None:
     resources = {"limits": {"cpu": 4, "memory": "8Gi", "nvidia.com/gpu": 1}}
     given = service("hf://org/repo", part={"resources": resources})

@@ -16,6 +16,9 @@ from diptych_frontend.program import setup_logging
 from diptych_protocol import InvalidRequestError
 
 NAME = "model-fetch"
+AFTER = "DIPTYCH_AFTER_FETCH"
+"""The variable with a module to run with the model there, and its arguments but the model's path. A
+fetcher of an older release knows no such argument, and need not obey."""
 TERMINATED = 128 + signal.SIGTERM
 
 
@@ -44,7 +47,9 @@ def main() -> None:
         sys.exit(_complain(exc, 2))
     except (FetchError, OSError) as exc:
         sys.exit(_complain(exc, 1))
-    print(path.absolute().as_uri())
+    print(path.absolute().as_uri(), flush=True)
+    if then := os.environ.get(AFTER, "").split():
+        os.execv(sys.executable, [sys.executable, "-m", *then, str(path.absolute())])
 
 
 def _parse_arguments() -> argparse.Namespace:
