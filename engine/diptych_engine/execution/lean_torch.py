@@ -34,11 +34,13 @@ class _Later(MetaPathFinder, Loader):
         return spec_from_loader(fullname, self) if fullname == DESCRIPTIONS else None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do the one thing of theirs that every process needs: else there is no `Generator`."""
+        """Do the one thing of theirs that every process needs: else there is no `Generator`. Older
+        releases of torch do not do it."""
         import torch  # it is just being imported
 
-        base = importlib.import_module("torch._opaque_base")
-        torch._C._set_generator_metaclass(base.OpaqueBaseMeta)
+        if hasattr(torch._C, "_set_generator_metaclass"):
+            base = importlib.import_module("torch._opaque_base")
+            torch._C._set_generator_metaclass(base.OpaqueBaseMeta)
 
 
 def start_lean() -> None:
