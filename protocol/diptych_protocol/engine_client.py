@@ -75,6 +75,8 @@ class OurOptions(TypedDict, total=False):
 
     tenant: str
     """Whose request it is: engines are fair to tenants."""
+    keep_s: int
+    """For so many seconds after its end its next turn is expected: its KV is forgotten last."""
 
 
 class PromptOptions(OurOptions, total=False):

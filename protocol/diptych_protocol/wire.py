@@ -53,6 +53,8 @@ DOUBT_KV = "doubt_kv"
 what it is fetching. Its argument is the reason, in words."""
 MAX_TENANT_LENGTH = 256
 """The most characters in the name of an API key."""
+MAX_KEEP_S = 3600
+"""The longest time for which a request may ask to be remembered."""
 MAX_DEADLINE_MS = 600_000
 
 _BEGAN_AT: Final = time.time() - time.monotonic()
@@ -175,6 +177,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     it does not get."""
     deadline_ms: int | None = None
     """Its first token is due this many milliseconds after `arrival_time`; None: at once."""
+    keep_s: int = 0
+    """For so many seconds after its end a next turn is expected, which begins with its tokens. The
+    core forgets its blocks after others."""
 
     @property
     def shown_id(self) -> str:

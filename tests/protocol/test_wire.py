@@ -127,21 +127,22 @@ def test_contract_M03_golden_bytes() -> None:
 
 def test_contract_M03_golden_bytes_end_with_the_tenant_and_the_prefix_source() -> None:
     first, *_ = wire.encoder.encode(make_request(tenant="alice"))
-    assert bytes(first).hex().endswith("c0c0c2c0c0c2c0" + "a5616c696365" + "c0c0")
+    assert bytes(first).hex().endswith("c0c0c2c0c0c2c0" + "a5616c696365" + "c0c0" + "00")
     source = KVTransferParams(remote_engine_id="p")
     sourced, *_ = wire.encoder.encode(make_request(prefix_source=source))
     name = b"remote_engine_id".hex()
-    assert bytes(sourced).hex().endswith("c0c0c2c0c0c2c0" + "a0de0001b0" + name + "a170" + "c0")
+    assert bytes(sourced).hex().endswith("c0c0c2c0c0c2c0" + "a0de0001b0" + name + "a170" + "c000")
     assert wire.request_decoder.decode([sourced]).prefix_source == source
     assert wire.request_decoder.decode([first]).tenant == "alice"
     older = make_request()
     assert wire.request_decoder.decode(wire.encoder.encode(older)).tenant == ""
 
 
-def test_contract_M03_golden_bytes_end_with_the_deadline() -> None:
-    first, *_ = wire.encoder.encode(make_request(tenant="alice", deadline_ms=7))
-    assert bytes(first).hex().endswith("c0c0c2c0c0c2c0" + "a5616c696365" + "c0" + "07")
+def test_contract_M03_golden_bytes_end_with_the_deadline_and_the_time_to_keep() -> None:
+    first, *_ = wire.encoder.encode(make_request(tenant="alice", deadline_ms=7, keep_s=5))
+    assert bytes(first).hex().endswith("c0c0c2c0c0c2c0" + "a5616c696365" + "c0" + "07" + "05")
     assert wire.request_decoder.decode([first]).deadline_ms == 7
+    assert wire.request_decoder.decode([first]).keep_s == 5
     assert wire.request_decoder.decode(wire.encoder.encode(make_request())).deadline_ms is None
 
 

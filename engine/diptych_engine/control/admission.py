@@ -26,7 +26,7 @@ from diptych_protocol import (
     SamplingParams,
 )
 from diptych_protocol.kv_transfer_params import MAX_PREFIX_BLOCKS
-from diptych_protocol.wire import MAX_DEADLINE_MS, MAX_TENANT_LENGTH
+from diptych_protocol.wire import MAX_DEADLINE_MS, MAX_KEEP_S, MAX_TENANT_LENGTH
 
 
 def admit(
@@ -51,6 +51,8 @@ def admit(
         raise InvalidRequestError(f"tenant may have at most {MAX_TENANT_LENGTH} characters")
     if not 0 <= (message.deadline_ms or 0) <= MAX_DEADLINE_MS:
         raise InvalidRequestError(f"deadline_ms must be 0 to {MAX_DEADLINE_MS}")
+    if not 0 <= message.keep_s <= MAX_KEEP_S:
+        raise InvalidRequestError(f"keep_s must be 0 to {MAX_KEEP_S}")
     if message.resumable:
         check_piece(message, limits)
     if message.pooling_params is not None:
@@ -91,6 +93,7 @@ def admit(
         priority=message.priority,
         tenant=message.tenant,
         deadline_s=(message.deadline_ms or 0) / 1e3,
+        keep_s=message.keep_s,
         trace_headers=message.trace_headers,
         cache_salt=_cache_salt(message, adapter),
         adapter=adapter,
