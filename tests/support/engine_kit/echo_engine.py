@@ -181,6 +181,7 @@ class EchoEngine(WithoutControl):
         reasoning_ended: bool | None = None,
         *,
         tenant: str = "",
+        keep_s: int = 0,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """How often each byte is in the prompt, as a vector of length 1."""
         self.encoded.append((request_id, priority, prompt))
