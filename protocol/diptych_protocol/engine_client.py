@@ -80,6 +80,8 @@ class OurOptions(TypedDict, total=False):
     kept: KeptAnswer | None
     """The beginning of the answer, from `find_kept`. The first output has the tokens that are told
     already, and no others."""
+    pin_s: int
+    """For so many seconds after its end its next turn is expected: its KV is forgotten last."""
 
 
 class PromptOptions(OurOptions, total=False):

@@ -56,6 +56,8 @@ TAKE_KEPT = "take_kept"
 there if it is not over. The result is a `KeptAnswer`, or None."""
 MAX_TENANT_LENGTH = 256
 """The most characters in the name of an API key."""
+MAX_PIN_S = 3600
+"""The longest time for which a request may ask to be remembered."""
 MAX_DEADLINE_MS = 600_000
 
 _BEGAN_AT: Final = time.time() - time.monotonic()
@@ -181,6 +183,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     kept_as: str = ""
     """The secret name by which another client may take it over; empty: nobody may. The core keeps
     its tokens under this name for some seconds after its end, whatever ended it."""
+    pin_s: int = 0
+    """For so many seconds after its end a next turn is expected, which begins with its tokens. The
+    core forgets its blocks after others."""
 
     @property
     def shown_id(self) -> str:

@@ -26,7 +26,7 @@ from diptych_protocol import (
     SamplingParams,
 )
 from diptych_protocol.kv_transfer_params import MAX_PREFIX_BLOCKS
-from diptych_protocol.wire import MAX_DEADLINE_MS, MAX_TENANT_LENGTH
+from diptych_protocol.wire import MAX_DEADLINE_MS, MAX_PIN_S, MAX_TENANT_LENGTH
 
 
 def admit(
@@ -51,6 +51,8 @@ def admit(
         raise InvalidRequestError(f"tenant may have at most {MAX_TENANT_LENGTH} characters")
     if not 0 <= (message.deadline_ms or 0) <= MAX_DEADLINE_MS:
         raise InvalidRequestError(f"deadline_ms must be 0 to {MAX_DEADLINE_MS}")
+    if not 0 <= message.pin_s <= MAX_PIN_S:
+        raise InvalidRequestError(f"pin_s must be 0 to {MAX_PIN_S}")
     if message.resumable:
         check_piece(message, limits)
     if message.pooling_params is not None:
@@ -92,6 +94,7 @@ def admit(
         tenant=message.tenant,
         kept_as=message.kept_as,
         deadline_s=(message.deadline_ms or 0) / 1e3,
+        pin_s=message.pin_s,
         trace_headers=message.trace_headers,
         cache_salt=_cache_salt(message, adapter),
         adapter=adapter,

@@ -5,15 +5,18 @@ A prefix has a block of each group of layers (`kv_groups.py`) for each block of 
 It only keeps account of block ids. A block is *held* while its reference count is above zero. When
 the count drops to zero, the block joins the free queue but keeps its hash, so that a later prompt
 with the same prefix can use it again. The queue is in least-recently-released order. Allocation
-takes from its head and forgets the prefix there.
+takes from its head and forgets the prefix there. Blocks that are pinned (`pinned_blocks.py`) join
+it when they are pinned no more, or when it is empty.
 """
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from diptych_engine.scheduling.kv_groups import NULL_BLOCK, ONE_GROUP, KVGroups
+from diptych_engine.scheduling.pinned_blocks import PinnedBlocks
 
 Name = bytes | tuple[bytes, int]
 """The hash of a prefix, with the number of the group unless that is the first."""
@@ -22,13 +25,23 @@ Name = bytes | tuple[bytes, int]
 class BlockPool:
     """Reference-counted blocks `0 .. num_blocks - 1`."""
 
-    def __init__(self, num_blocks: int, groups: KVGroups = ONE_GROUP) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        groups: KVGroups = ONE_GROUP,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """clock: returns seconds, for pins."""
         self.num_blocks, self.groups = num_blocks, groups
         self._holders = [0] * num_blocks + [1 << 62]
         """The last is for `NULL_BLOCK`, which may be taken and released, and is never free."""
         self._hash_of: list[Name | None] = [None] * (num_blocks + 1)
         self._block_of: dict[Name, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._pins = PinnedBlocks(num_blocks, clock)
+        self._pinned = self._pins.count
+        self._num_set_aside = 0
+        """How many blocks that nobody holds are not in the queue, because they are pinned."""
         self.num_remembered = 0
         """How many of the free blocks contain a prefix that `match` would find."""
         self._changes: dict[bytes, bool] | None = None
@@ -45,7 +58,7 @@ class BlockPool:
     def num_free(self) -> int:
         """The number of blocks that `allocate` can hand out, including those with
         cached prefixes."""
-        return len(self._free)
+        return len(self._free) + self._num_set_aside
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the blocks of the longest cached prefix. Changes nothing."""
@@ -115,14 +128,22 @@ class BlockPool:
         """Hold blocks that `match` found."""
         for block in block_ids:
             if self._holders[block] == 0:
-                del self._free[block]
+                if block in self._pinned:
+                    self._num_set_aside -= 1
+                else:
+                    del self._free[block]
                 self.num_remembered -= self._hash_of[block] is not None
             self._holders[block] += 1
 
     def allocate(self, count: int) -> list[int]:
         """Hold `count` unused blocks. Check `num_free` first: too few raise and change nothing."""
+        if self._pinned:
+            self._unpin(self._pins.lapsed(), first=True)
         if count > len(self._free):
-            raise RuntimeError(f"{count} blocks wanted, {len(self._free)} free")
+            if count > self.num_free:
+                raise RuntimeError(f"{count} blocks wanted, {self.num_free} free")
+            while count > len(self._free):
+                self._unpin(self._pins.give_up(count - len(self._free)), first=True)
         blocks = []
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
@@ -138,12 +159,35 @@ class BlockPool:
                 raise RuntimeError(f"block {block} is released more often than it was taken")
             self._holders[block] -= 1
             if self._holders[block] == 0:
+                if block in self._pinned:
+                    self._num_set_aside += 1
+                    self.num_remembered += 1
+                    continue
                 self._free[block] = None
                 if self._hash_of[block] is None:
                     # Nothing to remember: reuse it before any block that holds a prefix.
                     self._free.move_to_end(block, last=False)
                 else:
                     self.num_remembered += 1
+
+    def pin(self, hashes: Sequence[bytes], tenant: str, seconds: float) -> None:
+        """Have what is cached of a prefix be forgotten after others, for this long."""
+        found = [block for block in reversed(self.match(hashes)) if block != NULL_BLOCK]
+        for block in found:
+            if self._holders[block] == 0 and block not in self._pinned:
+                del self._free[block]
+                self._num_set_aside += 1
+        # Those for which there was no room are as if nothing had been said.
+        self._unpin(self._pins.add(tenant, found, seconds))
+
+    def _unpin(self, block_ids: Sequence[int], *, first: bool = False) -> None:
+        """Queue blocks that nobody pins any more. first: they are the next to be forgotten."""
+        for block in reversed(block_ids) if first else block_ids:
+            if self._holders[block] == 0:
+                self._num_set_aside -= 1
+                self._free[block] = None
+                if first:
+                    self._free.move_to_end(block, last=False)
 
     def allocate_for(self, kept: Sequence[int], first: int) -> list[int]:
         """Hold unused blocks for those kept places of a list that follow its `first` ones. Returns
@@ -170,8 +214,9 @@ class BlockPool:
     def forget_all(self, *, even_held: bool = False) -> bool:
         """Forget every cached prefix. False, and nothing changes, while any block is held, unless
         held blocks may be forgotten too: their holders keep them, but nobody else finds them."""
-        if len(self._free) != self.num_blocks and not even_held:
+        if self.num_free != self.num_blocks and not even_held:
             return False
+        self._unpin(self._pins.give_up(self.num_blocks * len(self._pinned)))
         for block in list(self._block_of.values()):
             self._forget(block)
         return True
@@ -226,12 +271,18 @@ class BlockPool:
     def check_integrity(self) -> None:
         """Raise unless every block is either held or free, and hashes agree both ways."""
         for block, holders in enumerate(self._holders):
-            if holders < 0 or (holders == 0) != (block in self._free):
-                raise RuntimeError(f"block {block}: {holders} holders, free={block in self._free}")
+            queued, pinned = block in self._free, block in self._pinned
+            if holders < 0 or queued != (holders == 0 and not pinned):
+                raise RuntimeError(f"block {block}: {holders} holders, free={queued}")
             block_hash = self._hash_of[block]
+            if pinned and block_hash is None:
+                raise RuntimeError(f"block {block} is pinned and remembers nothing")
             if block_hash is not None and self._block_of.get(block_hash) != block:
                 raise RuntimeError(f"block {block} remembers a hash that points elsewhere")
-        if self.num_remembered != sum(self._hash_of[block] is not None for block in self._free):
+        idle = [block for block in range(self.num_blocks) if self._holders[block] == 0]
+        if self.num_free != len(idle):
+            raise RuntimeError(f"{self.num_free} blocks are said to be free, {len(idle)} are")
+        if self.num_remembered != sum(self._hash_of[block] is not None for block in idle):
             raise RuntimeError(f"{self.num_remembered} free blocks are said to be remembered")
         if len(self._block_of) != sum(h is not None for h in self._hash_of):
             raise RuntimeError("a hash points to a block that does not remember it")

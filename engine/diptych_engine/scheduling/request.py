@@ -115,6 +115,8 @@ class Request:
     """False: every token has to be computed, because the answer needs more than KV."""
     resumable: bool = False
     """Whether more pieces of its prompt may come: see `sessions`."""
+    pin_s: int = 0
+    """For how many seconds after its end a next turn is expected, which begins with its tokens."""
     trace_headers: Mapping[str, str] | None = None
     """Its caller's trace context, which its last output contains."""
     kv_transfer: KVTransferParams | None = None

@@ -12,7 +12,6 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from diptych_frontend.openai.api_types import (
-    ALL_CACHED,
     MAX_MESSAGES,
     NOBODY_ASKS,
     ONE_TIER,
@@ -33,7 +32,7 @@ class _Block(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field
     """A block of content."""
 
     cache_control: Any = None
-    """Only counted: every prefix is cached."""
+    """Every prefix is cached; a mark anywhere says that a next turn will come."""
 
 
 class TextBlock(_Block, tag="text"):
@@ -163,7 +162,6 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     """Body of POST /v1/messages/count_tokens."""
 
     RULES: ClassVar[Rules] = {
-        "cache_control": taken(ALL_CACHED),
         "context_management": ignored("conversations stay whole"),  # Claude Code always sends it
         "mcp_servers": refused("tools are the client's", []),
         "speed": ignored(ONE_TIER, "standard"),
@@ -182,8 +180,9 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     output_config: OutputConfig | None = None
     cache_control: Any = None
 
-    def num_cache_marks(self) -> int:
-        """Return how often `cache_control` is set anywhere in the request."""
+    def cache_retention(self) -> str | None:
+        """Return for how long `cache_control` says anywhere that the cache is needed, as OpenAI's
+        `prompt_cache_retention`; None if it is not set."""
         system = self.system if isinstance(self.system, list) else []
         turns = [turn.content for turn in self.messages if isinstance(turn.content, list)]
         blocks = [*system, *chain.from_iterable(turns)]
@@ -193,7 +192,10 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
             if isinstance(block, ToolResultBlock) and isinstance(block.content, list)
         ]
         marked = [self, *(self.tools or ()), *blocks, *chain.from_iterable(results)]
-        return sum(each.cache_control is not None for each in marked)
+        marks = [each.cache_control for each in marked if each.cache_control is not None]
+        if any(isinstance(mark, dict) and mark.get("ttl") == "1h" for mark in marks):
+            return "24h"
+        return "in_memory" if marks else None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
@@ -221,6 +223,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     top_k: Int64 | None = None
     priority: Int64 | None = None
     cache_salt: CacheSalt | None = None
+    session_id: str | None = None
     json_schemas: JsonSchemas | None = None
     """See `GenerationRequest`."""
 

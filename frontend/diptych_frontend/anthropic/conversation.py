@@ -104,6 +104,8 @@ def _set_options(request: MessagesRequest, chat: TranslatedChat) -> None:
     chat.top_k = request.top_k
     chat.priority = request.priority
     chat.cache_salt = request.cache_salt
+    chat.session_id = request.session_id
+    chat.prompt_cache_retention = request.cache_retention()
     chat.json_schemas = request.json_schemas
 
 

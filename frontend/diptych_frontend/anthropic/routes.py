@@ -11,7 +11,7 @@ from diptych_frontend.anthropic.answers import MessageWriter
 from diptych_frontend.anthropic.api_types import CountTokensRequest, MessagesRequest
 from diptych_frontend.anthropic.conversation import TranslatedChat, as_chat
 from diptych_frontend.openai.chat import ChatApi
-from diptych_frontend.openai.exchange import exchange_of, header
+from diptych_frontend.openai.exchange import header
 from diptych_frontend.openai.generation import Sound
 from diptych_frontend.openai.responses import AnswerWriter
 from diptych_protocol import (
@@ -84,5 +84,4 @@ def counted(
 
 def _as_chat(chat: ChatApi, body: CountTokensRequest, scope: Scope) -> TranslatedChat:
     check_version(scope)
-    exchange_of(scope).ignored_fields += body.num_cache_marks()
     return chat.request(as_chat(body), scope)

@@ -54,6 +54,8 @@ has its value from there."""
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """Wider integers do not fit into a message to the engine."""
 AlternativesCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
+TURN_S: Final = 300
+"""How long a next turn is waited for, unless the client says more."""
 NOBODY_ASKS: Final = "not needed"
 ALL_CACHED: Final = "every prefix is cached"
 ONE_TIER: Final = "there is one tier"
@@ -81,7 +83,6 @@ class VllmRequest(msgspec.Struct):
 
     RULES: ClassVar[Rules] = {
         "request_id": ignored("use X-Request-Id"),
-        "session_id": ignored(ALL_CACHED),
         "vllm_xargs": ignored("no plugins", {}),
         "mm_payload": ignored(RENDERED, "tensors"),
         "return_mm_kwargs": ignored(RENDERED),
@@ -162,6 +163,8 @@ class GenerationRequest(Sampled, kw_only=True):
     service's setting."""
 
     user: str | None = None
+    session_id: str | None = None
+    """If it is set, a next turn is expected."""
 
     @property
     def has_images(self) -> bool:
@@ -361,8 +364,6 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         **GenerationRequest.RULES,
         "metadata": taken("chats are not stored"),
         "safety_identifier": taken(NOBODY_ASKS),
-        "prompt_cache_key": taken(ALL_CACHED),
-        "prompt_cache_retention": taken(ALL_CACHED),
         "prompt_cache_options": ignored(ALL_CACHED, {}),
         "service_tier": ignored(ONE_TIER, "auto", "default"),
         "store": ignored("only responses are stored", False),
@@ -404,6 +405,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    """If it is set, a next turn is expected, and so it is with a time that the cache is kept."""
     prompt_cache_retention: str | None = None
 
     def check(self, num_prompts: int) -> None:

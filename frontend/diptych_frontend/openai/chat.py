@@ -13,6 +13,7 @@ from starlette.types import Scope
 
 from diptych_frontend.confined.json_cost import check_json_cost
 from diptych_frontend.openai.api_types import (
+    TURN_S,
     CalledTool,
     ChatCompletionRequest,
     ChatMessage,
@@ -63,6 +64,7 @@ from diptych_protocol import (
     SamplingParams,
     TokensPrompt,
 )
+from diptych_protocol.wire import MAX_PIN_S
 
 ASSISTANT = "assistant"
 Chat = TypeVar("Chat", bound=ChatCompletionRequest)
@@ -206,10 +208,14 @@ class ChatApi:
         return [prompt]
 
     def options(self, request: ChatCompletionRequest) -> RequestOptions:
-        if self.reasoning is None:
-            return {}
-        told = {"chat_template_kwargs": request.chat_template_kwargs or {}}
-        return {"reasoning_parser_kwargs": told}
+        options: RequestOptions = {}
+        if self.reasoning is not None:
+            told = {"chat_template_kwargs": request.chat_template_kwargs or {}}
+            options["reasoning_parser_kwargs"] = told
+        if request.prompt_cache_key or request.prompt_cache_retention or request.session_id:
+            stays = request.prompt_cache_retention == "24h"
+            options["pin_s"] = MAX_PIN_S if stays else TURN_S
+        return options
 
     def parts(self, request: ChatCompletionRequest, prompt: TokensPrompt) -> AnswerParts:
         """Return a reader of the answers to a request."""

@@ -11,7 +11,7 @@ from typing import Final
 from msgspec import Raw
 from starlette.types import Scope
 
-from diptych_frontend.openai.api_types import CompletionRequest
+from diptych_frontend.openai.api_types import TURN_S, CompletionRequest
 from diptych_frontend.openai.exchange import split_prompts
 from diptych_frontend.openai.generation import Sound
 from diptych_frontend.openai.responses import (
@@ -103,7 +103,7 @@ class CompletionApi:
 
     def options(self, request: CompletionRequest) -> RequestOptions:
         # Completions do not separate reasoning, so a form applies to the whole text.
-        return {"reasoning_ended": True}
+        return {"reasoning_ended": True, "pin_s": TURN_S if request.session_id else 0}
 
     def writer(
         self, sound: Sound[CompletionRequest, CompletionRequest], request_id: str, created: int

@@ -181,8 +181,6 @@ class ResponsesRequest(Sampled, kw_only=True):
         **VllmRequest.RULES,
         "user": taken(NOBODY_ASKS),
         "safety_identifier": taken(NOBODY_ASKS),
-        "prompt_cache_key": taken(ALL_CACHED),
-        "prompt_cache_retention": taken(ALL_CACHED),
         "prompt_cache_options": taken(ALL_CACHED),
         "service_tier": ignored(ONE_TIER, "auto", "default"),
         "include": ignored("nothing more is offered", [], ["reasoning.encrypted_content"]),
@@ -234,6 +232,7 @@ class ResponsesRequest(Sampled, kw_only=True):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: Any = None
+    session_id: str | None = None
 
     @property
     def is_stored(self) -> bool:

@@ -113,12 +113,106 @@ def test_the_longest_prefix_is_found_of_which_all_that_is_seen_is_cached(
     pool.check_integrity()
 
 
+class Turns:
+    """A pool, a clock, and conversations that take one turn after the other."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.now = 0.0
+        self.pool = BlockPool(num_blocks, clock=lambda: self.now)
+
+    def take(self, hashes: list[bytes], *, pin_s: float = 0.0, tenant: str = "") -> int:
+        """Have a prompt of these blocks come and end. Returns how many were remembered."""
+        found = self.pool.match(hashes)
+        self.pool.take(found)
+        blocks = [*found, *self.pool.allocate(len(hashes) - len(found))]
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            self.pool.remember(block, block_hash)
+        if pin_s:
+            self.pool.pin(hashes, tenant, pin_s)
+        self.pool.release(blocks)
+        self.pool.check_integrity()
+        return len(found)
+
+
+def chain(name: int, length: int) -> list[bytes]:
+    return hashes_of([name] * 4 * length)
+
+
+def test_a_prefix_whose_next_turn_is_expected_is_forgotten_after_all_others() -> None:
+    turns = Turns(16)
+    turns.take(chain(1, 4), pin_s=300)
+    for other in range(2, 20):
+        turns.take(chain(other, 6))
+    assert turns.take(chain(1, 5), pin_s=300) == 4
+
+
+def test_a_pin_keeps_no_block_from_who_needs_it_and_goes_from_its_end() -> None:
+    turns = Turns(16)
+    turns.take(chain(1, 6), pin_s=300)
+    turns.take(chain(2, 6), pin_s=300)
+    turns.pool.release(turns.pool.allocate(6))
+    assert len(turns.pool.match(chain(1, 6))) == 4, "the oldest, of which the end"
+    assert len(turns.pool.match(chain(2, 6))) == 6
+    assert len(turns.pool.allocate(16)) == 16
+
+
+def test_a_pin_lapses_unless_a_turn_renews_it() -> None:
+    turns = Turns(16)
+    for name, seconds in ((1, 3600), (2, 300), (3, 300)):
+        turns.take(chain(name, 3), pin_s=seconds)
+    for now in range(0, 400, 50):
+        turns.now = float(now)
+        if now == 200:
+            turns.take(chain(3, 3), pin_s=300)
+        turns.take(chain(100 + now, 6))
+    assert [turns.take(chain(name, 3)) for name in (1, 2, 3)] == [3, 0, 3]
+
+
+def test_what_two_tenants_pin_is_pinned_until_neither_does() -> None:
+    turns = Turns(16)
+    turns.take(chain(1, 3), pin_s=300, tenant="a")
+    turns.take(chain(1, 3), pin_s=100, tenant="b")
+    turns.now = 200.0
+    turns.take(chain(2, 13))
+    assert len(turns.pool.match(chain(1, 3))) == 3
+    turns.now = 300.0
+    turns.take(chain(3, 13))
+    turns.take(chain(4, 13))
+    assert not turns.pool.match(chain(1, 3))
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8)), max_size=40), st.integers(0, 3))
+def test_a_tenant_that_pins_too_much_costs_others_none_of_what_they_may_pin(
+    lies: list[tuple[int, int]], others: int
+) -> None:
+    turns = Turns(64)
+    for name in range(others):
+        turns.take(chain(200 + name, 12), pin_s=300, tenant=f"{name}")
+    for name, length in lies:
+        turns.take(chain(name, length), pin_s=3600, tenant="liar")
+    assert all(len(turns.pool.match(chain(200 + n, 12))) == 12 for n in range(others))
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.integers(1, 4)), max_size=60))
+def test_who_pins_nothing_finds_what_the_rest_of_the_blocks_would_remember(
+    asks: list[tuple[bool, int, int]],
+) -> None:
+    both, rest = Turns(40), Turns(4)
+    for lies, name, length in asks:
+        if lies:
+            both.take(chain(100 + name, length), pin_s=3600, tenant="liar")
+            rest.take(chain(100 + name, length))
+        else:
+            assert both.take(chain(name, length)) >= rest.take(chain(name, length))
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Any order of operations keeps the books straight."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(8)
+        self.now = 0.0
+        self.pool = BlockPool(8, clock=lambda: self.now)
         self.held: list[list[int]] = []
         self.pool.record_changes(True)
         self.told: set[bytes] = set()
@@ -152,6 +246,14 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         self.pool.release(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))))
+
+    @rule(start=st.integers(0, 2), tenant=st.sampled_from("ab"), seconds=st.sampled_from([9, 300]))
+    def pin(self, start: int, tenant: str, seconds: int) -> None:
+        self.pool.pin(hashes_of([start] * 32), tenant, seconds)
+
+    @rule(seconds=st.integers(1, 200))
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
 
     @rule(start=st.integers(0, 2), row=st.integers(0, 7), kept=st.booleans())
     def keep_elsewhere(self, start: int, row: int, kept: bool) -> None:

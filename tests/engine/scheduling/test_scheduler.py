@@ -131,6 +131,21 @@ def expected(prompt: list[int], max_tokens: int, windows: Windows = PLAIN) -> li
     return tokens
 
 
+def test_the_prompt_and_the_answer_are_kept_for_the_turn_that_is_expected() -> None:
+    scheduler, runner = make_scheduler(16), ToyRunner()
+    for pin_s in (0, 300):
+        first = make_request(f"first {pin_s}", [1, 2] * BLOCK, 2 * BLOCK + 1, pin_s=pin_s)
+        scheduler.add(first)
+        run(scheduler, runner)
+        for other in range(3, 9):
+            scheduler.add(make_request(f"{pin_s} {other}", [other] * 6 * BLOCK, 1))
+            run(scheduler, runner)
+        turn = make_request(f"next {pin_s}", [*first.token_ids, 0], 1)
+        scheduler.add(turn)
+        run(scheduler, runner)
+        assert turn.num_cached_tokens == (4 * BLOCK if pin_s else 0)
+
+
 prompts = st.lists(
     st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=20), st.integers(1, 12)),
     min_size=1,

@@ -119,6 +119,14 @@ def test_a_tenant_s_name_is_bounded(core: EngineCore) -> None:
     assert not core.scheduler.requests
 
 
+@pytest.mark.parametrize("pin_s", [-1, 3601])
+def test_how_long_kv_is_kept_is_bounded(core: EngineCore, pin_s: int) -> None:
+    core.add(core_request("r", PROMPT, max_tokens=4, pin_s=pin_s), CLIENT)
+    [last] = core.take_outputs()[CLIENT]
+    assert "pin_s must be 0 to 3600" in str(last.error)
+    assert not core.scheduler.requests
+
+
 @pytest.mark.parametrize("deadline_ms", [-1, 600_001])
 def test_a_deadline_is_bounded(core: EngineCore, deadline_ms: int) -> None:
     core.add(core_request("r", PROMPT, max_tokens=4, deadline_ms=deadline_ms), CLIENT)

@@ -220,7 +220,7 @@ async def test_vllms_older_names_of_forms_mean_the_same(
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-async def test_marks_of_anthropics_cache_are_taken_everywhere_and_counted(
+async def test_marks_of_anthropics_cache_are_taken_everywhere(
     http: httpx.AsyncClient, path: str
 ) -> None:
     mark = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
@@ -240,7 +240,38 @@ async def test_marks_of_anthropics_cache_are_taken_everywhere_and_counted(
         sent["max_tokens"] = 1
     answer = await http.post(path, json=sent)
     assert answer.status_code == 200, answer.text
-    assert await num_ignored(http) == 7
+    assert await num_ignored(http) == 0
+    assert "x-diptych-ignored" not in answer.headers
+
+
+MARKED = [{"role": "user", "content": [
+    {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+]}]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "seconds"),
+    [
+        ("/v1/chat/completions", {}, 0),
+        ("/v1/chat/completions", {"prompt_cache_key": "k"}, 300),
+        ("/v1/chat/completions", {"prompt_cache_retention": "24h"}, 3600),
+        ("/v1/chat/completions", {"session_id": "s"}, 300),
+        ("/v1/completions", {"session_id": "s"}, 300),
+        ("/v1/completions", {}, 0),
+        ("/v1/responses", {"prompt_cache_key": "k", "prompt_cache_retention": "in_memory"}, 300),
+        ("/v1/responses", {"session_id": "s"}, 300),
+        ("/v1/messages", {"cache_control": {"type": "ephemeral"}}, 300),
+        ("/v1/messages", {"messages": MARKED}, 3600),
+        ("/v1/messages", {"cache_control": "x", "session_id": "s"}, 300),
+        ("/v1/messages", {}, 0),
+    ],
+)
+async def test_who_says_that_a_next_turn_will_come_is_remembered_for_longer(
+    http: httpx.AsyncClient, engine: EchoEngine, path: str, change: dict[str, Any], seconds: int
+) -> None:
+    answer = await http.post(path, json=BODIES[path] | change)
+    assert answer.status_code == 200, answer.text
+    assert engine.kept == [seconds]
     assert "x-diptych-ignored" not in answer.headers
 
 

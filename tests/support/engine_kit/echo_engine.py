@@ -92,6 +92,8 @@ class EchoEngine(WithoutControl):
         self.seen: list[tuple[str, SamplingParams, int, Any]] = []
         self.encoded: list[tuple[str, int, Any]] = []
         self.running: set[str] = set()
+        self.kept: list[int] = []
+        """For how many seconds each request expects a next turn."""
         self.left_early: list[str] = []
         self.rejected: list[tuple[str, dict[str, Any]]] = []
 
@@ -112,8 +114,10 @@ class EchoEngine(WithoutControl):
         request_id: str,
         *,
         priority: int = 0,
+        pin_s: int = 0,
         **_: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
+        self.kept.append(pin_s)
         self.seen.append((request_id, sampling_params, priority, prompt))
         if self.refusal is not None:
             raise self.refusal
@@ -179,6 +183,7 @@ class EchoEngine(WithoutControl):
         tenant: str = "",
         kept_as: str = "",
         kept: Any = None,
+        pin_s: int = 0,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """How often each byte is in the prompt, as a vector of length 1."""
         self.encoded.append((request_id, priority, prompt))

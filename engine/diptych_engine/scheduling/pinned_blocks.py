@@ -1,0 +1,103 @@
+"""Blocks that a next turn will need, by the tenant who said so.
+
+A conversation, and each agent that branches off from it, begins its next turn with the tokens of
+the last one. So its blocks are the session, and need no other name. Whoever says that a next turn
+will come *pins* them for a while: they are forgotten after all others. A pin never keeps a block
+from whoever needs one.
+
+What is said may be wrong. All pins together have room for `SHARE` of the blocks. When there are
+more, the tenant with the most loses its oldest, which are then as if nothing had been said. So who
+pins too much takes nothing from a tenant that pins less than an equal part. And those that pin
+nothing find what they would find in the rest of the blocks, if nobody pinned any.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Final
+
+SHARE: Final = 0.9
+"""The part of all blocks that may be pinned."""
+LOOK_S: Final = 60.0
+"""A pin's time is looked at this often, so that a long one does not keep those behind it."""
+
+
+class PinnedBlocks:
+    """The pins of all tenants. Methods return the blocks that nobody pins any more, in the order in
+    which they are to be forgotten: the oldest first, and of a prefix its end."""
+
+    def __init__(self, num_blocks: int, clock: Callable[[], float]) -> None:
+        """clock: returns seconds. Without pins nobody reads it."""
+        self._room, self._clock = int(num_blocks * SHARE), clock
+        self.count: Counter[int] = Counter()
+        """How many tenants pin a block; only pinned ones are listed."""
+        self._of: dict[str, OrderedDict[int, tuple[float, float]]] = {}
+        """Tenant -> block -> (when to look at it, until when it is pinned). The oldest come
+        first."""
+        self._look_at = math.inf
+
+    def add(self, tenant: str, block_ids: Sequence[int], seconds: float) -> list[int]:
+        """Pin blocks for this long, or renew their pins. The first are forgotten first."""
+        now = self._clock()
+        mine = self._of.setdefault(tenant, OrderedDict())
+        for block in block_ids:
+            until = now + seconds
+            former = mine.pop(block, None)
+            if former is None:
+                self.count[block] += 1
+            else:
+                until = max(until, former[1])
+            mine[block] = min(until, now + LOOK_S), until
+        self._look_at = min(self._look_at, now + min(seconds, LOOK_S))
+        return self.give_up(sum(map(len, self._of.values())) - self._room)
+
+    def give_up(self, count: int) -> list[int]:
+        """End `count` pins: the oldest of whoever has most of them."""
+        freed: list[int] = []
+        while count > 0 and self._of:
+            tenants = len(self._of)
+            tenant, most = max(self._of.items(), key=_size)
+            more = len(most) - sum(map(len, self._of.values())) // tenants
+            few = min(count, len(most), max(more, -(-count // tenants)))
+            for _ in range(few):
+                self._end(next(iter(most)), most, freed)
+            if not most:
+                del self._of[tenant]
+            count -= few
+        return freed
+
+    def lapsed(self) -> list[int]:
+        """End the pins whose time is over."""
+        now, freed = self._clock(), list[int]()
+        if now < self._look_at:
+            return freed
+        for tenant, mine in list(self._of.items()):
+            while mine:
+                block, (look_at, until) = next(iter(mine.items()))
+                if look_at > now:
+                    break
+                if until <= now:
+                    self._end(block, mine, freed)
+                else:
+                    mine[block] = min(until, now + LOOK_S), until
+                    mine.move_to_end(block)
+            if not mine:
+                del self._of[tenant]
+        heads = (next(iter(mine.values()))[0] for mine in self._of.values())
+        self._look_at = min(heads, default=math.inf)
+        return freed
+
+    def _end(
+        self, block: int, mine: OrderedDict[int, tuple[float, float]], freed: list[int]
+    ) -> None:
+        del mine[block]
+        self.count[block] -= 1
+        if not self.count[block]:
+            del self.count[block]
+            freed.append(block)
+
+
+def _size(item: tuple[str, OrderedDict[int, tuple[float, float]]]) -> int:
+    return len(item[1])
