@@ -40,11 +40,15 @@ test: $(VENV)/.test ## each behaviour that needs no cluster and no GPU, in minut
 	$(BIN)/python -m diptych_kernels
 	$(PYTEST) -m "not slow and not vllm and not clients and not images"
 
+# Where no test is slow, and none draws a level, a file is not read.
 test-slow: $(VENV)/.test ## what takes long, of which `test` has a quicker form
 	$(BIN)/python -m diptych_kernels
-	$(PYTEST) -m "slow and not vllm and not clients and not images"
+	$(PYTEST) -m "slow and not vllm and not clients and not images" \
+		$$(grep -rlwE "slow|level|compiled_level" tests --include="test_*.py" | sort)
 
-test-all: test test-slow ## both, one after the other
+test-all: $(VENV)/.test ## both, in one run: what they share starts once
+	$(BIN)/python -m diptych_kernels
+	$(PYTEST) -m "not vllm and not clients and not images"
 
 test-vllm: $(VENV)/.test ## what needs a real vLLM, of `make vllm` or DIPTYCH_VLLM=DIR; QUICK=1 for CI's choice
 	@[ -x "$(WITH_VLLM)/bin/vllm" ] || \
@@ -133,8 +137,9 @@ dist: $(VENV)/.test ## the wheel and the sdist, into dist; the wheel is built of
 	rm -rf dist
 	$(BIN)/uv build --no-build-isolation --python $(BIN)/python --out-dir dist
 
-images: $(VENV)/.test ## the three container images, made without docker and loaded into a `kube` cluster
-	PYTHONPATH=$(CURDIR) $(BIN)/python e2e/images.py $(if $(wildcard $(VLLM)/bin/vllm),--vllm $(VLLM))
+images: $(VENV)/.test ## the three container images, made without docker and loaded into a `kube` cluster unless NO_LOAD=1
+	$(BIN)/python -m diptych_kernels
+	PYTHONPATH=$(CURDIR) $(BIN)/python e2e/images.py $(if $(NO_LOAD),--no-load) $(if $(wildcard $(VLLM)/bin/vllm),--vllm $(VLLM))
 
 cluster: $(VENV)/.test ## tests of operator, CRD, chart and plugin that need an API server, that of $$KUBECONFIG
 	export DIPTYCH_TEST_KUBECONFIG=$${KUBECONFIG:-$$HOME/.kube/config}; \

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import tomllib
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,8 +23,6 @@ REGISTRY = os.environ.get("DIPTYCH_E2E_REGISTRY", "")
 """Where the cluster gets the images from, such as `registry.example/me/`; empty: it has them."""
 PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
 TAG = tomllib.loads(PROJECT.read_text())["project"]["version"]
-IN_USE = pytest.StashKey[Kubectl]()
-"""The namespace of the module that runs now."""
 
 
 def image(component: str) -> str:
@@ -33,11 +31,11 @@ def image(component: str) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
+    item: pytest.Function, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Dump the namespace at the moment of the failure, before anything heals."""
     report = yield
-    if report.failed and (kubectl := item.config.stash.get(IN_USE, None)) is not None:
+    if report.failed and isinstance(kubectl := item.funcargs.get("kubectl"), Kubectl):
         kubectl.dump(ARTIFACTS / item.name)
     return report
 
@@ -47,38 +45,51 @@ def figures() -> Figures:
     return Figures()
 
 
-@contextmanager
-def namespace(name: str) -> Iterator[Kubectl]:
-    """A fresh namespace, deleted with all that is in it."""
-    kubectl = Kubectl(name)
-    try:
-        kubectl.run("create", "namespace", kubectl.namespace)
-    except KubectlError as exc:
-        pytest.fail(f"these tests need a cluster, such as that of e2e/kind: {exc}", pytrace=False)
-    yield kubectl
+@pytest.fixture(scope="session")
+def namespaces() -> Iterator[Callable[[str], Kubectl]]:
+    """Makes fresh namespaces. They go when all tests have ended, at the same time."""
+    prefix = f"diptych-e2e-{secrets.token_hex(3)}"
+    made: list[Kubectl] = []
+
+    def make(name: str) -> Kubectl:
+        kubectl = Kubectl(f"{prefix}-{name}")
+        try:
+            kubectl.run("create", "namespace", kubectl.namespace)
+        except KubectlError as exc:
+            words = f"these tests need a cluster, such as that of e2e/kind: {exc}"
+            pytest.fail(words, pytrace=False)
+        made.append(kubectl)
+        return kubectl
+
+    yield make
     # A namespace waits for its pods, longer than they take: let none be left.
-    kubectl.run("delete", "pods", "--all", "--grace-period=1", "--timeout=180s", timeout_s=190)
-    kubectl.delete("namespace", kubectl.namespace)
-    kubectl.gone("namespace", [kubectl.namespace])
+    for wait in ("--wait=false", "--timeout=180s"):
+        for each in made:
+            each.run("delete", "pods", "--all", "--grace-period=1", wait, timeout_s=190)
+    for each in made:
+        each.delete("namespace", each.namespace)
+    for each in made:
+        each.gone("namespace", [each.namespace])
 
 
-@pytest.fixture(scope="module")
-def kubectl(request: pytest.FixtureRequest) -> Iterator[Kubectl]:
-    """A namespace for each module."""
-    with namespace(f"diptych-e2e-{secrets.token_hex(3)}") as kubectl:
-        request.config.stash[IN_USE] = kubectl
-        yield kubectl
-        del request.config.stash[IN_USE]
+@pytest.fixture(scope="session")
+def kubectl(namespaces: Callable[[str], Kubectl]) -> Kubectl:
+    """The namespace of all modules but one, each of which leaves no service there."""
+    return namespaces("all")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def client(kubectl: Kubectl) -> Client:
+    return started_client(kubectl)
+
+
+def started_client(kubectl: Kubectl) -> Client:
     client = Client(kubectl, image("router"))
     client.start()
     return client
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def chart(kubectl: Kubectl) -> Iterator[Chart]:
     """The operator, of this one namespace. It goes after the services it looks after, which it has
     to take down."""
@@ -98,9 +109,12 @@ def operating(chart: Chart, kubectl: Kubectl) -> Iterator[Chart]:
 
 
 @pytest.fixture(scope="module")
-def smollm2(kubectl: Kubectl, client: Client, chart: Chart) -> Service:
+def smollm2(kubectl: Kubectl, client: Client, chart: Chart) -> Iterator[Service]:
     """The example's service; not yet applied."""
-    return Service(kubectl, client, "smollm2")
+    service = Service(kubectl, client, "smollm2")
+    yield service
+    service.delete()
+    service.gone()
 
 
 @pytest.fixture(scope="module")

@@ -75,8 +75,13 @@ def content_name(kind: str, parts: Sequence[str]) -> str:
     return f"{kind}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}.tar"
 
 
-def package_layer(layer: Path, pip_arguments: Sequence[str], *, with_kernels: bool = False) -> Path:
-    """A layer with what pip installs, compiled: the image's file system is read-only."""
+def package_layer(
+    layer: Path, pip_arguments: Sequence[str], *, kernels: Path | None = None
+) -> Path:
+    """A layer with what pip installs, compiled: the image's file system is read-only.
+
+    kernels: where the sources of the engine's kernels lie, which are compiled as well.
+    """
     if layer.exists():
         return layer
     with tempfile.TemporaryDirectory(dir=layer.parent) as scratch:
@@ -92,14 +97,17 @@ def package_layer(layer: Path, pip_arguments: Sequence[str], *, with_kernels: bo
             workers=os.cpu_count() or 1,
             invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
         )
-        if with_kernels:
-            compile_kernels(site)
+        if kernels is not None:
+            compile_kernels(site, kernels)
         write_layer(rootfs, layer)
     return layer
 
 
-def compile_kernels(site: Path) -> None:
-    """Leave the engine's kernels for this processor's levels; the `kube` node has it too."""
+def compile_kernels(site: Path, sources: Path) -> None:
+    """Leave the engine's kernels for this processor's levels; the `kube` node has it too. Those
+    that tests have compiled beside their sources are taken as they are."""
+    for compiled in sources.glob("diptych_kernels/native/__pycache__/*.o"):
+        shutil.copy(compiled, site / compiled.relative_to(sources).parent)
     command = [sys.executable, "-m", "diptych_kernels"]
     subprocess.run(command, env={**os.environ, "PYTHONPATH": str(site)}, check=True)
 
@@ -113,7 +121,7 @@ def code_layer(source: Path, build: Path) -> Path:
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*command, "--no-deps", "--wheel-dir", str(wheels), str(source)], check=True)
     (wheel,) = wheels.glob("*.whl")
-    return package_layer(layer, ["--no-deps", str(wheel)], with_kernels=True)
+    return package_layer(layer, ["--no-deps", str(wheel)], kernels=source / "kernels")
 
 
 def python_layer(build: Path) -> Path:

@@ -29,14 +29,12 @@ def volume(kubectl: Kubectl) -> Iterator[SharedVolume]:
 
 
 @pytest.fixture(scope="module")
-def running(volume: SharedVolume, smollm2: Service, example: Object) -> Iterator[Service]:
+def running(volume: SharedVolume, smollm2: Service, example: Object) -> Service:
     """The example with two routers that keep batches on the volume."""
     router = {"replicas": 2, "batches": {"pvc": {"claimName": CLAIM}, "size": "512Mi"}}
     smollm2.apply({**example, "spec": {**example["spec"], "router": router}})
     smollm2.settled()
-    yield smollm2
-    smollm2.delete()
-    smollm2.gone()
+    return smollm2
 
 
 def lines() -> str:

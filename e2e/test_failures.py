@@ -17,7 +17,7 @@ from e2e.kubectl import Object
 from e2e.plugin import NOT_WELL, Plugin
 from e2e.service import Service
 
-DEADLINE_S = 30
+DEADLINE_S = 15
 """rollout.progressDeadlineSeconds."""
 SEEN_TIMEOUT_S = 240.0
 """Within this the status names the cause. Pods have to start and to fail; nodes pull images one

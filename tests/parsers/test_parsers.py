@@ -24,7 +24,7 @@ from parser_kit.table import Parser, file_parsers, parsers
 from diptych_frontend.app import build_app
 
 INPUTS = int(os.environ.get("DIPTYCH_TEST_PARSED", "80"))
-MANY = 10
+MANY = 5
 """Times as many in the slow test."""
 
 Edit = tuple[int, int, bytes]

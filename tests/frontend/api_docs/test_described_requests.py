@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 CONTEXT = 64
 """Tokens of a prompt and its answer: requests that say nothing of their length end soon."""
-REQUESTS = 40
+REQUESTS = 20
 TOLD = {501, 503}
 """What a server may say of itself: it cannot, or not now."""
 FORM = "POST /v1/files"

@@ -130,7 +130,7 @@ specs = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.parametrize("services", [40, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("services", [40, pytest.param(300, marks=pytest.mark.slow)])
 def test_cel_and_python_agree_on_any_service(services: int) -> None:
     @settings(max_examples=services)
     @given(spec=specs)

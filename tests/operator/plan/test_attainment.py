@@ -297,7 +297,7 @@ def test_what_waits_alone_does_not_tell_of_what_is_refused() -> None:
     assert simulated(constant, HOUR_S, refuses=True, pods=3).share_kept() > 0.9
 
 
-@pytest.mark.parametrize("loads", [3, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("loads", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_load_that_stays_is_served_without_flapping(loads: int) -> None:
     @settings(max_examples=loads)
     @given(
