@@ -46,9 +46,7 @@ test-slow: $(VENV)/.test ## what takes long, of which `test` has a quicker form
 	$(PYTEST) -m "slow and not vllm and not clients and not images" \
 		$$(grep -rlwE "slow|level|compiled_level" tests --include="test_*.py" | sort)
 
-test-all: $(VENV)/.test ## both, in one run: what they share starts once
-	$(BIN)/python -m diptych_kernels
-	$(PYTEST) -m "not vllm and not clients and not images"
+test-all: test test-slow ## both, one after the other
 
 test-vllm: $(VENV)/.test ## what needs a real vLLM, of `make vllm` or DIPTYCH_VLLM=DIR; QUICK=1 for CI's choice
 	@[ -x "$(WITH_VLLM)/bin/vllm" ] || \
@@ -137,9 +135,9 @@ dist: $(VENV)/.test ## the wheel and the sdist, into dist; the wheel is built of
 	rm -rf dist
 	$(BIN)/uv build --no-build-isolation --python $(BIN)/python --out-dir dist
 
-images: $(VENV)/.test ## the three container images, made without docker and loaded into a `kube` cluster unless NO_LOAD=1
+images: $(VENV)/.test ## the three container images, made without docker and loaded into a `kube` cluster
 	$(BIN)/python -m diptych_kernels
-	PYTHONPATH=$(CURDIR) $(BIN)/python e2e/images.py $(if $(NO_LOAD),--no-load) $(if $(wildcard $(VLLM)/bin/vllm),--vllm $(VLLM))
+	PYTHONPATH=$(CURDIR) $(BIN)/python e2e/images.py $(if $(wildcard $(VLLM)/bin/vllm),--vllm $(VLLM))
 
 cluster: $(VENV)/.test ## tests of operator, CRD, chart and plugin that need an API server, that of $$KUBECONFIG
 	export DIPTYCH_TEST_KUBECONFIG=$${KUBECONFIG:-$$HOME/.kube/config}; \
