@@ -174,7 +174,7 @@ class Controls:
             return scheduler.pool.forget_all()
 
         def only_requests_hold_blocks() -> bool:
-            written = store is None or store.at_rest or bool(scheduler.running)
+            written = store is None or store.at_rest or scheduler.view().any_begun
             return written and (connector is None or not len(scheduler.leased))
 
         return self._core.deferred.when(only_requests_hold_blocks, self._forget_prefixes)
