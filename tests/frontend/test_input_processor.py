@@ -236,14 +236,15 @@ def test_contract_B01_ids_that_callers_must_not_set(inputs: InputProcessor) -> N
 
 
 def test_an_option_of_a_request_is_said_once(inputs: InputProcessor) -> None:
-    """A field of `RequestOptions` is a keyword of `generate`, and travels under its own name."""
+    """A field of `RequestOptions` is a keyword of `generate`, and travels under its own name unless
+    it is used up here."""
     shown = signature(AsyncEngine.generate).parameters
     given: dict[str, Any] = {"tenant": "a", "reasoning_ended": None, "priority": 0}
     assert {name: shown[name].default for name in given} == {**given, "tenant": ""}
     options = set(RequestOptions.__annotations__)
     assert options < set(shown)
-    of_the_prompt = {"prompt_text", "tokenization_kwargs"}
-    assert options - of_the_prompt < set(EngineCoreRequest.__struct_fields__)
+    used_up = {"prompt_text", "tokenization_kwargs", "kept"}
+    assert options - used_up < set(EngineCoreRequest.__struct_fields__)
     assert inputs.process("r", [1], SamplingParams(), **given).tenant == "a"
     with pytest.raises(TypeError, match="tenent"):
         inputs.process("r", [1], SamplingParams(), tenent="a")
