@@ -126,9 +126,9 @@ def routers(
     with contextlib.ExitStack() as stack:
         started = []
         for _ in range(3):
-            port = free_port()
+            port, own = free_port(), tmp_path_factory.mktemp("router")  # for its configuration
             command = router_command(
-                *(folder, config, "--port", port, "--keys", keys_dir),
+                *(own, config, "--port", port, "--keys", keys_dir),
                 *("--api-keys", folder / "api-keys"),
                 *("--prefill", engines[0].address, "--decode", engines[1].address),
             )
