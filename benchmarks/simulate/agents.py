@@ -35,7 +35,7 @@ BLOCK: Final = 16
 TENANTS: Final = (0, 0, 0, 1, 1, 2, 3)
 """Who begins a conversation, each equally often."""
 BRANCHING: Final = 0.44
-KEEP_S: Final = 300
+PIN_S: Final = 300
 WINDOW_S: Final = 300.0
 STEP_S: Final = 0.025
 TOKEN_S: Final = 0.0008
@@ -219,7 +219,7 @@ class Engine:
 
     def _add(self, ask: Ask) -> None:
         name, length = str(next(self._names)), len(ask.tokens)
-        pin_s = KEEP_S if (self._told if ask.agent else self._lies) else 0
+        pin_s = PIN_S if (self._told if ask.agent else self._lies) else 0
         tenant = str(ask.agent.tenant) if ask.agent else "flood"
         request = Request(
             name, b"", SamplingParams(ignore_eos=True), ask.tokens, length, None,

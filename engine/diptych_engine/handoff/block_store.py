@@ -51,7 +51,7 @@ class Read(NamedTuple):
 
 
 class Late(NamedTuple):
-    order: LoadOrder
+    request_id: str
 
 
 class BlockStore:
@@ -98,8 +98,8 @@ class BlockStore:
     def offer(self, request: Request) -> None:
         """Make the disk the source of a new request's prefix, if it has more of it than the engine
         that a router has named."""
-        has_source = request.fetches and request.prefix_source is None
-        if self._unsaved is None or self._late or has_source:
+        handed_over = request.fetches and request.prefix_source is None
+        if self._unsaved is None or self._late or handed_over:
             return
         count = 0
         for block_hash in self._scheduler.prefixes.lookup_hashes(request):
@@ -113,7 +113,7 @@ class BlockStore:
     def read(self, order: LoadOrder) -> None:
         """Begin to fill the blocks of a request."""
         names = [self._files.name((order.names or [])[index]) for index in order.indices]
-        timer = Timer(READ_TIMEOUT_S, self._tell, [Late(order)])
+        timer = Timer(READ_TIMEOUT_S, self._tell, [Late(order.request_id)])
         timer.daemon = True
         self._reads[order.request_id] = timer
         timer.start()
@@ -174,8 +174,8 @@ class BlockStore:
                     self._written(event)
                 case Read():
                     self._was_read(event)
-                case Late(order):
-                    self._is_late(order.request_id)
+                case Late(request_id):
+                    self._is_late(request_id)
         self.save()
 
     def _tell(self, event: Written | Read | Late) -> None:
@@ -241,6 +241,8 @@ class BlockStore:
     def close(self) -> None:
         """Wait for what is being written, and leave the files to the next engine."""
         self.retire()
+        for timer in self._reads.values():  # nobody hears them any more
+            timer.cancel()
         self._readers.shutdown(cancel_futures=True)
         self._writer.shutdown()
         self._files.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -373,6 +374,19 @@ def test_a_request_that_ends_while_its_prefix_is_read_leaves_nothing(
         assert pool.num_free == pool.num_blocks
         pool.check_integrity()
         assert engine.answer(name="next") == (expected, NUM_STORED)
+
+
+def test_an_engine_that_ends_while_a_prefix_is_read_leaves_no_timer(
+    model: str, expected: list[int]
+) -> None:
+    with started(model) as engine:
+        engine.core.add(core_request("r", PROMPT, max_tokens=8), CLIENT)
+        step(engine.core)
+        store = engine.core.hand_offs.store
+        assert store is not None
+        assert not store.at_rest
+    timers = [each for each in threading.enumerate() if isinstance(each, threading.Timer)]
+    assert all(timer.finished.is_set() for timer in timers)
 
 
 def test_a_folder_that_others_may_write_to_is_refused_by_name(model: str, cache: Path) -> None:
