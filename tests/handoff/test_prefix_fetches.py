@@ -112,7 +112,9 @@ def test_a_fetched_prefix_is_not_computed_and_is_remembered(pool: list[Engine]) 
     expected = answer(alone)
     assert answer(holder) == expected
     done, lent = Change(taker), Change(holder)
-    assert tokens(drive(taker, fetching("q", holder, PROMPT), holder)) == expected
+    outputs = drive(taker, fetching("q", holder, PROMPT), holder)
+    assert tokens(outputs) == expected
+    assert outputs[0].num_cached_tokens == NUM_CACHED, "its user need not care who remembered it"
     assert done.computed == len(PROMPT) - NUM_CACHED
     assert done.fetches == (1, 1, 0, NUM_CACHED)
     assert (lent.prefixes_lent, lent.leases_released) == (1, 1)

@@ -789,15 +789,16 @@ class Scheduler:
         self.waiting.push_front(request)
 
     def _received(self, request: Request, num_tokens: int) -> None:
-        """The blocks of a request hold its first tokens, which the hinge was to fetch, or which
-        were on disk: these it had cached."""
-        stored = isinstance(request.prefix_source, StoredPrefix)
+        """The blocks of a request hold its first tokens. Those of a prefix that another engine or a
+        disk remembered count as cached; those of a hand-off were computed for this request."""
+        source = request.prefix_source
         added = request.take_over(num_tokens)
-        if stored:
-            self.stats.disk_tokens += added
-            request.num_received_tokens = 0
+        if source is not None:
             cached = min(request.num_computed_tokens, request.num_prompt_tokens)
             request.num_cached_tokens = max(cached, request.num_cached_tokens or 0)
+        if isinstance(source, StoredPrefix):
+            self.stats.disk_tokens += added
+            request.num_received_tokens = 0
         else:
             self.stats.remote_kv_tokens += added
         self._tell(request, Station.KV_DONE)
