@@ -35,6 +35,7 @@ from benchmarks.scenarios import (
     speculation,
     startup,
     streams,
+    turns,
 )
 from benchmarks.traces.arguments import add_trace, count, positive
 from benchmarks.traces.formats import TraceError
@@ -45,7 +46,7 @@ SCENARIOS: tuple[Scenario, ...] = tuple(
     module.SCENARIO
     for module in (
         overhead, startup, online, offline, pair, mixed, growth, parallel, router, streams, fair,
-        replay, speculation,
+        replay, speculation, turns,
     )
 )  # fmt: skip
 

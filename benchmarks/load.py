@@ -57,7 +57,11 @@ def prompts(load: Load, seed: int) -> list[list[int]]:
 
 
 async def stream_completion(
-    client: httpx.AsyncClient, model: str, prompt: list[int], output_tokens: int, **fields: object
+    client: httpx.AsyncClient,
+    model: str,
+    prompt: list[int] | str,
+    output_tokens: int,
+    **fields: object,
 ) -> Sample:
     """Raises `RuntimeError` for any answer that is not a 200 with so many tokens.
 
