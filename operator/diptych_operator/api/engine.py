@@ -195,12 +195,25 @@ ARGS_FOR_VLLM = Rule(
     "are arguments of vLLM; the runtime diptych has a field for each of its settings",
     ".args",
 )
+DRAFTS_OF_ONE_RANK = Rule(
+    "!has(self.speculativeConfig) || self.speculativeConfig.method != 'draft_model' || "
+    "self.tensorParallelSize == 1",
+    lambda engine: (
+        engine.speculative_config is None
+        or engine.speculative_config.method != "draft_model"
+        or engine.tensor_parallel_size == 1
+    ),
+    "must be ngram where tensorParallelSize is above 1: several ranks have no draft model",
+    ".speculativeConfig.method",
+)
 NOT_FOR_VLLM = tuple(
     _not_for_vllm(field)
     for field in msgspec.inspect.type_info(Engine).fields  # type: ignore[attr-defined]
     if field.name not in VLLM_HAS
 )
-ENGINE_RULES = (STEP_BUDGET, VLLM_IMAGE, ARGS_FOR_VLLM, *NOT_FOR_VLLM)
+ENGINE_RULES = (
+    STEP_BUDGET, VLLM_IMAGE, ARGS_FOR_VLLM, DRAFTS_OF_ONE_RANK, *NOT_FOR_VLLM,
+)  # fmt: skip
 
 
 def reasoning_parser(engine: Engine) -> ReasoningParserName:

@@ -23,6 +23,7 @@ from diptych_operator.api.crd import custom_resource_definition
 from diptych_operator.api.engine import (
     ARGS_FOR_VLLM,
     DRAFT_MODEL,
+    DRAFTS_OF_ONE_RANK,
     LOOK_UP_ORDER,
     NOT_FOR_VLLM,
     STEP_BUDGET,
@@ -312,6 +313,16 @@ BROKEN: dict[str, Broken] = {
         {"engine": {"speculativeConfig": {"model": "/models/small"}}},
         "spec.engine.speculativeConfig",
         DRAFT_MODEL,
+    ),
+    "a draft model for two ranks": Broken(
+        {
+            "engine": {
+                "tensorParallelSize": 2,
+                "speculativeConfig": {"method": "draft_model", "model": "/models/small"},
+            }
+        },
+        "spec.engine.speculativeConfig.method",
+        DRAFTS_OF_ONE_RANK,
     ),
     "a rollout that cannot move": Broken(
         {"rollout": {"maxSurge": 0}}, "spec.rollout", ROLLOUT_STEP
