@@ -20,7 +20,7 @@ from diptych_frontend.text.input_processor import InputProcessor
 from diptych_kernels.packed_product import is_available
 from diptych_protocol import EngineConfig
 
-ENGINE_MIB, SERVICE_MIB = 450, 1500
+ENGINE_MIB, SERVICE_MIB = 440, 1500
 
 
 def mib_of(process: psutil.Process, kind: str) -> float:
