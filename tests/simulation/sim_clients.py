@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 from sim_choice import Fault, some_engine
 from sim_direct import FORGERIES, LIAR, TOO_LONG, DirectClient, Params
+from sim_engine import MAX_MODEL_LEN
 from sim_stranger import ANSWERS, STRANGERS
 from sim_streams import Stream
-from sim_world import MAX_MODEL_LEN, World
+from sim_world import World
 
 from diptych_kv_transfer import parameters
 from diptych_kv_transfer.signing.keys import PUBLIC_KEY

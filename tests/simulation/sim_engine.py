@@ -23,6 +23,7 @@ from sim_tally import UTILITY_REFUSALS, named, refused_by_engine
 from diptych_engine.control.controls import Controls
 from diptych_engine.control.core import EngineCore
 from diptych_engine.control.image_intake import ImageIntake
+from diptych_engine.control.kept_answers import KeptAnswers
 from diptych_engine.execution.grammar_compiler import GrammarCompiler
 from diptych_engine.scheduling.request import Pending, StepPlan
 from diptych_engine.scheduling.scheduler import Scheduler
@@ -35,6 +36,7 @@ from diptych_router.engines.engine_table import Role
 
 MAX_LEASE_S = 2.0
 MAX_LOAD_TIMEOUT_S = 3.0
+MAX_MODEL_LEN = 14
 SLOW_STEP = 0.02
 """How many steps take a hundred times as long, while the hinge goes on."""
 IDLE_WAIT_S = 1.0
@@ -138,6 +140,7 @@ class SimEngine:
             runs_ahead=shape.runs_ahead,
         )
         self.core.offer(*Controls(self.core).calls)
+        self.core.kept = KeptAnswers(lambda: self.clock.now)
         self.alive = True
         self.stalled = False
         self.saw: Callable[[SimEngine], None] = lambda _: None

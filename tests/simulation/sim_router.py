@@ -20,10 +20,12 @@ from diptych_protocol import (
     DiptychError,
     EngineCoreOutput,
     EngineCoreRequest,
+    KeptAnswer,
     KVTransferParams,
     Slo,
     fingerprint,
 )
+from diptych_protocol.wire import TAKE_KEPT
 from diptych_router.choosing.policy import Decision, RequestView
 from diptych_router.engines.descriptions import common_to_leases
 from diptych_router.engines.engine_table import Role
@@ -37,6 +39,7 @@ RECONNECT_S = 0.2
 HOLD_S = 2.0
 MAX_HELD = 2
 HAND_OFF_TIMEOUT_S = 1.0
+FIND_KEPT_S = 0.3
 FIRST_TOKEN_S = 0.8
 """The shortest deadline of a first token, and how often routers look for those that are late."""
 
@@ -196,6 +199,19 @@ class SimRouter:
 
     def withdraw(self, request_id: str) -> None:
         self._carry_out(self.table.withdraw([request_id], self._clock.now))
+
+    def find_kept(self, name: str, answer: Callable[[list[KeptAnswer]], None]) -> None:
+        """Ask every engine that is up for what it kept of an answer; `answer` gets what came in
+        time."""
+        found = list[KeptAnswer]()
+
+        def hear(said: Any) -> None:
+            if isinstance(said, KeptAnswer):
+                found.append(said)
+
+        for link in self.links.by_name.values():
+            link.send(Call(TAKE_KEPT, (name, ""), hear))
+        self._clock.after(FIND_KEPT_S, answer, found)
 
     def crash(self) -> None:
         """Its engines notice when they next send."""

@@ -29,6 +29,8 @@ class Stream:
     eos_token_id: int | None = None
     first_token_ids: tuple[int, ...] = ()
     """What its client says that was sampled elsewhere; right or not, engines go on after it."""
+    kept_as: str = ""
+    """What engines call it for a client that may come back."""
     expected: list[int] = field(init=False)
     delivered: list[int] = field(default_factory=list)
     ended: str = ""
@@ -61,6 +63,7 @@ class Stream:
             lora_request=None,
             cache_salt=self.cache_salt,
             data_parallel_rank=None,
+            kept_as=self.kept_as,
         )
 
     def tell(self, output: EngineCoreOutput) -> None:

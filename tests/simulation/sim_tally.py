@@ -55,6 +55,7 @@ ENGINE_REFUSALS = {
     "no engine of this service": "nobody has signed it",
     "another prompt, adapter or salt": "lent for other tokens",
     "used here before": "used before",
+    "at another router": "its client came back elsewhere",
     "kv_transfer_params: ": "parameters that are none",
 }
 """Why engines answer requests with an error."""
@@ -156,7 +157,8 @@ SECTIONS: dict[str, list[str]] = {
     "What routers do about it": [
         "router lost an engine", "router suspects an engine", "new attempt",
         "first token too late for a router",
-        "a router gives a lease back",
+        "a router gives a lease back", "answer goes on at another router: whole",
+        "answer goes on at another router: a part",
         "prompt computed by a decode engine", *_each("failed by a router: ", ROUTER_FAILURES),
     ],
     "How it ended": [

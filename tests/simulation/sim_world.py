@@ -14,9 +14,10 @@ from sim_checks import check_engine_at_rest, check_memory, check_router_at_rest
 from sim_clock import Clock
 from sim_direct import DirectClient, Params
 from sim_driver import SimDriver
-from sim_engine import MAX_LEASE_S, MAX_LOAD_TIMEOUT_S, Shape, SimEngine
+from sim_engine import MAX_LEASE_S, MAX_LOAD_TIMEOUT_S, MAX_MODEL_LEN, Shape, SimEngine
 from sim_model import blocks_of
 from sim_network import Faults, Network
+from sim_return import come_back
 from sim_router import SimRouter
 from sim_session import PATIENCE_S, Call, Session
 from sim_stranger import Liar, Stranger
@@ -31,7 +32,6 @@ BOUND_S = 90.0
 """P3: after so long every request has come to an end. Eight losses of an engine, each noticed after
 `PATIENCE_S` or the hinge's own time limits, with waits for another engine in between."""
 REST_S = 3 * (MAX_LEASE_S + MAX_LOAD_TIMEOUT_S)
-MAX_MODEL_LEN = 14
 NUMBERS = {name: number for number, name in enumerate(("p0", "p1", "d0", "d1", "r0", "r1"))}
 SALTS = (None, None, "a", "b")
 
@@ -149,14 +149,17 @@ class World:
         self.routers[name].saw = self._saw_router
 
     def crash_router(self, name: str) -> None:
-        """Its clients see their connections break."""
+        """Its clients see their connections break; some come back."""
         self.note("router crashed")
         router = self.routers[name]
         router.crash()
         for request_id, owner in self.router_of.items():
             stream = self.streams[request_id]
             if owner is router and not stream.ended:
-                stream.end("lost: its router crashed")
+                if stream.kept_as:
+                    come_back(self, stream)
+                else:
+                    stream.end("lost: its router crashed")
 
     def admit_stranger(self, engine: SimEngine, kind: str) -> None:
         """Somebody connects to an engine's hinge."""
@@ -218,6 +221,8 @@ class World:
             stream.end("refused: no router")
             return stream
         self.router_of[stream.request_id] = router
+        if len(self.streams) % 2:
+            stream.kept_as = f"{len(self.streams):032x}"
         self.say(f"{stream.request_id} asks {router.name}: {stream.prompt} + {stream.max_tokens}")
         router.submit(stream.request(), MAX_MODEL_LEN)
         return stream
@@ -231,7 +236,8 @@ class World:
             return
         router = self.router_of[stream.request_id]
         stream.end("aborted")
-        router.withdraw(stream.request_id)
+        if router.alive:
+            router.withdraw(stream.request_id)
 
     def _whereabouts(self, request_id: str) -> str:
         for engine in self.engines.values():

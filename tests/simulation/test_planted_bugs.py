@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ import pytest
 from sim_faults import FAULTS
 from sim_schedule import run_schedule
 
+from diptych_engine.control.kept_answers import KeptAnswers
 from diptych_engine.scheduling.block_pool import BlockPool
 from diptych_engine.scheduling.early_loads import EarlyLoads
 from diptych_engine.scheduling.lent_blocks import LentBlocks
@@ -194,6 +196,24 @@ def router_that_forgets_a_request_in_a_loss(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RequestTable, "engine_lost", lambda self, engine, why, now: ())
 
 
+def router_that_asks_for_a_kept_answer_anew(patch: pytest.MonkeyPatch) -> None:
+    honest = RequestTable.submit
+
+    def submit(self: RequestTable, request: EngineCoreRequest, *rest: Any) -> Any:
+        return honest(self, msgspec.structs.replace(request, generated_token_ids=None), *rest)
+
+    patch.setattr(RequestTable, "submit", submit)
+
+
+def engine_that_keeps_a_prefill_as_a_whole_answer(patch: pytest.MonkeyPatch) -> None:
+    honest = KeptAnswers.keep
+
+    def keep(self: KeptAnswers, request: Request) -> None:
+        honest(self, replace(request, kv_transfer=None))
+
+    patch.setattr(KeptAnswers, "keep", keep)
+
+
 def cache_that_ignores_the_salt(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("diptych_protocol.block_hashes.root_hash", lambda salt: b"")
 
@@ -253,6 +273,8 @@ PLANTS: dict[Plant, str] = {
     router_that_hears_engines_twice: "P1",
     router_that_forgets_what_was_delivered: "P2",
     router_that_forgets_a_request_in_a_loss: "P3",
+    router_that_asks_for_a_kept_answer_anew: "P2",
+    engine_that_keeps_a_prefill_as_a_whole_answer: "P6",
     cache_that_ignores_the_salt: "P2",
     pool_that_remembers_what_it_gave_away: "P2",
     taker_that_counts_what_was_not_lent: "P2",
@@ -264,6 +286,8 @@ PLANTS: dict[Plant, str] = {
 HINTS: dict[Plant, list[str]] = {
     lease_that_is_not_bound_to_a_prompt: ["forge"],
     decode_that_believes_anybody: ["stranger"],
+    router_that_asks_for_a_kept_answer_anew: ["crash_router"],
+    engine_that_keeps_a_prefill_as_a_whole_answer: ["crash_router"],
 }
 """Faults to choose from, where it would take long among all."""
 

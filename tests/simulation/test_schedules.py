@@ -58,7 +58,8 @@ def test_schedules_reach_what_they_are_for(report: Report) -> None:
     """A simulator in which nothing goes wrong proves nothing."""
     wanted = {"load ok", "load failed", "lease released", "lease revoked", "lease expired",
               "lease refused: it was revoked", "prefix evicted on decode",
-              "step launched ahead", "router lost an engine"}  # fmt: skip
+              "step launched ahead", "router lost an engine",
+              "answer goes on at another router: a part"}  # fmt: skip
     assert {kind for kind in wanted if not report.seen[kind]} == set()
     assert len(report.states) > 1000
 
