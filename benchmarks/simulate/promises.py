@@ -5,16 +5,15 @@ The same arrivals with and without, below and above what the service can do.
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.machine import RESULTS, machine
+from benchmarks.machine import RESULTS, machine, record
 from benchmarks.simulate.calibration import on_paper
 from benchmarks.simulate.cluster import Simulation
 from benchmarks.simulate.metrics import Objectives, Summary, summarise
-from benchmarks.simulate.report import plot_lines
+from benchmarks.simulate.report import plot_lines, rows_table
 from benchmarks.simulate.workload import Lengths, Traffic, poisson
 
 from diptych_router.choosing.policies import POLICIES
@@ -79,30 +78,18 @@ def run() -> dict[str, Any]:
 
 
 def main() -> None:
-    write(run())
-
-
-def write(results: dict[str, Any]) -> None:
     """Record, page and picture."""
-    (RESULTS / "promises.json").write_text(json.dumps(results, indent=2) + "\n")
+    results = run()
     rows = results["rows"]
-    names = list(rows[0])
     lines = [
         "# Late requests refused at once", "",
         f"`python -m benchmarks.simulate promises`, {results['seconds']:.0f} s on "
         f"{results['machine']}. Step costs: {results['costs']}. {PODS} prefill and {PODS} decode "
         f"pods. Load 1 is {CASES[0].capacity:g} requests/s, about the largest rate at which 95 % "
         "of all requests keep both promises when none is refused.", "",
-        f"| {' | '.join(names)} |", f"|---|{'---:|' * (len(names) - 1)}",
-        *(
-            f"| {row['case']} | {row['load']:g} | {row['good/s without']:.1f} "
-            f"| {row['good/s']:.1f} | {row['refused']:.1%} | {row['TTFT p99 ms without']:.0f} "
-            f"| {row['TTFT p99 ms']:.0f} |"
-            for row in rows
-        ),
+        *rows_table(rows, ["refused"]), "",
     ]  # fmt: skip
-    (RESULTS / "promises.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    record("promises", results, "\n".join(lines))
     first = CASES[0].name
     drawn = {"none refused": {r["load"]: r["good/s without"] for r in rows if r["case"] == first}}
     drawn |= {
