@@ -103,7 +103,6 @@ format: $(VENV)/.test ## let ruff put the code in order
 bench: $(VENV)/.test ## measure, beside PEERS=vllm=PYTHON,llamacpp=PYTHON if any, QUICK=1 for less; docs/performance.md
 	$(BIN)/python -m benchmarks $(if $(PEERS),--peers $(PEERS)) $(if $(QUICK),--quick)
 	$(BIN)/python -m benchmarks.handoff
-	$(BIN)/python -m benchmarks.kernels
 
 # A machine that is lent has a python3 with torch and Triton, no network, and nothing installed.
 GPU_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON))

@@ -23,14 +23,13 @@ import torch
 from benchmarks.gguf_files import mixture, requantised
 from benchmarks.machine import RESULTS, by_machine, machine
 from benchmarks.peers.llamacpp import MISSING, LlamaCpp, python
-from benchmarks.quality import DATA, MODEL, divergence, load, log_probabilities
+from benchmarks.quality import DATA, MODEL, divergence, load, log_probabilities, source_of
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from diptych_engine.models import build_model, load_weights
 from diptych_engine.models.loader import is_quantised
 from diptych_frontend.model_files.model_source import ModelSource, resolve_model
-from diptych_frontend.text.tokenizer_files import load_tokenizer
 from diptych_kernels.cpu_level import CpuLevel, forced, machine_level
 
 LAYERS: Final = 30
@@ -103,10 +102,7 @@ def measured(name: str, tokens: int, interpreter: str, folder: Path) -> dict[str
     kind_of = mixture(MIXTURES[stored], LAYERS) if stored in MIXTURES else lambda _: Kind[stored]
     with LlamaCpp(interpreter) as peer:
         path = requantised(original, folder / "model.gguf", kind_of, peer.quantise)
-        source = resolve_model(path)
-        tokenizer = load_tokenizer(source)
-        if tokenizer is None:
-            raise SystemExit(f"{MODEL} has no tokenizer")
+        source, tokenizer = source_of(path)
         token_ids = tokenizer.encode((DATA / "alice.txt").read_text())[:tokens]
         plain = build_model(source.config, tokens, torch.float32, torch.device("cpu"))
         load_weights(plain.slots, source)

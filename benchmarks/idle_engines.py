@@ -9,18 +9,16 @@ anything. Processor time is the router's own.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import multiprocessing
 import statistics
-import sys
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
 import zmq
 from benchmarks.instant_core import NUM_BLOCKS, replies
-from benchmarks.servers import MODEL, System, free_port, running
+from benchmarks.scenarios.router import our_router
+from benchmarks.servers import free_port, running
 
 from diptych_frontend.core_client.heartbeat_timer import BEAT_S, WITHIN_S
 from diptych_protocol import EngineCoreOutputs, EngineCoreRequestType, SchedulerStats, wire
@@ -60,25 +58,6 @@ def serve(ports: list[int]) -> None:
             socket.send_multipart([client, *wire.encoder.encode(beat)])
 
 
-def router_of(ports: list[int]) -> System:
-    """A router of these engines, the first half of which prefill."""
-    half = len(ports) // 2
-    prefill, decode = (
-        ",".join(f"127.0.0.1:{port}" for port in some) for some in (ports[:half], ports[half:])
-    )
-    config = {"model": MODEL, "served_name": "smollm2", "verify": "Off"}
-
-    def command(port: int, folder: Path) -> list[str]:
-        path = folder / "router.json"
-        path.write_text(json.dumps(config))
-        return [
-            sys.executable, "-m", "diptych_router", "--config", str(path), "--port", str(port),
-            "--prefill", prefill, "--decode", decode,
-        ]  # fmt: skip
-
-    return System("diptych", command)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engines", type=int, default=100)
@@ -90,7 +69,8 @@ def main() -> None:
         process.start()
         stack.callback(process.join)
         stack.callback(process.terminate)
-        router = stack.enter_context(running(router_of(ports)))
+        half = len(ports) // 2
+        router = stack.enter_context(running(our_router(ports[:half], ports[half:])))
         loads = [router.idle_load(SECONDS) for _ in range(args.rounds)]
     print(f"{args.engines} idle engines: {statistics.median(loads):.3f} of a core")
     print(f"each round: {', '.join(f'{load:.3f}' for load in loads)}")

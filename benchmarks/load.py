@@ -1,16 +1,12 @@
 """A closed-loop streaming load client: N users, each sending its next request when one has ended.
 
-`python -m benchmarks.load --url http://127.0.0.1:8080 --concurrency 4 --prompt-tokens 128` Prompts
-are random token ids, so their length is exact, and the same seed gives every system the same
-prompts. `diptych bench` is the same for services whose prompts are texts.
+Prompts are random token ids, so their length is exact, and the same seed gives every system the
+same prompts. `diptych bench` is the same for services whose prompts are texts.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import itertools
-import json
 import random
 import statistics
 import time
@@ -119,23 +115,3 @@ def summary(load: Load, samples: list[Sample], wall_s: float) -> dict[str, float
         "itl_p99_ms": percentile(gaps, 99) if gaps else 0.0,
         "tokens_per_s": sum(sample.output_tokens for sample in samples) / wall_s,
     }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--url", default="http://127.0.0.1:8080")
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[128, 512])
-    parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument("--waves", type=int, default=2, help="requests of each user")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    for length, concurrency in itertools.product(args.prompt_tokens, args.concurrency):
-        requests = args.waves * concurrency
-        load = Load(concurrency, length, args.output_tokens, requests=requests)
-        print(json.dumps(asyncio.run(drive(args.url, args.model, load, args.seed))), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -166,7 +166,7 @@ def main() -> None:
         pairs = prompts(renderer, args.tokens, args.known)
         ports = [free_port(), free_port()]
         stack.enter_context(engines("benchmarks.instant_core", ports))
-        router = stack.enter_context(running(our_router(ports[0], ports[1], str(folder))))
+        router = stack.enter_context(running(our_router(ports[:1], ports[1:], str(folder))))
         measure(router, pairs, 1)
         costs = measure(router, pairs, args.rounds)
         first, _ = next(pairs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -9,6 +10,7 @@ from collections.abc import Mapping
 from datetime import date
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -39,6 +41,13 @@ def by_machine(machines: Mapping[str, str]) -> str:
     if len(names) == 1:
         return next(iter(names))
     return "\n\n".join(f"{'; '.join(ran)}: {where}" for where, ran in names.items())
+
+
+def record(name: str, results: Mapping[str, Any], page: str) -> None:
+    """Write what was measured to `NAME.json` and what is said of it to `NAME.md`, and print it."""
+    (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=2) + "\n")
+    (RESULTS / f"{name}.md").write_text(page)
+    print(page)
 
 
 def _cpu_facts() -> dict[str, str]:

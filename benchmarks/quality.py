@@ -106,7 +106,7 @@ def divergence(plain: Tensor, packed: Tensor) -> Tensor:
 def compare_text(uri: str, num_tokens: int) -> dict[str, dict[str, float]]:
     """Perplexities of the text's first tokens, and how often both would choose the same next: as a
     prompt and as generated tokens."""
-    source, tokenizer = _source_of(uri)
+    source, tokenizer = source_of(uri)
     token_ids = tokenizer.encode((DATA / "alice.txt").read_text())[:num_tokens]
     model = load(source, len(token_ids))
     packed = {
@@ -120,7 +120,7 @@ def compare_text(uri: str, num_tokens: int) -> dict[str, dict[str, float]]:
 
 def compare_chats(uri: str, num_chats: int, num_tokens: int) -> Comparison:
     """Read the first tokens of float32's greedy answers, and ask the packed model at each."""
-    source, tokenizer = _source_of(uri)
+    source, tokenizer = source_of(uri)
     questions = (DATA / "chats.txt").read_text().splitlines()[:num_chats]
     chats = [
         tokenizer.encode(
@@ -146,7 +146,7 @@ def compare_chats(uri: str, num_chats: int, num_tokens: int) -> Comparison:
     return comparison
 
 
-def _source_of(uri: str) -> tuple[ModelSource, Tokenizer]:
+def source_of(uri: str) -> tuple[ModelSource, Tokenizer]:
     source = resolve_model(uri)
     tokenizer = load_tokenizer(source)
     if tokenizer is None:

@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import json
 import logging
 import os
 import statistics
@@ -18,7 +17,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from benchmarks.machine import RESULTS, machine
+from benchmarks.machine import machine, record
 
 from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_protocol import (
@@ -185,10 +184,7 @@ def main() -> None:
         "prefixes": asyncio.run(run(args.repetitions)),
         "load_after": f"{os.getloadavg()[0]:.1f}",
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "prefixes.json").write_text(json.dumps(results, indent=2) + "\n")
-    (RESULTS / "prefixes.md").write_text(markdown(results))
-    print(markdown(results))
+    record("prefixes", results, markdown(results))
 
 
 if __name__ == "__main__":

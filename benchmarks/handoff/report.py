@@ -18,7 +18,7 @@ def markdown(results: dict[str, Any]) -> str:
         f"{results['load_after']} after. Ways take turns; figures are medians of "
         f"{results['repetitions']}, parts are medians of quotients of neighbours in time "
         "(lowest to highest).", "",
-        *speeds(results["speed"]), "", *peers(results), "", *latencies(results["latency"]), "",
+        *speeds(results["speed"]), "", *latencies(results["latency"]), "",
     ])  # fmt: skip
 
 
@@ -35,22 +35,6 @@ def speeds(rows: list[dict[str, Any]]) -> list[str]:
             for part in row["part_of_limit"].values()
         ]
         lines.append(f"| {row['shape']} | {' | '.join([*figures, *parts])} |")
-    return lines
-
-
-def peers(results: dict[str, Any]) -> list[str]:
-    lines = [
-        "## Others", "",
-        "ucx_perftest moves one buffer again and again, which stays in the caches: `ucp_get` over "
-        "cma, `tag_bw` over tcp. NIXL reads scattered blocks; its owner polls in a loop of Python.",
-        "", "| KiB | ucx_perftest cma | ucx_perftest tcp | NIXL 1 | NIXL 16 | NIXL 256 |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]  # fmt: skip
-    nixl = {(row["block_kib"], row["count"]): row["gb_per_s"] for row in results["nixl"]}
-    for row in results["ucx_perftest"]:
-        kib = row["block_kib"]
-        values = [row["cma"], row["tcp"], *(nixl.get((kib, count)) for count in (1, 16, 256))]
-        lines.append(f"| {kib} | {' | '.join(number(value) for value in values)} |")
     return lines
 
 
@@ -81,10 +65,6 @@ def latencies(results: dict[str, Any]) -> list[str]:
         figures = [f"{row['ms'][name]:.2f}" for name in ("p50", "p90", "p99", "max")]
         lines.append(f"| {row['decode_engine']} | {row['times']} | {' | '.join(figures)} |")
     return lines
-
-
-def number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
 
 
 def plot(results: dict[str, Any], folder: Path) -> bool:

@@ -83,7 +83,6 @@ def ceilings(
     target = torch.empty_like(source)
     factor = torch.randn(product, product, dtype=torch.bfloat16, device=device)
     return {
-        "copy_gib": copy_gib, "product": product,
         "bandwidth": 2 * source.numel() / timer(lambda: target.copy_(source))[0],
         "rate": 2 * product**3 / timer(lambda: factor @ factor)[0],
     }  # fmt: skip

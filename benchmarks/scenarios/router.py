@@ -71,7 +71,8 @@ def on_one_core(system: System) -> System:
     return replace(system, command=command)
 
 
-def our_router(prefill: int, decode: int, model: str = MODEL) -> System:
+def our_router(prefill: Sequence[int], decode: Sequence[int], model: str = MODEL) -> System:
+    """A router of engines at these ports."""
     config = {"model": model, "served_name": "smollm2", "verify": "Off"}
 
     def command(port: int, folder: Path) -> list[str]:
@@ -79,7 +80,8 @@ def our_router(prefill: int, decode: int, model: str = MODEL) -> System:
         path.write_text(json.dumps(config))
         return [
             sys.executable, "-m", "diptych_router", "--config", str(path), "--port", str(port),
-            "--prefill", f"127.0.0.1:{prefill}", "--decode", f"127.0.0.1:{decode}",
+            "--prefill", ",".join(f"127.0.0.1:{each}" for each in prefill),
+            "--decode", ",".join(f"127.0.0.1:{each}" for each in decode),
         ]  # fmt: skip
 
     return System("diptych", command)
@@ -176,7 +178,7 @@ def routers_on_one_core(
     others = [x for x in other_routers(options.peers, workers) if x.name.endswith(kinds)]
     with ExitStack() as stack:
         stack.enter_context(engines("benchmarks.instant_core", cores, step_ms))
-        routers = [stack.enter_context(running(on_one_core(our_router(cores[0], cores[1]))))]
+        routers = [stack.enter_context(running(on_one_core(our_router(cores[:1], cores[1:]))))]
         if others:
             for port in workers:
                 stack.enter_context(engines("benchmarks.instant_http", [port], step_ms))

@@ -6,7 +6,9 @@ See docs/capacity.md.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,21 +40,19 @@ def _parser() -> argparse.ArgumentParser:
     compare = commands.add_parser("check", help="simulate what a real 1P1D service is asked")
     compare.add_argument("--costs", type=Path, default=MEASURED, help="where the calibration goes")
     compare.add_argument("--repetitions", type=int, default=3)
-    compare.set_defaults(run=_check)
+    compare.set_defaults(run=_main_of("check", "repetitions", "costs"))
 
-    paper = commands.add_parser("study", help="a thousand pods on paper")
-    paper.set_defaults(run=_study)
-
-    promised = commands.add_parser("promises", help="what refusing late requests at once is worth")
-    promised.set_defaults(run=_promises)
-
-    zones = commands.add_parser("zones", help="two zones, and what routers know of them")
-    zones.set_defaults(run=_zones)
+    for name, about in (
+        ("study", "a thousand pods on paper"),
+        ("promises", "what refusing late requests at once is worth"),
+        ("zones", "two zones, and what routers know of them"),
+    ):
+        commands.add_parser(name, help=about).set_defaults(run=_main_of(name))
 
     routers = commands.add_parser("routers", help="policies side by side, beside Dynamo's router")
     routers.add_argument("--peer", type=Path, help="a folder with reports of dynamo.replay")
     routers.add_argument("--only", nargs="+", default=[], help="names of traces")
-    routers.set_defaults(run=_routers)
+    routers.set_defaults(run=_main_of("routers", "peer", "only"))
 
     run = commands.add_parser("run", help="simulate a service under load")
     run.add_argument("--prefill", type=int, default=1, help="pods; 0: decode pods do everything")
@@ -93,34 +93,15 @@ def _calibrate(args: argparse.Namespace) -> None:
     print(report.errors_line(measured))
 
 
-def _check(args: argparse.Namespace) -> None:
-    from benchmarks.simulate import check
+def _main_of(name: str, *given: str) -> Callable[[argparse.Namespace], None]:
+    """Run the `main` of a module with these arguments. It is imported then: nobody else waits for
+    its pictures."""
 
-    check.main(args.repetitions, args.costs)
+    def run(args: argparse.Namespace) -> None:
+        module = importlib.import_module(f"benchmarks.simulate.{name}")
+        module.main(*(getattr(args, each) for each in given))
 
-
-def _study(_: argparse.Namespace) -> None:
-    from benchmarks.simulate import study  # nobody else waits for its pictures
-
-    study.main()
-
-
-def _promises(_: argparse.Namespace) -> None:
-    from benchmarks.simulate import promises  # nobody else waits for its picture
-
-    promises.main()
-
-
-def _zones(_: argparse.Namespace) -> None:
-    from benchmarks.simulate import zones
-
-    zones.main()
-
-
-def _routers(args: argparse.Namespace) -> None:
-    from benchmarks.simulate import routers  # nobody else waits for its pictures
-
-    routers.main(args.peer, args.only)
+    return run
 
 
 def _trace(args: argparse.Namespace) -> Trace | None:

@@ -67,15 +67,14 @@ class Calibration:
 
 def on_paper(max_num_batched_tokens: int = 8192) -> Calibration:
     """An 8B model on one H200 a pod, from published rates: derived, not measured."""
-    device, model = hardware.H200, hardware.LLAMA_8B
-    cost = hardware.step_cost(device, model)
+    cost = hardware.step_cost()
     return Calibration(
-        machine=f"{model.name} on {device.name}, derived from its roofline, not measured",
+        machine=f"{hardware.NAME}, derived from its roofline, not measured",
         prefill=cost,
         decode=cost,
         slowdown={"prefill": 1.0, "decode": 1.0},
-        overheads=hardware.overheads(device, model),
-        limits=hardware.limits(device, model, max_num_batched_tokens),
+        overheads=hardware.overheads(),
+        limits=hardware.limits(max_num_batched_tokens),
         one_machine=False,
         errors={},
     )

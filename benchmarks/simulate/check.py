@@ -8,7 +8,6 @@ of these quotients count.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import statistics
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from benchmarks.machine import RESULTS, machine
+from benchmarks.machine import machine, record
 from benchmarks.servers import diptych_pair, running
 from benchmarks.simulate.calibrate import Round, benches, conclude
 from benchmarks.simulate.calibration import Calibration
@@ -157,12 +156,9 @@ def main(repetitions: int, costs: Path) -> None:
 def write(comparisons: Sequence[Comparison], measured: Calibration, costs: Path) -> None:
     """Page, record and calibration."""
     measured.write(costs)
-    text = page(comparisons, measured)
-    (RESULTS / "simulate-check.md").write_text(text)
     rows = [
         {"scenario": c.scenario, "predicted": c.predicted, "measured": c.measured}
         for c in comparisons
     ]
-    record = {"machine": machine(), "figures": FIGURES, "comparisons": rows}
-    (RESULTS / "simulate-check.json").write_text(json.dumps(record, indent=2) + "\n")
-    print(text)
+    facts = {"machine": machine(), "figures": FIGURES, "comparisons": rows}
+    record("simulate-check", facts, page(comparisons, measured))

@@ -5,67 +5,55 @@ The same arrivals with and without, below and above what the service can do.
 
 from __future__ import annotations
 
-import json
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from benchmarks.machine import RESULTS, machine
+from benchmarks.machine import RESULTS, machine, record
 from benchmarks.simulate.calibration import on_paper
 from benchmarks.simulate.cluster import Simulation
 from benchmarks.simulate.metrics import Objectives, Summary, summarise
-from benchmarks.simulate.report import plot_lines
+from benchmarks.simulate.report import plot_lines, rows_table
 from benchmarks.simulate.workload import Lengths, Traffic, poisson
 
 from diptych_router.choosing.policies import POLICIES
 
 LOADS = (0.5, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0)
-"""Parts of `Case.capacity`."""
+"""Parts of `CAPACITY`."""
+CAPACITY = 36.0
+"""Requests a second of the whole service: about the largest rate at which 95 % of all requests keep
+both promises when none is refused."""
 PODS = 4
 """In each pool."""
 SECONDS = 40.0
 WINDOW = (5.0, SECONDS)
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    name: str
-    traffic: Traffic
-    objectives: Objectives
-    capacity: float
-    """Requests a second of the whole service: about the largest rate at which 95 % of all requests
-    keep both promises when none is refused."""
-    routers: int
-
-
 DOCUMENTS = Traffic(Lengths(4000, 0.6), Lengths(300, 0.6))
-CASES = tuple(
-    Case(f"documents, {routers} router{'s' * (routers > 1)}", DOCUMENTS, Objectives(1.0, 0.02),
-         36.0, routers)
-    for routers in (1, 2, 4)
-)  # fmt: skip
+OBJECTIVES = Objectives(1.0, 0.02)
+CASES = {
+    f"documents, {routers} router{'s' * (routers > 1)}": routers for routers in (1, 2, 4)
+}  # fmt: skip
 
 
-def simulate(case: Case, load: float, *, refuse: bool) -> Summary:
-    rate = case.capacity * load
+def simulate(routers: int, load: float, *, refuse: bool) -> Summary:
+    rate = CAPACITY * load
     plan = replace(
-        on_paper().plan(PODS, PODS, case.routers, POLICIES["prefix_aware"]),
+        on_paper().plan(PODS, PODS, routers, POLICIES["prefix_aware"]),
         disaggregate="always",
-        promised_s=case.objectives.ttft_s if refuse else None,
+        promised_s=OBJECTIVES.ttft_s if refuse else None,
     )
-    requests = case.traffic.requests(poisson(rate, round(rate * SECONDS), 0), 0)
-    return summarise(Simulation(plan).run(requests), case.objectives, *WINDOW)
+    requests = DOCUMENTS.requests(poisson(rate, round(rate * SECONDS), 0), 0)
+    return summarise(Simulation(plan).run(requests), OBJECTIVES, *WINDOW)
 
 
 def run() -> dict[str, Any]:
     began = time.monotonic()
     rows = []
-    for case in CASES:
+    for case, routers in CASES.items():
         for load in LOADS:
-            without, refusing = (simulate(case, load, refuse=refuse) for refuse in (False, True))
+            without, refusing = (simulate(routers, load, refuse=refuse) for refuse in (False, True))
             rows.append(
                 {
-                    "case": case.name,
+                    "case": case,
                     "load": load,
                     "good/s without": without.goodput_per_s,
                     "good/s": refusing.goodput_per_s,
@@ -79,35 +67,23 @@ def run() -> dict[str, Any]:
 
 
 def main() -> None:
-    write(run())
-
-
-def write(results: dict[str, Any]) -> None:
     """Record, page and picture."""
-    (RESULTS / "promises.json").write_text(json.dumps(results, indent=2) + "\n")
+    results = run()
     rows = results["rows"]
-    names = list(rows[0])
     lines = [
         "# Late requests refused at once", "",
         f"`python -m benchmarks.simulate promises`, {results['seconds']:.0f} s on "
         f"{results['machine']}. Step costs: {results['costs']}. {PODS} prefill and {PODS} decode "
-        f"pods. Load 1 is {CASES[0].capacity:g} requests/s, about the largest rate at which 95 % "
+        f"pods. Load 1 is {CAPACITY:g} requests/s, about the largest rate at which 95 % "
         "of all requests keep both promises when none is refused.", "",
-        f"| {' | '.join(names)} |", f"|---|{'---:|' * (len(names) - 1)}",
-        *(
-            f"| {row['case']} | {row['load']:g} | {row['good/s without']:.1f} "
-            f"| {row['good/s']:.1f} | {row['refused']:.1%} | {row['TTFT p99 ms without']:.0f} "
-            f"| {row['TTFT p99 ms']:.0f} |"
-            for row in rows
-        ),
+        *rows_table(rows, ["refused"]), "",
     ]  # fmt: skip
-    (RESULTS / "promises.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
-    first = CASES[0].name
+    record("promises", results, "\n".join(lines))
+    first = next(iter(CASES))
     drawn = {"none refused": {r["load"]: r["good/s without"] for r in rows if r["case"] == first}}
     drawn |= {
-        f"late ones refused: {case.name}": {
-            row["load"]: row["good/s"] for row in rows if row["case"] == case.name
+        f"late ones refused: {case}": {
+            row["load"]: row["good/s"] for row in rows if row["case"] == case
         }
         for case in CASES
     }

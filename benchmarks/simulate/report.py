@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.simulate.calibration import Calibration
 from benchmarks.simulate.metrics import Summary
@@ -29,6 +30,22 @@ def table(load: str, results: Mapping[float, Summary]) -> str:
             f"| {got.refused} |"
         )
     return "\n".join(lines)
+
+
+def rows_table(rows: Sequence[Mapping[str, Any]], parts: Sequence[str]) -> list[str]:
+    """Rows under the names of their figures. parts: words in the names of those that are shown in
+    percent."""
+
+    def cell(name: str, value: Any) -> str:
+        if any(word in name for word in parts) and not isinstance(value, str):
+            return f"{value:.1%}"
+        if isinstance(value, float):
+            return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+        return str(value)
+
+    names = list(rows[0])
+    lines = [f"| {' | '.join(names)} |", "|---|" + "---:|" * (len(names) - 1)]
+    return lines + [f"| {' | '.join(cell(name, row[name]) for name in names)} |" for row in rows]
 
 
 def errors_line(measured: Calibration) -> str:

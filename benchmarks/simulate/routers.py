@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from benchmarks.machine import RESULTS, machine
+from benchmarks.machine import RESULTS, machine, record
 from benchmarks.simulate.calibration import Calibration, on_paper
 from benchmarks.simulate.cluster import Simulation
 from benchmarks.simulate.costs import StepCost
@@ -173,8 +173,7 @@ def main(peer: Path | None, only: Sequence[str]) -> None:
         rows = list(workers.map(simulate, wanted))
     rows += peer_rows(peer) if peer is not None else []
     facts = {"machine": machine(), "objectives": asdict(OBJECTIVES), "rows": rows}
-    (RESULTS / "routing.json").write_text(json.dumps(facts, indent=1) + "\n")
-    (RESULTS / "routing.md").write_text(_table(rows))
+    record("routing", facts, _table(rows))
     _plot(rows, RESULTS / "routing.svg")
 
 

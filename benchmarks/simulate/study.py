@@ -6,7 +6,6 @@ What it means stands in docs/capacity.md.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -16,13 +15,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from benchmarks.machine import RESULTS, machine
+from benchmarks.machine import RESULTS, machine, record
 from benchmarks.simulate.calibration import on_paper
 from benchmarks.simulate.capacity import Workload, goodput, simulate
 from benchmarks.simulate.cluster import Simulation
 from benchmarks.simulate.metrics import Objectives, summarise
 from benchmarks.simulate.plan import Plan
-from benchmarks.simulate.report import plot_lines
+from benchmarks.simulate.report import plot_lines, rows_table
 from benchmarks.simulate.workload import Lengths, Sharing, Traffic, poisson
 
 from diptych_router.choosing.policies import POLICIES
@@ -64,6 +63,7 @@ AGENTS = Workload(
 """Before each prompt there are six thousand tokens of instructions and tools: one of two thousand
 different beginnings."""
 
+SHARES = ("part", "attained", "cache", "again", "unnoticed", "afterwards", "load")
 Row = dict[str, Any]
 
 
@@ -206,40 +206,17 @@ def run() -> dict[str, Any]:
     return {**results, "seconds": time.monotonic() - began}
 
 
-def table(rows: list[Row]) -> list[str]:
-    """In Markdown; parts as percentages, all else to three digits."""
-    names = list(rows[0])
-    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
-    for row in rows:
-        lines.append(f"| {' | '.join(_cell(name, row[name]) for name in names)} |")
-    return lines
-
-
-def _cell(name: str, value: float | str) -> str:
-    if isinstance(value, str):
-        return value
-    shares = ("part", "attained", "cache", "again", "unnoticed", "afterwards", "load")
-    if any(word in name for word in shares):
-        return f"{value:.1%}"
-    return str(value) if isinstance(value, int) else f"{value:.3g}"
-
-
 def main() -> None:
-    write(run())
-
-
-def write(results: dict[str, Any]) -> None:
     """Record, page and pictures."""
-    (RESULTS / "capacity.json").write_text(json.dumps(results, indent=2) + "\n")
+    results = run()
     lines = [
         "# A thousand pods on paper", "",
         f"`python -m benchmarks.simulate study`, {results['seconds']:.0f} s on "
         f"{results['machine']}. Step costs: {results['costs']}.",
     ]  # fmt: skip
     for part in ("ratios", "aggregated", "gaps", "scale", "routers", "prefixes", "rack"):
-        lines += ["", f"## {part.capitalize()}", "", *table(results[part])]
-    (RESULTS / "capacity.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+        lines += ["", f"## {part.capitalize()}", "", *rows_table(results[part], SHARES)]
+    record("capacity", results, "\n".join([*lines, ""]))
     plot_lines(
         {
             w.name: {

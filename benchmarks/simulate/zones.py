@@ -6,17 +6,17 @@ router is told less or more of that.
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
-from benchmarks.machine import RESULTS, machine
+from benchmarks.machine import machine, record
 from benchmarks.simulate.calibration import on_paper
 from benchmarks.simulate.cluster import Simulation
 from benchmarks.simulate.metrics import Objectives, summarise
 from benchmarks.simulate.plan import Plan, Zones
+from benchmarks.simulate.report import rows_table
 from benchmarks.simulate.workload import Lengths, Traffic, poisson
 
 from diptych_router.choosing.policies import POLICIES
@@ -69,20 +69,10 @@ def main() -> None:
     rows = [at(pods, rate, knows) for pods in PODS for rate in RATES for knows in KNOWLEDGE]
     seconds = time.monotonic() - began
     facts = {"machine": machine(), "costs": on_paper().machine, "seconds": seconds, "rows": rows}
-    (RESULTS / "zones.json").write_text(json.dumps(facts, indent=2) + "\n")
-    names = list(rows[0])
     lines = [
         "# Two zones", "",
         f"`python -m benchmarks.simulate zones`, {seconds:.0f} s on {facts['machine']}. Step "
         f"costs: {facts['costs']}. KV takes {FAR:g} times as long between the zones as within one.",
-        "", f"| {' | '.join(names)} |", f"|---|---:|---|{'---:|' * (len(names) - 3)}",
-        *(f"| {' | '.join(_cell(row[name]) for name in names)} |" for row in rows),
+        "", *rows_table(rows, ["to the other zone"]), "",
     ]  # fmt: skip
-    (RESULTS / "zones.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
-
-
-def _cell(value: float | str) -> str:
-    if isinstance(value, str):
-        return value
-    return f"{value:.0%}" if value < 1.0 else f"{value:.3g}"
+    record("zones", facts, "\n".join(lines))

@@ -27,7 +27,7 @@ from diptych_frontend.openai.api_keys import OPEN_PATHS, ApiKeys, KeyGate
 from diptych_frontend.openai.asgi import AccessLogStyle, BodyReader, Boundary, unknown_path
 from diptych_frontend.openai.chat import ChatApi
 from diptych_frontend.openai.completions import CompletionApi
-from diptych_frontend.openai.embeddings import EmbeddingRoute
+from diptych_frontend.openai.embeddings import EmbeddingRequest, PoolingRoute
 from diptych_frontend.openai.generation import GenerationRoute, unknown_model
 from diptych_frontend.openai.rejection import RejectRoute, give_back
 from diptych_frontend.openai.request_workers import RequestWorkers
@@ -46,7 +46,6 @@ from diptych_frontend.vllm_api.scoring import (
     SCORE_PATHS,
     RerankRequest,
     ScoreRequest,
-    ScoringRoute,
 )
 from diptych_frontend.vllm_api.tokenization import (
     DetokenizeRequest,
@@ -182,9 +181,10 @@ def build_app(
         CountTokensRequest, partial(counted, chat_api, engine.renderer),
         MessagesApi.image_word, engine, known, workers,
     )  # fmt: skip
-    embeddings = EmbeddingRoute(engine, known, metrics, workers)
-    score = ScoringRoute(ScoreRequest, engine, known, metrics, workers)
-    rerank = ScoringRoute(RerankRequest, engine, known, metrics, workers)
+    embeddings, score, rerank = (
+        PoolingRoute(kind, engine, known, metrics, workers)
+        for kind in (EmbeddingRequest, ScoreRequest, RerankRequest)
+    )
     tokenize = TokenizerRoute(
         TokenizeRequest, partial(tokenized, chat_api, engine),
         ChatApi.image_word, engine, known, workers,

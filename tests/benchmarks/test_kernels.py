@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.kernels import costs, report, steps
+from benchmarks.kernels import costs, limits, steps
 from benchmarks.kernels.cases import Case, Sizes, Workload
 from benchmarks.kernels.costs import LLAMA_3_8B, Cost, Model
-from benchmarks.kernels.measure import ceilings, measured
+from benchmarks.kernels.measure import measured
 from benchmarks.kernels.steps import random_model, step_cases
 
 TINY = Model(
@@ -96,10 +94,8 @@ def test_a_wrong_kernel_costs_its_own_row() -> None:
     rows = list(measured(cases(), 1.0, 1.0, a_second))
     assert [row["kernel"] for row in rows] == ["wrong", "right", "those after this"]
     assert ["error" in row for row in rows] == [True, False, True]
-    limits = ceilings(torch.device("cpu"), copy_gib=1e-6, product=8, timer=a_second)
-    page = report.markdown({"machine": "m", "device": "d", "rows": rows, **limits})
-    assert "| wrong | 3 | AssertionError: Tensor-likes are not close! |" in page
-    assert "RuntimeError: out of memory / of the device" in page
+    assert rows[0]["error"].startswith("AssertionError: Tensor-likes are not close!")
+    assert rows[2]["error"] == "RuntimeError: out of memory | of the device"
 
 
 @pytest.mark.parametrize(("new", "prefix", "pairs"), [(1, 0, 1), (3, 0, 6), (1, 9, 10), (2, 5, 13)])
@@ -123,14 +119,5 @@ def test_the_slower_of_memory_and_products_is_the_limit() -> None:
 
 def test_the_page_on_kernels_has_the_limits_that_are_computed() -> None:
     page = (ROOT / "docs" / "kernels.md").read_text()
-    for line in report.limits().splitlines()[2:]:
+    for line in limits.limits().splitlines()[2:]:
         assert line.rstrip("|").rstrip() in page
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="would measure")
-def test_without_a_gpu_it_says_so_and_ends_well() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.kernels"],
-        cwd=ROOT, capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    assert "no GPU" in run.stdout

@@ -14,13 +14,7 @@ from diptych_frontend.openai.chat import ChatApi
 from diptych_frontend.openai.exchange import header
 from diptych_frontend.openai.generation import Sound
 from diptych_frontend.openai.responses import AnswerWriter
-from diptych_protocol import (
-    InvalidRequestError,
-    Renderer,
-    RequestOptions,
-    SamplingParams,
-    TokensPrompt,
-)
+from diptych_protocol import InvalidRequestError, Renderer
 
 VERSIONS: Final = ("2023-06-01", "2026-10-21")
 """The supported versions of the API. The newer one removes three things: fields for sampling, which
@@ -46,18 +40,10 @@ class MessagesApi:
 
     def __init__(self, chat: ChatApi) -> None:
         self._chat = chat
+        self.params, self.render, self.options = chat.params, chat.render, chat.options
 
     def request(self, body: MessagesRequest, scope: Scope) -> TranslatedChat:
         return _as_chat(self._chat, body, scope)
-
-    def params(self, request: TranslatedChat) -> SamplingParams:
-        return self._chat.params(request)
-
-    def render(self, request: TranslatedChat, renderer: Renderer) -> list[TokensPrompt]:
-        return self._chat.render(request, renderer)
-
-    def options(self, request: TranslatedChat) -> RequestOptions:
-        return self._chat.options(request)
 
     def writer(
         self, sound: Sound[MessagesRequest, TranslatedChat], request_id: str, created: int

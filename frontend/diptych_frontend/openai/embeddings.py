@@ -1,15 +1,14 @@
-"""/v1/embeddings: turns texts or token ids into vectors."""
+"""/v1/embeddings, and the route of all requests that turn texts or token ids into vectors."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from functools import partial
-from typing import Annotated, ClassVar, Final, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, Protocol, TypeVar
 
 import msgspec
 from msgspec import UNSET
@@ -77,15 +76,32 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
     user: str | None = None
 
-    def prompts(self) -> list[str | list[int]]:
-        """Return the prompts. Raises `InvalidRequestError` for too many inputs."""
+    def texts(self) -> dict[str, list[str | list[int]]]:
+        """See `PoolingRequest`."""
         prompts = split_prompts(self.input, "input")
         if len(prompts) > MAX_INPUTS:
             raise InvalidRequestError(
                 f"input holds {len(prompts)} prompts; at most {MAX_INPUTS} go into one request",
                 param="input",
             )
-        return prompts
+        return {"input": prompts}
+
+    def params(self) -> PoolingParams:
+        """See `PoolingRequest`."""
+        return PoolingParams(dimensions=self.dimensions)
+
+    def kept(self, vector: Array) -> msgspec.Raw:
+        """Return the vector as JSON, so that numbers do not lie around as Python objects."""
+        if self.encoding_format == "base64":
+            return msgspec.Raw(b'"' + base64.b64encode(vector.data) + b'"')
+        return msgspec.Raw(encode(vector.tolist()))
+
+    def answer(self, kept: list[msgspec.Raw], tokens: int, exchange: Exchange) -> bytes:
+        """See `PoolingRequest`."""
+        embeddings = [Embedding(index, vector) for index, vector in enumerate(kept)]
+        body = EmbeddingList(self.model, embeddings, EmbeddingUsage(tokens, tokens))
+        body.warnings = exchange.warnings or UNSET
+        return encode(body)
 
 
 class Embedding(msgspec.Struct):
@@ -120,14 +136,82 @@ class Job:
     """The names of the request's fields that the prompts come from, one for each."""
 
 
-class Embedder:
-    """Lets an engine embed the prompts of a request."""
+class PoolingRequest(Protocol):
+    """A request whose answer is made of the vectors of prompts."""
 
-    def __init__(self, engine: EngineClient, metrics: ServerMetrics) -> None:
+    model: str
+    priority: int | None
+    cache_salt: str | None
+
+    def texts(self) -> Mapping[str, Sequence[str | list[int]]]:
+        """Return the prompts, by the field that they come from. Raises `InvalidRequestError` naming
+        the field."""
+
+    def params(self) -> PoolingParams: ...
+
+    def kept(self, vector: Array) -> Any:
+        """Return what the answer needs of a vector. It is called as soon as the vector is there, so
+        that no answer blocks the others for long."""
+
+    def answer(self, kept: list[Any], tokens: int, exchange: Exchange) -> bytes:
+        """Return the body of the answer. kept: of each prompt, in their order. tokens: the number
+        of tokens of all prompts."""
+
+
+class PoolingRoute:
+    """The ASGI endpoint of one kind of request."""
+
+    def __init__(
+        self,
+        kind: type[PoolingRequest],
+        engine: EngineClient,
+        served_names: frozenset[str],
+        metrics: ServerMetrics,
+        workers: RequestWorkers,
+    ) -> None:
         self._engine = engine
+        self._served_names = served_names
         self._metrics = metrics
+        self._workers = workers
+        self._decoder = msgspec.json.Decoder(kind)
 
-    async def embed(self, job: Job, take: Callable[[Array], T]) -> list[T]:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
+        body = exchange.body
+        if len(body) > INLINE_BYTES:
+            self._engine.check_admission()
+        request, prompts, fields = await self._workers.read(
+            scope, body, lambda: self._read(scope, body)
+        )
+        adapter = adapter_of(request.model, self._served_names, self._engine)
+        async with UntilDisconnect(receive, exchange) as client:
+            options = prompt_options(scope, exchange, adapter, request.priority)
+            job = Job(prompts, request.params(), options, exchange, fields)
+            kept = await self._embed(job, request.kept)
+            tokens = sum(len(prompt["prompt_token_ids"]) for prompt in prompts)
+            await send_bytes(send, 200, request.answer(kept, tokens, exchange), [])
+        if client.gone:
+            logger.info("%s: the client left; request aborted", exchange.request_id)
+
+    def _read(
+        self, scope: Scope, body: bytes
+    ) -> tuple[PoolingRequest, list[TokensPrompt], list[str]]:
+        """The request, its prompts, and which field each is from."""
+        max_values = most_values(self._engine.max_model_len)
+        request = decode_body(scope, body, self._decoder, max_values)
+        fields, prompts = list[str](), list[TokensPrompt]()
+        for field, texts in request.texts().items():
+            try:
+                prompts += map(self._engine.renderer.render_prompt, texts)
+            except InvalidRequestError as exc:
+                raise called(exc, field) from exc
+            fields += [field] * len(texts)
+        if request.cache_salt is not None:
+            for prompt in prompts:
+                prompt["cache_salt"] = request.cache_salt
+        return request, prompts, fields
+
+    async def _embed(self, job: Job, take: Callable[[Array], T]) -> list[T]:
         """Return the results of `take` for each vector, in the order of the prompts. The first
         failure ends all of them."""
         if job.exchange.tenant:
@@ -184,72 +268,3 @@ def called(exc: InvalidRequestError, field: str) -> InvalidRequestError:
     if exc.param in (None, "prompt"):
         exc.param = field
     return exc
-
-
-class EmbeddingRoute:
-    """The ASGI endpoint."""
-
-    def __init__(
-        self,
-        engine: EngineClient,
-        served_names: frozenset[str],
-        metrics: ServerMetrics,
-        workers: RequestWorkers,
-    ) -> None:
-        self._engine = engine
-        self._served_names = served_names
-        self._embedder = Embedder(engine, metrics)
-        self._workers = workers
-        self._decoder = msgspec.json.Decoder(EmbeddingRequest)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = exchange_of(scope)
-        request, prompts = await self._read(scope, exchange.body)
-        adapter = adapter_of(request.model, self._served_names, self._engine)
-        async with UntilDisconnect(receive, exchange) as client:
-            params = PoolingParams(dimensions=request.dimensions)
-            options = prompt_options(scope, exchange, adapter, request.priority)
-            job = Job(prompts, params, options, exchange, ["input"] * len(prompts))
-            # Each is written as soon as it is there, so that no answer blocks the others for long,
-            # and numbers do not lie around as Python objects.
-            write = partial(_written, encoding_format=request.encoding_format or "float")
-            vectors = await self._embedder.embed(job, write)
-            embeddings = [Embedding(index, vector) for index, vector in enumerate(vectors)]
-            num_tokens = sum(len(prompt["prompt_token_ids"]) for prompt in prompts)
-            usage = EmbeddingUsage(num_tokens, num_tokens)
-            body = EmbeddingList(request.model, embeddings, usage)
-            body.warnings = exchange.warnings or UNSET
-            await send_bytes(send, 200, encode(body), [])
-        if client.gone:
-            logger.info("%s: the client left; request aborted", exchange.request_id)
-
-    async def _read(self, scope: Scope, body: bytes) -> tuple[EmbeddingRequest, list[TokensPrompt]]:
-        """As for generation: large bodies by turns in a thread, and only if there is room."""
-
-        def read() -> tuple[EmbeddingRequest, list[TokensPrompt]]:
-            max_values = most_values(self._engine.max_model_len)
-            request = decode_body(scope, body, self._decoder, max_values)
-            return request, self._render(request)
-
-        if len(body) <= INLINE_BYTES:
-            return read()
-        self._engine.check_admission()
-        return await self._workers.run(scope, len(body), read)
-
-    def _render(self, request: EmbeddingRequest) -> list[TokensPrompt]:
-        try:
-            renderer = self._engine.renderer
-            prompts = [renderer.render_prompt(prompt) for prompt in request.prompts()]
-        except InvalidRequestError as exc:
-            raise called(exc, "input") from exc
-        if request.cache_salt is not None:
-            for prompt in prompts:
-                prompt["cache_salt"] = request.cache_salt
-        return prompts
-
-
-def _written(vector: Array, encoding_format: str) -> msgspec.Raw:
-    """A vector as JSON."""
-    if encoding_format == "base64":
-        return msgspec.Raw(b'"' + base64.b64encode(vector.data) + b'"')
-    return msgspec.Raw(encode(vector.tolist()))

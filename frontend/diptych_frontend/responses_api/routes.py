@@ -19,13 +19,7 @@ from diptych_frontend.responses_api.answers import Response as ResponseBody
 from diptych_frontend.responses_api.api_types import Item, Message, ResponsesRequest, as_items
 from diptych_frontend.responses_api.conversation import ResponseChat, as_chat
 from diptych_frontend.responses_api.store import ResponseStore, StoredResponse
-from diptych_protocol import (
-    InvalidRequestError,
-    Renderer,
-    RequestOptions,
-    SamplingParams,
-    TokensPrompt,
-)
+from diptych_protocol import InvalidRequestError, Renderer
 
 
 class ResponsesApi:
@@ -37,8 +31,8 @@ class ResponsesApi:
     one_event_each = False
 
     def __init__(self, chat: ChatApi, store: ResponseStore) -> None:
-        self._chat = chat
-        self._store = store
+        self._chat, self._store = chat, store
+        self.params, self.render, self.options = chat.params, chat.render, chat.options
 
     def request(self, body: ResponsesRequest, scope: Scope) -> ResponseChat:
         exchange = exchange_of(scope)
@@ -62,19 +56,10 @@ class ResponsesApi:
             )
         return kept
 
-    def params(self, request: ResponseChat) -> SamplingParams:
-        return self._chat.params(request)
-
     def counted(self, renderer: Renderer, body: ResponsesRequest, scope: Scope) -> InputTokens:
         """Count the tokens of a prompt. Raises `InvalidRequestError`."""
         [prompt] = self.render(self.request(body, scope), renderer)
         return InputTokens(len(prompt["prompt_token_ids"]))
-
-    def render(self, request: ResponseChat, renderer: Renderer) -> list[TokensPrompt]:
-        return self._chat.render(request, renderer)
-
-    def options(self, request: ResponseChat) -> RequestOptions:
-        return self._chat.options(request)
 
     def writer(
         self, sound: Sound[ResponsesRequest, ResponseChat], request_id: str, created: int

@@ -298,7 +298,7 @@ CHAIN = torch.tensor([[1.0, 0.2, -0.5], [0.0, 2.0, 0.3], [-1.0, 0.5, 1.5]])
 """Logits of each token after each: a model that looks at one token."""
 DRAFT = torch.tensor([[0.5, 0.6, 0.0], [0.5, 0.5, 0.5], [0.0, 1.0, 0.0]])
 """Those of another, which drafts."""
-GUESS, START, COUNT = 1, 0, 3000
+GUESS, START, COUNT = 1, 0, 1000
 
 
 def twos(monkeypatch: pytest.MonkeyPatch, *, drafted: bool, planted: bool) -> float:

@@ -15,7 +15,6 @@ network file system, releases the lock of a dead process.
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import shutil
@@ -31,6 +30,7 @@ import msgspec
 
 from diptych_frontend.model_files.fetch.download import is_as_listed, sha256_of
 from diptych_frontend.model_files.fetch.source import CACHE, Checksum, FetchError, RemoteFile
+from diptych_kernels.made_once import try_lock
 from diptych_protocol import UNREADABLE
 
 logger = logging.getLogger(__name__)
@@ -189,7 +189,7 @@ class CacheEntry:
     def _wait_for(self, lock: int) -> None:
         last_beat, heard_at = os.fstat(lock).st_mtime_ns, time.monotonic()
         reported_at = 0.0
-        while not _try_lock(lock):
+        while not try_lock(lock):
             now = time.monotonic()
             beat = os.fstat(lock).st_mtime_ns
             if beat != last_beat:
@@ -250,14 +250,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _try_lock(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _sync(path: Path) -> None:
