@@ -20,7 +20,7 @@ LOCK_POLL_S: Final = 0.1
 PART: Final = ".part"
 """The suffix of a file that is being written."""
 DONE: Final = ".done"
-"""The suffix of an empty file that says that others are there."""
+"""The suffix of a file that says that others are there."""
 NODE_FOLDER: Final = "DIPTYCH_NODE_WEIGHTS"
 """The variable with the folder of the node's cache: engines read it, `pack_ahead` writes it."""
 

@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from diptych_frontend.openai.server import Site, listen, serve_sites
 from diptych_frontend.program import run_program
 from diptych_router.program.arguments import parse_arguments, read_config
+from diptych_router.program.picker_process import bracketed, picking
 from diptych_router.program.program import Program, started
 from diptych_router.telling.admin_port import admin_app
 
@@ -42,8 +43,6 @@ def _picking(program: Program, args: argparse.Namespace) -> AbstractAsyncContext
     """Answers gateways meanwhile, if that is asked for."""
     if args.picker_port is None:
         return nullcontext()
-    from diptych_router.program.endpoint_picker import bracketed, picking  # needs gRPC
-
     own = f"{bracketed(args.advertise_host or args.host)}:{args.port}"
     return picking(program.client, own, args.host, args.picker_port)
 

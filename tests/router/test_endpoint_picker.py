@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import grpc
 import pytest
 from engine_kit.fake_core import FakeCore
 from free_ports import free_port
@@ -22,12 +23,15 @@ from gateway_kit import (
     headers,
     health,
     picker,
+    said,
 )
 from service_kit import make_router
 
 from diptych_frontend.app import MAX_BODY_BYTES
-from diptych_router.program.endpoint_picker import PickerStream, RouterState, pick, picking
+from diptych_router.program import picker_process
+from diptych_router.program.endpoint_picker import PickerStream, pick
 from diptych_router.program.ext_proc import OVERWRITE_IF_EXISTS_OR_ADD
+from diptych_router.program.picker_process import RouterState, picking
 from diptych_router.requests import pool_client
 
 OWN, OTHER, THIRD = "10.0.0.1:8000", "10.0.0.2:8000", "[fd00::3]:8000"
@@ -141,12 +145,48 @@ async def test_over_grpc_a_router_is_picked_once_it_can_serve_and_until_it_leave
             sent = answers[1].request_body.response.body_mutation.streamed_response
             assert len(sent.body) == MAX_BODY_BYTES
             client.leaving = True
-            assert await state() == ("SERVING", "NOT_SERVING", "NOT_SERVING")
+
+            async def leaves() -> bool:
+                return await state() == ("SERVING", "NOT_SERVING", "NOT_SERVING")
+
+            await eventually(leaves)
             [answer] = await exchange(channel, headers())
             assert destinations(answer) == (OWN, OWN)
             monkeypatch.setattr(pool_client, "MAX_OPEN_REQUESTS", 0)
-            [answer] = await exchange(channel, headers())
-            assert answer.immediate_response.status.code == 429
+
+            async def is_full() -> bool:
+                [answer] = await exchange(channel, headers())
+                return bool(answer.immediate_response.status.code == 429)
+
+            await eventually(is_full)
         finally:
             client.shutdown()
             await asyncio.gather(*(core.close() for core in cores))
+
+
+async def test_a_picker_that_strangers_fill_is_replaced(
+    smollm2: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    eventually: Any,
+) -> None:
+    monkeypatch.setattr(picker_process, "MAX_BYTES", 256 << 20)
+    port, engines = free_port(), [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    client = make_router(smollm2, engines[0], engines[1], None, verify="Off")
+    first, body = headers(mode=DUPLEX), asked(request_body={"body": b"x" * MAX_BODY_BYTES})
+    async with picking(client, OWN, "127.0.0.1", port):
+        async with picker(port) as channel:
+            calls = [said(channel, first, body) for _ in range(64)]
+            codes = await asyncio.gather(*(call.code() for call in calls))
+        assert set(codes) == {grpc.StatusCode.UNAVAILABLE}
+        assert "the endpoint picker has more than 256 MB" in caplog.messages
+
+        async def answers() -> bool:
+            try:
+                async with picker(port) as channel:
+                    return len(await exchange(channel, headers())) == 1
+            except OSError:
+                return False
+
+        await eventually(answers)
+    client.shutdown()

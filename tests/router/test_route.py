@@ -7,6 +7,7 @@ import contextlib
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from diptych_frontend.app import build_app
 from diptych_frontend.openai.api_keys import ApiKeys
 from diptych_protocol import EngineOverloadedError, InvalidRequestError, TenantOverloadedError
 from diptych_protocol.router_settings import RouteConfig, RouteModel, RouteTarget
+from diptych_router.route import proxy
 from diptych_router.route.__main__ import PATHS, routing
 from diptych_router.route.targets import REST_S, Targets
 
@@ -126,6 +128,22 @@ async def test_a_model_answers_under_each_of_its_names(route: Route) -> None:
         assert answer.json()["model"] == "big-70b"  # the service's answer as it is
     assert (await route.ask(model="small")).json()["model"] == "spare-8b"
     assert (len(route.big.seen), len(route.spare.seen)) == (2, 1)
+
+
+async def test_a_large_body_is_read_beside_the_event_loop(
+    route: Route, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers: list[int] = []
+    asked_for = proxy.asked_for
+
+    def watched(body: bytes) -> Any:
+        readers.append(threading.get_ident())
+        return asked_for(body)
+
+    monkeypatch.setattr(proxy, "asked_for", watched)
+    for size in (1, 3 << 20):
+        assert (await route.ask(padding="x" * size)).status_code == 200
+    assert [reader == threading.get_ident() for reader in readers] == [True, False]
 
 
 async def test_all_but_the_models_name_goes_through_byte_for_byte() -> None:

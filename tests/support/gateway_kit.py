@@ -69,12 +69,17 @@ async def picker(port: int) -> AsyncIterator[grpc.aio.Channel]:
         yield channel
 
 
-async def exchange(channel: grpc.aio.Channel, *messages: Any) -> list[Any]:
-    """Say this on one stream; what is answered until the picker has no more to say."""
+def said(channel: grpc.aio.Channel, *messages: Any) -> Any:
+    """Say this on one stream, whether or not anybody reads what is answered."""
     call = channel.stream_stream(
         f"/{SERVICE}/Process", ProcessingRequest.SerializeToString, ProcessingResponse.FromString
     )
-    return [answer async for answer in call(iter(messages), timeout=PATIENCE_S)]
+    return call(iter(messages), timeout=PATIENCE_S)
+
+
+async def exchange(channel: grpc.aio.Channel, *messages: Any) -> list[Any]:
+    """Say this on one stream; what is answered until the picker has no more to say."""
+    return [answer async for answer in said(channel, *messages)]
 
 
 async def health(channel: grpc.aio.Channel, service: str) -> str:

@@ -22,7 +22,7 @@ import diptych_engine
 import diptych_kernels
 from diptych_frontend.program import setup_logging
 from diptych_kernels.made_once import DONE, NODE_FOLDER, stamp_of
-from diptych_protocol import DiptychError, EngineConfig
+from diptych_protocol import UNREADABLE, DiptychError, EngineConfig
 from diptych_protocol.command_line import config_in
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def pack(config: EngineConfig, model: Path, folder: Path) -> None:
         config, num_blocks=1, num_threads=THREADS, revision="", speculative_config=None
     )
     done = folder / f"{_name(config, model)}{DONE}"
-    if done.exists():
+    if _are_there(done):
         return
     # Imported late: mostly it is not needed.
     from diptych_engine.execution.runner import ModelRunner
@@ -50,8 +50,23 @@ def pack(config: EngineConfig, model: Path, folder: Path) -> None:
     started, source = time.time(), resolve_model(config.model)
     for rank in range(config.tensor_parallel_size):
         ModelRunner(config, source, Shard(rank, config.tensor_parallel_size))
-    if any(path.stat().st_mtime > started - 1 for path in folder.glob("*.packed")):
-        done.touch()
+    used = {path.name: path.stat() for path in folder.glob("*.packed")}
+    found = {name: _shape(each) for name, each in used.items() if each.st_mtime > started - 1}
+    if found:
+        done.write_bytes(msgspec.json.encode(found))
+
+
+def _are_there(done: Path) -> bool:
+    """Whether the files that it names are there, and neither cut off nor others."""
+    try:
+        named = msgspec.json.decode(done.read_bytes(), type=dict[str, tuple[int, int]])
+        return all(_shape((done.parent / name).stat()) == each for name, each in named.items())
+    except (OSError, *UNREADABLE):
+        return False
+
+
+def _shape(found: os.stat_result) -> tuple[int, int]:
+    return found.st_ino, found.st_size
 
 
 def _name(config: EngineConfig, model: Path) -> str:

@@ -3,19 +3,23 @@
 A gateway that implements the Gateway API Inference Extension (protocol 004 there) opens a stream of
 Envoy's `ext_proc` for each request. Every router reaches every engine, so the answer is the router
 that was asked, which takes the request at once or is known to be unable: see decision 0135.
+
+It is a process (`picker_process.py`): `python -m diptych_router.program.endpoint_picker OWN HOST
+PORT`. Each line of its standard input is the router's new state; it ends with the last one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import count
 from typing import Any, Final
 
 import grpc
+import msgspec
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -25,7 +29,13 @@ from diptych_frontend.app import MAX_BODY_BYTES
 from diptych_frontend.openai.errors import OPENAI, error_answer
 from diptych_protocol import EngineOverloadedError
 from diptych_router.program.ext_proc import BODY_MODES, MESSAGES, OVERWRITE_IF_EXISTS_OR_ADD
-from diptych_router.requests.pool_client import MAX_OPEN_REQUESTS, PoolClient
+from diptych_router.program.picker_process import (
+    LAST_STREAMS_S,
+    READY,
+    RouterState,
+    bracketed,
+)
+from diptych_router.requests.pool_client import MAX_OPEN_REQUESTS
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 DESTINATION: Final = "x-gateway-destination-endpoint"
@@ -33,23 +43,9 @@ SUBSET: Final = ("envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
 """Namespace and key of what a gateway tells of the endpoints that may be picked."""
 MAX_MESSAGE_BYTES: Final = MAX_BODY_BYTES + (1 << 20)
 """A gateway may send a whole body, and headers besides."""
-LAST_STREAMS_S: Final = 5.0
-"""How long streams may go on after the last answer over HTTP, which their gateway still reads."""
 _PIECEMEAL: Final = tuple(map(BODY_MODES.index, ("BUFFERED", "STREAMED", "BUFFERED_PARTIAL")))
 """In these modes a body goes on by itself once it is answered. In the full-duplex one, also that of
 gateways that do not say theirs, the picker sends it back."""
-
-
-@dataclass(frozen=True, slots=True)
-class RouterState:
-    """Whether a router takes requests."""
-
-    refusal: str = ""
-    """Why it would refuse one now."""
-    full: bool = False
-    """It is because of the load."""
-    leaving: bool = False
-    """It would take one, but wants no more to come."""
 
 
 def pick(own: str, standing: RouterState, allowed: Sequence[str] | None, turn: int) -> str:
@@ -139,8 +135,8 @@ def _refused(why: str, *, full: bool) -> Any:
 class EndpointPicker:
     """The gRPC services of one router."""
 
-    def __init__(self, client: PoolClient, own: str) -> None:
-        self._client, self._own = client, own
+    def __init__(self, own: str, standing: RouterState) -> None:
+        self._own, self.standing = own, standing
         self._turns = count()
 
     def handlers(self) -> list[grpc.GenericRpcHandler]:
@@ -159,14 +155,8 @@ class EndpointPicker:
             grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": check}),
         ]
 
-    def _standing(self) -> RouterState:
-        client = self._client
-        if client.is_full:
-            return RouterState("too many requests are open already; retry later", full=True)
-        return RouterState(client.why_unable(), leaving=client.leaving)
-
     async def _process(self, asked: AsyncIterator[Any], _: Any) -> AsyncIterator[Any]:
-        exchange = PickerStream(self._own, self._standing(), next(self._turns))
+        exchange = PickerStream(self._own, self.standing, next(self._turns))
         async for message in asked:
             answer = exchange.answer(message)
             if answer is not None:
@@ -176,38 +166,34 @@ class EndpointPicker:
         kinds = health_pb2.HealthCheckResponse
         if asked.service not in ("", "liveness", "readiness", SERVICE):
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
-        standing = self._standing()
+        standing = self.standing
         ready = not standing.refusal and not standing.leaving
         serving = ready or asked.service == "liveness"
         return kinds(status=kinds.SERVING if serving else kinds.NOT_SERVING)
 
 
-@asynccontextmanager
-async def picking(client: PoolClient, own: str, host: str, port: int) -> AsyncIterator[None]:
-    """Answer gateways at this address while the block lasts.
-
-    own: where they reach this router's API. Exits with a message if the port is not free.
-    """
+async def serve(own: str, host: str, port: int) -> None:
+    """Answer gateways at this address until standard input ends. Exits with a message if the port
+    is not free."""
+    told = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(told)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
+    states = msgspec.json.Decoder(RouterState)
+    picker = EndpointPicker(own, states.decode(await told.readline()))
     options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.so_reuseport", 0)]
     server = grpc.aio.server(
-        handlers=EndpointPicker(client, own).handlers(),
-        options=options,
-        maximum_concurrent_rpcs=2 * MAX_OPEN_REQUESTS,
+        handlers=picker.handlers(), options=options, maximum_concurrent_rpcs=2 * MAX_OPEN_REQUESTS
     )
     try:
-        server.add_secure_port(f"{bracketed(host)}:{port}", await asyncio.to_thread(_credentials))
+        server.add_secure_port(f"{bracketed(host)}:{port}", _credentials())
     except RuntimeError as exc:
         raise SystemExit(f"cannot listen on {host}:{port}: {exc}") from None
     await server.start()
-    try:
-        yield
-    finally:
-        await server.stop(LAST_STREAMS_S)
-
-
-def bracketed(host: str) -> str:
-    """An address as it stands before a port."""
-    return f"[{host}]" if ":" in host else host
+    sys.stdout.buffer.write(READY)
+    sys.stdout.buffer.flush()
+    async for line in told:
+        picker.standing = states.decode(line)
+    await server.stop(LAST_STREAMS_S)
 
 
 def _credentials() -> grpc.ServerCredentials:
@@ -225,3 +211,14 @@ def _credentials() -> grpc.ServerCredentials:
     encoding, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
     private = key.private_bytes(encoding, form, serialization.NoEncryption())
     return grpc.ssl_server_credentials([(private, certificate.public_bytes(encoding))])
+
+
+def main() -> None:
+    # Its router ends it, which hears the same signals.
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    asyncio.run(serve(sys.argv[1], sys.argv[2], int(sys.argv[3])))
+
+
+if __name__ == "__main__":
+    main()

@@ -7,11 +7,13 @@ keys go along: services with the same keys count and share by client as if they 
 from __future__ import annotations
 
 import asyncio
+import io
 import socket
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -26,6 +28,7 @@ from diptych_frontend.observability.metrics import PREFIX
 from diptych_frontend.openai.asgi import UntilDisconnect
 from diptych_frontend.openai.exchange import Exchange, decode_json, exchange_of
 from diptych_frontend.openai.generation import unknown_model
+from diptych_frontend.openai.request_workers import RequestWorkers
 from diptych_frontend.probes import json_response
 from diptych_protocol import (
     UNREADABLE,
@@ -95,6 +98,7 @@ class Proxy:
             ("model_name", "service", "outcome"),
             registry=registry,
         )
+        self._workers = RequestWorkers()
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, socket_factory=_socket),
             timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_S, sock_read=SILENCE_S, total=None),
@@ -117,7 +121,8 @@ class Proxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
-        name, fields = asked_for(exchange.body)
+        body = exchange.body
+        name, fields = await self._workers.read(scope, body, partial(asked_for, body))
         targets = self._targets.get(name)
         if targets is None:
             raise unknown_model(name, frozenset(self._targets))
@@ -169,7 +174,7 @@ class Proxy:
         exchange = exchange_of(scope)
         async with self._session.post(
             f"{target.url}{scope['path']}",
-            data=_renamed(exchange.body, fields, target),
+            data=io.BytesIO(_renamed(exchange.body, fields, target)),  # is written in parts
             headers=_asked(scope, exchange),
             allow_redirects=False,
         ) as answer:

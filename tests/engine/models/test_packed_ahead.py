@@ -135,6 +135,17 @@ def test_engines_that_find_nothing_good_pack_for_themselves(node: Node, is_damag
     assert mappings(own) == 1, engine
 
 
+def test_a_file_that_was_cut_off_is_packed_again(node: Node) -> None:
+    pack(node.config, node.model, node.cache)
+    [file] = node.packed
+    os.truncate(file, file.stat().st_size - 100)
+    pack(node.config, node.model, node.cache)
+    gc.collect()
+    with node.read_only():
+        engine = node.engine()
+    assert mappings(file) == 1, engine
+
+
 def test_without_a_service_s_keys_nobody_makes_a_file_that_its_engines_take(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
