@@ -24,7 +24,7 @@ from diptych_frontend.batches_api.service import BatchService
 from diptych_frontend.browsers.gate import BrowserGate, BrowserRules
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.api_keys import OPEN_PATHS, ApiKeys, KeyGate
-from diptych_frontend.openai.asgi import AccessLogStyle, BodyReader, Boundary, unknown_path
+from diptych_frontend.openai.asgi import BodyReader, Boundary, unknown_path
 from diptych_frontend.openai.chat import ChatApi
 from diptych_frontend.openai.completions import CompletionApi
 from diptych_frontend.openai.embeddings import EmbeddingRequest, PoolingRoute
@@ -124,7 +124,6 @@ def build_app(
     api_keys: ApiKeys | None = None,
     metrics: ServerMetrics | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
-    access_log: AccessLogStyle = "off",
     batches: BatchService | None = None,
     extra_routes: Sequence[BaseRoute] = (),
     extra_open_paths: frozenset[str] = frozenset(),
@@ -142,7 +141,6 @@ def build_app(
         api_keys: if given, all routes but probes and metrics want one as a bearer token.
         metrics: one that knows `stats_by_engine` also reports on the engines.
         max_body_bytes: larger request bodies are refused with 413.
-        access_log: one line a request on the logger `diptych.access`.
         batches: started here with the routes of this app, and closed by the caller; None keeps no
             files.
         extra_routes: further Starlette routes, behind the same layers.
@@ -222,7 +220,6 @@ def build_app(
         Boundary,
         on_answer=metrics.count_answer,
         on_refusal=partial(give_back, engine),
-        access_log=access_log,
         refuses_unknown=unknown_fields == "refuse",
         quotas=quotas,
     )

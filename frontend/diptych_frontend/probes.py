@@ -34,7 +34,7 @@ def build_probe_app(engine: EngineClient, metrics: ServerMetrics) -> ASGIApp:
     routes = Probes(engine, metrics).routes()
     router = Router(routes, redirect_slashes=False, default=unknown_path)
     app = BrowserGate(router, NO_SITES)
-    return Boundary(app, on_answer=metrics.count_answer, access_log="off")
+    return Boundary(app, on_answer=metrics.count_answer)
 
 
 class Probed(Protocol):

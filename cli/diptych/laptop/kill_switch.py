@@ -44,7 +44,7 @@ class KillSwitch:
     def app(self) -> ASGIApp:
         router = Router([Route("/engines/{name:path}/kill", self._answer, methods=["POST"])])
         gate = BrowserGate(router, BrowserRules(origins=self._origins))
-        return Boundary(gate, on_answer=lambda *_: None, access_log="off")
+        return Boundary(gate, on_answer=lambda *_: None)
 
     async def _answer(self, request: Request) -> Response:
         body = msgspec.json.encode({"killed": self._kill(request)})

@@ -37,7 +37,7 @@ def build_admin_app(keys_dir: Path, routes: Sequence[BaseRoute]) -> ASGIApp:
     router = Router(list(routes), redirect_slashes=False, default=unknown_path)
     app: ASGIApp = BodyReader(router, MAX_BODY_BYTES)
     app = AdminToken(app, keys_dir)
-    return Boundary(app, on_answer=_count_nothing, access_log="off")
+    return Boundary(app, on_answer=_count_nothing)
 
 
 def report(value: msgspec.Struct) -> Response:

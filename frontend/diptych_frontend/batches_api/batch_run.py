@@ -84,6 +84,22 @@ MAX_REFUSED_S: Final = 60.0
 LEAST_ROOM_BYTES: Final = 1 << 20
 
 
+PRIORITY: Final = 1000
+"""The most urgent priority of batches' requests, where engines use priorities."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manners:
+    """How batches give way to requests of waiting users."""
+
+    is_busy: Callable[[], bool] = lambda: False
+    """Whether requests wait for the engines."""
+    has_priorities: Callable[[], bool] = lambda: False
+    """Whether engines use the priorities of requests."""
+    is_client: Callable[[str], bool] = lambda client: True
+    """Whether an API key of this name is valid; without keys the name is empty."""
+
+
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """What a batch needs from its server."""
@@ -95,12 +111,7 @@ class Surroundings:
     """Limits the requests at a time, of all batches together."""
     app: ASGIApp
     """The routes, which requests reach through `ask`."""
-    is_busy: Callable[[], bool]
-    """Whether requests wait for the engines."""
-    least_priority: Callable[[], int | None]
-    """See `Exchange.least_priority`."""
-    is_client: Callable[[str], bool]
-    """Whether the API key of this name is still valid."""
+    manners: Manners
 
 
 class BatchRun:
@@ -242,7 +253,7 @@ class BatchRun:
 
     def _gives_way(self) -> bool:
         # One at a time it may always have: else it would never end beside busy clients.
-        return (bool(self._asking) and self._server.is_busy()) or not self._has_room
+        return (bool(self._asking) and self._server.manners.is_busy()) or not self._has_room
 
     async def _slot(self) -> bool:
         """Wait until there are not too many requests; False: the batch stops."""
@@ -283,7 +294,8 @@ class BatchRun:
         server, record = self._server, self._record
         wait_s, failures = FIRST_WAIT_S, 0
         while not self._stop.is_set():
-            asker = Asker(record.client, server.least_priority())
+            least = PRIORITY if server.manners.has_priorities() else None
+            asker = Asker(record.client, least)
             answer = await ask(
                 server.app, record.batch.endpoint, line.body, request_id, asker, self._stop
             )
@@ -329,7 +341,7 @@ class BatchRun:
             self._stop.set()
             return
         self._end = self._end or states.next_end(record, time.time())
-        if self._end is not None or not self._server.is_client(record.client):
+        if self._end is not None or not self._server.manners.is_client(record.client):
             self._stop.set()
 
     async def _stops_within(self, seconds: float) -> bool:

@@ -94,7 +94,7 @@ class BatchRunner:
         if claimed is None:
             return
         record, journal = claimed
-        if not self._server.is_client(record.client) or self._closing:
+        if not self._server.manners.is_client(record.client) or self._closing:
             journal.close()
             self._rest(state)
             return

@@ -7,14 +7,12 @@ own), `BodyReader`, and the routes. All of them share one `Exchange` per request
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 import secrets
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Self
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -33,7 +31,6 @@ from diptych_frontend.quotas.quotas import Quotas
 from diptych_protocol import ClientClosedError, EngineOverloadedError, InvalidRequestError
 
 logger = logging.getLogger("diptych.openai")
-access_logger = logging.getLogger("diptych.access")
 
 BODY_TIMEOUT_S = 30.0
 """A request's body must arrive within this time."""
@@ -45,7 +42,6 @@ SMALL_BYTES: Final = 16 << 10
 """A body of this size is always accepted. Most are smaller, and their senders should not wait for
 slow senders of large ones."""
 
-AccessLogStyle = Literal["off", "plain", "json"]
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -57,7 +53,6 @@ class Boundary:
         app: ASGIApp,
         *,
         on_answer: Callable[[str, int, str, int], None],
-        access_log: AccessLogStyle,
         on_refusal: Callable[[Exchange], Awaitable[None]] | None = None,
         dialects: Mapping[str, Dialect] | None = None,
         refuses_unknown: bool = False,
@@ -74,7 +69,6 @@ class Boundary:
         self._dialects = tuple((dialects or {}).items())
         self._on_answer, self._on_refusal = on_answer, on_refusal
         self._refuses_unknown, self._quotas = refuses_unknown, quotas
-        self._access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -122,25 +116,6 @@ class Boundary:
         self._on_answer(route, status, exchange.tenant, exchange.ignored_fields)
         if exchange.bill is not None and exchange.quotas is not None:
             exchange.quotas.settle(exchange.bill)
-        if self._access_log == "off":
-            return
-        seconds = time.perf_counter() - exchange.started_at
-        method, path, request_id = scope["method"], scope["path"], exchange.request_id
-        if self._access_log == "plain":
-            access_logger.info(
-                "%s %s %s %s %d %.3fs",
-                *(request_id, exchange.tenant or "-", method, path.encode(), status, seconds),
-            )
-            return
-        entry = {
-            "request_id": request_id,
-            "tenant": exchange.tenant,
-            "method": method,
-            "path": path,
-            "status": status,
-            "seconds": round(seconds, 6),
-        }
-        access_logger.info("%s", json.dumps(entry))
 
 
 async def _answer_error(send: Send, exchange: Exchange, exc: Exception) -> None:

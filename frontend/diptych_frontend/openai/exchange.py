@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
-import time
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -138,7 +137,6 @@ class Exchange:
     """The format of errors for its client."""
     deadline: Deadline = field(default_factory=Deadline)
     """Limits the time that each read from the client, and each write to it, may take."""
-    started_at: float = field(default_factory=time.perf_counter)
     body: bytes = b""
     """The part of it that arrived, unless that was too large."""
     promise: dict[str, Any] | None = None

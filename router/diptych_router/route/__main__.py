@@ -73,7 +73,6 @@ async def routing(
             Boundary(
                 app,
                 on_answer=metrics.count_answer,
-                access_log="off",
                 dialects={"/v1/messages": ANTHROPIC},
             ),
             proxy,

@@ -14,7 +14,8 @@ from waits import PATIENCE_S
 from diptych_engine import AsyncLLM, EngineArgs
 from diptych_frontend.api_docs.document import openapi_document
 from diptych_frontend.app import build_app
-from diptych_frontend.batches_api.service import BatchService, Manners
+from diptych_frontend.batches_api.batch_run import Manners
+from diptych_frontend.batches_api.service import BatchService
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_protocol.config import Batches
 

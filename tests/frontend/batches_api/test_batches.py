@@ -15,9 +15,9 @@ from engine_kit.echo_engine import EchoEngine
 from waits import PATIENCE_S
 
 from diptych_frontend.batches_api import batch_run, states
+from diptych_frontend.batches_api.batch_run import PRIORITY, Manners
 from diptych_frontend.batches_api.file_store import FileStore
 from diptych_frontend.batches_api.journal import Journal
-from diptych_frontend.batches_api.service import PRIORITY, Manners
 from diptych_protocol import (
     EngineGenerateError,
     EngineOverloadedError,

@@ -312,17 +312,3 @@ async def test_probes_tell_the_state_of_the_engine(http: httpx.AsyncClient, engi
     assert (await http.get("/version")).json()["version"]
     assert (await http.head("/health")).content == b""
     assert (await http.get("/live")).status_code == 200, "being unhealthy is no reason to restart"
-
-
-async def test_access_logs_carry_the_request_id(
-    engine: Any, serve: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", logger="diptych.access")
-    for style in ("off", "plain", "json"):
-        app = build_app(engine, access_log=style)
-        async with serve(app) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
-            await client.get("/version", headers={"X-Request-Id": style})
-    plain, as_json = [r.getMessage() for r in caplog.records if r.name == "diptych.access"]
-    assert plain.startswith("plain - GET b'/version' 200 ")
-    entry = json.loads(as_json)
-    assert (entry["request_id"], entry["path"], entry["status"]) == ("json", "/version", 200)

@@ -41,7 +41,7 @@ def explained(request_id: str, tenant: str) -> Explanation:
 def app_of(page: Page, keys: ApiKeys) -> Any:
     gate = KeyGate(Router(page.routes()), keys, OPEN_PATHS | page.open_paths)
     browsers = BrowserGate(gate, BrowserRules(), any_host=True)
-    return Boundary(browsers, on_answer=lambda *_: None, access_log="off")
+    return Boundary(browsers, on_answer=lambda *_: None)
 
 
 @pytest.fixture
