@@ -211,6 +211,14 @@ def test_flights_end_by_themselves_while_frames_are_slow_and_come_back(
     wait_until(lambda: moved() > 0)
 
 
+OVERLAPS = """() => [...document.querySelectorAll(".engine")]
+  .filter((card) => [...card.children].some((part) => part.scrollHeight > part.clientHeight + 1
+    && !part.matches(".legend") || part.getBoundingClientRect().bottom
+    > card.getBoundingClientRect().bottom + 1))
+  .map((card) => card.dataset.name)"""
+"""Engines with a part that is cut, or lies over the next engine."""
+
+
 def test_a_click_on_a_block_tells_whose_it_is(scene: Scene) -> None:
     card = scene.card("e-1")
     squares, told = card.locator(".squares"), card.locator(".told")
@@ -224,6 +232,7 @@ def test_a_click_on_a_block_tells_whose_it_is(scene: Scene) -> None:
     assert last is not None
     squares.click(position={"x": 2, "y": last["height"] - 2})
     expect(told).to_contain_text("hold nothing")
+    assert scene.page.evaluate(OVERLAPS) == []
 
 
 def test_an_answer_that_waits_costs_no_style_in_each_frame(scene: Scene, echo: Echo) -> None:
