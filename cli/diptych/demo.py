@@ -12,8 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
+from diptych.answer_stream import AnswerError
 from diptych.chat.loop import printer
-from diptych.chat.stream import TIMEOUT, ChatError, stream_chat
+from diptych.chat.stream import TIMEOUT, stream_chat
 from diptych.errors import RunError
 from diptych.laptop.rundir import RunState, options
 
@@ -88,7 +89,7 @@ async def demonstrate(state: RunState, console: Console) -> None:
             before = await _hand_off_now(client, state)
             timing = await _ask(client, state, console)
             hand_off = await _hand_off_after(client, state, before)
-        except (ChatError, httpx.HTTPError, ValueError) as exc:
+        except (AnswerError, httpx.HTTPError, ValueError) as exc:
             raise RunError(f"the demo failed: {exc}") from exc
     console.print("\n")
     console.print(summary(timing, hand_off))
@@ -110,7 +111,7 @@ async def _ask(client: httpx.AsyncClient, state: RunState, console: Console) -> 
             show(piece.text)
         tokens = piece.completion_tokens if piece.completion_tokens is not None else tokens
     if not arrivals:
-        raise ChatError("the answer was empty")
+        raise AnswerError("the answer was empty")
     return Timing(arrivals[0], arrivals[-1], tokens if tokens is not None else len(arrivals))
 
 

@@ -66,7 +66,7 @@ def test_programs_get_figures_and_every_request(small_server: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("prompts", "options", "failed", "said"),
     [
-        (["a", "refuse"], ["-n", "4"], 2, "2 x HTTP 400: {"),
+        (["a", "refuse"], ["-n", "4"], 2, "2 x HTTP 400: too long"),
         (["break"], ["-n", "3"], 3, "3 x the stream broke off before its end"),
         (["endless"], ["-n", "2", "--timeout", "1"], 2, "2 x no end within 1 s"),
         (["refuse"], ["-n", "1000", "-c", "1"], 50, "50 x HTTP 400"),

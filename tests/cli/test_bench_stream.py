@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych.bench.stream import AnswerError, Sample, read_stream
+from diptych.answer_stream import AnswerError
+from diptych.bench.stream import Sample, read_stream
 
 DONE = b"data: [DONE]\n\n"
 USAGE = {

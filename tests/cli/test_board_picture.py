@@ -35,10 +35,10 @@ FIGURES = Figures(
 PACE = Pace({"smollm2-135m-prefill-0": 210.5, "vllm-decode-0": 45.25}, 0.0984)
 
 
-def text(picture: Picture, columns: int) -> list[str]:
+def text(picture: Picture, columns: int, rows: int = 24) -> list[str]:
     console = Console(file=io.StringIO(), width=columns, color_system=None)
     with console.capture() as capture:
-        console.print(drawn(picture, columns))
+        console.print(drawn(picture, columns, rows))
     return [line.rstrip() for line in capture.get().splitlines()]
 
 
@@ -92,6 +92,26 @@ requests 12, hand-offs 13, moved 14.4 MB, first token 98 ms, 255.8 tokens/s
 def test_the_table_fits_the_terminal(columns: int, lines: list[str]) -> None:
     assert text(Picture(PODS, FIGURES, PACE), columns) == lines
     assert max(map(len, lines)) <= columns
+
+
+FEW_LINES = """\
+POD                   STATE
+smollm2-135m-decode-0 restarting 3s
+smollm2-135m-decode-1 starting 12s
+… and 3 more
+requests 12, hand-offs 13, moved 14.4
+MB, first token 98 ms, 255.8 tokens/s
+""".splitlines()
+
+
+@pytest.mark.parametrize(
+    ("rows", "lines"),
+    [(6, FEW_LINES), (8, [*FORTY[:6], *FORTY[7:]]), (9, FORTY), (10, FORTY)],
+)
+def test_a_low_terminal_has_no_room_for_what_pods_do_and_then_for_some_that_are_ready(
+    rows: int, lines: list[str]
+) -> None:
+    assert text(Picture(PODS, FIGURES, PACE), 40, rows) == lines
 
 
 @pytest.mark.parametrize("columns", [80, 120])

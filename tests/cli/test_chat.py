@@ -17,10 +17,11 @@ from PIL import Image
 from rich.console import Console
 from waits import PATIENCE_S
 
+from diptych.answer_stream import AnswerError
 from diptych.api_service import Service, find_service
 from diptych.chat.conversation import Conversation
 from diptych.chat.loop import printer
-from diptych.chat.stream import ChatError, Piece, read_event, stream_chat
+from diptych.chat.stream import Piece, read_event, stream_chat
 from diptych.demo import HandOff, Timing, read_hand_off
 from diptych.errors import RunError
 from diptych.main import main
@@ -49,7 +50,7 @@ async def said(conversation: Conversation, text: str) -> str:
     ],
 )
 def test_events_of_a_stream_are_read(data: str, piece: Piece) -> None:
-    assert read_event(data) == piece
+    assert read_event(data.encode()) == piece
 
 
 def chunk(text: str, event_id: str) -> str:
@@ -94,7 +95,7 @@ async def test_a_stream_that_broke_off_goes_on_after_its_last_whole_event(
             async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
                 async for piece in stream_chat(client, f"http://127.0.0.1:{port}", {}):
                     said += piece.text
-        except ChatError as exc:
+        except AnswerError as exc:
             assert said == "ab"
             said = str(exc)
     assert (said, last_ids) == (outcome, ["", *("2" for _ in later)])
@@ -120,8 +121,8 @@ def test_an_answer_gives_a_terminal_no_orders(terminal: bool) -> None:
     ],
 )
 def test_errors_and_nonsense_in_a_stream_are_told(data: str, message: str) -> None:
-    with pytest.raises(ChatError, match=message):
-        read_event(data)
+    with pytest.raises(AnswerError, match=message):
+        read_event(data.encode())
 
 
 async def test_a_conversation_is_sent_whole_and_can_be_reset(url: str) -> None:
@@ -135,7 +136,7 @@ async def test_a_conversation_is_sent_whole_and_can_be_reset(url: str) -> None:
 @pytest.mark.parametrize("text", ["refuse", "break"])
 async def test_a_turn_that_fails_leaves_no_trace(url: str, text: str) -> None:
     conversation = Conversation(Service(url, "small", {}), {}, None)
-    with pytest.raises(ChatError):
+    with pytest.raises(AnswerError):
         await said(conversation, text)
     assert await said(conversation, "count") == "1 messages"
 

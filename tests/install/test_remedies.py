@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib
+import importlib.util
+import json
+import os
 import re
 import shlex
 import shutil
@@ -41,6 +43,8 @@ HERE = Installation("/a b/python", extras=read_extras(REQUIRES), present=frozens
 IN_A_CLONE = "crds/", "charts/stamp.py"
 """What only documentation of modules names, and a wheel has not."""
 IN_CLI = re.compile(r"`(?:kubectl )?diptych ([a-z]+)")
+TYPED = re.compile(r"\b((?:kubectl )?diptych) ([a-z]+)((?: (?:--?[A-Za-z][a-z-]*|[A-Z_.{}/]+)\b)*)")
+MODULE = re.compile(r"\bpython -m ([\w.]*diptych\w+(?:\.\w+)*)")
 OWN_FILE = re.compile(r"\b(?:docs|examples|charts|crds)/[\w./-]*\w")
 
 
@@ -121,11 +125,49 @@ def test_each_file_that_a_message_names_is_there() -> None:
         assert file.startswith(IN_A_CLONE) or own_file(file).exists()
 
 
+PROGRAMS = {
+    "diptych": importlib.import_module("diptych.main").main.commands,
+    "kubectl diptych": importlib.import_module("diptych.kubectl.main").main.commands,
+}
+
+
 def test_each_command_that_a_message_names_is_there() -> None:
-    commands = {
-        name
-        for program in ("diptych.main", "diptych.kubectl.main")
-        for name in importlib.import_module(program).main.commands
-    }
+    commands = {name for program in PROGRAMS.values() for name in program}
     named = {name for path in PRODUCT for text in texts(path) for name in IN_CLI.findall(text)}
     assert {"up", "why", "models"} <= named <= commands
+
+
+def test_each_option_and_module_that_a_message_tells_to_type_is_there() -> None:
+    said = [text for path in PRODUCT for text in texts(path)]
+    typed = {
+        (program, name, option)
+        for text in said
+        for program, name, rest in TYPED.findall(text)
+        for option in re.findall(r"(?<= )--?[A-Za-z-]+", rest)
+        if name in PROGRAMS[program]
+    }
+    assert {("diptych", "up", "--port"), ("kubectl diptych", "status", "-A")} <= typed
+    for program, name, option in typed:
+        options = {known for each in PROGRAMS[program][name].params for known in each.opts}
+        assert option in {*options, "--help"}, (program, name, option)
+    modules = {name for text in said for name in MODULE.findall(text)}
+    assert "diptych_frontend.model_files.fetch" in modules
+    assert [name for name in modules if importlib.util.find_spec(name) is None] == []
+
+
+DOCTOR = shlex.join([sys.executable, "-m", "diptych.main", "doctor", "--json"])
+
+
+def test_what_doctor_says_to_unset_is_what_was_wrong() -> None:
+    def doctor(before: str = "") -> dict[str, str]:
+        done = subprocess.run(
+            ["bash", "-c", f"{before}{DOCTOR}"],
+            env=os.environ | {"DIPTYCH_CPU_LEVEL": "nonsense"},
+            capture_output=True, text=True, timeout=PATIENCE_S,
+        )  # fmt: skip
+        [found] = [each for each in json.loads(done.stdout) if each["name"] == "cpu"]
+        return dict(found)
+
+    remedy = doctor()["remedy"].partition(",")[0]
+    assert remedy == "unset DIPTYCH_CPU_LEVEL"
+    assert doctor(f"{remedy}; ")["state"] != "fail"

@@ -52,6 +52,11 @@ async def told(name: str, url: str) -> dict[str, Any]:
     return results
 
 
+def counts(usage: dict[str, Any]) -> dict[str, int]:
+    """The tokens of a usage; how many of them were cached is another matter in each request."""
+    return {name: count for name, count in usage.items() if isinstance(count, int)}
+
+
 def are_calls_of_weather(calls: list[tuple[str, dict[str, Any]]]) -> bool:
     return all(name == "weather" and set(arguments) == {"city"} for name, arguments in calls)
 
@@ -71,6 +76,7 @@ async def test_langchain_gets_what_the_model_says(base_url: str) -> None:
     assert "".join(results["stream"]) == WHOLE.answer
     [usage] = results["usage"]
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+    assert counts(results["sum"]) == counts(usage) == counts(results["whole usage"])
     assert results["text"]
     for method in ("json_schema", "function_calling"):
         assert results[method] in ({"rain": True}, {"rain": False})
@@ -90,6 +96,8 @@ async def test_litellm_gets_what_the_model_says(base_url: str) -> None:
         assert results[f"{provider} chat"] == WHOLE.answer
         assert len([piece for piece in results[f"{provider} stream"] if piece]) > 1
         assert "".join(results[f"{provider} stream"]) == WHOLE.answer
+        whole, summed = results[f"{provider} usage"]
+        assert counts(whole) == counts(summed)
     calls = [(name, json.loads(written)) for name, written in results["calls"]]
     assert len(calls) >= 2
     assert are_calls_of_weather(calls)

@@ -10,6 +10,7 @@ import contextlib
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,24 @@ import httpx
 import msgspec
 import pytest
 import pytest_asyncio
+from browser_kit import CHROMIUM, WITHOUT_CHROMIUM, chromium, watched_pages
 from engine_kit.core import EXACT
+from forwarder import forwarder
 from free_ports import free_port
+from page_scenes import Scene
+from playwright.sync_api import Request, expect
 from service_kit import Core, all_usable, cores, engine_config, link_of, router_command, routing
 from waits import PATIENCE_S, wait_until
 
+from diptych.bench.stream import Sample, stream
 from diptych_engine.control.kept_answers import KEEP_S
 from diptych_protocol import RouterConfig
 from diptych_router.requests.pool_client import PoolClient
 
 STREAMS = 8
 LENGTH = 250
+LONGER = 400
+"""Tokens of answers that a browser looks at."""
 TOLD = 5
 """Events that each client has, at least, when the router dies."""
 MODEL = "dummy://?vocab_size=49152&num_hidden_layers=1&hidden_size=64"
@@ -102,7 +110,11 @@ def engines(keys_dir: Path) -> Iterator[list[Core]]:
 @dataclass
 class Router:
     process: subprocess.Popen[bytes]
-    url: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     def is_ready(self) -> bool:
         with contextlib.suppress(httpx.TransportError):
@@ -117,15 +129,15 @@ class Router:
 def routers(
     smollm2: str, keys_dir: Path, engines: list[Core], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[Router]]:
-    """Three routers of the same engines; a test that kills one takes it out of the list."""
+    """Four routers of the same engines; a test that kills one takes it out of the list."""
     folder = tmp_path_factory.mktemp("routers")
     (folder / "api-keys").mkdir()
     for name in ("ann", "bob"):
         (folder / "api-keys" / name).write_text(f"key-of-{name}")
-    config = RouterConfig(model=smollm2, served_name="smollm2")
+    config = RouterConfig(model=smollm2, served_name="smollm2", ui=True)
     with contextlib.ExitStack() as stack:
         started = []
-        for _ in range(3):
+        for _ in range(4):
             port, own = free_port(), tmp_path_factory.mktemp("router")  # for its configuration
             command = router_command(
                 *(own, config, "--port", port, "--keys", keys_dir),
@@ -135,7 +147,7 @@ def routers(
             process = subprocess.Popen(command)
             stack.callback(process.wait)
             stack.callback(process.kill)
-            started.append(Router(process, f"http://127.0.0.1:{port}"))
+            started.append(Router(process, port))
         for router in started:
             wait_until(router.is_ready, "a router that is ready")
         yield started
@@ -217,6 +229,52 @@ async def test_nobody_else_gets_the_rest_and_nobody_gets_it_too_late(
     for link in links:
         stats = await link.refresh_stats()
         assert (stats.num_running, stats.num_waiting) == (0, 0)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason=WITHOUT_CHROMIUM)
+def test_the_page_and_bench_get_the_rest_from_another_router(routers: list[Router]) -> None:
+    lost, other = routers.pop(0), routers[-1]
+    key = HEADERS["authorization"].removeprefix("Bearer ")
+    body = question(1) | {"max_tokens": LONGER}
+
+    async def bench(url: str) -> Sample:
+        authorized = {"authorization": HEADERS["authorization"]}
+        async with httpx.AsyncClient(
+            base_url=url, headers=authorized, timeout=PATIENCE_S
+        ) as client:
+            return await stream(client, "/v1/completions", body, PATIENCE_S)
+
+    with (
+        forwarder([lost.port, other.port]) as url,
+        chromium() as browser,
+        ThreadPoolExecutor(1) as thread,
+        watched_pages(browser, url, "Failed to load resource") as open_page,
+    ):
+        scene = Scene(open_page())
+        asked: list[Request] = []
+        scene.page.on("request", lambda x: asked.append(x) if x.method == "POST" else None)
+        scene.page.fill("#key", key)
+        scene.page.click("#door button")
+        expect(scene.page.locator("#door")).to_be_hidden()
+        scene.set_numbers(temperature=0, max_tokens=LONGER)
+        benched = thread.submit(asyncio.run, bench(url))
+        scene.ask("Tell me of the sea.")
+        wait_until(lambda: len(scene.answer.inner_text()) > 60)
+        assert not benched.done()
+        lost.lose()
+        scene.wait_for_end()
+        written = scene.written
+        assert benched.result().output_tokens == LONGER
+
+    again = [request for request in asked if "last-event-id" in request.headers]
+    assert again
+    sent: Any = again[0].post_data_json
+    whole = sent | {"stream": False, "stream_options": None}
+    answer = httpx.post(
+        f"{other.url}/v1/chat/completions", json=whole, headers=HEADERS, timeout=PATIENCE_S
+    ).json()
+    assert answer["usage"]["completion_tokens"] == LONGER
+    assert written == answer["choices"][0]["message"]["content"]
 
 
 async def test_a_client_that_does_not_ask_gets_no_ids_and_nothing_of_it_is_kept(

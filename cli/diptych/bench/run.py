@@ -10,9 +10,10 @@ from typing import Any, Final
 
 import httpx
 
+from diptych.answer_stream import AnswerError
 from diptych.api_service import Service
 from diptych.bench.figures import Sent
-from diptych.bench.stream import AnswerError, stream
+from diptych.bench.stream import stream
 from diptych.bench.workload import Request
 
 MAX_FAILURES: Final = 50

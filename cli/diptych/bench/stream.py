@@ -16,16 +16,10 @@ from typing import Any, Final
 import httpx
 import msgspec
 
+from diptych.answer_stream import AnswerError, one_line, whole_events
 from diptych_protocol import UNREADABLE
 
 MAX_ANSWER_BYTES: Final = 64 << 20
-MAX_ERROR_CHARS: Final = 300
-AS_IT_IS: Final = {"accept-encoding": "identity"}
-"""Asks for no compression: a compressed answer could not be read piece by piece."""
-
-
-class AnswerError(RuntimeError):
-    """There was no whole answer. `str()` says why in one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,41 +88,20 @@ class _Event(msgspec.Struct):
 async def stream(
     client: httpx.AsyncClient, path: str, body: dict[str, Any], timeout_s: float
 ) -> Sample:
-    """POST a body, with fields that request a stream with its usage."""
-    body = body | {"stream": True, "stream_options": {"include_usage": True}}
+    """POST a body, with fields that request a stream with its usage. Raises `AnswerError`."""
     pieces: list[tuple[float, bytes]] = []
     size = 0
     started = time.perf_counter()
     try:
-        async with (
-            asyncio.timeout(timeout_s),
-            client.stream("POST", path, json=body, headers=AS_IT_IS) as response,
-        ):
-            if response.status_code != 200:
-                raise AnswerError(await _refusal(response))
-            async for piece in response.aiter_raw():
-                pieces.append((time.perf_counter() - started, piece))
-                size += len(piece)
+        async with asyncio.timeout(timeout_s):
+            async for events in whole_events(client, path, body):
+                pieces.append((time.perf_counter() - started, events))
+                size += len(events)
                 if size > MAX_ANSWER_BYTES:
                     raise AnswerError(f"an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
     except TimeoutError as exc:
         raise AnswerError(f"no end within {timeout_s:g} s") from exc
-    except httpx.HTTPError as exc:
-        raise AnswerError(f"{type(exc).__name__}: {exc}".removesuffix(": ")) from exc
     return read_stream(pieces)
-
-
-async def _refusal(response: httpx.Response) -> str:
-    said = b""
-    async for piece in response.aiter_bytes():
-        said += piece
-        if len(said) > 4 * MAX_ERROR_CHARS:
-            break
-    return f"HTTP {response.status_code}: {_one_line(said.decode(errors='replace'))}"
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:MAX_ERROR_CHARS]
 
 
 def read_stream(pieces: Sequence[tuple[float, bytes]]) -> Sample:
@@ -170,5 +143,5 @@ def _read(data: bytes) -> _Event:
     except UNREADABLE as exc:
         raise AnswerError(f"an event that is no chunk of an answer: {exc}") from exc
     if event.error is not None:
-        raise AnswerError(f"an error in the stream: {_one_line(str(event.error))}")
+        raise AnswerError(f"an error in the stream: {one_line(str(event.error))}")
     return event

@@ -122,7 +122,7 @@ class Board:
             self._news.clear()
 
     def _renderable(self) -> RenderableType:
-        return drawn(self._drawn or self._picture(), self._console.width)
+        return drawn(self._drawn or self._picture(), *self._console.size)
 
     def _picture(self, *, ended: bool = False) -> Picture:
         now = time.monotonic()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from rich.console import Group, RenderableType
@@ -59,15 +59,21 @@ class Picture:
     """Whether the service has ended; these are its last figures."""
 
 
-def drawn(picture: Picture, columns: int) -> RenderableType:
-    """Draw the table for a terminal of this many columns."""
-    parts: list[RenderableType] = [_table(picture, columns)]
+def drawn(picture: Picture, columns: int, lines: int) -> RenderableType:
+    """Draw the table for a terminal of this size. Pods that are ready are left out first."""
+    router = _router(picture.figures, picture.pace)
+    room = lines - 1 + -len(router) // columns
+    pods = list(picture.pods)
+    if len(pods) > room:
+        pods = sorted(pods, key=lambda pod: pod.phase is Phase.READY)[: max(1, room - 1)]
+    parts: list[RenderableType] = [_table(replace(picture, pods=pods), columns)]
+    if left_out := len(picture.pods) - len(pods):
+        parts.append(Text(f"… and {left_out} more", style="dim"))
     parts += [
         Text(harmless(f"{pod.name}: {pod.doing}"), style="dim", no_wrap=True, overflow="ellipsis")
-        for pod in picture.pods
-        if pod.doing
+        for pod in [pod for pod in pods if pod.doing][: max(0, room - len(picture.pods))]
     ]
-    parts.append(Text(_router(picture.figures, picture.pace)))
+    parts.append(Text(router))
     return Group(*parts)
 
 

@@ -49,10 +49,10 @@ def chat(
     """
     from rich.console import Console
 
+    from diptych.answer_stream import AnswerError
     from diptych.api_service import find_service
     from diptych.chat.conversation import Conversation
     from diptych.chat.loop import converse, printer
-    from diptych.chat.stream import ChatError
     from diptych.errors import RunError
 
     service = find_service(url, model, api_key)
@@ -66,6 +66,6 @@ def chat(
         return
     try:
         asyncio.run(conversation.say(once, printer(console)))
-    except ChatError as exc:
+    except AnswerError as exc:
         raise RunError(str(exc)) from exc
     console.print()

@@ -46,7 +46,7 @@ class Conversation:
     async def say(self, text: str, show: Callable[[str], None]) -> None:
         """Send a message and show the answer as it arrives.
 
-        A turn that fails or is cut short leaves no trace in the conversation. Raises `ChatError`.
+        A turn that fails or is cut short leaves no trace in the conversation. Raises `AnswerError`.
         """
         asked = {"role": "user", "content": _content(text, self.images)}
         self.images = []

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from rich.console import Console
 
+from diptych.answer_stream import AnswerError
 from diptych.chat.conversation import Conversation
 from diptych.chat.slash import QuitChat, SlashError, obey, order_in
-from diptych.chat.stream import ChatError
 from diptych.watching import harmless
 
 
@@ -64,7 +64,7 @@ def _take(conversation: Conversation, line: str, console: Console, aside: Consol
 def _turn(conversation: Conversation, line: str, console: Console, aside: Console) -> None:
     try:
         asyncio.run(conversation.say(line, printer(console)))
-    except ChatError as exc:
+    except AnswerError as exc:
         aside.print(f"error: {harmless(str(exc))}", style="red", markup=False)
     except KeyboardInterrupt:
         aside.print(" (cut short)", style="dim")

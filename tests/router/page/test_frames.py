@@ -3,6 +3,8 @@ measures the frames themselves."""
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -27,6 +29,9 @@ ENGINES = 12
 SECONDS = 2.0
 REFUSED = "Failed to load resource"
 """A browser says so of an answer that is an error, as it is where the router knows no request."""
+SLOW = 8
+"""So many slow frames in a row end flights."""
+MOST_TRACES = 20
 LOOKS = 6
 """More than what the server takes in that time, with one at each end."""
 
@@ -50,12 +55,14 @@ def engine(number: int, step: int) -> EngineFigures:
     )
 
 
-def pools(step: int, moves: int = 0) -> Panels:
-    crossed = [
-        MoveFigures(number=at, sender="e-0", receiver=f"e-{at}", whose="", blocks=16, bytes=1, ms=1)
-        for at in range(1, moves + 1)
-    ]
-    return panels_of([engine(number, step) for number in range(ENGINES)], 32, 0, crossed)
+def pools(step: int, *moves: MoveFigures) -> Panels:
+    return panels_of([engine(number, step) for number in range(ENGINES)], 32, 0, moves)
+
+
+def move(number: int, sender: str = "e-0", receiver: str = "e-1") -> MoveFigures:
+    return MoveFigures(
+        number=number, sender=sender, receiver=receiver, whose="", blocks=16, bytes=1, ms=1
+    )
 
 
 @pytest.fixture(scope="module")
@@ -122,12 +129,110 @@ def test_only_squares_that_look_different_are_drawn(scene: Scene, echo: Echo) ->
 
 
 def test_flights_cost_no_layout(scene: Scene, echo: Echo) -> None:
-    echo.pools = pools(0, moves=4)
+    echo.pools = pools(0, *(move(at, receiver=f"e-{at}") for at in range(1, 5)))
     expect(scene.page.locator("#traces li")).to_have_count(4)
     work = counter(scene.page)
     before = work()["LayoutCount"]
     scene.page.wait_for_timeout(1000 * SECONDS)
     assert work()["LayoutCount"] - before <= LOOKS
+
+
+NOTE_FLIGHTS = """() => {
+  window.flown = [];
+  const draw = CanvasRenderingContext2D.prototype.fillRect;
+  CanvasRenderingContext2D.prototype.fillRect = function (x, y, ...size) {
+    if (this.canvas.id === "stage") window.flown.push(x + 5);
+    return draw.call(this, x, y, ...size);
+  };
+}"""
+EDGES = """() => ["prefill", "decode"].map((role) => {
+  const { left, right } = document.getElementById(role).closest(".panel").getBoundingClientRect();
+  return role === "prefill" ? right : left;
+})"""
+"""Between which lies everything that flies."""
+
+
+@pytest.mark.parametrize(("sender", "receiver"), [("e-0", "e-1"), ("e-1", "e-0")])
+def test_blocks_fly_from_their_sender_to_their_receiver(
+    scene: Scene, echo: Echo, sender: str, receiver: str
+) -> None:
+    page = scene.page
+    page.evaluate(NOTE_FLIGHTS)
+    echo.pools = pools(0, move(1, sender, receiver))
+    expect(page.locator("#traces li")).to_have_text([re.compile(f"{sender} → {receiver}")])
+    wait_until(lambda: page.evaluate("() => window.flown.length") > 0)
+    expect(page.locator("#stage")).to_have_attribute("data-drawn", "")
+    flown, edges = page.evaluate("() => window.flown"), page.evaluate(EDGES)
+    start, end = edges if sender == "e-0" else reversed(edges)
+    assert min(edges) - 1 <= min(flown) <= max(flown) <= max(edges) + 1
+    assert abs(flown[0] - start) < abs(flown[0] - end)
+    assert abs(flown[-1] - end) < abs(flown[-1] - start)
+
+
+def test_without_motion_blocks_are_told_and_do_not_fly(scene: Scene, echo: Echo) -> None:
+    page = scene.page
+    page.emulate_media(reduced_motion="reduce")
+    page.evaluate(NOTE_FLIGHTS)
+    echo.pools = pools(0, move(1))
+    expect(page.locator("#traces li")).to_have_count(1)
+    page.wait_for_timeout(200)
+    assert page.evaluate("() => window.flown") == []
+
+
+SLOW_FRAMES = """() => {
+  window.slow = true;
+  const burn = () => {
+    const until = performance.now() + 60;
+    while (window.slow && performance.now() < until);
+    requestAnimationFrame(burn);
+  };
+  burn();
+}"""
+
+
+def test_flights_end_by_themselves_while_frames_are_slow_and_come_back(
+    scene: Scene, echo: Echo
+) -> None:
+    page = scene.page
+    page.evaluate(NOTE_FLIGHTS)
+    page.evaluate(SLOW_FRAMES)
+    numbers = itertools.count(1)
+
+    def moved() -> int:
+        """The squares that are drawn of a move, until none is left on the page."""
+        echo.pools = pools(0, move(number := next(numbers)))
+        expect(page.locator("#traces li")).to_have_count(min(number, MOST_TRACES))
+        expect(page.locator("#stage")).to_have_attribute("data-drawn", "")
+        return int(page.evaluate("() => window.flown.splice(0).length"))
+
+    assert 0 < moved() <= 16 * (SLOW + 1)
+    assert moved() == 0, "it is told only"
+    page.evaluate("() => { window.slow = false; }")
+    wait_until(lambda: moved() > 0)
+
+
+OVERLAPS = """() => [...document.querySelectorAll(".engine")]
+  .filter((card) => [...card.children].some((part) => part.scrollHeight > part.clientHeight + 1
+    && !part.matches(".legend") || part.getBoundingClientRect().bottom
+    > card.getBoundingClientRect().bottom + 1))
+  .map((card) => card.dataset.name)"""
+"""Engines with a part that is cut, or lies over the next engine."""
+
+
+def test_a_click_on_a_block_tells_whose_it_is(scene: Scene) -> None:
+    card = scene.card("e-1")
+    squares, told = card.locator(".squares"), card.locator(".told")
+    squares.click(position={"x": 2, "y": 2})
+    what = "10 blocks (160 tokens) hold the KV of a request that is computed here."
+    expect(told).to_have_text(f"{what} Request 0000, of another client or chat.")
+    expect(card.get_by_role("button", pressed=True)).to_have_text("10 in use, 0000")
+    squares.hover(position={"x": 2, "y": 2})
+    expect(squares).to_have_attribute("title", told.inner_text())
+    last = squares.bounding_box()
+    assert last is not None
+    squares.click(position={"x": 2, "y": last["height"] - 2})
+    expect(told).to_contain_text("hold nothing")
+    assert scene.page.evaluate(OVERLAPS) == []
 
 
 def test_an_answer_that_waits_costs_no_style_in_each_frame(scene: Scene, echo: Echo) -> None:

@@ -51,6 +51,11 @@ def calls(url: str, question: str) -> dict[str, Any]:
     pieces = list(streaming.stream(question))
     told["stream"] = [str(piece.content) for piece in pieces]
     told["usage"] = [piece.usage_metadata for piece in pieces if piece.usage_metadata]
+    whole, *others = pieces
+    for piece in others:
+        whole = whole + piece
+    told["sum"] = whole.usage_metadata
+    told["whole usage"] = chat.invoke(question).usage_metadata
     for method in ("json_schema", "function_calling"):
         told[method] = chat.with_structured_output(RAIN, method=method).invoke("Will it rain?")
     asked = HumanMessage("What is the weather in Paris?")

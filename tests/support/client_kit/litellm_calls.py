@@ -41,8 +41,12 @@ def calls(url: str, question: str) -> dict[str, Any]:
     told: dict[str, Any] = {}
     for provider in ("openai", "hosted_vllm"):
         chat = {"model": f"{provider}/smollm2", "messages": messages, **greedy}
-        told[f"{provider} chat"] = litellm.completion(**chat).choices[0].message.content
-        chunks = list(litellm.completion(**chat, stream=True))
+        whole = litellm.completion(**chat)
+        told[f"{provider} chat"] = whole.choices[0].message.content
+        counted = litellm.completion(**chat, stream=True, stream_options={"include_usage": True})
+        chunks = list(counted)
+        summed = litellm.stream_chunk_builder(chunks).usage
+        told[f"{provider} usage"] = [usage.model_dump() for usage in (whole.usage, summed)]
         told[f"{provider} stream"] = [
             chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices
         ]

@@ -21,6 +21,7 @@ from model_kit.gguf import save_gguf
 from PIL import Image
 from vllm_kit.sent import request
 
+from diptych.answer_stream import AnswerError
 from diptych.bench import stream as bench_stream
 from diptych.bench import workload
 from diptych.chat import files as chat_files
@@ -349,14 +350,14 @@ def parsers() -> Iterator[Parser]:
         (SERVICE,), costs=3,
     )  # fmt: skip
     yield Parser(
-        "chats' events", ("cli/diptych/chat/stream.py",), text(chat_stream.read_event), (CHUNK,),
-        raises=(chat_stream.ChatError,),
+        "chats' events", ("cli/diptych/chat/stream.py",), chat_stream.read_event, (CHUNK,),
+        raises=(AnswerError,),
     )  # fmt: skip
     yield Parser(
-        "bench's events", ("cli/diptych/bench/stream.py",),
+        "bench's events", ("cli/diptych/bench/stream.py", "cli/diptych/answer_stream.py"),
         lambda data: bench_stream.read_stream([(0.0, data)]),
         (b"data: " + CHUNK + b"\n\ndata: [DONE]\n",),
-        raises=(bench_stream.AnswerError,),
+        raises=(AnswerError,),
     )  # fmt: skip
 
 

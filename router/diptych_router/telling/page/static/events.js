@@ -3,9 +3,9 @@
 const MOST_CHARACTERS = 1 << 22;
 
 /**
- * The data of each event, until the stream ends. Throws if the connection breaks.
+ * The data of each event, and its id, until the stream ends. Throws if the connection breaks.
  * @param {ReadableStream<Uint8Array<ArrayBuffer>>} body
- * @returns {AsyncGenerator<string>}
+ * @returns {AsyncGenerator<{data: string, id: string}>}
  */
 export async function* eventsOf(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
@@ -19,8 +19,8 @@ export async function* eventsOf(body) {
       rest = events.pop() ?? "";
       if (rest.length > MOST_CHARACTERS) throw new Error("an event of the server is too long");
       for (const event of events) {
-        const data = dataOf(event);
-        if (data) yield data;
+        const data = fieldOf(event, "data:");
+        if (data) yield { data, id: fieldOf(event, "id:") };
       }
     }
   } finally {
@@ -30,12 +30,13 @@ export async function* eventsOf(body) {
 
 /**
  * @param {string} event
- * @returns {string} empty for a line without meaning
+ * @param {string} name with its colon
+ * @returns {string} empty: it has none
  */
-function dataOf(event) {
+function fieldOf(event, name) {
   return event
     .split("\n")
-    .filter((line) => line.startsWith("data:"))
-    .map((line) => line.slice(5).trimStart())
+    .filter((line) => line.startsWith(name))
+    .map((line) => line.slice(name.length).trimStart())
     .join("\n");
 }

@@ -4,6 +4,11 @@ import { eventsOf } from "./events.js";
 import { ofTab } from "./storage.js";
 
 const KEY_PLACE = "diptych.api-key";
+const GO_ON_MS = 10_000;
+/** How long a service whose router is gone may take to answer by another one. */
+const PAUSE_MS = 300;
+const LOST = new Set([502, 503, 504]);
+/** What stands before routers says so. */
 
 /** What the server says when it refuses. */
 export class Refused extends Error {
@@ -78,7 +83,7 @@ export class Service {
   async *changes() {
     const answer = await this.#get("/ui/api/events");
     if (!answer.body) return;
-    for await (const data of eventsOf(answer.body)) yield JSON.parse(data);
+    for await (const { data } of eventsOf(answer.body)) yield JSON.parse(data);
   }
 
   /**
@@ -89,13 +94,15 @@ export class Service {
    * @returns {Promise<AsyncGenerator<any>>}
    */
   async chat(body, requestId, signal) {
-    const answer = await this.#get("/v1/chat/completions", {
-      method: "POST",
-      headers: { "content-type": "application/json", "x-request-id": requestId },
-      body: JSON.stringify(body),
-      signal,
-    });
-    return chunksOf(answer);
+    /** @param {Record<string, string>} last */
+    const ask = (last = {}) =>
+      this.#get("/v1/chat/completions", {
+        method: "POST",
+        headers: { "content-type": "application/json", "x-request-id": requestId, "x-diptych-resumable": "1", ...last },
+        body: JSON.stringify(body),
+        signal,
+      });
+    return chunksOf(await ask(), ask);
   }
 
   /**
@@ -132,16 +139,33 @@ async function refusalOf(answer) {
 }
 
 /**
- * @param {Response} answer
+ * The chunks of an answer. One that breaks off goes on with another router, if its events have ids.
+ * @param {Response | null} answer
+ * @param {(last: Record<string, string>) => Promise<Response>} again
  * @returns {AsyncGenerator<any>}
  */
-async function* chunksOf(answer) {
-  if (!answer.body) return;
-  for await (const data of eventsOf(answer.body)) {
-    if (data === "[DONE]") return;
-    const chunk = JSON.parse(data);
-    if (chunk.error) throw new Refused(answer.status, chunk.error.message);
-    yield chunk;
+async function* chunksOf(answer, again) {
+  let last = "";
+  let giveUpAt = 0;
+  for (;;) {
+    try {
+      answer ??= await again({ "last-event-id": last });
+      if (!answer.body) return;
+      for await (const { data, id } of eventsOf(answer.body)) {
+        if (data === "[DONE]") return;
+        const chunk = JSON.parse(data);
+        if (chunk.error) throw new Refused(answer.status, chunk.error.message);
+        if (last && !id && chunk.choices[0]?.delta?.content) throw new Error("no router has the rest of the answer");
+        if (id) [last, giveUpAt] = [id, 0];
+        yield chunk;
+      }
+      throw new TypeError("the stream broke off before its end");
+    } catch (error) {
+      const isLost = error instanceof TypeError || (error instanceof Refused && LOST.has(error.status));
+      giveUpAt ||= performance.now() + GO_ON_MS;
+      if (!last || !isLost || performance.now() > giveUpAt) throw error;
+    }
+    answer = null;
+    await new Promise((resolve) => setTimeout(resolve, PAUSE_MS));
   }
-  throw new Error("the stream broke off before its end");
 }

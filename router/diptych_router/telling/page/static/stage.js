@@ -14,7 +14,8 @@ const MOST_SQUARES = 16;
 const MOST_FLYING = 160;
 const SLOW_FRAME_MS = 40;
 const SLOW_FRAMES = 8;
-/** After so many slow frames one after the other flights are no longer drawn, only told. */
+const REST_MS = 5000;
+/** After so many slow frames one after the other flights are only told, for so long. */
 
 /**
  * @typedef {{sender: string, receiver: string, began: number}} Square one block between two engines
@@ -33,6 +34,7 @@ export class Stage {
   #frame = 0;
   #last = 0;
   #slow = 0;
+  #restsUntil = 0;
 
   /** @param {(engine: string) => import("./wires.js").Place | null} placeOf by name */
   constructor(placeOf) {
@@ -44,7 +46,7 @@ export class Stage {
 
   /** Whether the machine is too busy for motion. */
   get isSlow() {
-    return this.#slow >= SLOW_FRAMES;
+    return performance.now() < this.#restsUntil;
   }
 
   /**
@@ -83,13 +85,17 @@ export class Stage {
     this.#frame = 0;
     if (this.#last) this.#slow = now - this.#last > SLOW_FRAME_MS ? this.#slow + 1 : 0;
     this.#last = now;
+    if (this.#slow >= SLOW_FRAMES) {
+      this.#squares = [];
+      this.#slow = 0;
+      this.#restsUntil = now + REST_MS;
+    }
     const pen = this.#clear();
     if (!pen) return;
     this.#squares = this.#squares.filter((square) => now < square.began + FLIGHT_MS);
     const moves = this.#thread ? this.#drawThread(pen, this.#thread, now) : false;
     this.#drawFlying(pen, now);
     this.#canvas.dataset.drawn = this.#thread || this.#squares.length ? "yes" : "";
-    if (this.isSlow) this.#squares = [];
     if (moves || this.#squares.length) {
       this.#frame = requestAnimationFrame((next) => this.#draw(next));
     }

@@ -1,0 +1,105 @@
+"""Streams of answers over HTTP, which go on with another router where theirs is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import httpx
+import msgspec
+
+from diptych_protocol import UNREADABLE
+
+GO_ON_S: Final = 10.0
+"""How long a service whose router is gone may take to answer by another one."""
+PAUSE_S: Final = 0.3
+MAX_ERROR_CHARS: Final = 300
+HEADERS: Final = {"accept-encoding": "identity", "x-diptych-resumable": "1"}
+"""A compressed answer could not be read piece by piece; events with ids can be asked for again."""
+_ID: Final = re.compile(rb"^id: *(.*)$", re.MULTILINE)
+_TEXT: Final = re.compile(rb'"(?:content|text)": *"[^"]')
+_END: Final = re.compile(rb"^data: *\[DONE\]\s*\Z", re.MULTILINE)
+
+
+class AnswerError(Exception):
+    """There was no whole answer. `str()` says why in one line."""
+
+
+class _BrokenOffError(AnswerError):
+    """The connection ended; the rest of the answer may be had by another one."""
+
+
+class _Error(msgspec.Struct):
+    message: str = "unknown error"
+
+
+class _Refusal(msgspec.Struct):
+    error: _Error
+
+
+async def whole_events(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> AsyncIterator[bytes]:
+    """POST a body, with fields that request a stream with its usage, and yield its events as they
+    come, one or several at a time. Raises `AnswerError`."""
+    request = body | {"stream": True, "stream_options": {"include_usage": True}}
+    headers, give_up_at = {**HEADERS}, 0.0
+    while True:
+        try:
+            async for events in _events(client, path, request, headers):
+                if ids := _ID.findall(events):
+                    headers["last-event-id"], give_up_at = ids[-1].decode(), 0.0
+                elif "last-event-id" in headers and _TEXT.search(events):
+                    raise AnswerError("the stream broke off, and no router has its rest")
+                yield events
+            return
+        except _BrokenOffError:
+            give_up_at = give_up_at or time.monotonic() + GO_ON_S
+            if "last-event-id" not in headers or time.monotonic() > give_up_at:
+                raise
+        await asyncio.sleep(PAUSE_S)
+
+
+async def _events(
+    client: httpx.AsyncClient, path: str, request: dict[str, Any], headers: dict[str, str]
+) -> AsyncIterator[bytes]:
+    """Yield the events of one connection, until the stream's proper end. Raises `AnswerError`."""
+    events = rest = b""
+    try:
+        async with client.stream("POST", path, json=request, headers=headers) as response:
+            if response.status_code != 200:
+                lost = response.status_code in (502, 503, 504)
+                raise (_BrokenOffError if lost else AnswerError)(await _refusal(response))
+            async for piece in response.aiter_raw():
+                events, end, rest = (rest + piece).replace(b"\r\n", b"\n").rpartition(b"\n\n")
+                if events := events + end:
+                    yield events
+    except httpx.HTTPError as exc:
+        raise _BrokenOffError(f"{path} is out of reach: {exc or type(exc).__name__}") from exc
+    except UnicodeError as exc:
+        raise AnswerError(f"a text that was given is no valid text: {exc}") from exc
+    if not _END.search(rest or events):
+        raise _BrokenOffError("the stream broke off before its end")
+    if rest:
+        yield rest
+
+
+async def _refusal(response: httpx.Response) -> str:
+    said = b""
+    async for piece in response.aiter_bytes():
+        said += piece
+        if len(said) > 4 * MAX_ERROR_CHARS:
+            break
+    try:
+        text = msgspec.json.decode(said, type=_Refusal).error.message
+    except UNREADABLE:
+        text = said.decode(errors="replace")
+    return f"HTTP {response.status_code}: {one_line(text)}"
+
+
+def one_line(text: str) -> str:
+    """As much of a text as a line of a table may have."""
+    return " ".join(text.split())[:MAX_ERROR_CHARS]
