@@ -1,4 +1,4 @@
-"""`python -m benchmarks.simulate calibrate|run|check|study|promises|zones|routers`.
+"""`python -m benchmarks.simulate calibrate|run|check|study|promises|zones|routers|roles`.
 
 See docs/capacity.md.
 """
@@ -53,6 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     routers.add_argument("--peer", type=Path, help="a folder with reports of dynamo.replay")
     routers.add_argument("--only", nargs="+", default=[], help="names of traces")
     routers.set_defaults(run=_routers)
+
+    roles = commands.add_parser("roles", help="fixed roles, and roles that follow the load")
+    roles.set_defaults(run=_roles)
 
     run = commands.add_parser("run", help="simulate a service under load")
     run.add_argument("--prefill", type=int, default=1, help="pods; 0: decode pods do everything")
@@ -121,6 +124,12 @@ def _routers(args: argparse.Namespace) -> None:
     from benchmarks.simulate import routers  # nobody else waits for its pictures
 
     routers.main(args.peer, args.only)
+
+
+def _roles(_: argparse.Namespace) -> None:
+    from benchmarks.simulate import elastic
+
+    elastic.main()
 
 
 def _trace(args: argparse.Namespace) -> Trace | None:
