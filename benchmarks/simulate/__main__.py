@@ -1,4 +1,4 @@
-"""`python -m benchmarks.simulate calibrate|run|check|study|promises|zones|routers`.
+"""`python -m benchmarks.simulate calibrate|run|check|study|promises|zones|routers|roles`.
 
 See docs/capacity.md.
 """
@@ -54,6 +54,9 @@ def _parser() -> argparse.ArgumentParser:
     routers.add_argument("--only", nargs="+", default=[], help="names of traces")
     routers.set_defaults(run=_main_of("routers", "peer", "only"))
 
+    roles = commands.add_parser("roles", help="fixed roles, and roles that follow the load")
+    roles.set_defaults(run=_roles)
+
     run = commands.add_parser("run", help="simulate a service under load")
     run.add_argument("--prefill", type=int, default=1, help="pods; 0: decode pods do everything")
     run.add_argument("--decode", type=int, default=1, help="pods")
@@ -102,6 +105,12 @@ def _main_of(name: str, *given: str) -> Callable[[argparse.Namespace], None]:
         module.main(*(getattr(args, each) for each in given))
 
     return run
+
+
+def _roles(_: argparse.Namespace) -> None:
+    from benchmarks.simulate import elastic
+
+    elastic.main()
 
 
 def _trace(args: argparse.Namespace) -> Trace | None:

@@ -21,7 +21,9 @@ from benchmarks.simulate.routing import Refused, Router
 from benchmarks.simulate.workload import Request
 
 from diptych_protocol.wire import Heartbeat
+from diptych_router.choosing.roles import Watch
 from diptych_router.engines.engine_table import Role
+from diptych_router.requests.pools.pools import ROLES_INTERVAL_S
 
 REPORT_S = 0.25
 """Seconds between two reports of a pod that has work, as of an engine."""
@@ -47,6 +49,7 @@ class Simulation:
         self.routers = [
             Router(plan, list(self.pods.values()), seed) for seed in range(plan.routers)
         ]
+        self._home: dict[str, Role] = {key: pod.role for key, pod in self.pods.items()}
         self._turns = count()
         self._order = count()
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -64,6 +67,8 @@ class Simulation:
                 self._at(request.arrival, self._arrive, request)
         for time, keys in failures:
             self._at(time, self._fail, keys)
+        if self.routers[0].roles is not None:
+            self._at(0.0, self._look_at_roles, self.routers[0].roles)
         while self._queue:
             self.now, _, call, args = heapq.heappop(self._queue)
             call(*args)
@@ -158,10 +163,12 @@ class Simulation:
     def _hand_over(self, job: Job, lent: Row) -> None:
         """P has answered: the request goes to D, where the KV is already or is ordered."""
         accounts, lender, taker = self.routers[job.router], job.at, job.taker
-        if taker is None or not accounts.usable(taker.key):
+        if taker is None or taker.role != "decode" or not accounts.usable(taker.key):
+            if job.coming is not None and taker is not None and taker.alive:
+                taker.engine.forgo(job.coming)
             successor = accounts.successor(self.now)
             taker, job.coming = (self.pods[successor] if successor else None), None
-        job.generated += 1
+        job.generated += lent.generated
         job.lender, job.lent = lender, lent
         job.at, job.taker = taker, None
         if taker is None:
@@ -180,7 +187,7 @@ class Simulation:
             self._at(self.now + relay, self._move, job, row, share)
             return
         left = job.request.output - job.generated
-        row = Row(lent.prompt + 1, left, remote=lent.prompt, owner=job)
+        row = Row(lent.known, left, remote=lent.known - 1, owner=job)
         row.chain = lent.chain
         job.sequence = row
         self._at(self.now + relay, self._add, job, row)
@@ -306,6 +313,8 @@ class Simulation:
                 self._hand_over(job, row)
             else:
                 self._finish(job)
+        if pod.role == "prefill":
+            self._move_streams(pod)
         self._report(pod)
         self._wake(pod)
         if self.plan.one_machine and not pod.busy:
@@ -341,6 +350,31 @@ class Simulation:
         if self._waiting:
             request = self._waiting.popleft()
             self._at(max(self.now, request.arrival), self._arrive, request)
+
+    # --- roles --------------------------------------------------------------------------------
+
+    def _look_at_roles(self, roles: Watch) -> None:
+        """Have a pod turn, as long as there is something to do."""
+        key = roles.due(self._home, self.now)
+        if key is not None:
+            pod = self.pods[key]
+            pod.role = self.routers[0].fleet.turn(key, key)
+            self.log.turns.append((self.now, key, pod.role))
+            if pod.role == "prefill" and not pod.busy:
+                self._move_streams(pod)
+        if self._queue:
+            self._at(self.now + ROLES_INTERVAL_S, self._look_at_roles, roles)
+
+    def _move_streams(self, pod: Pod) -> None:
+        """What a prefill pod decodes goes to others, with its KV."""
+        if not pod.engine.rows:
+            return
+        for job in [job for job in self._open if job.at is pod]:
+            row = job.sequence
+            if row is not None and row.row_since >= 0 and not row.lends:
+                pod.engine.hand_off(row)
+                job.last_at = self.now
+                self._hand_over(job, row)
 
     # --- losses -------------------------------------------------------------------------------
 

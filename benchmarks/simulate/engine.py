@@ -179,6 +179,11 @@ class EngineModel:
         since = self.step - sequence.row_since if sequence.row_since >= 0 else 0
         return sequence.generated + since
 
+    def hand_off(self, sequence: Sequence) -> None:
+        """A decode row leaves between two steps; its blocks stay until they are released."""
+        self._leave_rows(sequence)
+        del self.running[sequence]
+
     def release(self, sequence: Sequence) -> None:
         """Let go of a sequence's blocks."""
         self.prefixes.release(sequence.held, sequence.blocks - sum(sequence.held.values()))

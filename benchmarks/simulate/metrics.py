@@ -8,6 +8,8 @@ import numpy as np
 from benchmarks.simulate.plan import Job
 from numpy.typing import NDArray
 
+from diptych_router.engines.engine_table import Role
+
 PERCENTILES = (50, 90, 99)
 
 
@@ -33,6 +35,8 @@ class Log:
     """Arrivals of requests that were too long for an engine, or for which none was left."""
     refused: list[float] = field(default_factory=list)
     """Arrivals of requests that routers refused, because their first token would be late."""
+    turns: list[tuple[float, str, Role]] = field(default_factory=list)
+    """When which pod got which role."""
     preemptions: int = 0
     cached_tokens: int = 0
     """Number of prompt tokens that engines found in their prefix caches."""

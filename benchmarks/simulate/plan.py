@@ -71,6 +71,9 @@ class Plan:
     disaggregate: Disaggregate = "auto"
     promised_s: float | None = None
     """Routers refuse requests whose first token would come later than that; None: they do not."""
+    elastic_gap_s: float | None = None
+    """Seconds promised for each later token, for which pods change their roles, as they do for
+    `promised_s`; None: roles are fixed."""
     zones: Zones = Zones()
     detection_s: float = 6.0
     """Seconds until a router takes a silent engine for lost."""

@@ -14,6 +14,7 @@ from diptych_protocol.wire import Heartbeat, PrefixChanges
 from diptych_router.choosing.first_token import FirstToken
 from diptych_router.choosing.fleet_table import FleetTable
 from diptych_router.choosing.policy import Decision
+from diptych_router.choosing.roles import Watch
 from diptych_router.engines.pair_rates import NOWHERE, Location
 from diptych_router.requests.pools.pools import EXPECTED_S
 from diptych_router.requests.promises import Caution
@@ -41,6 +42,9 @@ class Router:
             location = Location(zone=f"zone-{pod.zone}") if plan.zones.told else NOWHERE
             self.fleet.is_up(row, FINGERPRINT, pod.key, location)
             self.fleet.known.take(pod.key, PrefixChanges(0, whole=True), 0)
+        self.roles: Watch | None = None
+        if plan.elastic_gap_s is not None and plan.promised_s is not None:
+            self.roles = Watch(self.fleet, 1, plan.promised_s, plan.elastic_gap_s)
         self._caution = None if plan.promised_s is None else Caution(plan.promised_s)
         self.expected: FirstToken | None = None
         """When the first token of the request that was taken on last is expected."""

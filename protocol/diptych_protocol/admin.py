@@ -52,6 +52,9 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     engine_id: str
     """The pod's name."""
     role: str
+    """What it does now."""
+    home: str = ""
+    """The pool that its pod belongs to; empty: the one of its role."""
     revision: str
     usable: bool
     """Whether discovery lists it, it is neither draining nor paused, and it is verified as the

@@ -432,6 +432,9 @@ class RouterConfig(RouterSettings, frozen=True, omit_defaults=True):
     def check(self) -> None:
         """Raise `InvalidRequestError`, naming the field, unless every value is in range."""
         check_fields(self)
+        if self.elastic_roles and None in (self.slo.ttft_ms, self.slo.inter_token_ms):
+            why = "elastic_roles needs both promises of slo, which say what engines are needed for"
+            raise InvalidRequestError(why, param="elastic_roles")
 
     @property
     def name(self) -> str:

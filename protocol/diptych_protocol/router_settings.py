@@ -91,6 +91,15 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "`least_loaded` and `round_robin` take it for always."
         ),
     ] = "always"
+    elastic_roles: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1000,
+            description="Engines change their roles as the promises of `slo` need it; this many "
+            "keep each. 0: none do.",
+        ),
+    ] = 0
     hold_seconds: Annotated[
         float,
         Meta(

@@ -253,12 +253,35 @@ PREFILL_PROMISED = _attains(
 DECODE_PROMISED = _attains(
     "decode", "interTokenMs", lambda spec: _is_promised(spec.decode, spec.slo.inter_token_ms)
 )
+
+
+def _scales(spec: Spec) -> bool:
+    return spec.decode.autoscaling is not None or bool(spec.prefill and spec.prefill.autoscaling)
+
+
+ELASTIC_PROMISED = Rule(
+    "self.router.elasticRoles == 0 || has(self.slo.ttftMs) && has(self.slo.interTokenMs)",
+    lambda spec: (
+        not spec.router.elastic_roles or None not in (spec.slo.ttft_ms, spec.slo.inter_token_ms)
+    ),
+    "needs spec.slo.ttftMs and spec.slo.interTokenMs",
+    ".router.elasticRoles",
+)
+ELASTIC_ALONE = Rule(
+    "self.router.elasticRoles == 0 || self.router.replicas <= 1 && "
+    "!has(self.decode.autoscaling) && !(has(self.prefill) && has(self.prefill.autoscaling))",
+    lambda spec: not spec.router.elastic_roles or (spec.router.replicas <= 1 and not _scales(spec)),
+    "needs one router, and no autoscaling",
+    ".router.elasticRoles",
+)
 SPEC_RULES = (
     DRAIN_OUTLIVES_LEASE,
     SLEEP_TOGETHER,
     SLEEPERS_WAKE,
     PREFILL_PROMISED,
     DECODE_PROMISED,
+    ELASTIC_PROMISED,
+    ELASTIC_ALONE,
     *RUNTIME_RULES,
 )
 """Rules over more than one part of the spec."""

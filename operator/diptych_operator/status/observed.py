@@ -163,7 +163,7 @@ class Observed:
     def _verified_by_all(self, revision: str, role: str) -> int:
         by_router = (
             {e.engine_id for e in router.engines
-             if e.verified and e.revision == revision and e.role == role}
+             if e.verified and e.revision == revision and (e.home or e.role) == role}
             for router in self.routers
         )  # fmt: skip
         return len(set.intersection(*by_router))

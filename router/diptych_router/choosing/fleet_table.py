@@ -95,6 +95,26 @@ class FleetTable:
         self.known.forget(key)
         self._find_sharers()
 
+    def turn(self, key: str, name: str = "") -> Role:
+        """Give an engine the other role, which is returned. It keeps its numbers, and what is known
+        of its prefixes.
+
+        name: its `engine_id`.
+        """
+        role, row = self._rows[key]
+        numbers, location = self.tables[role].columns[:, row.at].copy(), self._location(key)
+        self.pairs.remove(row.at, sends=role == "prefill")
+        self.tables[role].remove(row)
+        other: Role = "decode" if role == "prefill" else "prefill"
+        place = self.known.place(key)
+        self.tables[other].admit(row, place, numbers)
+        self.pairs.add(sends=other == "prefill")
+        self._rows[key] = other, row
+        trips = self.tables["decode"].trips
+        self.pairs.is_at(row.at, name, location, trips, sends=other == "prefill")
+        self._find_sharers()
+        return other
+
     def is_up(
         self, row: EngineRow, fingerprint: str, name: str = "", location: Location = NOWHERE
     ) -> None:

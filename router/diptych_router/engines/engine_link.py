@@ -53,7 +53,7 @@ ReadKeys = Callable[[], list[CurveKeys]]
 
 
 def key_of(role: Role, endpoint: str) -> str:
-    """Return the key under which the router keeps an engine. An address has only one role."""
+    """Return the key under which the router keeps an engine. An address is in only one pool."""
     return f"{role} {endpoint}"
 
 
@@ -81,6 +81,10 @@ class EngineLink:
         hangs; called again and again until it speaks.
         """
         self.role: Role = role
+        """What it does now: see `turn`."""
+        self.home: Role = role
+        """The pool that discovery finds it in."""
+        self.has_turned = False
         self.endpoint = self.name = endpoint
         """The name is that of the engine, while one answers."""
         self.key = key_of(role, endpoint)
@@ -165,6 +169,16 @@ class EngineLink:
         if kept_out != self.kept_out:
             self.kept_out = kept_out
             self._refresh_row()
+
+    def turn(self, role: Role) -> None:
+        """Give it another role. Its connection and its requests stay."""
+        log.info("engine %s turns from %s to %s", self.name, self.role, role)
+        self.role, self.has_turned = role, True
+
+    @property
+    def sheds_streams(self) -> bool:
+        """Whether what it decodes should move: it is about to leave, or prefills now."""
+        return self.stats.draining if self.role == "decode" else self.has_turned
 
     def _refresh_row(self) -> None:
         self.row["silent"] = self.is_bad or self._liveness.in_call

@@ -85,6 +85,10 @@ class EngineTable:
         """[engines] Numbers that all routers know these engines by."""
         self._prompt_s = 0.0
         self._prompt_s_at = 0.0
+        self.prompt_seconds = 0.0
+        """Seconds that engines have computed prompts for while they were here."""
+        self.tokens_generated = 0
+        """By engines while they were here."""
         self.share = RouterShare()
         self._set_columns(np.zeros((len(FIELDS), 0)))
 
@@ -115,17 +119,22 @@ class EngineTable:
 
     def add(self, key: str, place: int) -> EngineRow:
         """Add an engine. It counts as having got as much as those that got most."""
-        row = EngineRow(self, key, len(self.rows))
-        most = self.column["given"].max(initial=0.0)
-        self.rows.append(row)
-        self._set_columns(np.hstack((self.columns, np.zeros((len(FIELDS), 1)))))
-        self.places = np.append(self.places, place)
-        self.identities = np.append(self.identities, _identity(key))
-        row["given"], row["block_size"] = most, 1.0
-        row["free_tokens"], row["used_tokens"] = math.inf, 1.0
+        row = EngineRow(self, key)
+        self.admit(row, place, np.zeros(len(FIELDS)))
+        row["block_size"], row["free_tokens"], row["used_tokens"] = 1.0, math.inf, 1.0
         self.share_rates()
-        self.find_homes()
         return row
+
+    def admit(self, row: EngineRow, place: int, numbers: Floats) -> None:
+        """Take in a row that no table has. numbers: [fields] its own, as in another table."""
+        most = self.column["given"].max(initial=0.0)
+        row.table, row.at = self, len(self.rows)
+        self.rows.append(row)
+        self._set_columns(np.column_stack((self.columns, numbers)))
+        self.places = np.append(self.places, place)
+        self.identities = np.append(self.identities, _identity(row.key))
+        row["given"] = most
+        self.find_homes()
 
     def remove(self, row: EngineRow) -> None:
         self._set_columns(np.delete(self.columns, row.at, axis=1))
@@ -188,6 +197,7 @@ class EngineTable:
         """Record that an engine has computed prompts for this long."""
         self._prompt_s *= math.exp(min(0.0, self._prompt_s_at - now) / WINDOW_S)
         self._prompt_s += seconds
+        self.prompt_seconds += seconds
         self._prompt_s_at = max(now, self._prompt_s_at)
 
 
@@ -245,10 +255,10 @@ class _Unheard(NamedTuple):
 class EngineRow:
     """One engine's numbers."""
 
-    def __init__(self, table: EngineTable, key: str, at: int) -> None:
+    def __init__(self, table: EngineTable, key: str) -> None:
         self.key = key
-        self.at = at
-        self._table = table
+        self.table = table
+        self.at = -1
         self._steps = LearnedRates(STEP_PRIOR, OWN_PRIOR_S)
         self._trips = LearnedRates(TRIP_PRIOR, OWN_PRIOR_S)
         self._adapters = LearnedRates(ADAPTER_PRIOR, OWN_PRIOR_S)
@@ -268,16 +278,21 @@ class EngineRow:
         """Requests that are to decode here, once another engine has computed their prompts."""
 
     def __getitem__(self, name: str) -> float:
-        return float(self._table.columns[_PLACE_OF[name], self.at])
+        return float(self.table.columns[_PLACE_OF[name], self.at])
 
     def __setitem__(self, name: str, value: float) -> None:
-        column = self._table.column[name]
+        column = self.table.column[name]
         if name in SELDOM and column[self.at] != value:
-            self._table.seldom_changed()
+            self.table.seldom_changed()
         column[self.at] = value
 
+    @property
+    def last(self) -> SchedulerStats:
+        """Its last report."""
+        return self._last or SchedulerStats()
+
     def charge(self, tokens: int, planned: int = 0) -> None:
-        columns, at = self._table.columns, self.at
+        columns, at = self.table.columns, self.at
         columns[_OPEN_TOKENS, at] += tokens
         if planned:
             self.num_planned += planned
@@ -297,7 +312,7 @@ class EngineRow:
 
     def place(self, tokens: float, now: float, tenant: str = "") -> None:
         """Record that a request goes there next, with this many tokens of its prompt to compute."""
-        columns, at = self._table.columns, self.at
+        columns, at = self.table.columns, self.at
         seconds = tokens * float(columns[_PROMPT_TOKEN, at])
         self._unheard.append(_Unheard(self.num_sent + 1, seconds, now, tokens, tenant))
         columns[_FREE_AT, at] = max(float(columns[_FREE_AT, at]), now) + seconds
@@ -310,7 +325,7 @@ class EngineRow:
         self.num_sent += 1
         if not self._unheard or self._unheard[-1].number != self.num_sent:
             self._unheard.append(_Unheard(self.num_sent, 0.0, now))
-            self._table.columns[_COMING, self.at] = self.num_planned + len(self._unheard)
+            self.table.columns[_COMING, self.at] = self.num_planned + len(self._unheard)
 
     def restarted(self) -> None:
         """Record that another process answers there, whose totals begin at zero."""
@@ -328,7 +343,7 @@ class EngineRow:
             self._unheard[0].number <= num_received or self._unheard[0].at < now - UNHEARD_S
         ):
             self._unheard.popleft()
-        columns = self._table.columns
+        columns = self.table.columns
         size = float(columns[_BLOCK_SIZE, self.at])
         queued_s = stats.queued_prompt_tokens * float(columns[_PROMPT_TOKEN, self.at])
         unheard_s = columns[_UNHEARD, self.at] = sum(request.seconds for request in self._unheard)
@@ -340,21 +355,21 @@ class EngineRow:
         last, self._last = self._last, stats
         if last is not None:
             self._learn_from(last, stats, size, now)
-        pairs = self._table.pairs
+        pairs = self.table.pairs
         if pairs is not None and stats.kv_transfer is not None:
             moves = self._new_moves(stats.kv_transfer.newest_moves)
-            pairs.saw(self.at, moves, size, self._table.trips, now)
+            pairs.saw(self.at, moves, size, self.table.trips, now)
 
     def heard(self, heartbeat: Heartbeat, num_received: int, now: float) -> None:
         """Take over what it says of other routers, with how many requests of this one it has
         received."""
         former, self.routers = self.routers, (heartbeat.followers, heartbeat.follower)
         if self.routers != former:
-            self._table.find_homes()
+            self.table.find_homes()
         if heartbeat.requests:
             own, of_all = num_received - self._num_received, heartbeat.requests - self._num_of_all
             if self._num_of_all:  # else these may be from long before
-                self._table.share.received(own, of_all - own, now)
+                self.table.share.received(own, of_all - own, now)
             self._num_received, self._num_of_all = num_received, heartbeat.requests
 
     def _new_moves(self, told: list[Move]) -> list[Move]:
@@ -373,9 +388,10 @@ class EngineRow:
             stats.tokens_generated - last.tokens_generated,
         )
         step_s = stats.seconds_stepping - last.seconds_stepping
+        self.table.tokens_generated += max(steps[2], 0)
         if steps[0] > 0 and step_s > 0:
-            prompt_s = steps[1] * float(self._table.columns[_PROMPT_TOKEN, self.at])
-            self._table.computed(min(max(prompt_s, 0.0), step_s), now)
+            prompt_s = steps[1] * float(self.table.columns[_PROMPT_TOKEN, self.at])
+            self.table.computed(min(max(prompt_s, 0.0), step_s), now)
         after = stats.kv_transfer or KVTransferStats()
         before = last.kv_transfer or after
         trips = (
@@ -387,7 +403,7 @@ class EngineRow:
         trip_s += after.prefix_seconds - before.prefix_seconds
         loads = (stats.adapters_loaded - last.adapters_loaded,)
         load_s = stats.seconds_loading_adapters - last.seconds_loading_adapters
-        fleet = self._table.fleet_rates
+        fleet = self.table.fleet_rates
         for told, places, own, of_all, amounts, seconds in (
             ("told_steps", _STEP_RATES, self._steps, fleet.steps, steps, step_s),
             ("told_trips", _TRIP_RATES, self._trips, fleet.trips, trips, trip_s),
@@ -400,9 +416,9 @@ class EngineRow:
                 own.saw_nothing(of_all.rates)
             if own.told:
                 self[told] = 1.0
-                self._table.columns[places, self.at] = own.rates
+                self.table.columns[places, self.at] = own.rates
         if stats.steps != last.steps:
-            self._table.share_rates()
+            self.table.share_rates()
 
 
 _MIX: Final = np.uint64(0x9E3779B97F4A7C15)

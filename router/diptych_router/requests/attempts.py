@@ -229,7 +229,7 @@ class Attempts:
 
     def _taker(self, routed: RoutedRequest) -> EngineAccount | None:
         """The planned engine if it still may, else one that fits, else the planned one after all
-        (while it drains it still takes what was meant for it)."""
+        (while it drains, or has turned, it still takes what was meant for it)."""
         fingerprint = (routed.lease or {}).get("compat")
         planned = self._fleet.get(routed.decode_engine)
         if planned is not None and (
@@ -237,7 +237,8 @@ class Attempts:
             or fingerprint not in (None, planned.fingerprint)  # restarted as something else
         ):
             planned = None
-        if planned is not None and self._fleet.may_begin_at(planned.key):
+        still = planned is not None and planned.role == "decode"
+        if still and self._fleet.may_begin_at(routed.decode_engine):
             return planned
         successor = self._fleet.successor(str(fingerprint))
         return planned if successor is None and planned is not None and planned.up else successor

@@ -370,13 +370,14 @@ class RequestTable:
         return self._and_followers(actions, now)
 
     def _move_streams(self) -> list[Action]:
-        """Ask engines that leave to hand off what they decode, if somebody can take it over."""
+        """Ask engines that leave the pool to hand off what they decode, if somebody can take it
+        over."""
         actions: list[Action] = []
         for engine in self._fleet.draining():
             if self._fleet.successor(engine.fingerprint) is None:
                 continue  # they may end here; a loss before that is a new attempt
             for core_id, routed in self.placed.items():
-                if routed.engine == engine.key and not routed.moving:
+                if routed.engine == engine.key and routed.decodes and not routed.moving:
                     routed.moving = True
                     actions.append(AskHandOff(engine.key, core_id))
         return actions

@@ -146,6 +146,11 @@ class RoutedRequest:
         return self.original.priority, due_at
 
     @property
+    def decodes(self) -> bool:
+        """Whether its engine is to generate all of its answer that is left."""
+        return self.stage is Stage.DECODE and not self.prefill_only
+
+    @property
     def has_decoded(self) -> bool:
         """Whether an engine has decoded for it, so that one holds the KV of its prompt."""
         return self.stage is Stage.DECODE and self.lease is None and bool(self.generated)

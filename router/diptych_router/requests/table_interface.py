@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from diptych_protocol import DiptychError, EngineCoreOutput, EngineCoreRequest, KVTransferParams
 from diptych_router.choosing.first_token import FirstToken
 from diptych_router.choosing.policy import Decision, RequestView
+from diptych_router.engines.engine_table import Role
 from diptych_router.engines.health_book import Failure
 
 
@@ -28,6 +29,8 @@ class EngineAccount(Protocol):
     def key(self) -> str: ...
     @property
     def name(self) -> str: ...
+    @property
+    def role(self) -> Role: ...
     @property
     def fingerprint(self) -> str: ...
     @property
@@ -77,7 +80,7 @@ class Fleet(Protocol):
         """The number of decode engines that may get new requests."""
 
     def draining(self) -> Sequence[EngineAccount]:
-        """Return decode engines whose streams should move."""
+        """Return engines whose streams should move: those that drain, or that decode no more."""
 
 
 @dataclass(frozen=True, slots=True)

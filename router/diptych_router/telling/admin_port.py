@@ -116,6 +116,7 @@ def _engine_report(pools: Pools, link: EngineLink) -> EngineReport:
     return EngineReport(
         engine_id=link.name,
         role=link.role,
+        home=link.home,
         revision=link.revision,
         usable=pools.usable(link),
         listed=link.listed,

@@ -102,4 +102,11 @@ def _of_health(model_name: str, pools: Pools) -> Iterator[Metric]:
         opened.add_metric(own, found.num_opened)
         for kind in Failure:
             failures.add_metric((*own, kind), found.failures[kind])
-    yield from (silent, breaker, opened, failures)
+    turns = CounterMetricFamily(
+        f"{PREFIX}role_turns",
+        "How often engines changed their roles, by the new one.",
+        labels=("model_name", "role"),
+    )
+    for role, count in pools.turns.items():
+        turns.add_metric((model_name, role), count)
+    yield from (silent, breaker, opened, failures, turns)

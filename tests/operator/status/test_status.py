@@ -750,3 +750,9 @@ def test_every_reason_is_given_by_somebody() -> None:
     code = "".join(path.read_text() for path in sources if path.name != "reasons.py")
     unused = [r for r in Reason if f"Reason.{r.name}" not in code and f'"{r}"' not in code]
     assert unused == []
+
+
+def test_an_engine_that_changed_its_role_counts_for_the_pool_of_its_pod() -> None:
+    turned = msgspec.structs.replace(engine("d0"), role="prefill", home="decode")
+    seen = replace(WHOLE, routers=(router(engines=[engine("p0"), turned]),))
+    assert seen.trusted(NEW) == Counts(1, 1)

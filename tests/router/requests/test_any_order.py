@@ -15,6 +15,7 @@ from diptych_protocol import (
     FinishReason,
 )
 from diptych_protocol.wire import ErrorKind
+from diptych_router.engines.engine_table import ROLES, Role
 from diptych_router.requests import placements
 from diptych_router.requests.attempts import LEAST_PATIENCE_S
 from diptych_router.requests.records import MOST_PLACEMENTS
@@ -56,8 +57,9 @@ def play(seed: int, tenants: list[str]) -> None:
         assert {core_id for _, core_id in world.placements()} >= {
             routed.core_id for routed in world.table.requests.values() if routed.engine
         }
-    for engine in world.fleet.engines:
-        world.change(engine, up=True, withdrawn=False, silent=False)
+    for key in world.fleet.engines:
+        role: Role = "prefill" if key[0] == "p" else "decode"
+        world.change(key, up=True, withdrawn=False, silent=False, role=role)
     for step in range(200):
         if not world.placements():
             break
@@ -94,7 +96,7 @@ def happen(world: World, random: Random, step: int, tenant: str) -> None:
     """One event."""
     engine = random.choice(list(world.fleet.engines))
     link = world.fleet.engines[engine]
-    match random.randrange(15):
+    match random.randrange(16):
         case 0 | 1 if step < 40:
             ahead = random.choice([None, *world.delivered])
             world.submit(f"r{step}", ahead, tenant, max_tokens=random.choice([1, 2, 5]))
@@ -122,6 +124,8 @@ def happen(world: World, random: Random, step: int, tenant: str) -> None:
             link.silent = False
         case 11 if random.random() < 0.3:
             world.look_for_late_ones(world.now + 2 * LEAST_PATIENCE_S)
+        case 12:
+            world.change(engine, role=random.choice(ROLES))
         case _:
             progress(world, random, f"L{step}", faults=True)
 

@@ -96,6 +96,35 @@ def test_a_stream_moves_with_its_lease() -> None:
     world.check_end()
 
 
+def test_a_stream_leaves_an_engine_that_prefills_now_and_its_prompts_stay() -> None:
+    world = World("p", "d", "d2")
+    world.submit("r")
+    prefilled(world)
+    world.say("d", world.answer("r/2"))
+    world.submit("waits")
+    world.change("p", withdrawn=True)
+    world.change("d", role="prefill")
+    world.submit("new")
+    world.change("d", role="prefill")
+    assert world.asked == [AskHandOff("d", "r/2")]
+    assert ("d", "new/1") in world.placements()
+    world.say("d", world.answer("r/2", FinishReason.ABORT, tokens=0, lease="L2"))
+    assert ("d2", "r/3") in world.placements()
+    for name in ("r", "waits", "new"):
+        world.leave(name)
+    world.check_end()
+
+
+def test_an_engine_that_turned_meanwhile_takes_nothing_over() -> None:
+    world = World("p", "d", "d2")
+    world.submit("r")
+    world.change("d", role="prefill")
+    prefilled(world)
+    assert [engine for engine, _ in world.placements()] == ["d2"]
+    world.leave("r")
+    world.check_end()
+
+
 def test_sending_may_find_out_first_that_an_engine_is_gone() -> None:
     world = World("p", "p2", "d")
     world.fleet.engines["d"].open_tokens = 0

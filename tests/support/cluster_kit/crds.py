@@ -59,6 +59,8 @@ from diptych_operator.api.service import (
     CANARY_STEPS,
     DECODE_PROMISED,
     DRAIN_OUTLIVES_LEASE,
+    ELASTIC_ALONE,
+    ELASTIC_PROMISED,
     PREFILL_PROMISED,
     ROLLOUT_STEP,
     SLEEP_TOGETHER,
@@ -134,6 +136,7 @@ def _cut_short(name: str) -> str:
 
 
 _PVC = {"pvc": {"claimName": "models"}}
+_PROMISES = {"ttftMs": 500, "interTokenMs": 50}
 _ATTAINS = {"autoscaling": {"maxReplicas": 2, "attainment": 0.95}}
 _ASLEEP = {"autoscaling": {"minReplicas": 0, "maxReplicas": 2}}
 _LEFT_ALONE = {"autoscaling": {"by": "External", "minReplicas": 0, "maxReplicas": 2}}
@@ -156,6 +159,7 @@ BAD_URIS = (
 
 GOOD: dict[str, dict[str, Any]] = {
     "smallest": {},
+    "elastic roles": {"router": {"elasticRoles": 1}, "slo": _PROMISES},
     **{uri: _uri(uri) for uri in GOOD_URIS},
     "revision": _uri("hf://org/repo", revision="v1.0", credentials={"secretName": "hf"}),
     "checksum": _uri("hf://org/repo/f.gguf", sha256="0" * 64),
@@ -358,6 +362,21 @@ BROKEN: dict[str, Broken] = {
     ),
     "decode without a promise to keep": Broken(
         {"decode": _ATTAINS}, "spec.decode.autoscaling.attainment", DECODE_PROMISED
+    ),
+    "roles without a promise to follow": Broken(
+        {"router": {"elasticRoles": 1}, "slo": {"ttftMs": 500}},
+        "spec.router.elasticRoles",
+        ELASTIC_PROMISED,
+    ),
+    "two routers that give roles": Broken(
+        {"router": {"elasticRoles": 1, "replicas": 2}, "slo": _PROMISES},
+        "spec.router.elasticRoles",
+        ELASTIC_ALONE,
+    ),
+    "roles in a pool that scales": Broken(
+        {"router": {"elasticRoles": 1}, "slo": _PROMISES, "decode": _ATTAINS},
+        "spec.router.elasticRoles",
+        ELASTIC_ALONE,
     ),
     "only prefill sleeps": Broken({"prefill": _ASLEEP}, "spec", SLEEP_TOGETHER),
     "only decode sleeps": Broken(

@@ -19,6 +19,7 @@ from diptych_protocol import (
 )
 from diptych_router.choosing.first_token import FirstToken
 from diptych_router.choosing.policy import Decision, RequestView
+from diptych_router.engines.engine_table import Role
 from diptych_router.engines.health_book import Failure
 from diptych_router.engines.serving import RevisionShare
 from diptych_router.requests.promises import Promises
@@ -45,6 +46,7 @@ class ToyEngine:
 
     key: str
     fingerprint: str = "f"
+    role: Role = "decode"
     up: bool = True
     withdrawn: bool = False
     silent: bool = False
@@ -95,15 +97,15 @@ class ToyFleet:
         engine = self.engines[key]
         return engine.up and not engine.withdrawn and not engine.silent
 
-    def views(self, role: str) -> list[EngineView]:
+    def views(self, role: Role) -> list[EngineView]:
         return [
             EngineView(e.key, e.fingerprint, e.open_tokens, e.up and not e.withdrawn, e.silent)
             for e in self.engines.values()
-            if e.key.startswith(role) and e.up
+            if e.role == role and e.up
         ]
 
     def choose(self, request: RequestView, full: Collection[str] = ()) -> Decision | None:
-        return choose(request, self.views("p"), self.views("d"), full)
+        return choose(request, self.views("prefill"), self.views("decode"), full)
 
     def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
         return self.first
@@ -112,21 +114,22 @@ class ToyFleet:
         pass
 
     def successor(self, fingerprint: str) -> ToyEngine | None:
-        key = successor([v for v in self.views("d") if not v.silent], fingerprint)
+        key = successor([v for v in self.views("decode") if not v.silent], fingerprint)
         return self.engines[key] if key is not None else None
 
     def num_decoding(self) -> int:
-        return sum(view.usable for view in self.views("d"))
+        return sum(view.usable for view in self.views("decode"))
 
     def draining(self) -> Sequence[ToyEngine]:
-        return [e for e in self.engines.values() if e.key[0] == "d" and e.up and e.withdrawn]
+        return [e for e in self.engines.values() if e.up and (e.withdrawn or e.role == "prefill")]
 
 
 class World:
     """A table, its engines, and a user who remembers everything."""
 
     def __init__(self, *engines: str, hold_seconds: float = 30.0, slo: Slo | None = None) -> None:
-        self.fleet = ToyFleet({key: ToyEngine(key) for key in engines})
+        roles: dict[str, Role] = {"p": "prefill", "d": "decode"}
+        self.fleet = ToyFleet({key: ToyEngine(key, role=roles[key[0]]) for key in engines})
         self.table = RequestTable(
             self.fleet, hold_seconds=hold_seconds, max_held=100, promises=Promises(slo or Slo())
         )
@@ -186,7 +189,7 @@ class World:
         self.now = now
         self.carry_out(self.table.give_up_late(now))
 
-    def change(self, engine: str, **facts: bool) -> None:
+    def change(self, engine: str, **facts: bool | Role) -> None:
         for name, value in facts.items():
             setattr(self.fleet.engines[engine], name, value)
         self.carry_out(self.table.fleet_changed(self.now))

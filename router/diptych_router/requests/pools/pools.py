@@ -32,6 +32,7 @@ from diptych_protocol.wire import PrefixChanges
 from diptych_router.choosing.fleet_table import FOR_A_PAIR, FleetTable
 from diptych_router.choosing.policies import policy_of
 from diptych_router.choosing.policy import Decision, RequestView
+from diptych_router.choosing.roles import Watch
 from diptych_router.engines.descriptions import compat_mismatch
 from diptych_router.engines.discovery import Target, resolve
 from diptych_router.engines.engine_link import CALL_ERRORS, EngineLink, ReadKeys, key_of
@@ -43,6 +44,7 @@ from diptych_router.requests.pools.health_watch import HealthWatch
 log = logging.getLogger(__name__)
 
 DISCOVERY_INTERVAL_S = 1.0
+ROLES_INTERVAL_S = 0.2
 STATS_TIMEOUT_S = 1.0
 NOTIFY_TIMEOUT_S = 5.0
 EXPECTED_S = 10.0
@@ -83,6 +85,8 @@ class Pools:
         policy, self.refused_settings = policy_of(config)
         self.fleet = FleetTable(policy, Random().randrange, config.disaggregate)
         self.first_token, self.placed = self.fleet.first_token, self.fleet.placed
+        self.turns: dict[Role, int] = dict.fromkeys(ROLES, 0)
+        """How many engines have turned to each role."""
         self._follows_prefixes = policy.reads_prefixes
         self._followed: dict[str, int] = {}
         """Key -> which connection the engine was last greeted over: `EngineLink.times_up`."""
@@ -107,6 +111,8 @@ class Pools:
 
     def start(self) -> None:
         self.spawn(self._discover())
+        if self._config.elastic_roles:
+            self.spawn(self._follow_load())
 
     def close(self) -> None:
         self._closed = True
@@ -231,7 +237,7 @@ class Pools:
         return sum(self.usable(link) for link in self.of("decode"))
 
     def draining(self) -> list[EngineLink]:
-        return [link for link in self.of("decode") if link.stats.draining]
+        return [link for link in self.links.values() if link.up and link.sheds_streams]
 
     def why_not_ready(self) -> str:
         """Return an empty text once a pair was usable, as long as a decode engine is; otherwise the
@@ -304,6 +310,24 @@ class Pools:
             self.fleet.known.index.age()
         self._changed()
 
+    async def _follow_load(self) -> None:
+        """Turn engines to the role that promises need, for ever."""
+        slo = self._config.slo
+        ttft_s, gap_s = (slo.ttft_ms or 0) / 1e3, (slo.inter_token_ms or 0) / 1e3
+        watch = Watch(self.fleet, self._config.elastic_roles, ttft_s, gap_s)
+        while True:
+            await asyncio.sleep(ROLES_INTERVAL_S)
+            homes = {key: link.home for key, link in self.links.items()}
+            key = watch.due(homes, time.monotonic())
+            if key is not None:
+                self._turn(self.links[key])
+
+    def _turn(self, link: EngineLink) -> None:
+        role = self.fleet.turn(link.key, link.description.engine_id if link.description else "")
+        link.turn(role)
+        self.turns[role] += 1
+        self._changed()
+
     def _follow_trial(self) -> None:
         """Begin to count anew with each share."""
         serving, trial = self.serving, self.trial
@@ -314,7 +338,7 @@ class Pools:
 
     def _follow(self, role: Role, endpoints: set[str]) -> None:
         """Open lines to new addresses; drop those that are neither listed nor alive."""
-        known = {link.endpoint: key for key, link in self.links.items() if link.role == role}
+        known = {link.endpoint: key for key, link in self.links.items() if link.home == role}
         for endpoint in endpoints - known.keys():
             row = self.fleet.add(role, key_of(role, endpoint))
             try:
@@ -362,15 +386,18 @@ class Pools:
         """A block that was read after its lease had ended may have been anybody's, and its answer
         looks like any other. Nobody says who has read it."""
         known, self._late_reads = self._late_reads, {}
-        for link in self.of("prefill"):
+        for link in self.links.values():
+            if not link.up or not (link.role == "prefill" or link.has_turned):
+                continue
             told = link.stats.kv_transfer
             count = self._late_reads[link.epoch] = 0 if told is None else told.late_reads
             if count <= known.get(link.epoch, 0):
                 continue
             why = f"blocks of {link.name} were read after their lease had ended"
             log.warning("%s", why)
-            for reader in self.of("decode"):
-                if reader.fingerprint == link.fingerprint:
+            for reader in self.links.values():
+                reads = reader.up and (reader.role == "decode" or reader.has_turned)
+                if reads and reader.fingerprint == link.fingerprint:
                     reader.doubt_kv(why)
 
     def _greet(self) -> None:

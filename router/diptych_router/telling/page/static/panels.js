@@ -124,7 +124,7 @@ export class Panels {
     if (!engine) return;
     let card = this.#cards.get(id);
     if (!card) {
-      card = new Card(engine.role, (whose) => this.#own.get(whose) ?? "", this.kill && (() => this.#killNow(id)));
+      card = new Card((whose) => this.#own.get(whose) ?? "", this.kill && (() => this.#killNow(id)));
       this.#cards.set(id, card);
     }
     card.fill(engine, this.pools.stateOf(engine), this.pools.ratesOf(engine));
@@ -179,13 +179,11 @@ class Card {
   #figures = new Map();
 
   /**
-   * @param {"prefill" | "decode"} role
    * @param {(whose: string) => string} idOf see `Grid`
    * @param {(() => void) | null} kill
    */
-  constructor(role, idOf, kill) {
+  constructor(idOf, kill) {
     this.grid = new Grid(idOf);
-    this.element.dataset.role = role;
     const head = make("summary", "", this.#name, this.#state);
     head.title = "Figures of this engine";
     const about = make("details", "about", head, this.#list);
@@ -206,6 +204,7 @@ class Card {
   fill(engine, state, rates) {
     const gone = GONE.has(state);
     this.element.classList.toggle("bad", SICK.has(state));
+    this.element.dataset.role = engine.role;
     this.element.dataset.state = state;
     this.element.dataset.name = engine.name;
     setText(this.#name, engine.name || "an engine that has not answered yet");

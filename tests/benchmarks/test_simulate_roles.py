@@ -1,0 +1,15 @@
+"""Roles that follow a load which turns, in virtual time, with the router's own decisions."""
+
+from __future__ import annotations
+
+import pytest
+from benchmarks.simulate import elastic
+
+
+@pytest.mark.slow
+def test_promises_are_kept_again_within_seconds_after_the_load_has_turned() -> None:
+    log = elastic.simulate(2, elastic=True)
+    assert min(elastic.kept(log)[1:]) >= 0.95
+    assert not log.unanswered
+    assert len(log.turns) < 2 * elastic.PODS
+    assert min(elastic.kept(elastic.simulate(2, elastic=False))) < 0.8
