@@ -58,6 +58,7 @@ from diptych_operator.status.observed import (
     Observed,
     PodView,
     Problem,
+    foreign,
     observe,
     pod_view,
     seconds_between,
@@ -432,10 +433,9 @@ def _foreign(
     service: InferenceService, pods: Iterable[PodView], ours: Collection[ChildId], keys: KeySets
 ) -> set[Reference]:
     """What waiting pods refer to, but for what we make: that is known already."""
-    waiting = [pod.refers for pod in pods if pod.stays and not pod.ready]
     made = {Reference(kind, name) for _, kind, name in ours}
     made |= {Reference("Secret", secret_name(service, k)) for k in (keys.current, keys.previous)}
-    return set().union(*waiting) - made
+    return foreign(pods, made)
 
 
 def _decide(snapshot: ServiceSnapshot, desired: Counts, now: str) -> Step:

@@ -5,7 +5,7 @@ The modules that decide (`plan`, `status`, `autoscale`) use these values and nev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final
@@ -262,6 +262,12 @@ def pod_view(raw: Raw) -> PodView:
         refers=references(raw.get("spec") or {}),
         key_secrets=key_secrets(raw.get("spec") or {}),
     )
+
+
+def foreign(pods: Iterable[PodView], made: Collection[Reference]) -> set[Reference]:
+    """Return what waiting pods refer to, but for what we make."""
+    waiting = [pod.refers for pod in pods if pod.stays and not pod.ready]
+    return set().union(*waiting) - set(made)
 
 
 def _since(scheduled: Raw, meta: Raw) -> str:
