@@ -34,6 +34,7 @@ class Chart:
             "images.registry": registry,
             # Models of some tests come from a folder of the node.
             "limits.allow.hostPaths": "{*}",
+            "limits.allow.cacheHostPaths": "{*}",
         }
         if serves:
             self._values["namespaces"] = f"{{{serves}}}"

@@ -105,7 +105,7 @@ class Leader:
             return
         log.info("leading as %s on %s", self._args.identity, cluster)
         indexed = Indexed()
-        async with Routers() as routers:
+        async with Routers(self._has_request) as routers:
             args = self._args
             rivals = Rivals(self._kube, serves_cluster=not self._args.namespaces)
             reconciler = Reconciler(
@@ -169,6 +169,10 @@ class Leader:
             has_gateways=all(gateways),
             has_routes=await self._kube.can_list(API_VERSION, ROUTE_KIND, self._args.namespaces),
         )
+
+    def _has_request(self, key: ServiceKey) -> None:
+        if self._queue is not None:
+            self._queue.add(key)
 
     def _answered(self, path: str, status: int) -> None:
         self._alive.answered(path, status, time.monotonic())

@@ -54,9 +54,11 @@ from diptych_operator.scalers import PoolScalers, with_sizes_from_outside
 from diptych_operator.service_snapshot import ServiceSnapshot, key_sets, keys_in_pods
 from diptych_operator.status.canaries import failures
 from diptych_operator.status.observed import (
+    TURNED_AWAY_S,
     Observed,
     PodView,
     Problem,
+    foreign,
     observe,
     pod_view,
     seconds_between,
@@ -173,6 +175,7 @@ class Reconciler:
 
     def _forget(self, key: ServiceKey) -> None:
         self._stands_back.discard(key)
+        self._routers.follow(key, [], [])
         self._scaling.pop(key, None)
         self._upgrades.places.pop(key, None)
         self._keys.forget(key)
@@ -209,7 +212,9 @@ class Reconciler:
             raise done.failure  # the queue tries again, with back-off
         if snapshot.held and key in self._upgrades.waiting()[:NEXT]:
             return AUTOSCALE_INTERVAL_S
-        return REFUSAL_S if problems else _interval(service, step)
+        rest = REFUSAL_S if problems else _interval(snapshot, step)
+        waits = any(pod.turned_away_at for pod in snapshot.observed.pods)
+        return min(rest or TURNED_AWAY_S, TURNED_AWAY_S) if waits else rest
 
     async def _in_turn(self, key: ServiceKey, snapshot: ServiceSnapshot) -> ServiceSnapshot:
         """Hold the pods as they are if only this operator, and not the user, wants others."""
@@ -262,12 +267,15 @@ class Reconciler:
         # Routers report from their first moments on: they are not ready before a canary was.
         routers = [p for p in views if p.role == "router" and not (p.terminating or p.gone)]
         asked = [pod.ip for pod in routers if pod.ip]
-        polled = await self._routers.poll(asked, list(filter(None, (current, older))))
+        tokens = list(filter(None, (current, older)))
+        polled = await self._routers.poll(asked, tokens)
         observed = observe(deployments, pods, polled.reports, polled.unreachable)
         missing = await self._referents.missing(service, _foreign(service, views, children, keys))
         observed = replace(observed, problems=problems, missing=missing)
         lost = frozenset({keys.previous} if older is None else ())
-        return ServiceSnapshot(service, revision(service), keys, children, pods, observed, lost)
+        snapshot = ServiceSnapshot(service, revision(service), keys, children, pods, observed, lost)
+        self._routers.follow(key, asked if snapshot.asleep else [], tokens)
+        return snapshot
 
     async def _current_token(
         self, service: InferenceService, keys: str, in_use: bool, holders: Collection[str]
@@ -425,17 +433,16 @@ def _foreign(
     service: InferenceService, pods: Iterable[PodView], ours: Collection[ChildId], keys: KeySets
 ) -> set[Reference]:
     """What waiting pods refer to, but for what we make: that is known already."""
-    waiting = [pod.refers for pod in pods if pod.stays and not pod.ready]
     made = {Reference(kind, name) for _, kind, name in ours}
     made |= {Reference("Secret", secret_name(service, k)) for k in (keys.current, keys.previous)}
-    return set().union(*waiting) - made
+    return foreign(pods, made)
 
 
 def _decide(snapshot: ServiceSnapshot, desired: Counts, now: str) -> Step:
     """`now`: an RFC 3339 time."""
     service, status = snapshot.service, snapshot.service.status
     counted = count(snapshot.observed, snapshot.target, status.transfer, now)
-    return plan(
+    step = plan(
         snapshot.target,
         desired,
         service.spec.rollout,
@@ -450,6 +457,10 @@ def _decide(snapshot: ServiceSnapshot, desired: Counts, now: str) -> Step:
         suspend=service.spec.suspend,
         evidence=_evidence(snapshot, now),
     )
+    rollout = service.spec.rollout
+    if rollout.when_full != "ReplaceInPlace" or not rollout.max_surge:
+        return step
+    return replace(step, in_place=snapshot.observed.cramped(snapshot.target, now))
 
 
 def _evidence(snapshot: ServiceSnapshot, now: str) -> Evidence:
@@ -471,15 +482,16 @@ def _evidence(snapshot: ServiceSnapshot, now: str) -> Evidence:
     )
 
 
-def _interval(service: InferenceService, step: Step) -> float | None:
+def _interval(snapshot: ServiceSnapshot, step: Step) -> float | None:
     """Until the next pass, if nothing happens before; None if only an event can bring news."""
+    service = snapshot.service
     if service.spec.suspend and step.phase is Phase.Suspended:
         return None
     if step.phase not in (Phase.Idle, Phase.Suspended):
         return BUSY_INTERVAL_S
     scalings = (pool.autoscaling for pool in service.pools.values())
     by_load = any(scaling is not None and scaling.by == "Operator" for scaling in scalings)
-    return AUTOSCALE_INTERVAL_S if by_load else REST_INTERVAL_S
+    return AUTOSCALE_INTERVAL_S if by_load and not snapshot.asleep else REST_INTERVAL_S
 
 
 def _rfc3339(now: datetime) -> str:

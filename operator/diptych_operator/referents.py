@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping
 
-from diptych_operator.api.service import InferenceService
+from diptych_operator.api.names import Owner
 from diptych_operator.key_keeper import RECHECK_S
 from diptych_operator.kube.children import REFUSAL_S
 from diptych_operator.kube.client import ApiError, Kube
@@ -24,7 +24,7 @@ class Referents:
         self._missing_until: dict[_Id, float] = {}
 
     async def missing(
-        self, service: InferenceService, wanted: Collection[Reference]
+        self, service: Owner, wanted: Collection[Reference]
     ) -> Mapping[Reference, str]:
         """Return the objects that do not exist, with the remedy for each."""
         namespace = service.metadata.namespace

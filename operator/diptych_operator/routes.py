@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -15,12 +16,16 @@ from diptych_operator.api.parse import parse_route
 from diptych_operator.api.route import ROUTE_KIND, ModelRoute, RouteStatus
 from diptych_operator.api.service import API_VERSION
 from diptych_operator.api.status import Condition, ConditionStatus
-from diptych_operator.kube.children import Children, NotOursError, child_id
+from diptych_operator.kube.children import ChildId, Children, NotOursError, child_id
 from diptych_operator.kube.client import ApiError, Kube
 from diptych_operator.kube.cluster import Cluster
 from diptych_operator.kube.rivals import Rivals, ServedByRivalError
 from diptych_operator.kube.watch import Indexed
+from diptych_operator.referents import Referents
 from diptych_operator.render.route import route_objects
+from diptych_operator.status.diagnose import diagnose
+from diptych_operator.status.observed import foreign, observe, pod_view
+from diptych_operator.status.references import Reference
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +42,7 @@ class Routes:
         self._kube, self._watched, self._cluster = kube, watched, cluster
         self._images, self._rivals = images, rivals
         self._children = Children(kube)
+        self._referents = Referents(kube)
 
     async def reconcile(self, key: ServiceKey) -> float | None:
         """Bring one route closer to its spec. Returns the seconds until the next pass."""
@@ -63,10 +69,14 @@ class Routes:
         except ApiError as exc:
             if not exc.is_refusal:
                 raise
-            await self._report(raw, "Refused", f"the API server refuses an object: {exc}")
+            words = f"the API server refuses an object: {str(exc).rstrip('.')}"
+            if exc.kind == "Deployment" and exc.blames_object:
+                words += ". Correct spec.podTemplate or spec.resources."
+            await self._report(raw, "Refused", words)
         else:
             ready = _ready_pods(live.values())
-            reason, message = next(self._problems(route, ready), ("Serving", "it serves"))
+            why = await self._why_not_ready(key, route, live) if not ready else ""
+            reason, message = next(self._problems(route, why), ("Serving", "it serves"))
             await self._report(raw, reason, message, f"{ready}/{route.spec.replicas}")
         return LOOK_S
 
@@ -80,10 +90,21 @@ class Routes:
                 found[name] = spec["model"].get("servedName") or name
         return found
 
-    def _problems(self, route: ModelRoute, ready: int) -> Iterator[tuple[str, str]]:
+    async def _why_not_ready(
+        self, key: ServiceKey, route: ModelRoute, live: Iterable[ChildId]
+    ) -> str:
+        pods = self._watched.pods(key)
+        views = [pod_view(raw) for raw in pods]
+        waits_for = foreign(views, {Reference(kind, name) for _, kind, name in live})
+        missing = await self._referents.missing(route, waits_for)
+        observed = replace(observe((), pods), missing=missing)
+        said = f"no pod of {object_name(route, 'route')} is ready"
+        return ": ".join([said, *(found.message for found in diagnose(observed, "route")[:1])])
+
+    def _problems(self, route: ModelRoute, why: str) -> Iterator[tuple[str, str]]:
         """Reason and message of what keeps the route from being ready, the worst first."""
-        if not ready:
-            yield "PodsNotReady", f"no pod of {object_name(route, 'route')} is ready"
+        if why:
+            yield "PodsNotReady", why
         for name in _services(route):
             raw = self._watched.service((route.metadata.namespace, name))
             if raw is None:

@@ -56,6 +56,12 @@ class ServiceSnapshot:
         return aim if known else fixed_counts(self.service)
 
     @property
+    def asleep(self) -> bool:
+        """Whether idle pools are scaled to zero, so that only a request brings news."""
+        there = map(self.observed.wanted, self.observed.revisions())
+        return self.service.sleeps_when_idle and not any(there)
+
+    @property
     def last_rendered(self) -> Rendered | None:
         """What the pods were rendered for, if the cluster says so."""
         found = (annotation(raw, RENDERED_ANNOTATION) for raw in self.deployments(""))

@@ -8,15 +8,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from service_kit import Core, Streaming, cores, engine_config, generate, healthy, routing
-from waits import PATIENCE_S
+from waits import FOR_EVER_S, PATIENCE_S
 
 from diptych_frontend.core_client.curve import new_keys, read_keys
 from diptych_protocol import EngineOverloadedError, KVTransferConfig
+from diptych_protocol.admin import RouterReport
 from diptych_router.choosing.fleet_table import FOR_A_PAIR
-from diptych_router.telling.admin_port import router_report
+from diptych_router.requests.pool_client import PoolClient
+from diptych_router.telling.admin_port import MOST_WAIT_S, admin_app, router_report
+from diptych_router.telling.explanations import Explanations
 
 NOBODY = "127.0.0.1:1"
 """An address where no engine is."""
@@ -120,6 +124,20 @@ async def test_the_longest_request_is_what_every_usable_engine_can_take(
 # --- holding, and which revisions may serve ---------------------------------------------------
 
 
+async def next_report(client: PoolClient, keys_dir: Path) -> RouterReport:
+    """The router's report once it holds a request."""
+    (keys_dir / "admin-token").write_text("sesame")
+    known = Explanations(client.table.records, client.name_of, policy="", disaggregate="")
+    transport = httpx.ASGITransport(admin_app(client, known, keys_dir, None))
+    async with httpx.AsyncClient(transport=transport, timeout=FOR_EVER_S) as admin:
+        found = await admin.get(
+            "http://admin/admin/state",
+            params={"wait": MOST_WAIT_S},
+            headers={"Authorization": "Bearer sesame"},
+        )
+    return msgspec.json.decode(found.content, type=RouterReport)
+
+
 async def test_requests_wait_for_a_revision_that_may_serve(
     smollm2: str, keys_dir: Path, two_pools: dict[str, Core], tmp_path: Path, eventually: Any
 ) -> None:
@@ -133,9 +151,11 @@ async def test_requests_wait_for_a_revision_that_may_serve(
         report = router_report(client)
         assert report.serving_revisions == ["r2"]
         assert [(e.verified, e.usable) for e in report.engines] == [(True, False)] * 2
+        news = asyncio.create_task(next_report(client, keys_dir))
         waiting = [asyncio.create_task(generate(client, PROMPT)) for _ in range(2)]
         await eventually(lambda: client.num_held == 2)
         assert router_report(client).held_requests == 2
+        assert (await asyncio.wait_for(news, PATIENCE_S)).held_requests > 0
         with pytest.raises(EngineOverloadedError, match="2 requests wait already"):
             await generate(client, "one too many")
         waiting[1].cancel()

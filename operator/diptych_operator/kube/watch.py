@@ -234,7 +234,8 @@ def trimmed(raw: dict[str, Any]) -> Raw:
     meta = {name: raw["metadata"][name] for name in _KEPT_META if name in raw["metadata"]}
     kept: dict[str, Any] = {"apiVersion": raw["apiVersion"], "kind": raw["kind"], "metadata": meta}
     if raw["kind"] == "Deployment":
-        kept["spec"] = {"replicas": raw["spec"].get("replicas", 1)}
+        spec = raw["spec"]
+        kept["spec"] = {"replicas": spec.get("replicas", 1), "strategy": spec.get("strategy")}
     if raw["kind"] == SCALER_KIND:
         kept["spec"] = {"replicas": raw["spec"]["replicas"]}
     if raw["kind"] == "Pod":

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from diptych_operator.api.names import POOLS
 from diptych_operator.counts import NOTHING, Counts
 from diptych_operator.plan.messages import (
     falling_back,
@@ -34,6 +35,7 @@ from diptych_operator.plan.state import (
     less,
     most,
     total,
+    with_count,
 )
 from diptych_operator.plan.trial import Trial, advance, has_passed
 
@@ -42,13 +44,24 @@ def alone(view: RolloutView) -> Step:
     """No old revision is alive: start all of the target, beside pods that terminate."""
     target = view.target.revision
     serving = (target,) if view.rollout.switches else ()
-    replicas = {target: view.desired}
+    replicas = {target: _sharing_places(view)}
     if view.target_whole:
         return Step(replicas, serving, Phase.Idle, progress(view, replicas))
     if view.failed:
         return Step(replicas, serving, Phase.Failed, stuck(view, replicas))
     phase = Phase.Verifying if view.target_ready else Phase.Progressing
     return Step(replicas, serving, phase, progress(view, replicas))
+
+
+def _sharing_places(view: RolloutView) -> Counts:
+    """The desired size; but one pod of a pool that may hold the places of the other, as long as the
+    scheduler turns all pods of the other away."""
+    target, wanted = view.target, view.desired
+    here = less(target.wanted, target.unplaced)
+    for lacking, holding in (POOLS, POOLS[::-1]):
+        if target.turned_away.of(lacking) and not here.of(lacking) and here.of(holding):
+            wanted = with_count(wanted, holding, 1)
+    return wanted
 
 
 def paired_rolling(view: RolloutView) -> Step:

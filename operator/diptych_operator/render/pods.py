@@ -94,7 +94,7 @@ SCHEME_ANNOTATION = {"prometheus.io/scheme": "https"}
 
 _ENGINE_PROBES: dict[str, Any] = {
     # Ten minutes to load weights; until then neither of the others is asked.
-    "startupProbe": probe("/health", period_s=2, timeout_s=2, failures=300),
+    "startupProbe": probe("/health", period_s=1, timeout_s=2, failures=600),
     # A program that a starved node keeps waiting is ready all the same: taking it out of service
     # would hand its load to pods that are starved too. Routers notice by themselves who is dead.
     "readinessProbe": probe("/health", period_s=5, timeout_s=5, failures=3),

@@ -5,7 +5,7 @@ The modules that decide (`plan`, `status`, `autoscale`) use these values and nev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final
@@ -38,6 +38,8 @@ class DeploymentView:
     """Whether the controller has seen the newest template, and all wanted pods are made from it."""
     failure: str = ""
     """Message of a ReplicaFailure condition: pods that cannot even be created."""
+    in_place: bool = False
+    """Whether its old pods make room for new ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +148,18 @@ class Observed:
             revision, lambda pod: seconds_between(pod.turned_away_at, now) >= TURNED_AWAY_S
         )
 
+    def cramped(self, revision: str, now: str) -> frozenset[str]:
+        """Return the pools where a changed template waits for nodes, until all pods have it. The
+        only pod of a pool is not among them: that would be an outage."""
+        away = self.turned_away(revision, now)
+        return frozenset(
+            d.role
+            for d in self.deployments
+            if d.revision == revision
+            and d.updated < d.wanted > 1
+            and (d.in_place or away.of(d.role))
+        )
+
     def _staying(self, revision: str, chosen: Callable[[PodView], bool]) -> Counts:
         roles = [p.role for p in self.pods if p.revision == revision and p.stays and chosen(p)]
         return Counts(roles.count("prefill"), roles.count("decode"))
@@ -209,6 +223,7 @@ def deployment_view(raw: Raw) -> DeploymentView:
         updated=updated,
         settled=observed and updated == wanted and status.get("replicas", 0) == wanted,
         failure=failure,
+        in_place=not ((spec.get("strategy") or {}).get("rollingUpdate") or {}).get("maxSurge", 1),
     )
 
 
@@ -247,6 +262,12 @@ def pod_view(raw: Raw) -> PodView:
         refers=references(raw.get("spec") or {}),
         key_secrets=key_secrets(raw.get("spec") or {}),
     )
+
+
+def foreign(pods: Iterable[PodView], made: Collection[Reference]) -> set[Reference]:
+    """Return what waiting pods refer to, but for what we make."""
+    waiting = [pod.refers for pod in pods if pod.stays and not pod.ready]
+    return set().union(*waiting) - set(made)
 
 
 def _since(scheduled: Raw, meta: Raw) -> str:

@@ -6,10 +6,10 @@ A node waits for a volume without a word in the pod's status, so the operator ch
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from diptych_operator.api.base import Raw
-from diptych_operator.api.names import KEYS_VOLUME
+from diptych_operator.api.names import KEYS_VOLUME, Owner
 from diptych_operator.api.service import InferenceService
 
 
@@ -54,7 +54,7 @@ def _named(source: Raw, secret: str, config_map: str) -> Iterator[Reference]:
             yield Reference(kind, named.get("name") or named.get("secretName") or "")
 
 
-def remedy(service: InferenceService, reference: Reference) -> str:
+def remedy(service: Owner, reference: Reference) -> str:
     """Return the remedy for a missing object."""
     fields = list(_fields(service, reference)) or ["the podTemplate (or the chart's podDefaults)"]
     namespace = service.metadata.namespace
@@ -64,13 +64,17 @@ def remedy(service: InferenceService, reference: Reference) -> str:
     )
 
 
-def _fields(service: InferenceService, reference: Reference) -> Iterable[str]:
-    spec = service.spec
-    named = {
-        "spec.model.credentials": spec.model.credentials,
-        "spec.router.tls": spec.router.tls,
-        "spec.router.apiKeys": spec.router.api_keys,
-    }
+def _fields(service: Owner, reference: Reference) -> Iterable[str]:
+    named: dict[str, Any]
+    if isinstance(service, InferenceService):
+        spec = service.spec
+        named = {
+            "spec.model.credentials": spec.model.credentials,
+            "spec.router.tls": spec.router.tls,
+            "spec.router.apiKeys": spec.router.api_keys,
+        }
+    else:
+        named = {"spec.tls": service.spec.tls, "spec.apiKeys": service.spec.api_keys}
     for field, owner in named.items():
         if owner is not None and reference == ("Secret", owner.secret_name):
             yield field

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from diptych_frontend.admin.calls import build_admin_app, report
+from diptych_frontend.admin.calls import build_admin_app, report, seconds_of
 from diptych_frontend.openai.api_keys import ApiKeys
 from diptych_protocol import InvalidRequestError, KVTransferStats
 from diptych_protocol.admin import EngineReport, Explanation, PromiseCount, RouterReport
@@ -24,6 +25,8 @@ from diptych_router.requests.records import MOST_REQUESTS
 from diptych_router.telling.explanations import MOST_ID_CHARACTERS, Explanations
 
 DEFAULT_LIMIT: Final = 20
+MOST_WAIT_S: Final = 60.0
+LOOK_S: Final = 0.1
 
 
 def request_routes(known: Explanations) -> list[BaseRoute]:
@@ -74,9 +77,13 @@ def _limit_of(request: Request) -> int:
 def admin_app(
     client: PoolClient, explanations: Explanations, keys_dir: Path, api_keys: ApiKeys | None
 ) -> ASGIApp:
-    """Return the app of the admin port. Each report of the router's state asks the engines."""
+    """Return the app of the admin port. Each report of the router's state asks the engines; with
+    `wait`, once a request is held or these seconds are over."""
 
     async def state(request: Request) -> Response:
+        until = time.monotonic() + seconds_of(request, "wait", 0.0, MOST_WAIT_S)
+        while not (client.num_held or client.leaving) and time.monotonic() < until:
+            await asyncio.sleep(LOOK_S)
         await client.refresh_stats()
         return report(router_report(client, api_keys))
 

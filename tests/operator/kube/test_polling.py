@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -10,6 +11,8 @@ import pytest
 from aiohttp import web
 from cluster_kit.reconciling import Store, one_pass
 from kubernetes.aio import client
+from msgspec import structs
+from waits import FOR_EVER_S, PATIENCE_S
 
 from diptych_operator import routers
 from diptych_operator.kube.client import RIGHTS, ApiError, Kube
@@ -193,3 +196,44 @@ async def test_what_is_no_report_counts_as_out_of_reach(
     answer: Answer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert await poll(answer, monkeypatch) == Polled((), 1)
+
+
+async def test_a_router_that_sleeps_tells_of_a_request_when_it_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    comes, woken = asyncio.Event(), asyncio.Event()
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.query["wait"])
+        await comes.wait()
+        return web.Response(body=msgspec.json.encode(structs.replace(REPORT, held_requests=1)))
+
+    async with served(answer) as port, Routers(lambda _: woken.set()) as session:
+        monkeypatch.setattr(routers, "ADMIN_PORT", port)
+        for _ in range(3):  # each pass says so again
+            session.follow(("ns", "svc"), ["127.0.0.1"], ["token"])
+            await asyncio.sleep(0.05)
+        assert len(asked) == 1
+        assert not woken.is_set()
+        comes.set()
+        async with asyncio.timeout(PATIENCE_S):
+            await woken.wait()
+        session.follow(("ns", "svc"), [], [])
+
+
+async def test_one_of_an_older_release_which_answers_at_once_is_not_asked_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        return web.Response(body=msgspec.json.encode(REPORT))
+
+    async with served(answer) as port, Routers() as session:
+        monkeypatch.setattr(routers, "ADMIN_PORT", port)
+        monkeypatch.setattr(routers, "REST_S", FOR_EVER_S)
+        session.follow(("ns", "svc"), ["127.0.0.1"], ["token"])
+        await asyncio.sleep(0.3)
+        assert len(asked) <= 1

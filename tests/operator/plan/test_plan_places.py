@@ -264,6 +264,21 @@ def test_a_failed_revision_gives_up_pods_that_wait_and_the_old_one_comes_back(
     assert not any(not pod.placed for pod in world.pods)
 
 
+@given(size=sizes, random=randoms, places=st.integers(2, 9))
+@settings(max_examples=50)
+def test_a_first_start_ends_with_a_pair_wherever_there_are_two_places(
+    size: Counts, random: Random, places: int
+) -> None:
+    """Else one pool could take them all, and nothing would ever be served."""
+    world = cluster(size, (1, 0), random, NOTHING, shared=True)
+    world.places, world.pods, world.wanted = {"any": places}, [], {}
+    for _ in range(ROUNDS // 4):
+        world.round()
+    ready = world.counts("new", "ready")
+    assert all(_counted(ready)), world
+    assert sum(_counted(ready)) == min(places, sum(_counted(size))), world
+
+
 def test_pairs_are_asked_for_one_after_the_other() -> None:
     """Else both free places could go to one pool, and half the service would be missing."""
     world = cluster(Counts(2, 2), (1, 1), Random(1), NOTHING, shared=True)

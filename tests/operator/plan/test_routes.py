@@ -69,6 +69,30 @@ async def settled(store: Watched) -> tuple[str, str]:
     return store.ready()
 
 
+async def test_a_route_says_what_its_pods_wait_for() -> None:
+    store = Watched({"a": KEYS, "b": KEYS}, apiKeys={"secretName": "keys"})
+    await passes(store)
+    store.start_pods({"phase": "Pending"})
+    for deployment in store.deployments():
+        del deployment["status"]
+    await passes(store)
+    (condition,) = store.route(KEY)["status"]["conditions"]
+    assert condition["reason"] == "PodsNotReady"
+    assert (
+        'Create the Secret "keys" in the namespace ns, or correct spec.apiKeys.'
+        in (condition["message"])
+    )
+
+
+async def test_a_route_whose_pods_are_refused_names_the_field_to_correct() -> None:
+    store = Watched({"a": {}, "b": {}})
+    store.refuses_pods = (422, "spec.template.spec.nodeSelector: Invalid value")
+    await passes(store)
+    (condition,) = store.route(KEY)["status"]["conditions"]
+    assert condition["reason"] == "Refused"
+    assert condition["message"].endswith("Correct spec.podTemplate or spec.resources.")
+
+
 async def test_a_route_is_ready_when_its_pods_are() -> None:
     store = Watched({"a": {}, "b": {}})
     await passes(store)
