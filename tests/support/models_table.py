@@ -13,9 +13,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Final
 
-import pytest
 from gguf import MODEL_ARCH_NAMES
 from model_kit.family_gguf import ARCHITECTURES
+from told_by_tests import passed, put
 
 from diptych_frontend.model_files import families
 from diptych_frontend.model_files.families import FAMILIES, GGUF_ARCHITECTURES
@@ -116,25 +116,9 @@ def written() -> set[tuple[str, str]]:
     }
 
 
-class Passed:
-    """A plugin that keeps the names of tests that passed."""
-
-    def __init__(self) -> None:
-        self.node_ids: list[str] = []
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" and report.passed:
-            self.node_ids.append(report.nodeid)
-
-
 def main() -> None:
-    passed = Passed()
-    tests = [TESTS + test for tests in COLUMNS.values() for test in tests]
-    if pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", *tests], [passed]):
-        raise SystemExit("tests failed: the page stays as it is")
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    told = table(cells(passed.node_ids))
-    PAGE.write_text(f"{before}{BEGIN}\n{told}\n{END}{rest.partition(END)[2]}")
+    told = passed(TESTS + test for tests in COLUMNS.values() for test in tests)
+    put(PAGE, BEGIN, END, table(cells(told)))
 
 
 if __name__ == "__main__":

@@ -128,8 +128,10 @@ class World:
     """A table, its engines, and a user who remembers everything."""
 
     def __init__(self, *engines: str, hold_seconds: float = 30.0, slo: Slo | None = None) -> None:
-        roles: dict[str, Role] = {"p": "prefill", "d": "decode"}
-        self.fleet = ToyFleet({key: ToyEngine(key, role=roles[key[0]]) for key in engines})
+        roles: dict[str, Role] = {"p": "prefill"}
+        self.fleet = ToyFleet(
+            {key: ToyEngine(key, role=roles.get(key[0], "decode")) for key in engines}
+        )
         self.table = RequestTable(
             self.fleet, hold_seconds=hold_seconds, max_held=100, promises=Promises(slo or Slo())
         )
