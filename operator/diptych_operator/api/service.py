@@ -253,12 +253,28 @@ PREFILL_PROMISED = _attains(
 DECODE_PROMISED = _attains(
     "decode", "interTokenMs", lambda spec: _is_promised(spec.decode, spec.slo.inter_token_ms)
 )
+
+
+def _canary_is_promised(spec: Spec) -> bool:
+    canary = spec.rollout.canary
+    promises = (spec.slo.ttft_ms, spec.slo.inter_token_ms)
+    return canary is None or canary.analysis.attainment is None or promises != (None, None)
+
+
+CANARY_PROMISED = Rule(
+    "!has(self.rollout.canary) || !has(self.rollout.canary.analysis.attainment) || "
+    "has(self.slo.ttftMs) || has(self.slo.interTokenMs)",
+    _canary_is_promised,
+    "needs a promise in spec.slo",
+    ".rollout.canary.analysis.attainment",
+)
 SPEC_RULES = (
     DRAIN_OUTLIVES_LEASE,
     SLEEP_TOGETHER,
     SLEEPERS_WAKE,
     PREFILL_PROMISED,
     DECODE_PROMISED,
+    CANARY_PROMISED,
     *RUNTIME_RULES,
 )
 """Rules over more than one part of the spec."""
