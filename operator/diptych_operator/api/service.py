@@ -274,6 +274,21 @@ ELASTIC_ALONE = Rule(
     "needs one router, and no autoscaling",
     ".router.elasticRoles",
 )
+
+
+def _canary_is_promised(spec: Spec) -> bool:
+    canary = spec.rollout.canary
+    promises = (spec.slo.ttft_ms, spec.slo.inter_token_ms)
+    return canary is None or canary.analysis.attainment is None or promises != (None, None)
+
+
+CANARY_PROMISED = Rule(
+    "!has(self.rollout.canary) || !has(self.rollout.canary.analysis.attainment) || "
+    "has(self.slo.ttftMs) || has(self.slo.interTokenMs)",
+    _canary_is_promised,
+    "needs a promise in spec.slo",
+    ".rollout.canary.analysis.attainment",
+)
 SPEC_RULES = (
     DRAIN_OUTLIVES_LEASE,
     SLEEP_TOGETHER,
@@ -282,6 +297,7 @@ SPEC_RULES = (
     DECODE_PROMISED,
     ELASTIC_PROMISED,
     ELASTIC_ALONE,
+    CANARY_PROMISED,
     *RUNTIME_RULES,
 )
 """Rules over more than one part of the spec."""

@@ -15,7 +15,11 @@ from cluster_kit.operators import NO_IMAGE, Identity, Operator, metric_change, r
 pytestmark = pytest.mark.skipif(
     not KUBECONFIG, reason="DIPTYCH_TEST_KUBECONFIG names no cluster to run the operator against"
 )
-SPEC = {"image": NO_IMAGE, "models": [{"name": "m", "services": [{"name": "absent"}]}]}
+SPEC = {
+    "image": NO_IMAGE,
+    "models": [{"name": "m", "services": [{"name": "absent"}]}],
+    "podTemplate": {"spec": {"nodeSelector": {"no": "such-node"}}},
+}
 KINDS = ("ServiceAccount", "ConfigMap", "Service", "PodDisruptionBudget", "Deployment")
 
 
@@ -24,14 +28,15 @@ def test_a_route_is_made_mended_and_removed_with_its_objects(
 ) -> None:
     namespace, identity = apart
 
-    def reason() -> str:
+    def said() -> str:
         status = namespace.there("ModelRoute", "front").get("status") or {}
-        return next((c["reason"] for c in status.get("conditions", ())), "")
+        return next((f"{c['reason']}: {c['message']}" for c in status.get("conditions", ())), "")
 
     operator = Operator(tmp_path / "log", identity.arguments, identity.kubeconfig)
     with running(operator):
         namespace.create({"kind": "ModelRoute", "metadata": {"name": "front"}, "spec": SPEC})
-        until("its status says that no pod runs", lambda: reason() == "PodsNotReady")
+        until("its status says that no pod runs", lambda: said().startswith("PodsNotReady"))
+        until("and why", lambda: "fits no node" in said())
         uids = {kind: namespace.there(kind, "front-route")["metadata"]["uid"] for kind in KINDS}
         namespace.delete("Service", "front-route")
         until(

@@ -56,6 +56,7 @@ from diptych_operator.api.runtimes import (
     TRANSPORT_OF_VLLM,
 )
 from diptych_operator.api.service import (
+    CANARY_PROMISED,
     CANARY_STEPS,
     DECODE_PROMISED,
     DRAIN_OUTLIVES_LEASE,
@@ -377,6 +378,16 @@ BROKEN: dict[str, Broken] = {
         {"router": {"elasticRoles": 1}, "slo": _PROMISES, "decode": _ATTAINS},
         "spec.router.elasticRoles",
         ELASTIC_ALONE,
+    ),
+    "a canary without a promise to keep": Broken(
+        {
+            "rollout": {
+                "type": "Canary",
+                "canary": {"steps": [{"weight": 10}], "analysis": {"attainment": 0.9}},
+            }
+        },
+        "spec.rollout.canary.analysis.attainment",
+        CANARY_PROMISED,
     ),
     "only prefill sleeps": Broken({"prefill": _ASLEEP}, "spec", SLEEP_TOGETHER),
     "only decode sleeps": Broken(
