@@ -25,6 +25,7 @@ from waits import PATIENCE_S
 from diptych_frontend.api_docs.operations import OPERATIONS
 from diptych_frontend.app import build_app
 from diptych_frontend.openai.api_keys import ApiKeys
+from diptych_frontend.openai.asgi import BodyRoom
 from diptych_protocol import EngineOverloadedError, InvalidRequestError, TenantOverloadedError
 from diptych_protocol.router_settings import RouteConfig, RouteModel, RouteTarget
 from diptych_router.route import proxy
@@ -144,6 +145,26 @@ async def test_a_large_body_is_read_beside_the_event_loop(
     for size in (1, 3 << 20):
         assert (await route.ask(padding="x" * size)).status_code == 200
     assert [reader == threading.get_ident() for reader in readers] == [True, False]
+
+
+async def test_bodies_that_wait_for_a_service_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    monkeypatch.setattr(BodyRoom.__init__, "__defaults__", (1 << 20,))
+    engine = EchoEngine()
+    engine.gate.clear()
+    asked = {"model": "m", "padding": "x" * 400_000} | ASK
+    async with (
+        serving(build_app(engine, served_names=["m"])) as at,
+        routed(RouteTarget("slow", at, "m")) as (http, _),
+    ):
+        first = asyncio.create_task(http.post(CHAT, json=asked))
+        await eventually(lambda: engine.seen)
+        answer = await http.post(CHAT, json=asked)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
+        engine.gate.set()
+        assert (await first).status_code == 200
+        assert (await http.post(CHAT, json=asked)).status_code == 200
 
 
 async def test_all_but_the_models_name_goes_through_byte_for_byte() -> None:

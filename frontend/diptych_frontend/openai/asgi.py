@@ -193,8 +193,8 @@ class BodyReader:
 
 
 class BodyRoom:
-    """Counts the bytes of large bodies that are not complete. One client may use half
-    of the limit."""
+    """Counts the bytes of large bodies that are not complete, or that are kept for a service. One
+    client may use half of the limit."""
 
     def __init__(self, most: int = MAX_ARRIVING_BYTES) -> None:
         self._most = most

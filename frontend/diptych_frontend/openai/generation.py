@@ -32,6 +32,7 @@ from diptych_frontend.openai.exchange import (
     rank_of,
     send_bytes,
 )
+from diptych_frontend.openai.promised_prefill import promised_prefill
 from diptych_frontend.openai.request_workers import INLINE_BYTES, RequestWorkers
 from diptych_frontend.openai.responses import AnswerWriter, Tally
 from diptych_frontend.openai.resumption import (
@@ -166,6 +167,8 @@ class GenerationRoute(Generic[B, R]):
         if sound is None:
             logger.info("%s: the client left; its images are dropped", exchange.request_id)
             return
+        if len(exchange.body) > INLINE_BYTES:
+            exchange.body = b""  # it would be kept as long as its answer takes
         request, params = sound.request, sound.params
         job = Job(
             exchange.request_id,
@@ -241,6 +244,7 @@ class GenerationRoute(Generic[B, R]):
 
         def read() -> Sound[B, R]:
             sound = self._decode(scope, body)
+            exchange.promise = promised_prefill(body)
             # A form that no answer can have is refused by the field that asks for it.
             form = sound.params.structured_outputs
             for name, wanted in [] if form is None else sound.request.judged_forms(form):

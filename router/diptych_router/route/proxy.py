@@ -25,7 +25,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from diptych_frontend.observability.metrics import PREFIX
-from diptych_frontend.openai.asgi import UntilDisconnect
+from diptych_frontend.openai.asgi import BodyRoom, UntilDisconnect
 from diptych_frontend.openai.exchange import Exchange, decode_json, exchange_of
 from diptych_frontend.openai.generation import unknown_model
 from diptych_frontend.openai.request_workers import RequestWorkers
@@ -98,7 +98,7 @@ class Proxy:
             ("model_name", "service", "outcome"),
             registry=registry,
         )
-        self._workers = RequestWorkers()
+        self._workers, self._room = RequestWorkers(), BodyRoom()
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, socket_factory=_socket),
             timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_S, sock_read=SILENCE_S, total=None),
@@ -126,8 +126,18 @@ class Proxy:
         targets = self._targets.get(name)
         if targets is None:
             raise unknown_model(name, frozenset(self._targets))
-        async with UntilDisconnect(receive, exchange):
-            await self._hand_on(scope, fields, targets, send)
+        del body
+        try:
+            self._room.arrived(exchange.client, 0, len(exchange.body))
+            async with UntilDisconnect(receive, exchange):
+                await self._hand_on(scope, fields, targets, send)
+        finally:
+            self._drop_body(exchange)
+
+    def _drop_body(self, exchange: Exchange) -> None:
+        """No service will be asked any more."""
+        self._room.ended(exchange.client, len(exchange.body))
+        exchange.body = b""
 
     async def _hand_on(
         self, scope: Scope, fields: dict[str, msgspec.Raw], targets: Targets, send: Send
@@ -180,7 +190,10 @@ class Proxy:
         ) as answer:
             if answer.status in REFUSALS or answer.status == 400:
                 return _Short(answer.status, _answered(answer), await _beginning(answer))
-            await _pass_on(answer, exchange, send)
+            part = await answer.content.readany()
+            fields.clear()
+            self._drop_body(exchange)
+            await _pass_on(answer, part, exchange, send)
             return None
 
     def _count(self, targets: Targets, target: RouteTarget, outcome: str) -> None:
@@ -284,10 +297,11 @@ async def _beginning(answer: aiohttp.ClientResponse) -> bytes:
     return found[:MAX_SHORT_BYTES]
 
 
-async def _pass_on(answer: aiohttp.ClientResponse, exchange: Exchange, send: Send) -> None:
-    """Send the answer as it comes. Its head waits for the first byte of its body: until then
+async def _pass_on(
+    answer: aiohttp.ClientResponse, part: bytes, exchange: Exchange, send: Send
+) -> None:
+    """Send the answer as it comes. Its head waits for the first `part` of its body: until then
     another service can answer."""
-    part = await answer.content.readany()
     exchange.is_event_stream = answer.content_type == "text/event-stream"
     headers = _answered(answer)
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})

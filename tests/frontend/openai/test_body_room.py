@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from typing import Any
 
 import httpx
@@ -66,3 +67,35 @@ async def test_small_bodies_pass_while_large_ones_are_refused(
         assert answer.status_code == 200
         answer = await client.post(f"{url}/v1/completions", json=body | {"user": "u" * 30_000})
         assert answer.status_code == 200, "what the refused body took was given back"
+
+
+async def test_a_body_is_not_kept_as_long_as_its_answer_takes(
+    engine: Any, serve: Any, eventually: Any
+) -> None:
+    engine.gate.clear()
+    request = b'{"model": "echo", "prompt": "a", "max_tokens": 1}'
+    size, piece = 3 << 20, b" " * (64 << 10)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += b"Content-Length: %d\r\n\r\n" % size
+    async with serve(build_app(engine)) as url:
+        address = httpx.URL(url)
+        connections = []
+        tracemalloc.start()
+        try:
+            for number in range(1, 7):
+                connection = await asyncio.open_connection(address.host, address.port)
+                connections.append(connection)
+                writer = connection[1]
+                writer.write(head + request)
+                for start in range(len(request), size, len(piece)):
+                    writer.write(piece[: size - start])
+                    await writer.drain()
+                await eventually(lambda number=number: len(engine.seen) == number)
+            held, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert held < size
+        engine.gate.set()
+        for reader, writer in connections:
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+            writer.close()
