@@ -41,7 +41,7 @@ LOOKED_THROUGH = 4
 """A body that is too large is still read up to this many times the limit, because it may name
 blocks that wait for it elsewhere."""
 MAX_BODIES_BYTES: Final = 512 << 20
-"""Of all requests that are open: what is read of a body is kept as long as its answer takes."""
+"""The most of all open requests: what is read of a body is kept as long as its answer takes."""
 SMALL_BYTES: Final = 16 << 10
 """A body of this size is always accepted. Most are smaller, and their senders should not wait for
 slow senders of large ones."""
