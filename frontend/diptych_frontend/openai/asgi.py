@@ -37,7 +37,8 @@ BODY_TIMEOUT_S = 30.0
 LOOKED_THROUGH = 4
 """A body that is too large is still read up to this many times the limit, because it may name
 blocks that wait for it elsewhere."""
-MAX_ARRIVING_BYTES: Final = 256 << 20
+MAX_BODIES_BYTES: Final = 512 << 20
+"""The most of all open requests: what is read of a body is kept as long as its answer takes."""
 SMALL_BYTES: Final = 16 << 10
 """A body of this size is always accepted. Most are smaller, and their senders should not wait for
 slow senders of large ones."""
@@ -158,17 +159,20 @@ class BodyReader:
         if declared.isdecimal() and int(declared[:20]) > LOOKED_THROUGH * self._max_bytes:
             raise self._too_large()
         exchange: Exchange = scope[EXCHANGE_KEY]
+        client, body = exchange.client, _Body(self._max_bytes)
         try:
-            reading = self._read(receive, exchange, exchange.client)
-            complete = await exchange.deadline.within(BODY_TIMEOUT_S, reading)
-        except TimeoutError as exc:
-            raise InvalidRequestError("the body did not arrive in time", status=408) from exc
-        if complete:
-            await self._app(scope, receive, send)
+            try:
+                reading = self._read(receive, exchange, client, body)
+                complete = await exchange.deadline.within(BODY_TIMEOUT_S, reading)
+            except TimeoutError as exc:
+                raise InvalidRequestError("the body did not arrive in time", status=408) from exc
+            if complete:
+                await self._app(scope, receive, send)
+        finally:
+            self._room.ended(client, body.size)
 
-    async def _read(self, receive: Receive, exchange: Exchange, client: str) -> bool:
+    async def _read(self, receive: Receive, exchange: Exchange, client: str, body: _Body) -> bool:
         """Read the whole body; False if the client left while sending it."""
-        body = _Body(self._max_bytes)
         more = True
         try:
             while more and body.size <= LOOKED_THROUGH * self._max_bytes:
@@ -180,8 +184,8 @@ class BodyReader:
                 self._room.arrived(client, before, body.size)
                 more = message.get("more_body", False)
         finally:
-            self._room.ended(client, body.size)
             exchange.body, exchange.promise = body.whole(), body.promise()
+            body.forget()
         if body.size > self._max_bytes:
             raise self._too_large()
         return True
@@ -193,10 +197,10 @@ class BodyReader:
 
 
 class BodyRoom:
-    """Counts the bytes of large bodies that are not complete, or that are kept for a service. One
-    client may use half of the limit."""
+    """Counts the bytes of large bodies whose requests are open. One client may use half of the
+    limit."""
 
-    def __init__(self, most: int = MAX_ARRIVING_BYTES) -> None:
+    def __init__(self, most: int = MAX_BODIES_BYTES) -> None:
         self._most = most
         self._taken = 0
         self._taken_by: Counter[str] = Counter()
@@ -210,11 +214,10 @@ class BodyRoom:
         self._taken += growth
         self._taken_by[client] += growth
         if self._taken > self._most or self._taken_by[client] > self._most // 2:
-            raise EngineOverloadedError("too many large bodies are arriving; retry later")
+            raise EngineOverloadedError("too many large bodies are here; retry later")
 
     def ended(self, client: str, size: int) -> None:
-        """Record that a body of that client, of which this much had come, is complete or was
-        aborted."""
+        """Record that a request of that client, of whose body this much had come, has ended."""
         if size <= SMALL_BYTES:
             return
         self._taken -= size
@@ -245,6 +248,9 @@ class _Body:
 
     def whole(self) -> bytes:
         return b"".join(self._pieces)
+
+    def forget(self) -> None:
+        self._pieces.clear()
 
     def promise(self) -> dict[str, Any] | None:
         return self._finder.found() if self._finder is not None else None

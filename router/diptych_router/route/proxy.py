@@ -25,7 +25,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from diptych_frontend.observability.metrics import PREFIX
-from diptych_frontend.openai.asgi import BodyRoom, UntilDisconnect
+from diptych_frontend.openai.asgi import UntilDisconnect
 from diptych_frontend.openai.exchange import Exchange, decode_json, exchange_of
 from diptych_frontend.openai.generation import unknown_model
 from diptych_frontend.openai.request_workers import RequestWorkers
@@ -98,7 +98,7 @@ class Proxy:
             ("model_name", "service", "outcome"),
             registry=registry,
         )
-        self._workers, self._room = RequestWorkers(), BodyRoom()
+        self._workers = RequestWorkers()
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, socket_factory=_socket),
             timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_S, sock_read=SILENCE_S, total=None),
@@ -127,17 +127,8 @@ class Proxy:
         if targets is None:
             raise unknown_model(name, frozenset(self._targets))
         del body
-        try:
-            self._room.arrived(exchange.client, 0, len(exchange.body))
-            async with UntilDisconnect(receive, exchange):
-                await self._hand_on(scope, fields, targets, send)
-        finally:
-            self._drop_body(exchange)
-
-    def _drop_body(self, exchange: Exchange) -> None:
-        """No service will be asked any more."""
-        self._room.ended(exchange.client, len(exchange.body))
-        exchange.body = b""
+        async with UntilDisconnect(receive, exchange):
+            await self._hand_on(scope, fields, targets, send)
 
     async def _hand_on(
         self, scope: Scope, fields: dict[str, msgspec.Raw], targets: Targets, send: Send
@@ -191,8 +182,8 @@ class Proxy:
             if answer.status in REFUSALS or answer.status == 400:
                 return _Short(answer.status, _answered(answer), await _beginning(answer))
             part = await answer.content.readany()
-            fields.clear()
-            self._drop_body(exchange)
+            fields.clear()  # no service will be asked any more
+            exchange.body = b""
             await _pass_on(answer, part, exchange, send)
             return None
 

@@ -99,3 +99,18 @@ async def test_a_body_is_not_kept_as_long_as_its_answer_takes(
         for reader, writer in connections:
             assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
             writer.close()
+
+
+async def test_what_open_requests_keep_of_their_bodies_is_bounded(
+    engine: Any, serve: Any, monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    monkeypatch.setattr(asgi.BodyRoom.__init__, "__defaults__", (MOST,))
+    engine.gate.clear()
+    asked = {"model": "echo", "prompt": "a", "max_tokens": 1, "user": "x" * (MOST // 3)}
+    async with serve(build_app(engine)) as url, httpx.AsyncClient(timeout=PATIENCE_S) as client:
+        first = asyncio.create_task(client.post(f"{url}/v1/completions", json=asked))
+        await eventually(lambda: engine.seen)
+        assert (await client.post(f"{url}/v1/completions", json=asked)).status_code == 503
+        engine.gate.set()
+        assert (await first).status_code == 200
+        assert (await client.post(f"{url}/v1/completions", json=asked)).status_code == 200
