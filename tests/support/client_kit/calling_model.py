@@ -10,7 +10,8 @@ from typing import Final
 from diptych_frontend.model_files.model_source import resolve_model
 from diptych_frontend.text.tokenizer_files import load_tokenizer
 
-TOOLS: Final = """{% if tools %}<|im_start|>system
+TOOLS: Final = """{# Shows no tool_calls, which so small a model would repeat. #}\
+{% if tools %}<|im_start|>system
 Functions: {{ tools | tojson }}
 A call is <tool_call>{"name": NAME, "arguments": {...}}</tool_call><|im_end|>
 {% endif %}"""
