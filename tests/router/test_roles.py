@@ -16,7 +16,7 @@ from diptych_router.choosing.roles import (
     REST_S,
     WORTH,
     Demand,
-    Turns,
+    RoleTurns,
     Watch,
 )
 from diptych_router.engines.engine_table import Role
@@ -33,7 +33,7 @@ def play(
     seen: list[dict[Role, Demand]], engines: dict[Role, int], least: int = 1
 ) -> list[tuple[float, Role]]:
     """What follows from demand that is looked at again and again: when who got which role."""
-    turns, found = Turns(least), []
+    turns, found = RoleTurns(least), []
     for tick, demand in enumerate(seen):
         role = turns.due(demand, engines, tick * TICK_S)
         if role is not None:

@@ -52,7 +52,7 @@ class Demand(NamedTuple):
         return max(self.fixed + self.shared / engines, self.held / engines)
 
 
-class Turns:
+class RoleTurns:
     """When engines turn, and in which direction."""
 
     def __init__(self, least: int) -> None:
@@ -107,7 +107,7 @@ class Watch:
     def __init__(self, fleet: FleetTable, least: int, ttft_s: float, gap_s: float) -> None:
         """ttft_s and gap_s: what is promised, before the first token and between the later ones."""
         self._fleet = fleet
-        self._turns = Turns(least)
+        self._turns = RoleTurns(least)
         self._ttft_s, self._gap_s = ttft_s, gap_s
         self._load = _Load()
         self._seen_at = -math.inf
