@@ -16,6 +16,7 @@ from diptych_protocol import UNREADABLE
 GO_ON_S: Final = 10.0
 """How long a service whose router is gone may take to answer by another one."""
 PAUSE_S: Final = 0.3
+MAX_EVENT_BYTES: Final = 4 << 20
 MAX_ERROR_CHARS: Final = 300
 HEADERS: Final = {"accept-encoding": "identity", "x-diptych-resumable": "1"}
 """A compressed answer could not be read piece by piece; events with ids can be asked for again."""
@@ -75,6 +76,8 @@ async def _events(
                 raise (_BrokenOffError if lost else AnswerError)(await _refusal(response))
             async for piece in response.aiter_raw():
                 events, end, rest = (rest + piece).replace(b"\r\n", b"\n").rpartition(b"\n\n")
+                if len(rest) > MAX_EVENT_BYTES:
+                    raise AnswerError(f"an event of more than {MAX_EVENT_BYTES >> 20} MiB")
                 if events := events + end:
                     yield events
     except httpx.HTTPError as exc:

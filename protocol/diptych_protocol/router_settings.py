@@ -97,7 +97,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             ge=0,
             le=1000,
             description="Engines change their roles as the promises of `slo` need it; this many "
-            "keep each. 0: none do.",
+            "keep each role. 0: roles are fixed.",
         ),
     ] = 0
     hold_seconds: Annotated[

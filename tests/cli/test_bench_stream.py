@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diptych.answer_stream import AnswerError
+from diptych.answer_stream import MAX_EVENT_BYTES, AnswerError, whole_events
 from diptych.bench.stream import Sample, read_stream
 
 DONE = b"data: [DONE]\n\n"
@@ -85,3 +87,20 @@ def test_it_does_not_matter_where_a_stream_is_cut(cuts: list[int]) -> None:
 def test_what_is_no_whole_answer_is_an_error_that_says_why(answer: list[bytes], said: str) -> None:
     with pytest.raises(AnswerError, match=said):
         read_stream([(0.0, piece) for piece in answer])
+
+
+async def test_an_event_without_an_end_is_not_kept() -> None:
+    sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        while True:
+            sent += 1 << 20
+            yield b"x" * (1 << 20)
+
+    answering = httpx.MockTransport(lambda _: httpx.Response(200, content=endless()))
+    async with httpx.AsyncClient(transport=answering, base_url="http://service") as client:
+        with pytest.raises(AnswerError, match="an event of more than 4 MiB"):
+            async for _ in whole_events(client, "/v1/completions", {}):
+                pass
+    assert sent <= MAX_EVENT_BYTES + (1 << 20)

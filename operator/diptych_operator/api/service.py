@@ -268,10 +268,14 @@ ELASTIC_PROMISED = Rule(
     ".router.elasticRoles",
 )
 ELASTIC_ALONE = Rule(
-    "self.router.elasticRoles == 0 || self.router.replicas <= 1 && "
+    "self.router.elasticRoles == 0 || self.engine.runtime == 'diptych' && "
+    "self.router.replicas <= 1 && "
     "!has(self.decode.autoscaling) && !(has(self.prefill) && has(self.prefill.autoscaling))",
-    lambda spec: not spec.router.elastic_roles or (spec.router.replicas <= 1 and not _scales(spec)),
-    "needs one router, and no autoscaling",
+    lambda spec: (
+        not spec.router.elastic_roles
+        or (spec.engine.runtime == "diptych" and spec.router.replicas <= 1 and not _scales(spec))
+    ),
+    "needs the runtime diptych, one router, and no autoscaling",
     ".router.elasticRoles",
 )
 

@@ -82,7 +82,7 @@ class _Picker:
         self._told: RouterState | None = None
 
     async def start(self) -> bool:
-        """Whether it has begun; if not, it has said why."""
+        """Whether it has begun; if not, it has said why. Raises `OSError` if no process can be."""
         self._process = process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", MODULE, *self._arguments),
             stdin=PIPE,
@@ -106,7 +106,12 @@ class _Picker:
             process = self._process
             if process is None or process.returncode is not None:
                 log.warning("the endpoint picker has ended; gateways do without until it is back")
-                if not await self.start():
+                try:
+                    again = await self.start()
+                except OSError as exc:
+                    log.warning("no endpoint picker can be started: %s", exc)
+                    again = False
+                if not again:
                     await asyncio.sleep(RETRY_S)
             elif _memory(process.pid) > MAX_BYTES:
                 log.warning("the endpoint picker has more than %d MB", MAX_BYTES >> 20)

@@ -374,6 +374,15 @@ BROKEN: dict[str, Broken] = {
         "spec.router.elasticRoles",
         ELASTIC_ALONE,
     ),
+    "roles of vLLM, whose pools are configured for one": Broken(
+        vllm_spec(
+            prefill={"replicas": 1},
+            router={"elasticRoles": 1},
+            slo=_PROMISES,
+        ),
+        "spec.router.elasticRoles",
+        ELASTIC_ALONE,
+    ),
     "roles in a pool that scales": Broken(
         {"router": {"elasticRoles": 1}, "slo": _PROMISES, "decode": _ATTAINS},
         "spec.router.elasticRoles",
