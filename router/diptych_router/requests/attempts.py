@@ -219,7 +219,7 @@ class Attempts:
         taker = self._taker(routed)
         if taker is None:
             return self.retry(routed, Setback.MOVE, "no decode engine can take it over", now)
-        if routed.announced is not None and routed.announced.engine == taker.key:
+        if routed.is_announced_at(taker.key):
             routed.announced, actions = None, []  # its next placement has the id announced there
         else:
             actions = _unannounce(routed)
@@ -228,7 +228,8 @@ class Attempts:
         return [*actions, Add(taker.key, routed.decode_request())]
 
     def _taker(self, routed: RoutedRequest) -> EngineAccount | None:
-        """The planned engine if it still may, else one that fits, else the planned one after all
+        """The planned engine if it still may (one that has turned, if it fetches the KV by now:
+        when it no longer does, the lease ends), else one that fits, else the planned one after all
         (while it drains, or has turned, it still takes what was meant for it)."""
         fingerprint = (routed.lease or {}).get("compat")
         planned = self._fleet.get(routed.decode_engine)
@@ -237,7 +238,9 @@ class Attempts:
             or fingerprint not in (None, planned.fingerprint)  # restarted as something else
         ):
             planned = None
-        still = planned is not None and planned.role == "decode"
+        still = planned is not None and (
+            planned.role == "decode" or routed.is_announced_at(planned.key)
+        )
         if still and self._fleet.may_begin_at(routed.decode_engine):
             return planned
         successor = self._fleet.successor(str(fingerprint))

@@ -272,6 +272,10 @@ class RoutedRequest:
             ]
         return coming_request
 
+    def is_announced_at(self, engine: str) -> bool:
+        """Whether that engine was told to expect the next placement."""
+        return self.announced is not None and self.announced.engine == engine
+
     def withdraw_announcement(self) -> Announcement | None:
         """Withdraw the announced placement. Returns the announcement; its id cannot
         be used again."""

@@ -115,12 +115,17 @@ def test_a_stream_leaves_an_engine_that_prefills_now_and_its_prompts_stay() -> N
     world.check_end()
 
 
-def test_an_engine_that_turned_meanwhile_takes_nothing_over() -> None:
+@pytest.mark.parametrize("announced", [True, False])
+def test_an_engine_that_turned_meanwhile_takes_over_only_what_it_fetches_by_now(
+    announced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = World("p", "d", "d2")
+    if not announced:  # as while the prefill engine's terms are unknown
+        monkeypatch.setattr(type(world.fleet.engines["p"]), "lends", None)
     world.submit("r")
     world.change("d", role="prefill")
     prefilled(world)
-    assert [engine for engine, _ in world.placements()] == ["d2"]
+    assert [engine for engine, _ in world.placements()] == ["d" if announced else "d2"]
     world.leave("r")
     world.check_end()
 
