@@ -222,8 +222,8 @@ class Impostor(UcxTransport):
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
-    def _meet_itself(self, host: str) -> None:
-        """It would not believe itself."""
+    def _meet_itself(self, host: str) -> str:
+        return "it would not believe itself"
 
     def _run(self) -> None:
         while not self._stopping:

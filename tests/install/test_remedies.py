@@ -14,8 +14,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import kubernetes.client
 import pytest
+import yaml
 from waits import PATIENCE_S
 
 from diptych.defaults import own_file
@@ -155,19 +158,67 @@ def test_each_option_and_module_that_a_message_tells_to_type_is_there() -> None:
     assert [name for name in modules if importlib.util.find_spec(name) is None] == []
 
 
+FIELD = re.compile(r"\bspec((?:\.[a-zA-Z0-9]+\b(?!\())+)")
+CRDS = [yaml.safe_load(path.read_text()) for path in (ROOT / "crds").glob("*.yaml")]
+
+
+def schemas() -> Iterator[dict[str, Any]]:
+    """What `spec` is in messages: in a resource of ours, a pod, a Deployment, a CRD."""
+    for crd in CRDS:
+        for version in crd["spec"]["versions"]:
+            yield version["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    for kind in ("V1PodSpec", "V1DeploymentSpec", "V1CustomResourceDefinitionSpec"):
+        yield kubernetes_schema(kind)
+
+
+def kubernetes_schema(kind: str, depth: int = 2) -> dict[str, Any]:
+    """As deep as messages go."""
+    model = getattr(kubernetes.client, kind, None)
+    if model is None or not depth:
+        return {}
+    types = model.openapi_types.items()
+    inner = {model.attribute_map[key]: kubernetes_schema(of, depth - 1) for key, of in types}
+    return {"properties": inner}
+
+
+def has_field(schema: dict[str, Any], path: list[str]) -> bool:
+    if not path or schema.get("x-kubernetes-preserve-unknown-fields"):
+        return True
+    first, *rest = path
+    inner = schema.get("properties", {}).get(first)
+    return inner is not None and has_field(inner, rest)
+
+
+def test_each_field_that_a_message_names_is_there() -> None:
+    said = {name for path in PRODUCT for text in texts(path) for name in FIELD.findall(text)}
+    assert {".engine.kvCacheMemory", ".router.allowedHosts"} <= said
+    known = list(schemas())
+    unknown = {name for name in said if not any(has_field(s, name.split(".")[1:]) for s in known)}
+    assert unknown == set()
+
+
 DOCTOR = shlex.join([sys.executable, "-m", "diptych.main", "doctor", "--json"])
 
 
-def test_what_doctor_says_to_unset_is_what_was_wrong() -> None:
+@pytest.mark.parametrize(
+    ("check", "wrong", "typed"),
+    [
+        ("cpu", {"DIPTYCH_CPU_LEVEL": "nonsense"}, "unset DIPTYCH_CPU_LEVEL"),
+        ("ucx", {"UCX_TLS": "self"}, "unset UCX_TLS UCX_NET_DEVICES"),
+        ("ucx", {"UCX_TLS": "nonsense"}, "unset UCX_TLS UCX_NET_DEVICES"),
+        ("ucx", {"UCX_NET_DEVICES": "nonsense"}, "unset UCX_NET_DEVICES"),
+    ],
+)
+def test_what_doctor_says_to_unset_is_what_was_wrong(
+    check: str, wrong: dict[str, str], typed: str
+) -> None:
     def doctor(before: str = "") -> dict[str, str]:
         done = subprocess.run(
             ["bash", "-c", f"{before}{DOCTOR}"],
-            env=os.environ | {"DIPTYCH_CPU_LEVEL": "nonsense"},
-            capture_output=True, text=True, timeout=PATIENCE_S,
+            env=os.environ | wrong, capture_output=True, text=True, timeout=PATIENCE_S,
         )  # fmt: skip
-        [found] = [each for each in json.loads(done.stdout) if each["name"] == "cpu"]
+        [found] = [each for each in json.loads(done.stdout) if each["name"] == check]
         return dict(found)
 
-    remedy = doctor()["remedy"].partition(",")[0]
-    assert remedy == "unset DIPTYCH_CPU_LEVEL"
-    assert doctor(f"{remedy}; ")["state"] != "fail"
+    assert doctor()["remedy"].partition(",")[0] == typed
+    assert doctor(f"{typed}; ")["state"] != "fail"

@@ -46,6 +46,8 @@ class Ucx:
     transports: tuple[str, ...] = ()
     """All transports that UCX finds on this machine."""
     problem: str = ""
+    limits: tuple[str, ...] = ()
+    """Names of the variables that may be why."""
     reads_neighbours: bool = True
     """Whether the kernel lets an engine read the memory of another one of the same user."""
 

@@ -36,6 +36,8 @@ EXTRAS: Final = ("cli", "engine", "router")
 PROGRAM_TIMEOUT_S: Final = 20.0
 GPU_SIGNS: Final = (Path("/dev/nvidia0"), Path("/proc/driver/nvidia"))
 UCX_PACKAGE: Final = "libucx-cu13"
+UCX_LIMITS: Final = ("UCX_TLS", "UCX_NET_DEVICES")
+"""Variables that say what UCX may use."""
 CAP_SYS_PTRACE: Final = 19
 MEMORY_LIMITS: Final = ("memory.max", "memory.limit_in_bytes")
 MEMORY_USES: Final = ("memory.current", "memory.usage_in_bytes")
@@ -127,18 +129,19 @@ def _cached(folder: Path) -> int:
 def _ucx() -> Ucx:
     version = _version(UCX_PACKAGE)
     try:
-        from diptych_kv_transfer.transports.ucx import libucp
-        from diptych_kv_transfer.transports.ucx.worker import Context, Worker
+        from diptych_kv_transfer.signing.keys import PUBLIC_KEY
+        from diptych_kv_transfer.transports.ucx.ucx_transport import UcxTransport
     except (ImportError, OSError, AttributeError) as exc:
         return Ucx(version, problem=f"libucp cannot be loaded: {exc}")
+    limits = tuple(name for name in UCX_LIMITS if name in os.environ)
     try:
-        context = Context({}, libucp.FEATURE_TAG | libucp.FEATURE_RMA | libucp.FEATURE_WAKEUP)
-        try:
-            Worker(context).close()
-        finally:
-            context.close()
-    except libucp.UcpError as exc:
-        return Ucx(version, problem=f"UCX does not start: {exc}")
+        transport = UcxTransport("127.0.0.1", 0, PUBLIC_KEY)
+    except OSError as exc:
+        return Ucx(version, problem=str(exc), limits=limits)
+    transport.close()
+    if transport.unreachable:
+        problem = f"engines could not connect to each other: {transport.unreachable}"
+        return Ucx(version, problem=problem, limits=limits)
     return Ucx(version, _transports(), reads_neighbours=_reads_neighbours())
 
 

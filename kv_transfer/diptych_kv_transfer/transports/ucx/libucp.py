@@ -293,8 +293,9 @@ _SIGNATURES: Final[dict[str, tuple[Any, list[Any]]]] = {
 
 def _load() -> tuple[Any, Any]:
     """The library, with functions that keep the interpreter's lock, and that release it."""
-    # Both variables are read when the library is loaded.
+    # These variables are read when the library is loaded.
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")  # stdout is for what programs were asked
     # UCX puts itself before eight functions of libc, and spins this long at each of them, so that
     # other threads leave its first few instructions. Its 50 ms add 0.4 s to every engine's start.
     os.environ.setdefault("UCX_MEM_BISTRO_GRACE_DURATION", "1ms")
