@@ -16,13 +16,13 @@ import numpy as np
 from benchmarks.machine import RESULTS
 from benchmarks.simulate import calibration, report
 from benchmarks.simulate.calibration import Calibration
-from benchmarks.simulate.cluster import Simulation
-from benchmarks.simulate.metrics import Objectives, Summary, summarise
-from benchmarks.simulate.workload import Lengths, Request, Sharing, Traffic, bursty, of_trace
 from benchmarks.traces.arguments import add_trace
 from benchmarks.traces.formats import TraceError, read_trace
-from benchmarks.traces.recorded import BLOCK_TOKENS, Trace
+from benchmarks.traces.recorded import BLOCK_TOKENS, Trace, of_trace
 
+from diptych.simulator.cluster import Simulation
+from diptych.simulator.metrics import Objectives, Summary, summarise
+from diptych.simulator.workload import Lengths, Request, Sharing, Traffic, bursty
 from diptych_router.choosing.policies import POLICIES
 
 MEASURED = RESULTS / "simulate-costs.json"

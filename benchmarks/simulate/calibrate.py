@@ -24,12 +24,13 @@ from typing import Any
 from benchmarks.machine import machine
 from benchmarks.servers import MODEL, diptych_pair, running
 from benchmarks.simulate.calibration import Calibration
-from benchmarks.simulate.costs import StepCost, StepShape, fit
-from benchmarks.simulate.engine import Limits
-from benchmarks.simulate.plan import Overheads
+from benchmarks.simulate.fitting import fit
 from benchmarks.simulate.service import PROBE_OUTPUT, PROBE_TOKENS, ServiceTimes, probe
 
 from diptych.laptop.pods import DECODE_NICENESS
+from diptych.simulator.costs import StepCost, StepShape
+from diptych.simulator.engine import Limits
+from diptych.simulator.plan import Overheads
 
 ANSWER_TIMEOUT_S = 120.0
 HEAD_START_S = 0.05

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.simulate import hardware
-from benchmarks.simulate.costs import StepCost
-from benchmarks.simulate.engine import Limits
-from benchmarks.simulate.plan import Overheads, Plan, Pool
 
+from diptych.simulator.costs import StepCost
+from diptych.simulator.engine import Limits
+from diptych.simulator.plan import Overheads, Plan, Pool
 from diptych_router.choosing.policies.least_loaded import POLICY
 from diptych_router.choosing.policy import Policy
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.simulate.cluster import Simulation
-from benchmarks.simulate.costs import StepShape
-from benchmarks.simulate.metrics import Log, Objectives, Summary, summarise
-from benchmarks.simulate.plan import Plan, Pool
-from benchmarks.simulate.workload import Traffic, poisson
+from diptych.simulator.cluster import Simulation
+from diptych.simulator.costs import StepShape
+from diptych.simulator.metrics import Log, Objectives, Summary, summarise
+from diptych.simulator.plan import Plan, Pool
+from diptych.simulator.workload import Traffic, poisson
 
 ATTAINED = 0.95
 """Part of the requests that must get what is promised."""

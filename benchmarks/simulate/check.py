@@ -19,12 +19,12 @@ from benchmarks.machine import machine, record
 from benchmarks.servers import diptych_pair, running
 from benchmarks.simulate.calibrate import Round, benches, conclude
 from benchmarks.simulate.calibration import Calibration
-from benchmarks.simulate.cluster import Simulation
-from benchmarks.simulate.metrics import Objectives, summarise
 from benchmarks.simulate.service import send
-from benchmarks.simulate.workload import Lengths, Request, Traffic, poisson
 
 from diptych.bench.stream import Sample
+from diptych.simulator.cluster import Simulation
+from diptych.simulator.metrics import Objectives, summarise
+from diptych.simulator.workload import Lengths, Request, Traffic, poisson
 
 FIGURES = ("TTFT p50", "ITL p50", "tokens/s")
 AIM = 0.15

@@ -15,10 +15,10 @@ from typing import Any, Final
 
 from benchmarks.machine import RESULTS, machine
 from benchmarks.simulate.calibration import on_paper
-from benchmarks.simulate.cluster import Simulation
-from benchmarks.simulate.metrics import Log, Objectives, summarise
-from benchmarks.simulate.workload import Lengths, Request, Traffic, poisson
 
+from diptych.simulator.cluster import Simulation
+from diptych.simulator.metrics import Log, Objectives, summarise
+from diptych.simulator.workload import Lengths, Request, Traffic, poisson
 from diptych_router.choosing.policies import POLICIES
 
 PROMISED: Final = Objectives(1.0, 0.02)

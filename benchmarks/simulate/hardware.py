@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from benchmarks.kernels.costs import LLAMA_3_8B as MODEL
 from benchmarks.kernels.costs import layer_weights
-from benchmarks.simulate.costs import StepCost
-from benchmarks.simulate.engine import Limits
-from benchmarks.simulate.plan import Overheads
+
+from diptych.simulator.costs import StepCost
+from diptych.simulator.engine import Limits
+from diptych.simulator.plan import Overheads
 
 NAME = "8B (Llama 3 shape, bf16) on H200 (4.8 TB/s, 989 TFLOP/s bf16, 400 Gb/s)"
 BYTES_PER_S, FLOP_PER_S, LINK_BYTES_PER_S = 4.8e12 * 0.85, 989e12 * 0.60, 50e9 * 0.80

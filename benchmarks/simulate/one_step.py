@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from benchmarks.servers import KV_GIB
-from benchmarks.simulate.engine import Limits
 
+from diptych.simulator.engine import Limits
 from diptych_engine.scheduling.request import Request, ScheduledRequest, StepPlan
 from diptych_engine.serving.build_core import build_core
 from diptych_protocol import EngineConfig, SamplingParams

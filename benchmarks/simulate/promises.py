@@ -11,11 +11,11 @@ from typing import Any
 
 from benchmarks.machine import RESULTS, machine, record
 from benchmarks.simulate.calibration import on_paper
-from benchmarks.simulate.cluster import Simulation
-from benchmarks.simulate.metrics import Objectives, Summary, summarise
 from benchmarks.simulate.report import plot_lines, rows_table
-from benchmarks.simulate.workload import Lengths, Traffic, poisson
 
+from diptych.simulator.cluster import Simulation
+from diptych.simulator.metrics import Objectives, Summary, summarise
+from diptych.simulator.workload import Lengths, Traffic, poisson
 from diptych_router.choosing.policies import POLICIES
 
 LOADS = (0.5, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0)

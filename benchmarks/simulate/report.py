@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.simulate.calibration import Calibration
-from benchmarks.simulate.metrics import Summary
 
 from diptych.plots import looks, new_figure, save
+from diptych.simulator.metrics import Summary
 
 HEAD = (
     "TTFT p50 ms | p90 | p99 | ITL p50 ms | p99 | TPOT p99 ms | tokens/s | attained | goodput/s "

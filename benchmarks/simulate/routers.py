@@ -19,16 +19,15 @@ from typing import Any, Final
 import numpy as np
 from benchmarks.machine import RESULTS, machine, record
 from benchmarks.simulate.calibration import Calibration, on_paper
-from benchmarks.simulate.cluster import Simulation
-from benchmarks.simulate.costs import StepCost
-from benchmarks.simulate.engine import Limits
-from benchmarks.simulate.metrics import Objectives
-from benchmarks.simulate.plan import Overheads
-from benchmarks.simulate.workload import of_trace
 from benchmarks.traces.generate import generate
-from benchmarks.traces.recorded import BLOCK_TOKENS, Trace
+from benchmarks.traces.recorded import BLOCK_TOKENS, Trace, of_trace
 
 from diptych.plots import looks, new_figure, save
+from diptych.simulator.cluster import Simulation
+from diptych.simulator.costs import StepCost
+from diptych.simulator.engine import Limits
+from diptych.simulator.metrics import Objectives
+from diptych.simulator.plan import Overheads
 from diptych_protocol.router_settings import Disaggregate
 from diptych_router.choosing.policies import POLICIES
 

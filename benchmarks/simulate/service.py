@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import httpx
 from benchmarks.load import TIMEOUT_S, WORD_IDS, stream_completion
-from benchmarks.simulate.workload import Request
 
 from diptych.bench.stream import Sample
+from diptych.simulator.workload import Request
 
 MODEL_NAME = "smollm2"
 PROBE_TOKENS = 16

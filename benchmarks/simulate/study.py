@@ -18,12 +18,12 @@ import numpy as np
 from benchmarks.machine import RESULTS, machine, record
 from benchmarks.simulate.calibration import on_paper
 from benchmarks.simulate.capacity import Workload, goodput, simulate
-from benchmarks.simulate.cluster import Simulation
-from benchmarks.simulate.metrics import Objectives, summarise
-from benchmarks.simulate.plan import Plan
 from benchmarks.simulate.report import plot_lines, rows_table
-from benchmarks.simulate.workload import Lengths, Sharing, Traffic, poisson
 
+from diptych.simulator.cluster import Simulation
+from diptych.simulator.metrics import Objectives, summarise
+from diptych.simulator.plan import Plan
+from diptych.simulator.workload import Lengths, Sharing, Traffic, poisson
 from diptych_router.choosing.policies import POLICIES
 
 SMALL = 20

@@ -13,12 +13,12 @@ from typing import Any, Final
 import numpy as np
 from benchmarks.machine import machine, record
 from benchmarks.simulate.calibration import on_paper
-from benchmarks.simulate.cluster import Simulation
-from benchmarks.simulate.metrics import Objectives, summarise
-from benchmarks.simulate.plan import Plan, Zones
 from benchmarks.simulate.report import rows_table
-from benchmarks.simulate.workload import Lengths, Traffic, poisson
 
+from diptych.simulator.cluster import Simulation
+from diptych.simulator.metrics import Objectives, summarise
+from diptych.simulator.plan import Plan, Zones
+from diptych.simulator.workload import Lengths, Traffic, poisson
 from diptych_router.choosing.policies import POLICIES
 
 FAR: Final = 10.0

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.simulate.prefixes import Chain, Part
+from diptych.simulator.prefixes import Chain, Part
+from diptych.simulator.workload import Request
 
 BLOCK_TOKENS = 512
 """Tokens of a block in Mooncake's traces."""
@@ -137,3 +138,11 @@ class Trace:
             f"tokens and {self.output_tokens / count:.0f} output tokens on average, ideal hit rate "
             f"{self.ideal_hit_rate():.3f}"
         )
+
+
+def of_trace(trace: Trace) -> list[Request]:
+    """The requests of a trace, each with the blocks that its prompt begins with."""
+    return [
+        Request(request.arrival, request.prompt, request.output, chain)
+        for request, chain in zip(trace.requests, trace.chains(), strict=True)
+    ]

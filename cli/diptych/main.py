@@ -10,6 +10,7 @@ import click
 from click.shell_completion import get_completion_class
 from rich.console import Console
 
+from diptych.advise.command import advise
 from diptych.bench.command import bench
 from diptych.chat.command import chat
 from diptych.defaults import DEFAULT_PORT, MODEL_CACHE, own_file
@@ -282,6 +283,7 @@ def completion(shell: str) -> None:
         click.echo('COMP_WORDBREAKS="${COMP_WORDBREAKS//:}"')
 
 
+main.add_command(advise)
 main.add_command(bench)
 main.add_command(chat)
 main.add_command(doctor)

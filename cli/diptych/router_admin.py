@@ -12,6 +12,7 @@ import msgspec
 from diptych_protocol import UNREADABLE
 
 LIST_PATH: Final = "/admin/requests"
+LOAD_PATH: Final = "/admin/load"
 
 T = TypeVar("T")
 Get = Callable[[str], tuple[int, bytes]]

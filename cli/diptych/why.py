@@ -26,6 +26,15 @@ def ask_here(path: str, kind: type[T]) -> tuple[list[Told[T]], list[str]]:
     states = rundir.running()
     if not states:
         raise RunError("no service runs here; start one with `diptych up`")
+    return _ask(states, path, kind)
+
+
+def ask_service(name: str | None, path: str, kind: type[T]) -> tuple[list[Told[T]], list[str]]:
+    """Do the same for the newest service of this name, or of any. Raises `RunError`."""
+    return _ask([rundir.find(name)], path, kind)
+
+
+def _ask(states: list[RunState], path: str, kind: type[T]) -> tuple[list[Told[T]], list[str]]:
     try:
         return ask_all(_routers(states), path, kind)
     except UnknownRequestError as exc:

@@ -5,6 +5,7 @@ The admin port requires a bearer token (`ADMIN_TOKEN_FILE` of the service's Secr
     router   GET  /admin/state              RouterReport
     router   GET  /admin/requests           RequestList, the newest first; `?limit=`
     router   GET  /admin/requests/ID/why    Explanation
+    router   GET  /admin/load               LoadReport
     engine   GET  /admin/state              DrainReport
     engine   POST /admin/drain              DrainReport, once drained or after `?timeout_s=`
 
@@ -346,3 +347,56 @@ class RequestList(msgspec.Struct, frozen=True, kw_only=True):
     requests: list[RequestLine]
     num_remembered: int
     most_remembered: int
+
+
+# --- what a service has to do, for advice ------------------------------------------------------
+
+
+class PastRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that has ended, without its words."""
+
+    unix_time: float
+    """When it arrived."""
+    prompt_tokens: int
+    cached_tokens: int
+    """Those of them whose KV the engine that computed the prompt had."""
+    output_tokens: int
+    first_token_s: float | None
+    """From its arrival; None: it was refused, or failed."""
+    seconds: float
+    """From its arrival to its end."""
+
+
+class PoolLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """The engines of one pool. What has a unit of time is the median of what they reported."""
+
+    role: str
+    engines: int
+    """Those that are up."""
+    step_s: float
+    """Seconds of a step, beside its tokens."""
+    prompt_token_s: float
+    """Seconds of each prompt token in it."""
+    row_s: float
+    """Seconds of each stream that gets a token in it."""
+    move_s: float
+    """Seconds that a request waits for KV from another engine."""
+    move_token_s: float
+    """Seconds that each token of that KV takes besides."""
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+
+
+class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one router's service was asked of late, and what it takes its engines."""
+
+    policy: str
+    disaggregate: str
+    ttft_ms: int | None
+    """`spec.slo`; None: nothing is promised."""
+    inter_token_ms: int | None
+    pools: list[PoolLoad]
+    """Those that have engines which have reported what steps take."""
+    requests: list[PastRequest]
+    """The newest first."""

@@ -8,9 +8,10 @@ import pytest
 from benchmarks.simulate.calibrate import GRID, Round, Work, conclude
 from benchmarks.simulate.calibration import Calibration, on_paper
 from benchmarks.simulate.check import SCENARIOS, Comparison, page, predict
-from benchmarks.simulate.costs import StepCost
-from benchmarks.simulate.engine import Limits
 from benchmarks.simulate.service import PROBE_OUTPUT, PROBE_TOKENS, ServiceTimes
+
+from diptych.simulator.costs import StepCost
+from diptych.simulator.engine import Limits
 
 PREFILL = StepCost(((1, 0.01), (64, 0.04), (512, 0.2)), 1e-4, 5e-9, 0.0)
 DECODE = StepCost(((1, 0.02), (8, 0.04), (128, 0.1)), 1e-4, 5e-9, 1e-7)

@@ -7,22 +7,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from benchmarks.simulate import zones
-from benchmarks.simulate.cluster import Simulation
-from benchmarks.simulate.costs import StepCost, StepShape, fit
-from benchmarks.simulate.engine import Limits
-from benchmarks.simulate.metrics import Objectives, summarise
-from benchmarks.simulate.plan import Overheads, Plan, Pool
-from benchmarks.simulate.workload import (
+from benchmarks.simulate.fitting import fit
+from benchmarks.traces.generate import KINDS, generate
+from benchmarks.traces.recorded import of_trace
+
+from diptych.simulator.cluster import Simulation
+from diptych.simulator.costs import StepCost, StepShape
+from diptych.simulator.engine import Limits
+from diptych.simulator.metrics import Objectives, summarise
+from diptych.simulator.plan import Overheads, Plan, Pool
+from diptych.simulator.workload import (
     Lengths,
     Request,
     Sharing,
     Traffic,
     bursty,
-    of_trace,
     poisson,
 )
-from benchmarks.traces.generate import KINDS, generate
-
 from diptych_router.choosing.policies.prefix_aware import POLICY as PREFIX_AWARE
 
 COST = StepCost(((1, 0.004), (64, 0.006), (512, 0.03)), 1e-5, 1e-9, 2e-8)

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass, field, replace
 
 import pytest
-from benchmarks.simulate.engine import EngineModel, Limits, Sequence
-from benchmarks.simulate.prefixes import Chain, Part
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diptych.simulator.engine import EngineModel, Limits, Sequence
+from diptych.simulator.prefixes import Chain, Part
 from diptych_engine.scheduling.block_pool import BlockPool
 from diptych_engine.scheduling.request import Request, StepResult
 from diptych_engine.scheduling.scheduler import Scheduler

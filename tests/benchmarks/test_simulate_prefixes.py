@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.simulate.prefixes import Chain, Part, PrefixMemory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diptych.simulator.prefixes import Chain, Part, PrefixMemory
 from diptych_engine.scheduling.block_pool import BlockPool
 
 SIZE = 16

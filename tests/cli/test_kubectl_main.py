@@ -40,7 +40,7 @@ def kubeconfig(path: Path, server: str) -> str:
 
 def test_every_help_teaches_by_example() -> None:
     assert isinstance(main, click.Group)
-    assert sorted(main.commands) == ["plan", "render", "status", "top", "trace", "why"]
+    assert sorted(main.commands) == ["advise", "plan", "render", "status", "top", "trace", "why"]
     for name in main.commands:
         result = run(name, "--help")
         assert result.exit_code == 0

@@ -25,7 +25,7 @@ from diptych_frontend.app import build_app
 from diptych_frontend.core_client.curve import read_keys
 from diptych_frontend.observability.metrics import ServerMetrics
 from diptych_frontend.openai.server import Site, listen, serve_sites
-from diptych_protocol.admin import Explanation, RequestList, RequestReport
+from diptych_protocol.admin import Explanation, LoadReport, RequestList, RequestReport
 from diptych_router.choosing.policy import ALONE
 from diptych_router.requests.pool_client import PoolClient
 from diptych_router.requests.records import MOST_REQUESTS
@@ -183,6 +183,19 @@ async def test_the_newest_requests_are_listed(service: Service) -> None:
     assert [x.request_id for x in known.requests] == names[:0:-1]
     assert known.num_remembered >= 3
     assert all(x.prefill in PREFILL and x.decode == "decode-0" for x in known.requests)
+
+
+async def test_what_the_service_was_asked_is_told_without_words(service: Service) -> None:
+    await service.ask("zebra zebra zebra")
+    answer = await service.admin.get("/admin/load", headers=TOKEN)
+    known = msgspec.json.decode(answer.content, type=LoadReport)
+    assert {pool.role: pool.engines for pool in known.pools} == {"prefill": 2, "decode": 1}
+    assert all(0 < pool.step_s < 60 and pool.num_blocks > 0 for pool in known.pools)
+    newest = known.requests[0]
+    assert newest.output_tokens == 4
+    assert newest.first_token_s is not None
+    assert 0 < newest.first_token_s < newest.seconds
+    assert "zebra" not in answer.text
 
 
 @pytest.mark.parametrize(

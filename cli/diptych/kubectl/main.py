@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from rich.console import Console, RenderableType
 
+from diptych.advise.command import promise_options, show_advice
 from diptych.kubectl.cluster import Access, Cluster, ClusterError
 from diptych.main import CONTEXT
 from diptych.main import render as render_file
@@ -53,6 +54,7 @@ def main() -> None:
       kubectl diptych trace smollm2 ID  when it was where
       kubectl diptych top smollm2 -w    its engines' load
       kubectl diptych plan              what the operator would change
+      kubectl diptych advise smollm2    how many pods it should have
 
     \b
     Exit codes: 0 well, 1 not well (why) or pending (plan), 2 the question was wrong or could not
@@ -215,6 +217,36 @@ def top(
     cluster = Cluster.connect(Access(kubeconfig, context, namespace))
     https = bool((cluster.service(name).get("spec") or {}).get("router", {}).get("tls"))
     show_loads(lambda: _samples(cluster, name, https), interval, watch=watch, as_json=as_json)
+
+
+@main.command()
+@click.argument("name")
+@promise_options
+@_access
+@_json_option
+def advise(
+    name: str,
+    ttft_ms: float | None,
+    inter_token_ms: float | None,
+    kubeconfig: str | None,
+    context: str | None,
+    namespace: str | None,
+    as_json: bool,
+) -> None:
+    """Say how many prefill and decode pods service NAME should have for what it was asked of late.
+
+    As `diptych advise`. All routers are asked, with the same rights as for `why`.
+
+    \b
+    Example:
+      kubectl diptych advise smollm2
+      kubectl diptych advise smollm2 --ttft-ms 300 --json | jq .best
+    """
+    from diptych.kubectl.cluster import ask_routers
+
+    cluster = Cluster.connect(Access(kubeconfig, context, namespace))
+    ask = partial(ask_routers, cluster, name)
+    show_advice(ask, ttft_ms, inter_token_ms, as_json=as_json)
 
 
 @main.command()

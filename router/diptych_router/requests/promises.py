@@ -118,7 +118,7 @@ class Promises:
     """The promises of one service, and how often this router saw each kept."""
 
     def __init__(self, slo: Slo) -> None:
-        self.first_token_ms = slo.ttft_ms
+        self.slo = slo
         self._caution = None if slo.ttft_ms is None else Caution(slo.ttft_ms / 1e3)
         self._inter_token_s = None if slo.inter_token_ms is None else slo.inter_token_ms / 1e3
         self.counts = Counter[Kind]()

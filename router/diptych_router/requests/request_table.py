@@ -145,7 +145,7 @@ class RequestTable:
             self._give(record, request, trial, self.requests.get(leader or ""))
         routed = RoutedRequest(request, max_model_len, record, self.namer)
         self.requests[request.request_id] = routed
-        request.deadline_ms = self.promises.first_token_ms
+        request.deadline_ms = self.promises.slo.ttft_ms
         routed.account = self.tenants.open(request.tenant)
         routed.usual_output = self._usual_output
         if leader and self._siblings.wait(routed, self.requests.get(leader)):

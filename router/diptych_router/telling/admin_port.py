@@ -23,6 +23,7 @@ from diptych_router.requests.pools.pools import Pools
 from diptych_router.requests.promises import Kind
 from diptych_router.requests.records import MOST_REQUESTS
 from diptych_router.telling.explanations import MOST_ID_CHARACTERS, Explanations
+from diptych_router.telling.load_report import load_report
 
 DEFAULT_LIMIT: Final = 20
 MOST_WAIT_S: Final = 60.0
@@ -87,7 +88,14 @@ def admin_app(
         await client.refresh_stats()
         return report(router_report(client, api_keys))
 
-    routes = [Route("/admin/state", state), *request_routes(explanations)]
+    async def load(_: Request) -> Response:
+        return report(load_report(client, explanations))
+
+    routes = [
+        Route("/admin/state", state),
+        Route("/admin/load", load),
+        *request_routes(explanations),
+    ]
     return build_admin_app(keys_dir, routes)
 
 

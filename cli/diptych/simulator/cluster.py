@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any
 
-from benchmarks.simulate.engine import Sequence as Row
-from benchmarks.simulate.metrics import Log
-from benchmarks.simulate.plan import Job, Plan, Pod
-from benchmarks.simulate.reports import expected_news, prefix_news, statistics
-from benchmarks.simulate.routing import Refused, Router
-from benchmarks.simulate.workload import Request
-
+from diptych.simulator.engine import Sequence as Row
+from diptych.simulator.metrics import Log
+from diptych.simulator.plan import Job, Plan, Pod
+from diptych.simulator.reports import expected_news, prefix_news, statistics
+from diptych.simulator.routing import Refused, Router
+from diptych.simulator.workload import Request
 from diptych_protocol.wire import Heartbeat
 from diptych_router.choosing.roles import Watch
 from diptych_router.engines.engine_table import Role
@@ -119,6 +118,7 @@ class Simulation:
         job.sequence, job.coming = row, None
         job.source = self.pods[decision.fetch] if decision.fetch else None
         row.remote = min(decision.fetch_tokens, known - 1) if job.source else 0
+        row.computed = request.cached
         self._charge(job, known, job.at, job.taker)
         self._plan(job, job.taker)
         self.routers[job.router].sent(job.at.key, self.now)

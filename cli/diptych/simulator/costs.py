@@ -1,4 +1,4 @@
-"""What a step of the engine costs: a small model, its fit to measurements, and its file.
+"""What a step of the engine costs: a small model, and its file.
 
 A step's seconds are the sum of
 - `linear`: matrix products over all tokens of the step, piecewise linear in their number, because
@@ -85,61 +85,3 @@ def hats(knots: Sequence[int], tokens: int) -> NDArray[np.float64]:
     part = (tokens - knots[right - 1]) / (knots[right] - knots[right - 1])
     weights[right - 1], weights[right] = 1.0 - part, part
     return weights
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """A model and how far it is from what was measured."""
-
-    cost: StepCost
-    errors: tuple[float, ...]
-    """Fitted over measured, less one, for each measurement."""
-
-
-def fit(shapes: Sequence[StepShape], seconds: Sequence[float], knots: Sequence[int]) -> Fit:
-    """The cost model with the smallest relative errors (squared). No part of it is negative, and
-    more tokens never take less time.
-
-    knots: numbers of tokens, rising; each should have been measured.
-    """
-    rows = []
-    for shape in shapes:
-        # A knot's value is the sum of the steps up to it, so that steps >= 0 makes it rise.
-        steps = hats(knots, shape.tokens)[::-1].cumsum()[::-1]
-        rows.append([*steps, shape.sampled, shape.pairs, shape.kv_tokens])
-    measured = np.array(seconds)
-    design = np.array(rows, dtype=np.float64) / measured[:, None]
-    solution = non_negative(design, np.ones(len(measured)))
-    values = solution[: len(knots)].cumsum()
-    cost = StepCost(
-        tuple(zip(knots, values.tolist(), strict=True)), *solution[len(knots) :].tolist()
-    )
-    return Fit(cost, tuple((design @ solution - 1.0).tolist()))
-
-
-def non_negative(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    """x >= 0 that minimises |ax - b|: the active-set method of Lawson and Hanson (1974)."""
-    scale = np.linalg.norm(a, axis=0)
-    scale[scale == 0] = 1.0
-    a = a / scale
-    count = a.shape[1]
-    x, passive = np.zeros(count), np.zeros(count, dtype=bool)
-    for _ in range(3 * count):
-        gradient = a.T @ (b - a @ x)
-        gradient[passive] = -np.inf
-        best = int(gradient.argmax())
-        if gradient[best] <= 1e-10:
-            break
-        passive[best] = True
-        while True:
-            trial = np.zeros(count)
-            trial[passive] = np.linalg.lstsq(a[:, passive], b, rcond=None)[0]
-            below = passive & (trial <= 0)
-            if not below.any():
-                break
-            part = float((x[below] / (x[below] - trial[below])).min())
-            x = x + part * (trial - x)
-            passive &= x > 1e-14
-            x[~passive] = 0.0
-        x = trial
-    return np.asarray(x / scale)

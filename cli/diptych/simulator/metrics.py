@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
-from benchmarks.simulate.plan import Job
 from numpy.typing import NDArray
 
+from diptych.simulator.plan import Job
 from diptych_router.engines.engine_table import Role
 
 PERCENTILES = (50, 90, 99)

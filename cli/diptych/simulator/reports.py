@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.simulate.plan import Pod
-from benchmarks.simulate.workload import Request, prefix_keys
-
+from diptych.simulator.plan import Pod
+from diptych.simulator.workload import Request, prefix_keys
 from diptych_protocol.engine_stats import KVTransferStats, SchedulerStats
 from diptych_protocol.wire import PrefixChanges
 from diptych_router.engines.known_prefixes import BlockNaming

@@ -6,10 +6,9 @@ import itertools
 from dataclasses import dataclass
 
 import numpy as np
-from benchmarks.simulate.prefixes import Chain, Part
-from benchmarks.traces.recorded import Trace
 from numpy.typing import NDArray
 
+from diptych.simulator.prefixes import Chain, Part
 from diptych_router.choosing.policy import RequestView
 from diptych_router.engines.block_holders import Keys
 from diptych_router.engines.known_prefixes import BlockNaming
@@ -37,11 +36,14 @@ class Request:
     waits: bool = False
     """It is sent when another request has ended, but not before its arrival; such requests are sent
     in order."""
+    cached: int = 0
+    """Tokens of the prompt that whichever engine computes it is taken to have: what others began
+    with is not known."""
 
     @property
     def view(self) -> RequestView:
         """What a router's policy may know of it."""
-        return RequestView(self.prompt, keys=self._keys)
+        return RequestView(self.prompt - self.cached, keys=self._keys)
 
     def _keys(self, naming: BlockNaming) -> Keys:
         """The keys of the full blocks that other prompts may begin with as well."""
@@ -49,14 +51,6 @@ class Request:
         parts = zip(self.chain, itertools.pairwise(ends), strict=True)
         keys = [prefix_keys(part.key, 0, end - begin) for part, (begin, end) in parts]
         return np.concatenate(keys) if keys else NO_KEYS
-
-
-def of_trace(trace: Trace) -> list[Request]:
-    """The requests of a trace, each with the blocks that its prompt begins with."""
-    return [
-        Request(request.arrival, request.prompt, request.output, chain)
-        for request, chain in zip(trace.requests, trace.chains(), strict=True)
-    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
-from benchmarks.simulate.plan import Plan, Pod
-from benchmarks.simulate.workload import Request
-
+from diptych.simulator.plan import Plan, Pod
+from diptych.simulator.workload import Request
 from diptych_protocol.engine_stats import SchedulerStats
 from diptych_protocol.wire import Heartbeat, PrefixChanges
 from diptych_router.choosing.first_token import FirstToken

@@ -16,8 +16,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import count
 
-from benchmarks.simulate.costs import StepShape
-from benchmarks.simulate.prefixes import Chain, PrefixMemory
+from diptych.simulator.costs import StepShape
+from diptych.simulator.prefixes import Chain, PrefixMemory
 
 
 @dataclass(frozen=True, slots=True)

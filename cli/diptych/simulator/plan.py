@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from benchmarks.simulate.costs import StepCost
-from benchmarks.simulate.engine import EngineModel, Limits, Sequence
-from benchmarks.simulate.workload import Request
-
+from diptych.simulator.costs import StepCost
+from diptych.simulator.engine import EngineModel, Limits, Sequence
+from diptych.simulator.workload import Request
 from diptych_protocol.engine_stats import MAX_MOVES_TOLD, Move
 from diptych_protocol.router_settings import Disaggregate
 from diptych_router.choosing.first_token import FirstToken

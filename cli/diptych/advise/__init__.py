@@ -1,0 +1,1 @@
+"""`diptych advise`: how many pods of which kind a service should have."""

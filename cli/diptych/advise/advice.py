@@ -1,0 +1,256 @@
+"""Simulates what a service was asked of late, to find how many pods of which kind it should have.
+
+Each shape of the service gets the same requests at the same times. Steps take what engines
+reported, prefixes are found as often as they were, and routers decide by the service's policy.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+
+from diptych.simulator.cluster import Simulation
+from diptych.simulator.costs import StepCost
+from diptych.simulator.engine import Limits
+from diptych.simulator.metrics import Objectives, Summary, summarise
+from diptych.simulator.plan import Overheads, Plan, Pool
+from diptych.simulator.workload import Request
+from diptych_protocol.admin import LoadReport, PastRequest, PoolLoad
+from diptych_protocol.router_settings import Disaggregate
+from diptych_router.choosing.policies import POLICIES
+
+ENOUGH: Final = 0.95
+"""A shape is good if so much of the requests keeps all that is promised."""
+LEAST_REQUESTS: Final = 20
+MOST_REQUESTS: Final = 1000
+"""The newest count; more would take longer, and say little more."""
+MOST_SPLITS: Final = 8
+"""How many divisions of one number of pods are tried, at most."""
+TRUSTED: Final = 0.1
+"""Predictions that are further than this from what happened are not advice."""
+
+
+class Shape(NamedTuple):
+    """Pods of each kind, and whether a prompt is computed where it is decoded."""
+
+    prefill: int
+    """0: one pool, whose engines do everything."""
+    decode: int
+    disaggregate: Disaggregate
+
+    @property
+    def pods(self) -> int:
+        return self.prefill + self.decode
+
+    def __str__(self) -> str:
+        if not self.prefill:
+            return f"{self.decode} in one pool"
+        return f"{self.prefill} prefill, {self.decode} decode, disaggregate {self.disaggregate}"
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What a shape would have done."""
+
+    prefill: int
+    decode: int
+    disaggregate: Disaggregate
+    kept: float
+    """Part of the requests, 0 to 1, that would have got all that is promised."""
+    ttft_ms: dict[str, float]
+    inter_token_ms: dict[str, float]
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.prefill, self.decode, self.disaggregate)
+
+
+class Advice(msgspec.Struct, frozen=True):
+    """The shapes that were tried, and which to take."""
+
+    requests: int
+    seconds: float
+    """From the first arrival to the last."""
+    ttft_ms: float | None
+    inter_token_ms: float | None
+    now: Outcome
+    measured_kept: float
+    """What the service really did, of the same requests."""
+    best: Outcome
+    tried: list[Outcome]
+
+    @property
+    def error(self) -> float:
+        """What was predicted for the present shape, less what happened."""
+        return self.now.kept - self.measured_kept
+
+    @property
+    def is_trusted(self) -> bool:
+        return abs(self.error) <= TRUSTED
+
+
+class Service(NamedTuple):
+    """What the reports of all routers say together."""
+
+    shape: Shape
+    pools: dict[str, PoolLoad]
+    policy: str
+    requests: list[PastRequest]
+    """In the order of their arrivals."""
+    ttft_ms: float | None
+    inter_token_ms: float | None
+
+    @classmethod
+    def of(
+        cls,
+        reports: Sequence[LoadReport],
+        ttft_ms: float | None = None,
+        inter_token_ms: float | None = None,
+    ) -> Service:
+        """ttft_ms, inter_token_ms: instead of what the service promises. Raises `ValueError`, with
+        a remedy, where too little is known."""
+        first = reports[0]
+        pools = {pool.role: pool for report in reports for pool in report.pools}
+        past = sorted((r for each in reports for r in each.requests), key=lambda r: r.unix_time)
+        answered = sum(each.first_token_s is not None for each in past)
+        ttft_ms = first.ttft_ms if ttft_ms is None else ttft_ms
+        gap_ms = first.inter_token_ms if inter_token_ms is None else inter_token_ms
+        if ttft_ms is None and gap_ms is None:
+            raise ValueError("spec.slo promises nothing: give --ttft-ms, --inter-token-ms or both")
+        if answered < LEAST_REQUESTS or "decode" not in pools:
+            raise ValueError(
+                f"the routers remember {answered} answered requests and engines' steps of "
+                f"{len(pools)} pools; try again after at least {LEAST_REQUESTS} requests"
+            )
+        if first.policy not in POLICIES:
+            raise ValueError(f"this version does not know the policy {first.policy}")
+        prefill = pools["prefill"].engines if "prefill" in pools else 0
+        how: Disaggregate = msgspec.convert(
+            first.disaggregate if prefill else "never", Disaggregate
+        )
+        shape = Shape(prefill, pools["decode"].engines, how)
+        return cls(shape, pools, first.policy, past[-MOST_REQUESTS:], ttft_ms, gap_ms)
+
+    @property
+    def objectives(self) -> Objectives:
+        ttft_ms, gap_ms = (math.inf if each is None else each for each in self[-2:])
+        return Objectives(ttft_ms / 1e3, gap_ms / 1e3)
+
+    @property
+    def seconds(self) -> float:
+        return self.requests[-1].unix_time - self.requests[0].unix_time
+
+    def kept(self) -> float:
+        """What happened: the part of the requests that got all that is promised."""
+        promised, good = self.objectives, 0
+        for each in self.requests:
+            if each.first_token_s is None:
+                continue
+            gap_s = (each.seconds - each.first_token_s) / max(each.output_tokens - 1, 1)
+            good += each.first_token_s <= promised.ttft_s and gap_s <= promised.tpot_s
+        return good / len(self.requests)
+
+    def arrivals(self) -> Iterator[Request]:
+        """Who was not answered wanted as long an answer as others."""
+        begin = self.requests[0].unix_time
+        outputs = [each.output_tokens for each in self.requests if each.first_token_s is not None]
+        usual = round(statistics.mean(outputs))
+        for each in self.requests:
+            output = usual if each.first_token_s is None else each.output_tokens
+            cached = max(0, min(each.cached_tokens, each.prompt_tokens - 1))
+            at = each.unix_time - begin
+            yield Request(at, each.prompt_tokens, max(output, 1), cached=cached)
+
+    def plan(self, shape: Shape) -> Plan:
+        """A pool of which nothing is known is taken to be like the other one."""
+        decode = self.pools["decode"]
+        prefill = self.pools.get("prefill", decode)
+        return Plan(
+            Pool(shape.prefill, _cost(prefill), _limits(prefill)),
+            Pool(shape.decode, _cost(decode), _limits(decode)),
+            Overheads(0.0, decode.move_s, decode.move_token_s),
+            policy=POLICIES[self.policy],
+            disaggregate=shape.disaggregate,
+        )
+
+
+def _cost(pool: PoolLoad) -> StepCost:
+    """A router knows of a step that it takes some time beside its tokens, and how long each token
+    of a prompt and each row of a stream takes."""
+    each = pool.prompt_token_s
+    knots = ((0, pool.step_s), (1, pool.step_s + each), (2, pool.step_s + 2 * each))
+    return StepCost(knots, pool.row_s - each, 0.0, 0.0)
+
+
+def _limits(pool: PoolLoad) -> Limits:
+    return Limits(pool.num_blocks, pool.block_size, pool.max_num_seqs)
+
+
+def advise(service: Service, tried: Callable[[Outcome], None] = lambda _: None) -> Advice:
+    """Return the fewest pods that keep what is promised; where no number up to twice the present
+    one does, those that keep most.
+
+    tried: hears of each shape that was simulated.
+    """
+    found: dict[Shape, Outcome] = {}
+
+    def outcome(shape: Shape) -> Outcome:
+        if shape not in found:
+            found[shape] = simulate(service, shape)
+            tried(found[shape])
+        return found[shape]
+
+    def best_of(pods: int) -> Outcome:
+        shapes = _shapes(pods, splits=bool(service.shape.prefill), policy=service.policy)
+        return max(map(outcome, shapes), key=rank)
+
+    def rank(each: Outcome) -> tuple[float, bool, float]:
+        # What is as good as the present shape is no reason to change it.
+        return round(each.kept, 2), each.shape == service.shape, -each.ttft_ms["p90"]
+
+    now, pods = outcome(service.shape), service.shape.pods
+    best = max(best_of(pods), now, key=rank)
+    if best.kept >= ENOUGH:
+        while pods > 1 and (fewer := best_of(pods - 1)).kept >= ENOUGH:
+            best, pods = fewer, pods - 1
+    while best.kept < ENOUGH and pods < 2 * service.shape.pods:
+        pods += 1
+        best = max(best, best_of(pods), key=rank)
+    return Advice(
+        requests=len(service.requests),
+        seconds=service.seconds,
+        ttft_ms=service.ttft_ms,
+        inter_token_ms=service.inter_token_ms,
+        now=now,
+        measured_kept=service.kept(),
+        best=best,
+        tried=sorted(found.values(), key=lambda each: each.shape),
+    )
+
+
+def _shapes(pods: int, *, splits: bool, policy: str) -> Iterator[Shape]:
+    """splits: the service has two pools, and may stay so."""
+    yield Shape(0, pods, "never")
+    if not splits:
+        return
+    apart = max(1, math.ceil((pods - 1) / MOST_SPLITS))
+    ways: tuple[Disaggregate, ...] = ("always",)
+    if POLICIES[policy].compares_duties:
+        ways = ("always", "auto")
+    for prefill in range(1, pods, apart):
+        for way in ways:
+            yield Shape(prefill, pods - prefill, way)
+
+
+def simulate(service: Service, shape: Shape) -> Outcome:
+    log = Simulation(service.plan(shape)).run(service.arrivals())
+    if not log.jobs:  # no engine has room for any of them
+        return Outcome(*shape, 0.0, dict.fromkeys(PERCENTILES, math.inf), {})
+    summary: Summary = summarise(log, service.objectives)
+    return Outcome(*shape, summary.attained, summary.ttft_ms, summary.itl_ms)
+
+
+PERCENTILES: Final = ("p50", "p90", "p99")

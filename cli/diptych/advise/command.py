@@ -1,0 +1,142 @@
+"""The command `diptych advise`, and what it shares with `kubectl diptych advise`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from diptych.advise.advice import Advice, Outcome
+    from diptych.request_trace import AskRouters
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+MILLISECONDS = click.FloatRange(1, 600_000)
+
+
+def promise_options(command: Command) -> Command:
+    for option in (
+        click.option(
+            "--ttft-ms", type=MILLISECONDS, help="Promise of the first token; else spec.slo's."
+        ),
+        click.option(
+            "--inter-token-ms", type=MILLISECONDS, help="Of each later token; else spec.slo's."
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.argument("name", required=False)
+@promise_options
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def advise(
+    name: str | None, ttft_ms: float | None, inter_token_ms: float | None, as_json: bool
+) -> None:
+    """Say how many prefill and decode pods service NAME should have for what it was asked of late.
+
+    The newest requests (at most 1000) are simulated, with steps as long as engines reported, in
+    pools of other sizes, with and without hand-offs. The first row that is marked with > is the
+    smallest service of which 95 % of the requests get what is promised. How far the prediction for
+    the present service is from what happened is told as well. docs/capacity.md says what is
+    simulated. Without NAME the newest service here is meant.
+
+    \b
+    Example:
+      diptych advise
+      diptych advise smollm2 --ttft-ms 300 --inter-token-ms 20
+      diptych advise --json | jq .best
+    """
+    from diptych.why import ask_service
+
+    show_advice(partial(ask_service, name), ttft_ms, inter_token_ms, as_json=as_json)
+
+
+def show_advice(
+    ask: AskRouters, ttft_ms: float | None, inter_token_ms: float | None, *, as_json: bool
+) -> None:
+    """Simulate what routers report, and print it. Raises `RunError` if too little is known."""
+    from diptych.advise.advice import Service
+    from diptych.advise.advice import advise as find
+    from diptych.errors import RunError
+    from diptych.router_admin import LOAD_PATH
+    from diptych.watching import console_for_tables, print_json
+    from diptych_protocol.admin import LoadReport
+
+    told, problems = ask(LOAD_PATH, LoadReport)
+    for problem in problems:
+        click.echo(problem, err=True)
+    try:
+        service = Service.of([one.known for one in told], ttft_ms, inter_token_ms)
+    except ValueError as exc:
+        raise RunError(str(exc)) from exc
+
+    def progress(outcome: Outcome) -> None:
+        click.echo(f"simulated {outcome.shape}: {outcome.kept:.0%} kept", err=True)
+
+    found = find(service, progress)
+    if as_json:
+        print_json(found)
+        return
+    click.echo(
+        f"{found.requests} requests in {found.seconds:.0f} s; promised: "
+        + ", ".join(
+            f"{what} in {milliseconds:g} ms"
+            for what, milliseconds in (
+                ("the first token", found.ttft_ms), ("each later one", found.inter_token_ms),
+            )
+            if milliseconds is not None
+        )
+    )  # fmt: skip
+    console_for_tables().print(_table(found))
+    click.echo(_words(found))
+
+
+def _table(advice: Advice) -> Table:
+    from diptych.watching import bare_table
+
+    numbers = ("PREFILL", "DECODE", "KEPT", "TTFT P50", "P90", "GAP P50", "P90 ")
+    table = bare_table("", "PREFILL", "DECODE", "DISAGGREGATE", *numbers[2:], right=numbers)
+    for each in advice.tried:
+        mark = ">" * (each == advice.best) + "now" * (each == advice.now)
+        times = [
+            f"{of[name]:.0f} ms" if name in of else "-"
+            for of in (each.ttft_ms, each.inter_token_ms)
+            for name in ("p50", "p90")
+        ]
+        kept = f"{each.kept:.0%}"
+        table.add_row(mark, str(each.prefill), str(each.decode), each.disaggregate, kept, *times)
+    return table
+
+
+def _words(advice: Advice) -> str:
+    """What to do, and how far it can be believed."""
+    from diptych.advise.advice import ENOUGH
+
+    best = advice.best
+    if best == advice.now:
+        todo = "Leave it as it is."
+    elif best.prefill:
+        todo = (
+            f"Set spec.prefill.replicas: {best.prefill}, spec.decode.replicas: {best.decode}, "
+            f"spec.router.disaggregate: {best.disaggregate}."
+        )
+    else:
+        todo = (
+            f"Do not split it: {best.decode} engines in one pool (spec.engine.runtime vllm, "
+            "without spec.prefill), or spec.router.disaggregate: never."
+        )
+    if best.kept < ENOUGH:
+        todo += f" No service of up to twice the pods keeps {ENOUGH:.0%}."
+    believed = (
+        f"Of the present service {advice.now.kept:.0%} was predicted, "
+        f"and {advice.measured_kept:.0%} happened"
+    )
+    if not advice.is_trusted:
+        return f"{believed}: the prediction is too far off to follow it. It would be: {todo}"
+    return f"{believed}. {todo}"

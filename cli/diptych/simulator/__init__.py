@@ -1,0 +1,1 @@
+"""A discrete-event simulator of prefill and decode pods, whose routers decide as real ones do."""

@@ -1,0 +1,142 @@
+"""What `diptych advise` finds for traces whose best service is known, and how it says so."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import pytest
+from click.testing import CliRunner
+
+from diptych.advise.advice import ENOUGH, LEAST_REQUESTS, Service, Shape, advise, simulate
+from diptych.advise.command import advise as command
+from diptych.router_admin import LOAD_PATH, Told
+from diptych.simulator.costs import StepShape
+from diptych.simulator.workload import Lengths, Traffic, poisson
+from diptych_protocol.admin import LoadReport, PastRequest, PoolLoad
+
+T = TypeVar("T")
+READING, WRITING = Traffic(Lengths(2000, 0.3), Lengths(20)), Traffic(Lengths(100), Lengths(400))
+COUNT = 100
+
+
+def answered(traffic: Traffic, rate: float, seed: int = 0, good: float = 1.0) -> list[PastRequest]:
+    """good: the part of them that got what `report` promises."""
+    requests = traffic.requests(poisson(rate, COUNT, seed), seed)
+    return [
+        PastRequest(
+            unix_time=1e9 + request.arrival, prompt_tokens=request.prompt, cached_tokens=0,
+            output_tokens=request.output, seconds=5.0,
+            first_token_s=0.2 if at < good * COUNT else None,
+        )
+        for at, request in enumerate(requests)
+    ]  # fmt: skip
+
+
+def pool(role: str, engines: int) -> PoolLoad:
+    return PoolLoad(
+        role=role, engines=engines, step_s=0.005, prompt_token_s=1e-4, row_s=2e-4, move_s=0.005,
+        move_token_s=1e-7, num_blocks=4000, block_size=16, max_num_seqs=32,
+    )  # fmt: skip
+
+
+def report(
+    requests: list[PastRequest], prefill: int = 1, decode: int = 1, ttft_ms: int | None = 1000
+) -> LoadReport:
+    pools = [pool("prefill", prefill)] * bool(prefill) + [pool("decode", decode)]
+    return LoadReport(
+        policy="prefix_aware", disaggregate="always", ttft_ms=ttft_ms, inter_token_ms=None,
+        pools=pools, requests=requests,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("traffic", "rate", "better", "worse"),
+    [(READING, 8.0, (2, 1), (1, 2)), (WRITING, 12.0, (1, 2), (2, 1))],
+    ids=["long prompts", "long answers"],
+)
+def test_more_pods_go_where_the_work_is(
+    traffic: Traffic, rate: float, better: tuple[int, int], worse: tuple[int, int]
+) -> None:
+    service = Service.of([report(answered(traffic, rate))], inter_token_ms=11.0)
+    good, bad = (simulate(service, Shape(*each, "always")).kept for each in (better, worse))
+    assert good > bad + 0.1
+
+
+def test_the_advice_holds_for_requests_that_it_has_not_seen() -> None:
+    """Within a tenth of the best shape of as many pods, on requests that come later."""
+    advice = advise(Service.of([report(answered(READING, 5.0), 1, 3)]))
+    later = Service.of([report(answered(READING, 5.0, seed=7), 1, 3)])
+    chosen, *others = (
+        simulate(later, each.shape).kept
+        for each in (advice.best, *advice.tried)
+        if each.shape.pods == advice.best.shape.pods
+    )
+    assert chosen >= 0.9 * max(others)
+
+
+def test_it_is_the_smallest_service_that_keeps_what_is_promised() -> None:
+    advice = advise(Service.of([report(answered(READING, 0.5), 2, 2)]))
+    assert advice.best.kept >= ENOUGH
+    fewer = [each for each in advice.tried if each.shape.pods < advice.best.shape.pods]
+    assert advice.best.shape.pods == 1 or max(each.kept for each in fewer) < ENOUGH
+    assert advice.best.shape.pods < 4
+
+
+def test_a_prefix_that_engines_had_is_not_computed_again() -> None:
+    requests = answered(READING, 6.0)
+    known = [
+        PastRequest(
+            unix_time=each.unix_time, prompt_tokens=each.prompt_tokens,
+            cached_tokens=each.prompt_tokens - 50, output_tokens=each.output_tokens,
+            first_token_s=each.first_token_s, seconds=each.seconds,
+        )
+        for each in requests
+    ]  # fmt: skip
+    new, old = (Service.of([report(each)], ttft_ms=300.0) for each in (requests, known))
+    assert simulate(new, new.shape).kept < 0.5 < ENOUGH < simulate(old, old.shape).kept
+
+
+def test_several_routers_reports_are_one_service() -> None:
+    requests = answered(READING, 2.0)
+    parts = [report(requests[at::2]) for at in range(2)]
+    whole = Service.of([report(requests)])
+    assert Service.of(parts)._replace(pools={}) == whole._replace(pools={})
+
+
+def test_too_little_to_go_by_is_said_with_a_remedy() -> None:
+    few = answered(READING, 1.0)[: LEAST_REQUESTS - 1]
+    with pytest.raises(ValueError, match=f"at least {LEAST_REQUESTS} requests"):
+        Service.of([report(few)])
+    with pytest.raises(ValueError, match="--ttft-ms, --inter-token-ms"):
+        Service.of([report(answered(READING, 1.0), ttft_ms=None)])
+
+
+@pytest.mark.parametrize(
+    ("good", "said"),
+    [
+        (1.0, "Of the present service 100% was predicted, and 100% happened. "),
+        (0.5, "and 50% happened: the prediction is too far off to follow it"),
+    ],
+)
+def test_the_error_of_the_prediction_is_told_with_it(
+    good: float, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = report(answered(READING, 0.5, good=good))
+
+    def ask(name: str | None, path: str, kind: type[T]) -> tuple[list[Told[T]], list[str]]:
+        assert (name, path, kind) == ("it", LOAD_PATH, LoadReport)
+        return [Told("router-0", known)], ["router-1: is gone"]  # type: ignore
+
+    monkeypatch.setattr("diptych.why.ask_service", ask)
+    done = CliRunner().invoke(command, ["it"])
+    assert done.exit_code == 0, done.output
+    assert said in done.stdout
+    assert "promised: the first token in 1000 ms\n" in done.stdout
+    assert "router-1: is gone" in done.stderr
+
+
+def test_a_step_takes_what_engines_reported() -> None:
+    plan = Service.of([report(answered(READING, 1.0))]).plan(Shape(1, 1, "always"))
+    chunk, rows = StepShape(tokens=500, sampled=0), StepShape(tokens=8, sampled=8)
+    assert plan.prefill.cost.seconds(chunk) == pytest.approx(0.005 + 500e-4)
+    assert plan.decode.cost.seconds(rows) == pytest.approx(0.005 + 8 * 2e-4)
