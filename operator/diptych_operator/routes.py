@@ -22,7 +22,7 @@ from diptych_operator.kube.cluster import Cluster
 from diptych_operator.kube.rivals import Rivals, ServedByRivalError
 from diptych_operator.kube.watch import Indexed
 from diptych_operator.referents import Referents
-from diptych_operator.render.route import route_objects
+from diptych_operator.render.route import Served, route_objects
 from diptych_operator.status.diagnose import diagnose
 from diptych_operator.status.observed import foreign, observe, pod_view
 from diptych_operator.status.references import Reference
@@ -80,14 +80,16 @@ class Routes:
             await self._report(raw, reason, message, f"{ready}/{route.spec.replicas}")
         return LOOK_S
 
-    def _served(self, route: ModelRoute) -> dict[str, str]:
-        """The models of the services that are there, by the services' names."""
+    def _served(self, route: ModelRoute) -> dict[str, Served]:
+        """The services that are there, by their names."""
         found = {}
-        for name in _services(route):
+        for name in route.services:
             raw = self._watched.service((route.metadata.namespace, name))
             if raw is not None:
                 spec: dict[str, Any] = raw["spec"]
-                found[name] = spec["model"].get("servedName") or name
+                tls = (spec.get("router") or {}).get("tls") or {}
+                model = spec["model"].get("servedName") or name
+                found[name] = Served(model, tls.get("secretName", ""))
         return found
 
     async def _why_not_ready(
@@ -105,7 +107,7 @@ class Routes:
         """Reason and message of what keeps the route from being ready, the worst first."""
         if why:
             yield "PodsNotReady", why
-        for name in _services(route):
+        for name in route.services:
             raw = self._watched.service((route.metadata.namespace, name))
             if raw is None:
                 words = f"there is no InferenceService {name} here; create it, or take it out of "
@@ -135,18 +137,10 @@ class Routes:
             await self._kube.apply_status(body | {"status": new})
 
 
-def _services(route: ModelRoute) -> list[str]:
-    """The names of a route's services, each once."""
-    return [*dict.fromkeys(each.name for model in route.spec.models for each in model.services)]
-
-
 def _differences(route: ModelRoute, name: str, router: Raw) -> Iterator[tuple[str, str]]:
     """Why a service does not answer what the route hands on, by its `spec.router`."""
     keys = route.spec.api_keys.secret_name if route.spec.api_keys is not None else ""
     theirs = (router.get("apiKeys") or {}).get("secretName")
-    if router.get("tls"):
-        words = f"the service {name} serves HTTPS, and routes ask services by HTTP: take its "
-        yield "ServiceServesHTTPS", words + "spec.router.tls out, and give the route spec.tls"
     if theirs and theirs != keys:
         words = f"the service {name} gets the keys of the route's clients, and knows those of the "
         yield "KeysDiffer", words + f"Secret {theirs}: name it in the route's spec.apiKeys"

@@ -151,6 +151,8 @@ class RouteTarget(msgspec.Struct, frozen=True):
     """The model's name there."""
     weight: int = 1
     """Its share of the requests; with 0 it is asked only when others cannot answer."""
+    certificate: str = ""
+    """A file with the certificate that its routers show; empty: they serve plain HTTP."""
 
 
 class RouteModel(msgspec.Struct, frozen=True):

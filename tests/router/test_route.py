@@ -26,6 +26,8 @@ from diptych_frontend.api_docs.operations import OPERATIONS
 from diptych_frontend.app import build_app
 from diptych_frontend.openai.api_keys import ApiKeys
 from diptych_frontend.openai.asgi import BodyRoom
+from diptych_frontend.openai.server import Site, listen, serve_sites
+from diptych_frontend.openai.tls import Certificate
 from diptych_protocol import EngineOverloadedError, InvalidRequestError, TenantOverloadedError
 from diptych_protocol.router_settings import RouteConfig, RouteModel, RouteTarget
 from diptych_router.route import proxy
@@ -33,6 +35,7 @@ from diptych_router.route.__main__ import PATHS, routing
 from diptych_router.route.targets import REST_S, Targets
 
 CHAT = "/v1/chat/completions"
+CERTIFICATES = Path(__file__).parents[1] / "support" / "certificates"
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Guten Tag"}], "max_tokens": 8}
 OLD = TenantOverloadedError("too much", retry_after_s=7)
 TOO_LONG = InvalidRequestError("too long", param="messages", code="context_length_exceeded")
@@ -406,6 +409,37 @@ async def test_a_key_of_the_route_opens_it_and_the_services(tmp_path: Path) -> N
         assert answer.status_code == 200
         assert len(engine.seen) == 1
         assert (await http.get("/health")).status_code == 200
+
+
+async def test_a_service_that_serves_https_is_known_by_its_certificate(tmp_path: Path) -> None:
+    own, other = (CERTIFICATES / name for name in ("first", "second"))
+    listener = listen("127.0.0.1", 0)
+    site = Site(build_app(EchoEngine()), listener, Certificate(own).context)
+    known = tmp_path / "a.crt"
+    target = RouteTarget(
+        "a", f"https://127.0.0.1:{listener.getsockname()[1]}", "echo", certificate=str(known)
+    )
+    config = RouteConfig("front", [RouteModel(["m"], [target])])
+    service = asyncio.create_task(serve_sites(site))
+    try:
+        async with (
+            routing(config) as (app, proxy, _),
+            serving(app) as url,
+            httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http,
+        ):
+            chain = (other / "tls.crt").read_bytes() + (own / "tls.crt").read_bytes()
+            steps = (
+                (b"", 503), (chain, 503), ((own / "tls.crt").read_bytes(), 200), (b"bad", 200),
+            )  # fmt: skip
+            for content, status in steps:
+                known.write_bytes(content)
+                proxy.certificates[target.url].refresh()
+                assert (await http.post(CHAT, json={"model": "m"} | ASK)).status_code == status
+            (card,) = (await http.get("/v1/models")).json()["data"]
+            assert "max_model_len" in card, "it was asked"
+    finally:
+        service.cancel()
+        await asyncio.wait((service,))
 
 
 async def test_a_page_of_another_site_may_not_use_a_route(route: Route) -> None:

@@ -1,4 +1,5 @@
-"""TLS for the public port, with the certificate of a mounted Secret of type kubernetes.io/tls."""
+"""TLS with certificates of mounted Secrets of type kubernetes.io/tls: that of the public port, and
+those of services that are asked."""
 
 from __future__ import annotations
 
@@ -7,12 +8,15 @@ import os
 import ssl
 from pathlib import Path
 
-from diptych_frontend.openai.mounted import Mark, mark
+from diptych_frontend.openai.mounted import Mark, mark, read
 from diptych_protocol import InvalidRequestError
 
 log = logging.getLogger(__name__)
 
 CERTIFICATE_FILE, KEY_FILE = "tls.crt", "tls.key"
+CERTIFICATE_END = "-----END CERTIFICATE-----"
+MOST_BYTES = 1 << 20
+"""A Secret holds no more."""
 
 
 class Certificate:
@@ -63,6 +67,42 @@ class Certificate:
         _new_context().load_cert_chain(*pair, password=_no_password)
         self.context.load_cert_chain(*pair, password=_no_password)
         self._mark = seen  # not before: what has failed is tried again at the next look
+
+
+class KnownCertificate:
+    """The certificate of a service that is asked. Whoever shows another one is not that service,
+    whoever signed it; so it need not have the name by which the service is called."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._mark: Mark = ()
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        """For new connections; it trusts nobody before the file is there."""
+        self.refresh()
+
+    def refresh(self) -> bool:
+        """Read the file if it has changed; True if there is a new certificate. What cannot be read
+        changes nothing, and is logged."""
+        seen = mark(self._file.parent, [self._file.name])
+        if seen == self._mark:
+            return False
+        self._mark = seen
+        try:
+            self.context = _trusting(self._file)
+        except (OSError, ValueError) as exc:
+            log.error("%s: %s; the former certificate is expected", self._file, exc)
+            return False
+        return True
+
+
+def _trusting(file: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    # Only the first one, the service's own: whoever had signed it could sign others.
+    own, end, _ = read(file, MOST_BYTES).decode().partition(CERTIFICATE_END)
+    context.load_verify_locations(cadata=own + end)
+    return context
 
 
 def _new_context() -> ssl.SSLContext:

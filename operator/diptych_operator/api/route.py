@@ -138,6 +138,11 @@ class ModelRoute(SpecPart, frozen=True, kw_only=True):
     ] = None
 
     @property
+    def services(self) -> list[str]:
+        """The names of its services, each once."""
+        return [*dict.fromkeys(each.name for model in self.spec.models for each in model.services)]
+
+    @property
     def twice(self) -> str:
         """A name that two models have; empty if none."""
         seen: set[str] = set()

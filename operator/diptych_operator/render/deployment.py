@@ -12,6 +12,7 @@ from diptych_operator.api.merge import merge, removed
 from diptych_operator.api.names import (
     API_KEYS_DIR,
     BIND_HOST_VARIABLE,
+    CERTIFICATES_DIR,
     CONFIG_DIR,
     CONFIG_HASH_ANNOTATION,
     KEYS_DIR,
@@ -113,6 +114,7 @@ def _pod_template(service: Owner, pods: Pods) -> dict[str, Any]:
         "serving": SERVING_DIR,
         "api-keys": API_KEYS_DIR,
         "tls": TLS_DIR,
+        "certificates": CERTIFICATES_DIR,
     }
     mounts = {
         "volumeMounts": [

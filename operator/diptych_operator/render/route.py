@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from diptych_operator.api.base import Object
 from diptych_operator.api.names import (
     API_KEYS_DIR,
+    CERTIFICATES_DIR,
     CONFIG_DIR,
     HTTP_PORT,
     LINGER_VARIABLE,
@@ -43,11 +44,22 @@ _ARGUMENTS = [
     *("--linger-seconds", f"$({LINGER_VARIABLE})"),
 ]
 _PORTS = {"http": HTTP_PORT}
-Served = Mapping[str, str]
-"""The name of each service that is there -> its model's name."""
 
 
-def route_objects(route: ModelRoute, served: Served, cluster: Cluster) -> list[Object]:
+class Served(NamedTuple):
+    """What a route has to know of a service."""
+
+    model: str
+    """The model's name."""
+    tls_secret: str = ""
+    """The name of the Secret of its certificate; empty: it serves plain HTTP."""
+
+
+Services = Mapping[str, Served]
+"""Those that are there, by their names."""
+
+
+def route_objects(route: ModelRoute, served: Services, cluster: Cluster) -> list[Object]:
     """Return the objects of a route, each before those that refer to it.
 
     Raises `SpecError` for a podTemplate that does not fit.
@@ -59,11 +71,11 @@ def route_objects(route: ModelRoute, served: Served, cluster: Cluster) -> list[O
         config,
         api_service(route, "route", _PORTS, over_https=tls is not None),
         disruption_budget(route, "route", cluster),
-        _deployment(route, config),
+        _deployment(route, config, served),
     ]
 
 
-def _config_map(route: ModelRoute, served: Served) -> Object:
+def _config_map(route: ModelRoute, served: Services) -> Object:
     meta = route.metadata
     config = RouteConfig(
         meta.name,
@@ -89,13 +101,34 @@ def _config_map(route: ModelRoute, served: Served) -> Object:
     }
 
 
-def _target(service: RoutedService, namespace: str, served: Served) -> RouteTarget:
-    url = f"http://{service.name}-router.{namespace}.svc:{HTTP_PORT}"
-    model = service.model or served.get(service.name, service.name)
-    return RouteTarget(service.name, url, model, service.weight)
+def _target(service: RoutedService, namespace: str, served: Services) -> RouteTarget:
+    known = served.get(service.name, Served(service.name))
+    scheme = "https" if known.tls_secret else "http"
+    url = f"{scheme}://{service.name}-router.{namespace}.svc:{HTTP_PORT}"
+    certificate = f"{CERTIFICATES_DIR}/{service.name}.crt" if known.tls_secret else ""
+    return RouteTarget(service.name, url, service.model or known.model, service.weight, certificate)
 
 
-def _deployment(route: ModelRoute, config: Object) -> Object:
+def _certificates(route: ModelRoute, served: Services) -> list[Object]:
+    """The volume of the certificates, without their keys, of services that serve HTTPS. A Secret
+    that is not there keeps only its service from being asked."""
+    sources = [
+        {
+            "secret": {
+                "name": served[name].tls_secret,
+                "items": [{"key": "tls.crt", "path": f"{name}.crt"}],
+                "optional": True,
+            }
+        }
+        for name in route.services
+        if name in served and served[name].tls_secret
+    ]
+    if not sources:
+        return []
+    return [{"name": "certificates", "projected": {"sources": sources, "defaultMode": 0o440}}]
+
+
+def _deployment(route: ModelRoute, config: Object, served: Services) -> Object:
     spec = route.spec
     container: dict[str, Any] = {
         "name": "route",
@@ -121,6 +154,7 @@ def _deployment(route: ModelRoute, config: Object) -> Object:
             for name, source in (("api-keys", spec.api_keys), ("tls", spec.tls))
             if source is not None
         ),
+        *_certificates(route, served),
     ]
     annotations = {} if spec.tls is None else SCHEME_ANNOTATION
     pods = Pods(

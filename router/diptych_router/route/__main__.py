@@ -100,7 +100,8 @@ async def run(args: argparse.Namespace) -> None:
     certificate = Certificate(args.tls) if args.tls is not None else None
     log.info("%s", openness(args.host, keys, certificate))
     async with routing(config, keys) as (app, proxy, metrics):
-        following = asyncio.create_task(follow(*(held for held in (keys, certificate) if held)))
+        held = (each for each in (keys, certificate) if each)
+        following = asyncio.create_task(follow(*held, *proxy.certificates.values()))
         leaving = Leaving(app, proxy, args.linger_seconds)
         await serve_sites(
             Site(leaving, listener, certificate.context if certificate is not None else None),

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import io
 import socket
+import ssl
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -29,6 +31,7 @@ from diptych_frontend.openai.asgi import UntilDisconnect
 from diptych_frontend.openai.exchange import Exchange, decode_json, exchange_of
 from diptych_frontend.openai.generation import unknown_model
 from diptych_frontend.openai.request_workers import RequestWorkers
+from diptych_frontend.openai.tls import KnownCertificate
 from diptych_frontend.probes import json_response
 from diptych_protocol import (
     UNREADABLE,
@@ -99,6 +102,13 @@ class Proxy:
             registry=registry,
         )
         self._workers = RequestWorkers()
+        self.certificates = {
+            target.url: KnownCertificate(Path(target.certificate))
+            for targets in self._targets.values()
+            for target in targets.all
+            if target.certificate
+        }
+        """Of the services that serve HTTPS, by their addresses."""
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, socket_factory=_socket),
             timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_S, sock_read=SILENCE_S, total=None),
@@ -178,6 +188,7 @@ class Proxy:
             data=io.BytesIO(_renamed(exchange.body, fields, target)),  # is written in parts
             headers=_asked(scope, exchange),
             allow_redirects=False,
+            ssl=self._trusted(target),
         ) as answer:
             if answer.status in REFUSALS or answer.status == 400:
                 return _Short(answer.status, _answered(answer), await _beginning(answer))
@@ -186,6 +197,11 @@ class Proxy:
             exchange.body = b""
             await _pass_on(answer, part, exchange, send)
             return None
+
+    def _trusted(self, target: RouteTarget) -> ssl.SSLContext | bool:
+        """The argument `ssl` of aiohttp."""
+        known = self.certificates.get(target.url)
+        return True if known is None else known.context
 
     def _count(self, targets: Targets, target: RouteTarget, outcome: str) -> None:
         self._requests.labels(targets.name, target.service, outcome).inc()
@@ -215,7 +231,9 @@ class Proxy:
         for target in targets.all:
             url = f"{target.url}/v1/models/{quote(target.model)}"
             try:
-                async with self._session.get(url, headers=headers, timeout=limit) as answer:
+                async with self._session.get(
+                    url, headers=headers, timeout=limit, ssl=self._trusted(target)
+                ) as answer:
                     if answer.status == 200:
                         return msgspec.json.decode(await _beginning(answer), type=dict[str, Any])
             except (aiohttp.ClientError, TimeoutError, OSError, *UNREADABLE):

@@ -129,8 +129,14 @@ async def test_services_that_would_refuse_its_clients_are_named() -> None:
     other = {"a": KEYS, "b": {}}
     assert await settled(Watched(other)) == ("False", "KeysDiffer")
     assert await settled(Watched(other, apiKeys={"secretName": "keys"})) == ("True", "Serving")
-    https = {"a": {"router": {"tls": {"secretName": "cert"}}}, "b": {}}
-    assert await settled(Watched(https)) == ("False", "ServiceServesHTTPS")
+
+
+async def test_a_service_that_serves_https_is_asked_so() -> None:
+    store = Watched({"a": {"router": {"tls": {"secretName": "cert"}}}, "b": {}})
+    assert await settled(store) == ("True", "Serving")
+    (config,) = (obj for obj in store.objects.values() if obj["kind"] == "ConfigMap")
+    (model,) = yaml.safe_load(config["data"]["route.json"])["models"]
+    assert [each["url"].partition(":")[0] for each in model["targets"]] == ["https", "http"]
 
 
 async def test_what_cannot_be_rendered_is_reported_with_its_field() -> None:

@@ -16,7 +16,7 @@ from diptych_operator.api.images import Images, PodDefaults, PullSecret
 from diptych_operator.api.names import ROUTE_FILE
 from diptych_operator.api.parse import parse_route
 from diptych_operator.kube.cluster import Cluster
-from diptych_operator.render.route import route_objects
+from diptych_operator.render.route import Served, Services, route_objects
 from diptych_protocol.router_settings import RouteConfig
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "route.yaml"
@@ -24,13 +24,20 @@ HOOKED = {"name": "route", "lifecycle": {"preStop": {}}}
 RAW: dict[str, Any] = list(yaml.safe_load_all(EXAMPLE.read_text()))[1]
 
 
-def rendered(images: Images = Images(), **spec: Any) -> dict[str, Any]:  # noqa: B008
+SERVED = {"smollm2": Served("smol"), "smollm2-next": Served("smollm2-next")}
+
+
+def rendered(
+    images: Images = Images(),  # noqa: B008
+    served: Services = SERVED,
+    **spec: Any,
+) -> dict[str, Any]:
     """By kind; a route has one of each."""
     raw = copy.deepcopy(RAW)
     raw["metadata"] |= {"namespace": "team", "uid": "u"}
     raw["spec"] |= spec
     route = parse_route(raw, images)
-    return {obj["kind"]: obj for obj in route_objects(route, {"smollm2": "smol"}, Cluster())}
+    return {obj["kind"]: obj for obj in route_objects(route, served, Cluster())}
 
 
 def config_of(objects: dict[str, Any]) -> RouteConfig:
@@ -65,6 +72,24 @@ def test_a_model_that_is_named_is_asked_for() -> None:
     services = [{"name": "smollm2", "model": "an-adapter"}]
     objects = rendered(models=[{"name": "m", "services": services}])
     assert config_of(objects).models[0].targets[0].model == "an-adapter"
+
+
+def test_the_certificates_of_services_are_mounted_without_their_keys() -> None:
+    objects = rendered(served=SERVED | {"smollm2-next": Served("smollm2-next", "cert")})
+    assert [words for obj in objects.values() for words in complaints(obj)] == []
+    pod = objects["Deployment"]["spec"]["template"]["spec"]
+    (volume,) = (each for each in pod["volumes"] if "projected" in each)
+    ((source,),) = (volume["projected"]["sources"],)
+    assert source["secret"] == {
+        "name": "cert",
+        "items": [{"key": "tls.crt", "path": "smollm2-next.crt"}],
+        "optional": True,
+    }
+    mounts = {each["name"]: each["mountPath"] for each in pod["containers"][0]["volumeMounts"]}
+    (model,) = config_of(objects).models
+    assert [(each.url.partition(":")[0], each.certificate) for each in model.targets] == [
+        ("http", ""), ("https", f"{mounts['certificates']}/smollm2-next.crt"), ("http", ""),
+    ]  # fmt: skip
 
 
 def test_keys_and_certificate_are_mounted_as_a_routers() -> None:
