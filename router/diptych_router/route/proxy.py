@@ -108,7 +108,7 @@ class Proxy:
             for target in targets.all
             if target.certificate
         }
-        """Of the services that serve HTTPS, by their addresses."""
+        """Those of services that serve HTTPS, by their addresses."""
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, socket_factory=_socket),
             timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_S, sock_read=SILENCE_S, total=None),
