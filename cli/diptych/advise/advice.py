@@ -162,7 +162,7 @@ class Service(NamedTuple):
             output = usual if each.first_token_s is None else each.output_tokens
             cached = max(0, min(each.cached_tokens, each.prompt_tokens - 1))
             at = each.unix_time - begin
-            yield Request(at, each.prompt_tokens, max(output, 1), cached=cached)
+            yield Request(at, max(each.prompt_tokens, 1), max(output, 1), cached=cached)
 
     def plan(self, shape: Shape) -> Plan:
         """A pool of which nothing is known is taken to be like the other one."""

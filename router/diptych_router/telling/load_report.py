@@ -32,12 +32,14 @@ def load_report(client: PoolClient, settings: Explanations) -> LoadReport:
 
 
 def _past(record: RequestRecord) -> Iterator[PastRequest]:
-    """Nothing for what is open, or was ended by its client."""
+    """Nothing for what is open, was ended by its client, or wants no tokens."""
     first_s, ended_s = record.first_token_s, record.ended_s
-    if ended_s is None or record.outcome == "abort":
+    if ended_s is None or record.outcome == "abort" or record.prefill_only:
         return
-    if record.outcome not in ("stop", "length"):
+    if record.outcome in ("error", "refused"):
         first_s = None
+    elif first_s is None:
+        return
     placements = [placement for attempt in record.attempts for placement in attempt.placements]
     yield PastRequest(
         unix_time=time_of_day(record.began_s),
