@@ -51,7 +51,12 @@ from diptych_operator.render.once import Renderings
 from diptych_operator.revision import key_set, revision
 from diptych_operator.routers import Routers
 from diptych_operator.scalers import PoolScalers, with_sizes_from_outside
-from diptych_operator.service_snapshot import ServiceSnapshot, key_sets, keys_in_pods
+from diptych_operator.service_snapshot import (
+    ServiceSnapshot,
+    is_named_by_us,
+    key_sets,
+    keys_in_pods,
+)
 from diptych_operator.status.canaries import failures
 from diptych_operator.status.observed import (
     TURNED_AWAY_S,
@@ -254,7 +259,8 @@ class Reconciler:
 
     async def _look(self, key: ServiceKey, service: InferenceService) -> ServiceSnapshot:
         """Everything that is known of the service now."""
-        children = {child_id(raw): raw for raw in self._watched.children(key)}
+        found = (raw for raw in self._watched.children(key) if is_named_by_us(raw, service))
+        children = {child_id(raw): raw for raw in found}
         deployments = [raw for raw in children.values() if raw["kind"] == "Deployment"]
         pods = self._watched.pods(key)
         views = [pod_view(raw) for raw in pods]

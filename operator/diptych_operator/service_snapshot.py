@@ -14,6 +14,7 @@ from diptych_operator.api.names import (
     RENDERED_ANNOTATION,
     REVISION_LABEL,
     ROLE_LABEL,
+    object_name,
 )
 from diptych_operator.api.service import InferenceService
 from diptych_operator.counts import Counts
@@ -173,6 +174,13 @@ def _ready_by_keys(children: Iterable[Raw]) -> Counter[str]:
         if raw["kind"] == "Deployment" and (keys := label(raw, KEYS_LABEL)):
             ready[keys] += deployment_view(raw).ready
     return ready
+
+
+def is_named_by_us(raw: Raw, service: InferenceService) -> bool:
+    """Whether a Deployment has the name that its labels call for. Else it is a copy, with whatever
+    labels and owner, and its maker's: it is neither counted nor changed."""
+    name = object_name(service, label(raw, ROLE_LABEL), label(raw, REVISION_LABEL))
+    return raw["kind"] != "Deployment" or raw["metadata"]["name"] == name
 
 
 def label(raw: Raw, name: str) -> str:
