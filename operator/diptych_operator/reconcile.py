@@ -232,8 +232,8 @@ class Reconciler:
             return replace(snapshot, rendered=new)
         if last.pods == new.pods:
             return replace(snapshot, rendered=last)
-        if len(snapshot.deployments(last.revision)) < len(service.pools):
-            return replace(snapshot, rendered=new)  # what was asked for before is not there
+        if snapshot.lacks_parts(last.revision):
+            return replace(snapshot, rendered=new)  # only what is asked for now can be made anew
         waited = self._upgrades.places.get(key, Place()).standing is Standing.Waits
         if self._upgrades.take(key, len(snapshot.pods), self._watched.service_keys()):
             return replace(snapshot, rendered=new._replace(under_way=True))

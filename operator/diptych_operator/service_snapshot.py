@@ -76,6 +76,14 @@ class ServiceSnapshot:
         ]
         return all(view.settled and view.ready >= view.wanted for view in views)
 
+    def lacks_parts(self, revision: str) -> bool:
+        """Whether a pool of the revision is gone, or a file that pods of it or routers wait for."""
+        files = {object_name(self.service, role, revision) for role in self.service.pools}
+        files.add(object_name(self.service, "router"))
+        pools = len(self.deployments(revision))
+        lost = {name for kind, name in self.observed.missing if kind == "ConfigMap"}
+        return pools < len(self.service.pools) or bool(lost & files)
+
     def deployments(self, revision: str) -> list[Raw]:
         """Return the Deployments of one revision, or those of the routers for an empty name."""
         return [
