@@ -188,7 +188,7 @@ def is_named_by_us(raw: Raw, service: InferenceService) -> bool:
     """Whether a Deployment has the name that its labels call for. Else it is a copy, with whatever
     labels and owner, and its maker's: it is neither counted nor changed."""
     name = object_name(service, label(raw, ROLE_LABEL), label(raw, REVISION_LABEL))
-    return raw["kind"] != "Deployment" or raw["metadata"]["name"] == name
+    return raw["kind"] != "Deployment" or str(raw["metadata"]["name"]) == name
 
 
 def label(raw: Raw, name: str) -> str:
