@@ -119,13 +119,9 @@ class Executor:
             or snapshot.routers_lack_keys()
         ):
             return []
-        objects = self._renderings.revision(
-            snapshot.service, snapshot.target, snapshot.keys, counts
+        return self._renderings.revision(
+            snapshot.service, snapshot.target, snapshot.keys, counts, step.in_place
         )
-        for obj in objects:
-            if obj["kind"] == "Deployment" and label(obj, ROLE_LABEL) in step.in_place:
-                obj["spec"]["strategy"]["rollingUpdate"] = {"maxSurge": 0, "maxUnavailable": 1}
-        return objects
 
     async def _scale_older(self, snapshot: ServiceSnapshot, step: Step) -> None:
         """What the spec no longer describes, or what is held, changes in number only."""

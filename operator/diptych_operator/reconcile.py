@@ -51,7 +51,12 @@ from diptych_operator.render.once import Renderings
 from diptych_operator.revision import key_set, revision
 from diptych_operator.routers import Routers
 from diptych_operator.scalers import PoolScalers, with_sizes_from_outside
-from diptych_operator.service_snapshot import ServiceSnapshot, key_sets, keys_in_pods
+from diptych_operator.service_snapshot import (
+    ServiceSnapshot,
+    is_named_by_us,
+    key_sets,
+    keys_in_pods,
+)
 from diptych_operator.status.canaries import failures
 from diptych_operator.status.observed import (
     TURNED_AWAY_S,
@@ -227,8 +232,8 @@ class Reconciler:
             return replace(snapshot, rendered=new)
         if last.pods == new.pods:
             return replace(snapshot, rendered=last)
-        if len(snapshot.deployments(last.revision)) < len(service.pools):
-            return replace(snapshot, rendered=new)  # what was asked for before is not there
+        if snapshot.lacks_parts(last.revision):
+            return replace(snapshot, rendered=new)  # only what is asked for now can be made anew
         waited = self._upgrades.places.get(key, Place()).standing is Standing.Waits
         if self._upgrades.take(key, len(snapshot.pods), self._watched.service_keys()):
             return replace(snapshot, rendered=new._replace(under_way=True))
@@ -254,7 +259,8 @@ class Reconciler:
 
     async def _look(self, key: ServiceKey, service: InferenceService) -> ServiceSnapshot:
         """Everything that is known of the service now."""
-        children = {child_id(raw): raw for raw in self._watched.children(key)}
+        found = (raw for raw in self._watched.children(key) if is_named_by_us(raw, service))
+        children = {child_id(raw): raw for raw in found}
         deployments = [raw for raw in children.values() if raw["kind"] == "Deployment"]
         pods = self._watched.pods(key)
         views = [pod_view(raw) for raw in pods]

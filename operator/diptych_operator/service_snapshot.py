@@ -14,6 +14,7 @@ from diptych_operator.api.names import (
     RENDERED_ANNOTATION,
     REVISION_LABEL,
     ROLE_LABEL,
+    object_name,
 )
 from diptych_operator.api.service import InferenceService
 from diptych_operator.counts import Counts
@@ -74,6 +75,14 @@ class ServiceSnapshot:
             deployment_view(raw) for raw in self.children.values() if raw["kind"] == "Deployment"
         ]
         return all(view.settled and view.ready >= view.wanted for view in views)
+
+    def lacks_parts(self, revision: str) -> bool:
+        """Whether a pool of the revision is gone, or a file that pods of it or routers wait for."""
+        files = {object_name(self.service, role, revision) for role in self.service.pools}
+        files.add(object_name(self.service, "router"))
+        pools = len(self.deployments(revision))
+        lost = {name for kind, name in self.observed.missing if kind == "ConfigMap"}
+        return pools < len(self.service.pools) or bool(lost & files)
 
     def deployments(self, revision: str) -> list[Raw]:
         """Return the Deployments of one revision, or those of the routers for an empty name."""
@@ -173,6 +182,13 @@ def _ready_by_keys(children: Iterable[Raw]) -> Counter[str]:
         if raw["kind"] == "Deployment" and (keys := label(raw, KEYS_LABEL)):
             ready[keys] += deployment_view(raw).ready
     return ready
+
+
+def is_named_by_us(raw: Raw, service: InferenceService) -> bool:
+    """Whether a Deployment has the name that its labels call for. Else it is a copy, with whatever
+    labels and owner, and its maker's: it is neither counted nor changed."""
+    name = object_name(service, label(raw, ROLE_LABEL), label(raw, REVISION_LABEL))
+    return raw["kind"] != "Deployment" or str(raw["metadata"]["name"]) == name
 
 
 def label(raw: Raw, name: str) -> str:

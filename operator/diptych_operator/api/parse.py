@@ -14,6 +14,7 @@ import difflib
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -175,7 +176,7 @@ def _load(text: str) -> list[Any]:
     if len(text) > MAX_TEXT_BYTES:
         raise SpecError("file", f"is larger than {MAX_TEXT_BYTES} bytes; is it the right file?")
     try:
-        return [raw for raw in yaml.load_all(text, Loader=_Loader) if raw is not None]
+        objects = [raw for raw in yaml.load_all(text, Loader=_Loader) if raw is not None]
     except yaml.MarkedYAMLError as exc:
         line = exc.problem_mark.line + 1 if exc.problem_mark else 1
         problem = " ".join(part for part in (exc.problem, exc.context) if part)
@@ -184,6 +185,23 @@ def _load(text: str) -> list[Any]:
         if isinstance(exc, SpecError):
             raise
         raise SpecError("file", f"not YAML: {' '.join(str(exc).split())}") from exc
+    if "*" in text and _is_longer(objects, MAX_TEXT_BYTES):
+        raise SpecError("file", "its aliases repeat too much; write out what they stand for")
+    return objects
+
+
+def _is_longer(objects: list[Any], most: int) -> bool:
+    """Whether that many characters could not write it out; what holds itself has no end."""
+    left = [iter(objects)]
+    while left and most >= 0:
+        value = next(left[-1], left)
+        if value is left:
+            left.pop()
+            continue
+        most -= len(value) + 1 if isinstance(value, str) else 1
+        if isinstance(value, (dict, list)):
+            left.append(chain.from_iterable(value.items()) if type(value) is dict else iter(value))
+    return bool(left)
 
 
 def _explain(complaint: str, raw: dict[str, Any]) -> SpecError:

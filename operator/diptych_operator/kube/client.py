@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from typing import Any, Self
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 import aiohttp
 import msgspec
@@ -48,12 +48,16 @@ PLURALS = {
 _METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 
 RIGHTS = "Give the operator this right, as the chart's roles do."
+_ANEW = "Delete the one that is there: it is made anew."
 _REMEDIES = {
-    " cannot ": RIGHTS,
-    "exceeded quota": "Raise the namespace's ResourceQuota.",
-    "it is being terminated": "Wait until the namespace is gone.",
+    (403, " cannot "): RIGHTS,
+    (403, "exceeded quota"): "Raise the namespace's ResourceQuota.",
+    (403, "it is being terminated"): "Wait until the namespace is gone.",
+    (422, "field is immutable"): _ANEW,
+    (422, "may not change once set"): _ANEW,
 }
-"""What to do about what is forbidden whatever the object says, by the API server's words for it."""
+"""What to do about what is refused whatever the spec says, by status and words of the API server.
+"""
 
 _NOT_ITS_FAULT = (
     401,  # our token has run out
@@ -302,7 +306,8 @@ def object_path(api_version: str, kind: str, namespace: str, name: str = "") -> 
     """Return the REST path of an object, or of its collection in one namespace or in all."""
     prefix = f"/apis/{api_version}" if "/" in api_version else f"/api/{api_version}"
     place = ("namespaces", namespace) if namespace else ()
-    parts: Iterable[str] = (prefix, *place, PLURALS[kind], name)
+    # Some names come from annotations, which others may have written.
+    parts: Iterable[str] = (prefix, *place, PLURALS[kind], quote(name, safe=""))
     return "/".join(filter(None, parts))
 
 
@@ -312,7 +317,8 @@ def _refusal(status: int, data: bytes) -> ApiError:
     except UNREADABLE:  # from a proxy, say
         said = {"message": data[:200].decode(errors="replace")}
     message = str(said.get("message", ""))
-    remedies = [remedy for words, remedy in _REMEDIES.items() if status == 403 and words in message]
+    known = _REMEDIES.items()
+    remedies = [remedy for (code, words), remedy in known if status == code and words in message]
     told = ". ".join((message.rstrip("."), *remedies)) if remedies else message
     error = ApiError(status, str(said.get("reason", "")), told)
     error.blames_object = not remedies

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
+
+from msgspec.structs import replace
 
 from diptych_operator.api.base import Object
 from diptych_operator.api.names import ROLES, roles
@@ -96,12 +98,27 @@ def render_shared(
 
 
 def render_revision(
-    service: InferenceService, cluster: Cluster, name: str, keys: KeySets, counts: Counts
+    service: InferenceService,
+    cluster: Cluster,
+    name: str,
+    keys: KeySets,
+    counts: Counts,
+    in_place: Collection[str] = (),
 ) -> list[Object]:
-    """Return the pools of the revision that the spec describes. Raises `SpecError`, as `render`."""
+    """Return the pools of the revision that the spec describes. Raises `SpecError`, as `render`.
+
+    in_place: roles whose changed template replaces a pod before there is room for another.
+    """
     render_pool = vllm_objects if service.spec.engine.runtime == "vllm" else engine_objects
     objects: list[Object] = []
     for role in service.pools:
         model = model_mount(service, role, cluster_has_image_volumes=cluster.has_image_volumes)
-        objects += render_pool(service, role, name, counts.of(role), keys, model)
+        asked = _without_surge(service) if role in in_place else service
+        objects += render_pool(asked, role, name, counts.of(role), keys, model)
     return sorted(objects, key=lambda item: item["kind"] == "Deployment")
+
+
+def _without_surge(service: InferenceService) -> InferenceService:
+    spec = service.spec
+    rollout = replace(spec.rollout, max_surge=0, max_unavailable=1)
+    return replace(service, spec=replace(spec, rollout=rollout))

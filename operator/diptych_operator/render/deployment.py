@@ -72,8 +72,11 @@ def deployment(service: Owner, pods: Pods) -> dict[str, Any]:
     role = pods.role
     ours = _pod_template(service, pods)
     field = "spec.podTemplate" if role == "route" else f"spec.{role}.podTemplate"
-    kept = removed(ours, pods.part.pod_template_remove, f"{field}Remove")
-    template = merge(kept, pods.part.pod_template, field)
+    # Also a field that is removed must be given in its shape.
+    template = merge(ours, pods.part.pod_template, field)
+    if pods.part.pod_template_remove:
+        kept = removed(ours, pods.part.pod_template_remove, f"{field}Remove")
+        template = merge(kept, pods.part.pod_template, field)
     selected = _selected(service, pods)
     relied_on = selected | {MANAGED_BY_LABEL: MANAGED_BY}  # the operator watches no other pods
     _check_template(template, relied_on, pods.container["name"], field)
@@ -89,6 +92,7 @@ def deployment(service: Owner, pods: Pods) -> dict[str, Any]:
         "metadata": metadata(service, role, role, pods.revision),
         "spec": {
             "replicas": pods.replicas,
+            "paused": False,  # or `kubectl rollout pause` would keep it from every change
             "revisionHistoryLimit": 2,
             "progressDeadlineSeconds": max(rollout.progress_deadline_seconds, 60),
             "strategy": {

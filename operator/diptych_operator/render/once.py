@@ -36,13 +36,18 @@ class Renderings:
         )
 
     def revision(
-        self, service: InferenceService, name: str, keys: KeySets, counts: Counts
+        self,
+        service: InferenceService,
+        name: str,
+        keys: KeySets,
+        counts: Counts,
+        in_place: frozenset[str] = frozenset(),
     ) -> list[Object]:
         """See `render_revision`. Raises `SpecError`."""
         return self._objects(
             service,
-            (name, keys, counts),
-            lambda: render_revision(service, self.cluster, name, keys, counts),
+            (name, keys, counts, in_place),
+            lambda: render_revision(service, self.cluster, name, keys, counts, in_place),
         )
 
     def _objects(

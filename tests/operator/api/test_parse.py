@@ -254,8 +254,12 @@ def test_a_wrong_field_is_named_with_its_remedy(old: str, new: str, message: str
         ("a: \x00", "file: not YAML: unacceptable character"),
         ("a: " + "[" * 5000, "file: not YAML: "),
         ("a: " + "b" * (2 << 20), "file: is larger than"),
+        ("a: &a {b: *a}", "file: its aliases repeat too much"),
+        (GOOD + f"x: [&x {'x' * 9999}, {'*x, ' * 999}]", "file: its aliases repeat too much"),
+        ("".join(f"b{n}: &b{n} [*b{n - 1}, *b{n - 1}]\n" for n in range(1, 40)).replace("*b0", "1"),
+         "file: its aliases repeat too much"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_service_at_all_is_refused(text: str, start: str) -> None:
     with pytest.raises(SpecError) as caught:
         parse(text)

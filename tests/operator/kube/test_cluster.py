@@ -1,9 +1,10 @@
-"""What a cluster can do, from its discovery."""
+"""What a cluster can do, from its discovery, and where its objects are."""
 
 from __future__ import annotations
 
 import pytest
 
+from diptych_operator.kube.client import object_path
 from diptych_operator.kube.cluster import read_cluster
 
 
@@ -36,3 +37,11 @@ def test_features_follow_from_the_version(
 def test_a_cluster_without_any_budget_is_refused() -> None:
     with pytest.raises(ValueError, match="PodDisruptionBudget"):
         read_cluster("1", "99", ["apps/v1"], "ns")
+
+
+def test_a_name_that_somebody_made_up_leads_to_no_other_object() -> None:
+    """Some names of Secrets are read from annotations."""
+    path = object_path("v1", "Secret", "here", "a-keys-x/../../../there/secrets/theirs?watch=1")
+    assert path == (
+        "/api/v1/namespaces/here/secrets/a-keys-x%2F..%2F..%2F..%2Fthere%2Fsecrets%2Ftheirs%3Fwatch%3D1"
+    )

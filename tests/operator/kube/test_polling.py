@@ -79,17 +79,24 @@ async def test_what_is_refused_for_good(status: int, message: str, refused: bool
 
 
 @pytest.mark.parametrize(
-    ("message", "remedy"),
+    ("status", "message", "remedy"),
     [
-        ('secrets is forbidden: User "x" cannot create resource "secrets" in API group ""', RIGHTS),
-        ('services "x" is forbidden: exceeded quota: q, used: services=3',
+        (403, 'secrets is forbidden: User "x" cannot create resource "secrets" in API group ""',
+         RIGHTS),
+        (403, 'services "x" is forbidden: exceeded quota: q, used: services=3',
          "Raise the namespace's ResourceQuota."),
-        ('deployments "x" is forbidden: unable to create new content in namespace ns because it '
-         "is being terminated", "Wait until the namespace is gone."),
+        (403, 'deployments "x" is forbidden: unable to create new content in namespace ns because '
+         "it is being terminated", "Wait until the namespace is gone."),
+        (422, 'ConfigMap "x" is invalid: data: Forbidden: field is immutable when `immutable` is '
+         "set", "Delete the one that is there: it is made anew."),
+        (422, 'Service "x" is invalid: spec.clusterIPs[0]: Invalid value: []string{"None"}: may '
+         "not change once set", "Delete the one that is there: it is made anew."),
     ],
 )  # fmt: skip
-async def test_what_is_forbidden_names_its_remedy(message: str, remedy: str) -> None:
-    error = await refusal(403, msgspec.json.encode({"message": message}).decode())
+async def test_what_no_spec_would_mend_names_its_remedy(
+    status: int, message: str, remedy: str
+) -> None:
+    error = await refusal(status, msgspec.json.encode({"message": message}).decode())
     assert str(error) == f"{message}. {remedy}"
     assert not error.blames_object
 
@@ -101,6 +108,7 @@ async def test_what_is_forbidden_names_its_remedy(message: str, remedy: str) -> 
         (403, 'admission webhook "x" denied the request: no', "PodTemplateRejected"),
         (403, 'deployments "x" is forbidden: exceeded quota: q, used: 1', "OperatorProblem"),
         (403, 'deployments is forbidden: User "x" cannot patch resource', "OperatorProblem"),
+        (422, 'Deployment "x" is invalid: spec.selector: field is immutable', "OperatorProblem"),
     ],
 )
 async def test_a_pod_template_is_blamed_for_what_another_one_would_mend(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 from cluster_kit.reconciling import KEY, Object, Store, one_pass, operating
 
 from diptych_operator.api.images import Images
-from diptych_operator.api.names import APPLIED_ANNOTATION
+from diptych_operator.api.names import APPLIED_ANNOTATION, REVISION_LABEL
 from diptych_operator.api.parse import parse_object
 from diptych_operator.api.service import InferenceService
 from diptych_operator.counts import Counts
@@ -60,6 +61,18 @@ async def test_what_somebody_changed_while_nobody_led_is_mended(store: Ledger) -
     assert {path.rpartition("/")[2] for path in store.writes} == {"svc-router"}
     template = routers(store)["spec"]["template"]
     assert template["spec"]["containers"][0]["image"] == image
+
+
+async def test_a_copy_of_a_deployment_is_left_to_whoever_made_it(store: Ledger) -> None:
+    decode = next(obj for obj in store.deployments() if "-decode-" in obj["metadata"]["name"])
+    copy = msgspec.json.decode(msgspec.json.encode(decode))
+    copy["metadata"] |= {"name": "svc-primary", "uid": "another"}
+    copy["metadata"]["labels"][REVISION_LABEL] = "primary"
+    copy["spec"]["replicas"] = 3
+    path = next(path for path in store.objects if path.endswith(decode["metadata"]["name"]))
+    store.objects[path.replace(decode["metadata"]["name"], "svc-primary")] = copy
+    await one_pass(store)
+    assert store.writes == []
 
 
 async def test_a_field_that_is_no_longer_rendered_is_taken_away(store: Ledger) -> None:

@@ -140,6 +140,19 @@ async def test_an_upgrade_that_may_not_roll_changes_no_pods_and_says_so(store: S
     }
 
 
+@pytest.mark.parametrize("part", ["svc-router", "svc-decode-"])
+async def test_a_file_that_is_gone_and_that_pods_wait_for_is_not_held(
+    store: Store, part: str
+) -> None:
+    life = Life(store, NEW, 0)
+    await life.passes()
+    (gone,) = (path for path in store.objects if f"/configmaps/{part}" in path)
+    del store.objects[gone]
+    await life.passes()
+    assert images(store) >= {"engine:new", "router:new"}
+    assert not life.pending
+
+
 async def test_an_operator_that_renders_the_same_has_nothing_pending(store: Store) -> None:
     life = Life(store, OLD, 0)
     await life.passes()

@@ -24,7 +24,9 @@ from diptych_operator.render import (
     KeySets,
     ServiceSecrets,
     Serving,
+    fixed_counts,
     render,
+    render_revision,
     render_shared,
 )
 from diptych_operator.revision import revision
@@ -512,6 +514,23 @@ def test_a_suspended_service_keeps_its_objects_and_has_no_pods() -> None:
     ]
 
 
+def test_only_a_pool_that_is_replaced_in_place_is_given_no_room_for_another_pod() -> None:
+    asked, keys = service({}), KeySets("k")
+    objects = render_revision(asked, Cluster(), "r", keys, fixed_counts(asked), {"decode"})
+    assert {
+        name: deployment["spec"]["strategy"]["rollingUpdate"]
+        for name, deployment in by_kind(objects, "Deployment").items()
+    } == {
+        "svc-prefill-r": {"maxSurge": 1, "maxUnavailable": 0},
+        "svc-decode-r": {"maxSurge": 0, "maxUnavailable": 1},
+    }
+
+
+def test_what_somebody_paused_goes_on_as_the_operator_says_of_every_deployment() -> None:
+    for deployment in by_kind(render(service({}), SECRETS), "Deployment").values():
+        assert deployment["spec"]["paused"] is False
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -557,6 +576,24 @@ def refusal(**part: Any) -> str:
 )  # fmt: skip
 def test_what_the_service_relies_on_cannot_be_removed(path: str, words: str) -> None:
     assert refusal(podTemplateRemove=[path]).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("metadata.labels", ["x"], "must be an object, not ['x']"),
+        ("metadata.annotations", 5, "must be an object, not 5"),
+        ("spec.securityContext", "x", "must be an object, not 'x'"),
+        ("spec.containers", {"x": {}}, "must be a list, not {'x': {}}"),
+        ("spec.volumes", 1.5, "must be a list, not 1.5"),
+    ],
+)
+def test_a_field_that_is_removed_is_given_anew_in_its_shape(
+    path: str, value: Any, words: str
+) -> None:
+    part, field = path.split(".")
+    told = refusal(podTemplate={part: {field: value}}, podTemplateRemove=[path])
+    assert told == f"spec.prefill.podTemplate.{path}: {words}"
 
 
 PRE_STOP = {"preStop": {"exec": {"command": ["sleep", "1000"]}}}
