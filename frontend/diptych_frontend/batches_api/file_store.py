@@ -42,11 +42,12 @@ class FileStore:
         self._max_bytes = max_bytes
 
     def room(self, client: str) -> int:
-        """Return the number of bytes that a client may still store."""
+        """Return the number of bytes that a client may still store; below zero, it has more than
+        it may."""
         free = self._max_bytes - self._folder.bytes_of_all()
         if client:  # else there are no others
             free = min(free, self._max_bytes // 2 - self._folder.bytes_of(client))
-        return max(0, free)
+        return free
 
     def begin(self, client: str, size: int) -> Path:
         """Return a path for the bytes of a new file of about this size.
@@ -63,16 +64,18 @@ class FileStore:
         self._folder.prepare(client)
         return self._folder.files(client) / f"{new_id('file-')}.data"
 
-    def check_room(self, client: str, size: int) -> None:
-        """Raise `InvalidRequestError` if the client may not store this many more bytes."""
+    def check_room(self, client: str, size: int) -> int:
+        """Return the client's room. Raises `InvalidRequestError` if this many more bytes are more,
+        or too many are there already."""
         room = self.room(client)
         if size > room:
             raise InvalidRequestError(
-                f"the file has {size} bytes, but there is room for {room}; delete files, or ask "
-                "for a larger batch directory",
+                f"the file needs {max(0, size - room)} bytes more than there is room for; delete "
+                "files, or ask for a larger batch directory",
                 status=413,
                 code="storage_full",
             )
+        return room
 
     def add(self, content: Path, described: Callable[[str, int], FileObject]) -> FileObject:
         """Turn written bytes into a file. `described` gets its id and size."""
