@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Container
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import BinaryIO, Final, TypeVar
 
 import msgspec
 
-from diptych_frontend.batches_api.api_types import FileList, FileObject
+from diptych_frontend.batches_api.api_types import KEPT_S, FileList, FileObject
 from diptych_frontend.batches_api.folder import (
     TEMPORARY,
     Folder,
@@ -23,7 +24,9 @@ from diptych_frontend.batches_api.folder import (
     sync,
     write_whole,
 )
-from diptych_protocol import InvalidRequestError
+from diptych_protocol import UNREADABLE, InvalidRequestError
+
+log = logging.getLogger(__name__)
 
 MAX_FILES: Final = 1000
 """The most files of a client."""
@@ -147,6 +150,8 @@ class FileStore:
             found = msgspec.json.decode(state.read_bytes(), type=FileObject)
         except FileNotFoundError:
             return None
+        except UNREADABLE as exc:
+            found = _damaged(state, exc)
         is_over = found.expires_at is not None and found.expires_at <= time.time()
         return None if is_over else found
 
@@ -156,6 +161,24 @@ def page_of(ids: list[str], after: str | None, newest_first: bool) -> list[str]:
     if newest_first:
         return [each for each in reversed(ids) if after is None or each < after]
     return [each for each in ids if after is None or each > after]
+
+
+def _damaged(state: Path, cause: Exception) -> FileObject:
+    """What is told of a file whose description cannot be read. Its client can still fetch and
+    delete it, and it expires; others' files do not wait for that."""
+    log.warning("%s is damaged: %s", state, cause)
+    content = state.with_suffix(".data")
+    made_at = int(state.stat().st_mtime)
+    return FileObject(
+        id=state.stem,
+        bytes=content.stat().st_size if content.exists() else 0,
+        created_at=made_at,
+        expires_at=made_at + KEPT_S,
+        filename=content.name,
+        purpose="batch_output",
+        status="error",
+        status_details="the description of this file is damaged; its content may be whole",
+    )
 
 
 def _no_such_file(file_id: str) -> InvalidRequestError:
