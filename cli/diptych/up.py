@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
@@ -122,8 +121,11 @@ def _check_address(api: ApiAccess) -> None:
             raise RunError(
                 f"port {port} is in use; stop what listens there, or choose another --port"
             )
-    except (socket.gaierror, UnicodeError) as exc:
-        raise BadInputError(f"--host: {api.host} is no address of this machine: {exc}") from exc
+    except (OSError, UnicodeError) as exc:
+        raise BadInputError(
+            f"--host {api.host}, --port {port}: {exc}; give an address of this machine, and a port "
+            "that you may use"
+        ) from exc
 
 
 def _local_pods(

@@ -161,8 +161,11 @@ def test_the_users_folders_outlive_the_run(
             ApiAccess(1, tls=Path("/nonexistent")),
             "--tls: /nonexistent must hold tls.crt and tls.key",
         ),
-        (ApiAccess(1, hosts=("a.example:80",)), "--allow-host: Expected `str` matching"),
-        (ApiAccess(1, origins=("http://a.example/",)), "--allow-origin: Expected `str` matching"),
+        (ApiAccess(1, hosts=("a.example:80",)), "--allow-host is a lower-case name without a port"),
+        (
+            ApiAccess(1, origins=("http://a.example/",)),
+            "--allow-origin is like https://app.example.com",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(api: ApiAccess, words: str) -> None:

@@ -24,6 +24,12 @@ def test_ports_that_somebody_else_will_take_are_not_given() -> None:
     assert {port % 2 for port in found} == {1}
 
 
+@pytest.mark.parametrize("host", ["203.0.113.1", "fe80::1"])
+def test_an_address_of_another_machine_is_not_said_to_be_in_use(host: str) -> None:
+    with pytest.raises(OSError, match=r"assign|argument|support"):
+        is_free(0, host)
+
+
 def test_more_neighbours_than_there_are_is_an_error() -> None:
     with pytest.raises(OSError, match="no 70000 ports are free that are neighbours"):
         free_ports([70000])

@@ -30,6 +30,7 @@ from diptych_protocol.router_settings import HostNames, Origins
 KEYS_NAME, TLS_NAME = "laptop-api-keys", "laptop-tls"
 """Folders of the run directory that take the place of Secrets."""
 MADE_KEY_NAME = "laptop"
+MOST_SHOWN = 200
 BATCHES_SIZE = "256Mi"
 """A low limit, because the run directory may be in memory."""
 
@@ -104,14 +105,15 @@ class ApiAccess:
     @staticmethod
     def _check_names(router: Router) -> None:
         """Raise `BadInputError` for what is no name, or no origin."""
-        for option, values, kind in (
-            ("--allow-host", router.allowed_hosts, HostNames),
-            ("--allow-origin", router.allowed_origins, Origins),
+        for option, values, kind, wanted in (
+            ("--allow-host", router.allowed_hosts, HostNames, "a lower-case name without a port"),
+            ("--allow-origin", router.allowed_origins, Origins, "like https://app.example.com"),
         ):
             try:
                 msgspec.convert(values, kind)
             except msgspec.ValidationError as exc:
-                raise BadInputError(f"{option}: {exc}") from exc
+                given = ", ".join(values)[:MOST_SHOWN]
+                raise BadInputError(f"{option} is {wanted}, at most 64 times, not {given}") from exc
 
     def furnish(self, run_dir: RunDirectory) -> Path | None:
         """Put keys and certificate where the router reads them. Returns the file of a key."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
 from collections.abc import Container, Iterable
@@ -68,7 +69,8 @@ def _taken(run: ExitStack, port: int) -> bool:
 
 
 def is_free(port: int, host: str = LOOPBACK) -> bool:
-    """Whether a server can listen there now. Raises `socket.gaierror` for an unknown host."""
+    """Whether a server can listen there now; not, if something does. Raises `OSError` if it
+    never can: the host is unknown or another machine, or the user may not have the port."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, address = found[0]
     with socket.socket(family) as probe:
@@ -76,6 +78,8 @@ def is_free(port: int, host: str = LOOPBACK) -> bool:
         try:
             probe.bind(address)
             probe.listen(1)
-        except OSError:
+        except OSError as exc:
+            if exc.errno != errno.EADDRINUSE:
+                raise
             return False
         return True

@@ -116,11 +116,13 @@ class BlockFiles:
         handle = os.open(part, flags, 0o600)
         try:
             written = os.writev(handle, content)
+            if written != size:
+                raise OSError(f"{self.folder} took {written} of {size} bytes")
+        except OSError:
+            self.remove([part.name])
+            raise
         finally:
             os.close(handle)
-        if written != size:
-            self.remove([part.name])
-            raise OSError(f"{self.folder} took {written} of {size} bytes")
         part.rename(self.folder / name)
         return size
 

@@ -85,6 +85,8 @@ class BlockStore:
         self._readers = ThreadPoolExecutor(READERS, "kv-reader")
         self._ended: deque[Written | Read | Late] = deque()
         self._num_written = self._num_damaged = 0
+        self._disk_works = True
+        """As far as the writer knows."""
         self.wake_fd: Final = os.eventfd(0, os.EFD_NONBLOCK)
         """Readable when `handle_events` has something to do."""
 
@@ -153,9 +155,11 @@ class BlockStore:
             try:
                 if works:
                     size = self._files.write(name, self._parts(block))
-            except OSError as exc:  # it is said once, and the next batch tries again
-                works = False
-                log.warning("KV blocks cannot be kept on disk: %s", exc)
+                    self._disk_works = True
+            except OSError as exc:  # the next batch tries again
+                if self._disk_works:  # else it was said
+                    log.warning("KV blocks cannot be kept on disk: %s", exc)
+                works = self._disk_works = False
             finally:  # the block is held until then
                 self._tell(Written(block, name, size))
 

@@ -35,7 +35,8 @@ class FileObject(msgspec.Struct, frozen=True, kw_only=True):
     expires_at: int | None
     filename: str
     purpose: Literal["batch", "batch_output"]
-    status: Literal["processed"] = "processed"
+    status: Literal["processed", "error"] = "processed"
+    """`error`: its description on the disk is damaged."""
     status_details: str | None = None
     object: Literal["file"] = "file"
 

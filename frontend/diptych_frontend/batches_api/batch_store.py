@@ -22,7 +22,7 @@ from diptych_frontend.batches_api.file_store import FileStore, page_of, synced
 from diptych_frontend.batches_api.folder import Folder, ids_in, is_id, new_id, write_whole
 from diptych_frontend.batches_api.journal import DONE, ERROR, Journal
 from diptych_frontend.batches_api.states import ENDED, End, Record
-from diptych_protocol import InvalidRequestError
+from diptych_protocol import UNREADABLE, InvalidRequestError
 
 MAX_BATCHES: Final = 1000
 """The most batches of a client. Beyond it, the oldest that have ended are removed."""
@@ -70,7 +70,7 @@ class BatchStore:
     def get(self, client: str, batch_id: str) -> Batch:
         """Return the state of a batch. Raises `InvalidRequestError` if it does not exist."""
         if is_id(batch_id, "batch_"):
-            record = self.read(self._folder.batches(client) / f"{batch_id}.json")
+            record = self._whole(self._folder.batches(client) / f"{batch_id}.json")
             if record is not None:
                 return record.batch
         raise InvalidRequestError(
@@ -81,7 +81,7 @@ class BatchStore:
         """Return the batches of a client, the newest first."""
         folder = self._folder.batches(client)
         ids = page_of(ids_in(folder), after, newest_first=True)
-        records = [self.read(folder / f"{batch_id}.json") for batch_id in ids[: limit + 1]]
+        records = [self._whole(folder / f"{batch_id}.json") for batch_id in ids[: limit + 1]]
         data = [record.batch for record in records[:limit] if record is not None]
         first, last = (data[0].id, data[-1].id) if data else (None, None)
         return BatchList(data, first, last, len(ids) > limit)
@@ -95,7 +95,7 @@ class BatchStore:
             )
         wish = self._folder.batches(client) / f"{batch_id}.cancel"
         if not wish.exists():
-            write_whole(wish, str(int(time.time())).encode())
+            write_whole(wish, b"")
         return self.get(client, batch_id)
 
     def delete_file(self, client: str, file_id: str) -> None:
@@ -144,9 +144,17 @@ class BatchStore:
         except FileNotFoundError:
             return None
         with contextlib.suppress(FileNotFoundError):
-            wished = state.with_suffix(".cancel").read_bytes()
-            return states.cancelling(record, int(wished))
+            wish = state.with_suffix(".cancel").stat()
+            return states.cancelling(record, int(wish.st_mtime))
         return record
+
+    def _whole(self, state: Path) -> Record | None:
+        """As `read`, but a state that is damaged is none: others do not wait for it. Its runner
+        says so in the log, and goes on once it is mended."""
+        try:
+            return self.read(state)
+        except UNREADABLE:
+            return None
 
     def write(self, state: Path, record: Record) -> None:
         """Write the state. Only the holder of the batch's lock may call this."""
@@ -215,7 +223,7 @@ class BatchStore:
             self.files.sweep(client, self._used(client / "batches"))
             for batch_id in ids_in(client / "batches"):
                 state = client / "batches" / f"{batch_id}.json"
-                record = self.read(state)
+                record = self._whole(state)
                 if record is None or record.batch.status not in ENDED:
                     continue
                 if time.time() - record.batch.expires_at > KEPT_S:
@@ -235,7 +243,7 @@ class BatchStore:
         ids = ids_in(folder)
         for batch_id in ids if len(ids) >= MAX_BATCHES else ():
             state = folder / f"{batch_id}.json"
-            record = self.read(state)
+            record = self._whole(state)
             if record is not None and record.batch.status in ENDED:
                 state.unlink(missing_ok=True)
                 return
@@ -247,7 +255,7 @@ class BatchStore:
         """The files that the batches of a folder still read or write."""
         used: set[str] = set()
         for state in self._open_of(folder):
-            record = self.read(state)
+            record = self._whole(state)
             if record is not None and record.batch.status not in ENDED:
                 used |= {record.batch.input_file_id, record.output_id, record.error_id}
         return used

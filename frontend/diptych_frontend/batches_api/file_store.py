@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Container
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import BinaryIO, Final, TypeVar
 
 import msgspec
 
-from diptych_frontend.batches_api.api_types import FileList, FileObject
+from diptych_frontend.batches_api.api_types import KEPT_S, FileList, FileObject
 from diptych_frontend.batches_api.folder import (
     TEMPORARY,
     Folder,
@@ -23,7 +24,9 @@ from diptych_frontend.batches_api.folder import (
     sync,
     write_whole,
 )
-from diptych_protocol import InvalidRequestError
+from diptych_protocol import UNREADABLE, InvalidRequestError
+
+log = logging.getLogger(__name__)
 
 MAX_FILES: Final = 1000
 """The most files of a client."""
@@ -42,11 +45,12 @@ class FileStore:
         self._max_bytes = max_bytes
 
     def room(self, client: str) -> int:
-        """Return the number of bytes that a client may still store."""
+        """Return the number of bytes that a client may still store; below zero, it has more than
+        it may."""
         free = self._max_bytes - self._folder.bytes_of_all()
         if client:  # else there are no others
             free = min(free, self._max_bytes // 2 - self._folder.bytes_of(client))
-        return max(0, free)
+        return free
 
     def begin(self, client: str, size: int) -> Path:
         """Return a path for the bytes of a new file of about this size.
@@ -63,16 +67,18 @@ class FileStore:
         self._folder.prepare(client)
         return self._folder.files(client) / f"{new_id('file-')}.data"
 
-    def check_room(self, client: str, size: int) -> None:
-        """Raise `InvalidRequestError` if the client may not store this many more bytes."""
+    def check_room(self, client: str, size: int) -> int:
+        """Return the client's room. Raises `InvalidRequestError` if this many more bytes are more,
+        or too many are there already."""
         room = self.room(client)
         if size > room:
             raise InvalidRequestError(
-                f"the file has {size} bytes, but there is room for {room}; delete files, or ask "
-                "for a larger batch directory",
+                f"the file needs {max(0, size - room)} bytes more than there is room for; delete "
+                "files, or ask for a larger batch directory",
                 status=413,
                 code="storage_full",
             )
+        return room
 
     def add(self, content: Path, described: Callable[[str, int], FileObject]) -> FileObject:
         """Turn written bytes into a file. `described` gets its id and size."""
@@ -144,6 +150,8 @@ class FileStore:
             found = msgspec.json.decode(state.read_bytes(), type=FileObject)
         except FileNotFoundError:
             return None
+        except UNREADABLE as exc:
+            found = _damaged(state, exc)
         is_over = found.expires_at is not None and found.expires_at <= time.time()
         return None if is_over else found
 
@@ -153,6 +161,24 @@ def page_of(ids: list[str], after: str | None, newest_first: bool) -> list[str]:
     if newest_first:
         return [each for each in reversed(ids) if after is None or each < after]
     return [each for each in ids if after is None or each > after]
+
+
+def _damaged(state: Path, cause: Exception) -> FileObject:
+    """What is told of a file whose description cannot be read. Its client can still fetch and
+    delete it, and it expires; others' files do not wait for that."""
+    log.warning("%s is damaged: %s", state, cause)
+    content = state.with_suffix(".data")
+    made_at = int(state.stat().st_mtime)
+    return FileObject(
+        id=state.stem,
+        bytes=content.stat().st_size if content.exists() else 0,
+        created_at=made_at,
+        expires_at=made_at + KEPT_S,
+        filename=content.name,
+        purpose="batch_output",
+        status="error",
+        status_details="the description of this file is damaged; its content may be whole",
+    )
 
 
 def _no_such_file(file_id: str) -> InvalidRequestError:

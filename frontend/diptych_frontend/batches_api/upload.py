@@ -22,6 +22,10 @@ from diptych_protocol import EngineOverloadedError, InvalidRequestError
 
 MAX_FORM_BYTES: Final = MAX_FILE_BYTES + (64 << 10)
 WRITTEN_AT_ONCE: Final = 1 << 20
+UNCHECKED_SHARE: Final = 8
+MAX_UNCHECKED_BYTES: Final = 16 << 20
+"""Before a file has taken an eighth of the room, or so much, the room is looked at again: what
+sizes clients declare says nothing, and others send files too."""
 UPLOAD_TIMEOUT_S: Final = 900.0
 MAX_UPLOADS: Final = 4
 """The most uploads of a client to a process at the same time."""
@@ -73,6 +77,7 @@ class Uploads:
     ) -> None:
         ends_at = time.monotonic() + UPLOAD_TIMEOUT_S
         received, more = 0, True
+        unchecked = may_take = 0
         pieces = bytearray()
         file = await self._disk.run(create, content)
         try:
@@ -92,7 +97,11 @@ class Uploads:
                 more = message.get("more_body", False)
                 if len(pieces) >= WRITTEN_AT_ONCE or not more:
                     await self._disk.run(file.write, bytes(pieces))
+                    unchecked += len(pieces)
                     pieces.clear()
+                if unchecked > may_take:
+                    room = await self._disk.run(self._files.check_room, exchange.tenant, 0)
+                    unchecked, may_take = 0, min(room // UNCHECKED_SHARE, MAX_UNCHECKED_BYTES)
             await self._disk.run(sync, file)
         finally:
             self._disk.close(file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -33,6 +34,7 @@ RANK_HEADER: Final = "X-data-parallel-rank"
 MAX_WARNINGS: Final = 16
 
 T = TypeVar("T")
+_BYTE_ORDER_MARKS: Final = (BOM_UTF8, BOM_UTF16_LE, BOM_UTF16_BE)
 _any: Final = msgspec.json.Decoder(Any)
 
 
@@ -274,6 +276,7 @@ def decode_body(
         return decode_json(body, decoder, max_values)
     except InvalidRequestError as exc:
         if not isinstance(exc.__cause__, msgspec.ValidationError):
+            _check_encoding(scope, body)
             raise
         raw = decode_json(body, _any, max_values)
         exchange = exchange_of(scope)
@@ -284,6 +287,22 @@ def decode_body(
         if left_out.elsewhere:
             exchange.warn(left_out.elsewhere)
         return decode_json(msgspec.json.encode(raw), decoder, max_values)
+
+
+def _check_encoding(scope: Scope, body: bytes) -> None:
+    """Raise `InvalidRequestError` if a body that is no JSON may be some in another encoding."""
+    coding = header(scope, b"content-encoding") or "identity"
+    if coding.lower() != "identity":
+        raise InvalidRequestError(
+            f"send the body as it is, without 'Content-Encoding: {coding[:100]}'",
+            param="Content-Encoding",
+            status=415,
+        )
+    charset = (header(scope, b"content-type") or "").lower().partition("charset=")[2].strip(' "')
+    if charset not in ("", "utf-8", "utf8") or body.startswith(_BYTE_ORDER_MARKS):
+        raise InvalidRequestError(
+            "send the body in UTF-8, without a byte order mark", param="Content-Type", status=415
+        )
 
 
 def decode_json(body: bytes, decoder: msgspec.json.Decoder[T], max_values: int = MAX_VALUES) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -348,6 +349,22 @@ def test_a_disk_that_fails_costs_nothing_but_the_tier(
     assert engine.answer() == (expected, 0)
     assert caplog.text.count("cannot be kept on disk") == 1, "said once, not for each block"
     assert engine.core.stats().disk_blocks_written == 0
+
+
+def test_a_full_disk_is_said_once_and_leaves_no_parts_of_blocks(
+    engine: Engine, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        for seed in range(3):
+            engine.answer(prompt_of(seed, NUM_STORED))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caplog.text.count("cannot be kept on disk") == 1, "said once, not for each batch"
+    assert list((cache / "0").iterdir()) == []
+    engine.answer()
+    assert engine.core.stats().disk_blocks_written > 0
 
 
 def test_a_reader_that_breaks_leaves_no_request_waiting(

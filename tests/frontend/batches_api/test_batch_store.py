@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -239,6 +240,29 @@ def test_a_directory_that_cannot_be_written_to_is_told_at_the_start(tmp_path: Pa
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(InvalidRequestError, match="cannot be written to"):
         Folder(tmp_path / "file" / "batches")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"null", b"\xff"])
+def test_a_damaged_state_stands_in_the_way_of_nothing_else(
+    store: BatchStore, tmp_path: Path, content: bytes
+) -> None:
+    damaged, whole, of_bob = uploaded(store), uploaded(store), uploaded(store, client="bob")
+    lost, kept = begun(store, whole), begun(store, whole)
+    state_of = {path.stem: path for path in tmp_path.rglob("*.json")}
+    for each in (damaged, lost, of_bob):
+        state_of[each].write_bytes(content)
+    listed = store.files.page(ANN, after=None, limit=9, newest_first=False, purpose=None).data
+    assert [(file.id, file.status) for file in listed] == [(damaged, "error"), (whole, "processed")]
+    assert [batch.id for batch in store.page(ANN, after=None, limit=9).data] == [kept]
+    with pytest.raises(InvalidRequestError, match="no such batch"):
+        store.cancel(ANN, lost)
+    with pytest.raises(InvalidRequestError, match="has not ended"):
+        store.delete_file(ANN, whole)
+    store.delete_file(ANN, damaged)
+    long_ago = time.time() - KEPT_S - 1
+    os.utime(state_of[of_bob], (long_ago, long_ago))
+    store.sweep()
+    assert {path.stem for path in tmp_path.rglob("*.data")} == {whole}
 
 
 def test_a_client_has_half_of_the_room_and_who_is_alone_has_all(tmp_path: Path) -> None:

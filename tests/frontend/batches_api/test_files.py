@@ -190,6 +190,33 @@ async def test_one_client_cannot_fill_the_directory(
     assert len(contents(tmp_path)) == 2
 
 
+async def test_who_declares_no_size_has_no_more_room_than_others(
+    http: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    """Four at a time, each within the room: what they took together was kept."""
+
+    most = 0
+
+    async def without_length() -> AsyncIterator[bytes]:
+        nonlocal most
+        yield b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        yield b'--b\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n'
+        for _ in range(30):
+            yield b"x" * (1 << 19)
+            most = max(most, sum(path.stat().st_size for path in contents(tmp_path)))
+        yield b"\r\n--b--\r\n"
+
+    headers = {"content-type": "multipart/form-data; boundary=b"}
+    sent = [
+        http.post("/v1/files", content=without_length(), headers=headers)
+        for _ in range(upload.MAX_UPLOADS)
+    ]
+    answers = await asyncio.gather(*sent)
+    assert [answer.status_code for answer in answers] == [413] * upload.MAX_UPLOADS
+    assert contents(tmp_path) == []
+    assert most <= (2 + 2 * upload.MAX_UPLOADS) * upload.WRITTEN_AT_ONCE
+
+
 async def test_files_are_bounded_in_size_and_number(
     ann: openai.AsyncOpenAI, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import re
 from typing import Any
@@ -16,6 +17,7 @@ from diptych_protocol import UnsupportedFeatureError
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+JSON = "application/json"
 BASE: dict[str, dict[str, Any]] = {
     CHAT: {"model": "echo", "messages": [{"role": "user", "content": "hi"}]},
     COMPLETIONS: {"model": "echo", "prompt": "hi"},
@@ -269,6 +271,24 @@ async def test_each_refusal_before_the_body_has_its_status(http: httpx.AsyncClie
         assert answer.json()["error"]["type"] == "invalid_request_error"
         assert answer.json()["error"]["code"] == code
     assert (await http.get(CHAT)).headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    ("encoded", "headers", "param"),
+    [
+        (gzip.compress(b"{}"), {"content-encoding": "gzip"}, "Content-Encoding"),
+        ("{}".encode("utf-16"), {}, "Content-Type"),
+        ("{}".encode("utf-16-le"), {"content-type": JSON + '; charset="UTF-16"'}, "Content-Type"),
+        ("{}".encode("utf-8-sig"), {"content-type": JSON + "; charset=utf-8"}, "Content-Type"),
+    ],
+)
+async def test_a_body_in_another_encoding_is_told_how_to_come(
+    http: httpx.AsyncClient, encoded: bytes, headers: dict[str, str], param: str
+) -> None:
+    headers = {"content-type": JSON, **headers}
+    answer = await http.post(CHAT, content=encoded, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (415, param)
+    assert answer.json()["error"]["message"].startswith("send the body ")
 
 
 async def pieces(text: str) -> Any:
