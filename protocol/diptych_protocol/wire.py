@@ -284,6 +284,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     is at fault."""
     num_wrong_guesses: int = 0
     """Rows that the step computed for guessed tokens in vain."""
+    num_pinned_tokens: int = 0
+    """Those of `num_cached_tokens` that were pinned for this turn; reported once."""
 
     @property
     def finished(self) -> bool:

@@ -60,6 +60,14 @@ class BlockPool:
         cached prefixes."""
         return len(self._free) + self._num_set_aside
 
+    @property
+    def num_pinned(self) -> int:
+        return len(self._pinned)
+
+    def num_pinned_among(self, block_ids: Sequence[int]) -> int:
+        """Return how many of these blocks are pinned."""
+        return len(self._pinned.keys() & block_ids) if self._pinned else 0
+
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the blocks of the longest cached prefix. Changes nothing."""
         if self.groups.windowed:

@@ -826,6 +826,9 @@ class Scheduler:
         """Have a waiting request begin at `start`, with the remembered blocks that it was found."""
         if not request.block_ids:
             num_hit = self.prefixes.num_tokens(hit)
+            if hit and request.num_cached_tokens is None:
+                pinned = self.pool.num_pinned_among(hit) // self.num_groups
+                request.num_pinned_tokens = pinned * self.block_size
             self.prefixes.count_lookup(request, num_hit, self.stats)
         self.pool.take(hit)
         request.block_ids.extend(hit)
@@ -1064,6 +1067,7 @@ class Scheduler:
             queued_tokens_of=dict(queued.most_common(MAX_TENANTS_TOLD)) if any(queued) else {},
             blocks_remembered=self.pool.num_remembered // self.num_groups,
             blocks_arriving=sum(arriving),
+            blocks_pinned=self.pool.num_pinned // self.num_groups,
             accepted_at=list(self.stats.accepted_at),
             holders=holders[:MAX_HOLDERS_TOLD],
         )
