@@ -186,6 +186,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     pin_s: int = 0
     """For so many seconds after its end a next turn is expected, which begins with its tokens. The
     core forgets its blocks after others."""
+    session: str = ""
+    """The name of its session, in as many characters as a tenant's at most. With `pin_s` 0 this is
+    its last turn: the core forgets that it expected another."""
 
     @property
     def shown_id(self) -> str:

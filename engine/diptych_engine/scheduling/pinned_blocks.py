@@ -1,9 +1,11 @@
 """Blocks that a next turn will need, by the tenant who said so.
 
 A conversation, and each agent that branches off from it, begins its next turn with the tokens of
-the last one. So its blocks are the session, and need no other name. Whoever says that a next turn
-will come *pins* them for a while: they are forgotten after all others. A pin never keeps a block
-from whoever needs one.
+the last one. So its blocks are the session. Whoever says that a next turn will come *pins* them for
+a while: they are forgotten after all others. A pin never keeps a block from whoever needs one.
+
+A session that is to end has a name. Its end frees what no other session of the tenant has pinned
+meanwhile: what an agent shares with those that branch off from it stays until its time is over.
 
 What is said may be wrong. All pins together have room for `SHARE` of the blocks. When there are
 more, the tenant with the most loses its oldest, which are then as if nothing had been said. So who
@@ -24,6 +26,10 @@ LOOK_S: Final = 60.0
 """A pin's time is looked at this often, so that a long one does not keep those behind it."""
 
 
+Pin = tuple[float, float, str | None]
+"""When to look at it, until when the block is pinned, and by which session; None: by several."""
+
+
 class PinnedBlocks:
     """The pins of all tenants. Methods return the blocks that nobody pins any more, in the order in
     which they are to be forgotten: the oldest first, and of a prefix its end."""
@@ -33,25 +39,34 @@ class PinnedBlocks:
         self._room, self._clock = int(num_blocks * SHARE), clock
         self.count: Counter[int] = Counter()
         """How many tenants pin a block; only pinned ones are listed."""
-        self._of: dict[str, OrderedDict[int, tuple[float, float]]] = {}
-        """Tenant -> block -> (when to look at it, until when it is pinned). The oldest come
-        first."""
+        self._of: dict[str, OrderedDict[int, Pin]] = {}
+        """Tenant -> block -> pin. The oldest come first."""
         self._look_at = math.inf
 
-    def add(self, tenant: str, block_ids: Sequence[int], seconds: float) -> list[int]:
+    def add(self, tenant: str, block_ids: Sequence[int], seconds: float, session: str) -> list[int]:
         """Pin blocks for this long, or renew their pins. The first are forgotten first."""
         now = self._clock()
         mine = self._of.setdefault(tenant, OrderedDict())
         for block in block_ids:
-            until = now + seconds
+            until, alone = now + seconds, True
             former = mine.pop(block, None)
             if former is None:
                 self.count[block] += 1
             else:
-                until = max(until, former[1])
-            mine[block] = min(until, now + LOOK_S), until
+                until, alone = max(until, former[1]), former[2] == session
+            mine[block] = min(until, now + LOOK_S), until, session if alone else None
         self._look_at = min(self._look_at, now + min(seconds, LOOK_S))
         return self.give_up(sum(map(len, self._of.values())) - self._room)
+
+    def end(self, tenant: str, block_ids: Sequence[int], session: str) -> list[int]:
+        """End the pins that only this session has set."""
+        mine, freed = self._of.pop(tenant, OrderedDict[int, Pin]()), list[int]()
+        for block in block_ids:
+            if block in mine and mine[block][2] == session:
+                self._end(block, mine, freed)
+        if mine:
+            self._of[tenant] = mine
+        return freed
 
     def give_up(self, count: int) -> list[int]:
         """End `count` pins: the oldest of whoever has most of them."""
@@ -75,13 +90,13 @@ class PinnedBlocks:
             return freed
         for tenant, mine in list(self._of.items()):
             while mine:
-                block, (look_at, until) = next(iter(mine.items()))
+                block, (look_at, until, whose) = next(iter(mine.items()))
                 if look_at > now:
                     break
                 if until <= now:
                     self._end(block, mine, freed)
                 else:
-                    mine[block] = min(until, now + LOOK_S), until
+                    mine[block] = min(until, now + LOOK_S), until, whose
                     mine.move_to_end(block)
             if not mine:
                 del self._of[tenant]
@@ -89,9 +104,7 @@ class PinnedBlocks:
         self._look_at = min(heads, default=math.inf)
         return freed
 
-    def _end(
-        self, block: int, mine: OrderedDict[int, tuple[float, float]], freed: list[int]
-    ) -> None:
+    def _end(self, block: int, mine: dict[int, Pin], freed: list[int]) -> None:
         del mine[block]
         self.count[block] -= 1
         if not self.count[block]:
@@ -99,5 +112,5 @@ class PinnedBlocks:
             freed.append(block)
 
 
-def _size(item: tuple[str, OrderedDict[int, tuple[float, float]]]) -> int:
+def _size(item: tuple[str, OrderedDict[int, Pin]]) -> int:
     return len(item[1])

@@ -117,6 +117,8 @@ class Request:
     """Whether more pieces of its prompt may come: see `sessions`."""
     pin_s: int = 0
     """For how many seconds after its end a next turn is expected, which begins with its tokens."""
+    session: str = ""
+    """See `EngineCoreRequest.session`."""
     trace_headers: Mapping[str, str] | None = None
     """Its caller's trace context, which its last output contains."""
     kv_transfer: KVTransferParams | None = None

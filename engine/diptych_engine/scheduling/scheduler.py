@@ -720,8 +720,9 @@ class Scheduler:
         request.stop_reason = stop_reason
         self._tell(request, Station.FINISHED)
         if request.status is not RequestStatus.WAITING_FOR_REMOTE_KV:
-            if request.pin_s:
-                self.pool.pin(request.block_hashes, request.tenant, request.pin_s)
+            if request.pin_s or request.session:
+                told = request.tenant, request.pin_s, request.session
+                self.pool.pin(request.block_hashes, *told)
             self._free_blocks(request)
         request.become(RequestStatus.FINISHED)
         self.tenants.close(request.account)
