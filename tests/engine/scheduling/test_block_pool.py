@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from diptych_engine.scheduling.block_pool import BlockPool
 from diptych_engine.scheduling.kv_groups import NULL_BLOCK, KVGroups
+from diptych_engine.scheduling.pinned_blocks import IDLE_S
 from diptych_kv_transfer.memory.layout import KVGroup
 from diptych_protocol.block_hashes import extend_block_hashes
 
@@ -193,6 +194,17 @@ def test_a_tenant_that_pins_too_much_costs_others_none_of_what_they_may_pin(
     for name, length in lies:
         turns.take(chain(name, length), pin_s=3600, tenant="liar")
     assert all(len(turns.pool.match(chain(200 + n, 12))) == 12 for n in range(others))
+
+
+def test_what_nobody_has_come_back_to_is_given_up_before_what_is_used_whoever_has_most() -> None:
+    turns = Turns(16)
+    turns.take(chain(1, 4), pin_s=300, tenant="idle")
+    turns.now = IDLE_S
+    for name in (2, 3):
+        turns.take(chain(name, 6), pin_s=300, tenant="busy")
+    for other in range(4, 10):
+        turns.take(chain(other, 2))
+    assert [len(turns.pool.match(chain(name, 6))) for name in (1, 2, 3)] == [2, 6, 6]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.integers(1, 4)), max_size=60))
