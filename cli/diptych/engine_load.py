@@ -19,6 +19,7 @@ _FIELDS = {
     "diptych:kv_cache_usage_perc": "kv_usage",
     "diptych:kv_cache_blocks": "blocks",
     "diptych:kv_cache_blocks_free": "blocks_free",
+    "diptych:kv_cache_blocks_pinned": "blocks_pinned",
     "diptych:kv_transfer_leases_held": "leases",
     "diptych:engine_prompt_tokens_computed_total": "prompt_tokens",
     "diptych:engine_tokens_generated_total": "generated_tokens",
@@ -48,6 +49,8 @@ class Sample:
     generated_tokens: int = 0
     received_bytes: int = 0
     """Bytes of KV received from other engines."""
+    blocks_pinned: int = 0
+    """KV blocks that a next turn is expected to need."""
 
     @property
     def tokens(self) -> int:
@@ -118,7 +121,7 @@ def table(found: Sequence[Load]) -> Table:
     shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in ("ENGINE", "ROLE"):
         shown.add_column(column, no_wrap=True)
-    for column in ("RUNNING", "WAITING", "QUEUED TOKENS", "KV", "LEASES", "TOKENS/S"):
+    for column in ("RUNNING", "WAITING", "QUEUED TOKENS", "KV", "PINNED", "LEASES", "TOKENS/S"):
         shown.add_column(column, justify="right")
     for load in found:
         sample = load.sample
@@ -127,6 +130,7 @@ def table(found: Sequence[Load]) -> Table:
             escape(sample.role),
             *map(str, (sample.running, sample.waiting, sample.queued_tokens)),
             f"{sample.kv_usage:.0%}",
+            f"{sample.blocks_pinned / max(1, sample.blocks):.0%}",
             str(sample.leases),
             "-" if load.tokens_per_s is None else f"{load.tokens_per_s:.1f}",
         )

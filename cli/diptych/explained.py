@@ -161,6 +161,8 @@ def _came_true(attempt: AttemptReport, request: RequestReport) -> Table:
     had = "-" if attempt.cached_tokens is None else str(attempt.cached_tokens)
     expected = str(round(request.prompt_tokens - attempt.to_compute)) if attempt.terms else "-"
     table.add_row("tokens of the prompt in cache", expected, had, "-")
+    if attempt.pinned_tokens:
+        table.add_row("of them pinned by a turn", "-", str(attempt.pinned_tokens), "-")
     return table
 
 

@@ -32,7 +32,7 @@ def top(name: str | None, interval: float, watch: bool, as_json: bool) -> None:
     """Show what each engine of service NAME does now; without NAME, of the newest one.
 
     The table is the one of `kubectl diptych top`: requests that run and wait, prompt tokens that
-    wait, KV blocks in use, leases, and tokens computed per second.
+    wait, KV blocks in use and pinned, leases, and tokens computed per second.
 
     \b
     Example:

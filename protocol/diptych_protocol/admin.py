@@ -254,6 +254,8 @@ class AttemptReport(msgspec.Struct, frozen=True, kw_only=True):
     """The same in words."""
     setback_s: float | None = None
     """When that happened; None if nothing did."""
+    pinned_tokens: int = 0
+    """Those of `cached_tokens` that an earlier turn had pinned."""
 
 
 class StationReport(msgspec.Struct, frozen=True, kw_only=True):

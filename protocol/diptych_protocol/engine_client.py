@@ -82,6 +82,8 @@ class OurOptions(TypedDict, total=False):
     already, and no others."""
     pin_s: int
     """For so many seconds after its end its next turn is expected: its KV is forgotten last."""
+    session: str
+    """See `EngineCoreRequest.session`."""
 
 
 class PromptOptions(OurOptions, total=False):

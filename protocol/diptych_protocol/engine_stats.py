@@ -361,3 +361,6 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     disk_tokens: Annotated[
         int, counter("kv_disk_tokens", "Prompt tokens whose KV was read from disk.")
     ] = 0
+    blocks_pinned: Annotated[
+        int, gauge("kv_cache_blocks_pinned", "KV blocks that a next turn is expected to need.")
+    ] = 0

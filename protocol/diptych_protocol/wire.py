@@ -186,6 +186,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     pin_s: int = 0
     """For so many seconds after its end a next turn is expected, which begins with its tokens. The
     core forgets its blocks after others."""
+    session: str = ""
+    """The name of its session, in as many characters as a tenant's at most. With `pin_s` 0 this is
+    its last turn: the core forgets that it expected another."""
 
     @property
     def shown_id(self) -> str:
@@ -284,6 +287,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     is at fault."""
     num_wrong_guesses: int = 0
     """Rows that the step computed for guessed tokens in vain."""
+    num_pinned_tokens: int = 0
+    """Those of `num_cached_tokens` that were pinned for this turn; reported once."""
 
     @property
     def finished(self) -> bool:

@@ -76,6 +76,7 @@ PAIR = AttemptReport(
     first_token_expected_s=0.2,
     first_token_s=0.25,
     cached_tokens=64,
+    pinned_tokens=48,
     hand_off_expected_s=0.02,
     hand_off_s=0.015,
     decoded_by=["d0"],
@@ -102,7 +103,8 @@ attempt 1: p1 -> d0 (cheapest pair)
 WHAT CAME TRUE                 PREDICTED      REAL  REAL / PREDICTED
 first token                     200.0 ms  250.0 ms              1.25
 hand-off                         20.0 ms   15.0 ms              0.75
-tokens of the prompt in cache         64        64                 -"""
+tokens of the prompt in cache         64        64                 -
+of them pinned by a turn               -        48                 -"""
     )
 
 

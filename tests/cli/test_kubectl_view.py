@@ -258,9 +258,9 @@ def samples(prompt: float, generated: float) -> dict[str, top.Sample]:
 def test_load_is_read_off_two_samples() -> None:
     found = top.loads(samples(100, 40), samples(300, 60), 2.0)
     assert lines(top.table(found)) == [
-        "ENGINE ROLE RUNNING WAITING QUEUED TOKENS KV LEASES TOKENS/S",
-        "p-0 prefill 1 0 0 0% 2 100.0",
-        "d-0 decode 3 0 0 25% 0 10.0",
+        "ENGINE ROLE RUNNING WAITING QUEUED TOKENS KV PINNED LEASES TOKENS/S",
+        "p-0 prefill 1 0 0 0% 0% 2 100.0",
+        "d-0 decode 3 0 0 25% 0% 0 10.0",
     ]
     assert top.as_json(found)[1]["tokens_per_s"] == 10.0
 

@@ -32,7 +32,9 @@ class Metrics(BaseHTTPRequestHandler):
         generated = FEWEST_TOKENS * Metrics.looks
         stats = {
             "decode/a-decode-0": SchedulerStats(num_running=2, tokens_generated=generated),
-            "prefill/a-prefill-0": SchedulerStats(),
+            "prefill/a-prefill-0": SchedulerStats(
+                blocks_total=40, blocks_free=40, blocks_pinned=12
+            ),
         }
         body, _ = ServerMetrics("a", lambda: stats).exposition("")
         self.send_response(200)
@@ -72,7 +74,7 @@ def test_engines_are_listed_by_pool_with_what_went_on_during_the_interval(router
     assert result.exit_code == 0, result.output
     heading, prefill, decode = result.stdout.splitlines()
     assert heading.startswith("ENGINE")
-    assert prefill.split() == ["a-prefill-0", "prefill", "0", "0", "0", "0%", "0", "0.0"]
+    assert prefill.split() == ["a-prefill-0", "prefill", "0", "0", "0", "0%", "30%", "0", "0.0"]
     assert decode.split()[:3] == ["a-decode-0", "decode", "2"]
     assert float(decode.split()[-1]) > 0
 

@@ -194,7 +194,7 @@ def test_predictions_are_compared_with_what_came_true() -> None:
     router, decision = Router(), choice(fleet(2))
     router.begin(now=5.0)
     router.choose(decision, now=5.5)
-    router.hear("p1", 6.5, num_cached_tokens=32)
+    router.hear("p1", 6.5, num_cached_tokens=32, num_pinned_tokens=16)
     router.hear("d1", 6.75, num_received_tokens=49)
     router.hear("d0", 8.0)  # the stream was moved there
     router.hear("d0", 8.5)
@@ -209,6 +209,7 @@ def test_predictions_are_compared_with_what_came_true() -> None:
     assert attempt.unix_time == time_of_day(5.5)
     assert (attempt.first_token_s, attempt.hand_off_s) == (1.0, 0.25)
     assert (attempt.cached_tokens, attempt.received_tokens) == (32, 49)
+    assert attempt.pinned_tokens == 16
     assert attempt.decoded_by == ["pod d1", "pod d0"]
     assert attempt.first_token_expected_s == pytest.approx(first)
     assert attempt.hand_off_expected_s == pytest.approx(second)

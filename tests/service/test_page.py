@@ -425,6 +425,14 @@ def test_the_squares_are_those_that_the_engine_reports(open_page: Open, service:
         wait_until(partial(shows_what_it_has, scene, service, engine))
 
 
+def test_what_is_pinned_is_among_the_figures_of_an_engine(open_page: Open, service: Laptop) -> None:
+    body = {"model": "smollm2", "prompt": "The sea. " * 40, "max_tokens": 1, "session_id": "s"}
+    url, key = f"{service.url}/v1/completions", {"authorization": f"Bearer {KEYS['alice']}"}
+    httpx.post(url, json=body, headers=key, timeout=PATIENCE_S).raise_for_status()
+    figure = open_page().card("smollm2-prefill-0").locator("dd", has_text="for a next turn")
+    expect(figure).to_have_text(re.compile(r"^[1-9]\d* blocks"))
+
+
 def shows_what_it_has(scene: Scene, service: Laptop, engine: str) -> bool:
     return blocks_shown(scene, engine) == blocks_of(service, engine)
 

@@ -47,8 +47,9 @@ def admit(
     `MissingImageError`.
     """
     check_arrival(message)
-    if len(message.tenant) > MAX_TENANT_LENGTH:
-        raise InvalidRequestError(f"tenant may have at most {MAX_TENANT_LENGTH} characters")
+    for name in ("tenant", "session"):
+        if len(getattr(message, name)) > MAX_TENANT_LENGTH:
+            raise InvalidRequestError(f"{name} may have at most {MAX_TENANT_LENGTH} characters")
     if not 0 <= (message.deadline_ms or 0) <= MAX_DEADLINE_MS:
         raise InvalidRequestError(f"deadline_ms must be 0 to {MAX_DEADLINE_MS}")
     if not 0 <= message.pin_s <= MAX_PIN_S:
@@ -95,6 +96,7 @@ def admit(
         kept_as=message.kept_as,
         deadline_s=(message.deadline_ms or 0) / 1e3,
         pin_s=message.pin_s,
+        session=message.session,
         trace_headers=message.trace_headers,
         cache_salt=_cache_salt(message, adapter),
         adapter=adapter,

@@ -60,6 +60,14 @@ class BlockPool:
         cached prefixes."""
         return len(self._free) + self._num_set_aside
 
+    @property
+    def num_pinned(self) -> int:
+        return len(self._pinned)
+
+    def num_pinned_among(self, block_ids: Sequence[int]) -> int:
+        """Return how many of these blocks are pinned."""
+        return len(self._pinned.keys() & block_ids) if self._pinned else 0
+
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the blocks of the longest cached prefix. Changes nothing."""
         if self.groups.windowed:
@@ -170,15 +178,19 @@ class BlockPool:
                 else:
                     self.num_remembered += 1
 
-    def pin(self, hashes: Sequence[bytes], tenant: str, seconds: float) -> None:
-        """Have what is cached of a prefix be forgotten after others, for this long."""
+    def pin(self, hashes: Sequence[bytes], tenant: str, seconds: float, session: str = "") -> None:
+        """Have what is cached of a prefix be forgotten after others, for this long; 0: have what
+        only this session of the tenant has pinned of it be as if nothing had been said."""
         found = [block for block in reversed(self.match(hashes)) if block != NULL_BLOCK]
+        if not seconds:
+            self._unpin(self._pins.end(tenant, found, session))
+            return
         for block in found:
             if self._holders[block] == 0 and block not in self._pinned:
                 del self._free[block]
                 self._num_set_aside += 1
         # Those for which there was no room are as if nothing had been said.
-        self._unpin(self._pins.add(tenant, found, seconds))
+        self._unpin(self._pins.add(tenant, found, seconds, session))
 
     def _unpin(self, block_ids: Sequence[int], *, first: bool = False) -> None:
         """Queue blocks that nobody pins any more. first: they are the next to be forgotten."""

@@ -117,6 +117,8 @@ class Request:
     """Whether more pieces of its prompt may come: see `sessions`."""
     pin_s: int = 0
     """For how many seconds after its end a next turn is expected, which begins with its tokens."""
+    session: str = ""
+    """See `EngineCoreRequest.session`."""
     trace_headers: Mapping[str, str] | None = None
     """Its caller's trace context, which its last output contains."""
     kv_transfer: KVTransferParams | None = None
@@ -130,6 +132,8 @@ class Request:
     """Prompt tokens that the prefix cache had when it was first admitted; None before."""
     num_received_tokens: int = 0
     """Tokens whose KV came from another engine, until its client gets to know."""
+    num_pinned_tokens: int = 0
+    """Those of `num_cached_tokens` that were pinned, until its client gets to know."""
     num_routed: int = 0
     """Leading tokens whose experts its client already has, from this engine or earlier ones."""
     first_tokens: list[int] = field(default_factory=list)

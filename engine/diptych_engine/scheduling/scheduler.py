@@ -720,8 +720,9 @@ class Scheduler:
         request.stop_reason = stop_reason
         self._tell(request, Station.FINISHED)
         if request.status is not RequestStatus.WAITING_FOR_REMOTE_KV:
-            if request.pin_s:
-                self.pool.pin(request.block_hashes, request.tenant, request.pin_s)
+            if request.pin_s or request.session:
+                told = request.tenant, request.pin_s, request.session
+                self.pool.pin(request.block_hashes, *told)
             self._free_blocks(request)
         request.become(RequestStatus.FINISHED)
         self.tenants.close(request.account)
@@ -826,6 +827,9 @@ class Scheduler:
         """Have a waiting request begin at `start`, with the remembered blocks that it was found."""
         if not request.block_ids:
             num_hit = self.prefixes.num_tokens(hit)
+            if hit and request.num_cached_tokens is None:
+                pinned = self.pool.num_pinned_among(hit) // self.num_groups
+                request.num_pinned_tokens = pinned * self.block_size
             self.prefixes.count_lookup(request, num_hit, self.stats)
         self.pool.take(hit)
         request.block_ids.extend(hit)
@@ -1064,6 +1068,7 @@ class Scheduler:
             queued_tokens_of=dict(queued.most_common(MAX_TENANTS_TOLD)) if any(queued) else {},
             blocks_remembered=self.pool.num_remembered // self.num_groups,
             blocks_arriving=sum(arriving),
+            blocks_pinned=self.pool.num_pinned // self.num_groups,
             accepted_at=list(self.stats.accepted_at),
             holders=holders[:MAX_HOLDERS_TOLD],
         )

@@ -144,6 +144,8 @@ def _accept_token(
     output = EngineCoreOutput(request_id, [token], num_cached_tokens=cached)
     if request.num_received_tokens:
         output.num_received_tokens, request.num_received_tokens = request.num_received_tokens, 0
+    if request.num_pinned_tokens:
+        output.num_pinned_tokens, request.num_pinned_tokens = request.num_pinned_tokens, 0
     if request.first_tokens:
         output.new_token_ids, request.first_tokens = [*request.first_tokens, token], []
     if result.logprobs is not None:

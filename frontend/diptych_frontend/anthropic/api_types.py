@@ -20,6 +20,7 @@ from diptych_frontend.openai.api_types import (
     VllmRequest,
 )
 from diptych_frontend.openai.field_rules import Rules, ignored, refused, taken
+from diptych_frontend.openai.kv_hints import KvHints
 from diptych_frontend.reasoning.request_options import Effort
 from diptych_frontend.tool_calls.tools import MAX_TOOLS, ToolName
 from diptych_protocol import JsonSchemas
@@ -224,6 +225,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     priority: Int64 | None = None
     cache_salt: CacheSalt | None = None
     session_id: str | None = None
+    kv_hints: KvHints | None = None
     json_schemas: JsonSchemas | None = None
     """See `GenerationRequest`."""
 

@@ -105,6 +105,7 @@ def _set_options(request: MessagesRequest, chat: TranslatedChat) -> None:
     chat.priority = request.priority
     chat.cache_salt = request.cache_salt
     chat.session_id = request.session_id
+    chat.kv_hints = request.kv_hints
     chat.prompt_cache_retention = request.cache_retention()
     chat.json_schemas = request.json_schemas
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 import msgspec
 
 from diptych_frontend.openai.field_rules import Rules, ignored, refused, taken
+from diptych_frontend.openai.kv_hints import KvHints
 from diptych_frontend.openai.response_format import ResponseFormat, check_format, form_of
 from diptych_frontend.reasoning.request_options import Effort
 from diptych_frontend.tool_calls.tools import (
@@ -54,8 +55,6 @@ has its value from there."""
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """Wider integers do not fit into a message to the engine."""
 AlternativesCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
-TURN_S: Final = 300
-"""How long a next turn is waited for, unless the client says more."""
 NOBODY_ASKS: Final = "not needed"
 ALL_CACHED: Final = "every prefix is cached"
 ONE_TIER: Final = "there is one tier"
@@ -165,6 +164,7 @@ class GenerationRequest(Sampled, kw_only=True):
     user: str | None = None
     session_id: str | None = None
     """If it is set, a next turn is expected."""
+    kv_hints: KvHints | None = None
 
     @property
     def has_images(self) -> bool:

@@ -13,7 +13,6 @@ from starlette.types import Scope
 
 from diptych_frontend.confined.json_cost import check_json_cost
 from diptych_frontend.openai.api_types import (
-    TURN_S,
     CalledTool,
     ChatCompletionRequest,
     ChatMessage,
@@ -22,6 +21,7 @@ from diptych_frontend.openai.api_types import (
 )
 from diptych_frontend.openai.exchange import exchange_of
 from diptych_frontend.openai.generation import Sound
+from diptych_frontend.openai.kv_hints import TURN_S, turn_options
 from diptych_frontend.openai.responses import (
     AnswerMessage,
     ChatChoice,
@@ -212,9 +212,10 @@ class ChatApi:
         if self.reasoning is not None:
             told = {"chat_template_kwargs": request.chat_template_kwargs or {}}
             options["reasoning_parser_kwargs"] = told
-        if request.prompt_cache_key or request.prompt_cache_retention or request.session_id:
+        session = request.session_id or request.prompt_cache_key
+        if session or request.prompt_cache_retention:
             stays = request.prompt_cache_retention == "24h"
-            options["pin_s"] = MAX_PIN_S if stays else TURN_S
+            options.update(turn_options(session, request.kv_hints, MAX_PIN_S if stays else TURN_S))
         return options
 
     def parts(self, request: ChatCompletionRequest, prompt: TokensPrompt) -> AnswerParts:

@@ -11,9 +11,10 @@ from typing import Final
 from msgspec import Raw
 from starlette.types import Scope
 
-from diptych_frontend.openai.api_types import TURN_S, CompletionRequest
+from diptych_frontend.openai.api_types import CompletionRequest
 from diptych_frontend.openai.exchange import split_prompts
 from diptych_frontend.openai.generation import Sound
+from diptych_frontend.openai.kv_hints import TURN_S, turn_options
 from diptych_frontend.openai.responses import (
     Completion,
     CompletionChoice,
@@ -103,7 +104,9 @@ class CompletionApi:
 
     def options(self, request: CompletionRequest) -> RequestOptions:
         # Completions do not separate reasoning, so a form applies to the whole text.
-        return {"reasoning_ended": True, "pin_s": TURN_S if request.session_id else 0}
+        seconds = TURN_S if request.session_id else 0
+        told = turn_options(request.session_id, request.kv_hints, seconds)
+        return {"reasoning_ended": True, **told}
 
     def writer(
         self, sound: Sound[CompletionRequest, CompletionRequest], request_id: str, created: int

@@ -26,6 +26,7 @@ from diptych_frontend.openai.api_types import (
 )
 from diptych_frontend.openai.errors import from_decode_error
 from diptych_frontend.openai.field_rules import Rules, ignored, leave_out, refused, taken
+from diptych_frontend.openai.kv_hints import KvHints
 from diptych_frontend.openai.response_format import JsonObjectFormat, TextFormat
 from diptych_frontend.reasoning.request_options import Effort
 from diptych_frontend.tool_calls.tools import MAX_TOOLS, ToolName
@@ -233,6 +234,7 @@ class ResponsesRequest(Sampled, kw_only=True):
     prompt_cache_retention: str | None = None
     prompt_cache_options: Any = None
     session_id: str | None = None
+    kv_hints: KvHints | None = None
 
     @property
     def is_stored(self) -> bool:

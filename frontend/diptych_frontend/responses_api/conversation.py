@@ -87,6 +87,7 @@ def as_chat(request: ResponsesRequest, before: Sequence[Item]) -> ResponseChat:
         priority=request.priority,
         cache_salt=request.cache_salt,
         session_id=request.session_id,
+        kv_hints=request.kv_hints,
         prompt_cache_key=request.prompt_cache_key,
         prompt_cache_retention=request.prompt_cache_retention,
         json_schemas=request.json_schemas,

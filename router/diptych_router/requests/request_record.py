@@ -39,7 +39,7 @@ class Placement:
 
     __slots__ = (
         "_lag_s", "_told", "cached_tokens", "core_id", "engine", "first_tokens", "first_word_s",
-        "name", "num_tokens", "received_tokens", "sent_s",
+        "name", "num_tokens", "pinned_tokens", "received_tokens", "sent_s",
     )  # fmt: skip
 
     def __init__(self, core_id: str, engine: str, name: str, sent_s: float) -> None:
@@ -47,7 +47,7 @@ class Placement:
         people."""
         self.core_id, self.engine, self.name, self.sent_s = core_id, engine, name, sent_s
         self.first_word_s: float | None = None
-        self.cached_tokens = self.received_tokens = 0
+        self.cached_tokens = self.pinned_tokens = self.received_tokens = 0
         self.first_tokens = 0
         """How many tokens its first word brought."""
         self.num_tokens = 0
@@ -296,6 +296,7 @@ class RequestRecord:
             if placement.first_word_s is None:
                 placement.first_word_s, placement.first_tokens = now_s, num_tokens
                 placement.cached_tokens = output.num_cached_tokens
+                placement.pinned_tokens = output.num_pinned_tokens
                 placement.received_tokens = output.num_received_tokens
                 predictions.saw_word(self)
             placement.num_tokens += num_tokens

@@ -163,6 +163,7 @@ def _attempt(attempt: Attempt, name_of: NameOf) -> AttemptReport:
         setback="" if setback is None else setback.name.lower(),
         why=attempt.why[:MOST_CHARACTERS],
         setback_s=None if attempt.ended_s is None else attempt.ended_s - attempt.began_s,
+        pinned_tokens=0 if first_token_s is None else attempt.placements[0].pinned_tokens,
     )
 
 

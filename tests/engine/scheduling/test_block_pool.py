@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from diptych_engine.scheduling.block_pool import BlockPool
 from diptych_engine.scheduling.kv_groups import NULL_BLOCK, KVGroups
+from diptych_engine.scheduling.pinned_blocks import IDLE_S
 from diptych_kv_transfer.memory.layout import KVGroup
 from diptych_protocol.block_hashes import extend_block_hashes
 
@@ -120,15 +121,17 @@ class Turns:
         self.now = 0.0
         self.pool = BlockPool(num_blocks, clock=lambda: self.now)
 
-    def take(self, hashes: list[bytes], *, pin_s: float = 0.0, tenant: str = "") -> int:
+    def take(
+        self, hashes: list[bytes], *, pin_s: float = 0.0, tenant: str = "", session: str = ""
+    ) -> int:
         """Have a prompt of these blocks come and end. Returns how many were remembered."""
         found = self.pool.match(hashes)
         self.pool.take(found)
         blocks = [*found, *self.pool.allocate(len(hashes) - len(found))]
         for block, block_hash in zip(blocks, hashes, strict=True):
             self.pool.remember(block, block_hash)
-        if pin_s:
-            self.pool.pin(hashes, tenant, pin_s)
+        if pin_s or session:
+            self.pool.pin(hashes, tenant, pin_s, session)
         self.pool.release(blocks)
         self.pool.check_integrity()
         return len(found)
@@ -193,6 +196,17 @@ def test_a_tenant_that_pins_too_much_costs_others_none_of_what_they_may_pin(
     assert all(len(turns.pool.match(chain(200 + n, 12))) == 12 for n in range(others))
 
 
+def test_what_nobody_has_come_back_to_is_given_up_before_what_is_used_whoever_has_most() -> None:
+    turns = Turns(16)
+    turns.take(chain(1, 4), pin_s=300, tenant="idle")
+    turns.now = IDLE_S
+    for name in (2, 3):
+        turns.take(chain(name, 6), pin_s=300, tenant="busy")
+    for other in range(4, 10):
+        turns.take(chain(other, 2))
+    assert [len(turns.pool.match(chain(name, 6))) for name in (1, 2, 3)] == [2, 6, 6]
+
+
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.integers(1, 4)), max_size=60))
 def test_who_pins_nothing_finds_what_the_rest_of_the_blocks_would_remember(
     asks: list[tuple[bool, int, int]],
@@ -204,6 +218,47 @@ def test_who_pins_nothing_finds_what_the_rest_of_the_blocks_would_remember(
             rest.take(chain(100 + name, length))
         else:
             assert both.take(chain(name, length)) >= rest.take(chain(name, length))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 8), st.booleans()), max_size=40),
+    st.integers(1, 8),
+)
+def test_a_session_that_has_ended_counts_for_nothing(
+    turns: list[tuple[int, int, bool]], shared: int
+) -> None:
+    """Sessions of one tenant begin alike, and each goes on in its own way."""
+    all_of, whose = Turns(64), dict[bytes, set[int]]()
+    for session, length, ends in turns:
+        hashes = hashes_of([0] * 4 * shared + [session + 1] * 4 * length)
+        all_of.take(hashes, pin_s=0 if ends else 300, tenant="a", session=f"{session}")
+        for block_hash in hashes:
+            if not ends:
+                whose.setdefault(block_hash, set()).add(session)
+            elif whose.get(block_hash) == {session}:
+                del whose[block_hash]
+    assert all_of.pool.num_pinned == len(whose)
+    for session in range(6):
+        whole = hashes_of([0] * 4 * shared + [session + 1] * 4 * 8)
+        all_of.pool.pin(whole, "a", 0, f"{session}")
+    left = all_of.pool.num_pinned
+    assert left <= shared, "what several have pinned"
+    all_of.take(chain(99, 57 - left), pin_s=300, tenant="b")
+    for other in range(200, 220):
+        all_of.take(chain(other, 7))
+    assert len(all_of.pool.match(chain(99, 57))) == 57 - left, "all others may be pinned"
+
+
+def test_an_end_keeps_what_the_session_shares_with_one_that_branched_off() -> None:
+    turns = Turns(16)
+    trunk, branch = chain(1, 4), hashes_of([1] * 16 + [2] * 8)
+    turns.take(trunk, pin_s=300, session="parent")
+    turns.take(branch, pin_s=300, session="child")
+    turns.take(branch, session="child")
+    assert turns.pool.num_pinned == len(trunk)
+    turns.take(trunk, tenant="b", session="parent")
+    turns.take(trunk, session="other")
+    assert turns.pool.num_pinned == len(trunk), "neither another tenant nor another session ends it"
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -247,9 +302,14 @@ class PoolMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         self.pool.release(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))))
 
-    @rule(start=st.integers(0, 2), tenant=st.sampled_from("ab"), seconds=st.sampled_from([9, 300]))
-    def pin(self, start: int, tenant: str, seconds: int) -> None:
-        self.pool.pin(hashes_of([start] * 32), tenant, seconds)
+    @rule(
+        start=st.integers(0, 2),
+        tenant=st.sampled_from("ab"),
+        seconds=st.sampled_from([0, 9, 300]),
+        session=st.sampled_from(["", "s", "t"]),
+    )
+    def pin(self, start: int, tenant: str, seconds: int, session: str) -> None:
+        self.pool.pin(hashes_of([start] * 32), tenant, seconds, session)
 
     @rule(seconds=st.integers(1, 200))
     def wait(self, seconds: int) -> None:

@@ -535,6 +535,19 @@ def test_blocks_are_told_by_what_they_are_for_and_by_request() -> None:
     assert scheduler.snapshot().blocks_arriving == 0
 
 
+def test_what_is_pinned_is_told_and_the_next_turn_hears_what_it_found_of_that() -> None:
+    scheduler, runner = make_scheduler(32), ToyRunner()
+    told = []
+    for prompt in (PROMPT, PROMPT, [*PROMPT, 5, 5]):
+        scheduler.add(make_request("turn", prompt, 1, pin_s=300 if scheduler.stats.steps else 0))
+        while not (made := scheduler.update(plan := scheduler.schedule(), runner.execute(plan))):
+            pass
+        scheduler.finish(made[0].request, FinishReason.LENGTH)
+        told.append((made[0].output.num_pinned_tokens, scheduler.snapshot().blocks_pinned))
+    pinned = len(PROMPT) // BLOCK
+    assert told == [(0, 0), (0, pinned), (pinned * BLOCK, pinned)]
+
+
 def test_queued_prompt_tokens_follow_what_is_remembered_and_forgotten() -> None:
     scheduler, runner = make_scheduler(10, budget=8), ToyRunner()
     scheduler.add(make_request("first", PROMPT, 1))

@@ -112,10 +112,11 @@ def test_a_tenant_with_many_requests_shuts_nobody_else_out() -> None:
     core.close()
 
 
-def test_a_tenant_s_name_is_bounded(core: EngineCore) -> None:
-    core.add(core_request("r", PROMPT, max_tokens=4, tenant="t" * 257), CLIENT)
+@pytest.mark.parametrize("name", ["tenant", "session"])
+def test_names_are_bounded(core: EngineCore, name: str) -> None:
+    core.add(core_request("r", PROMPT, max_tokens=4, **{name: "t" * 257}), CLIENT)
     [last] = core.take_outputs()[CLIENT]
-    assert "tenant may have at most 256 characters" in str(last.error)
+    assert f"{name} may have at most 256 characters" in str(last.error)
     assert not core.scheduler.requests
 
 

@@ -275,6 +275,23 @@ async def test_who_says_that_a_next_turn_will_come_is_remembered_for_longer(
     assert "x-diptych-ignored" not in answer.headers
 
 
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_session_ends_with_the_turn_that_says_so(
+    http: httpx.AsyncClient, engine: EchoEngine, path: str
+) -> None:
+    action = {"action_id": "a", "action_type": "kv.deref", "action_version": "1.0"}
+    hints = {"protocol_version": "0.1", "message_id": "m"}
+    later = [{**action, "action_version": "2.0"}, {**action, "action_type": "kv.demote"}]
+    for actions in ([], later, [*later, action]):
+        said = {"session_id": "s" * 1000, "kv_hints": {**hints, "actions": actions}}
+        answer = await http.post(path, json=BODIES[path] | said)
+        assert answer.status_code == 200, answer.text
+        assert "x-diptych-ignored" not in answer.headers
+    assert engine.kept == [300, 300, 0]
+    assert len(set(engine.sessions)) == 1
+    assert 0 < len(engine.sessions[0]) < 100, "names are kept as long as sessions last"
+
+
 def test_openais_client_shows_warnings(base_url: str) -> None:
     client = openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0)
     asked: dict[str, Any] = {"model": "echo", "messages": CHAT["messages"], "max_tokens": 3}

@@ -89,7 +89,8 @@ def test_an_event_of_two_working_engines_has_a_few_hundred_bytes() -> None:
         "running": 64, "waiting": 100, "queued_tokens": 100_000, "blocks_used": 10_000,
         "blocks_total": 12_000, "block_tokens": 16, "blocks_sent": 10**7, "blocks_received": 10**7,
         "bytes_received": 10**13, "leases": 64, "blocks_lent": 1000, "blocks_arriving": 100,
-        "blocks_remembered": 9000, "tokens_computed": 10**9, "tokens_generated": 10**9,
+        "blocks_remembered": 9000, "blocks_pinned": 9000, "tokens_computed": 10**9,
+        "tokens_generated": 10**9,
         "holders": [HolderFigures(whose=whose("r"), blocks=900)],
     }  # fmt: skip
     name = "a-service-with-a-long-name-prefill-0"

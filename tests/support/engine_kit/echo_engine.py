@@ -94,6 +94,7 @@ class EchoEngine(WithoutControl):
         self.running: set[str] = set()
         self.kept: list[int] = []
         """For how many seconds each request expects a next turn."""
+        self.sessions: list[str] = []
         self.left_early: list[str] = []
         self.rejected: list[tuple[str, dict[str, Any]]] = []
 
@@ -115,9 +116,11 @@ class EchoEngine(WithoutControl):
         *,
         priority: int = 0,
         pin_s: int = 0,
+        session: str = "",
         **_: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         self.kept.append(pin_s)
+        self.sessions.append(session)
         self.seen.append((request_id, sampling_params, priority, prompt))
         if self.refusal is not None:
             raise self.refusal
@@ -184,6 +187,7 @@ class EchoEngine(WithoutControl):
         kept_as: str = "",
         kept: Any = None,
         pin_s: int = 0,
+        session: str = "",
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """How often each byte is in the prompt, as a vector of length 1."""
         self.encoded.append((request_id, priority, prompt))

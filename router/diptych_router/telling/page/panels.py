@@ -75,6 +75,8 @@ class EngineFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Blocks in use that another engine is still to fill."""
     blocks_remembered: int = 0
     """Blocks that are not in use and have a prefix that a later prompt would find."""
+    blocks_pinned: int = 0
+    """Blocks, in use or not, that a next turn is expected to need."""
     holders: list[HolderFigures] = []
     tokens_computed: int = 0
     """Tokens of prompts."""
@@ -138,6 +140,7 @@ def figures_of(link: EngineLink, state: str) -> EngineFigures:
         blocks_lent=transfer.blocks_held,
         blocks_arriving=stats.blocks_arriving,
         blocks_remembered=stats.blocks_remembered,
+        blocks_pinned=stats.blocks_pinned,
         holders=[
             HolderFigures(whose=whose(x.request_id), blocks=x.num_blocks, arriving=x.num_arriving)
             for x in stats.holders[:MAX_HOLDERS_TOLD]

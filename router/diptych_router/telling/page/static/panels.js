@@ -250,6 +250,7 @@ function figuresOf(engine, { computed, generated }) {
     ["in use", `${used} of ${total} blocks (${share} %)`],
     ["room", `${(total * tokens).toLocaleString("en")} tokens of KV`],
     ["remembered", `${engine.blocks_remembered ?? 0} blocks`],
+    ["pinned", `${engine.blocks_pinned ?? 0} blocks for a next turn`],
     ["lent", `${engine.blocks_lent ?? 0} blocks in ${engine.leases ?? 0} leases`],
     ["sent", `${engine.blocks_sent ?? 0} blocks`],
     ["received", received],

@@ -22,6 +22,7 @@
  * @property {number} [blocks_lent]
  * @property {number} [blocks_arriving]
  * @property {number} [blocks_remembered]
+ * @property {number} [blocks_pinned]
  * @property {Holder[]} [holders]
  * @property {number} [tokens_computed]
  * @property {number} [tokens_generated]
