@@ -24,7 +24,10 @@ def test_prefixes_that_are_known_or_fetched_are_not_computed_again() -> None:
     assert known["ttft_mean_ms"] < unknown["ttft_mean_ms"]
 
 
-@pytest.mark.parametrize(("trace", "pods", "speed"), [("agents", 16, 8), ("bursts", 8, 2)])
+@pytest.mark.parametrize(
+    ("trace", "pods", "speed"),
+    [("agents", 16, 8), pytest.param("bursts", 8, 2, marks=pytest.mark.slow)],
+)
 def test_several_routers_do_nearly_as_well_as_one(trace: str, pods: int, speed: int) -> None:
     one, four = (routers.simulate(Case(trace, pods, speed, "prefix_aware", n)) for n in (1, 4))
     assert four["hits_of_ideal"] > 0.93 * one["hits_of_ideal"]

@@ -56,8 +56,9 @@ def test_a_q4_k_m_file_goes_through_two_engines_with_the_tokens_of_one(
     assert kinds == {Kind.F32, Kind.Q4_K, Kind.Q6_K}
     options = {"weight_packing": "auto", "cpu_level": level.word}
     message = request("one", PROMPT, max_tokens=12, ignore_eos=True)
-    with engines(path, alone=options, prefill=options, decode=options) as (alone, prefill, decode):
-        [expected] = LocalRouter(None, decode=[alone]).run(message)
+    with engines(path, prefill=options, decode=options) as (prefill, decode):
+        [expected] = LocalRouter(None, decode=[prefill]).run(message)
+        assert prefill.core.call("reset_prefix_cache", []), "it computes the prompt again"
         [found] = LocalRouter(None, prefill=[prefill], decode=[decode]).run(message)
         assert len(expected[-1].outputs[0].token_ids) == 12
         assert found[-1].outputs[0].token_ids == expected[-1].outputs[0].token_ids

@@ -22,7 +22,7 @@ from diptych_router.requests.records import MOST_PLACEMENTS
 from diptych_router.requests.request_record import RequestRecord
 from diptych_router.telling.request_spans import spans_of
 
-HISTORIES = pytest.mark.parametrize("histories", [80, pytest.param(400, marks=pytest.mark.slow)])
+HISTORIES = pytest.mark.parametrize("histories", [40, pytest.param(400, marks=pytest.mark.slow)])
 
 
 @HISTORIES
