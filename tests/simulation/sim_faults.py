@@ -100,6 +100,18 @@ def crash_router(world: World, where: str) -> bool:
     return True
 
 
+def turn(world: World, where: str) -> bool:
+    """A router gives an engine the other role, and mostly its own again some time later."""
+    engine = some_engine(world, where)
+    living = [router for router in world.routers.values() if router.alive]
+    if engine is None or not living:
+        return False
+    router = world.random.choice(living)
+    router.turn(engine.name)
+    later(world, 1.0, router.turn, engine.name)
+    return True
+
+
 def stall(world: World, where: str) -> bool:
     """SIGSTOP, and SIGCONT some time later."""
     engine = some_engine(world, where)
@@ -202,7 +214,7 @@ FAULTS: dict[str, Fault] = {
         fault.__name__: fault
         for fault in (
             crash, plague, leave, drain, crash_router, stall, pause, sleep, forget, partition, cut,
-            noise,
+            noise, turn,
         )
     },
 }  # fmt: skip

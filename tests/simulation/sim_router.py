@@ -27,6 +27,7 @@ from diptych_protocol import (
 )
 from diptych_protocol.wire import TAKE_KEPT
 from diptych_router.choosing.policy import Decision, RequestView
+from diptych_router.choosing.roles import OTHER
 from diptych_router.engines.descriptions import common_to_leases
 from diptych_router.engines.engine_table import Role
 from diptych_router.engines.known_prefixes import BlockNaming, keys_of
@@ -66,6 +67,7 @@ class Link:
     open_tokens: int = 0
     planned: int = 0
     silent: bool = False
+    has_turned: bool = False
 
     def charge(self, tokens: int, planned: int = 0) -> None:
         self.open_tokens += tokens
@@ -86,6 +88,10 @@ class Link:
     @property
     def usable(self) -> bool:
         return self.up and not self.withdrawn
+
+    @property
+    def sheds_streams(self) -> bool:
+        return self.posture.draining if self.role == "decode" else self.has_turned
 
     @property
     def lends(self) -> KVTransferParams | None:
@@ -154,7 +160,7 @@ class Links(ForgetfulFleet):
         return sum(link.usable for link in self.of("decode"))
 
     def draining(self) -> list[Link]:
-        return [link for link in self.of("decode") if link.posture.draining]
+        return [link for link in self.by_name.values() if link.up and link.sheds_streams]
 
 
 class SimRouter:
@@ -333,6 +339,15 @@ class SimRouter:
         session.open = False
         self._lost(session, "cut")
         return True
+
+    def turn(self, name: str) -> None:
+        """An engine takes the other role, as if load asked for it."""
+        if not self.alive:
+            return
+        link = self.links.by_name[name]
+        link.role, link.has_turned = OTHER[link.role], True
+        self._note(f"turned to {link.role}")
+        self._news()
 
     def suspect(self, name: str) -> None:
         """Heartbeats of an engine are overdue: if it is still silent, others do its work."""

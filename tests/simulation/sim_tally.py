@@ -111,8 +111,8 @@ SECTIONS: dict[str, list[str]] = {
         *(f"{role} {fate}" for role in ("prefill", "decode")
           for fate in ("crashed", "restarted", "left", "stalled", "resumed", "drains", "paused",
                        "fell asleep: level 1", "fell asleep: level 2")),
-        "router crashed", "router restarted", "restarted with another model",
-        "restarted with another version",
+        "turned to prefill", "turned to decode", "router crashed", "router restarted",
+        "restarted with another model", "restarted with another version",
     ],
     "Steps": ["step launched ahead"],
     "Memory": [

@@ -29,9 +29,11 @@ from diptych_kv_transfer.tables.load import Load, LoadState, Prefix
 from diptych_kv_transfer.tables.loads import LoadTable
 from diptych_kv_transfer.tables.messages import FromOwner, Opened
 from diptych_protocol import EngineCoreRequest
+from diptych_router.requests.attempts import Attempts
 from diptych_router.requests.request_record import Setback
 from diptych_router.requests.request_table import RequestTable, _Turn
-from diptych_router.requests.routed_request import RoutedRequest
+from diptych_router.requests.routed_request import RoutedRequest, Stage
+from diptych_router.requests.table_interface import Action as ToDo
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 MAX_SCHEDULES = 3000
@@ -196,6 +198,17 @@ def router_that_forgets_a_request_in_a_loss(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RequestTable, "engine_lost", lambda self, engine, why, now: ())
 
 
+def router_that_lets_an_engine_lend_to_itself(patch: pytest.MonkeyPatch) -> None:
+    honest = Attempts.hand_over
+
+    def hand_over(self: Attempts, routed: RoutedRequest, now: float) -> list[ToDo]:
+        if routed.stage is Stage.PREFILL:
+            routed.engine = ""
+        return honest(self, routed, now)
+
+    patch.setattr(Attempts, "hand_over", hand_over)
+
+
 def router_that_asks_for_a_kept_answer_anew(patch: pytest.MonkeyPatch) -> None:
     honest = RequestTable.submit
 
@@ -273,6 +286,7 @@ PLANTS: dict[Plant, str] = {
     router_that_hears_engines_twice: "P1",
     router_that_forgets_what_was_delivered: "P2",
     router_that_forgets_a_request_in_a_loss: "P3",
+    router_that_lets_an_engine_lend_to_itself: "P3",
     router_that_asks_for_a_kept_answer_anew: "P2",
     engine_that_keeps_a_prefill_as_a_whole_answer: "P6",
     cache_that_ignores_the_salt: "P2",
@@ -286,6 +300,7 @@ PLANTS: dict[Plant, str] = {
 HINTS: dict[Plant, list[str]] = {
     lease_that_is_not_bound_to_a_prompt: ["forge"],
     decode_that_believes_anybody: ["stranger"],
+    router_that_lets_an_engine_lend_to_itself: ["turn", "drain"],
     router_that_asks_for_a_kept_answer_anew: ["crash_router"],
     engine_that_keeps_a_prefill_as_a_whole_answer: ["crash_router"],
 }
@@ -303,6 +318,7 @@ SLOW = {
     decode_that_believes_anybody,
     engines_that_do_not_look_whether_they_fit,
     lease_whose_reader_is_never_cut_off,
+    router_that_lets_an_engine_lend_to_itself,
 }
 """Those that take most schedules to find."""
 

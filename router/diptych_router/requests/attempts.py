@@ -221,6 +221,10 @@ class Attempts:
             return self.retry(routed, Setback.MOVE, "no decode engine can take it over", now)
         if routed.is_announced_at(taker.key):
             routed.announced, actions = None, []  # its next placement has the id announced there
+        elif taker.key == routed.engine:
+            # It has turned, and remembers the prompt. A lease of itself would last until it was
+            # read, and hold the room that its reader waits for.
+            actions = _let_go(routed)
         else:
             actions = _unannounce(routed)
         self._placements.place(routed, taker, Stage.DECODE, now)

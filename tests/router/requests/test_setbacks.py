@@ -16,8 +16,10 @@ from diptych_router.requests.attempts import LEAST_PATIENCE_S
 from diptych_router.requests.routed_request import MAX_LATE
 from diptych_router.requests.table_interface import (
     Abort,
+    Add,
     AskHandOff,
     Fail,
+    Release,
 )
 
 
@@ -112,6 +114,22 @@ def test_a_stream_leaves_an_engine_that_prefills_now_and_its_prompts_stay() -> N
     assert ("d2", "r/3") in world.placements()
     for name in ("r", "waits", "new"):
         world.leave(name)
+    world.check_end()
+
+
+def test_an_engine_that_turned_goes_on_with_its_own_prompt_without_a_lease_of_itself() -> None:
+    world = World("p", "d")
+    world.submit("r")
+    world.change("d", withdrawn=True)
+    world.change("p", role="decode")
+    prefilled(world)
+    assert world.placements() == [("p", "r/3")]
+    assert [type(action) for action in world.log[-3:]] == [Release, Abort, Add]
+    added = world.log[-1]
+    assert isinstance(added, Add)
+    assert added.request.sampling_params is not None
+    assert added.request.sampling_params.extra_args is None
+    world.leave("r")
     world.check_end()
 
 
