@@ -281,6 +281,7 @@ async def test_each_refusal_before_the_body_has_its_status(http: httpx.AsyncClie
         ("{}".encode("utf-16-le"), {"content-type": JSON + '; charset="UTF-16"'}, "Content-Type"),
         ("{}".encode("utf-8-sig"), {"content-type": JSON + "; charset=utf-8"}, "Content-Type"),
     ],
+    ids=["gzip", "UTF-16 with a mark", "UTF-16", "UTF-8 with a mark"],
 )
 async def test_a_body_in_another_encoding_is_told_how_to_come(
     http: httpx.AsyncClient, encoded: bytes, headers: dict[str, str], param: str
