@@ -7,7 +7,14 @@ from typing import TypeVar
 import pytest
 from click.testing import CliRunner
 
-from diptych.advise.advice import ENOUGH, LEAST_REQUESTS, Service, Shape, advise, simulate
+from diptych.advise.advice import (
+    ENOUGH,
+    LEAST_REQUESTS,
+    ObservedService,
+    ServiceShape,
+    advise,
+    simulate,
+)
 from diptych.advise.command import advise as command
 from diptych.router_admin import LOAD_PATH, Told
 from diptych.simulator.costs import StepShape
@@ -57,15 +64,15 @@ def report(
 def test_more_pods_go_where_the_work_is(
     traffic: Traffic, rate: float, better: tuple[int, int], worse: tuple[int, int]
 ) -> None:
-    service = Service.of([report(answered(traffic, rate))], inter_token_ms=11.0)
-    good, bad = (simulate(service, Shape(*each, "always")).kept for each in (better, worse))
+    service = ObservedService.of([report(answered(traffic, rate))], inter_token_ms=11.0)
+    good, bad = (simulate(service, ServiceShape(*each, "always")).kept for each in (better, worse))
     assert good > bad + 0.1
 
 
 def test_the_advice_holds_for_requests_that_it_has_not_seen() -> None:
     """Within a tenth of the best shape of as many pods, on requests that come later."""
-    advice = advise(Service.of([report(answered(READING, 5.0), 1, 3)]))
-    later = Service.of([report(answered(READING, 5.0, seed=7), 1, 3)])
+    advice = advise(ObservedService.of([report(answered(READING, 5.0), 1, 3)]))
+    later = ObservedService.of([report(answered(READING, 5.0, seed=7), 1, 3)])
     chosen, *others = (
         simulate(later, each.shape).kept
         for each in (advice.best, *advice.tried)
@@ -75,7 +82,7 @@ def test_the_advice_holds_for_requests_that_it_has_not_seen() -> None:
 
 
 def test_it_is_the_smallest_service_that_keeps_what_is_promised() -> None:
-    advice = advise(Service.of([report(answered(READING, 0.5), 2, 2)]))
+    advice = advise(ObservedService.of([report(answered(READING, 0.5), 2, 2)]))
     assert advice.best.kept >= ENOUGH
     fewer = [each for each in advice.tried if each.shape.pods < advice.best.shape.pods]
     assert advice.best.shape.pods == 1 or max(each.kept for each in fewer) < ENOUGH
@@ -92,23 +99,23 @@ def test_a_prefix_that_engines_had_is_not_computed_again() -> None:
         )
         for each in requests
     ]  # fmt: skip
-    new, old = (Service.of([report(each)], ttft_ms=300.0) for each in (requests, known))
+    new, old = (ObservedService.of([report(each)], ttft_ms=300.0) for each in (requests, known))
     assert simulate(new, new.shape).kept < 0.5 < ENOUGH < simulate(old, old.shape).kept
 
 
 def test_several_routers_reports_are_one_service() -> None:
     requests = answered(READING, 2.0)
     parts = [report(requests[at::2]) for at in range(2)]
-    whole = Service.of([report(requests)])
-    assert Service.of(parts)._replace(pools={}) == whole._replace(pools={})
+    whole = ObservedService.of([report(requests)])
+    assert ObservedService.of(parts)._replace(pools={}) == whole._replace(pools={})
 
 
 def test_too_little_to_go_by_is_said_with_a_remedy() -> None:
     few = answered(READING, 1.0)[: LEAST_REQUESTS - 1]
     with pytest.raises(ValueError, match=f"at least {LEAST_REQUESTS} requests"):
-        Service.of([report(few)])
+        ObservedService.of([report(few)])
     with pytest.raises(ValueError, match="--ttft-ms, --inter-token-ms"):
-        Service.of([report(answered(READING, 1.0), ttft_ms=None)])
+        ObservedService.of([report(answered(READING, 1.0), ttft_ms=None)])
 
 
 @pytest.mark.parametrize(
@@ -136,7 +143,7 @@ def test_the_error_of_the_prediction_is_told_with_it(
 
 
 def test_a_step_takes_what_engines_reported() -> None:
-    plan = Service.of([report(answered(READING, 1.0))]).plan(Shape(1, 1, "always"))
+    plan = ObservedService.of([report(answered(READING, 1.0))]).plan(ServiceShape(1, 1, "always"))
     chunk, rows = StepShape(tokens=500, sampled=0), StepShape(tokens=8, sampled=8)
     assert plan.prefill.cost.seconds(chunk) == pytest.approx(0.005 + 500e-4)
     assert plan.decode.cost.seconds(rows) == pytest.approx(0.005 + 8 * 2e-4)

@@ -34,7 +34,7 @@ TRUSTED: Final = 0.1
 """Predictions that are further than this from what happened are not advice."""
 
 
-class Shape(NamedTuple):
+class ServiceShape(NamedTuple):
     """Pods of each kind, and whether a prompt is computed where it is decoded."""
 
     prefill: int
@@ -52,7 +52,7 @@ class Shape(NamedTuple):
         return f"{self.prefill} prefill, {self.decode} decode, disaggregate {self.disaggregate}"
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class Prediction(msgspec.Struct, frozen=True):
     """What a shape would have done."""
 
     prefill: int
@@ -64,8 +64,8 @@ class Outcome(msgspec.Struct, frozen=True):
     inter_token_ms: dict[str, float]
 
     @property
-    def shape(self) -> Shape:
-        return Shape(self.prefill, self.decode, self.disaggregate)
+    def shape(self) -> ServiceShape:
+        return ServiceShape(self.prefill, self.decode, self.disaggregate)
 
 
 class Advice(msgspec.Struct, frozen=True):
@@ -76,11 +76,11 @@ class Advice(msgspec.Struct, frozen=True):
     """From the first arrival to the last."""
     ttft_ms: float | None
     inter_token_ms: float | None
-    now: Outcome
+    now: Prediction
     measured_kept: float
     """What the service really did, of the same requests."""
-    best: Outcome
-    tried: list[Outcome]
+    best: Prediction
+    tried: list[Prediction]
 
     @property
     def error(self) -> float:
@@ -92,10 +92,10 @@ class Advice(msgspec.Struct, frozen=True):
         return abs(self.error) <= TRUSTED
 
 
-class Service(NamedTuple):
+class ObservedService(NamedTuple):
     """What the reports of all routers say together."""
 
-    shape: Shape
+    shape: ServiceShape
     pools: dict[str, PoolLoad]
     policy: str
     requests: list[PastRequest]
@@ -109,7 +109,7 @@ class Service(NamedTuple):
         reports: Sequence[LoadReport],
         ttft_ms: float | None = None,
         inter_token_ms: float | None = None,
-    ) -> Service:
+    ) -> ObservedService:
         """ttft_ms, inter_token_ms: instead of what the service promises. Raises `ValueError`, with
         a remedy, where too little is known."""
         first = reports[0]
@@ -131,7 +131,7 @@ class Service(NamedTuple):
         how: Disaggregate = msgspec.convert(
             first.disaggregate if prefill else "never", Disaggregate
         )
-        shape = Shape(prefill, pools["decode"].engines, how)
+        shape = ServiceShape(prefill, pools["decode"].engines, how)
         return cls(shape, pools, first.policy, past[-MOST_REQUESTS:], ttft_ms, gap_ms)
 
     @property
@@ -164,7 +164,7 @@ class Service(NamedTuple):
             at = each.unix_time - begin
             yield Request(at, max(each.prompt_tokens, 1), max(output, 1), cached=cached)
 
-    def plan(self, shape: Shape) -> Plan:
+    def plan(self, shape: ServiceShape) -> Plan:
         """A pool of which nothing is known is taken to be like the other one."""
         decode = self.pools["decode"]
         prefill = self.pools.get("prefill", decode)
@@ -189,25 +189,27 @@ def _limits(pool: PoolLoad) -> Limits:
     return Limits(pool.num_blocks, pool.block_size, pool.max_num_seqs)
 
 
-def advise(service: Service, tried: Callable[[Outcome], None] = lambda _: None) -> Advice:
+def advise(
+    service: ObservedService, tried: Callable[[Prediction], None] = lambda _: None
+) -> Advice:
     """Return the fewest pods that keep what is promised; where no number up to twice the present
     one does, those that keep most.
 
     tried: hears of each shape that was simulated.
     """
-    found: dict[Shape, Outcome] = {}
+    found: dict[ServiceShape, Prediction] = {}
 
-    def outcome(shape: Shape) -> Outcome:
+    def outcome(shape: ServiceShape) -> Prediction:
         if shape not in found:
             found[shape] = simulate(service, shape)
             tried(found[shape])
         return found[shape]
 
-    def best_of(pods: int) -> Outcome:
+    def best_of(pods: int) -> Prediction:
         shapes = _shapes(pods, splits=bool(service.shape.prefill), policy=service.policy)
         return max(map(outcome, shapes), key=rank)
 
-    def rank(each: Outcome) -> tuple[float, bool, float]:
+    def rank(each: Prediction) -> tuple[float, bool, float]:
         # What is as good as the present shape is no reason to change it.
         return round(each.kept, 2), each.shape == service.shape, -each.ttft_ms["p90"]
 
@@ -231,9 +233,9 @@ def advise(service: Service, tried: Callable[[Outcome], None] = lambda _: None) 
     )
 
 
-def _shapes(pods: int, *, splits: bool, policy: str) -> Iterator[Shape]:
+def _shapes(pods: int, *, splits: bool, policy: str) -> Iterator[ServiceShape]:
     """splits: the service has two pools, and may stay so."""
-    yield Shape(0, pods, "never")
+    yield ServiceShape(0, pods, "never")
     if not splits:
         return
     apart = max(1, math.ceil((pods - 1) / MOST_SPLITS))
@@ -242,15 +244,15 @@ def _shapes(pods: int, *, splits: bool, policy: str) -> Iterator[Shape]:
         ways = ("always", "auto")
     for prefill in range(1, pods, apart):
         for way in ways:
-            yield Shape(prefill, pods - prefill, way)
+            yield ServiceShape(prefill, pods - prefill, way)
 
 
-def simulate(service: Service, shape: Shape) -> Outcome:
+def simulate(service: ObservedService, shape: ServiceShape) -> Prediction:
     log = Simulation(service.plan(shape)).run(service.arrivals())
     if not log.jobs:  # no engine has room for any of them
-        return Outcome(*shape, 0.0, dict.fromkeys(PERCENTILES, math.inf), {})
+        return Prediction(*shape, 0.0, dict.fromkeys(PERCENTILES, math.inf), {})
     summary: Summary = summarise(log, service.objectives)
-    return Outcome(*shape, summary.attained, summary.ttft_ms, summary.itl_ms)
+    return Prediction(*shape, summary.attained, summary.ttft_ms, summary.itl_ms)
 
 
 PERCENTILES: Final = ("p50", "p90", "p99")

@@ -11,7 +11,7 @@ import click
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from diptych.advise.advice import Advice, Outcome
+    from diptych.advise.advice import Advice, Prediction
     from diptych.request_trace import AskRouters
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -61,7 +61,7 @@ def show_advice(
     ask: AskRouters, ttft_ms: float | None, inter_token_ms: float | None, *, as_json: bool
 ) -> None:
     """Simulate what routers report, and print it. Raises `RunError` if too little is known."""
-    from diptych.advise.advice import Service
+    from diptych.advise.advice import ObservedService
     from diptych.advise.advice import advise as find
     from diptych.errors import RunError
     from diptych.router_admin import LOAD_PATH
@@ -72,11 +72,11 @@ def show_advice(
     for problem in problems:
         click.echo(problem, err=True)
     try:
-        service = Service.of([one.known for one in told], ttft_ms, inter_token_ms)
+        service = ObservedService.of([one.known for one in told], ttft_ms, inter_token_ms)
     except ValueError as exc:
         raise RunError(str(exc)) from exc
 
-    def progress(outcome: Outcome) -> None:
+    def progress(outcome: Prediction) -> None:
         click.echo(f"simulated {outcome.shape}: {outcome.kept:.0%} kept", err=True)
 
     found = find(service, progress)
