@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TypeVar
 
 import pytest
@@ -121,8 +122,8 @@ def test_too_little_to_go_by_is_said_with_a_remedy() -> None:
 @pytest.mark.parametrize(
     ("good", "said"),
     [
-        (1.0, "Of the present service 100% was predicted, and 100% happened. "),
-        (0.5, "and 50% happened: the prediction is too far off to follow it"),
+        (1.0, "to keep its promises to 100% of the requests, and did so to 100%. "),
+        (0.5, "and did so to 50%. That is too far off to follow this advice"),
     ],
 )
 def test_the_error_of_the_prediction_is_told_with_it(
@@ -140,6 +141,9 @@ def test_the_error_of_the_prediction_is_told_with_it(
     assert said in done.stdout
     assert "promised: the first token in 1000 ms\n" in done.stdout
     assert "router-1: is gone" in done.stderr
+    told = json.loads(CliRunner().invoke(command, ["it", "--json"]).stdout)
+    assert told["is_trusted"] is (good == 1.0)
+    assert told["best"] in told["tried"]
 
 
 def test_a_step_takes_what_engines_reported() -> None:

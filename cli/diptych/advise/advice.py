@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
@@ -16,7 +17,7 @@ import msgspec
 from diptych.simulator.cluster import Simulation
 from diptych.simulator.costs import StepCost
 from diptych.simulator.engine import Limits
-from diptych.simulator.metrics import Objectives, Summary, summarise
+from diptych.simulator.metrics import Objectives, summarise
 from diptych.simulator.plan import Overheads, Plan, Pool
 from diptych.simulator.workload import Request
 from diptych_protocol.admin import LoadReport, PastRequest, PoolLoad
@@ -78,18 +79,11 @@ class Advice(msgspec.Struct, frozen=True):
     inter_token_ms: float | None
     now: Prediction
     measured_kept: float
-    """What the service really did, of the same requests."""
+    """The part of the same requests that the service really gave all that is promised."""
+    is_trusted: bool
+    """Whether the prediction for the present shape is near to what happened."""
     best: Prediction
     tried: list[Prediction]
-
-    @property
-    def error(self) -> float:
-        """What was predicted for the present shape, less what happened."""
-        return self.now.kept - self.measured_kept
-
-    @property
-    def is_trusted(self) -> bool:
-        return abs(self.error) <= TRUSTED
 
 
 class ObservedService(NamedTuple):
@@ -192,8 +186,8 @@ def _limits(pool: PoolLoad) -> Limits:
 def advise(
     service: ObservedService, tried: Callable[[Prediction], None] = lambda _: None
 ) -> Advice:
-    """Return the fewest pods that keep what is promised; where no number up to twice the present
-    one does, those that keep most.
+    """Return the fewest pods that keep what is promised, taking it that more pods keep more; where
+    no number up to twice the present one does, the shape that keeps most.
 
     tried: hears of each shape that was simulated.
     """
@@ -206,41 +200,38 @@ def advise(
         return found[shape]
 
     def best_of(pods: int) -> Prediction:
-        shapes = _shapes(pods, splits=bool(service.shape.prefill), policy=service.policy)
-        return max(map(outcome, shapes), key=rank)
+        present = [service.shape] if pods == service.shape.pods else []
+        return max(map(outcome, [*present, *_shapes(service, pods)]), key=rank)
 
     def rank(each: Prediction) -> tuple[float, bool, float]:
         # What is as good as the present shape is no reason to change it.
-        return round(each.kept, 2), each.shape == service.shape, -each.ttft_ms["p90"]
+        return round(each.kept, 2), each.shape == service.shape, -each.ttft_ms.get("p90", math.inf)
 
-    now, pods = outcome(service.shape), service.shape.pods
-    best = max(best_of(pods), now, key=rank)
-    if best.kept >= ENOUGH:
-        while pods > 1 and (fewer := best_of(pods - 1)).kept >= ENOUGH:
-            best, pods = fewer, pods - 1
-    while best.kept < ENOUGH and pods < 2 * service.shape.pods:
-        pods += 1
-        best = max(best, best_of(pods), key=rank)
+    now, counts = outcome(service.shape), range(1, 2 * service.shape.pods + 1)
+    at = bisect_left(counts, True, key=lambda pods: best_of(pods).kept >= ENOUGH)
+    best = best_of(counts[at]) if at < len(counts) else max(found.values(), key=rank)
+    kept = service.kept()
     return Advice(
         requests=len(service.requests),
         seconds=service.seconds,
         ttft_ms=service.ttft_ms,
         inter_token_ms=service.inter_token_ms,
         now=now,
-        measured_kept=service.kept(),
+        measured_kept=kept,
+        is_trusted=abs(now.kept - kept) <= TRUSTED,
         best=best,
         tried=sorted(found.values(), key=lambda each: each.shape),
     )
 
 
-def _shapes(pods: int, *, splits: bool, policy: str) -> Iterator[ServiceShape]:
-    """splits: the service has two pools, and may stay so."""
+def _shapes(service: ObservedService, pods: int) -> Iterator[ServiceShape]:
+    """A service of one pool stays so."""
     yield ServiceShape(0, pods, "never")
-    if not splits:
+    if not service.shape.prefill:
         return
     apart = max(1, math.ceil((pods - 1) / MOST_SPLITS))
     ways: tuple[Disaggregate, ...] = ("always",)
-    if POLICIES[policy].compares_duties:
+    if POLICIES[service.policy].compares_duties:
         ways = ("always", "auto")
     for prefill in range(1, pods, apart):
         for way in ways:
@@ -250,9 +241,6 @@ def _shapes(pods: int, *, splits: bool, policy: str) -> Iterator[ServiceShape]:
 def simulate(service: ObservedService, shape: ServiceShape) -> Prediction:
     log = Simulation(service.plan(shape)).run(service.arrivals())
     if not log.jobs:  # no engine has room for any of them
-        return Prediction(*shape, 0.0, dict.fromkeys(PERCENTILES, math.inf), {})
-    summary: Summary = summarise(log, service.objectives)
+        return Prediction(*shape, 0.0, {}, {})
+    summary = summarise(log, service.objectives)
     return Prediction(*shape, summary.attained, summary.ttft_ms, summary.itl_ms)
-
-
-PERCENTILES: Final = ("p50", "p90", "p99")

@@ -19,15 +19,12 @@ MILLISECONDS = click.FloatRange(1, 600_000)
 
 
 def promise_options(command: Command) -> Command:
-    for option in (
-        click.option(
-            "--ttft-ms", type=MILLISECONDS, help="Promise of the first token; else spec.slo's."
-        ),
-        click.option(
-            "--inter-token-ms", type=MILLISECONDS, help="Of each later token; else spec.slo's."
-        ),
+    for option, of_what in (
+        ("--ttft-ms", "the first token"),
+        ("--inter-token-ms", "each later one"),
     ):
-        command = option(command)
+        said = f"Promised for {of_what}; left out, what spec.slo says."
+        command = click.option(option, type=MILLISECONDS, help=said)(command)
     return command
 
 
@@ -41,10 +38,10 @@ def advise(
     """Say how many prefill and decode pods service NAME should have for what it was asked of late.
 
     The newest requests (at most 1000) are simulated, with steps as long as engines reported, in
-    pools of other sizes, with and without hand-offs. The first row that is marked with > is the
-    smallest service of which 95 % of the requests get what is promised. How far the prediction for
-    the present service is from what happened is told as well. docs/capacity.md says what is
-    simulated. Without NAME the newest service here is meant.
+    pools of other sizes, with and without hand-offs. The row that is marked with > is the smallest
+    service of which 95 % of the requests get what is promised, or the one that keeps most. How far
+    the prediction for the present service is from what happened is told as well.
+    docs/capacity.md says what is simulated. Without NAME the newest service here is meant.
 
     \b
     Example:
@@ -100,10 +97,10 @@ def show_advice(
 def _table(advice: Advice) -> Table:
     from diptych.watching import bare_table
 
-    numbers = ("PREFILL", "DECODE", "KEPT", "TTFT P50", "P90", "GAP P50", "P90 ")
+    numbers = ("PREFILL", "DECODE", "KEPT", "TTFT P50", "P90", "GAP P50", "P90")
     table = bare_table("", "PREFILL", "DECODE", "DISAGGREGATE", *numbers[2:], right=numbers)
     for each in advice.tried:
-        mark = ">" * (each == advice.best) + "now" * (each == advice.now)
+        mark = " ".join([">"] * (each == advice.best) + ["now"] * (each == advice.now))
         times = [
             f"{of[name]:.0f} ms" if name in of else "-"
             for of in (each.ttft_ms, each.inter_token_ms)
@@ -134,9 +131,9 @@ def _words(advice: Advice) -> str:
     if best.kept < ENOUGH:
         todo += f" No service of up to twice the pods keeps {ENOUGH:.0%}."
     believed = (
-        f"Of the present service {advice.now.kept:.0%} was predicted, "
-        f"and {advice.measured_kept:.0%} happened"
+        f"The present service was predicted to keep its promises to {advice.now.kept:.0%} of the "
+        f"requests, and did so to {advice.measured_kept:.0%}"
     )
     if not advice.is_trusted:
-        return f"{believed}: the prediction is too far off to follow it. It would be: {todo}"
+        return f"{believed}. That is too far off to follow this advice: {todo}"
     return f"{believed}. {todo}"
