@@ -21,8 +21,8 @@ from benchmarks.traces.formats import TraceError, read_trace
 from benchmarks.traces.recorded import BLOCK_TOKENS, Trace, of_trace
 
 from diptych.simulator.cluster import Simulation
-from diptych.simulator.metrics import Objectives, Summary, summarise
-from diptych.simulator.workload import Lengths, Request, Sharing, Traffic, bursty
+from diptych.simulator.metrics import Objectives, RunSummary, summarise
+from diptych.simulator.workload import LengthSpread, Request, Sharing, Traffic, bursty
 from diptych_router.choosing.policies import POLICIES
 
 MEASURED = RESULTS / "simulate-costs.json"
@@ -69,8 +69,10 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--burst", type=float, default=1.0, help="variation of gaps; 1 is Poisson")
     run.add_argument("--users", type=int, nargs="+", help="instead of rates: who waits for answers")
     run.add_argument("--requests", type=int, default=1000)
-    run.add_argument("--prompt", type=Lengths.parse, default="512", help="tokens: MEAN[:SIGMA]")
-    run.add_argument("--output", type=Lengths.parse, default="64", help="tokens: MEAN[:SIGMA]")
+    run.add_argument(
+        "--prompt", type=LengthSpread.parse, default="512", help="tokens: MEAN[:SIGMA]"
+    )
+    run.add_argument("--output", type=LengthSpread.parse, default="64", help="tokens: MEAN[:SIGMA]")
     run.add_argument("--shared", type=float, default=0.0, help="part with a common prefix")
     run.add_argument("--prefixes", type=int, default=16)
     run.add_argument("--prefix-tokens", type=int, default=0)
@@ -149,7 +151,7 @@ def _run(args: argparse.Namespace) -> None:
     )
     objectives = Objectives(args.ttft_ms / 1e3, args.tpot_ms / 1e3)
     trace = _trace(args)
-    results: dict[float, Summary] = {}
+    results: dict[float, RunSummary] = {}
     for load, requests in _loads(args, trace).items():
         log = Simulation(plan).run(requests)
         if not log.jobs:

@@ -29,7 +29,7 @@ from benchmarks.simulate.service import PROBE_OUTPUT, PROBE_TOKENS, ServiceTimes
 
 from diptych.laptop.pods import DECODE_NICENESS
 from diptych.simulator.costs import StepCost, StepShape
-from diptych.simulator.engine import Limits
+from diptych.simulator.engine import EngineLimits
 from diptych.simulator.plan import Overheads
 
 ANSWER_TIMEOUT_S = 120.0
@@ -83,7 +83,7 @@ class Bench:
         )
         self._process.start()
 
-    def limits(self) -> Limits:
+    def limits(self) -> EngineLimits:
         """What the engine is configured to. Waits until it is up."""
         return self._ask(None)  # type: ignore[no-any-return]
 
@@ -186,7 +186,7 @@ def measure_slowdown(engines: dict[str, Bench]) -> dict[str, float]:
     return slowdown
 
 
-def conclude(rounds: Sequence[Round], limits: Limits) -> Calibration:
+def conclude(rounds: Sequence[Round], limits: EngineLimits) -> Calibration:
     """The model that fits the medians of what was measured in these rounds."""
     fits = {}
     for role, works in GRID.items():

@@ -10,15 +10,15 @@ from typing import Any
 from benchmarks.simulate import hardware
 
 from diptych.simulator.costs import StepCost
-from diptych.simulator.engine import Limits
-from diptych.simulator.plan import Overheads, Plan, Pool
+from diptych.simulator.engine import EngineLimits
+from diptych.simulator.plan import Overheads, SimulatedPool, SimulatedService
 from diptych_router.choosing.policies.least_loaded import POLICY
 from diptych_router.choosing.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Everything of a `Plan` that has to be measured."""
+    """Everything of a `SimulatedService` that has to be measured."""
 
     machine: str
     prefill: StepCost
@@ -26,15 +26,17 @@ class Calibration:
     slowdown: dict[str, float]
     """By role: how many times as long a step takes while the other role computes beside it."""
     overheads: Overheads
-    limits: Limits
+    limits: EngineLimits
     one_machine: bool
     errors: dict[str, list[float]]
     """By role: fitted over measured, less one, of each kind of step."""
 
-    def plan(self, prefill: int, decode: int, routers: int = 1, policy: Policy = POLICY) -> Plan:
-        return Plan(
-            Pool(prefill, self.prefill, self.limits, self.slowdown["prefill"]),
-            Pool(decode, self.decode, self.limits, self.slowdown["decode"]),
+    def plan(
+        self, prefill: int, decode: int, routers: int = 1, policy: Policy = POLICY
+    ) -> SimulatedService:
+        return SimulatedService(
+            SimulatedPool(prefill, self.prefill, self.limits, self.slowdown["prefill"]),
+            SimulatedPool(decode, self.decode, self.limits, self.slowdown["decode"]),
             self.overheads,
             self.one_machine,
             routers,
@@ -59,7 +61,7 @@ class Calibration:
                 "prefill": StepCost.from_dict(raw["prefill"]),
                 "decode": StepCost.from_dict(raw["decode"]),
                 "overheads": Overheads(**raw["overheads"]),
-                "limits": Limits(**raw["limits"]),
+                "limits": EngineLimits(**raw["limits"]),
             })  # fmt: skip
         except (KeyError, TypeError, json.JSONDecodeError) as exc:
             raise ValueError(f"{path} is no calibration: {exc}") from exc

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from diptych.simulator.cluster import Simulation
 from diptych.simulator.costs import StepShape
-from diptych.simulator.metrics import Log, Objectives, Summary, summarise
-from diptych.simulator.plan import Plan, Pool
+from diptych.simulator.metrics import Log, Objectives, RunSummary, summarise
+from diptych.simulator.plan import SimulatedPool, SimulatedService
 from diptych.simulator.workload import Traffic, poisson
 
 ATTAINED = 0.95
@@ -29,7 +29,9 @@ class Workload:
     """Duration, in seconds, of the arrivals: several times as long as a request takes."""
 
 
-def simulate(plan: Plan, workload: Workload, rate: float, seed: int = 0) -> tuple[Summary, Log]:
+def simulate(
+    plan: SimulatedService, workload: Workload, rate: float, seed: int = 0
+) -> tuple[RunSummary, Log]:
     """Poisson arrivals at this rate; the summary is of the middle of them."""
     arrivals = poisson(rate, max(100, round(rate * workload.seconds)), seed)
     log = Simulation(plan).run(workload.traffic.requests(arrivals, seed))
@@ -37,7 +39,7 @@ def simulate(plan: Plan, workload: Workload, rate: float, seed: int = 0) -> tupl
     return summarise(log, workload.objectives, begin, end), log
 
 
-def goodput(plan: Plan, workload: Workload) -> float:
+def goodput(plan: SimulatedService, workload: Workload) -> float:
     """The largest rate at which nearly all requests get what is promised; 0 if none does."""
     low, high = 0.0, 1.3 * estimate(plan, workload)
     for step in range(STEPS):
@@ -49,7 +51,7 @@ def goodput(plan: Plan, workload: Workload) -> float:
     return low
 
 
-def estimate(plan: Plan, workload: Workload) -> float:
+def estimate(plan: SimulatedService, workload: Workload) -> float:
     """What the pools could carry if work came evenly: where a search may begin."""
     traffic, decode = workload.traffic, plan.decode
     tokens = traffic.prompt.mean + traffic.sharing.part * traffic.sharing.tokens
@@ -62,14 +64,14 @@ def estimate(plan: Plan, workload: Workload) -> float:
     return min(plan.prefill.pods / prompt_s, decode.pods / answer_s)
 
 
-def _prompt_seconds(pool: Pool, tokens: float) -> float:
+def _prompt_seconds(pool: SimulatedPool, tokens: float) -> float:
     """Seconds that a prompt takes, computed in full steps."""
     budget = pool.limits.max_num_batched_tokens
     full = pool.cost.seconds(StepShape(budget, 1)) / budget
     return tokens * full + pool.cost.pair_s * tokens**2 / 2
 
 
-def _row_seconds(pool: Pool, context: float, tpot_s: float) -> float:
+def _row_seconds(pool: SimulatedPool, context: float, tpot_s: float) -> float:
     """One row's share, in seconds, of a step with as many rows as the memory and the promised
     `tpot_s` allow."""
     limits = pool.limits

@@ -24,11 +24,11 @@ from benchmarks.simulate.service import send
 from diptych.bench.stream import Sample
 from diptych.simulator.cluster import Simulation
 from diptych.simulator.metrics import Objectives, summarise
-from diptych.simulator.workload import Lengths, Request, Traffic, poisson
+from diptych.simulator.workload import LengthSpread, Request, Traffic, poisson
 
 FIGURES = ("TTFT p50", "ITL p50", "tokens/s")
 AIM = 0.15
-OUTPUT = Lengths(32)
+OUTPUT = LengthSpread(32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Scenario:
     rate: float = 0.0
 
     def draw(self, seed: int) -> list[Request]:
-        traffic = Traffic(Lengths(self.prompt), OUTPUT)
+        traffic = Traffic(LengthSpread(self.prompt), OUTPUT)
         if self.users:
             return traffic.requests(np.zeros(self.requests), seed, self.users)
         return traffic.requests(poisson(self.rate, self.requests, seed), seed)

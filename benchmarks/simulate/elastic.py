@@ -18,7 +18,7 @@ from benchmarks.simulate.calibration import on_paper
 
 from diptych.simulator.cluster import Simulation
 from diptych.simulator.metrics import Log, Objectives, summarise
-from diptych.simulator.workload import Lengths, Request, Traffic, poisson
+from diptych.simulator.workload import LengthSpread, Request, Traffic, poisson
 from diptych_router.choosing.policies import POLICIES
 
 PROMISED: Final = Objectives(1.0, 0.02)
@@ -36,8 +36,8 @@ class Phase:
     """Requests a second: about what the pods can do in the best division."""
 
 
-READING: Final = Phase("20:1", Traffic(Lengths(8000, 0.3), Lengths(400, 0.3)), 17.0)
-WRITING: Final = Phase("1:4", Traffic(Lengths(200, 0.3), Lengths(800, 0.3)), 100.0)
+READING: Final = Phase("20:1", Traffic(LengthSpread(8000, 0.3), LengthSpread(400, 0.3)), 17.0)
+WRITING: Final = Phase("1:4", Traffic(LengthSpread(200, 0.3), LengthSpread(800, 0.3)), 100.0)
 PHASES: Final = (READING, WRITING, READING)
 MORE: Final = (READING, replace(WRITING, rate=130.0), READING)
 """At the end of the answers there are more streams than the pods could decode beside the prompts

@@ -10,7 +10,7 @@ from benchmarks.kernels.costs import LLAMA_3_8B as MODEL
 from benchmarks.kernels.costs import layer_weights
 
 from diptych.simulator.costs import StepCost
-from diptych.simulator.engine import Limits
+from diptych.simulator.engine import EngineLimits
 from diptych.simulator.plan import Overheads
 
 NAME = "8B (Llama 3 shape, bf16) on H200 (4.8 TB/s, 989 TFLOP/s bf16, 400 Gb/s)"
@@ -40,11 +40,11 @@ def step_cost() -> StepCost:
     )
 
 
-def limits(max_num_batched_tokens: int) -> Limits:
+def limits(max_num_batched_tokens: int) -> EngineLimits:
     """What fits beside the weights, with a tenth of the memory left for all else."""
     weights = (LAYERS + 2 * HEAD) * MODEL.itemsize
     blocks = int((0.9 * MEMORY_BYTES - weights) / (16 * KV_TOKEN_BYTES))
-    return Limits(blocks, 16, max_num_seqs=256, max_num_batched_tokens=max_num_batched_tokens)
+    return EngineLimits(blocks, 16, max_num_seqs=256, max_num_batched_tokens=max_num_batched_tokens)
 
 
 def overheads() -> Overheads:

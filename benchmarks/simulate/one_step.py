@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.servers import KV_GIB
 
-from diptych.simulator.engine import Limits
+from diptych.simulator.engine import EngineLimits
 from diptych_engine.scheduling.request import Request, ScheduledRequest, StepPlan
 from diptych_engine.serving.build_core import build_core
 from diptych_protocol import EngineConfig, SamplingParams
@@ -31,7 +31,7 @@ class Stepper:
         config = EngineConfig(model=model, num_threads=threads, kv_cache_bytes=KV_GIB << 30)
         self._core = build_core(config)
         self._block_size = config.block_size
-        self.limits = Limits(
+        self.limits = EngineLimits(
             self._core.description.num_blocks, config.block_size, config.max_num_seqs,
             config.max_num_batched_tokens, self._core.scheduler.enough_prompt_tokens,
         )  # fmt: skip

@@ -14,8 +14,8 @@ from benchmarks.simulate.calibration import on_paper
 from benchmarks.simulate.report import plot_lines, rows_table
 
 from diptych.simulator.cluster import Simulation
-from diptych.simulator.metrics import Objectives, Summary, summarise
-from diptych.simulator.workload import Lengths, Traffic, poisson
+from diptych.simulator.metrics import Objectives, RunSummary, summarise
+from diptych.simulator.workload import LengthSpread, Traffic, poisson
 from diptych_router.choosing.policies import POLICIES
 
 LOADS = (0.5, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0)
@@ -27,14 +27,14 @@ PODS = 4
 """In each pool."""
 SECONDS = 40.0
 WINDOW = (5.0, SECONDS)
-DOCUMENTS = Traffic(Lengths(4000, 0.6), Lengths(300, 0.6))
+DOCUMENTS = Traffic(LengthSpread(4000, 0.6), LengthSpread(300, 0.6))
 OBJECTIVES = Objectives(1.0, 0.02)
 CASES = {
     f"documents, {routers} router{'s' * (routers > 1)}": routers for routers in (1, 2, 4)
 }  # fmt: skip
 
 
-def simulate(routers: int, load: float, *, refuse: bool) -> Summary:
+def simulate(routers: int, load: float, *, refuse: bool) -> RunSummary:
     rate = CAPACITY * load
     plan = replace(
         on_paper().plan(PODS, PODS, routers, POLICIES["prefix_aware"]),

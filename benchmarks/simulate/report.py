@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.simulate.calibration import Calibration
 
 from diptych.plots import looks, new_figure, save
-from diptych.simulator.metrics import Summary
+from diptych.simulator.metrics import RunSummary
 
 HEAD = (
     "TTFT p50 ms | p90 | p99 | ITL p50 ms | p99 | TPOT p99 ms | tokens/s | attained | goodput/s "
@@ -18,7 +18,7 @@ HEAD = (
 )
 
 
-def table(load: str, results: Mapping[float, Summary]) -> str:
+def table(load: str, results: Mapping[float, RunSummary]) -> str:
     """A row for each load."""
     lines = [f"| {load} | {HEAD} |", "|---|" + "---:|" * 12]
     for at, got in results.items():
@@ -58,7 +58,7 @@ def errors_line(measured: Calibration) -> str:
     return f"{measured.machine}; error of the fit: " + "; ".join(parts)
 
 
-def plot_loads(results: Mapping[float, Summary], path: Path, load: str) -> None:
+def plot_loads(results: Mapping[float, RunSummary], path: Path, load: str) -> None:
     """TTFT, ITL, goodput and hit rate against load."""
     figure = new_figure(16, 4)
     ttft, itl, goodput, hits = figure.subplots(1, 4)

@@ -25,13 +25,13 @@ from benchmarks.traces.recorded import BLOCK_TOKENS, Trace, of_trace
 from diptych.plots import looks, new_figure, save
 from diptych.simulator.cluster import Simulation
 from diptych.simulator.costs import StepCost
-from diptych.simulator.engine import Limits
+from diptych.simulator.engine import EngineLimits
 from diptych.simulator.metrics import Objectives
 from diptych.simulator.plan import Overheads
 from diptych_protocol.router_settings import Disaggregate
 from diptych_router.choosing.policies import POLICIES
 
-LIMITS: Final = Limits(16384, 64, max_num_seqs=256, max_num_batched_tokens=8192)
+LIMITS: Final = EngineLimits(16384, 64, max_num_seqs=256, max_num_batched_tokens=8192)
 KNOTS: Final = (1, 256, 1024, 2048, 4096, 6144, 8192)
 KV_TOKEN_S: Final = 131072 / 64e9
 """KV of an 8B model over 64 GB/s."""

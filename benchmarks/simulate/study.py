@@ -22,8 +22,8 @@ from benchmarks.simulate.report import plot_lines, rows_table
 
 from diptych.simulator.cluster import Simulation
 from diptych.simulator.metrics import Objectives, summarise
-from diptych.simulator.plan import Plan
-from diptych.simulator.workload import Lengths, Sharing, Traffic, poisson
+from diptych.simulator.plan import SimulatedService
+from diptych.simulator.workload import LengthSpread, Sharing, Traffic, poisson
 from diptych_router.choosing.policies import POLICIES
 
 SMALL = 20
@@ -37,27 +37,33 @@ RACK = 16
 thousand."""
 LONGEST = 32000
 CHAT = Workload(
-    "chat", Traffic(Lengths(500, 0.8, LONGEST), Lengths(300, 0.6, 2000)), Objectives(0.5, 0.02)
+    "chat",
+    Traffic(LengthSpread(500, 0.8, LONGEST), LengthSpread(300, 0.6, 2000)),
+    Objectives(0.5, 0.02),
 )
 WORKLOADS = (
     CHAT,
     Workload(
-        "documents", Traffic(Lengths(4000, 0.6, LONGEST), Lengths(300, 0.6, 2000)),
+        "documents", Traffic(LengthSpread(4000, 0.6, LONGEST), LengthSpread(300, 0.6, 2000)),
         Objectives(1.0, 0.02),
     ),
     Workload(
-        "summaries", Traffic(Lengths(8000, 0.5, LONGEST), Lengths(150, 0.5, 1000)),
+        "summaries", Traffic(LengthSpread(8000, 0.5, LONGEST), LengthSpread(150, 0.5, 1000)),
         Objectives(2.0, 0.02),
     ),
     Workload(
-        "reasoning", Traffic(Lengths(500, 0.8, LONGEST), Lengths(1500, 0.5, 6000)),
+        "reasoning", Traffic(LengthSpread(500, 0.8, LONGEST), LengthSpread(1500, 0.5, 6000)),
         Objectives(0.5, 0.02), seconds=50.0,
     ),
 )  # fmt: skip
 DOCUMENTS = WORKLOADS[1]
 AGENTS = Workload(
     "agents",
-    Traffic(Lengths(1500, 0.6, LONGEST), Lengths(200, 0.6, 2000), Sharing(1.0, 2000, 6000, 0.8)),
+    Traffic(
+        LengthSpread(1500, 0.6, LONGEST),
+        LengthSpread(200, 0.6, 2000),
+        Sharing(1.0, 2000, 6000, 0.8),
+    ),
     Objectives(1.0, 0.02),
 )
 """Before each prompt there are six thousand tokens of instructions and tools: one of two thousand
@@ -67,7 +73,7 @@ SHARES = ("part", "attained", "cache", "again", "unnoticed", "afterwards", "load
 Row = dict[str, Any]
 
 
-def pods(prefill: int, decode: int, budget: int = 8192, **changes: Any) -> Plan:
+def pods(prefill: int, decode: int, budget: int = 8192, **changes: Any) -> SimulatedService:
     return replace(on_paper(budget).plan(prefill, decode), **changes)
 
 
@@ -87,7 +93,7 @@ def aggregated(workload: Workload, budget: int) -> Row:
     return {"workload": workload.name, "tokens a step": budget, "good/s a pod": rate / SMALL}
 
 
-def gaps(name: str, plan: Plan, rate: float) -> Row:
+def gaps(name: str, plan: SimulatedService, rate: float) -> Row:
     """What streams see of others' prompts, under the same load."""
     got, _ = simulate(plan, DOCUMENTS, rate)
     return {

@@ -17,8 +17,8 @@ from benchmarks.simulate.report import rows_table
 
 from diptych.simulator.cluster import Simulation
 from diptych.simulator.metrics import Objectives, summarise
-from diptych.simulator.plan import Plan, Zones
-from diptych.simulator.workload import Lengths, Traffic, poisson
+from diptych.simulator.plan import SimulatedService, Zones
+from diptych.simulator.workload import LengthSpread, Traffic, poisson
 from diptych_router.choosing.policies import POLICIES
 
 FAR: Final = 10.0
@@ -35,10 +35,10 @@ RATES: Final = (2.0, 6.0)
 SECONDS: Final = 20.0
 SETTLED: Final = 5.0
 """What arrives before that is not counted."""
-DOCUMENTS: Final = Traffic(Lengths(4000, 0.6, 32000), Lengths(300, 0.6, 2000))
+DOCUMENTS: Final = Traffic(LengthSpread(4000, 0.6, 32000), LengthSpread(300, 0.6, 2000))
 
 
-def plan(pods: int, zones: Zones, routers: int = 1) -> Plan:
+def plan(pods: int, zones: Zones, routers: int = 1) -> SimulatedService:
     known = on_paper().plan(pods, pods, routers, POLICIES["prefix_aware"])
     return replace(known, disaggregate="always", zones=zones)
 

@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 from benchmarks.traces.recorded import BLOCK_TOKENS, Trace, TraceRequest
 
-from diptych.simulator.workload import Lengths, poisson
+from diptych.simulator.workload import LengthSpread, poisson
 
 LONGEST_CONTEXT: Final = 100_000
 """Tokens; a longer conversation is not gone on with."""
@@ -37,11 +37,11 @@ class Kind:
     """What requests share, and what each of them adds."""
 
     about: str
-    context: Lengths
+    context: LengthSpread
     """Tokens of a new context."""
-    own: Lengths
+    own: LengthSpread
     """Tokens that a request adds to its context."""
-    output: Lengths
+    output: LengthSpread
     pause_s: float
     """Mean seconds from an answer to the next request that may have its context; 0: they
     overlap."""
@@ -54,21 +54,23 @@ def kind(name: str, hit_rate: float) -> Kind:
     if name == "conversations":
         return Kind(
             "each turn has all before it in its prompt",
-            Lengths(5000, 1.2, 60_000), Lengths(500, 1.0, 8000), Lengths(340, 0.8, 2000),
+            LengthSpread(5000, 1.2, 60_000), LengthSpread(500, 1.0, 8000),
+            LengthSpread(340, 0.8, 2000),
             pause_s=20.0, grows=True,
         )  # fmt: skip
     if name == "documents":
         return Kind(
             "several questions on each document",
-            Lengths(15_000, 0.8, 90_000), Lengths(120, 0.8, 1000), Lengths(150, 0.8, 1000),
+            LengthSpread(15_000, 0.8, 90_000), LengthSpread(120, 0.8, 1000),
+            LengthSpread(150, 0.8, 1000),
             pause_s=5.0,
         )  # fmt: skip
     # If all requests came back to known instructions, a quarter of the misses would be left.
     instructions = 1500 * (3 + hit_rate) / (1 - hit_rate)
     return Kind(
         "common instructions and tools before each task",
-        Lengths(instructions, 0.4, LONGEST_CONTEXT),
-        Lengths(1500, 0.8, 20_000), Lengths(200, 0.8, 2000), pause_s=0.0,
+        LengthSpread(instructions, 0.4, LONGEST_CONTEXT),
+        LengthSpread(1500, 0.8, 20_000), LengthSpread(200, 0.8, 2000), pause_s=0.0,
     )  # fmt: skip
 
 

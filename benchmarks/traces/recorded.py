@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from diptych.simulator.prefixes import Chain, Part
+from diptych.simulator.prefixes import Chain, PromptPart
 from diptych.simulator.workload import Request
 
 BLOCK_TOKENS = 512
@@ -104,12 +104,12 @@ class Trace:
         keys: dict[tuple[int, int], int] = {}
         chains = []
         for request in self.requests:
-            parts: list[Part] = []
+            parts: list[PromptPart] = []
             before, end = -1, 0
             for block in request.blocks:
                 before = keys.setdefault((before, block), len(keys))
                 end = min(end + self.block_tokens, request.prompt)
-                parts.append(Part(before, end))
+                parts.append(PromptPart(before, end))
             chains.append(tuple(parts))
         return chains
 

@@ -11,7 +11,7 @@ from benchmarks.simulate.check import SCENARIOS, Comparison, page, predict
 from benchmarks.simulate.service import PROBE_OUTPUT, PROBE_TOKENS, ServiceTimes
 
 from diptych.simulator.costs import StepCost
-from diptych.simulator.engine import Limits
+from diptych.simulator.engine import EngineLimits
 
 PREFILL = StepCost(((1, 0.01), (64, 0.04), (512, 0.2)), 1e-4, 5e-9, 0.0)
 DECODE = StepCost(((1, 0.02), (8, 0.04), (128, 0.1)), 1e-4, 5e-9, 1e-7)
@@ -32,7 +32,7 @@ def a_round(drift: float = 1.0) -> Round:
 
 def test_a_calibration_is_the_median_of_its_rounds(tmp_path: Path) -> None:
     rounds = [a_round(), a_round(3.0), a_round()]
-    found = conclude(rounds, Limits(1000))
+    found = conclude(rounds, EngineLimits(1000))
     assert max(abs(e) for errors in found.errors.values() for e in errors) < 1e-6
     assert found.slowdown == {"prefill": 1.2, "decode": 1.7}
     assert found.overheads.step_s == pytest.approx(0.001)
@@ -49,7 +49,7 @@ def test_a_file_that_is_no_calibration_is_named(tmp_path: Path) -> None:
 
 
 def test_a_lone_request_takes_what_its_parts_take() -> None:
-    found = conclude([a_round()], Limits(1000))
+    found = conclude([a_round()], EngineLimits(1000))
     lone = next(scenario for scenario in SCENARIOS if scenario.users == 1)
     ttft, itl, _ = predict(found, lone.draw(0))
     prompt = PREFILL.seconds(Work(chunk=lone.prompt).shape)
@@ -62,7 +62,7 @@ def test_a_lone_request_takes_what_its_parts_take() -> None:
 def test_the_page_counts_what_is_near_enough() -> None:
     near = Comparison("near", (100.0, 11.0, 10.0), (100.0, 10.0, 10.0))
     far = Comparison("far", (200.0, 10.0, 5.0), (100.0, 10.0, 10.0))
-    text = page([near, far], conclude([a_round()], Limits(1000)))
+    text = page([near, far], conclude([a_round()], EngineLimits(1000)))
     assert "TTFT p50: 1 of 2, ITL p50: 2 of 2, tokens/s: 1 of 2" in text
     assert "| far | **2.00**" in text
 

@@ -13,11 +13,11 @@ from benchmarks.traces.recorded import of_trace
 
 from diptych.simulator.cluster import Simulation
 from diptych.simulator.costs import StepCost, StepShape
-from diptych.simulator.engine import Limits
+from diptych.simulator.engine import EngineLimits
 from diptych.simulator.metrics import Objectives, summarise
-from diptych.simulator.plan import Overheads, Plan, Pool
+from diptych.simulator.plan import Overheads, SimulatedPool, SimulatedService
 from diptych.simulator.workload import (
-    Lengths,
+    LengthSpread,
     Request,
     Sharing,
     Traffic,
@@ -27,15 +27,17 @@ from diptych.simulator.workload import (
 from diptych_router.choosing.policies.prefix_aware import POLICY as PREFIX_AWARE
 
 COST = StepCost(((1, 0.004), (64, 0.006), (512, 0.03)), 1e-5, 1e-9, 2e-8)
-LIMITS = Limits(num_blocks=2000, block_size=16, max_num_seqs=32, max_num_batched_tokens=512)
+LIMITS = EngineLimits(num_blocks=2000, block_size=16, max_num_seqs=32, max_num_batched_tokens=512)
 FREE = Overheads(0.0, 0.0, 0.0)
-TRAFFIC = Traffic(Lengths(300, 0.7, 4000), Lengths(40, 0.5, 400))
+TRAFFIC = Traffic(LengthSpread(300, 0.7, 4000), LengthSpread(40, 0.5, 400))
 OBJECTIVES = Objectives(ttft_s=0.3, tpot_s=0.02)
 
 
-def plan(prefill: int, decode: int, **changes: object) -> Plan:
+def plan(prefill: int, decode: int, **changes: object) -> SimulatedService:
     overheads = Overheads(0.003, 0.002, 1e-6)
-    base = Plan(Pool(prefill, COST, LIMITS), Pool(decode, COST, LIMITS), overheads)
+    base = SimulatedService(
+        SimulatedPool(prefill, COST, LIMITS), SimulatedPool(decode, COST, LIMITS), overheads
+    )
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
@@ -52,8 +54,10 @@ def test_every_request_ends_once_and_gives_everything_back(
 ) -> None:
     tight = replace(LIMITS, num_blocks=num_blocks)
     requests = traffic(30, 300)
-    first, second = (Pool(pods, COST, tight) for pods in (prefill, decode))
-    simulation = Simulation(Plan(first, second, Overheads(0.003, 0.002, 1e-6), routers=routers))
+    first, second = (SimulatedPool(pods, COST, tight) for pods in (prefill, decode))
+    simulation = Simulation(
+        SimulatedService(first, second, Overheads(0.003, 0.002, 1e-6), routers=routers)
+    )
     log = simulation.run(requests)
     assert sorted(id(job.request) for job in log.jobs) == sorted(map(id, requests))
     assert log.unanswered == []
@@ -71,10 +75,10 @@ def test_one_engine_that_serves_one_after_the_other_is_an_m_d_1_queue(load: floa
     """Mean wait of a queue with constant service: Pollaczek and Khinchine."""
     service = 0.01
     constant = StepCost(((1, service),), 0.0, 0.0, 0.0)
-    alone = Pool(1, constant, replace(LIMITS, max_num_seqs=1))
-    simulation = Simulation(Plan(replace(alone, pods=0), alone, FREE))
+    alone = SimulatedPool(1, constant, replace(LIMITS, max_num_seqs=1))
+    simulation = Simulation(SimulatedService(replace(alone, pods=0), alone, FREE))
     arrivals = poisson(load / service, 12000, 7)
-    log = simulation.run(Traffic(Lengths(16), Lengths(1)).requests(arrivals, 7))
+    log = simulation.run(Traffic(LengthSpread(16), LengthSpread(1)).requests(arrivals, 7))
     waits = [job.first_at - job.arrival - service for job in log.jobs]
     assert np.mean(waits) == pytest.approx(load * service / (2 * (1 - load)), rel=0.1)
 
@@ -142,7 +146,7 @@ def test_two_engines_on_one_machine_slow_each_other() -> None:
 def test_the_router_chooses_as_well_as_the_better_way_where_engines_share_a_machine() -> None:
     """The decode engine has half as many cores, and gets none while the other one computes."""
     slow = StepCost(((1, 0.004), (64, 0.012), (512, 0.06)), 1e-5, 1e-9, 2e-8)
-    decode = Pool(1, slow, LIMITS, slowdown=5.0)
+    decode = SimulatedPool(1, slow, LIMITS, slowdown=5.0)
     shared = replace(plan(1, 1, one_machine=True, policy=PREFIX_AWARE), decode=decode)
     first_s = {}
     for way in ("always", "never", "auto"):
@@ -167,7 +171,7 @@ def test_bursts_have_the_rate_and_the_variation_that_is_asked_for() -> None:
 
 
 def test_common_prefixes_are_put_before_prompts() -> None:
-    shared = Traffic(Lengths(100), Lengths(5), Sharing(0.5, 4, 64))
+    shared = Traffic(LengthSpread(100), LengthSpread(5), Sharing(0.5, 4, 64))
     requests = shared.requests(poisson(10, 2000, 1), 1)
     with_prefix = [r for r in requests if r.chain]
     assert len(with_prefix) == pytest.approx(1000, rel=0.1)
@@ -178,8 +182,8 @@ def test_common_prefixes_are_put_before_prompts() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_engine_with_room_and_time_hits_what_a_trace_allows(kind: str) -> None:
     trace = generate(kind, 200, 0.5, 2.0, seed=3).scaled(64).faster(0.05)
-    alone = Pool(1, COST, replace(LIMITS, num_blocks=100_000))
-    log = Simulation(Plan(replace(alone, pods=0), alone, FREE)).run(of_trace(trace))
+    alone = SimulatedPool(1, COST, replace(LIMITS, num_blocks=100_000))
+    log = Simulation(SimulatedService(replace(alone, pods=0), alone, FREE)).run(of_trace(trace))
     hit_rate = summarise(log, OBJECTIVES).hit_rate
     # An engine hits whole blocks of 16 tokens.
     assert hit_rate == pytest.approx(trace.ideal_hit_rate(), abs=0.02)
@@ -187,22 +191,24 @@ def test_one_engine_with_room_and_time_hits_what_a_trace_allows(kind: str) -> No
 
 
 def test_a_request_that_no_engine_has_room_for_fails_and_holds_nobody_up() -> None:
-    small = Pool(1, COST, replace(LIMITS, num_blocks=20))
+    small = SimulatedPool(1, COST, replace(LIMITS, num_blocks=20))
     fitting, too_long = Request(0.0, 300, 20), Request(1.0, 300, 21)
-    log = Simulation(Plan(small, small, FREE)).run([fitting, too_long, replace(fitting, arrival=2)])
+    log = Simulation(SimulatedService(small, small, FREE)).run(
+        [fitting, too_long, replace(fitting, arrival=2)]
+    )
     got = summarise(log, Objectives(9.0, 9.0))
     assert (got.requests, got.failed) == (2, 1)
     assert got.attained == pytest.approx(2 / 3)
     waiting = [replace(too_long, arrival=0.0), replace(fitting, waits=True)]
-    assert len(Simulation(Plan(small, small, FREE)).run(waiting).jobs) == 1
+    assert len(Simulation(SimulatedService(small, small, FREE)).run(waiting).jobs) == 1
 
 
 def test_pools_that_are_full_do_not_wait_for_each_other() -> None:
     """P's blocks wait for D's, and D's are reserved for prompts that P has no blocks for."""
-    tight = Pool(1, COST, replace(LIMITS, num_blocks=160, block_size=16))
+    tight = SimulatedPool(1, COST, replace(LIMITS, num_blocks=160, block_size=16))
     trace = generate("conversations", 200, 0.4, 20.0, seed=5).scaled(64)
     fitting = [r for r in of_trace(trace) if r.prompt + r.output <= 160 * 16]
-    log = Simulation(Plan(tight, tight, FREE)).run(fitting)
+    log = Simulation(SimulatedService(tight, tight, FREE)).run(fitting)
     assert log.unanswered == []
     assert len(log.jobs) == len(fitting)
 
@@ -211,8 +217,8 @@ def test_less_memory_hits_less() -> None:
     trace = generate("agents", 200, 0.6, 2.0, seed=3).scaled(64).faster(0.05)
     hit_rates = []
     for num_blocks in (400, 2000, 100_000):
-        pool = Pool(1, COST, replace(LIMITS, num_blocks=num_blocks))
-        log = Simulation(Plan(pool, pool, FREE)).run(of_trace(trace))
+        pool = SimulatedPool(1, COST, replace(LIMITS, num_blocks=num_blocks))
+        log = Simulation(SimulatedService(pool, pool, FREE)).run(of_trace(trace))
         hit_rates.append(summarise(log, OBJECTIVES).hit_rate)
     assert hit_rates == sorted(hit_rates)
     assert hit_rates[0] < hit_rates[1] < hit_rates[2]

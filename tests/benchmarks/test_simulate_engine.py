@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych.simulator.engine import EngineModel, Limits, Sequence
-from diptych.simulator.prefixes import Chain, Part
+from diptych.simulator.engine import EngineLimits, EngineModel, Sequence
+from diptych.simulator.prefixes import Chain, PromptPart
 from diptych_engine.scheduling.block_pool import BlockPool
 from diptych_engine.scheduling.request import Request, StepResult
 from diptych_engine.scheduling.scheduler import Scheduler
@@ -36,10 +36,10 @@ class Ask:
     @property
     def chain(self) -> Chain:
         if self.group >= 0:
-            return (Part(self.group, 2 * BLOCK),)
+            return (PromptPart(self.group, 2 * BLOCK),)
         ends = range(1, min(len(self.path), self.prompt // BLOCK) + 1)
         keys = [int("".join(map(str, self.path[:end]))) for end in ends]
-        return tuple(Part(key, end * BLOCK) for key, end in zip(keys, ends, strict=True))
+        return tuple(PromptPart(key, end * BLOCK) for key, end in zip(keys, ends, strict=True))
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Seen:
     first: dict[int, int] = field(default_factory=dict)
 
 
-def by_scheduler(asks: list[Ask], limits: Limits, *, caching: bool) -> Seen:
+def by_scheduler(asks: list[Ask], limits: EngineLimits, *, caching: bool) -> Seen:
     """The product's scheduler, with a model that always samples token 7."""
     scheduler = Scheduler(
         BlockPool(limits.num_blocks), limits.block_size, limits.max_num_seqs,
@@ -105,7 +105,7 @@ def owner_of(row: Sequence) -> int:
     return row.owner
 
 
-def by_model(asks: list[Ask], limits: Limits) -> Seen:
+def by_model(asks: list[Ask], limits: EngineLimits) -> Seen:
     engine, seen = EngineModel(limits), Seen()
     loads: dict[int, tuple[int, Sequence]] = {}
     for step in range(2000):
@@ -144,7 +144,7 @@ asks = st.builds(
     load_steps=st.integers(0, 3),
 )
 limits = st.builds(
-    Limits,
+    EngineLimits,
     num_blocks=st.integers(18, 60),  # one request always fits
     block_size=st.just(BLOCK),
     max_num_seqs=st.integers(1, 6),
@@ -155,7 +155,9 @@ limits = st.builds(
 
 @settings(max_examples=150)
 @given(st.lists(asks, min_size=1, max_size=8), limits)
-def test_every_step_is_that_of_the_products_scheduler(wanted: list[Ask], given: Limits) -> None:
+def test_every_step_is_that_of_the_products_scheduler(
+    wanted: list[Ask], given: EngineLimits
+) -> None:
     real, modelled = by_scheduler(wanted, given, caching=False), by_model(wanted, given)
     assert modelled == real
 
@@ -180,7 +182,7 @@ asks_of_groups = st.builds(
 @settings(max_examples=150)
 @given(st.lists(asks_with_paths, min_size=2, max_size=8), limits)
 def test_prompts_that_begin_alike_are_computed_as_by_the_product(
-    wanted: list[Ask], given: Limits
+    wanted: list[Ask], given: EngineLimits
 ) -> None:
     """With room for all: which blocks are lost is the other tests' matter."""
     roomy = replace(given, num_blocks=400)
@@ -189,13 +191,15 @@ def test_prompts_that_begin_alike_are_computed_as_by_the_product(
 
 @settings(max_examples=150)
 @given(st.lists(st.one_of(asks_with_paths, asks_of_groups), min_size=2, max_size=8), limits)
-def test_all_blocks_come_back_however_prompts_share_them(wanted: list[Ask], given: Limits) -> None:
+def test_all_blocks_come_back_however_prompts_share_them(
+    wanted: list[Ask], given: EngineLimits
+) -> None:
     assert len(by_model(wanted, given).ended) == len(wanted)
 
 
 def test_preemption_is_among_what_is_compared() -> None:
     wanted = [Ask(0, 8, 20), Ask(0, 8, 20), Ask(0, 8, 20)]
-    tight = Limits(14, BLOCK, 4, 32)
+    tight = EngineLimits(14, BLOCK, 4, 32)
     engine = EngineModel(tight)
     for ask in wanted:
         engine.add(Sequence(ask.prompt, ask.output))
@@ -209,7 +213,7 @@ def test_preemption_is_among_what_is_compared() -> None:
 def test_a_common_prefix_is_computed_once(later: int) -> None:
     """While somebody holds it, and when everybody has let go of it."""
     wanted = [Ask(0, 20, 6, group=0), Ask(later, 20, 6, group=0), Ask(later + 1, 17, 6, group=0)]
-    roomy = Limits(60, BLOCK, 4, 64)
+    roomy = EngineLimits(60, BLOCK, 4, 64)
     assert by_model(wanted, roomy) == by_scheduler(wanted, roomy, caching=True)
     assert sum(by_model(wanted, roomy).tokens) < sum(20 + 5 for _ in wanted)
 
@@ -217,7 +221,7 @@ def test_a_common_prefix_is_computed_once(later: int) -> None:
 def test_a_prefix_is_forgotten_when_its_blocks_are_needed() -> None:
     others = [Ask(30 + 10 * n, 30, 2) for n in range(4)]
     wanted = [Ask(0, 20, 6, group=0), *others, Ask(100, 20, 6, group=0)]
-    tight = Limits(18, BLOCK, 4, 64)
+    tight = EngineLimits(18, BLOCK, 4, 64)
     modelled = by_model(wanted, tight)
     assert modelled == by_scheduler(wanted, tight, caching=True)
     assert modelled.tokens[100] == 20

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych.simulator.prefixes import Chain, Part, PrefixMemory
+from diptych.simulator.prefixes import Chain, PrefixMemory, PromptPart
 from diptych_engine.scheduling.block_pool import BlockPool
 
 SIZE = 16
@@ -30,7 +30,7 @@ class Prompt:
     @property
     def chain(self) -> Chain:
         ends = [sum(PART_BLOCKS[: place + 1]) * SIZE for place in range(len(self.path))]
-        return tuple(Part(self.key(place), end) for place, end in enumerate(ends))
+        return tuple(PromptPart(self.key(place), end) for place, end in enumerate(ends))
 
     def key(self, place: int) -> int:
         return int("".join(map(str, self.path[: place + 1])))

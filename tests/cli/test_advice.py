@@ -19,11 +19,14 @@ from diptych.advise.advice import (
 from diptych.advise.command import advise as command
 from diptych.router_admin import LOAD_PATH, Told
 from diptych.simulator.costs import StepShape
-from diptych.simulator.workload import Lengths, Traffic, poisson
+from diptych.simulator.workload import LengthSpread, Traffic, poisson
 from diptych_protocol.admin import LoadReport, PastRequest, PoolLoad
 
 T = TypeVar("T")
-READING, WRITING = Traffic(Lengths(2000, 0.3), Lengths(20)), Traffic(Lengths(100), Lengths(400))
+READING, WRITING = (
+    Traffic(LengthSpread(2000, 0.3), LengthSpread(20)),
+    Traffic(LengthSpread(100), LengthSpread(400)),
+)
 COUNT = 100
 
 

@@ -16,9 +16,9 @@ import msgspec
 
 from diptych.simulator.cluster import Simulation
 from diptych.simulator.costs import StepCost
-from diptych.simulator.engine import Limits
+from diptych.simulator.engine import EngineLimits
 from diptych.simulator.metrics import Objectives, summarise
-from diptych.simulator.plan import Overheads, Plan, Pool
+from diptych.simulator.plan import Overheads, SimulatedPool, SimulatedService
 from diptych.simulator.workload import Request
 from diptych_protocol.admin import LoadReport, PastRequest, PoolLoad
 from diptych_protocol.router_settings import Disaggregate
@@ -158,13 +158,13 @@ class ObservedService(NamedTuple):
             at = each.unix_time - begin
             yield Request(at, max(each.prompt_tokens, 1), max(output, 1), cached=cached)
 
-    def plan(self, shape: ServiceShape) -> Plan:
+    def plan(self, shape: ServiceShape) -> SimulatedService:
         """A pool of which nothing is known is taken to be like the other one."""
         decode = self.pools["decode"]
         prefill = self.pools.get("prefill", decode)
-        return Plan(
-            Pool(shape.prefill, _cost(prefill), _limits(prefill)),
-            Pool(shape.decode, _cost(decode), _limits(decode)),
+        return SimulatedService(
+            SimulatedPool(shape.prefill, _cost(prefill), _limits(prefill)),
+            SimulatedPool(shape.decode, _cost(decode), _limits(decode)),
             Overheads(0.0, decode.move_s, decode.move_token_s),
             policy=POLICIES[self.policy],
             disaggregate=shape.disaggregate,
@@ -179,8 +179,8 @@ def _cost(pool: PoolLoad) -> StepCost:
     return StepCost(knots, pool.row_s - each, 0.0, 0.0)
 
 
-def _limits(pool: PoolLoad) -> Limits:
-    return Limits(pool.num_blocks, pool.block_size, pool.max_num_seqs)
+def _limits(pool: PoolLoad) -> EngineLimits:
+    return EngineLimits(pool.num_blocks, pool.block_size, pool.max_num_seqs)
 
 
 def advise(

@@ -15,9 +15,9 @@ from typing import Any
 
 from diptych.simulator.engine import Sequence as Row
 from diptych.simulator.metrics import Log
-from diptych.simulator.plan import Job, Plan, Pod
+from diptych.simulator.plan import Job, Pod, SimulatedService
 from diptych.simulator.reports import expected_news, prefix_news, statistics
-from diptych.simulator.routing import Refused, Router
+from diptych.simulator.routing import Router, WouldBeLate
 from diptych.simulator.workload import Request
 from diptych_protocol.wire import Heartbeat
 from diptych_router.choosing.roles import Watch
@@ -32,7 +32,7 @@ class Simulation:
     """One run. Everything follows from the plan and the requests: what is drawn, is
     drawn from seeds."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: SimulatedService) -> None:
         self.plan = plan
         self.now = 0.0
         self.events = 0
@@ -98,7 +98,7 @@ class Simulation:
             decision = self.routers[job.router].choose(
                 job.request, self.now, arrives=job.attempts == 0
             )
-        except Refused:
+        except WouldBeLate:
             self.log.refused.append(job.arrival)
             del self._open[job]
             self._send_waiting()

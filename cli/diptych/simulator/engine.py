@@ -21,7 +21,7 @@ from diptych.simulator.prefixes import Chain, PrefixMemory
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineLimits:
     """What an engine is configured to; names as in `EngineConfig`."""
 
     num_blocks: int
@@ -84,7 +84,7 @@ class StepEnd:
 class EngineModel:
     """Queues, rows and blocks of one engine. The caller keeps the time."""
 
-    limits: Limits
+    limits: EngineLimits
     waiting: deque[Sequence] = field(default_factory=deque)
     running: dict[Sequence, None] = field(default_factory=dict)
     """In the order of admission; the last is the first to be preempted."""

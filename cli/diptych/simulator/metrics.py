@@ -53,7 +53,7 @@ class Log:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class RunSummary:
     """Milliseconds and rates of the requests that arrived within a window."""
 
     requests: int
@@ -82,7 +82,7 @@ class Summary:
 
 def summarise(
     log: Log, objectives: Objectives, begin: float = 0.0, end: float = float("inf")
-) -> Summary:
+) -> RunSummary:
     """Over requests that arrived from `begin` to `end` (seconds of the run)."""
     jobs = [job for job in log.jobs if begin <= job.arrival < end]
     if not jobs:
@@ -97,7 +97,7 @@ def summarise(
     good = int(((ttft <= objectives.ttft_s) & (tpot <= objectives.tpot_s)).sum())
     span = (min(end, float(arrival.max())) - max(begin, float(arrival.min()))) or 1.0
     first, last = min(job.arrival for job in log.jobs), max(job.ended_at for job in log.jobs)
-    return Summary(
+    return RunSummary(
         requests=len(jobs),
         ttft_ms=_percentiles(ttft, np.ones(len(jobs))),
         itl_ms=_gaps(log, begin, end),

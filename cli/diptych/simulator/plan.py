@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from diptych.simulator.costs import StepCost
-from diptych.simulator.engine import EngineModel, Limits, Sequence
+from diptych.simulator.engine import EngineLimits, EngineModel, Sequence
 from diptych.simulator.workload import Request
 from diptych_protocol.engine_stats import MAX_MOVES_TOLD, Move
 from diptych_protocol.router_settings import Disaggregate
@@ -17,12 +17,12 @@ from diptych_router.engines.engine_table import Role
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class SimulatedPool:
     """Pods of one kind."""
 
     pods: int
     cost: StepCost
-    limits: Limits
+    limits: EngineLimits
     slowdown: float = 1.0
     """How many times as long a step takes while another pod of the same machine computes."""
 
@@ -56,11 +56,11 @@ class Zones:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SimulatedService:
     """A service. With no prefill pods the decode pods do everything."""
 
-    prefill: Pool
-    decode: Pool
+    prefill: SimulatedPool
+    decode: SimulatedPool
     overheads: Overheads
     one_machine: bool = False
     """All pods share one machine's cores, else each has its own."""
@@ -95,7 +95,7 @@ class Pod:
 
     key: str
     role: Role
-    pool: Pool
+    pool: SimulatedPool
     received: list[int]
     """Requests that have come from each router."""
     zone: int = 0

@@ -1,9 +1,9 @@
 """Which shared prefixes one engine remembers, and its blocks by number. Pure.
 
-The product's `BlockPool` knows each block; here the blocks of one part of a prompt (`Part`) are one
-group. Free blocks wait in the order of their release and are reused from the first one on. A prompt
-releases its last block first: so what was used least recently is forgotten first, and a prefix from
-its end.
+The product's `BlockPool` knows each block; here the blocks of a part of a prompt (`PromptPart`) are
+one group. Free blocks wait in the order of their release and are reused from the first one on. A
+prompt releases its last block first: so what was used least recently is forgotten first, and a
+prefix from its end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import count
 from typing import NamedTuple
 
 
-class Part(NamedTuple):
+class PromptPart(NamedTuple):
     """A part of a prompt that other prompts may have as well."""
 
     key: int
@@ -24,12 +24,12 @@ class Part(NamedTuple):
     """Tokens of the prompt up to its end."""
 
 
-Chain = tuple[Part, ...]
+Chain = tuple[PromptPart, ...]
 """The beginning of a prompt, part by part."""
 
 
 @dataclass(slots=True)
-class Group:
+class PartBlocks:
     """The blocks of one part."""
 
     blocks: int
@@ -45,7 +45,7 @@ class PrefixMemory:
     """Blocks that nobody holds, remembered prefixes included."""
     block_size: int
     """Tokens of a block."""
-    groups: dict[int, Group] = field(default_factory=dict)
+    groups: dict[int, PartBlocks] = field(default_factory=dict)
     """By the keys of parts."""
     _queue: OrderedDict[int, int] = field(default_factory=OrderedDict)
     """Free blocks in the order of their reuse: numbers of blocks by the keys of groups that nobody
@@ -100,7 +100,7 @@ class PrefixMemory:
         self.changed.add(key)
         group = self.groups.get(key)
         if group is None:
-            self.groups[key] = Group(blocks)
+            self.groups[key] = PartBlocks(blocks)
             return blocks
         if 0 < mine == group.blocks:
             group.blocks = blocks

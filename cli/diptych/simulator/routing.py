@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
-from diptych.simulator.plan import Plan, Pod
+from diptych.simulator.plan import Pod, SimulatedService
 from diptych.simulator.workload import Request
 from diptych_protocol.engine_stats import SchedulerStats
 from diptych_protocol.wire import Heartbeat, PrefixChanges
@@ -22,14 +22,14 @@ from diptych_router.requests.request_table import FIRST_GUESS_TOKENS, NEWEST_PAR
 FINGERPRINT = "same"
 
 
-class Refused(Exception):
+class WouldBeLate(Exception):
     """The first token would come too late."""
 
 
 class Router:
     """One router's knowledge, as `Pools` and `RequestTable` keep it."""
 
-    def __init__(self, plan: Plan, pods: Sequence[Pod], seed: int) -> None:
+    def __init__(self, plan: SimulatedService, pods: Sequence[Pod], seed: int) -> None:
         """seed: decides between engines of the same cost."""
         self.fleet = FleetTable(plan.policy, Random(seed).randrange, plan.disaggregate)
         self.rows = {pod.key: self.fleet.add(pod.role, pod.key) for pod in pods}
@@ -53,7 +53,7 @@ class Router:
     def choose(self, request: Request, now: float, *, arrives: bool = False) -> Decision | None:
         """The engines for a request; None: there are none.
 
-        Raises `Refused` for one that arrives and would not keep what is promised.
+        Raises `WouldBeLate` for one that arrives and would not keep what is promised.
         """
         if now >= self._age_at:
             self._age_at = now + EXPECTED_S
@@ -64,7 +64,7 @@ class Router:
             if arrives and self._caution is not None:
                 self.expected = self.fleet.first_token(view, decision)
                 if self.expected is not None and self._caution.late_s(self.expected) > 0:
-                    raise Refused
+                    raise WouldBeLate
             self.fleet.placed(view, decision, now)
         return decision
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from diptych.simulator.prefixes import Chain, Part
+from diptych.simulator.prefixes import Chain, PromptPart
 from diptych_router.choosing.policy import RequestView
 from diptych_router.engines.block_holders import Keys
 from diptych_router.engines.known_prefixes import BlockNaming
@@ -54,7 +54,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class LengthSpread:
     """A distribution of numbers of tokens: lognormal with this mean, or fixed."""
 
     mean: float
@@ -70,7 +70,7 @@ class Lengths:
         return np.clip(drawn, 1, self.most).astype(np.int64)
 
     @classmethod
-    def parse(cls, text: str) -> Lengths:
+    def parse(cls, text: str) -> LengthSpread:
         """`512`, or `512:0.8` for a lognormal. Raises `ValueError` for anything else."""
         mean, _, sigma = text.partition(":")
         lengths = cls(float(mean), float(sigma or 0))
@@ -96,8 +96,8 @@ class Sharing:
 class Traffic:
     """What users ask for, apart from when."""
 
-    prompt: Lengths
-    output: Lengths
+    prompt: LengthSpread
+    output: LengthSpread
     sharing: Sharing = Sharing()
 
     def requests(
@@ -115,7 +115,7 @@ class Traffic:
         common = np.where(shared, self.sharing.tokens, 0)
         waits = np.arange(count) >= (count if users is None else users)
         chains = [
-            (Part(prefix, self.sharing.tokens),) if begins_with_it else ()
+            (PromptPart(prefix, self.sharing.tokens),) if begins_with_it else ()
             for prefix, begins_with_it in zip(drawn.tolist(), shared.tolist(), strict=True)
         ]
         columns = (c.tolist() for c in (arrivals, prompts + common, outputs))
