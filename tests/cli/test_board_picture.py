@@ -128,3 +128,10 @@ def test_a_service_that_has_ended_keeps_its_last_figures() -> None:
     lines = text(Picture(PODS, FIGURES, PACE, ended=True), 120)
     assert [line.split()[2] for line in lines[1:6]] == ["ended"] * 5
     assert "requests 12" in lines[-1]
+
+
+def test_a_pod_that_a_router_gave_the_other_role_shows_what_it_does() -> None:
+    turned = Sample("prefill", "vllm-decode-0")
+    pods = [PodRow("vllm-decode-0", "decode", Phase.READY, 0)]
+    line = text(Picture(pods, Figures(engines={"vllm-decode-0": turned})), 120)[1]
+    assert line.split()[:2] == ["vllm-decode-0", "prefill"]

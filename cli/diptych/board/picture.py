@@ -92,7 +92,7 @@ def _table(picture: Picture, columns: int) -> Table:
     for pod in picture.pods:
         table.add_row(
             Text(_end_of(pod.name, room)),
-            *((pod.role,) if is_wide else ()),
+            *((_role(pod, picture.figures),) if is_wide else ()),
             _state(pod, ended=picture.ended),
             *_figures(pod, picture)[len(FIGURE_WIDTHS) - len(shown) :],
         )
@@ -109,6 +109,12 @@ def _figures(pod: PodRow, picture: Picture) -> tuple[str, ...]:
     rate = _known_of(pod, picture.pace.tokens_per_s)
     cells = _cells(_known_of(pod, picture.figures.engines))
     return str(pod.restarts), *cells, "-" if rate is None else f"{rate:.1f}"
+
+
+def _role(pod: PodRow, figures: Figures) -> str:
+    """What it does now: a router may have given it the other role."""
+    sample = _known_of(pod, figures.engines)
+    return pod.role if sample is None else sample.role
 
 
 def _known_of(pod: PodRow, known: Mapping[str, T]) -> T | None:

@@ -121,7 +121,9 @@ def _pool(seen: Situation, role: str) -> Verdict:
     if resting := _resting(seen, role):
         return resting
     if ready >= wanted:
-        return Verdict("True", Reason.PODS_READY, f"{ready} ready, {wanted} wanted.")
+        turned = seen.observed.turned(role)
+        now = f"; {turned} took the other pool's role" if turned else ""
+        return Verdict("True", Reason.PODS_READY, f"{ready} ready, {wanted} wanted{now}.")
     findings = seen.findings[role]
     reason = findings[0].reason if findings else Reason.STARTING
     return Verdict("False", reason, _state(seen, role))

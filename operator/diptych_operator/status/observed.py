@@ -182,6 +182,11 @@ class Observed:
         )  # fmt: skip
         return len(set.intersection(*by_router))
 
+    def turned(self, role: str) -> int:
+        """Return how many engines of a pool have the other pool's role, as routers gave it."""
+        engines = (engine for router in self.routers for engine in router.engines)
+        return len({e.engine_id for e in engines if e.home == role != e.role})
+
     def verified(self, revision: str) -> bool:
         """Whether a router remembers a canary that received KV in this revision, at any time."""
         return any(

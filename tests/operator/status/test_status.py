@@ -54,6 +54,7 @@ REFUSING = router(
         )
     ],
 )
+TURNED = msgspec.structs.replace(engine("d0"), role="prefill", home="decode")
 CLAUSES: dict[str, tuple[Case, ConditionType, str, Reason, str]] = {
     "available": (
         Case(), ConditionType.AVAILABLE, "True", Reason.SERVING,
@@ -251,6 +252,11 @@ CLAUSES: dict[str, tuple[Case, ConditionType, str, Reason, str]] = {
     ),
     "prefill is there": (
         Case(), ConditionType.PREFILL_READY, "True", Reason.PODS_READY, "1 ready, 1 wanted.",
+    ),
+    "an engine has the other role": (
+        Case(observed=Observed(pods=PODS, routers=(router(canary(), engines=[TURNED]),))),
+        ConditionType.DECODE_READY, "True", Reason.PODS_READY,
+        "1 ready, 1 wanted; 1 took the other pool's role.",
     ),
     "decode starts": (
         Case(observed=given_pods(*PODS, pod("decode", 1, ready=False)), desired=Counts(1, 2)),

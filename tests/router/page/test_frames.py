@@ -7,6 +7,7 @@ import itertools
 import re
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from browser_kit import CHROMIUM, WITHOUT_CHROMIUM, chromium, watched_pages
 from page_frames import counter
@@ -104,6 +105,18 @@ def test_what_did_not_change_on_a_card_is_not_touched(scene: Scene, echo: Echo) 
     page.evaluate("() => new Promise(requestAnimationFrame)")
     changed = 3 + 8  # the brief, received, in use; and each holder's button
     assert page.evaluate("() => window.touched") <= ENGINES * (changed + 3) + 4
+
+
+def test_an_engine_that_takes_the_other_role_is_drawn_in_that_pool(
+    scene: Scene, echo: Echo
+) -> None:
+    turned = msgspec.structs.replace(engine(1, 1), role="prefill", home="decode")
+    echo.pools = panels_of([engine(0, 1), turned], 0, 0)
+    card = scene.page.locator("#prefill .engine").last
+    expect(card.locator(".name")).to_have_text("e-1")
+    expect(card.locator(".state")).to_have_text("ok, from decode")
+    echo.pools = panels_of([engine(0, 2), engine(1, 2)], 0, 0)
+    expect(scene.page.locator("#decode .engine .state")).to_have_text("ok")
 
 
 COUNT_SQUARES = """() => {

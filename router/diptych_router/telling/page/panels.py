@@ -53,6 +53,8 @@ class EngineFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     name: str
     """The name of the last engine that answered, while nobody answers; empty if none ever has."""
     role: str
+    home: str = ""
+    """The pool that it was taken from, while it has the other one's role."""
     state: str
     """ok, new (not verified yet), away, silent, failing, draining or paused."""
     running: int = 0
@@ -118,14 +120,16 @@ def figures_of(link: EngineLink, state: str) -> EngineFigures:
     """Return an engine's figures, as the router sees it, from the engine's last report."""
     name = _digest(link.key)
     about = link.description
+    home = "" if link.home == link.role else link.home
     if about is None:
-        return EngineFigures(id=name, name=link.known_as, role=link.role, state=state)
+        return EngineFigures(id=name, name=link.known_as, role=link.role, home=home, state=state)
     stats = link.stats
     transfer = stats.kv_transfer or KVTransferStats()
     return EngineFigures(
         id=name,
         name=link.known_as,
         role=link.role,
+        home=home,
         state=state,
         running=stats.num_running,
         waiting=stats.num_waiting,

@@ -208,7 +208,7 @@ class Card {
     this.element.dataset.state = state;
     this.element.dataset.name = engine.name;
     setText(this.#name, engine.name || "an engine that has not answered yet");
-    setText(this.#state, state);
+    setText(this.#state, engine.home ? `${state}, from ${engine.home}` : state);
     setText(this.#brief, gone ? "nobody answers" : briefOf(engine, rates));
     for (const [term, value] of figuresOf(engine, rates)) {
       let at = this.#figures.get(term);

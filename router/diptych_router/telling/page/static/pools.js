@@ -8,6 +8,7 @@
  * @property {string} id
  * @property {string} name empty if no engine has ever answered there
  * @property {"prefill" | "decode"} role
+ * @property {"prefill" | "decode"} [home] the pool that it was taken from
  * @property {string} state
  * @property {number} [running]
  * @property {number} [waiting]
