@@ -28,6 +28,7 @@ from diptych_kv_transfer.tables.events import (
     TransferEnded,
 )
 from diptych_kv_transfer.transports import TRANSPORTS, transport_named
+from diptych_kv_transfer.transports.ucx import ucx_transport
 
 SEED = 21
 """Fills the other process's memory (see transport_process.py), which then holds no zeros."""
@@ -185,6 +186,19 @@ def test_blocks_arrive_as_they_were_and_nothing_else_is_touched(
     assert ours.answer()["ended"]
     assert ours.transport.name == way[1]
     assert ours.ask()["name"] == way[1]
+
+
+def test_an_end_that_met_itself_too_late_takes_itself_for_nobody_else(
+    lasting: Other, theirs: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ucx_transport, "MEETING_TIMEOUT_S", 0.0)
+    end = Ours(lasting)
+    try:
+        end.receive([(0, 1000)])
+        assert end.expect(TransferEnded).ok
+        assert np.array_equal(end.memory[:1000], theirs[:1000])
+    finally:
+        end.transport.close()
 
 
 def test_an_offer_waits_for_its_receive(ours: Ours, theirs: np.ndarray) -> None:
