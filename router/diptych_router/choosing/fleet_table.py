@@ -28,7 +28,7 @@ from diptych_router.choosing.policy import (
     choose,
     successor,
 )
-from diptych_router.engines.engine_table import EngineRow, EngineTable, FleetRates, Floats, Role
+from diptych_router.engines.engine_table import EngineRow, EngineTable, Floats, Role
 from diptych_router.engines.known_prefixes import (
     BlockNaming,
     KnownPrefixes,
@@ -62,8 +62,8 @@ class FleetTable:
         """draw: decides between engines of the same cost."""
         self.pairs = PairRates()
         self.tables: dict[Role, EngineTable] = {
-            "prefill": EngineTable(FleetRates()),
-            "decode": EngineTable(FleetRates(), self.pairs),
+            "prefill": EngineTable(),
+            "decode": EngineTable(self.pairs),
         }
         self.known = KnownPrefixes()
         self._policy, self._draw, self._disaggregate = policy, draw, disaggregate
@@ -252,7 +252,7 @@ class FleetTable:
         if known is None:
             return None
         role, row = known
-        if not (row["told_steps"] or self.tables[role].fleet_rates.steps.told):
+        if not (row["told_steps"] or self.tables[role].fleet_rates["told_steps"].told):
             return None
         queued, of_tenants = row.queue()
         return expected(decision.terms, queued, of_tenants, request.tenant, decision.to_compute)
