@@ -173,21 +173,16 @@ class HolderSets:
         """The memory of all sets: each is an integer, and has a place in a list and in a dict."""
         return sum(map(getsizeof, self.bits)) + 8 * len(self.bits) + getsizeof(self._number_of)
 
-    def with_engines(self, numbers: NDArray[np.uint32], engines: int) -> NDArray[np.uint32]:
-        """Return the numbers of these sets after adding some engines, as bits, to each."""
-        return self._mapped(numbers, engines, keep=-1)
-
-    def without_engine(self, numbers: NDArray[np.uint32], engine: int) -> NDArray[np.uint32]:
-        """Return the numbers of these sets after removing the engine from each."""
-        return self._mapped(numbers, 0, keep=~(1 << engine))
-
-    def _mapped(self, numbers: NDArray[np.uint32], add: int, keep: int) -> NDArray[np.uint32]:
-        """Sets that follow each other are mostly the same one, so each run is looked at once."""
+    def changed(
+        self, numbers: NDArray[np.uint32], *, add: int = 0, remove: int = 0
+    ) -> NDArray[np.uint32]:
+        """Return the numbers of these sets after adding or removing some engines, as bits."""
+        # Sets that follow each other are mostly the same one, so each run is looked at once.
         starts = run_starts(numbers)
         old = numbers[starts].tolist()
         new = {}
         for number in set(old):
-            new[number] = self._number(self.bits[number] & keep | add)
+            new[number] = self._number(self.bits[number] & ~remove | add)
         mapped = np.array([*map(new.__getitem__, old)], np.uint32)
         return mapped.repeat(np.diff(starts, append=len(numbers)))
 
@@ -237,7 +232,7 @@ class BlockHolders:
         different. Returns as `add`."""
         places = self._table.put(hashes)
         old = self._table.values[places]
-        return self._change(places, old, self._sets.with_engines(old, engines))
+        return self._change(places, old, self._sets.changed(old, add=engines))
 
     def remove(self, engine: int, hashes: Keys) -> int:
         """Record that it no longer holds these blocks. Returns how many of them it held."""
@@ -245,13 +240,13 @@ class BlockHolders:
         if not len(places):
             return 0
         old = self._table.values[places]
-        return self._change(places, old, self._sets.without_engine(old, engine))
+        return self._change(places, old, self._sets.changed(old, remove=1 << engine))
 
     def forget_engine(self, engine: int) -> None:
         """Record that it no longer holds anything."""
         values = self._table.values
         used = np.arange(len(self._sets.bits), dtype=np.uint32)
-        values[:] = self._sets.without_engine(used, engine)[values]
+        values[:] = self._sets.changed(used, remove=1 << engine)[values]
         self.num_blocks = int(np.count_nonzero(values))
 
     def runs(self, hashes: Keys) -> list[Run]:
