@@ -90,23 +90,15 @@ class PoolView:
 class Policy(Protocol):
     """Computes what engines cost a request."""
 
-    @property
-    def reason(self) -> str:
-        """What distinguishes the chosen engines, in words, for logs."""
-
-    @property
-    def compares_duties(self) -> bool:
-        """Whether the cost of one engine that does everything can be compared with
-        that of a pair."""
-
-    @property
-    def reads_prefixes(self) -> bool:
-        """It looks at `PoolView.cached`, so engines are asked to report what they remember."""
-
-    @property
-    def equal_within(self) -> Mapping[Duty, float]:
-        """Engines that cost at most this share more than the cheapest one count as equal, by their
-        duty; 0 for a duty that is not named."""
+    reason: str
+    """What distinguishes the chosen engines, in words, for logs."""
+    compares_duties: bool
+    """Whether the cost of one engine that does everything can be compared with that of a pair."""
+    reads_prefixes: bool
+    """It looks at `PoolView.cached`, so engines are asked to report what they remember."""
+    equal_within: Mapping[Duty, float]
+    """Engines that cost at most this share more than the cheapest one count as equal, by their
+    duty; 0 for a duty that is not named."""
 
     def costs(self, request: RequestView, duty: Duty, engines: PoolView) -> Terms:
         """Return the cost of each engine of a pool for this duty. A pair costs the sum of its two.
