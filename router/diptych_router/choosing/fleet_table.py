@@ -73,8 +73,7 @@ class FleetTable:
         self._fingerprints: dict[str, float] = {}
         self._numbers = count()
         self._sharers: NDArray[np.intp] | None = None
-        """[engines of both pools] Those on the same processors have the same number; None if none
-        are."""
+        """[engines of both pools] Equal numbers: the same processors; None if none share any."""
 
     # --- who is there -------------------------------------------------------------------------
 
@@ -97,10 +96,7 @@ class FleetTable:
 
     def turn(self, key: str, name: str = "") -> Role:
         """Give an engine the other role, which is returned. It keeps its numbers, and what is known
-        of its prefixes.
-
-        name: its `engine_id`.
-        """
+        of its prefixes. name: its `engine_id`."""
         role, row = self._rows[key]
         numbers, location = self.tables[role].columns[:, row.at].copy(), self._location(key)
         self.pairs.remove(row.at, sends=role == "prefill")
@@ -110,21 +106,19 @@ class FleetTable:
         self.tables[other].admit(row, place, numbers)
         self.pairs.add(sends=other == "prefill")
         self._rows[key] = other, row
-        trips = self.tables["decode"].trips
-        self.pairs.is_at(row.at, name, location, trips, sends=other == "prefill")
-        self._find_sharers()
+        self._is_at(row, name, location)
         return other
 
     def is_up(
         self, row: EngineRow, fingerprint: str, name: str = "", location: Location = NOWHERE
     ) -> None:
         """Record that another process answers, which fits together with those of the same
-        fingerprint.
-
-        name: its `engine_id`.
-        """
+        fingerprint. name: its `engine_id`."""
         row["fingerprint"] = self._number_of(fingerprint)
         self.known.restarted(row.key)
+        self._is_at(row, name, location)
+
+    def _is_at(self, row: EngineRow, name: str, location: Location) -> None:
         role, _ = self._rows[row.key]
         trips = self.tables["decode"].trips
         self.pairs.is_at(row.at, name, location, trips, sends=role == "prefill")
@@ -236,8 +230,7 @@ class FleetTable:
         return self.pairs.location(row.at, sends=role == "prefill")
 
     def successor(self, fingerprint: str, usable: Collection[str], now: float) -> str | None:
-        """Return the decode engine, of some usable ones, that should take over KV of this
-        fingerprint."""
+        """Return which of some usable decode engines should take over KV of this fingerprint."""
         table = self.tables["decode"]
         barred = np.full(len(table), TOO_MUCH)
         for key in usable:
@@ -308,8 +301,8 @@ class FleetTable:
         for at, row in enumerate(table.rows):
             naming = self._naming(request, row.key, table.column["block_size"][at])
             if naming is not None and request.keys is not None:
-                found = self.known.num_cached([row.key], request.keys(naming))
-                cached[at] = found[row.key] * naming.block_size
+                blocks = self.known.num_cached(row.key, request.keys(naming))
+                cached[at] = blocks * naming.block_size
         return cached
 
     def _elsewhere(self, cached: Tokens, held: Sequence[Leading]) -> Tokens:
