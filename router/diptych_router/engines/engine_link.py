@@ -47,7 +47,6 @@ PATIENCE_S = 4.0
 """An engine whose node has vanished says no goodbye; its streams wait this long for a new one."""
 
 CALL_ERRORS = (EngineDeadError, UtilityError, TimeoutError)
-"""The errors of a failed utility call."""
 
 ReadKeys = Callable[[], list[CurveKeys]]
 """Returns the keys that an engine may have, the likeliest first; called for every connection."""
@@ -91,14 +90,12 @@ class EngineLink:
         self.key = key_of(role, endpoint)
         self.description: EngineDescription | None = None
         self.known_as = ""
-        """The name of the engine that answers here, or of the one that answered last; empty: none
-        has."""
+        """The name of the engine that answers here, or answered last; empty: none has."""
         self.fingerprint = ""
         self.lends: KVTransferParams | None = None
         """See `EngineAccount.lends`."""
         self.epoch = ""
-        """The epoch of the engine that answers at this endpoint, or of the one that answered
-        last."""
+        """The epoch of the engine that answers here, or answered last."""
         self.times_up = 0
         """How often an engine has answered here, now and after losses."""
         self.stats = SchedulerStats()

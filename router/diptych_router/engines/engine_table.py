@@ -38,8 +38,7 @@ ADAPTER_PRIOR: Final = (0.2,)
 """The expected seconds to load an adapter."""
 FLEET_PRIOR_S: Final = 1e-4
 OWN_PRIOR_S: Final = 2.0
-"""Prior knowledge about the fleet, and about one engine from the others, counts as much as this
-many seconds of work."""
+"""What is expected of the fleet, or of one engine, counts as this many seconds of work."""
 WINDOW_S: Final = 10.0
 """For `prompt_load`, what was computed this long ago counts 1/e of what is computed now."""
 MOST_LOAD: Final = 0.9
@@ -110,8 +109,7 @@ class EngineTable:
 
     @property
     def trips(self) -> Floats:
-        """[2, engines] Seconds for a move to each engine, and for each token in it, whichever
-        engine sends."""
+        """[2, engines] Seconds for a move to each engine, and for a token in it, whoever sends."""
         both: Floats = self.columns[_TRIP_S : _TRIP_S + 2]
         return both
 
@@ -139,7 +137,8 @@ class EngineTable:
         self.rows.append(row)
         self._set_columns(np.column_stack((self.columns, numbers)))
         self.places = np.append(self.places, place)
-        self.identities = np.append(self.identities, _identity(row.key))
+        identity = int.from_bytes(blake2b(row.key.encode(), digest_size=8).digest())
+        self.identities = np.append(self.identities, np.uint64(identity))
         row["given"] = most
         self.find_homes()
 
@@ -204,8 +203,7 @@ class EngineTable:
 
 
 class Eligibility(NamedTuple):
-    """What is derived from those columns of a table that change seldom. The arrays are [engines],
-    read-only."""
+    """What follows from the columns that change seldom. The arrays are [engines], read-only."""
 
     barred: Floats
     """0 for engines that may get requests, infinity for the others."""
@@ -215,9 +213,7 @@ class Eligibility(NamedTuple):
     """By fingerprint, of which there is mostly one: the engines from which a prefix can be fetched,
     as the bits of their places. Engines that may hang do not lend."""
     block_sizes: list[float]
-    """The different block sizes."""
     fingerprints: list[float]
-    """The different fingerprints."""
 
     @classmethod
     def of(cls, column: Mapping[str, Floats], places: NDArray[np.intp]) -> Eligibility:
@@ -235,10 +231,6 @@ class Eligibility(NamedTuple):
             np.unique(column["block_size"]).tolist(),
             fingerprints,
         )
-
-
-def _identity(key: str) -> np.uint64:
-    return np.uint64(int.from_bytes(blake2b(key.encode(), digest_size=8).digest()))
 
 
 class _Unheard(NamedTuple):
@@ -326,8 +318,7 @@ class EngineRow:
             column["coming"][at] = self.num_planned + len(self._unheard)
 
     def queue(self) -> tuple[int, dict[str, int]]:
-        """Return the prompt tokens that wait there, by its last report and later placements, in
-        total and by tenant."""
+        """Return the prompt tokens that wait there, by all that is known: in total, by tenant."""
         queued, of_tenants = 0, dict[str, int]()
         if self._last is not None:
             queued = self._last.queued_prompt_tokens
@@ -347,8 +338,7 @@ class EngineRow:
         column["coming"][at] = self.num_planned + len(self._unheard)
 
     def sent(self, now: float) -> None:
-        """Record that a request was sent there: the one that was placed last, or one with nothing
-        to compute."""
+        """Record that a request was sent there: the newest, or one with nothing to compute."""
         self.num_sent += 1
         if not self._unheard or self._unheard[-1].number != self.num_sent:
             self._unheard.append(_Unheard(self.num_sent, 0.0, now))
@@ -364,8 +354,7 @@ class EngineRow:
         self.adapters = LoadedAdapters()
 
     def report(self, stats: SchedulerStats, num_received: int, now: float) -> None:
-        """Apply the engine's report as of `now`, which includes this many of the requests sent to
-        it."""
+        """Apply the engine's report. It includes this many of the requests sent to it."""
         while self._unheard and (
             self._unheard[0].number <= num_received or self._unheard[0].at < now - UNHEARD_S
         ):
@@ -389,8 +378,7 @@ class EngineRow:
             pairs.saw(self.at, moves, size, self.table.trips, now)
 
     def heard(self, heartbeat: Heartbeat, num_received: int, now: float) -> None:
-        """Take over what it says of other routers, with how many requests of this one it has
-        received."""
+        """Apply what it says of routers. It has received this many requests of this one."""
         former, self.routers = self.routers, (heartbeat.followers, heartbeat.follower)
         if self.routers != former:
             self.table.find_homes()

@@ -25,8 +25,7 @@ PRIOR_MOVES: Final = 8.0
 FADING: Final = 0.998
 """How much the moves between engines of the same nearness count when another one has come."""
 FADING_S: Final = 600.0
-"""The moves of a pair count 1/e after this long, so that a pair that was slow for a while is tried
-again."""
+"""The moves of a pair count 1/e after this long, so that a pair that was slow is tried again."""
 SHORTEST_S: Final = 1e-12
 MOST_TOKENS: Final = 1e8
 MOST_SECONDS: Final = 1e4
@@ -37,8 +36,7 @@ a single one that hung does not decide."""
 
 
 class Nearness(IntEnum):
-    """The nearest first. UNKNOWN: the zone of one of them is not known, and perhaps
-    not the node."""
+    """The nearest first. UNKNOWN: the zone of one is not known, and perhaps not the node."""
 
     NODE = 0
     ZONE = 1
@@ -110,9 +108,7 @@ class Ways(NamedTuple):
 
 class PairRates:
     """Senders are the prefill engines, receivers the decode engines, in the order of their tables.
-
-    The arrays take 21 bytes for each pair: 5 MB with 500 engines in each pool.
-    """
+    The arrays take 21 bytes for each pair: 5 MB with 500 engines in each pool."""
 
     def __init__(self) -> None:
         self.learned = False
@@ -162,10 +158,7 @@ class PairRates:
 
     def is_at(self, at: int, name: str, location: Location, trips: Floats, *, sends: bool) -> None:
         """Record which engine answers. What was known of another engine, or at another place, is
-        dropped.
-
-        name: its `engine_id`. trips: see `saw`.
-        """
+        dropped. name: its `engine_id`. trips: see `saw`."""
         receivers, senders = (_ALL, slice(at, at + 1)) if sends else (slice(at, at + 1), _ALL)
         if sends:
             changed = self._senders[at] != (name, location)
@@ -204,10 +197,8 @@ class PairRates:
     def saw(
         self, receiver: int, moves: Sequence[Move], block_size: float, trips: Floats, now: float
     ) -> None:
-        """Learn from a receiver's report of moves. Impossible moves are ignored.
-
-        trips: [2, receivers] Seconds of a move, and of a token in it, whichever engine sends.
-        """
+        """Learn from a receiver's report of moves. Impossible moves are ignored. trips: [2,
+        receivers] Seconds of a move, and of a token in it, whichever engine sends."""
         trip_s, token_s = trips[:, receiver].tolist()
         moved, near = self._moved[receiver], self.near[receiver]
         idle_s = max(0.0, now - self._faded_at[receiver])

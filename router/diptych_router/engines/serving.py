@@ -21,8 +21,7 @@ MAX_BYTES = 64 << 10
 
 
 class Serving(msgspec.Struct, frozen=True):
-    """The operator's decision. Unknown fields are ignored, because a newer operator
-    may add some."""
+    """The operator's decision. Unknown fields are ignored: a newer operator may add some."""
 
     revisions: list[str] = []
     """Revisions that get new requests; empty means all."""
@@ -38,10 +37,8 @@ ALL_REQUESTS: Final = 100
 
 
 class RevisionShare:
-    """Gives a revision its share of new requests, and counts how they go.
-
-    The share is exact: after any number of requests it is less than one request away.
-    """
+    """Gives a revision its share of new requests, and counts how they go. The share is exact: after
+    any number of requests it is less than one request away."""
 
     def __init__(self, serving: Serving) -> None:
         self.revision, self.weight = serving.canary, serving.weight
@@ -80,10 +77,8 @@ class ServingFile:
         self.serving = Serving()
 
     def refresh(self) -> bool:
-        """Read the file again; True if its content has changed.
-
-        A missing file means no decision. An invalid one changes nothing, and is logged once.
-        """
+        """Read the file again; True if its content has changed. A missing file means no decision.
+        An invalid one changes nothing, and is logged once."""
         if self._path is None:
             return False
         content = self._read(self._path)

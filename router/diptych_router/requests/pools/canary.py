@@ -47,8 +47,7 @@ ALTERNATIVES = 4
 """How many other tokens an engine reports for each that it generates alone."""
 
 Release = Callable[[str, dict[str, Any]], None]
-"""Gives back a lease that nobody will read. Takes a request id and `kv_transfer_params`; does not
-block."""
+"""Gives back a lease that nobody will read: (request id, `kv_transfer_params`). Does not block."""
 
 
 async def run_canary(prefill: EngineLink, decode: EngineLink, release: Release) -> CanaryReport:
@@ -175,10 +174,8 @@ async def _cross(
 async def _alone(
     request: EngineCoreRequest, decode: EngineLink, logprobs: int | None = None
 ) -> list[EngineCoreOutput]:
-    """What the decode engine answers to the prompt by itself, remembering nothing of it.
-
-    logprobs: how many alternatives to tell of each token.
-    """
+    """What the decode engine answers to the prompt by itself, remembering nothing of it. logprobs:
+    how many alternatives to tell of each token."""
     alone = msgspec.structs.replace(
         request,
         request_id=f"canary-{secrets.token_hex(8)}",
