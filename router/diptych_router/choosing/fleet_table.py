@@ -67,7 +67,7 @@ class FleetTable:
         }
         self.known = KnownPrefixes()
         self._policy, self._draw, self._disaggregate = policy, draw, disaggregate
-        self._rows: dict[str, tuple[Role, EngineRow]] = {}
+        self._rows: dict[str, EngineRow] = {}
         self._keys: dict[int, str] = {}
         """By the engines' places."""
         self._fingerprints: dict[str, float] = {}
@@ -80,32 +80,33 @@ class FleetTable:
     def add(self, role: Role, key: str) -> EngineRow:
         """Add an engine, which is not usable yet."""
         place = self.known.place(key)
-        row = self.tables[role].add(key, place)
+        row = self._rows[key] = self.tables[role].add(key, place)
         self.pairs.add(sends=role == "prefill")
-        self._rows[key] = role, row
         self._keys[place] = key
         self._find_sharers()
         return row
 
     def remove(self, key: str) -> None:
-        role, row = self._rows.pop(key)
-        self.pairs.remove(row.at, sends=role == "prefill")
-        self.tables[role].remove(row)
+        self._take_out(self._rows.pop(key))
         self.known.forget(key)
         self._find_sharers()
+
+    def _take_out(self, row: EngineRow) -> None:
+        self.pairs.remove(row.at, sends=self._sends(row))
+        row.table.remove(row)
+
+    def _sends(self, row: EngineRow) -> bool:
+        return row.table is self.tables["prefill"]
 
     def turn(self, key: str, name: str = "") -> Role:
         """Give an engine the other role, which is returned. It keeps its numbers, and what is known
         of its prefixes. name: its `engine_id`."""
-        role, row = self._rows[key]
-        numbers, location = self.tables[role].columns[:, row.at].copy(), self._location(key)
-        self.pairs.remove(row.at, sends=role == "prefill")
-        self.tables[role].remove(row)
-        other: Role = "decode" if role == "prefill" else "prefill"
-        place = self.known.place(key)
-        self.tables[other].admit(row, place, numbers)
+        row = self._rows[key]
+        numbers, location = row.table.columns[:, row.at].copy(), self._location(key)
+        other: Role = "decode" if self._sends(row) else "prefill"
+        self._take_out(row)
+        self.tables[other].admit(row, self.known.place(key), numbers)
         self.pairs.add(sends=other == "prefill")
-        self._rows[key] = other, row
         self._is_at(row, name, location)
         return other
 
@@ -119,9 +120,8 @@ class FleetTable:
         self._is_at(row, name, location)
 
     def _is_at(self, row: EngineRow, name: str, location: Location) -> None:
-        role, _ = self._rows[row.key]
         trips = self.tables["decode"].trips
-        self.pairs.is_at(row.at, name, location, trips, sends=role == "prefill")
+        self.pairs.is_at(row.at, name, location, trips, sends=self._sends(row))
         self._find_sharers()
 
     def _find_sharers(self) -> None:
@@ -156,15 +156,15 @@ class FleetTable:
         that are not for this request.
         """
         how = request.disaggregate or self._disaggregate
-        full_at: list[tuple[Role, EngineRow]] = []
+        left_out: list[EngineRow] = []
         full_prefill = False
         if full:
-            full_at = [self._rows[key] for key in full if key in self._rows]
-            full_prefill = any(role == "prefill" for role, _ in full_at)
+            left_out = [self._rows[key] for key in full if key in self._rows]
+            full_prefill = any(map(self._sends, left_out))
         if how == "auto" and full_prefill:
             how = "always"
         if others:
-            full_at += [self._rows[key] for key in others if key in self._rows]
+            left_out += [self._rows[key] for key in others if key in self._rows]
         cached, held, tie = self._remembered(request)
         elsewhere = self._elsewhere(cached, held)
         adapter = request.adapter
@@ -177,7 +177,7 @@ class FleetTable:
             prefill, decode = [
                 PoolView(
                     table,
-                    _barred(table, lively, role, full_at),
+                    _barred(table, lively, left_out),
                     cached[role],
                     request.prompt_tokens - cached[role],
                     elsewhere[role],
@@ -209,7 +209,7 @@ class FleetTable:
     def _holder(self, decision: Decision, held: Sequence[Leading]) -> str | None:
         """Who has the tokens that are to be fetched: one of the nearest, if several do."""
         taker = decision.prefill or decision.decode
-        fingerprint = self._rows[taker][1]["fingerprint"]
+        fingerprint = self._rows[taker]["fingerprint"]
         lenders = self._lenders().get(fingerprint, 0)
         having = [engines for tokens, engines in held if tokens == decision.fetch_tokens]
         bits = reduce(or_, having, 0) & lenders
@@ -226,26 +226,23 @@ class FleetTable:
         return [other for other, how in zip(others, near, strict=True) if how == min(near)]
 
     def _location(self, key: str) -> Location:
-        role, row = self._rows[key]
-        return self.pairs.location(row.at, sends=role == "prefill")
+        row = self._rows[key]
+        return self.pairs.location(row.at, sends=self._sends(row))
 
     def successor(self, fingerprint: str, usable: Collection[str], now: float) -> str | None:
         """Return which of some usable decode engines should take over KV of this fingerprint."""
         table = self.tables["decode"]
         barred = np.full(len(table), TOO_MUCH)
         for key in usable:
-            barred[self._rows[key][1].at] = 0.0
+            barred[self._rows[key].at] = 0.0
         number = self._fingerprints.get(fingerprint, -1.0)
         nothing = np.zeros(len(table))
         engines = PoolView(table, barred, nothing, nothing, nothing, now)
         return successor(self._policy, engines, number, self._draw)
 
     def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
-        known = self._rows.get(decision.prefill or decision.decode)
-        if known is None:
-            return None
-        role, row = known
-        if not (row["told_steps"] or self.tables[role].fleet_rates["told_steps"].told):
+        row = self._rows.get(decision.prefill or decision.decode)
+        if row is None or not (row["told_steps"] or row.table.fleet_rates["told_steps"].told):
             return None
         queued, of_tenants = row.queue()
         return expected(decision.terms, queued, of_tenants, request.tenant, decision.to_compute)
@@ -254,11 +251,10 @@ class FleetTable:
         computes = decision.prefill or decision.decode
         naming_of: dict[BlockNaming, list[str]] = {}
         for key in dict.fromkeys((decision.decode, computes)):
-            known = self._rows.get(key)
-            if known is None:
+            row = self._rows.get(key)
+            if row is None:
                 continue
-            role, row = known
-            column = self.tables[role].column
+            column = row.table.column
             column["given"][row.at] += 1
             if request.adapter:
                 row.adapters.expect(request.adapter, now)
@@ -338,15 +334,13 @@ def _adapter_s(table: EngineTable, name: str, now: float) -> Floats:
     return seconds
 
 
-def _barred(
-    table: EngineTable, lively: bool, role: Role, full: Sequence[tuple[Role, EngineRow]]
-) -> Floats:
-    """[engines] 0 for those that may get requests, infinity for the others, the full ones among
-    them. lively: those that may hang are, too."""
+def _barred(table: EngineTable, lively: bool, left_out: Sequence[EngineRow]) -> Floats:
+    """[engines] 0 for those that may get requests, infinity for the others and for those of
+    `left_out`. lively: those that may hang are left out too."""
     barred = table.eligibility.barred_or_silent if lively else table.eligibility.barred
-    if full:
+    if left_out:
         barred = barred.copy()
-        barred[[row.at for where, row in full if where == role]] = TOO_MUCH
+        barred[[row.at for row in left_out if row.table is table]] = TOO_MUCH
     return barred
 
 
