@@ -221,7 +221,7 @@ class BlockHolders:
         return self.add_chain(1 << engine, np.unique(hashes))
 
     def add_chain(self, engines: int, hashes: Keys) -> int:
-        """The same for some engines, as bits, and the blocks of one prompt, all different."""
+        """Record that some engines, as bits, hold these blocks, all different. Returns as `add`."""
         places = self._table.put(hashes)
         old = self._table.values[places]
         return self._change(places, old, self._sets.changed(old, add=engines))

@@ -338,7 +338,7 @@ class EngineRow:
         column["coming"][at] = self.num_planned + len(self._unheard)
 
     def sent(self, now: float) -> None:
-        """Record that a request was sent there: the newest, or one with nothing to compute."""
+        """Record that a request was sent: the one placed last, or one with nothing to compute."""
         self.num_sent += 1
         if not self._unheard or self._unheard[-1].number != self.num_sent:
             self._unheard.append(_Unheard(self.num_sent, 0.0, now))
