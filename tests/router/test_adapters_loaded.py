@@ -12,9 +12,8 @@ from diptych_protocol import SchedulerStats
 from diptych_router.choosing.fleet_table import FleetTable
 from diptych_router.choosing.policies import POLICIES
 from diptych_router.choosing.policy import RequestView
-from diptych_router.engines.engine_table import ADAPTER_PRIOR, EngineRow
+from diptych_router.engines.engine_table import ADAPTER_PRIOR, EXPECTED_S, EngineRow, LoadedAdapters
 from diptych_router.engines.known_prefixes import MAX_ADAPTERS
-from diptych_router.engines.loaded_adapters import EXPECTED_S, LoadedAdapters
 
 SQL = RequestView(100, 50.0, adapter="sql")
 PLAIN = RequestView(100, 50.0)

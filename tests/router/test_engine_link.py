@@ -9,7 +9,7 @@ import pytest_asyncio
 
 from diptych_protocol import EngineCoreOutputs, EngineDeadError, EngineDescription, SchedulerStats
 from diptych_router.engines.engine_link import EngineLink
-from diptych_router.engines.engine_table import EngineTable, FleetRates
+from diptych_router.engines.engine_table import EngineTable
 
 DESCRIPTION = EngineDescription(
     engine_id="d", epoch="e", model="m", max_model_len=64, vocab_size=8, block_size=16,
@@ -24,7 +24,7 @@ def statistics(*, draining: bool) -> EngineCoreOutputs:
 @pytest_asyncio.fixture
 async def reached() -> AsyncIterator[EngineLink]:
     made = EngineLink(
-        "decode", "tcp://127.0.0.1:1", None, EngineTable(FleetRates()).add("decode", 0),
+        "decode", "tcp://127.0.0.1:1", None, EngineTable().add("decode", 0),
         on_news=lambda: None, on_outputs=lambda *_: None, on_lost=lambda *_: None,
         on_hang=lambda _: None,
     )  # fmt: skip
@@ -49,7 +49,7 @@ async def test_an_engine_that_drains_is_never_taken_for_one_that_does_not(
         raise ValueError("a mistake of whoever listens")
 
     link = EngineLink(
-        "decode", "tcp://127.0.0.1:1", None, EngineTable(FleetRates()).add("decode", 0),
+        "decode", "tcp://127.0.0.1:1", None, EngineTable().add("decode", 0),
         on_news=hear, on_outputs=lambda *_: None, on_lost=lambda *_: None,
         on_hang=lambda _: None,
     )  # fmt: skip

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from toy_pools import Fleet, idle, request
 
 from diptych_protocol.engine_stats import KVTransferStats, SchedulerStats
-from diptych_router.engines.engine_table import UNHEARD_S, EngineRow, EngineTable, FleetRates
+from diptych_router.engines.engine_table import UNHEARD_S, EngineRow, EngineTable
 
 TOKEN_S = 1e-3
 
 
 def row_of(table: EngineTable | None = None) -> EngineRow:
-    table = EngineTable(FleetRates()) if table is None else table
+    table = EngineTable() if table is None else table
     row = table.add("engine", 0)
     row["prompt_token_s"], row["told_steps"] = TOKEN_S, 1.0
     row.report(queue(0), 0, 0.0)
@@ -82,7 +82,7 @@ def test_another_process_at_the_address_has_nothing_of_it() -> None:
 
 
 def test_engines_that_have_told_nothing_have_the_rates_of_the_others() -> None:
-    table = EngineTable(FleetRates())
+    table = EngineTable()
     told, silent = table.add("told", 0), table.add("silent", 1)
     for count in range(1, 30):
         totals = SchedulerStats(
@@ -133,7 +133,7 @@ def test_an_engine_whose_first_report_was_slow_is_tried_again_before_its_twin_is
 
 
 def test_an_engine_that_was_slow_for_long_is_tried_again_after_a_while() -> None:
-    table = EngineTable(FleetRates())
+    table = EngineTable()
     slow, usual = table.add("slow", 0), table.add("usual", 1)
     for count in range(2400):
         was_slow = min(count, 100)
@@ -148,7 +148,7 @@ def test_an_engine_that_was_slow_for_long_is_tried_again_after_a_while() -> None
 
 
 def test_the_load_of_a_pool_fades() -> None:
-    table = EngineTable(FleetRates())
+    table = EngineTable()
     row_of(table)
     assert table.prompt_load(0.0) == 0
     for second in range(100):

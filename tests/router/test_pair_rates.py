@@ -22,7 +22,6 @@ from diptych_router.engines.pair_rates import (
     FADING_S,
     MOST_TIMES,
     NOWHERE,
-    ROOM,
     WORDS,
     Floats,
     Location,
@@ -83,12 +82,12 @@ def moves(sender: str, seconds: float, count: int = 1, first: int = 1) -> list[M
 
 
 def saw(pairs: PairRates, receiver: int, told: list[Move], now: float = 0.0) -> None:
-    pairs.saw(receiver, told, SIZE, usual(pairs.shape[0]), now)
+    pairs.saw(receiver, told, SIZE, usual(pairs.near.shape[0]), now)
 
 
 def rates(pairs: PairRates) -> list[list[float]]:
     """[receivers][senders] Times as slow as usual."""
-    number = pairs.shape[0]
+    number = pairs.near.shape[0]
     ways = pairs.ways(np.ones(number), usual(number)[1])
     assert ways.token_s is not None
     return [[token_s / TOKEN_S for token_s in row] for row in ways.token_s.tolist()]
@@ -208,13 +207,12 @@ def test_rates_are_finite_positive_and_bounded_whatever_is_told(
 
 
 def test_a_fleet_may_grow_and_shrink() -> None:
-    """Beyond what the arrays have room for at first."""
-    pairs = pairs_of([A] * (ROOM + 3), [B] * (2 * ROOM + 5))
-    saw(pairs, 2 * ROOM + 4, moves(f"p{ROOM + 2}", 10 * USUAL, 50))
+    pairs = pairs_of([A] * 67, [B] * 133)
+    saw(pairs, 132, moves("p66", 10 * USUAL, 50))
     assert rates(pairs)[-1][-1] > 5
-    for _ in range(2 * ROOM):
+    for _ in range(128):
         pairs.remove(0, sends=False)
-    assert pairs.shape == (5, ROOM + 3)
+    assert pairs.near.shape == (5, 67)
     assert rates(pairs)[-1][-1] > 5
 
 

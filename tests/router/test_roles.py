@@ -110,7 +110,7 @@ def test_an_engine_that_turned_keeps_its_numbers_its_prefixes_and_its_requests()
     assert (fleet.rows["d1"]["open_tokens"], fleet.rows["d1"]["usable"]) == (50.0, 1.0)
     assert fleet.go(view) == ("d1", "d0"), "it remembers the prompt"
     assert fleet.table.turn("d1") == "decode"
-    assert fleet.table.pairs.shape == (2, 1)
+    assert fleet.table.pairs.near.shape == (2, 1)
     assert fleet.go(request(4, start=100))[0] == "p0"
 
 

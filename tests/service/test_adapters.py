@@ -19,7 +19,7 @@ from service_kit import engine_config, healthy, make_router, start_engine
 from diptych_frontend.core_client.async_llm import AsyncLLM
 from diptych_frontend.core_client.curve import read_keys
 from diptych_protocol import DiptychError, RequestOutput, SamplingParams
-from diptych_router.engines.loaded_adapters import LoadedAdapters
+from diptych_router.engines.engine_table import LoadedAdapters
 from diptych_router.requests.pool_client import PoolClient
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -164,7 +164,7 @@ def known_to_be_remembered(service: Service, prompt: str) -> set[int]:
     token_ids = service.router.renderer.render_prompt(prompt)["prompt_token_ids"]
     hashes: list[bytes] = []
     extend_block_hashes(hashes, token_ids, description.block_size, None)
-    return set(pools.fleet.known.num_cached([x.key for x in links], keys_of(hashes)).values())
+    return {pools.fleet.known.num_cached(link.key, keys_of(hashes)) for link in links}
 
 
 async def test_what_engines_forget_the_router_forgets(service: Service, eventually: Any) -> None:

@@ -28,7 +28,7 @@ from diptych_router.choosing.policy import (
     choose,
     successor,
 )
-from diptych_router.engines.engine_table import EngineRow, EngineTable, FleetRates, Floats, Role
+from diptych_router.engines.engine_table import EngineRow, EngineTable, Floats, Role
 from diptych_router.engines.known_prefixes import (
     BlockNaming,
     KnownPrefixes,
@@ -62,72 +62,66 @@ class FleetTable:
         """draw: decides between engines of the same cost."""
         self.pairs = PairRates()
         self.tables: dict[Role, EngineTable] = {
-            "prefill": EngineTable(FleetRates()),
-            "decode": EngineTable(FleetRates(), self.pairs),
+            "prefill": EngineTable(),
+            "decode": EngineTable(self.pairs),
         }
         self.known = KnownPrefixes()
         self._policy, self._draw, self._disaggregate = policy, draw, disaggregate
-        self._rows: dict[str, tuple[Role, EngineRow]] = {}
+        self._rows: dict[str, EngineRow] = {}
         self._keys: dict[int, str] = {}
         """By the engines' places."""
         self._fingerprints: dict[str, float] = {}
         self._numbers = count()
         self._sharers: NDArray[np.intp] | None = None
-        """[engines of both pools] Those on the same processors have the same number; None if none
-        are."""
+        """[engines of both pools] Equal numbers: the same processors; None if none share any."""
 
     # --- who is there -------------------------------------------------------------------------
 
     def add(self, role: Role, key: str) -> EngineRow:
         """Add an engine, which is not usable yet."""
         place = self.known.place(key)
-        row = self.tables[role].add(key, place)
+        row = self._rows[key] = self.tables[role].add(key, place)
         self.pairs.add(sends=role == "prefill")
-        self._rows[key] = role, row
         self._keys[place] = key
         self._find_sharers()
         return row
 
     def remove(self, key: str) -> None:
-        role, row = self._rows.pop(key)
-        self.pairs.remove(row.at, sends=role == "prefill")
-        self.tables[role].remove(row)
+        self._take_out(self._rows.pop(key))
         self.known.forget(key)
         self._find_sharers()
 
+    def _take_out(self, row: EngineRow) -> None:
+        self.pairs.remove(row.at, sends=self._sends(row))
+        row.table.remove(row)
+
+    def _sends(self, row: EngineRow) -> bool:
+        return row.table is self.tables["prefill"]
+
     def turn(self, key: str, name: str = "") -> Role:
         """Give an engine the other role, which is returned. It keeps its numbers, and what is known
-        of its prefixes.
-
-        name: its `engine_id`.
-        """
-        role, row = self._rows[key]
-        numbers, location = self.tables[role].columns[:, row.at].copy(), self._location(key)
-        self.pairs.remove(row.at, sends=role == "prefill")
-        self.tables[role].remove(row)
-        other: Role = "decode" if role == "prefill" else "prefill"
-        place = self.known.place(key)
-        self.tables[other].admit(row, place, numbers)
+        of its prefixes. name: its `engine_id`."""
+        row = self._rows[key]
+        numbers, location = row.table.columns[:, row.at].copy(), self._location(key)
+        other: Role = "decode" if self._sends(row) else "prefill"
+        self._take_out(row)
+        self.tables[other].admit(row, self.known.place(key), numbers)
         self.pairs.add(sends=other == "prefill")
-        self._rows[key] = other, row
-        trips = self.tables["decode"].trips
-        self.pairs.is_at(row.at, name, location, trips, sends=other == "prefill")
-        self._find_sharers()
+        self._is_at(row, name, location)
         return other
 
     def is_up(
         self, row: EngineRow, fingerprint: str, name: str = "", location: Location = NOWHERE
     ) -> None:
         """Record that another process answers, which fits together with those of the same
-        fingerprint.
-
-        name: its `engine_id`.
-        """
+        fingerprint. name: its `engine_id`."""
         row["fingerprint"] = self._number_of(fingerprint)
         self.known.restarted(row.key)
-        role, _ = self._rows[row.key]
+        self._is_at(row, name, location)
+
+    def _is_at(self, row: EngineRow, name: str, location: Location) -> None:
         trips = self.tables["decode"].trips
-        self.pairs.is_at(row.at, name, location, trips, sends=role == "prefill")
+        self.pairs.is_at(row.at, name, location, trips, sends=self._sends(row))
         self._find_sharers()
 
     def _find_sharers(self) -> None:
@@ -162,15 +156,15 @@ class FleetTable:
         that are not for this request.
         """
         how = request.disaggregate or self._disaggregate
-        full_at: list[tuple[Role, EngineRow]] = []
+        left_out: list[EngineRow] = []
         full_prefill = False
         if full:
-            full_at = [self._rows[key] for key in full if key in self._rows]
-            full_prefill = any(role == "prefill" for role, _ in full_at)
+            left_out = [self._rows[key] for key in full if key in self._rows]
+            full_prefill = any(map(self._sends, left_out))
         if how == "auto" and full_prefill:
             how = "always"
         if others:
-            full_at += [self._rows[key] for key in others if key in self._rows]
+            left_out += [self._rows[key] for key in others if key in self._rows]
         cached, held, tie = self._remembered(request)
         elsewhere = self._elsewhere(cached, held)
         adapter = request.adapter
@@ -183,7 +177,7 @@ class FleetTable:
             prefill, decode = [
                 PoolView(
                     table,
-                    _barred(table, lively, role, full_at),
+                    _barred(table, lively, left_out),
                     cached[role],
                     request.prompt_tokens - cached[role],
                     elsewhere[role],
@@ -215,7 +209,7 @@ class FleetTable:
     def _holder(self, decision: Decision, held: Sequence[Leading]) -> str | None:
         """Who has the tokens that are to be fetched: one of the nearest, if several do."""
         taker = decision.prefill or decision.decode
-        fingerprint = self._rows[taker][1]["fingerprint"]
+        fingerprint = self._rows[taker]["fingerprint"]
         lenders = self._lenders().get(fingerprint, 0)
         having = [engines for tokens, engines in held if tokens == decision.fetch_tokens]
         bits = reduce(or_, having, 0) & lenders
@@ -232,27 +226,23 @@ class FleetTable:
         return [other for other, how in zip(others, near, strict=True) if how == min(near)]
 
     def _location(self, key: str) -> Location:
-        role, row = self._rows[key]
-        return self.pairs.location(row.at, sends=role == "prefill")
+        row = self._rows[key]
+        return self.pairs.location(row.at, sends=self._sends(row))
 
     def successor(self, fingerprint: str, usable: Collection[str], now: float) -> str | None:
-        """Return the decode engine, of some usable ones, that should take over KV of this
-        fingerprint."""
+        """Return which of some usable decode engines should take over KV of this fingerprint."""
         table = self.tables["decode"]
         barred = np.full(len(table), TOO_MUCH)
         for key in usable:
-            barred[self._rows[key][1].at] = 0.0
+            barred[self._rows[key].at] = 0.0
         number = self._fingerprints.get(fingerprint, -1.0)
         nothing = np.zeros(len(table))
         engines = PoolView(table, barred, nothing, nothing, nothing, now)
         return successor(self._policy, engines, number, self._draw)
 
     def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
-        known = self._rows.get(decision.prefill or decision.decode)
-        if known is None:
-            return None
-        role, row = known
-        if not (row["told_steps"] or self.tables[role].fleet_rates.steps.told):
+        row = self._rows.get(decision.prefill or decision.decode)
+        if row is None or not (row["told_steps"] or row.table.fleet_rates["told_steps"].told):
             return None
         queued, of_tenants = row.queue()
         return expected(decision.terms, queued, of_tenants, request.tenant, decision.to_compute)
@@ -261,11 +251,10 @@ class FleetTable:
         computes = decision.prefill or decision.decode
         naming_of: dict[BlockNaming, list[str]] = {}
         for key in dict.fromkeys((decision.decode, computes)):
-            known = self._rows.get(key)
-            if known is None:
+            row = self._rows.get(key)
+            if row is None:
                 continue
-            role, row = known
-            column = self.tables[role].column
+            column = row.table.column
             column["given"][row.at] += 1
             if request.adapter:
                 row.adapters.expect(request.adapter, now)
@@ -308,8 +297,8 @@ class FleetTable:
         for at, row in enumerate(table.rows):
             naming = self._naming(request, row.key, table.column["block_size"][at])
             if naming is not None and request.keys is not None:
-                found = self.known.num_cached([row.key], request.keys(naming))
-                cached[at] = found[row.key] * naming.block_size
+                blocks = self.known.num_cached(row.key, request.keys(naming))
+                cached[at] = blocks * naming.block_size
         return cached
 
     def _elsewhere(self, cached: Tokens, held: Sequence[Leading]) -> Tokens:
@@ -345,15 +334,13 @@ def _adapter_s(table: EngineTable, name: str, now: float) -> Floats:
     return seconds
 
 
-def _barred(
-    table: EngineTable, lively: bool, role: Role, full: Sequence[tuple[Role, EngineRow]]
-) -> Floats:
-    """[engines] 0 for those that may get requests, infinity for the others, the full ones among
-    them. lively: those that may hang are, too."""
+def _barred(table: EngineTable, lively: bool, left_out: Sequence[EngineRow]) -> Floats:
+    """[engines] 0 for those that may get requests, infinity for the others and for those of
+    `left_out`. lively: those that may hang are left out too."""
     barred = table.eligibility.barred_or_silent if lively else table.eligibility.barred
-    if full:
+    if left_out:
         barred = barred.copy()
-        barred[[row.at for where, row in full if where == role]] = TOO_MUCH
+        barred[[row.at for row in left_out if row.table is table]] = TOO_MUCH
     return barred
 
 

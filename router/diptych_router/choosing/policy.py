@@ -50,11 +50,9 @@ class RequestView:
     output_tokens: float = 0.0
     """How many tokens it is expected to generate."""
     prefill_only: bool = False
-    """Whether it ends with its prefill."""
     keys: Callable[[BlockNaming], Keys] | None = None
     """The keys of its prompt's full blocks; None if they cannot be known."""
     adapter: str = ""
-    """The name of its adapter."""
     tenant: str = ""
     disaggregate: Disaggregate | None = None
     """Overrides the router's setting."""
@@ -90,40 +88,26 @@ class PoolView:
 class Policy(Protocol):
     """Computes what engines cost a request."""
 
-    @property
-    def reason(self) -> str:
-        """What distinguishes the chosen engines, in words, for logs."""
-
-    @property
-    def compares_duties(self) -> bool:
-        """Whether the cost of one engine that does everything can be compared with
-        that of a pair."""
-
-    @property
-    def reads_prefixes(self) -> bool:
-        """It looks at `PoolView.cached`, so engines are asked to report what they remember."""
-
-    @property
-    def equal_within(self) -> Mapping[Duty, float]:
-        """Engines that cost at most this share more than the cheapest one count as equal, by their
-        duty; 0 for a duty that is not named."""
+    reason: str
+    """What distinguishes the chosen engines, in words, for logs."""
+    compares_duties: bool
+    """Whether the cost of one engine that does everything can be compared with that of a pair."""
+    reads_prefixes: bool
+    """It looks at `PoolView.cached`, so engines are asked to report what they remember."""
+    equal_within: Mapping[Duty, float]
+    """Engines that cost at most this share more than the cheapest one count as equal, by their
+    duty; 0 for a duty that is not named."""
 
     def costs(self, request: RequestView, duty: Duty, engines: PoolView) -> Terms:
-        """Return the cost of each engine of a pool for this duty. A pair costs the sum of its two.
-        Engines that cannot be chosen are included. The arrays are kept, so none may be a column of
-        the table, which changes."""
+        """Return the cost of each engine, also of those that cannot be chosen. A pair costs the sum
+        of its two. The arrays are kept, so none may be a column of the table, which changes."""
 
 
 class Priced:
     """One pool with the cost of each engine for one duty."""
 
     def __init__(
-        self,
-        policy: Policy,
-        request: RequestView,
-        draw: Draw,
-        duty: Duty,
-        engines: PoolView,
+        self, policy: Policy, request: RequestView, draw: Draw, duty: Duty, engines: PoolView
     ) -> None:
         self.engines, self.duty = engines, duty
         self.rows = engines.table.rows
@@ -170,8 +154,7 @@ class Priced:
 
     @property
     def lacking(self) -> Floats | None:
-        """[engines] Tokens whose KV a hand-off brings; None if the policy does not
-        count that time."""
+        """[engines] Tokens whose KV a hand-off brings; None if the policy ignores that time."""
         return self.engines.lacking if TRANSFER in self._terms else None
 
     def settle(self, pairing: Pairing) -> None:
@@ -210,14 +193,12 @@ class Priced:
         return terms
 
     def fetches(self, at: int) -> int:
-        """Return how many tokens this engine should fetch from another one, from the prompt's first
-        token on; 0 if none."""
+        """Return how many of the prompt's first tokens this engine should get from another one."""
         wanted = self._terms.get(FETCH)
         return int(self.engines.elsewhere[at]) if wanted is not None and wanted[at] > 0 else 0
 
     def to_compute(self, at: int, fetched: int) -> float:
-        """Return how many tokens of the prompt it would neither have nor fetch; always at least the
-        last one."""
+        """Return how many tokens it would neither have nor fetch: at least the prompt's last."""
         return max(1.0, self._prompt_tokens - max(float(self.engines.cached[at]), fetched))
 
 
@@ -231,10 +212,8 @@ ALONE: Final = "prompt computed by the decode engine"
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Prefill at `prefill` and decode at `decode`; None: the decode engine does both.
-
-    A request that ends with its prefill has the same engine twice.
-    """
+    """Prefill at `prefill` and decode at `decode`; None: the decode engine does both. A request
+    that ends with its prefill has the same engine twice."""
 
     prefill: str | None
     decode: str
@@ -287,8 +266,7 @@ def choose(
 
 
 def successor(policy: Policy, decode: PoolView, fingerprint: float, draw: Draw) -> str | None:
-    """Return the decode engine that should take over KV of this fingerprint; None if no usable one
-    fits."""
+    """Return the decode engine that should take over KV of this fingerprint; None if none can."""
     priced = Priced(policy, RequestView(), draw, "decode", decode)
     chosen = priced.best(decode.table.column["fingerprint"] == fingerprint)
     return None if chosen is None else decode.table.rows[chosen].key
@@ -401,8 +379,7 @@ def _why_alone(prefill: PoolView, disaggregate: Disaggregate) -> str:
 def _pick_one(
     policy: Policy, price: _Price, prefill: PoolView, decode: PoolView
 ) -> Decision | None:
-    """The engine for a request that is nothing but a prefill: one of the prefill pool, or else of
-    the decode pool."""
+    """The engine of a request that is only a prefill: of the prefill pool, else of the other."""
     first = price("prefill", prefill)
     at = first.best()
     if at is not None:

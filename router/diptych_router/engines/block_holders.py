@@ -22,7 +22,6 @@ MAX_FILLED: Final = 0.7
 SMALLEST: Final = 1 << 10
 BYTES_PER_PLACE: Final = 12
 BUCKET: Final = 8
-"""The number of places in a bucket."""
 _KEY_BITS: Final = 64
 _KEY_MASK: Final = (1 << _KEY_BITS) - 1
 _FREE = np.uint64(0)
@@ -105,8 +104,7 @@ class HashTable:
         return places
 
     def _in_buckets(self, buckets: NDArray[np.intp], keys: Keys) -> NDArray[np.intp]:
-        """The place of each key in its bucket, or the first free one; the place of any other key if
-        there is neither."""
+        """The place of each key in its bucket, else a free one, else that of any other key."""
         there = self._buckets.take(buckets, axis=0)
         ends = there == keys[:, np.newaxis]
         ends |= there == _FREE
@@ -151,8 +149,7 @@ EMPTY: Final = 0
 
 
 def run_starts(numbers: NDArray[np.uint32]) -> NDArray[np.intp]:
-    """Return the positions at which a number differs from the one before it; the first one always
-    does."""
+    """Return the positions of numbers that differ from the one before them, and of the first."""
     starts = np.empty(len(numbers), np.bool_)
     starts[:1] = True
     np.not_equal(numbers[1:], numbers[:-1], out=starts[1:])
@@ -160,8 +157,7 @@ def run_starts(numbers: NDArray[np.uint32]) -> NDArray[np.intp]:
 
 
 class HolderSets:
-    """Sets of engines by number, each stored once. A set is an integer, with a bit for each
-    engine."""
+    """Sets of engines by number, each stored once, as an integer with a bit for each engine."""
 
     def __init__(self) -> None:
         self.bits = [0]
@@ -173,21 +169,16 @@ class HolderSets:
         """The memory of all sets: each is an integer, and has a place in a list and in a dict."""
         return sum(map(getsizeof, self.bits)) + 8 * len(self.bits) + getsizeof(self._number_of)
 
-    def with_engines(self, numbers: NDArray[np.uint32], engines: int) -> NDArray[np.uint32]:
-        """Return the numbers of these sets after adding some engines, as bits, to each."""
-        return self._mapped(numbers, engines, keep=-1)
-
-    def without_engine(self, numbers: NDArray[np.uint32], engine: int) -> NDArray[np.uint32]:
-        """Return the numbers of these sets after removing the engine from each."""
-        return self._mapped(numbers, 0, keep=~(1 << engine))
-
-    def _mapped(self, numbers: NDArray[np.uint32], add: int, keep: int) -> NDArray[np.uint32]:
-        """Sets that follow each other are mostly the same one, so each run is looked at once."""
+    def changed(
+        self, numbers: NDArray[np.uint32], *, add: int = 0, remove: int = 0
+    ) -> NDArray[np.uint32]:
+        """Return the numbers of these sets after adding or removing some engines, as bits."""
+        # Sets that follow each other are mostly the same one, so each run is looked at once.
         starts = run_starts(numbers)
         old = numbers[starts].tolist()
         new = {}
         for number in set(old):
-            new[number] = self._number(self.bits[number] & keep | add)
+            new[number] = self._number(self.bits[number] & ~remove | add)
         mapped = np.array([*map(new.__getitem__, old)], np.uint32)
         return mapped.repeat(np.diff(starts, append=len(numbers)))
 
@@ -208,15 +199,13 @@ class HolderSets:
 
 
 Run = tuple[int, int]
-"""The first of consecutive blocks of a prompt that the same engines hold, and these engines as
-bits."""
+"""The first of consecutive blocks that the same engines hold, and these engines as bits."""
 SPARE_SETS: Final = 4096
 """How many unused sets may accumulate before they are removed."""
 
 
 class BlockHolders:
-    """Which engines hold a block. An engine is a number from 0 on, small because sets of engines
-    have a bit for each."""
+    """Which engines hold a block. An engine is a small number, as sets have a bit for each."""
 
     def __init__(self) -> None:
         self._table = HashTable()
@@ -226,18 +215,16 @@ class BlockHolders:
         """Different blocks that somebody holds."""
 
     def add(self, engine: int, hashes: Keys) -> int:
-        """Record that an engine holds these blocks. Returns how many of them it did not hold
-        before."""
+        """Record that an engine holds these blocks. Returns how many it did not hold before."""
         if not len(hashes):
             return 0
         return self.add_chain(1 << engine, np.unique(hashes))
 
     def add_chain(self, engines: int, hashes: Keys) -> int:
-        """Record that some engines, as bits, hold these blocks of one prompt, which are all
-        different. Returns as `add`."""
+        """Record that some engines, as bits, hold these blocks, all different. Returns as `add`."""
         places = self._table.put(hashes)
         old = self._table.values[places]
-        return self._change(places, old, self._sets.with_engines(old, engines))
+        return self._change(places, old, self._sets.changed(old, add=engines))
 
     def remove(self, engine: int, hashes: Keys) -> int:
         """Record that it no longer holds these blocks. Returns how many of them it held."""
@@ -245,13 +232,13 @@ class BlockHolders:
         if not len(places):
             return 0
         old = self._table.values[places]
-        return self._change(places, old, self._sets.without_engine(old, engine))
+        return self._change(places, old, self._sets.changed(old, remove=1 << engine))
 
     def forget_engine(self, engine: int) -> None:
         """Record that it no longer holds anything."""
         values = self._table.values
         used = np.arange(len(self._sets.bits), dtype=np.uint32)
-        values[:] = self._sets.without_engine(used, engine)[values]
+        values[:] = self._sets.changed(used, remove=1 << engine)[values]
         self.num_blocks = int(np.count_nonzero(values))
 
     def runs(self, hashes: Keys) -> list[Run]:
@@ -261,9 +248,8 @@ class BlockHolders:
         return [(at, self._sets.bits[int(sets[at])]) for at in starts]
 
     def runs_of_whole(self, hashes: Keys) -> list[Run]:
-        """Return the same, where each holder of a block of a prompt holds all blocks before it. So
-        if two blocks have the same holders, all blocks between them have these too, and few blocks
-        need a look-up."""
+        """Return the same, where each holder of a block holds all blocks before it. So blocks
+        between two that have the same holders have these too, and few blocks need a look-up."""
         at, last = 0, len(hashes) - 1
         here = self._table.get_one(int(hashes[at]))
         end = self._table.get_one(int(hashes[last]))

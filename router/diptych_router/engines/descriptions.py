@@ -11,8 +11,7 @@ from diptych_protocol.kv_transfer_params import differences
 def compat_mismatch(
     prefill: Sequence[EngineDescription], decode: Sequence[EngineDescription]
 ) -> str:
-    """Return the differences of the pair that differs least; empty if some pair fits, or there is
-    none."""
+    """Return how the pair that differs least differs; empty if one fits, or there is none."""
     closest: list[str] = []
     said = ""
     for source in prefill:

@@ -20,6 +20,8 @@ from diptych_protocol import (
     EngineCoreRequest,
     EngineDeadError,
     EngineDescription,
+    EngineGenerateError,
+    FinishReason,
     InvalidRequestError,
     KVTransferParams,
     SchedulerStats,
@@ -31,7 +33,6 @@ from diptych_protocol.wire import DOUBT_KV, FOLLOW_HEARTBEAT, FOLLOW_PREFIXES, H
 from diptych_router.engines.descriptions import common_to_leases
 from diptych_router.engines.engine_table import EngineRow, Role
 from diptych_router.engines.liveness import Liveness
-from diptych_router.engines.own_requests import OwnRequests
 from diptych_router.engines.pair_rates import NOWHERE, Location
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,6 @@ PATIENCE_S = 4.0
 """An engine whose node has vanished says no goodbye; its streams wait this long for a new one."""
 
 CALL_ERRORS = (EngineDeadError, UtilityError, TimeoutError)
-"""The errors of a failed utility call."""
 
 ReadKeys = Callable[[], list[CurveKeys]]
 """Returns the keys that an engine may have, the likeliest first; called for every connection."""
@@ -90,13 +90,12 @@ class EngineLink:
         self.key = key_of(role, endpoint)
         self.description: EngineDescription | None = None
         self.known_as = ""
-        """The name of the engine that answers here, or of the one that answered last; empty: none
-        has."""
+        """The name of the engine that answers here, or answered last; empty: none has."""
         self.fingerprint = ""
-        self._lends: KVTransferParams | None = None
+        self.lends: KVTransferParams | None = None
+        """See `EngineAccount.lends`."""
         self.epoch = ""
-        """The epoch of the engine that answers at this endpoint, or of the one that answered
-        last."""
+        """The epoch of the engine that answers here, or answered last."""
         self.times_up = 0
         """How often an engine has answered here, now and after losses."""
         self.stats = SchedulerStats()
@@ -117,7 +116,8 @@ class EngineLink:
         """The key pair that was tried last."""
         self._refusals = 0
         """Connections that failed for their key, one after the other."""
-        self._own = OwnRequests()
+        self._own: dict[str, tuple[list[EngineCoreOutput], asyncio.Future[None]]] = {}
+        """What each open request of the router's own has brought, and what awaits its end."""
         self._liveness = Liveness()
         self._gone = asyncio.Event()
         self.client = self._connect()
@@ -190,10 +190,6 @@ class EngineLink:
             return NOWHERE
         return Location(about.node[:MAX_PLACE_CHARACTERS], about.zone[:MAX_PLACE_CHARACTERS])
 
-    @property
-    def lends(self) -> KVTransferParams | None:
-        return self._lends if self.description is not None else None
-
     def close(self) -> None:
         self._task.cancel()
         self.client.close()
@@ -238,15 +234,18 @@ class EngineLink:
         Raises `EngineGenerateError` if it failed there, `EngineDeadError` if the engine is lost.
         Cancelling the caller aborts the request.
         """
-        ended = self._own.expect(request.request_id)
+        outputs: list[EngineCoreOutput] = []
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._own[request.request_id] = outputs, ended
         try:
             self.add(request)
-            return await ended
+            await ended
         except asyncio.CancelledError:
             self.abort([request.request_id])
             raise
         finally:
-            self._own.forget(request.request_id)
+            del self._own[request.request_id]
+        return outputs
 
     # --- the connection -----------------------------------------------------------------------
 
@@ -296,9 +295,8 @@ class EngineLink:
             stats.draining |= self.stats.draining
             self.stats = stats
             self.description = description
-            self._lends = None
             if description.kv_transfer_port:
-                self._lends = common_to_leases(description, self.fingerprint)
+                self.lends = common_to_leases(description, self.fingerprint)
             self.name = self.known_as = description.shown_name
             self.row["block_size"] = description.block_size
             self.row["processors"] = description.processors
@@ -356,10 +354,22 @@ class EngineLink:
         if message.heartbeat is not None:
             self._take_heartbeat(message.heartbeat, message.requests_received)
             return
-        if self._own.by_id:
-            others = [output for output in message.outputs if not self._own.take(output)]
-            message.outputs = others
+        if self._own:
+            message.outputs = [output for output in message.outputs if not self._take_own(output)]
         self._on_outputs(self, message)
+
+    def _take_own(self, output: EngineCoreOutput) -> bool:
+        """Take an output of a request of the router's own; False if it is of another."""
+        if output.request_id not in self._own:
+            return False
+        outputs, ended = self._own[output.request_id]
+        outputs.append(output)
+        if output.finished and not ended.done():
+            if output.finish_reason is FinishReason.ERROR:
+                ended.set_exception(EngineGenerateError(output.error or "no reason given"))
+            else:
+                ended.set_result(None)
+        return True
 
     def _take_heartbeat(self, heartbeat: Heartbeat, num_received: int) -> None:
         now = time.monotonic()
@@ -387,8 +397,11 @@ class EngineLink:
         if self.description is None:
             return
         log.warning("%s engine %s is lost: %s", self.role, self.name, cause)
-        self.description, self.name = None, self.endpoint
+        self.description = self.lends = None
+        self.name = self.endpoint
         self.row["usable"] = self.row["lends"] = False
         self._gone.set()
-        self._own.lose(cause)
+        for _, ended in self._own.values():
+            if not ended.done():
+                ended.set_exception(EngineDeadError(str(cause)))
         self._on_lost(self, cause)

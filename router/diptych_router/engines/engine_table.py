@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from hashlib import blake2b
 from typing import Final, Literal, NamedTuple
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from diptych_protocol import KVTransferStats, SchedulerStats
 from diptych_protocol.engine_stats import MAX_MOVES_TOLD, Move
 from diptych_protocol.wire import Heartbeat
+from diptych_router.engines.known_prefixes import MAX_ADAPTERS
 from diptych_router.engines.learned_rates import LearnedRates
-from diptych_router.engines.loaded_adapters import LoadedAdapters
 from diptych_router.engines.pair_rates import PairRates
 from diptych_router.engines.router_share import RouterShare
 
@@ -38,12 +38,13 @@ ADAPTER_PRIOR: Final = (0.2,)
 """The expected seconds to load an adapter."""
 FLEET_PRIOR_S: Final = 1e-4
 OWN_PRIOR_S: Final = 2.0
-"""Prior knowledge about the fleet, and about one engine from the others, counts as much as this
-many seconds of work."""
+"""What is expected of the fleet, or of one engine, counts as this many seconds of work."""
 WINDOW_S: Final = 10.0
 """For `prompt_load`, what was computed this long ago counts 1/e of what is computed now."""
 MOST_LOAD: Final = 0.9
 """A pool that spends a larger part of its time on prompts counts as fully loaded."""
+EXPECTED_S: Final = 10.0
+"""How long an adapter that was sent for counts as loaded, whatever the engine reports."""
 MOST_UNHEARD: Final = 256
 UNHEARD_S: Final = 5.0
 """How long requests count that an engine was given and that no report of it includes yet."""
@@ -62,21 +63,26 @@ SELDOM: Final = frozenset({"usable", "silent", "lends", "fingerprint", "block_si
 """Fields that change only when an engine comes, goes or hangs."""
 
 
-class FleetRates:
-    """The rates learned from all engines' reports, used for one that has reported little."""
+RATES: Final[Mapping[str, tuple[Sequence[float], Sequence[str]]]] = {
+    "told_steps": (STEP_PRIOR, ("step_s", "prompt_token_s", "row_s")),
+    "told_trips": (TRIP_PRIOR, ("trip_s", "trip_token_s")),
+    "told_adapters": (ADAPTER_PRIOR, ("adapter_s",)),
+}
+"""What is learned from reports: the rates that are expected, and their columns. By the column that
+says which engines have reported any such work."""
 
-    def __init__(self) -> None:
-        self.steps = LearnedRates(STEP_PRIOR, FLEET_PRIOR_S)
-        self.trips = LearnedRates(TRIP_PRIOR, FLEET_PRIOR_S)
-        self.adapters = LearnedRates(ADAPTER_PRIOR, FLEET_PRIOR_S)
+
+def _unlearned(prior_s: float) -> dict[str, LearnedRates]:
+    return {kind: LearnedRates(prior, prior_s) for kind, (prior, _) in RATES.items()}
 
 
 class EngineTable:
     """The rows of one pool, in no particular order."""
 
-    def __init__(self, rates: FleetRates, pairs: PairRates | None = None) -> None:
+    def __init__(self, pairs: PairRates | None = None) -> None:
         """pairs: learns from what these engines report of moves of KV to them."""
-        self.fleet_rates = rates
+        self.fleet_rates = _unlearned(FLEET_PRIOR_S)
+        """Learned from all engines' reports, and used for one that has reported little."""
         self.pairs = pairs
         self.rows: list[EngineRow] = []
         self.places: NDArray[np.intp] = np.zeros(0, np.intp)
@@ -103,8 +109,7 @@ class EngineTable:
 
     @property
     def trips(self) -> Floats:
-        """[2, engines] Seconds for a move to each engine, and for each token in it, whichever
-        engine sends."""
+        """[2, engines] Seconds for a move to each engine, and for a token in it, whoever sends."""
         both: Floats = self.columns[_TRIP_S : _TRIP_S + 2]
         return both
 
@@ -132,7 +137,8 @@ class EngineTable:
         self.rows.append(row)
         self._set_columns(np.column_stack((self.columns, numbers)))
         self.places = np.append(self.places, place)
-        self.identities = np.append(self.identities, _identity(row.key))
+        identity = int.from_bytes(blake2b(row.key.encode(), digest_size=8).digest())
+        self.identities = np.append(self.identities, np.uint64(identity))
         row["given"] = most
         self.find_homes()
 
@@ -176,15 +182,10 @@ class EngineTable:
 
     def share_rates(self) -> None:
         """Give engines without reports the rates of the others."""
-        fleet = self.fleet_rates
-        for told, places, learned in (
-            ("told_steps", _STEP_RATES, fleet.steps),
-            ("told_trips", _TRIP_RATES, fleet.trips),
-            ("told_adapters", _ADAPTER_RATES, fleet.adapters),
-        ):
-            silent = (self.column[told] == 0).nonzero()[0]
+        for kind, learned in self.fleet_rates.items():
+            silent = (self.column[kind] == 0).nonzero()[0]
             if len(silent):
-                self.columns[np.ix_(places, silent)] = learned.rates[:, np.newaxis]
+                self.columns[np.ix_(_RATES_AT[kind], silent)] = learned.rates[:, np.newaxis]
 
     def prompt_load(self, now: float) -> float:
         """The share of their time, 0 to `MOST_LOAD`, in which these engines compute prompts."""
@@ -202,8 +203,7 @@ class EngineTable:
 
 
 class Eligibility(NamedTuple):
-    """What is derived from those columns of a table that change seldom. The arrays are [engines],
-    read-only."""
+    """What follows from the columns that change seldom. The arrays are [engines], read-only."""
 
     barred: Floats
     """0 for engines that may get requests, infinity for the others."""
@@ -213,9 +213,7 @@ class Eligibility(NamedTuple):
     """By fingerprint, of which there is mostly one: the engines from which a prefix can be fetched,
     as the bits of their places. Engines that may hang do not lend."""
     block_sizes: list[float]
-    """The different block sizes."""
     fingerprints: list[float]
-    """The different fingerprints."""
 
     @classmethod
     def of(cls, column: Mapping[str, Floats], places: NDArray[np.intp]) -> Eligibility:
@@ -235,10 +233,6 @@ class Eligibility(NamedTuple):
         )
 
 
-def _identity(key: str) -> np.uint64:
-    return np.uint64(int.from_bytes(blake2b(key.encode(), digest_size=8).digest()))
-
-
 class _Unheard(NamedTuple):
     """A request given to an engine."""
 
@@ -252,6 +246,33 @@ class _Unheard(NamedTuple):
     tenant: str = ""
 
 
+class LoadedAdapters:
+    """Which adapters an engine has loaded: by its reports, and by what was just sent to it.
+
+    An engine loads an adapter when its first request is scheduled. Until the engine reports it, an
+    engine that got a request with the adapter counts as having it, so that a burst of such requests
+    stays together.
+    """
+
+    def __init__(self) -> None:
+        self._told: frozenset[str] = frozenset()
+        self._expected: dict[str, float] = {}
+        """Until when each counts as loaded."""
+
+    def tell(self, names: Collection[str], now: float) -> None:
+        self._told = frozenset(names if len(names) <= MAX_ADAPTERS else ())
+        if self._expected:
+            self._expected = {name: end for name, end in self._expected.items() if end > now}
+
+    def expect(self, name: str, now: float) -> None:
+        """Record that a request with this adapter goes there."""
+        if name in self._expected or len(self._expected) < MAX_ADAPTERS:
+            self._expected[name] = now + EXPECTED_S
+
+    def has(self, name: str, now: float) -> bool:
+        return name in self._told or self._expected.get(name, now) > now
+
+
 class EngineRow:
     """One engine's numbers."""
 
@@ -259,9 +280,7 @@ class EngineRow:
         self.key = key
         self.table = table
         self.at = -1
-        self._steps = LearnedRates(STEP_PRIOR, OWN_PRIOR_S)
-        self._trips = LearnedRates(TRIP_PRIOR, OWN_PRIOR_S)
-        self._adapters = LearnedRates(ADAPTER_PRIOR, OWN_PRIOR_S)
+        self._rates = _unlearned(OWN_PRIOR_S)
         self.adapters = LoadedAdapters()
         self._last: SchedulerStats | None = None
         self._last_move = 0
@@ -278,7 +297,7 @@ class EngineRow:
         """Requests that are to decode here, once another engine has computed their prompts."""
 
     def __getitem__(self, name: str) -> float:
-        return float(self.table.columns[_PLACE_OF[name], self.at])
+        return float(self.table.column[name][self.at])
 
     def __setitem__(self, name: str, value: float) -> None:
         column = self.table.column[name]
@@ -292,15 +311,14 @@ class EngineRow:
         return self._last or SchedulerStats()
 
     def charge(self, tokens: int, planned: int = 0) -> None:
-        columns, at = self.table.columns, self.at
-        columns[_OPEN_TOKENS, at] += tokens
+        column, at = self.table.column, self.at
+        column["open_tokens"][at] += tokens
         if planned:
             self.num_planned += planned
-            columns[_COMING, at] = self.num_planned + len(self._unheard)
+            column["coming"][at] = self.num_planned + len(self._unheard)
 
     def queue(self) -> tuple[int, dict[str, int]]:
-        """Return the prompt tokens that wait there, by its last report and later placements, in
-        total and by tenant."""
+        """Return the prompt tokens that wait there, by all that is known: in total, by tenant."""
         queued, of_tenants = 0, dict[str, int]()
         if self._last is not None:
             queued = self._last.queued_prompt_tokens
@@ -312,20 +330,19 @@ class EngineRow:
 
     def place(self, tokens: float, now: float, tenant: str = "") -> None:
         """Record that a request goes there next, with this many tokens of its prompt to compute."""
-        columns, at = self.table.columns, self.at
-        seconds = tokens * float(columns[_PROMPT_TOKEN, at])
+        column, at = self.table.column, self.at
+        seconds = tokens * float(column["prompt_token_s"][at])
         self._unheard.append(_Unheard(self.num_sent + 1, seconds, now, tokens, tenant))
-        columns[_FREE_AT, at] = max(float(columns[_FREE_AT, at]), now) + seconds
-        columns[_UNHEARD, at] += seconds
-        columns[_COMING, at] = self.num_planned + len(self._unheard)
+        column["free_at"][at] = max(float(column["free_at"][at]), now) + seconds
+        column["unheard_s"][at] += seconds
+        column["coming"][at] = self.num_planned + len(self._unheard)
 
     def sent(self, now: float) -> None:
-        """Record that a request was sent there: the one that was placed last, or one with nothing
-        to compute."""
+        """Record that a request was sent: the one placed last, or one with nothing to compute."""
         self.num_sent += 1
         if not self._unheard or self._unheard[-1].number != self.num_sent:
             self._unheard.append(_Unheard(self.num_sent, 0.0, now))
-            self.table.columns[_COMING, self.at] = self.num_planned + len(self._unheard)
+            self.table.column["coming"][self.at] = self.num_planned + len(self._unheard)
 
     def restarted(self) -> None:
         """Record that another process answers there, whose totals begin at zero."""
@@ -337,21 +354,21 @@ class EngineRow:
         self.adapters = LoadedAdapters()
 
     def report(self, stats: SchedulerStats, num_received: int, now: float) -> None:
-        """Apply the engine's report as of `now`, which includes this many of the requests sent to
-        it."""
+        """Apply the engine's report. It includes this many of the requests sent to it."""
         while self._unheard and (
             self._unheard[0].number <= num_received or self._unheard[0].at < now - UNHEARD_S
         ):
             self._unheard.popleft()
-        columns = self.table.columns
-        size = float(columns[_BLOCK_SIZE, self.at])
-        queued_s = stats.queued_prompt_tokens * float(columns[_PROMPT_TOKEN, self.at])
-        unheard_s = columns[_UNHEARD, self.at] = sum(request.seconds for request in self._unheard)
-        rows = stats.num_running + stats.num_waiting + stats.num_waiting_for_remote_kv
-        free = stats.blocks_free * size if stats.blocks_total else math.inf
-        used = max(1.0, (stats.blocks_total - stats.blocks_free) * size)
-        coming = self.num_planned + len(self._unheard)
-        columns[_REPORTED, self.at] = now + queued_s + unheard_s, rows, coming, free, used
+        column, at = self.table.column, self.at
+        size = self["block_size"]
+        queued_s = stats.queued_prompt_tokens * self["prompt_token_s"]
+        unheard_s = column["unheard_s"][at] = sum(request.seconds for request in self._unheard)
+        used = (stats.blocks_total - stats.blocks_free) * size
+        column["free_at"][at] = now + queued_s + unheard_s
+        column["rows"][at] = stats.num_running + stats.num_waiting + stats.num_waiting_for_remote_kv
+        column["coming"][at] = self.num_planned + len(self._unheard)
+        column["free_tokens"][at] = stats.blocks_free * size if stats.blocks_total else math.inf
+        column["used_tokens"][at] = max(1.0, used)
         last, self._last = self._last, stats
         if last is not None:
             self._learn_from(last, stats, size, now)
@@ -361,8 +378,7 @@ class EngineRow:
             pairs.saw(self.at, moves, size, self.table.trips, now)
 
     def heard(self, heartbeat: Heartbeat, num_received: int, now: float) -> None:
-        """Take over what it says of other routers, with how many requests of this one it has
-        received."""
+        """Apply what it says of routers. It has received this many requests of this one."""
         former, self.routers = self.routers, (heartbeat.followers, heartbeat.follower)
         if self.routers != former:
             self.table.find_homes()
@@ -390,7 +406,7 @@ class EngineRow:
         step_s = stats.seconds_stepping - last.seconds_stepping
         self.table.tokens_generated += max(steps[2], 0)
         if steps[0] > 0 and step_s > 0:
-            prompt_s = steps[1] * float(self.table.columns[_PROMPT_TOKEN, self.at])
+            prompt_s = steps[1] * self["prompt_token_s"]
             self.table.computed(min(max(prompt_s, 0.0), step_s), now)
         after = stats.kv_transfer or KVTransferStats()
         before = last.kv_transfer or after
@@ -403,20 +419,20 @@ class EngineRow:
         trip_s += after.prefix_seconds - before.prefix_seconds
         loads = (stats.adapters_loaded - last.adapters_loaded,)
         load_s = stats.seconds_loading_adapters - last.seconds_loading_adapters
-        fleet = self.table.fleet_rates
-        for told, places, own, of_all, amounts, seconds in (
-            ("told_steps", _STEP_RATES, self._steps, fleet.steps, steps, step_s),
-            ("told_trips", _TRIP_RATES, self._trips, fleet.trips, trips, trip_s),
-            ("told_adapters", _ADAPTER_RATES, self._adapters, fleet.adapters, loads, load_s),
+        for kind, amounts, seconds in (
+            ("told_steps", steps, step_s),
+            ("told_trips", trips, trip_s),
+            ("told_adapters", loads, load_s),
         ):
+            own, of_all = self._rates[kind], self.table.fleet_rates[kind]
             if amounts[0] > 0 and seconds > 0:
                 of_all.saw(amounts, seconds)
                 own.saw(amounts, seconds, of_all.rates)
             else:
                 own.saw_nothing(of_all.rates)
             if own.told:
-                self[told] = 1.0
-                self.table.columns[places, self.at] = own.rates
+                self[kind] = 1.0
+                self.table.columns[_RATES_AT[kind], self.at] = own.rates
         if stats.steps != last.steps:
             self.table.share_rates()
 
@@ -424,16 +440,5 @@ class EngineRow:
 _MIX: Final = np.uint64(0x9E3779B97F4A7C15)
 _HALF: Final = np.uint64(32)
 _PLACE_OF: Final = {name: place for place, name in enumerate(FIELDS)}
-_BLOCK_SIZE: Final = _PLACE_OF["block_size"]
-_PROMPT_TOKEN: Final = _PLACE_OF["prompt_token_s"]
-_FREE_AT: Final = _PLACE_OF["free_at"]
-_COMING: Final = _PLACE_OF["coming"]
-_UNHEARD: Final = _PLACE_OF["unheard_s"]
-_OPEN_TOKENS: Final = _PLACE_OF["open_tokens"]
-_REPORTED: Final = [
-    _PLACE_OF[name] for name in ("free_at", "rows", "coming", "free_tokens", "used_tokens")
-]
-_STEP_RATES: Final = [_PLACE_OF[name] for name in ("step_s", "prompt_token_s", "row_s")]
 _TRIP_S: Final = _PLACE_OF["trip_s"]
-_TRIP_RATES: Final = [_PLACE_OF[name] for name in ("trip_s", "trip_token_s")]
-_ADAPTER_RATES: Final = [_PLACE_OF["adapter_s"]]
+_RATES_AT: Final = {kind: [_PLACE_OF[name] for name in names] for kind, (_, names) in RATES.items()}

@@ -151,10 +151,8 @@ class HealthBook:
         ]
 
     def left_out(self, pool: Sequence[str]) -> list[str]:
-        """Return the engines that get no requests while others of their pool can take them.
-
-        pool: the keys of its usable engines.
-        """
+        """Return the engines that get no requests while others of their pool can take them. pool:
+        the keys of its usable engines."""
         known = ((key, self.engines[key]) for key in pool if key in self.engines)
         open_now = [(key, breaker) for key, breaker in known if breaker.state is not State.CLOSED]
         open_now.sort(key=lambda one: one[1].badness(), reverse=True)

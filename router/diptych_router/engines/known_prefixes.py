@@ -137,8 +137,7 @@ class PrefixIndex:
         return self.held.num_blocks + newest.num_blocks + before.num_blocks
 
     def expect(self, engines: int, hashes: Keys) -> None:
-        """Record that a prompt with these blocks, beginning with its first one, was sent to some
-        engines, as bits."""
+        """Record that a prompt with these blocks, from the first on, was sent to engines (bits)."""
         if self._expected[0].num_blocks < MAX_EXPECTED_BLOCKS and len(hashes):
             self._expected[0].add_chain(engines, hashes)
 
@@ -151,10 +150,8 @@ class PrefixIndex:
             holders.forget_engine(engine)
 
     def match(self, hashes: Keys) -> Match:
-        """Return which engines have a prompt's blocks from the first one on, without a gap.
-
-        hashes: the chained hashes of the prompt's full blocks.
-        """
+        """Return which engines have a prompt's blocks from the first one on, without a gap. hashes:
+        the chained hashes of the prompt's full blocks."""
         num_blocks = len(hashes)
         if not num_blocks:
             return Match([], [])
@@ -230,7 +227,6 @@ class _Follower:
     """What is known of one engine's messages."""
 
     place: int
-    """The engine's number in the index."""
     number: int | None = None
     """The number of the last message; None: the next message must contain everything."""
     digest: int = FIRST_DIGEST
@@ -238,7 +234,6 @@ class _Follower:
     num_in_vain: int = 0
     """Ignored messages since `number` is None; one without changes counts as many of them."""
     num_blocks: int = 0
-    """The number of blocks that it has cached."""
     adapters: Mapping[str, str] = field(default_factory=dict)
     """Name -> digest."""
 
@@ -319,8 +314,7 @@ class KnownPrefixes:
             self._free_places.append(follower.place)
 
     def expect(self, engines: Iterable[str], keys: Keys) -> None:
-        """Record that a prompt with these blocks was sent to some engines, which will
-        cache them."""
+        """Record that a prompt with these blocks was sent to engines, which will cache them."""
         places = 0
         for engine in engines:
             places |= 1 << self._follower(engine).place
@@ -331,14 +325,12 @@ class KnownPrefixes:
         follower = self._followers.get(engine)
         return NO_ADAPTERS if follower is None else follower.adapters
 
-    def num_cached(self, engines: Iterable[str], keys: Keys) -> dict[str, int]:
-        """Return how many blocks of a prompt each of these engines has, from the first one on."""
-        blocks = lengths(self.index.match(keys).soon, self.num_places)
-        found = {}
-        for engine in engines:
-            follower = self._followers.get(engine)
-            found[engine] = 0 if follower is None else int(blocks[follower.place])
-        return found
+    def num_cached(self, engine: str, keys: Keys) -> int:
+        """Return how many blocks of a prompt this engine has, from the first one on."""
+        follower = self._followers.get(engine)
+        if follower is None:
+            return 0
+        return int(lengths(self.index.match(keys).soon, self.num_places)[follower.place])
 
     @property
     def num_places(self) -> int:

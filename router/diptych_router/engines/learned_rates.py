@@ -20,8 +20,7 @@ IDLE_FADING: Final = 0.999
 """The same when one without work has come, of which there are two a second."""
 MOST_SECONDS: Final = 1e4
 MOST_TIMES: Final = 1e6
-"""Reports of more seconds, or of rates this many times as fast as expected, are ignored as
-impossible."""
+"""Reports of more seconds, or of rates so many times as fast as expected, are ignored."""
 SMALLEST_PART: Final = 1e-9
 """Prior knowledge counts at least this share of all reports, so that kinds of work which always
 occur together can be separated."""
@@ -46,10 +45,7 @@ class LearnedRates:
 
     def saw(self, amounts: Sequence[float], seconds: float, prior: Rates | None = None) -> None:
         """Learn from a report: these amounts of each kind took this long in total. Impossible
-        reports are ignored.
-
-        prior: the present expectation; None: that of the beginning.
-        """
+        reports are ignored. prior: the present expectation; None: that of the beginning."""
         prior = self._prior if prior is None else prior
         seen = np.array(amounts, np.float64)
         if not (0 < seconds <= MOST_SECONDS and seen.min() >= 0 and seen.max() > 0):

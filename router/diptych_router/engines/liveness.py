@@ -1,5 +1,4 @@
-"""Finds whether one engine hangs: a heartbeat is overdue, or its loop runs but makes no step. The
-caller passes the time."""
+"""Finds whether an engine hangs: a heartbeat is overdue, or no step is made. It knows no clock."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ class Liveness:
         return self.silent or was_in_call or self.in_call
 
     def look(self, now: float) -> float:
-        """Look whether a heartbeat is overdue. Returns the seconds until the next look, if the
-        engine has ever sent one."""
+        """Look whether a heartbeat is overdue. Returns the seconds until the next look."""
         stood_still = stood_still_s(self._next_look, now)
         self._pulse.excuse_seconds(stood_still, now)
         if now < self._due:

@@ -25,8 +25,7 @@ PRIOR_MOVES: Final = 8.0
 FADING: Final = 0.998
 """How much the moves between engines of the same nearness count when another one has come."""
 FADING_S: Final = 600.0
-"""The moves of a pair count 1/e after this long, so that a pair that was slow for a while is tried
-again."""
+"""The moves of a pair count 1/e after this long, so that a pair that was slow is tried again."""
 SHORTEST_S: Final = 1e-12
 MOST_TOKENS: Final = 1e8
 MOST_SECONDS: Final = 1e4
@@ -37,8 +36,7 @@ a single one that hung does not decide."""
 
 
 class Nearness(IntEnum):
-    """The nearest first. UNKNOWN: the zone of one of them is not known, and perhaps
-    not the node."""
+    """The nearest first. UNKNOWN: the zone of one is not known, and perhaps not the node."""
 
     NODE = 0
     ZONE = 1
@@ -46,8 +44,6 @@ class Nearness(IntEnum):
     APART = 3
 
 
-ROOM: Final = 64
-"""The arrays grow by this many engines at once."""
 _ALL: Final = slice(None)
 WORDS: Final = ("same node", "same zone", "", "other zone")
 """Names by nearness."""
@@ -112,17 +108,14 @@ class Ways(NamedTuple):
 
 class PairRates:
     """Senders are the prefill engines, receivers the decode engines, in the order of their tables.
-
-    The arrays take 21 bytes for each pair: 5 MB with 500 engines in each pool. They have room for
-    a few more engines.
-    """
+    The arrays take 21 bytes for each pair: 5 MB with 500 engines in each pool."""
 
     def __init__(self) -> None:
         self.learned = False
         """Some move has taught something."""
         self.placed = False
         """Some pair is known to be near or apart."""
-        self._near: Nearnesses = np.zeros((0, 0), np.int8)
+        self.near: Nearnesses = np.zeros((0, 0), np.int8)
         """[receivers, senders] A `Nearness`."""
         self._token_s: Floats = np.zeros((0, 0))
         """[receivers, senders] Seconds that a token of KV takes; only if `learned`."""
@@ -145,22 +138,16 @@ class PairRates:
         else:
             self._receivers.append(NOWHERE)
             self._faded_at.append(0.0)
-        more = [
-            ROOM if needed > there else 0
-            for needed, there in zip(self.shape, self._near.shape, strict=True)
-        ]
-        if any(more):
-            rows, columns = (0, more[0]), (0, more[1])
-            self._near = np.pad(
-                self._near, (rows, columns), constant_values=np.int8(Nearness.UNKNOWN)
-            )
-            self._token_s = np.pad(self._token_s, (rows, columns))
-            self._moved = np.pad(self._moved, (rows, (0, 0), columns))
+        row, column = ((0, 0), (0, 1)) if sends else ((0, 1), (0, 0))
+        unknown = np.int8(Nearness.UNKNOWN)
+        self.near = np.pad(self.near, (row, column), constant_values=unknown)
+        self._token_s = np.pad(self._token_s, (row, column))
+        self._moved = np.pad(self._moved, (row, (0, 0), column))
 
     def remove(self, at: int, *, sends: bool) -> None:
         """Remove a sender or receiver; those after it move up."""
         axis = 1 if sends else 0
-        self._near = np.delete(self._near, at, axis)
+        self.near = np.delete(self.near, at, axis)
         self._token_s = np.delete(self._token_s, at, axis)
         self._moved = np.delete(self._moved, at, 2 * axis)
         if sends:
@@ -171,37 +158,25 @@ class PairRates:
 
     def is_at(self, at: int, name: str, location: Location, trips: Floats, *, sends: bool) -> None:
         """Record which engine answers. What was known of another engine, or at another place, is
-        dropped.
-
-        name: its `engine_id`. trips: see `saw`.
-        """
+        dropped. name: its `engine_id`. trips: see `saw`."""
         receivers, senders = (_ALL, slice(at, at + 1)) if sends else (slice(at, at + 1), _ALL)
         if sends:
             changed = self._senders[at] != (name, location)
             self._senders[at] = _Sender(name, location)
             self._name_senders()
-            self._near[: len(self._receivers), at] = [
-                nearness(location, x) for x in self._receivers
-            ]
+            self.near[:, at] = [nearness(location, x) for x in self._receivers]
         else:
             changed = self._receivers[at] != location
             self._receivers[at] = location
-            self._near[at, : len(self._senders)] = [
-                nearness(location, x.location) for x in self._senders
-            ]
+            self.near[at] = [nearness(location, x.location) for x in self._senders]
         if changed:
             self._moved[receivers, :, senders] = 0
-        self.placed = bool((self._near != Nearness.UNKNOWN).any())
+        self.placed = bool((self.near != Nearness.UNKNOWN).any())
         if self.learned:
             self._estimate(receivers, senders, trips)
 
     def location(self, at: int, *, sends: bool) -> Location:
         return self._senders[at].location if sends else self._receivers[at]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Number of receivers, and of senders."""
-        return len(self._receivers), len(self._senders)
 
     def _name_senders(self) -> None:
         self._sender_of = {x.name: at for at, x in enumerate(self._senders) if x.name}
@@ -215,21 +190,17 @@ class PairRates:
         lacking: [receivers] Tokens to hand over. usual: [receivers] Seconds for a token, whichever
         engine sends, as in the costs of receivers.
         """
-        receivers, senders = self.shape
-        token_s = self._token_s[:receivers, :senders] if self.learned else None
-        return Ways(self._near[:receivers, :senders], token_s, lacking, usual)
+        return Ways(self.near, self._token_s if self.learned else None, lacking, usual)
 
     # --- what moves teach ---------------------------------------------------------------------
 
     def saw(
         self, receiver: int, moves: Sequence[Move], block_size: float, trips: Floats, now: float
     ) -> None:
-        """Learn from a receiver's report of moves. Impossible moves are ignored.
-
-        trips: [2, receivers] Seconds of a move, and of a token in it, whichever engine sends.
-        """
+        """Learn from a receiver's report of moves. Impossible moves are ignored. trips: [2,
+        receivers] Seconds of a move, and of a token in it, whichever engine sends."""
         trip_s, token_s = trips[:, receiver].tolist()
-        moved, near = self._moved[receiver], self._near[receiver]
+        moved, near = self._moved[receiver], self.near[receiver]
         idle_s = max(0.0, now - self._faded_at[receiver])
         self._faded_at[receiver] = now
         moved *= math.exp(-idle_s / FADING_S)
@@ -254,12 +225,11 @@ class PairRates:
 
     def _estimate(self, receivers: slice, senders: slice, trips: Floats) -> None:
         """The rates to some receivers from some senders."""
-        number = len(self._receivers)
         trip_s, token_s = trips[:, receivers, np.newaxis]
-        near = self._near[:number][receivers, senders]
+        near = self.near[receivers, senders]
         expected = _shrunk(self._moved_by_nearness.take(near, 1), trip_s, token_s)
-        own = self._moved[:number][receivers, :, senders].swapaxes(0, 1)
-        self._token_s[:number][receivers, senders] = _shrunk(own, trip_s, expected)
+        own = self._moved[receivers, :, senders].swapaxes(0, 1)
+        self._token_s[receivers, senders] = _shrunk(own, trip_s, expected)
 
 
 def _shrunk(moved: NDArray[np.floating], trip_s: Floats, token_s: Floats) -> Floats:

@@ -19,13 +19,11 @@ from diptych_frontend.core_client.heartbeat_timer import MAX_FOLLOWERS
 FADING_S: Final = 10.0
 """What was received this long ago counts 1/e of what is received now."""
 MOST_OTHERS: Final = 4.0
-"""Requests of another router for each one of this router's, at most: its own are few then, and say
-little."""
+"""The most requests of another router for each of this one's: few of its own say little."""
 
 
 class RouterShare:
-    """Which of the routers this one is, and how many requests the others send, by what the engines
-    of a pool say."""
+    """Which of the routers this is, and how much the others send, by what engines of a pool say."""
 
     def __init__(self) -> None:
         self.number, self.count = 0, 1
@@ -35,9 +33,8 @@ class RouterShare:
         self._at = 0.0
 
     def told(self, words: Iterable[tuple[int, int]]) -> None:
-        """Take over how many routers there are, and which one this is, by the last words of
-        engines. The one that knows of most is right: the others have not heard of all yet, or are
-        of a version that counts none."""
+        """Learn how many routers there are, and which one this is. The engine that knows of most is
+        right: others have not heard of all yet, or their version counts none."""
         count, number = max(words, default=(1, 0))
         self.count = min(max(count, 1), MAX_FOLLOWERS)
         self.number = min(max(number, 0), self.count - 1)

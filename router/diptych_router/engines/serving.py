@@ -21,8 +21,7 @@ MAX_BYTES = 64 << 10
 
 
 class Serving(msgspec.Struct, frozen=True):
-    """The operator's decision. Unknown fields are ignored, because a newer operator
-    may add some."""
+    """The operator's decision. Unknown fields are ignored: a newer operator may add some."""
 
     revisions: list[str] = []
     """Revisions that get new requests; empty means all."""
@@ -38,10 +37,8 @@ ALL_REQUESTS: Final = 100
 
 
 class RevisionShare:
-    """Gives a revision its share of new requests, and counts how they go.
-
-    The share is exact: after any number of requests it is less than one request away.
-    """
+    """Gives a revision its share of new requests, and counts how they go. The share is exact: after
+    any number of requests it is less than one request away."""
 
     def __init__(self, serving: Serving) -> None:
         self.revision, self.weight = serving.canary, serving.weight
@@ -76,7 +73,8 @@ class ServingFile:
     def __init__(self, path: Path | None) -> None:
         """None: there is no such file, and every revision may serve."""
         self._path = path
-        self._seen: bytes | None = None
+        self._complaint = ""
+        """Why the content is not what `serving` is."""
         self.serving = Serving()
 
     def refresh(self) -> bool:
@@ -86,30 +84,15 @@ class ServingFile:
         """
         if self._path is None:
             return False
-        content = self._read(self._path)
-        if content == self._seen:
-            return False
-        self._seen = content
-        before = self.serving
+        before, complaint = self.serving, ""
         try:
-            self.serving = self._parse(content)
-        except (ValueError, *UNREADABLE) as exc:
-            log.error("%s is malformed, so what it said before stays: %s", self._path, exc)
-        return self.serving != before
-
-    def _read(self, path: Path) -> bytes | None:
-        try:
-            with path.open("rb") as file:
-                return file.read(MAX_BYTES + 1)
+            with self._path.open("rb") as file:  # one that is cut off is no JSON
+                self.serving = msgspec.json.decode(file.read(MAX_BYTES), type=Serving)
         except FileNotFoundError:
-            return None
-        except OSError as exc:
-            log.warning("cannot read %s: %s", path, exc)
-            return self._seen
-
-    def _parse(self, content: bytes | None) -> Serving:
-        if content is None:
-            return Serving()
-        if len(content) > MAX_BYTES:
-            raise ValueError(f"more than {MAX_BYTES} bytes")
-        return msgspec.json.decode(content, type=Serving)
+            self.serving = Serving()
+        except (OSError, *UNREADABLE) as exc:
+            complaint = f"{self._path} is malformed, so what it said before stays: {exc}"
+        if complaint and complaint != self._complaint:
+            log.error("%s", complaint)
+        self._complaint = complaint
+        return self.serving != before

@@ -86,10 +86,8 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def read_config(args: argparse.Namespace) -> RouterConfig:
-    """The file that --config names, with the settings that the command line gives besides.
-
-    Raises `InvalidRequestError`, naming the field, for a value out of its range.
-    """
+    """The file that --config names, with the settings that the command line gives besides. Raises
+    `InvalidRequestError`, naming the field, for a value out of its range."""
     config = config_in(args.config, RouterConfig)
     given = {name: getattr(args, name) for name in RouterSettings.__struct_fields__ if name in args}
     config = msgspec.structs.replace(config, **given)

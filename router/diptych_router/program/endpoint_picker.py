@@ -29,12 +29,7 @@ from diptych_frontend.app import MAX_BODY_BYTES
 from diptych_frontend.openai.errors import OPENAI, error_answer
 from diptych_protocol import EngineOverloadedError
 from diptych_router.program.ext_proc import BODY_MODES, MESSAGES, OVERWRITE_IF_EXISTS_OR_ADD
-from diptych_router.program.picker_process import (
-    LAST_STREAMS_S,
-    READY,
-    RouterState,
-    bracketed,
-)
+from diptych_router.program.picker_process import LAST_STREAMS_S, READY, RouterState, bracketed
 from diptych_router.requests.pool_client import MAX_OPEN_REQUESTS
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -49,10 +44,8 @@ gateways that do not say theirs, the picker sends it back."""
 
 
 def pick(own: str, standing: RouterState, allowed: Sequence[str] | None, turn: int) -> str:
-    """Return the `ip:port` that a request should go to; empty if it can go nowhere.
-
-    allowed: those that the gateway names; None: it names none. Others than `own` take turns.
-    """
+    """Return the `ip:port` that a request should go to; empty if it can go nowhere. allowed: those
+    that the gateway names; None: it names none. Others than `own` take turns."""
     may_be_own = (allowed is None or own in allowed) and not standing.refusal
     others = [endpoint for endpoint in allowed or () if endpoint != own]
     if others and not (may_be_own and not standing.leaving):
@@ -173,8 +166,7 @@ class EndpointPicker:
 
 
 async def serve(own: str, host: str, port: int) -> None:
-    """Answer gateways at this address until standard input ends. Exits with a message if the port
-    is not free."""
+    """Answer gateways until standard input ends. Exits with a message if the port is not free."""
     told = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(told)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)

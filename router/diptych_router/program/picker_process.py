@@ -60,10 +60,8 @@ def bracketed(host: str) -> str:
 
 @asynccontextmanager
 async def picking(client: PoolClient, own: str, host: str, port: int) -> AsyncIterator[None]:
-    """Answer gateways at this address while the block lasts.
-
-    own: where they reach this router's API. Exits with a message if the port is not free.
-    """
+    """Answer gateways at this address while the block lasts. own: where they reach this router's
+    API. Exits with a message if the port is not free."""
     picker = _Picker(client, own, host, port)
     if not await picker.start():
         raise SystemExit("the endpoint picker does not start")

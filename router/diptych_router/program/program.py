@@ -75,10 +75,7 @@ async def started(config: RouterConfig, args: argparse.Namespace) -> AsyncIterat
     metrics = ServerMetrics(client.model_name, client.stats_by_engine)
     metrics.registry.register(RouterMetrics(client))
     explanations = Explanations(
-        client.table.records,
-        client.name_of,
-        policy=config.policy,
-        disaggregate=config.disaggregate,
+        client.table.records, client.name_of, policy=config.policy, disaggregate=config.disaggregate
     )
     page = _page(client, explanations) if config.ui else None
     batches = _batches(config, args, client, metrics, keys)
@@ -155,9 +152,7 @@ def _quotas(
 
 def start_router_tracer(config: RouterConfig) -> RouterTracer | None:
     """Return what makes spans of a router's requests, if the configuration names an endpoint.
-
-    Raises as `start_sender`.
-    """
+    Raises as `start_sender`."""
     sender = start_sender(config.otlp_traces_endpoint)
     if sender is None:
         return None

@@ -101,11 +101,8 @@ class Attempts:
     def begin(
         self, routed: RoutedRequest, now: float, before: str = "", decision: Decision | None = None
     ) -> list[Action]:
-        """Start an attempt with what is known so far, or wait until that is possible.
-
-        before: what went wrong with the previous attempt. decision: the engines, if they are
-        already chosen.
-        """
+        """Start an attempt with what is known so far, or wait until that is possible. before: what
+        went wrong with the previous attempt. decision: the engines, if they are already chosen."""
         if routed.record.num_attempts == 0 and self._placements.accounts.several:
             routed.crowded = self._placements.is_crowded(routed.account.tenant)
             if routed.crowded:
@@ -169,10 +166,8 @@ class Attempts:
         return [Add(decode.key, routed.aggregated_request(source))]
 
     def _source_of(self, decision: Decision, computing: EngineAccount) -> KVTransferParams | None:
-        """Who the engine that computes the prompt may ask for a prefix; None: nobody.
-
-        The router has no part in what follows: the two engines make the lease between them.
-        """
+        """Who the engine that computes the prompt may ask for a prefix; None: nobody. The router
+        has no part in what follows: the two engines make the lease between them."""
         if decision.fetch is None or decision.fetch_tokens <= 0:
             return None
         holder = self._fleet.get(decision.fetch)
@@ -289,12 +284,7 @@ class Attempts:
         return [*self.end(routed, outcome, now, *why), Fail(routed.request_id, error)]
 
     def end(
-        self,
-        routed: RoutedRequest,
-        outcome: str,
-        now: float,
-        error: str = "",
-        error_type: str = "",
+        self, routed: RoutedRequest, outcome: str, now: float, error: str = "", error_type: str = ""
     ) -> list[Action]:
         del self._requests[routed.request_id]
         self._held.release(routed.request_id)
@@ -320,10 +310,8 @@ def _unannounce(routed: RoutedRequest) -> list[Action]:
 def patience_s(
     terms: Mapping[str, float], prompt_tokens: int, least_s: float = LEAST_PATIENCE_S
 ) -> float:
-    """Return seconds for each engine of an attempt.
-
-    terms: `Decision.terms`. prompt_tokens: of the request.
-    """
+    """Return seconds for each engine of an attempt. terms: `Decision.terms`. prompt_tokens: of the
+    request."""
     if "compute_s" in terms:
         expected = 0.0
         for name in BEFORE_TOKEN:

@@ -46,8 +46,7 @@ class Placements:
         self.num_engines = 1
         """Engines that decode."""
         self.by_core_id: dict[str, RoutedRequest] = {}
-        """By the id under which an engine has it now; whoever has sent its last output about a
-        request is not in it."""
+        """By the id under which an engine has it, until that engine has sent its last output."""
         self.charges: dict[str, Charge] = {}
         """By the request's own id."""
         self._num_placed = defaultdict[str, int](int)
@@ -68,8 +67,7 @@ class Placements:
         now: float,
         planned: EngineAccount | None = None,
     ) -> None:
-        """Charge a request to an engine's account, and to that of the engine that
-        takes over later."""
+        """Charge a request to an engine, and to the engine that is planned to take it over."""
         self._num_placed[routed.account.tenant] += 1
         self.leave(routed)
         tokens = routed.prompt_tokens + len(routed.generated)
@@ -99,8 +97,7 @@ class Placements:
         routed.engine = ""
 
     def is_crowded(self, tenant: str) -> bool:
-        """Whether a tenant has too many requests at the engines while another tenant has requests
-        here."""
+        """Whether a tenant has too many requests at the engines while others have any here."""
         if self._num_placed.get(tenant, 0) < MAX_PLACED * max(1, self.num_engines):
             return False
         return self.accounts.others_than(tenant)
@@ -111,8 +108,7 @@ class Placements:
 
 
 class HeldRequests:
-    """Waiting requests by urgency: priority, then deadline. The turn of a tenant depends on how
-    much it was served."""
+    """Waiting requests by urgency: priority, then deadline. Who was served least is next."""
 
     def __init__(self, hold_seconds: float, max_held: int, tenants: FairShare) -> None:
         self.hold_seconds = hold_seconds
@@ -227,8 +223,7 @@ class Siblings:
     def take_ready(
         self, requests: Mapping[str, RoutedRequest]
     ) -> list[tuple[RoutedRequest, RoutedRequest]]:
-        """Return the requests that need not wait any longer, each with the first one, of all open
-        requests."""
+        """Return those of the open requests that need not wait any longer, with their first one."""
         ready = []
         for name, (leader, followers) in list(self.followers.items()):
             open_still = requests.get(name) is leader

@@ -95,7 +95,6 @@ class PoolClient(AsyncEngine, WithoutControl):
         self._lacks: tuple[Lack, ...] = ()
         """What the engines cannot do, as those have said that were usable last."""
         self._block_sizes: frozenset[int] = frozenset()
-        """The sizes of their blocks."""
         self._cache_per_key = config.cache_per_key
         self.table = RequestTable(
             self.pools,
@@ -198,8 +197,7 @@ class PoolClient(AsyncEngine, WithoutControl):
         return request
 
     def _salted(self, request: EngineCoreRequest) -> EngineCoreRequest:
-        """The request as engines get it: with a salt that says whose it is, if nobody else may find
-        its blocks."""
+        """The request for engines: salted by its tenant, if nobody else may find its blocks."""
         if not (self._cache_per_key and request.tenant):
             return request
         salt = salt_of_tenant(request.tenant, request.cache_salt)

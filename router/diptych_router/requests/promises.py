@@ -73,8 +73,7 @@ Promise = Literal["first_token", "inter_token"]
 Outcome = Literal["kept", "missed", "refused"]
 
 MOST_RETRY_S: Final = 60
-"""The longest time after which a client is told to come back, because everything may be different
-by then."""
+"""The longest time after which a client is told to come back: all may be different then."""
 SLOT_S: Final = RECENT_S / 12
 """Events within this many seconds are dropped together."""
 
@@ -85,8 +84,7 @@ class Kind(NamedTuple):
     """The kinds of counts."""
 
     pool: Role
-    """The pool that computed, or was to compute: the prompt for a first token, the later tokens
-    otherwise."""
+    """The pool that computed, or was to: the prompt for a first token, else the later tokens."""
     promise: Promise
     outcome: Outcome
 
@@ -129,8 +127,7 @@ class Promises:
     def refusal(
         self, record: RequestRecord, first: FirstToken, now: float
     ) -> EngineOverloadedError | None:
-        """Return the error for a request that arrives now and would miss its deadline; None to
-        serve it."""
+        """Return the error for a new request that would miss its deadline; None to serve it."""
         if self._caution is None or record.prefill_only:
             return None
         late_s = self._caution.late_s(first)
@@ -178,10 +175,8 @@ class Promises:
             self._count(Kind("decode", "inter_token", "kept" if kept else "missed"), now)
 
     def saw_failure(self, record: RequestRecord, now: float, *, of_load: bool) -> None:
-        """Record that an accepted request ended with an error.
-
-        of_load: because the engines had too much to do.
-        """
+        """Record that an accepted request ended with an error. of_load: because the engines had too
+        much to do."""
         if record.first_token_s is not None:
             if self._inter_token_s is not None:
                 self._count(Kind("decode", "inter_token", "missed"), now, of_load=of_load)

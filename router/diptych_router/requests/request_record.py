@@ -43,8 +43,7 @@ class Placement:
     )  # fmt: skip
 
     def __init__(self, core_id: str, engine: str, name: str, sent_s: float) -> None:
-        """core_id: the engine's id of the request. engine: a key. name: the engine's name for
-        people."""
+        """core_id: the engine's id of the request. engine: its key. name: its name for people."""
         self.core_id, self.engine, self.name, self.sent_s = core_id, engine, name, sent_s
         self.first_word_s: float | None = None
         self.cached_tokens = self.pinned_tokens = self.received_tokens = 0
@@ -129,8 +128,7 @@ class Setback(enum.Enum):
     LOSS = enum.auto()
     """The engine vanished, gave the request up, or could not take it over."""
     FULL = enum.auto()
-    """The engine has no room for it now. Another may have; if none has, the client has to come back
-    later."""
+    """The engine has no room for it now. If none has, the client has to come back later."""
     LATE = enum.auto()
     """The engine missed the deadline of its first token."""
     MOVE = enum.auto()
@@ -220,8 +218,7 @@ class Attempt:
 
     @property
     def hand_off_expected_s(self) -> float | None:
-        """The expected seconds, including the next step of decode; None without a hand-off, or if
-        the policy gives none."""
+        """The expected seconds, with the next step of decode; None if that is not predicted."""
         terms = self.decision.terms
         if "transfer_s" not in terms or self.output_tokens <= 0:
             return None
@@ -288,9 +285,7 @@ class RequestRecord:
 
     def brought(self, output: EngineCoreOutput, now_s: float, predictions: Predictions) -> bool:
         """Record an output of the engine in charge; True if it has the request's first token.
-
-        predictions: compared with the first output of each engine.
-        """
+        predictions: compared with the first output of each engine."""
         placement, num_tokens = self.placement, len(output.new_token_ids)
         if placement is not None:
             if placement.first_word_s is None:

@@ -81,11 +81,8 @@ class _Turn:
 
 
 class RequestTable:
-    """Every request from `submit` to its end.
-
-    It decides which requests an event concerns, and how. `Attempts` takes the steps of each, and
-    `Placements` knows which engine has it.
-    """
+    """Every request from `submit` to its end. It decides which requests an event concerns, and how.
+    `Attempts` takes the steps of each, and `Placements` knows which engine has it."""
 
     def __init__(
         self,
@@ -169,8 +166,7 @@ class RequestTable:
     def withdraw(
         self, request_ids: Iterable[str], now: float, outcome: str = "abort"
     ) -> Sequence[Action]:
-        """End requests that nobody wants any more, or that have ended before their engines knew.
-        Unknown ids are ignored."""
+        """End requests that nobody wants, or that have ended already. Unknown ids are ignored."""
         actions: list[Action] = []
         by_engine: dict[str, list[str]] = {}
         for request_id in request_ids:
@@ -315,8 +311,7 @@ class RequestTable:
         return self._and_followers(actions, now)
 
     def give_up_late(self, now: float) -> Sequence[Action]:
-        """Retry requests elsewhere whose engines are late with a token. Call it about
-        every second."""
+        """Retry elsewhere what engines are late with. Call it about every second."""
         actions: list[Action] = []
         for routed in self._placements.late(now):
             engine, routed.first_token_by = routed.engine, math.inf
@@ -370,8 +365,7 @@ class RequestTable:
         return self._and_followers(actions, now)
 
     def _move_streams(self) -> list[Action]:
-        """Ask engines that leave the pool to hand off what they decode, if somebody can take it
-        over."""
+        """Ask engines that leave the pool to hand off their streams, if others can take them."""
         actions: list[Action] = []
         for engine in self._fleet.draining():
             if self._fleet.successor(engine.fingerprint) is None:

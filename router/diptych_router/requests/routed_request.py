@@ -71,9 +71,7 @@ class RoutedRequest:
     original: EngineCoreRequest
     max_model_len: int
     record: RequestRecord
-    """What has happened to it, for reports."""
     namer: BlockNamer
-    """Names its blocks."""
     request_id: str = field(init=False)
     core_id: str = field(init=False)
     """The id for engines. Each placement has an id of its own, so that late outputs of an earlier
@@ -109,17 +107,14 @@ class RoutedRequest:
     lease: dict[str, Any] | None = None
     """kv_transfer_params of a lease that no decode engine has read yet."""
     announced: Announcement | None = None
-    """The announcement of its next placement. If that placement is at the announced engine, it will
-    have the announced id."""
+    """The announcement of its next placement, which has the announced id if it goes there."""
     moving: bool = False
     """Whether its engine was asked to hand it off."""
     full: set[str] = field(default_factory=set)
     """Keys of the engines that had no room for it since its last progress."""
     account: Account = field(default_factory=Account)
-    """The account of its tenant."""
     crowded: bool = False
-    """Whether it waits because its tenant has many requests at the engines, and others need them
-    too."""
+    """Whether it waits because its tenant has many requests at engines that others need too."""
     usual_output: float = 0.0
     """The average number of tokens in an answer."""
     _hashed: dict[BlockNaming, Keys] = field(default_factory=dict)
@@ -205,8 +200,7 @@ class RoutedRequest:
         return self.full | self.suspects.keys() if self.suspects else self.full
 
     def suspect(self) -> None:
-        """Record that the present engine failed. If that was a hand-off, both sides
-        are suspects."""
+        """Record that the present engine failed. Of a hand-off both sides are suspects."""
         self.suspects[self.engine] = self.stage
         if self.stage is Stage.DECODE and self.lease is not None and self.prefill_engine:
             self.suspects[self.prefill_engine] = self.stage
@@ -277,8 +271,7 @@ class RoutedRequest:
         return self.announced is not None and self.announced.engine == engine
 
     def withdraw_announcement(self) -> Announcement | None:
-        """Withdraw the announced placement. Returns the announcement; its id cannot
-        be used again."""
+        """Withdraw the announced placement, and return it; its id cannot be used again."""
         announced, self.announced = self.announced, None
         if announced is not None:
             self.placements += 1
@@ -286,13 +279,11 @@ class RoutedRequest:
         return announced
 
     def decode_request(self) -> EngineCoreRequest:
-        """Return the request for the decode engine: take the KV over and continue after the tokens
-        that the user has."""
+        """Return the request for the decode engine: take the KV over, and continue."""
         return self._with(self.lease)
 
     def aggregated_request(self, source: KVTransferParams | None = None) -> EngineCoreRequest:
-        """Return the request for one engine that does everything. source: the engine that may have
-        the KV of a prefix."""
+        """Return the request for one engine that does everything. source: as `prefill_request`."""
         return self._with(None, source)
 
     def _with(

@@ -41,8 +41,7 @@ class EngineAccount(Protocol):
 
     @property
     def lends(self) -> KVTransferParams | None:
-        """The common part of all its leases; None if it lends nothing, or does not
-        report it now."""
+        """The common part of all its leases; None if it lends nothing, or is not up."""
 
 
 class Fleet(Protocol):
@@ -53,16 +52,13 @@ class Fleet(Protocol):
         """Whether this engine may get new requests, and does not hang."""
 
     def choose(self, request: RequestView, full: Collection[str] = ()) -> Decision | None:
-        """Return the engines for a new attempt, without those of `full`; None if there are none
-        now."""
+        """Return the engines for a new attempt, none of `full`; None if there are none now."""
 
     def first_token(self, request: RequestView, decision: Decision) -> FirstToken | None:
-        """Return when the first token is expected after this choice; None if too
-        little is known."""
+        """Return when the first token is expected then; None if too little is known."""
 
     def went_well(self, *keys: str) -> None:
-        """Record that these engines have done their parts of a request. Empty keys
-        mean no engine."""
+        """Record that engines have done their parts of a request. Empty keys mean none."""
 
     def went_badly(self, key: str, failure: Failure) -> None:
         """Record that this engine failed at a request and is at fault."""
@@ -85,11 +81,8 @@ class Fleet(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Send a request to an engine. If that fails, call `RequestTable.not_sent`.
-
-    Do so only if it is in `RequestTable.placed`: an action before this one may have shown that the
-    engine is gone.
-    """
+    """Send a request to an engine. If that fails, call `RequestTable.not_sent`. Do so only if it is
+    in `RequestTable.placed`: an action before this one may have shown that the engine is gone."""
 
     engine: str
     request: EngineCoreRequest
@@ -97,9 +90,8 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Tell a decode engine which request it will get when prefill is done, so that it can connect
-    and reserve blocks. It has no answer and may be lost. `Abort` withdraws it, and must not
-    overtake it."""
+    """Tell a decode engine which request it will get after prefill, so that it can connect and
+    reserve blocks. It may be lost. `Abort` withdraws it, and must not overtake it."""
 
     engine: str
     request: EngineCoreRequest
@@ -107,8 +99,7 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End placements and announcements at an engine. If the engine is gone, they have ended with
-    it."""
+    """End placements and announcements at an engine. If it is gone, they have ended with it."""
 
     engine: str
     core_ids: list[str]

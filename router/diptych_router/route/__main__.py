@@ -68,16 +68,9 @@ async def routing(
         app = KeyGate(app, keys)
     rules = BrowserRules(frozenset(config.allowed_hosts))
     app = BrowserGate(app, rules, any_host=keys is not None)
+    app = Boundary(app, on_answer=metrics.count_answer, dialects={"/v1/messages": ANTHROPIC})
     try:
-        yield (
-            Boundary(
-                app,
-                on_answer=metrics.count_answer,
-                dialects={"/v1/messages": ANTHROPIC},
-            ),
-            proxy,
-            metrics,
-        )
+        yield app, proxy, metrics
     finally:
         await proxy.close()
 

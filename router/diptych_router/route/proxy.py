@@ -309,8 +309,7 @@ async def _beginning(answer: aiohttp.ClientResponse) -> bytes:
 async def _pass_on(
     answer: aiohttp.ClientResponse, part: bytes, exchange: Exchange, send: Send
 ) -> None:
-    """Send the answer as it comes. Its head waits for the first `part` of its body: until then
-    another service can answer."""
+    """Send the answer as it comes. Its head has waited for the first `part` of its body."""
     exchange.is_event_stream = answer.content_type == "text/event-stream"
     headers = _answered(answer)
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})

@@ -38,10 +38,7 @@ def request_routes(known: Explanations) -> list[BaseRoute]:
     async def why(request: Request) -> Response:
         return report(_explained(known, request.path_params["request_id"]))
 
-    return [
-        Route("/admin/requests", newest),
-        Route("/admin/requests/{request_id:path}/why", why),
-    ]
+    return [Route("/admin/requests", newest), Route("/admin/requests/{request_id:path}/why", why)]
 
 
 def _explained(known: Explanations, request_id: str) -> Explanation:

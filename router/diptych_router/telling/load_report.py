@@ -8,15 +8,17 @@ from typing import Final
 
 import numpy as np
 
-from diptych_protocol import EngineDescription
 from diptych_protocol.admin import LoadReport, PastRequest, PoolLoad
 from diptych_protocol.wire import time_of_day
-from diptych_router.engines.engine_table import Role
 from diptych_router.requests.pool_client import PoolClient
 from diptych_router.requests.request_record import RequestRecord
 from diptych_router.telling.explanations import Explanations
 
-RATES: Final = ("step_s", "prompt_token_s", "row_s", "trip_s", "trip_token_s")
+RATES: Final = {
+    "step_s": "step_s", "prompt_token_s": "prompt_token_s", "row_s": "row_s",
+    "move_s": "trip_s", "move_token_s": "trip_token_s",
+}  # fmt: skip
+"""Field of `PoolLoad` -> column of `EngineTable`."""
 
 
 def load_report(client: PoolClient, settings: Explanations) -> LoadReport:
@@ -57,20 +59,14 @@ def _pools(client: PoolClient) -> Iterator[PoolLoad]:
         described = [link.description for link in links if link.description is not None]
         places = [row.at for row in table.rows if row["told_steps"]]
         if described and places:
-            columns = {name: float(np.median(table.column[name][places])) for name in RATES}
-            yield _pool(role, described, columns)
-
-
-def _pool(role: Role, engines: list[EngineDescription], rates: dict[str, float]) -> PoolLoad:
-    return PoolLoad(
-        role=role,
-        engines=len(engines),
-        step_s=rates["step_s"],
-        prompt_token_s=rates["prompt_token_s"],
-        row_s=rates["row_s"],
-        move_s=rates["trip_s"],
-        move_token_s=rates["trip_token_s"],
-        num_blocks=min(engine.num_blocks for engine in engines),
-        block_size=engines[0].block_size,
-        max_num_seqs=min(engine.max_num_seqs for engine in engines),
-    )
+            yield PoolLoad(
+                role=role,
+                engines=len(described),
+                num_blocks=min(engine.num_blocks for engine in described),
+                block_size=described[0].block_size,
+                max_num_seqs=min(engine.max_num_seqs for engine in described),
+                **{
+                    name: float(np.median(table.column[column][places]))
+                    for name, column in RATES.items()
+                },
+            )

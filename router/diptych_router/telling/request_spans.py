@@ -78,10 +78,8 @@ def request_attributes(request: EngineCoreRequest, model_name: str) -> dict[str,
 def spans_of(
     record: RequestRecord, arrived_s: float, attributes: Mapping[str, Value]
 ) -> Iterator[SpanFacts]:
-    """Return all spans of a request that has ended, parents first.
-
-    arrived_s: when the router's API received it. attributes: see `request_attributes`.
-    """
+    """Return all spans of a request that has ended, parents first. arrived_s: when the router's API
+    received it. attributes: see `request_attributes`."""
     over = _End(record.ended_s or record.began_s, record.error, record.error_type)
     yield _of_request(record, over, arrived_s, attributes)
     for number, (asked_s, because, attempt) in enumerate(record.tries(), start=1):

@@ -41,11 +41,6 @@ MAX_ENGINES = 1024
 EPOCH_NS = int(time_of_day(0.0) * 1e9)
 """The time of day at which the router's clock showed 0."""
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
-KINDS = {
-    "server": SpanKind.SERVER,
-    "client": SpanKind.CLIENT,
-    "internal": SpanKind.INTERNAL,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +122,7 @@ class RouterTracer:
             self._engine(facts.engine) if facts.engine else self._own,
             facts.attributes,
             [Event(name, timestamp=_to_ns(time_s)) for name, time_s in facts.events],
-            kind=KINDS[facts.kind],
+            kind=SpanKind[facts.kind.upper()],
             status=Status(StatusCode.ERROR, facts.error) if facts.error else Status(),
             start_time=_to_ns(facts.began_s),
             end_time=_to_ns(facts.ended_s),

@@ -82,7 +82,7 @@ class World:
 
     def known_of(self, name: str) -> list[bytes]:
         blocks = [keys_of([block]) for block in BLOCKS]
-        found = (self.known.num_cached([name], key)[name] for key in blocks)
+        found = (self.known.num_cached(name, key) for key in blocks)
         return [block for block, held in zip(BLOCKS, found, strict=True) if held]
 
 

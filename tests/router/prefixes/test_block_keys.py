@@ -46,7 +46,7 @@ class Engine:
         size = self.core.description.block_size
         digest = self.known.adapters("engine").get(view.adapter, "")
         assert view.keys is not None
-        return self.known.num_cached(["engine"], view.keys(BlockNaming(size, digest)))["engine"]
+        return self.known.num_cached("engine", view.keys(BlockNaming(size, digest)))
 
 
 def asked(name: str, prompt: list[int] = PROMPT, **fields: Any) -> EngineCoreRequest:

@@ -23,8 +23,7 @@ Most of an answer's cost is the same everywhere, so less is left to chance there
 
 
 class PrefixAware:
-    """An engine's cost is in seconds: those of this request, and those that others wait because of
-    it."""
+    """An engine's cost is in seconds: this request's, and those for which others wait for it."""
 
     reason = "cheapest"
     compares_duties = True

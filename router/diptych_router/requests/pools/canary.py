@@ -17,7 +17,6 @@ from diptych_protocol import (
     DiptychError,
     EngineCoreOutput,
     EngineCoreRequest,
-    EngineDescription,
     EngineGenerateError,
     KVTransferStats,
     SamplingParams,
@@ -48,8 +47,7 @@ ALTERNATIVES = 4
 """How many other tokens an engine reports for each that it generates alone."""
 
 Release = Callable[[str, dict[str, Any]], None]
-"""Gives back a lease that nobody will read. Takes a request id and `kv_transfer_params`; does not
-block."""
+"""Gives back a lease that nobody will read: (request id, `kv_transfer_params`). Does not block."""
 
 
 async def run_canary(prefill: EngineLink, decode: EngineLink, release: Release) -> CanaryReport:
@@ -65,8 +63,9 @@ async def run_canary(prefill: EngineLink, decode: EngineLink, release: Release) 
     source, target = prefill.description, decode.description
     if source is None or target is None:
         return report
-    request = _request(source, target)
-    num_tokens = len(request.prompt_token_ids or ())
+    num_tokens = prompt_length(target.block_size, min(source.max_model_len, target.max_model_len))
+    vocabulary = min(source.vocab_size, target.vocab_size)
+    request = _random_request(num_tokens, vocabulary, OUTPUT_TOKENS)
     report = msgspec.structs.replace(
         report, prompt_tokens=num_tokens, computed_by_decode=num_tokens
     )
@@ -106,12 +105,6 @@ async def probe(
     except DiptychError as exc:
         return str(exc) or type(exc).__name__
     return ""
-
-
-def _request(source: EngineDescription, target: EngineDescription) -> EngineCoreRequest:
-    limit = min(source.max_model_len, target.max_model_len)
-    length = prompt_length(target.block_size, limit)
-    return _random_request(length, min(source.vocab_size, target.vocab_size), OUTPUT_TOKENS)
 
 
 def _random_request(length: int, vocabulary: int, max_tokens: int) -> EngineCoreRequest:
@@ -181,10 +174,8 @@ async def _cross(
 async def _alone(
     request: EngineCoreRequest, decode: EngineLink, logprobs: int | None = None
 ) -> list[EngineCoreOutput]:
-    """What the decode engine answers to the prompt by itself, remembering nothing of it.
-
-    logprobs: how many alternatives to tell of each token.
-    """
+    """What the decode engine answers to the prompt by itself, remembering nothing of it. logprobs:
+    how many alternatives to tell of each token."""
     alone = msgspec.structs.replace(
         request,
         request_id=f"canary-{secrets.token_hex(8)}",

@@ -21,8 +21,7 @@ MAX_REPORTS = 64
 
 
 class HealthWatch:
-    """Runs the trials of new engines, judges engines by the outcomes of their requests, and decides
-    which are left out."""
+    """Runs the trials of new engines, and leaves out those at which too many requests fail."""
 
     def __init__(
         self,
@@ -58,8 +57,7 @@ class HealthWatch:
             self._sort_out()
 
     def look(self, now: float) -> None:
-        """Send the canaries that are due. Call it about every second, and when engines come or
-        go."""
+        """Send the canaries that are due. Call it every second, and when engines come or go."""
         if self._verifies:
             self._begin_trials(now)
         ready = {x.key for x in self._links.values() if x.open_to_work and not x.silent}

@@ -1,5 +1,4 @@
-"""Both pools as one router sees them: which engines exist, which may get requests, and why others
-may not."""
+"""Both pools as one router sees them: which engines there are, and which may get requests."""
 
 from __future__ import annotations
 
@@ -140,7 +139,10 @@ class Pools:
 
     def of(self, role: Role) -> list[EngineLink]:
         """Return the engines of a pool that are up."""
-        return [link for link in self.links.values() if link.role == role and link.up]
+        return [link for link in self._up() if link.role == role]
+
+    def _up(self) -> list[EngineLink]:
+        return [link for link in self.links.values() if link.up]
 
     def usable(self, link: EngineLink) -> bool:
         """Whether it may get new requests."""
@@ -206,8 +208,7 @@ class Pools:
             link.follow_prefixes()
 
     def successor(self, fingerprint: str) -> EngineLink | None:
-        """A revision that gets no new requests still keeps its streams, so its engines may take
-        over."""
+        """A revision without new requests keeps its streams, so its engines may take over."""
         fit = [
             link.key
             for link in self.of("decode")
@@ -217,10 +218,8 @@ class Pools:
         return self.links[chosen] if chosen is not None else None
 
     def supported_tasks(self) -> tuple[str, ...]:
-        """Return what every engine that is up can do.
-
-        Raises `EngineOverloadedError` while there is none.
-        """
+        """Return what every engine that is up can do. Raises `EngineOverloadedError` while there is
+        none."""
         known = [link.description.tasks for link in self.links.values() if link.description]
         if not known:
             raise EngineOverloadedError("no engine is up that could say what it can do")
@@ -237,7 +236,7 @@ class Pools:
         return sum(self.usable(link) for link in self.of("decode"))
 
     def draining(self) -> list[EngineLink]:
-        return [link for link in self.links.values() if link.up and link.sheds_streams]
+        return [link for link in self._up() if link.sheds_streams]
 
     def why_not_ready(self) -> str:
         """Return an empty text once a pair was usable, as long as a decode engine is; otherwise the
@@ -260,8 +259,7 @@ class Pools:
         return max(table.share.count for table in self.fleet.tables.values())
 
     def may_hold(self) -> bool:
-        """Whether there were engines a moment ago, so that new requests may wait for
-        their return."""
+        """Whether there were engines a moment ago, so that requests may wait for their return."""
         idle_s = time.monotonic() - self._usable_at
         return self.had_pair and idle_s < self._config.hold_seconds
 
@@ -418,7 +416,7 @@ class Pools:
 
     async def refresh_stats(self) -> None:
         """Ask every engine for its present statistics; a silent one keeps its last ones."""
-        up = [link for link in self.links.values() if link.up]
+        up = self._up()
         answers = await asyncio.gather(
             *(link.refresh_stats(STATS_TIMEOUT_S) for link in up), return_exceptions=True
         )
@@ -427,19 +425,15 @@ class Pools:
                 log.debug("no statistics from %s: %s", link.name, answer)
 
     async def call_each(self, method: str, *args: Any) -> list[Any]:
-        """Make a utility call to every engine that is up, one after the other.
-
-        Raises what `CoreClient.call` raises.
-        """
-        up = [link for link in self.links.values() if link.up]
-        return [await link.client.call(method, *args) for link in up]
+        """Make a utility call to every engine that is up, one after the other. Raises what
+        `CoreClient.call` raises."""
+        return [await link.client.call(method, *args) for link in self._up()]
 
     async def find_kept(self, name: str, tenant: str) -> list[KeptAnswer]:
         """Ask every engine that is up for what it kept of an answer, all at once."""
         calls = [
             link.client.call(wire.TAKE_KEPT, name, tenant, timeout_s=NOTIFY_TIMEOUT_S)
-            for link in self.links.values()
-            if link.up
+            for link in self._up()
         ]
         found = []
         for answer in await asyncio.gather(*calls, return_exceptions=True):

@@ -99,8 +99,7 @@ class TrialBook:
         return trials
 
     def ended(self, trial: Trial, *, ok: bool, now: float) -> None:
-        """Record the end of a trial. A failure does not show which of the two engines
-        is at fault."""
+        """Record the end of a trial. A failure does not show which engine is at fault."""
         if not ok:
             self._failed_pairs[trial] = self._failed_pairs.get(trial, 0) + 1
         for record in self._unproven(trial):
@@ -133,8 +132,7 @@ def back_off_s(failures: int) -> float:
 
 
 def prompt_length(block_size: int, max_model_len: int) -> int:
-    """Return the length of a canary's prompt in tokens: long enough for whole blocks and a begun
-    one."""
+    """Return the tokens of a canary's prompt: whole blocks, and the beginning of another."""
     return max(1, min(PROMPT_BLOCKS * block_size + 1, max_model_len - OUTPUT_TOKENS))
 
 

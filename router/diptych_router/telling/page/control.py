@@ -27,8 +27,7 @@ class Control(msgspec.Struct, frozen=True):
 
 
 def read_control() -> Control | None:
-    """Read the file; None if the environment names none. Raises `InvalidRequestError` for an
-    invalid file."""
+    """Read the file; None if the environment names none. Raises `InvalidRequestError`."""
     path = os.environ.get(CONTROL_VARIABLE)
     if not path:
         return None

@@ -65,7 +65,6 @@ class EngineFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     blocks_used: int = 0
     blocks_total: int = 0
     block_tokens: int = 0
-    """Tokens in a block."""
     blocks_sent: int = 0
     blocks_received: int = 0
     bytes_received: int = 0

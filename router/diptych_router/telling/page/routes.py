@@ -68,8 +68,7 @@ class Page:
         leaving: Callable[[], bool],
         control: Control | None,
     ) -> None:
-        """look, leaving: see `Watchers`. explained: returns the records of a request's id that
-        are of this tenant."""
+        """look, leaving: see `Watchers`. explained: what is known of (request id, tenant)."""
         self._explained = explained
         self._model, self._images, self._control = model, images, control
         self._assets = Assets(control.url if control is not None else "")
@@ -120,8 +119,7 @@ class Page:
         return _json(_course(found[0]) if found else None)
 
     def _own(self, request: Request) -> Explanation:
-        """What is remembered of the caller under the id in the path. Raises
-        `InvalidRequestError`."""
+        """What is remembered of the caller under the path's id. Raises `InvalidRequestError`."""
         request_id = request.path_params["request_id"]
         if len(request_id) > MOST_ID_CHARACTERS:
             raise InvalidRequestError(

@@ -1,5 +1,4 @@
-"""Pages that watch the pools. One look at a time serves all of them, and without watchers there is
-none."""
+"""Pages that watch the pools. One look serves all of them; without pages there is none."""
 
 from __future__ import annotations
 
@@ -50,10 +49,8 @@ class Watchers:
 
     @contextlib.asynccontextmanager
     async def watching(self, client: str) -> AsyncIterator[AsyncGenerator[bytes]]:
-        """Yield the events for one more page, as server-sent events.
-
-        Raises `EngineOverloadedError` if too many pages watch.
-        """
+        """Yield the events for one more page, as server-sent events. Raises `EngineOverloadedError`
+        if too many pages watch."""
         if len(self) >= MOST_WATCHERS or self._clients.count(client) >= MOST_OF_ONE:
             raise EngineOverloadedError("too many pages watch this router; close one of them")
         self._clients.append(client)
