@@ -18,6 +18,7 @@ from vllm import PoolingParams as VllmPoolingParams
 from vllm import SamplingParams as VllmSamplingParams
 from vllm import __version__ as vllm_version
 from vllm.engine.protocol import EngineClient
+from vllm.envs import enable_envs_cache
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.lora.request import LoRARequest as VllmLoRARequest
 from vllm.sampling_params import RequestOutputKind as VllmOutputKind
@@ -99,6 +100,7 @@ class ServedVllm:
         self.announced_from: int | None = None
         add_stat_logger(llm, LoadLogger(self.load))
         offer_raw_outputs(llm)
+        enable_envs_cache()  # as vLLM's core does: its statistics read a variable for each token
 
     async def describe(self) -> EngineDescription:
         """Describe the engine. With our connector, its identity is that of its hinge."""
