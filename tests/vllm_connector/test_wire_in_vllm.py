@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import secrets
 import signal
+import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,9 @@ import msgspec
 import pytest
 from free_ports import free_port
 from model_kit.sensitive_model import ANSWER_TOKENS, Question, questions
-from vllm_kit.environment import needs_nixl, needs_vllm
+from vllm_kit.environment import PYTHONPATH, VENV, needs_nixl, needs_vllm
 from vllm_server import MODEL, VllmServer, connector_config, save_model_for_vllm
-from waits import PATIENCE_S
+from waits import FOR_EVER_S, PATIENCE_S
 
 from diptych_frontend.core_client.client import CoreClient
 from diptych_protocol import (
@@ -199,6 +201,30 @@ def _as_http(fields: dict[str, Any]) -> dict[str, Any]:
     bias = fields.get("logit_bias")
     named = {} if bias is None else {"logit_bias": {str(token): x for token, x in bias.items()}}
     return {**fields, **named}
+
+
+def test_outputs_of_the_core_pass_vllm_s_own_processor_and_are_counted_there() -> None:
+    script = Path(__file__).parents[1] / "support" / "vllm_kit" / "raw_outputs.py"
+    ran = subprocess.run(
+        [VENV / "bin" / "python", script], env=os.environ | {"PYTHONPATH": PYTHONPATH},
+        check=True, stdout=subprocess.PIPE, timeout=FOR_EVER_S,
+    )  # fmt: skip
+    assert json.loads(ran.stdout) == {
+        "whole": {
+            "name": "raw-1", "taken": [[[7], None], [[9], "stop"]], "received": 1, "other": [8],
+            "was_open": True, "counted": [2, 1], "left": ["other-1"],
+        },
+        "aborted": [["raw-1"], []],
+        "failed": ["the core has died", "token 7", "[8]"],
+    }  # fmt: skip
+
+
+async def test_vllm_counts_what_it_generates_for_the_wire(pair: list[Wired]) -> None:
+    server = pair[0].server
+    name = "vllm:generation_tokens_total"
+    before = await asyncio.to_thread(server.metric, name)
+    await pair[0].run([1, 2, 3], max_tokens=5)
+    assert await asyncio.to_thread(server.metric, name) == before + 5
 
 
 async def test_an_answer_goes_on_where_another_engine_stopped(

@@ -53,7 +53,7 @@ class Work:
 
 
 def test_gauges_are_the_newest_and_totals_add_up() -> None:
-    load = VllmLoad(64, "")
+    load = VllmLoad(64, "", 32)
     load.take(Step(2, 1, 3, 0.25, Cache(10, 4)), Work(2, 1, Prompts(8, 5)), 1.0)
     load.take(Step(1, 0, 0, 0.5, Cache(3, 1)), Work(1), 3.0)
     stats = load.stats
@@ -65,7 +65,7 @@ def test_gauges_are_the_newest_and_totals_add_up() -> None:
 
 
 def test_guesses_add_up() -> None:
-    load = VllmLoad(64, "")
+    load = VllmLoad(64, "", 32)
     for guesses in (None, Guesses(2, 6, 3, [2, 1, 0]), Guesses(1, 3, 1, [1, 0, 0])):
         load.take(Step(spec_decoding_stats=guesses), None, 1.0)
     stats = load.stats
@@ -74,16 +74,17 @@ def test_guesses_add_up() -> None:
 
 
 def test_time_counts_while_requests_run() -> None:
-    load = VllmLoad(64, "")
+    load = VllmLoad(64, "", 32)
     for running, now in ((1, 10.0), (0, 12.0), (1, 50.0), (1, 51.0)):
         load.take(Step(running), None, now)
     assert load.stats.seconds_stepping == 3.0
 
 
 def test_our_connector_s_figures_are_added() -> None:
-    load = VllmLoad(64, "DiptychConnector")
+    load = VllmLoad(64, "DiptychConnector", 32)
     load.take(Step(kv_connector_stats={"blocks_received": 7, "loads_completed": 1}), None, 1.0)
     load.take(Step(kv_connector_stats={"leases_granted": 3, "leases_revoked": 1}), None, 2.0)
+    load.prompt_came(65)  # counted already
     moved = load.stats.kv_transfer
     assert moved is not None
     assert (moved.transport, moved.blocks_received, moved.loads_started) == ("diptych", 7, 1)
@@ -91,7 +92,7 @@ def test_our_connector_s_figures_are_added() -> None:
 
 
 def test_nixl_s_lists_are_counted() -> None:
-    load = VllmLoad(64, "NixlConnector")
+    load = VllmLoad(64, "NixlConnector", 32)
     news = {
         "bytes_transferred": [100, 50],
         "transfer_duration": [0.5, 0.25],
@@ -100,7 +101,7 @@ def test_nixl_s_lists_are_counted() -> None:
         "num_notifications_after_expiry": [1],
     }
     load.take(Step(kv_connector_stats=news), None, 1.0)
-    load.blocks_came(3)
+    load.prompt_came(65)
     moved = load.stats.kv_transfer
     assert moved is not None
     assert (moved.loads_completed, moved.bytes_received, moved.seconds_receiving) == (2, 150, 0.75)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm_kit.sent import request
 
@@ -20,6 +21,7 @@ from diptych_protocol.wire import Abilities, ErrorKind
 from diptych_vllm.serve.translation import (
     check_request,
     form_of,
+    num_received,
     output_of,
     sampling_of,
     token_ids_of,
@@ -86,69 +88,74 @@ def test_a_form_that_another_engine_has_begun_is_refused() -> None:
 
 
 @dataclass
-class Logprob:
-    """vLLM's class of this name."""
+class Prompt:
+    """vLLM's `PrefillStats`."""
 
-    logprob: float
-    rank: int | None
+    num_cached_tokens: int
+    num_external_cached_tokens: int
 
 
 @dataclass
-class Generated:
-    """vLLM's `CompletionOutput`."""
+class Rows:
+    """vLLM's `LogprobsLists` and, for a prompt, `LogprobsTensors`."""
 
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprob_token_ids: np.ndarray
+    logprobs: np.ndarray
+    sampled_token_ranks: np.ndarray
+    selected_token_ranks: np.ndarray
+
+
+@dataclass
+class Made:
+    """vLLM's `EngineCoreOutput`."""
+
+    new_token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-
-
-@dataclass
-class News:
-    """vLLM's `RequestOutput`."""
-
-    outputs: list[Generated]
-    finished: bool = False
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    prompt_token_ids: list[int] | None = None
-    num_cached_tokens: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    new_logprobs: Rows | None = None
+    new_prompt_logprobs_tensors: Rows | None = None
+    prefill_stats: Prompt | None = None
 
 
-def test_the_sampled_token_comes_before_the_likeliest() -> None:
-    row = {5: Logprob(-3.0, 7), 8: Logprob(-0.1, 1), 9: Logprob(-0.2, 2)}
-    output = output_of("r", News([Generated([5], [row])]), logprobs=2)
-    told = output.new_logprobs
-    assert told is not None
-    assert told.logprob_token_ids == [[5, 8, 9]]
-    assert told.logprobs == [[-3.0, -0.1, -0.2]]
-    assert told.sampled_token_ranks == [7]
+def rows(names: list[list[int]], values: list[list[float]], ranks: list[int]) -> Rows:
+    ranked = np.array(ranks)
+    return Rows(np.array(names), np.array(values, np.float32), ranked, ranked)
 
 
-def test_a_likely_token_is_there_twice() -> None:
-    row = {8: Logprob(-0.1, 1), 9: Logprob(float("-inf"), 2)}
-    told = output_of("r", News([Generated([8], [row])]), logprobs=2).new_logprobs
+def test_the_first_output_says_where_the_prompt_was() -> None:
+    made = Made([5], prefill_stats=Prompt(40, 32))
+    assert (output_of(request(), made).num_cached_tokens, num_received(made)) == (40, 32)
+    assert (output_of(request(), Made([5])).num_cached_tokens, num_received(Made([5]))) == (0, 0)
+
+
+def test_log_probabilities_are_as_many_as_were_asked_for() -> None:
+    """Another request of the step has asked for three."""
+    made = Made([8], None, new_logprobs=rows([[8, 8, 9, 4]], [[-0.5, -0.5, -np.inf, -9]], [1]))
+    told = output_of(request(logprobs=2), made).new_logprobs
     assert told is not None
     assert told.logprob_token_ids == [[8, 8, 9]]
-    assert told.logprobs == [[-0.1, -0.1, LEAST_LOGPROB]]
+    assert told.logprobs == [[-0.5, -0.5, LEAST_LOGPROB]]
+    assert told.sampled_token_ranks == [1]
+    assert output_of(request(), made).new_logprobs is None
 
 
-def test_the_rows_of_a_prompt_begin_with_its_second_token() -> None:
-    rows = [None, {4: Logprob(-1.0, 3), 6: Logprob(-0.5, 1)}, {6: Logprob(-0.25, 1)}]
-    news = News([Generated([1])], prompt_logprobs=rows, prompt_token_ids=[2, 4, 6])
-    told = output_of("r", news, prompt_logprobs=1).new_prompt_logprobs_tensors
+def test_a_prompt_has_a_row_for_each_token_but_its_first() -> None:
+    made = Made([1])
+    made.new_prompt_logprobs_tensors = rows([[4, 6], [6, 6]], [[-1.0, -np.inf], [0, 0]], [3, 1])
+    told = output_of(request(prompt_logprobs=1), made).new_prompt_logprobs_tensors
     assert told is not None
     assert told.logprob_token_ids.tolist() == [[4, 6], [6, 6]]
-    assert told.logprobs.tolist() == [[-1.0, -0.5], [-0.25, -0.25]]
+    assert told.logprobs.tolist() == [[-1.0, LEAST_LOGPROB], [0, 0]]
     assert told.selected_token_ranks.tolist() == [3, 1]
 
 
 @pytest.mark.parametrize("reason", list(FinishReason)[:3])
 def test_an_answer_ends_for_vllm_s_reason(reason: FinishReason) -> None:
-    output = output_of("r", News([Generated([1], None, str(reason), 17)]))
+    output = output_of(request(), Made([1], str(reason), 17))
     assert (output.finish_reason, output.stop_reason) == (reason, 17)
 
 
 def test_an_end_for_another_reason_is_an_error() -> None:
-    output = output_of("r", News([Generated([1], None, "error")]))
+    output = output_of(request(), Made([1], "error"))
     assert (output.finish_reason, output.error_kind) == (FinishReason.ERROR, ErrorKind.FAULT)

@@ -64,12 +64,12 @@ class DeadError(Exception):
     """vLLM's core has ended."""
 
 
-def news(tokens: list[int], finish: str | None = None) -> Any:
-    """vLLM's `RequestOutput`."""
-    made = SimpleNamespace(token_ids=tokens, logprobs=None, finish_reason=finish, stop_reason=None)
+def made(tokens: list[int], finish: str | None = None, received: int = 0) -> Any:
+    """vLLM's `EngineCoreOutput`. received: tokens of the prompt whose KV came from elsewhere."""
+    prompt = SimpleNamespace(num_cached_tokens=received, num_external_cached_tokens=received)
     return SimpleNamespace(
-        outputs=[made], finished=finish is not None, prompt_logprobs=None, prompt_token_ids=None,
-        num_cached_tokens=0, kv_transfer_params=None,
+        new_token_ids=tokens, finish_reason=finish, stop_reason=None, kv_transfer_params=None,
+        new_logprobs=None, new_prompt_logprobs_tensors=None, prefill_stats=prompt,
     )  # fmt: skip
 
 
@@ -77,8 +77,9 @@ def news(tokens: list[int], finish: str | None = None) -> Any:
 class Engine:
     """Answers each request with its first tokens, one by one, and ends it with the last."""
 
-    load: VllmLoad = field(default_factory=lambda: VllmLoad(64, OURS))
-    received: dict[str, int] = field(default_factory=dict)
+    load: VllmLoad = field(default_factory=lambda: VllmLoad(64, OURS, 4))
+    received: int = 0
+    """How many tokens of each prompt have KV that came from elsewhere."""
     announced_from: int | None = LONG
     abilities: Abilities = field(default_factory=lambda: Abilities(images=False))
     can_sleep: bool = False
@@ -121,18 +122,18 @@ class Engine:
         await self.calls_end.wait()
         self.is_paused = is_paused
 
-    async def generate(self, asked: EngineCoreRequest) -> AsyncIterator[Any]:
+    async def generate(self, asked: EngineCoreRequest, take: Callable[[Any], None]) -> None:
         self.asked.append(asked)
         if self.failure is not None:
             raise self.failure
         try:
             most = asked.sampling.max_tokens or 1
             for number in range(len(asked.generated_token_ids or ()), most - 1):
-                yield news([number])
+                take(made([number], received=self.received))
                 await self.goes_on.wait()
                 await asyncio.sleep(0)  # vLLM's next step
-            yield news([most - 1], "length")
-        except (asyncio.CancelledError, GeneratorExit):
+            take(made([most - 1], "length", self.received))
+        except asyncio.CancelledError:
             self.aborted.append(asked.request_id)
             raise
 
@@ -286,11 +287,12 @@ async def test_an_announced_prompt_is_fetched_before_its_request(
 ) -> None:
     asked = {FETCHES: True, "remote_num_tokens": LONG, "lease_id": "a" * 32}
     coming = sent("r", prompt=LONG, max_tokens=3, extra_args={"kv_transfer_params": asked})
+    served.engine.received = LONG
     served.router.client.tell("announce_kv_transfer", coming)
     await eventually(lambda: bool(served.engine.asked))
+    served.engine.received = 0
     early = served.engine.asked[0]
     assert (early.request_id, early.sampling.max_tokens) == ("r/early", 1)
-    served.engine.received["r/early"] = LONG
     coming.generated_token_ids = [50]
     served.engine.goes_on.set()
     served.router.client.add(coming)

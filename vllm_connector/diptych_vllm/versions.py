@@ -5,8 +5,10 @@ vLLM promises nothing about the names below. A test of each, in a real vLLM, say
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, Final
 
 from diptych_protocol import InvalidRequestError
@@ -44,23 +46,80 @@ def add_stat_logger(llm: Any, logger: Any) -> None:
     loggers.stat_loggers.append(logger)
 
 
-def hear_of_prompts(llm: Any, received: Callable[[str, int], None]) -> None:
-    """Call `received` with the id of each request whose prompt has KV from elsewhere, and with the
-    number of such tokens, before its first output. vLLM tells only the sum with the prefix cache.
+class RawOutputs:
+    """Passes the outputs of one request on as vLLM's core made them.
+
+    It replaces what makes texts of them in vLLM's record of the request. vLLM still keeps its
+    statistics and its traces, and ends the request.
     """
+
+    def __init__(self, take: Callable[[Any], None]) -> None:
+        self._take = take
+        self._output: Any = None
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Fails if the request does. Once it is done, no output is passed on."""
+        self.request_id: str | None = None
+        """vLLM's own name of the request, as soon as it is known there."""
+
+    def replace_parts(self, record: Any) -> None:
+        """Replace the parts of a `RequestState`."""
+        self.request_id = record.request_id
+        record.detokenizer = record.logprobs_processor = record.queue = self
+        record.make_request_output = self._pass_on
+
+    def num_output_tokens(self) -> int:
+        """Return 0, as a detokenizer that has seen no token."""
+        return 0
+
+    def update(self, new_token_ids: list[int], stop_terminated: bool) -> None:
+        """Find no stop string, because front-ends look for them."""
+
+    def update_from_output(self, output: Any) -> None:
+        """Keep the output that is being processed."""
+        self._output = output
+
+    def put(self, failure: Exception) -> None:
+        """End the request with an exception."""
+        if not self.ended.done():
+            self.ended.set_exception(failure)
+
+    def _pass_on(self, *_: Any, **__: Any) -> None:
+        output, self._output = self._output, None
+        if output is None or self.ended.done():  # vLLM calls this for an abort, too
+            return
+        try:
+            self._take(output)
+        except Exception as exc:  # it would end vLLM's loop over all outputs
+            self.put(exc)
+            return
+        if output.finish_reason is not None:
+            self.ended.set_result(None)
+
+
+_raw: ContextVar[RawOutputs | None] = ContextVar("_raw", default=None)
+
+
+def offer_raw_outputs(llm: Any) -> None:
+    """Let `add_raw` work with an `AsyncLLM`."""
     processor = llm.output_processor
-    process, states = processor.process_outputs, processor.request_states
+    add = processor.add_request
 
-    def process_outputs(outputs: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
-        for output in outputs:
-            prompt = output.prefill_stats
-            if prompt is not None and prompt.num_external_cached_tokens:
-                state = states.get(output.request_id)
-                if state is not None:
-                    received(state.external_req_id, prompt.num_external_cached_tokens)
-        return process(outputs, *args, **kwargs)
+    def add_request(request: Any, *args: Any, **kwargs: Any) -> None:
+        add(request, *args, **kwargs)
+        raw = _raw.get()
+        if raw is not None:
+            raw.replace_parts(processor.request_states[request.request_id])
 
-    processor.process_outputs = process_outputs
+    processor.add_request = add_request
+
+
+async def add_raw(llm: Any, raw: RawOutputs, *args: Any, **kwargs: Any) -> None:
+    """Add a request, as `AsyncLLM.add_request` does. Raises what that raises."""
+    token = _raw.set(raw)
+    try:
+        await llm.add_request(*args, **kwargs)
+    finally:
+        _raw.reset(token)
 
 
 async def handshakes(llm: Any) -> list[dict[str, Any]]:

@@ -21,10 +21,16 @@ from diptych_protocol import (
 )
 from diptych_protocol.kv_transfer_params import PARAM
 from diptych_protocol.wire import ErrorKind
-from diptych_vllm.serve.early import EarlyPrompts, early_id
+from diptych_vllm.serve.early import EarlyPrompts
 from diptych_vllm.serve.engine_view import ServedEngine
 from diptych_vllm.serve.hand_off import FETCHES, TooLateError, VllmHandOffs, asked_of
-from diptych_vllm.serve.translation import check_request, failure, output_of
+from diptych_vllm.serve.translation import (
+    CoreOutput,
+    check_request,
+    failure,
+    num_received,
+    output_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +91,6 @@ class VllmAnswers:
     def abort(self, client: bytes, request_id: str) -> None:
         """End a request. Its client receives no further output."""
         self._early.drop((client, request_id))
-        self._engine.received.pop(early_id(request_id), None)
         task = self._open.pop((client, request_id), None)
         if task is not None:
             task.cancel()
@@ -137,8 +142,6 @@ class VllmAnswers:
                 log.exception("request %s failed", name)
             whose = "" if isinstance(exc, DiptychError) else "vLLM: "
             self._put(client, failure(name, f"{whose}{exc}", kind, param))
-        finally:
-            self._engine.received.pop(name, None)
 
     async def _pool(self, client: bytes, request: EngineCoreRequest, params: PoolingParams) -> None:
         vectors = await self._engine.pool(self._salted(request), params)
@@ -150,36 +153,45 @@ class VllmAnswers:
         )
 
     async def _generate(self, client: bytes, request: EngineCoreRequest) -> None:
-        params, asked = request.sampling, asked_of(request)
-        received = 0
+        key, asked = (client, request.request_id), asked_of(request)
+        early = None
         if asked.get(FETCHES):  # who has computed the prompt has told them
-            params = msgspec.structs.replace(params, prompt_logprobs=None)
+            params = msgspec.structs.replace(request.sampling, prompt_logprobs=None)
             request = msgspec.structs.replace(request, sampling_params=params)
-        if asked.get(FETCHES) and await self._early.has((client, request.request_id)):
-            received = self._engine.received.pop(early_id(request.request_id), 0)
+            early = await self._early.take(key)
+        if early is not None:
             asked = {}
         reads = bool(asked.get(FETCHES))
         told = self._hand_offs.told(asked) if asked else None
         if reads:
-            self._unread.add((client, request.request_id))
+            self._unread.add(key)
         begun = False
+        num_cached = 0
+
+        def take(made: CoreOutput) -> None:
+            nonlocal begun, num_cached
+            output = output_of(request, made)
+            if not begun:
+                begun = True
+                self._unread.discard(key)
+                came = self._count_received(made)
+                num_cached = output.num_cached_tokens - came - (early or 0)
+                output.num_received_tokens = came + (early or 0)
+            output.num_cached_tokens = max(0, num_cached)
+            self._hand_offs.answer(request, output)
+            self._put(client, output)
+
         try:
-            async for news in self._engine.generate(self._salted(_with(request, told))):
-                output = output_of(
-                    request.request_id, news, params.logprobs, params.prompt_logprobs
-                )
-                if not begun:
-                    begun = True
-                    self._unread.discard((client, request.request_id))
-                    received += self._engine.received.pop(request.request_id, 0)
-                    output.num_received_tokens = received
-                output.num_cached_tokens = max(0, output.num_cached_tokens - received)
-                self._hand_offs.answer(request, output)
-                self._put(client, output)
+            await self._engine.generate(self._salted(_with(request, told)), take)
         except Exception as exc:
             if reads and not begun and not self._engine.has_died(exc):
                 await self._give_back(request.request_id, asked)
             raise
+
+    def _count_received(self, made: CoreOutput) -> int:
+        num_tokens = num_received(made)
+        self._engine.load.prompt_came(num_tokens)
+        return num_tokens
 
     async def _give_back(self, name: str, asked: dict[str, Any]) -> None:
         """Give back the KV that waits for a request which vLLM has refused."""
@@ -195,20 +207,24 @@ class VllmAnswers:
         if params is not None:
             await self._engine.reject(params)
 
-    async def _fetch_early(self, request: EngineCoreRequest) -> bool:
-        ended = False
+    async def _fetch_early(self, request: EngineCoreRequest) -> int | None:
+        """Return how many tokens came from elsewhere; None if the prompt was not fetched."""
+        fetched: int | None = None
+
+        def take(made: CoreOutput) -> None:
+            nonlocal fetched
+            came = self._count_received(made)
+            if output_of(request, made).finish_reason is FinishReason.LENGTH:
+                fetched = came
+
         try:
             async with asyncio.timeout(EARLY_S):
                 told = self._hand_offs.told(asked_of(request))
-                async for news in self._engine.generate(self._salted(_with(request, told))):
-                    ended = news.outputs[0].finish_reason == "length"
-                return ended
+                await self._engine.generate(self._salted(_with(request, told)), take)
         except Exception as exc:  # the request then fetches its KV itself
             log.info("request %s: its KV did not come early: %r", request.request_id, exc)
-            return False
-        finally:
-            if not ended:
-                self._engine.received.pop(request.request_id, None)
+            return None
+        return fetched
 
     def _salted(self, request: EngineCoreRequest) -> EngineCoreRequest:
         if not self._salt:

@@ -32,8 +32,8 @@ class EarlyPrompt:
 
     num_blocks: int
     """The number of blocks that it occupies here."""
-    fetched: asyncio.Task[bool]
-    """Whether its KV is here."""
+    fetched: asyncio.Task[int | None]
+    """How many of its tokens have KV that came from elsewhere; None if it was not fetched."""
 
 
 class EarlyPrompts:
@@ -41,14 +41,14 @@ class EarlyPrompts:
 
     def __init__(
         self,
-        fetch: Callable[[EngineCoreRequest], Awaitable[bool]],
+        fetch: Callable[[EngineCoreRequest], Awaitable[int | None]],
         announced_from: int | None,
         block_size: int,
         num_free: Callable[[], int],
     ) -> None:
         """
         Args:
-            fetch: runs a request to its end, and returns whether it has ended well.
+            fetch: runs a request to its end, and returns what `EarlyPrompt.fetched` says.
             announced_from: shorter prompts are computed in one step, so it would bring nothing.
                 None: it never does.
             num_free: how many blocks are free now.
@@ -74,11 +74,12 @@ class EarlyPrompts:
         task = asyncio.ensure_future(self._fetch(_first_token_of(request, asked)))
         self._prompts[client, request.request_id] = EarlyPrompt(num_blocks, task)
 
-    async def has(self, key: Key) -> bool:
-        """Return whether the KV of the prompt is here, once its fetch has ended."""
+    async def take(self, key: Key) -> int | None:
+        """Return how many tokens of the prompt were fetched, once its fetch has ended; None if its
+        KV is not here."""
         prompt = self._prompts.pop(key, None)
         if prompt is None:
-            return False
+            return None
         try:
             return await prompt.fetched
         finally:

@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -18,6 +18,7 @@ from vllm import PoolingParams as VllmPoolingParams
 from vllm import SamplingParams as VllmSamplingParams
 from vllm import __version__ as vllm_version
 from vllm.engine.protocol import EngineClient
+from vllm.envs import enable_envs_cache
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.lora.request import LoRARequest as VllmLoRARequest
 from vllm.sampling_params import RequestOutputKind as VllmOutputKind
@@ -39,9 +40,16 @@ from diptych_protocol.pooling import POOLING_TASKS
 from diptych_protocol.wire import Abilities, ErrorKind
 from diptych_vllm.serve.event_socket import EventSource, source_of
 from diptych_vllm.serve.load import VllmLoad
-from diptych_vllm.serve.translation import OURS, VllmOutput, form_of, sampling_of, token_ids_of
+from diptych_vllm.serve.translation import OURS, CoreOutput, form_of, sampling_of, token_ids_of
 from diptych_vllm.settings import ServedPort
-from diptych_vllm.versions import add_stat_logger, handshakes, hear_of_prompts, series_of
+from diptych_vllm.versions import (
+    RawOutputs,
+    add_raw,
+    add_stat_logger,
+    handshakes,
+    offer_raw_outputs,
+    series_of,
+)
 
 NO_ROOM: Final = (429, 503)
 
@@ -87,17 +95,12 @@ class ServedVllm:
             {} if transfer is None else dict(transfer.kv_connector_extra_config)
         )
         self.engine_id: str = "" if transfer is None else transfer.engine_id or ""
-        self.load = VllmLoad(config.cache_config.num_gpu_blocks or 0, self.connector)
-        self.received: dict[str, int] = {}
-        """Request -> tokens of its prompt whose KV came from elsewhere, until it is told."""
+        cache = config.cache_config
+        self.load = VllmLoad(cache.num_gpu_blocks or 0, self.connector, cache.block_size)
         self.announced_from: int | None = None
         add_stat_logger(llm, LoadLogger(self.load))
-        hear_of_prompts(llm, self._received)
-
-    def _received(self, request_id: str, num_tokens: int) -> None:
-        self.received[request_id] = num_tokens
-        if self.connector != OURS:  # ours counts the blocks itself
-            self.load.blocks_came(-(-num_tokens // self._config.cache_config.block_size))
+        offer_raw_outputs(llm)
+        enable_envs_cache()  # as vLLM's core does: its statistics read a variable for each token
 
     async def describe(self) -> EngineDescription:
         """Describe the engine. With our connector, its identity is that of its hinge."""
@@ -194,25 +197,39 @@ class ServedVllm:
 
     # --- requests -----------------------------------------------------------------------------
 
-    def generate(self, request: EngineCoreRequest) -> AsyncIterator[VllmOutput]:
-        """Run a request. Raises `InvalidRequestError`, and what `error_of` translates."""
+    async def generate(
+        self, request: EngineCoreRequest, take: Callable[[CoreOutput], None]
+    ) -> None:
+        """Run a request to its end, and pass each of its outputs to `take`. Cancelling aborts it.
+
+        Raises `InvalidRequestError`, and what `error_of` translates.
+        """
         fields = sampling_of(request, self.max_model_len)
         form = form_of(request.sampling)
         if form is not None:
             fields["structured_outputs"] = VllmForm(**form)
         params = VllmSamplingParams(**fields, output_kind=VllmOutputKind.DELTA, skip_clone=True)
-        answer: AsyncIterator[VllmOutput] = self._llm.generate(
-            self._prompt_of(request),
-            params,
-            request.request_id,
-            lora_request=_adapter_of(request.lora_request),
-            trace_headers=request.trace_headers,
-            priority=request.priority,
-            data_parallel_rank=request.data_parallel_rank,
-            reasoning_ended=request.reasoning_ended if form else None,
-            reasoning_parser_kwargs=request.reasoning_parser_kwargs if form else None,
-        )
-        return answer
+        raw = RawOutputs(take)
+        try:
+            await add_raw(
+                self._llm,
+                raw,
+                request.request_id,
+                self._prompt_of(request),
+                params,
+                lora_request=_adapter_of(request.lora_request),
+                trace_headers=request.trace_headers,
+                priority=request.priority,
+                data_parallel_rank=request.data_parallel_rank,
+                reasoning_ended=request.reasoning_ended if form else None,
+                reasoning_parser_kwargs=request.reasoning_parser_kwargs if form else None,
+            )
+            await raw.ended
+        except BaseException as exc:
+            raw.ended.cancel()
+            if raw.request_id is not None and not isinstance(exc, VllmDeadError):
+                await self._llm.abort(raw.request_id, internal=True)
+            raise
 
     async def pool(self, request: EngineCoreRequest, params: PoolingParams) -> Array:
         """Return a prompt's vectors, as in `PoolingOutput.data`. Raises as `generate`."""

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from diptych_protocol import EngineCoreRequest, LoRARequest, PoolingParams
 from diptych_protocol.arrays import Array
 from diptych_protocol.wire import Abilities, ErrorKind
 from diptych_vllm.serve.load import VllmLoad
-from diptych_vllm.serve.translation import VllmOutput
+from diptych_vllm.serve.translation import CoreOutput
 
 
 class ServedEngine(Protocol):
     """An engine that runs requests."""
 
     load: VllmLoad
-    received: dict[str, int]
-    """Request -> tokens of its prompt whose KV came from elsewhere, until it is told."""
     announced_from: int | None
     """The length, in tokens, from which on announcing a prompt saves time; None: it never does."""
 
@@ -33,8 +31,10 @@ class ServedEngine(Protocol):
     def remembers(self) -> bool:
         """Whether its prefix cache is on."""
 
-    def generate(self, request: EngineCoreRequest) -> AsyncIterator[VllmOutput]:
-        """Run a request. Closing the iterator aborts it."""
+    async def generate(
+        self, request: EngineCoreRequest, take: Callable[[CoreOutput], None]
+    ) -> None:
+        """Run a request to its end; `take` gets each of its outputs. Cancelling aborts it."""
 
     async def pool(self, request: EngineCoreRequest, params: PoolingParams) -> Array:
         """Return the vectors of a prompt."""

@@ -10,6 +10,7 @@ from itertools import zip_longest
 from typing import Any, Final, Protocol
 
 from diptych_protocol import KVTransferStats, SchedulerStats
+from diptych_vllm.serve.translation import OURS
 
 _OF_NIXL: Final = {
     "num_failed_transfers": "loads_failed",
@@ -71,8 +72,9 @@ class WorkReport(Protocol):
 class VllmLoad:
     """Running totals of one engine, and its gauges."""
 
-    def __init__(self, blocks_total: int, connector: str) -> None:
+    def __init__(self, blocks_total: int, connector: str, block_size: int) -> None:
         """connector: the name of the KV connector in vLLM; empty if there is none."""
+        self._counts_itself, self._block_size = connector == OURS, block_size
         self.stats = SchedulerStats(blocks_total=blocks_total, blocks_free=blocks_total)
         if connector:
             transport = connector.removesuffix("Connector").lower()
@@ -100,10 +102,11 @@ class VllmLoad:
             stats.prompt_tokens_computed += work.prompt_token_stats.computed
             stats.remote_kv_tokens += work.prompt_token_stats.external_kv_transfer
 
-    def blocks_came(self, number: int) -> None:
-        """Count blocks that came from another engine."""
-        if self.stats.kv_transfer is not None:
-            self.stats.kv_transfer.blocks_received += number
+    def prompt_came(self, num_tokens: int) -> None:
+        """Count the blocks of so many tokens of a prompt, whose KV came from another engine. Our
+        connector counts them itself."""
+        if self.stats.kv_transfer is not None and not self._counts_itself:
+            self.stats.kv_transfer.blocks_received += -(-num_tokens // self._block_size)
 
     def _count_time(self, now: float) -> None:
         """Count the time between two reports as work if requests ran at the first one."""

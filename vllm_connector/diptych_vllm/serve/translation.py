@@ -5,9 +5,9 @@ It performs no I/O. The protocols here describe the parts of vLLM's classes that
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
+
+import numpy as np
 
 from diptych_protocol import (
     EngineCoreOutput,
@@ -24,8 +24,6 @@ from diptych_protocol.wire import Abilities, ErrorKind
 
 OURS: Final = "DiptychConnector"
 """The name of our connector in vLLM."""
-WORST_RANK: Final = 1 << 30
-"""Stands for a rank that vLLM does not tell."""
 _FINISHES: Final = {
     "stop": FinishReason.STOP,
     "length": FinishReason.LENGTH,
@@ -118,70 +116,58 @@ def refuse(field: str, remedy: str) -> None:
     raise InvalidRequestError(f"{field}: this engine is vLLM and takes none; {remedy}", param=field)
 
 
-class RankedLogprob(Protocol):
-    """vLLM's `Logprob`."""
+class CorePrompt(Protocol):
+    """vLLM's `PrefillStats`, of one request."""
 
-    logprob: float
-    rank: int | None
-
-
-Candidates = Mapping[int, RankedLogprob]
-"""Token -> how likely it is, for the token that was chosen and for the likeliest ones."""
+    num_cached_tokens: int
+    """With those of `num_external_cached_tokens`."""
+    num_external_cached_tokens: int
 
 
-class GeneratedTokens(Protocol):
-    """vLLM's `CompletionOutput`."""
+class CoreOutput(Protocol):
+    """vLLM's `EngineCoreOutput`."""
 
-    finish_reason: str | None
+    new_token_ids: list[int]
+    finish_reason: Any
+    """An enumeration whose `str` is the reason, or None."""
     stop_reason: int | str | None
-
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-    @property
-    def logprobs(self) -> Sequence[Candidates] | None: ...
-
-
-class VllmOutput(Protocol):
-    """vLLM's `RequestOutput`, with what is new since the one before."""
-
-    num_cached_tokens: int | None
     kv_transfer_params: dict[str, Any] | None
+    new_logprobs: Any
+    """vLLM's `LogprobsLists`: a token's row has the token itself and then the likeliest ones, at
+    least as many as were asked for."""
+    new_prompt_logprobs_tensors: Any
+    """vLLM's `LogprobsTensors`, with such rows of the whole prompt without its first token."""
 
     @property
-    def outputs(self) -> Sequence[GeneratedTokens]: ...
-    @property
-    def prompt_logprobs(self) -> Sequence[Candidates | None] | None: ...
-    @property
-    def prompt_token_ids(self) -> Sequence[int] | None: ...
+    def prefill_stats(self) -> CorePrompt | None: ...
 
 
-def output_of(
-    request_id: str,
-    news: VllmOutput,
-    logprobs: int | None = None,
-    prompt_logprobs: int | None = None,
-) -> EngineCoreOutput:
-    """Return an output. logprobs, prompt_logprobs: the alternatives that were asked for."""
-    generated = news.outputs[0]
-    tokens = list(generated.token_ids)
+def output_of(request: EngineCoreRequest, made: CoreOutput) -> EngineCoreOutput:
+    """Return an output of vLLM's core in the wire's terms."""
     output = EngineCoreOutput(
-        request_id,
-        tokens,
-        stop_reason=generated.stop_reason,
-        kv_transfer_params=news.kv_transfer_params,
-        num_cached_tokens=news.num_cached_tokens or 0,
+        request.request_id,
+        made.new_token_ids,
+        stop_reason=made.stop_reason,
+        kv_transfer_params=made.kv_transfer_params,
     )
-    if logprobs is not None and tokens:
-        output.new_logprobs = _sampled(tokens, generated.logprobs or (), logprobs)
-    if prompt_logprobs is not None and news.prompt_logprobs and news.prompt_token_ids:
-        output.new_prompt_logprobs_tensors = _of_prompt(
-            news.prompt_token_ids, news.prompt_logprobs, prompt_logprobs
-        )
-    if generated.finish_reason is not None:
-        output.finish_reason = _FINISHES.get(generated.finish_reason)
+    if made.prefill_stats is not None:
+        output.num_cached_tokens = made.prefill_stats.num_cached_tokens
+    params = request.sampling
+    if made.new_logprobs is not None and params.logprobs is not None and made.new_token_ids:
+        output.new_logprobs = _sampled(made.new_logprobs, params.logprobs)
+    if made.new_prompt_logprobs_tensors is not None:
+        output.new_prompt_logprobs_tensors = _of_prompt(made.new_prompt_logprobs_tensors)
+    if made.finish_reason is not None:
+        output.finish_reason = _FINISHES.get(str(made.finish_reason))
         if output.finish_reason is None:
-            return failure(request_id, f"vLLM ended the answer for {generated.finish_reason!r}")
+            return failure(request.request_id, f"vLLM ended the answer for '{made.finish_reason}'")
     return output
+
+
+def num_received(made: CoreOutput) -> int:
+    """Return how many tokens of the prompt have KV that came from another engine. Only the first
+    output of a request says it."""
+    return 0 if made.prefill_stats is None else made.prefill_stats.num_external_cached_tokens
 
 
 def failure(
@@ -198,38 +184,25 @@ def failure(
     )
 
 
-def _sampled(tokens: list[int], rows: Sequence[Candidates], wanted: int) -> LogprobsLists:
-    lists = LogprobsLists([], [], [])
-    for token, row in zip(tokens, rows, strict=True):
-        names, values = _row(token, row, wanted)
-        lists.logprob_token_ids.append(names)
-        lists.logprobs.append(values)
-        lists.sampled_token_ranks.append(row[token].rank or WORST_RANK)
-    return lists
-
-
-def _of_prompt(
-    tokens: Sequence[int], rows: Sequence[Candidates | None], wanted: int
-) -> LogprobsTensors:
-    """Return the log-probabilities of a prompt's tokens, except of the first one."""
+def _sampled(rows: Any, wanted: int) -> LogprobsLists:
+    # Another request of the same step may have asked for more.
     width = wanted + 1
-    names, values, ranks = array("i"), array("f"), array("i")
-    for token, row in zip(tokens[1:], rows[1:], strict=True):
-        found, likely = _row(token, row or {}, wanted)
-        names.extend(found)
-        values.extend(likely)
-        ranks.append((row or {})[token].rank or WORST_RANK)
-    length = len(ranks)
-    return LogprobsTensors(
-        Array("int32", (length, width), names.tobytes()),
-        Array("float32", (length, width), values.tobytes()),
-        Array("int32", (length,), ranks.tobytes()),
+    return LogprobsLists(
+        rows.logprob_token_ids[:, :width].tolist(),
+        np.maximum(rows.logprobs[:, :width], LEAST_LOGPROB).tolist(),
+        rows.sampled_token_ranks.tolist(),
     )
 
 
-def _row(token: int, row: Candidates, wanted: int) -> tuple[list[int], list[float]]:
-    """Return a row: the token that was chosen, then this many of the likeliest ones, which may
-    include it again."""
-    ranked = sorted(row, key=lambda other: row[other].rank or WORST_RANK)[:wanted]
-    names = [token, *ranked]
-    return names, [max(row[name].logprob, LEAST_LOGPROB) for name in names]
+def _of_prompt(rows: Any) -> LogprobsTensors:
+    likely = np.maximum(np.asarray(rows.logprobs, np.float32), LEAST_LOGPROB)
+    return LogprobsTensors(
+        _array(rows.logprob_token_ids), _array(likely), _array(rows.selected_token_ranks)
+    )
+
+
+def _array(numbers: Any) -> Array:
+    """Return floats as they are, and integers with 32 bits."""
+    plain = np.asarray(numbers)
+    kind = "float32" if plain.dtype.kind == "f" else "int32"
+    return Array(kind, plain.shape, plain.astype(kind).tobytes())
