@@ -112,7 +112,7 @@ class Leader:
                 self._kube, indexed, cluster, routers, self._metrics, images(args), rivals,
                 args.limits, most_upgrades=args.max_concurrent_rollouts,
             )  # fmt: skip
-            routes = Routes(self._kube, indexed, cluster, images(args), rivals)
+            routes = Routes(self._kube, indexed, cluster, images(args), rivals, args.limits)
 
             async def reconcile(key: ServiceKey) -> float | None:
                 owner = routes if key[1].endswith(ROUTE_SUFFIX) else reconciler

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -210,7 +210,12 @@ class Reconciler:
         snapshot, standing = self._standing(key, snapshot, step)
         done = await self._act(snapshot, step, aim)
         self._upgrades.places[key] = Place(standing, len(snapshot.pods), calm=not done.changed)
-        problems = (*snapshot.observed.problems, *done.problems, *self._not_exposed(snapshot))
+        problems = (
+            *snapshot.observed.problems,
+            *done.problems,
+            *self._not_exposed(snapshot),
+            *_kept_by_others(snapshot.children.values()),
+        )
         observed = replace(snapshot.observed, problems=problems, lags=done.changed)
         await self._report(service, observed, step, snapshot.target, desired, held=snapshot.held)
         if done.failure is not None:
@@ -433,6 +438,25 @@ _WAITS = (
 )
 _READABLE_SPEC: dict[str, Any] = {"model": {"uri": "dummy://"}, "prefill": {}, "decode": {}}
 """Stands in for one that is not, so that a status can be written for it."""
+
+
+def _kept_by_others(children: Iterable[Raw]) -> Iterator[Problem]:
+    """Objects that are deleted, and stay until somebody takes a finalizer off. None of the same
+    name can be made before."""
+    for raw in children:
+        meta = raw["metadata"]
+        # Kubernetes' own have no slash, or are those of load balancers, and go by themselves.
+        names = [
+            name
+            for name in meta.get("finalizers") or ()
+            if "/" in name and not name.startswith("service.kubernetes.io/")
+        ]
+        if names and "deletionTimestamp" in meta:
+            yield Problem(
+                "OperatorProblem",
+                f"the {raw['kind']} {meta['name']} is deleted, but kept by the finalizer "
+                f"{', '.join(names)}; let its owner end, or take it off",
+            )
 
 
 def _foreign(

@@ -11,6 +11,7 @@ import msgspec
 
 from diptych_operator.api.base import Raw, ServiceKey, SpecError
 from diptych_operator.api.images import Images
+from diptych_operator.api.limits import Allowed, check_limits
 from diptych_operator.api.names import HTTP_PORT, ROUTE_SUFFIX, object_name
 from diptych_operator.api.parse import parse_route
 from diptych_operator.api.route import ROUTE_KIND, ModelRoute, RouteStatus
@@ -37,10 +38,17 @@ class Routes:
     """Owns the children of every ModelRoute that the watches show."""
 
     def __init__(
-        self, kube: Kube, watched: Indexed, cluster: Cluster, images: Images, rivals: Rivals
+        self,
+        kube: Kube,
+        watched: Indexed,
+        cluster: Cluster,
+        images: Images,
+        rivals: Rivals,
+        allowed: Allowed | None = None,
     ) -> None:
+        """If `allowed` is given, routes may ask for no more than it permits."""
         self._kube, self._watched, self._cluster = kube, watched, cluster
-        self._images, self._rivals = images, rivals
+        self._images, self._rivals, self._allowed = images, rivals, allowed
         self._children = Children(kube)
         self._referents = Referents(kube)
 
@@ -57,6 +65,8 @@ class Routes:
 
     async def _pass(self, key: ServiceKey, raw: Raw) -> float:
         try:
+            if self._allowed is not None:
+                check_limits(raw["spec"], self._allowed)
             route = parse_route(raw, self._images)
             live = {child_id(child): child for child in self._watched.children(key)}
             wanted = route_objects(route, self._served(route), self._cluster)

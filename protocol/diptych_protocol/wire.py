@@ -458,6 +458,9 @@ class EngineDescription(msgspec.Struct, omit_defaults=True):
     """A number that engines on the same processors have in common; 0: not known, or a GPU's."""
     processors_part: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
     """The part of them that a step computes on."""
+    vocabulary: str = ""
+    """A digest of the text of each token; empty: not known. To a router of another one, token ids
+    mean something else."""
 
     @property
     def shown_name(self) -> str:

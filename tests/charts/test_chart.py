@@ -240,6 +240,8 @@ def test_limits_are_the_operators_and_the_api_servers_where_it_has_policies(helm
     assert allowed["hostPaths"] == ["/data"]
     policy = only(rendered, "ValidatingAdmissionPolicy")
     assert policy["spec"]["validations"] == validations()
+    (rule,) = policy["spec"]["matchConstraints"]["resourceRules"]
+    assert rule["resources"] == ["inferenceservices", "modelroutes"]
     variables = {each["name"]: each["expression"] for each in policy["spec"]["variables"]}
     assert {name: json.loads(text) for name, text in variables.items()} == allowed
     binding = only(rendered, "ValidatingAdmissionPolicyBinding")

@@ -92,6 +92,16 @@ def test_a_name_that_is_empty_is_not_that_of_all_services(command: str, tmp_path
     assert result.stderr == "Error: the NAME of a service is empty\n"
 
 
+@pytest.mark.parametrize("given", [("-n", "../x"), ("-n", "Models"), ("-n", "a" * 64)])
+def test_what_can_be_no_namespace_is_said_to_be_none(
+    given: tuple[str, str], tmp_path: Path
+) -> None:
+    result = run("status", *given, "--kubeconfig", kubeconfig(tmp_path, "http://127.0.0.1:9"))
+    assert result.exit_code == 2
+    words = f"Error: {given[1]!r} cannot be the name of a namespace; correct it\n"
+    assert result.stderr == words
+
+
 def test_an_unknown_context_is_named(tmp_path: Path) -> None:
     file = kubeconfig(tmp_path, "http://127.0.0.1:9")
     result = run("status", "--kubeconfig", file, "--context", "moon")

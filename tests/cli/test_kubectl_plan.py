@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from cluster_kit.reconciling import KEY, Object, Store, one_pass
 
-from diptych.kubectl.plan import ServicePlan, plan_service
+from diptych.kubectl.cluster import Cluster as Asked
+from diptych.kubectl.cluster import ClusterError
+from diptych.kubectl.plan import ServicePlan, plan_service, plans
 from diptych_operator.api.images import Images
 from diptych_operator.kube.cluster import Cluster
 
@@ -67,3 +70,30 @@ async def test_a_spec_that_cannot_be_rendered_says_why() -> None:
     found = planned(await made(), Images(), decode=pod)
     assert found.pending
     assert "restartPolicy" in found.text
+
+
+class Operated(Asked):
+    """A cluster whose operator has these arguments, or none at all."""
+
+    def __init__(self, **container: list[str]) -> None:
+        self._found = [{"spec": {"template": {"spec": {"containers": [container]}}}}]
+
+    def _list(self, *_: object) -> list[Object]:
+        return self._found
+
+    def version(self) -> tuple[Object, list[str]]:
+        return {"major": "1", "minor": "30"}, ["policy/v1"]
+
+
+@pytest.mark.parametrize("words", [{}, {"args": ["--of-a-later-version=1"]}])
+def test_an_operator_may_have_other_arguments(words: dict[str, list[str]]) -> None:
+    assert plans(Operated(**words), [], "diptych-system") == []
+
+
+@pytest.mark.parametrize(
+    "word", ['--limits={"ofALaterVersion": []}', "--max-concurrent-rollouts=many"]
+)
+def test_an_operator_whose_arguments_mean_something_else_is_no_plan(word: str) -> None:
+    with pytest.raises(ClusterError, match=f"{word[:8]}.*take the plugin of its version") as told:
+        plans(Operated(args=[word]), [], "diptych-system")
+    assert told.value.exit_code == 2

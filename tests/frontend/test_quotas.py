@@ -60,6 +60,15 @@ def test_limits_are_the_lines_below_a_key(tmp_path: Path) -> None:
     assert keys.limits() == {"alice": Limits(tokens_per_month=5)}
 
 
+def test_a_key_that_stands_twice_has_the_smaller_limits(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("sesame")
+    (tmp_path / "b").write_text("sesame\ntokensPerMinute: 9\ntokenBudget: 7")
+    (tmp_path / "c").write_text("sesame\ntokensPerMinute: 8")
+    keys = ApiKeys(tmp_path)
+    assert keys.names == ["a"]
+    assert keys.limits() == {"a": Limits(tokens_per_minute=8, token_budget=7)}
+
+
 @pytest.mark.parametrize(
     "line", ["tokensPerDay: 5", "tokensPerMinute", "tokensPerMinute: many", "tokenBudget: 0",
              "tokenBudget: 1\ntokenBudget: 2", "tokenBudget: \u0661"],

@@ -14,6 +14,8 @@ import transformers  # its classes are imported when they are used
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_kit.texts import TEXTS
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from diptych_frontend.model_files.gguf_header import read_header
@@ -37,6 +39,15 @@ def reference(model_source: ModelSource) -> transformers.PreTrainedTokenizerFast
     return transformers.AutoTokenizer.from_pretrained(  # type: ignore[return-value]
         model_source.path.parent, gguf_file=model_source.path.name, local_files_only=True
     )
+
+
+def test_vocabularies_are_told_apart_by_what_each_id_stands_for() -> None:
+    def made(*words: str) -> str:
+        ids = {word: place for place, word in enumerate(words)}
+        return Tokenizer(Backend(WordLevel(ids, unk_token=words[0]))).vocabulary
+
+    assert made("a", "b", "c") == made("a", "b", "c")
+    assert len({made("a", "b", "c"), made("a", "c", "b"), made("a", "b")}) == 3
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -50,28 +52,53 @@ def test_it_is_the_pair_that_differs_least_that_is_named(*, swapped: bool) -> No
     )
 
 
-async def test_pools_that_do_not_fit_are_why_a_router_is_not_ready(eventually: Any) -> None:
+@asynccontextmanager
+async def pools_of(
+    prefill: EngineDescription, decode: EngineDescription, eventually: Any, vocabulary: str = ""
+) -> AsyncIterator[Pools]:
+    """The pools of a router, of one engine each, once both are up."""
     targets: dict[Role, list[Target]] = {
         role: [("127.0.0.1", free_port())] for role in ("prefill", "decode")
     }
-    said = {"prefill": engine("p"), "decode": engine("d", dtype="bfloat16")}
+    said = {"prefill": prefill, "decode": decode}
     fakes = [
         FakeCore(f"tcp://{host}:{port}", describe=msgspec.to_builtins(said[role]))
         for role, [(host, port)] in targets.items()
     ]
     pools = Pools(
-        RouterConfig(model="m"), targets, None, None,
+        RouterConfig(model="m", verify="Off"), targets, None, None,
         on_change=lambda: None, on_outputs=lambda *_: None, on_lost=lambda *_: None,
-        on_hang=lambda _: None,
+        on_hang=lambda _: None, vocabulary=vocabulary,
     )  # fmt: skip
     pools.start()
     try:
         await eventually(lambda: pools.of("prefill") and pools.of("decode"))
-        assert pools.why_not_ready() == (
-            "no usable pair yet; p and d cannot exchange KV "
-            "(dtype: 'float32' in prefill, 'bfloat16' in decode)"
-        )
+        yield pools
     finally:
         pools.close()
         for fake in fakes:
             await fake.close()
+
+
+async def test_pools_that_do_not_fit_are_why_a_router_is_not_ready(eventually: Any) -> None:
+    async with pools_of(engine("p"), engine("d", dtype="bfloat16"), eventually) as pools:
+        assert pools.why_not_ready() == (
+            "no usable pair yet; p and d cannot exchange KV "
+            "(dtype: 'float32' in prefill, 'bfloat16' in decode)"
+        )
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "understood"),
+    [("a", "a", True), ("a", "b", False), ("a", "", True), ("", "b", True)],
+)
+async def test_a_router_uses_no_engine_to_which_its_tokens_mean_something_else(
+    ours: str, theirs: str, understood: bool, eventually: Any
+) -> None:
+    """While another model rolls out, routers of the one see the engines of the other."""
+    p, d = (msgspec.structs.replace(engine(name), vocabulary=theirs) for name in ("p", "d"))
+    async with pools_of(p, d, eventually, vocabulary=ours) as pools:
+        assert bool(pools.usable_engines()) == understood
+        if not understood:
+            words = "no usable pair yet; p has a model of another tokenizer than this router's"
+            assert pools.why_not_ready() == words

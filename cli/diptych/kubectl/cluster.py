@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import http.client
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -81,7 +82,7 @@ class Cluster:
         settings.retries = False
         chosen = next((c for c in contexts if c["name"] == access.context), active)
         namespace = access.namespace or chosen["context"].get("namespace") or "default"
-        return cls(client.ApiClient(settings), namespace)
+        return cls(client.ApiClient(settings), checked_namespace(namespace))
 
     def services(self, *, everywhere: bool = False) -> list[Raw]:
         """Return all InferenceServices of the namespace, or of the cluster."""
@@ -119,10 +120,10 @@ class Cluster:
 
     def operator(self, namespace: str) -> list[str]:
         """Return the arguments of the operator in a namespace. Raises `ClusterError`."""
-        path = f"/apis/apps/v1/namespaces/{quote(namespace, safe='')}/deployments"
+        path = f"/apis/apps/v1/namespaces/{checked_namespace(namespace)}/deployments"
         query = {"labelSelector": "app.kubernetes.io/name=diptych-operator"}
         for found in self._list(path, query):
-            arguments: list[str] = found["spec"]["template"]["spec"]["containers"][0]["args"]
+            arguments = found["spec"]["template"]["spec"]["containers"][0].get("args") or []
             return [text.replace("$(POD_NAMESPACE)", namespace) for text in arguments]
         raise ClusterError(
             f"no operator runs in the namespace {namespace}; give --operator-namespace"
@@ -219,6 +220,13 @@ class Cluster:
         if answer.status >= 400:
             raise ClusterError(refusal(answer.status, data, path), answer.status)
         return data
+
+
+def checked_namespace(name: str) -> str:
+    """Return it. Raises `ClusterError` for what can name none."""
+    if not re.fullmatch("[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", name):
+        raise ClusterError(f"{name!r} cannot be the name of a namespace; correct it")
+    return name
 
 
 def refusal(status: int, data: bytes, path: str) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import io
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 
 import msgspec
 
-from diptych.kubectl.cluster import Cluster, Raw
+from diptych.kubectl.cluster import Cluster, ClusterError, Raw
 from diptych_operator import arguments
 from diptych_operator.api.base import Object, SpecError
 from diptych_operator.api.images import Images
@@ -63,14 +66,27 @@ class ServicePlan:
 
 def plans(cluster: Cluster, services: Sequence[Raw], operator_namespace: str) -> list[ServicePlan]:
     """Compare every service. Raises `ClusterError`."""
-    # An operator of another version may have arguments that this one does not know.
-    args, _ = arguments.parser().parse_known_args(cluster.operator(operator_namespace))
+    args = _understood(cluster.operator(operator_namespace))
     version, served = cluster.version()
     able = capabilities.read_cluster(version["major"], version["minor"], served, operator_namespace)
     return [
         plan_service(raw, cluster.children(raw, able.policy_api), arguments.images(args), able)
         for raw in services
     ]
+
+
+def _understood(words: list[str]) -> argparse.Namespace:
+    """The arguments of an operator that may be of another version, and have others."""
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            return arguments.parser().parse_known_args(words)[0]
+    except SystemExit as exc:
+        why = said.getvalue().strip().rpartition("error: ")[2]
+        raise ClusterError(
+            f"the operator that runs has an argument that this plugin does not understand ({why}); "
+            "take the plugin of its version, or upgrade it"
+        ) from exc
 
 
 def plan_service(

@@ -58,6 +58,8 @@ class HopelessFormError(InvalidRequestError):
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
+    digest: str
+    """`EngineDescription.vocabulary`."""
     tokens: LLTokenizer
     reasoning: ReasoningTokens | None
     """None if reasoning is not separated."""
@@ -83,12 +85,14 @@ class GrammarCompiler:
         self.wake_fd: Final = os.eventfd(0, os.EFD_NONBLOCK)
         """Readable when `finished` has something to tell."""
 
-    def wait_until_ready(self) -> None:
+    def wait_until_ready(self) -> str:
         """Wait until the vocabulary is prepared: that holds the GIL, so it must not
-        happen later."""
+        happen later. Returns `EngineDescription.vocabulary`."""
         reason = self._vocabulary.exception()
-        if reason is not None:
-            log.info("no structured outputs: %s", reason)
+        if reason is None:
+            return self._vocabulary.result().digest
+        log.info("no structured outputs: %s", reason)
+        return ""
 
     def begin(self, request: Request) -> bool:
         """Get the request's grammar. False: it is being compiled, and `finished` will return the
@@ -189,6 +193,7 @@ def _vocabulary(source: ModelSource, reasoning_parser: ReasoningParserName) -> V
     style = format_of(reasoning_parser, tokenizer.chat_template)
     tokens = LLTokenizer(tokenizer.backend.to_str(), n_vocab=size, eos_token=ends)
     return Vocabulary(
+        tokenizer.vocabulary,
         tokens,
         None if style is None else ReasoningTokens.of(style, tokenizer, size, ends),
         Digits.of(tokens),

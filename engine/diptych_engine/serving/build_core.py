@@ -117,7 +117,7 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
     grammars = GrammarCompiler(source, config.reasoning_parser)
     runner = executor_class(config)(config, source)
     runner.warm_up()
-    grammars.wait_until_ready()
+    vocabulary = grammars.wait_until_ready()
     description = EngineDescription(
         engine_id=config.engine_id or f"engine-{secrets.token_hex(4)}",
         epoch=f"{os.getpid():x}-{secrets.token_hex(8)}",
@@ -152,6 +152,7 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
         logits_processors=tuple(config.logits_processors),
         node=config.node,
         zone=config.zone,
+        vocabulary=vocabulary,
     )
     cpu_level, num_set_aside = runner.cpu_facts
     if cpu_level:

@@ -139,8 +139,8 @@ class ApiKeys:
             first = names.setdefault(self._digest(key), name)
             if first != name:
                 log.warning("the API keys %s and %s are equal; it counts as %s", first, name, first)
-            elif own != NO_LIMITS:
-                limits[name] = own
+            if own != NO_LIMITS:
+                limits[first] = own.and_of(limits.get(first, NO_LIMITS))
         return names, limits, unread
 
     def _digest(self, key: bytes) -> bytes:

@@ -24,6 +24,11 @@ class Limits(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=
         each = msgspec.structs.asdict(self).items()
         return Limits(**{name: limit and max(limit // of, 1) for name, limit in each})
 
+    def and_of(self, other: Limits) -> Limits:
+        """Return the smaller one of each limit."""
+        pairs = zip(*map(msgspec.structs.astuple, (self, other)), strict=True)
+        return Limits(*(min(filter(None, pair), default=None) for pair in pairs))
+
 
 NO_LIMITS = Limits()
 

@@ -1,8 +1,8 @@
-"""Limits that the administrator sets on services, for clusters whose users may not do everything.
+"""Limits that the administrator sets on services and routes, where users may not do everything.
 
 The one table is `LIMITS`. The chart's ValidatingAdmissionPolicy is generated from its CEL
-(`validations`). The operator checks each service by its Python (`check_limits`), for clusters
-without such policies and for services that are older than the policy. This module performs no I/O.
+(`validations`). The operator checks each object by its Python (`check_limits`), for clusters
+without such policies and for objects that are older than the policy. This module performs no I/O.
 """
 
 from __future__ import annotations
@@ -83,6 +83,8 @@ _NEVER_UNCONFINED: Final = (
 )
 """What may stand at a pod and at a container."""
 
+_PARTS: Final = ("prefill.", "decode.", "router.", "")
+"""Where the spec of a service, and that of a route, has a podTemplate."""
 SPEC_LIMITS: Final = (
     Limit("model.cache.hostPath", "cacheHostPaths"),
     Limit("model.uri", "images", after=_IMAGE, scheme="oci://"),
@@ -93,8 +95,8 @@ SPEC_LIMITS: Final = (
     Limit("prefill.engine.image", "images", always=("",), after=_IMAGE),
     Limit("router.image", "images", always=("",), after=_IMAGE),
     Limit("transfer.connectorImage", "images", always=("",), after=_IMAGE),
-    *(Limit(f"{role}.podTemplateRemove[]", always=_REMOVABLE)
-      for role in ("prefill", "decode", "router")),
+    Limit("image", "images", always=("",), after=_IMAGE),  # a route's
+    *(Limit(f"{part}podTemplateRemove[]", always=_REMOVABLE) for part in _PARTS),
 )  # fmt: skip
 POD_LIMITS: Final = (
     *(Limit(name, always=(False,)) for name in ("hostNetwork", "hostPID", "hostIPC")),
@@ -137,7 +139,7 @@ CONTAINER_LIMITS: Final = (
                     "lifecycle.preStop")
       for way in ("httpGet", "tcpSocket")),
 )  # fmt: skip
-_TEMPLATES: Final = tuple(f"{role}.podTemplate." for role in ("prefill", "decode", "router"))
+_TEMPLATES: Final = tuple(f"{part}podTemplate." for part in _PARTS)
 _PODS: Final = tuple(f"{template}spec." for template in _TEMPLATES)
 _CONTAINERS: Final = tuple(
     f"{pod}{kind}[]." for pod in _PODS for kind in ("containers", "initContainers")

@@ -225,7 +225,7 @@ def _without_bookkeeping(raw: dict[str, Any]) -> Raw:
 
 _KEPT_META = (
     "name", "namespace", "uid", "resourceVersion", "generation", "labels", "annotations",
-    "ownerReferences", "creationTimestamp", "deletionTimestamp",
+    "ownerReferences", "creationTimestamp", "deletionTimestamp", "finalizers",
 )  # fmt: skip
 
 

@@ -72,13 +72,15 @@ class EngineLink:
         on_outputs: Callable[[EngineLink, EngineCoreOutputs], None],
         on_lost: Callable[[EngineLink, EngineDeadError], None],
         on_hang: Callable[[EngineLink], None],
+        vocabulary: str = "",
     ) -> None:
         """Connect in the background.
 
         `router`: a name of this router, the same for all engines and like no other router's.
         `on_news`: the engine is up, began to drain, or was paused or resumed. `on_outputs`: what it
         computed for others than `complete`. `on_lost`: every request on it is gone. `on_hang`: it
-        hangs; called again and again until it speaks.
+        hangs; called again and again until it speaks. `vocabulary`: this router's own
+        `EngineDescription.vocabulary`.
         """
         self.role: Role = role
         """What it does now: see `turn`."""
@@ -92,6 +94,10 @@ class EngineLink:
         self.known_as = ""
         """The name of the engine that answers here, or answered last; empty: none has."""
         self.fingerprint = ""
+        self._vocabulary = vocabulary
+        self.speaks_otherwise = False
+        """Its tokens are not this router's: while another model rolls out, answers would be
+        nonsense. A canary's may cross all the same."""
         self.lends: KVTransferParams | None = None
         """See `EngineAccount.lends`."""
         self.epoch = ""
@@ -291,6 +297,10 @@ class EngineLink:
             self._gone.clear()
             self.fingerprint = fingerprint(description.compat)
             self.epoch = description.epoch
+            self.speaks_otherwise = (
+                bool(description.vocabulary and self._vocabulary)
+                and description.vocabulary != self._vocabulary
+            )
             # It may have said so meanwhile, and says so once.
             stats.draining |= self.stats.draining
             self.stats = stats

@@ -90,6 +90,7 @@ class PoolClient(AsyncEngine, WithoutControl):
             on_outputs=self._handle_outputs,
             on_lost=self._engine_lost,
             on_hang=self._engine_hangs,
+            vocabulary=inputs.renderer.tokenizer.vocabulary if inputs.renderer.tokenizer else "",
         )
         self._model_limit = inputs.max_model_len
         self._lacks: tuple[Lack, ...] = ()

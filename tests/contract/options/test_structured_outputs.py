@@ -456,6 +456,13 @@ def inputs_of(core: EngineCore) -> InputProcessor:
     )
 
 
+def test_an_engine_says_what_its_tokens_are(core: EngineCore) -> None:
+    tokenizer = inputs_of(core).renderer.tokenizer
+    assert tokenizer is not None
+    assert core.description.vocabulary == tokenizer.vocabulary
+    assert make_core(DUMMY).description.vocabulary == ""
+
+
 def test_contract_C05_a_schema_nested_without_end_is_refused(core: EngineCore) -> None:
     schema: dict[str, Any] = {}
     for _ in range(3000):

@@ -202,7 +202,26 @@ def test_what_is_not_listed_is_refused_by_both_and_what_is_listed_by_none(
         assert by_policy(spec, lists, message) == []
 
 
+def of_a_route(spec: dict[str, Any]) -> dict[str, Any]:
+    """The spec of a ModelRoute that asks for what a service's spec asks for."""
+    parts = (part for part in spec.values() if isinstance(part, dict))
+    fields = ("image", "podTemplate", "podTemplateRemove")
+    return {name: part[name] for part in parts for name in fields if name in part}
+
+
+ROUTES = [(of_a_route(spec), listed) for spec, _, listed in REFUSED if of_a_route(spec)]
+
+
+@pytest.mark.parametrize(("spec", "listed"), ROUTES, ids=str)
+def test_a_route_may_ask_for_no_more_than_a_service(spec: dict[str, Any], listed: Listed) -> None:
+    assert by_operator(spec, DEFAULT) is not None
+    (name,) = listed
+    assert len(by_policy(spec, DEFAULT, f"limits.allow.{name}")) == 1
+    assert by_operator(spec, DEFAULT | {name: ["*"]}) is None
+
+
 IMAGES = [
+    {"image": "evil.example/a:1"},
     image(engine={"image": "evil.example/a:1"}), image(router={"image": "evil.example/a"}),
     image(prefill={"engine": {"image": "evil.example/a:1"}}),
     image(transfer={"connectorImage": "evil.example/a@sha256:0"}),

@@ -8,6 +8,7 @@ import yaml
 from cluster_kit.reconciling import Store, serving
 
 from diptych_operator.api.images import Images
+from diptych_operator.api.limits import Allowed
 from diptych_operator.kube.cluster import Cluster
 from diptych_operator.kube.rivals import Rivals
 from diptych_operator.routes import Routes
@@ -52,10 +53,10 @@ class Watched(Store):
         return condition["status"], condition["reason"]
 
 
-async def passes(store: Watched, count: int = 1) -> None:
+async def passes(store: Watched, count: int = 1, allowed: Allowed | None = None) -> None:
     async with serving(store) as kube:
         rivals = Rivals(kube, serves_cluster=False)
-        routes = Routes(kube, store, Cluster(), Images(), rivals)  # type: ignore[arg-type]
+        routes = Routes(kube, store, Cluster(), Images(), rivals, allowed)  # type: ignore[arg-type]
         for _ in range(count):
             await routes.reconcile(KEY)
 
@@ -91,6 +92,15 @@ async def test_a_route_whose_pods_are_refused_names_the_field_to_correct() -> No
     (condition,) = store.route(KEY)["status"]["conditions"]
     assert condition["reason"] == "Refused"
     assert condition["message"].endswith("Correct spec.podTemplate or spec.resources.")
+
+
+async def test_an_operator_makes_no_pods_of_a_route_beyond_the_limits_and_says_so() -> None:
+    store = Watched({}, podTemplate={"spec": {"hostPID": True}})
+    await passes(store, allowed=Allowed())
+    assert store.deployments() == []
+    assert store.ready() == ("False", "SpecRejected")
+    (condition,) = store.route(KEY)["status"]["conditions"]
+    assert "spec.podTemplate.spec.hostPID: True is not allowed" in condition["message"]
 
 
 async def test_a_route_is_ready_when_its_pods_are() -> None:

@@ -6,6 +6,7 @@ import pytest
 from cluster_kit.reconciling import SECRETS, Object, Store, one_pass
 
 from diptych_operator.api.names import REVISION_LABEL, SERVICE_LABEL
+from diptych_operator.kube.watch import trimmed
 
 EXTERNAL = {"autoscaling": {"by": "External", "minReplicas": 1, "maxReplicas": 8}}
 OTHER = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "theirs", "uid": "o1"}
@@ -83,3 +84,15 @@ async def test_what_another_owns_or_we_have_not_labelled_is_reported(
     await one_pass(store)
     assert owners(store)[path] == found
     assert store.condition("Degraded")["reason"] == "ObjectNotOurs"
+
+
+async def test_what_somebodys_finalizer_keeps_is_named(store: Store) -> None:
+    """Nothing of the same name can be made before, such as that of a revision to go back to."""
+    await one_pass(store)
+    made = store.deployments()[0]["metadata"]
+    for finalizers, kept in (["foregroundDeletion"], False), (["example.org/x"], True):
+        made |= {"deletionTimestamp": "2026-11-29T07:00:00Z", "finalizers": finalizers}
+        assert trimmed(store.deployments()[0])["metadata"]["finalizers"] == finalizers
+        await one_pass(store)
+        said = f"the Deployment {made['name']} is deleted, but kept by the finalizer example.org/x"
+        assert (said in store.condition("Degraded")["message"]) == kept

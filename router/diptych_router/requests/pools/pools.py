@@ -64,8 +64,10 @@ class Pools:
         on_outputs: Callable[[EngineLink, EngineCoreOutputs], None],
         on_lost: Callable[[EngineLink, EngineDeadError], None],
         on_hang: Callable[[EngineLink], None],
+        vocabulary: str = "",
     ) -> None:
-        """`on_change`: maybe more, fewer or others are usable."""
+        """`on_change`: maybe more, fewer or others are usable. `vocabulary`: see `EngineLink`."""
+        self._vocabulary = vocabulary
         self.links: dict[str, EngineLink] = {}
         self.get: Callable[[str], EngineLink | None] = self.links.get
         self.had_pair = False
@@ -148,6 +150,8 @@ class Pools:
         """Whether it may get new requests."""
         revisions = self.serving.revisions
         if not link.open_to_work or (revisions and link.revision not in revisions):
+            return False
+        if link.speaks_otherwise:
             return False
         return self._config.verify != "Required" or self._trusted(link)
 
@@ -274,7 +278,10 @@ class Pools:
         return self._with_mismatch("no usable pair yet")
 
     def _with_mismatch(self, reason: str) -> str:
-        """A reason, and why no two engines that are up fit together, if so."""
+        """A reason, and why no two engines that are up fit together, or with this router, if so."""
+        for link in self.links.values():
+            if link.up and link.speaks_otherwise:
+                return f"{reason}; {link.name} has a model of another tokenizer than this router's"
         prefill, decode = ([x.description for x in self.of(r) if x.description] for r in ROLES)
         found = compat_mismatch(prefill, decode)
         return f"{reason}; {found}" if found else reason
@@ -350,6 +357,7 @@ class Pools:
                     on_outputs=self._on_outputs,
                     on_lost=self._on_lost,
                     on_hang=self._on_hang,
+                    vocabulary=self._vocabulary,
                 )
             except (InvalidRequestError, zmq.ZMQError) as exc:
                 log.warning("cannot connect to %s: %s", endpoint, exc)
