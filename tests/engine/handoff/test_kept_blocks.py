@@ -345,7 +345,9 @@ def fail(cores: list[EngineCore]) -> None:
     gc.collect()
 
 
-@pytest.mark.parametrize("kind", ["one group", "windows", "two ranks"])
+@pytest.mark.parametrize(
+    "kind", ["one group", "windows", pytest.param("two ranks", marks=pytest.mark.slow)]
+)
 def test_a_core_goes_on_with_what_the_one_before_it_had_computed(tmp_path: Path, kind: str) -> None:
     model = DUMMY + "&num_attention_heads=4&num_key_value_heads=2"
     if kind == "windows":
