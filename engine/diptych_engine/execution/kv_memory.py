@@ -76,16 +76,21 @@ class KVMemory:
         self._reserve()
 
     def _reserve(self) -> None:
-        if self._kept_fd is None:
-            return
-        try:
-            os.posix_fallocate(self._kept_fd, 0, self._num_bytes)
-        except OSError as exc:
-            raise InvalidRequestError(
-                f"kv_keep: the folder has no room for {self._num_bytes / 2**30:.1f} GiB of KV: "
-                f"{exc}; give its tmpfs more, or ask for fewer kv_cache_bytes",
-                param="kv_keep",
-            ) from exc
+        if self._kept_fd is not None:
+            reserve(self._kept_fd, self._num_bytes)
+
+
+def reserve(fd: int, num_bytes: int) -> None:
+    """Have a file in the folder of `kv_keep` have all its pages. Raises `InvalidRequestError` if
+    there is no room."""
+    try:
+        os.posix_fallocate(fd, 0, num_bytes)
+    except OSError as exc:
+        raise InvalidRequestError(
+            f"kv_keep: the folder has no room for {num_bytes / 2**30:.1f} GiB of KV: {exc}; give "
+            "its tmpfs more, or ask for fewer kv_cache_bytes",
+            param="kv_keep",
+        ) from exc
 
 
 def _mapped(num_bytes: int, shared_fd: int | None) -> mmap.mmap:

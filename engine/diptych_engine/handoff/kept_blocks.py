@@ -28,6 +28,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from diptych_engine.execution.kv_memory import reserve
 from diptych_engine.handoff.block_files import take_folder
 from diptych_engine.scheduling.block_pool import BlockPool, Name
 from diptych_frontend.processors import usable_processors
@@ -67,11 +68,12 @@ class KeptFiles:
         return memory
 
     def table(self, num_bytes: int) -> mmap.mmap:
-        """Return the seals, which a new file has none of. Raises `OSError` if there is no room."""
+        """Return the seals, which a new file has none of. Raises `InvalidRequestError` if there is
+        no room."""
         seals = _opened(self.folder / "seals")
         try:
             os.ftruncate(seals, num_bytes)
-            os.posix_fallocate(seals, 0, num_bytes)
+            reserve(seals, num_bytes)
             return mmap.mmap(seals, num_bytes)
         finally:
             os.close(seals)
@@ -100,7 +102,8 @@ class KeptBlocks:
         """Have a new pool remember what the last core has left, and seal what it comes to remember.
 
         memory: the KV of each rank, [>= num_blocks, block bytes], in the files. recipe: names
-        everything besides tokens that KV depends on. Raises `OSError` if there is no room.
+        everything besides tokens that KV depends on. Raises `InvalidRequestError` if there is no
+        room.
         """
         self._files, self._memory, self._pool = files, memory, pool
         self._table = files.table(RECORD.size * (1 + pool.num_blocks))
@@ -109,9 +112,12 @@ class KeptBlocks:
         """Blocks to be sealed, with what their records will say."""
         geometry = repr([blocks.shape for blocks in memory]).encode()
         self._fingerprint = hashlib.sha256(recipe + geometry).digest()
-        same = self._table[: RECORD.size] == self._fingerprint
-        self.adopted = self._adopt() if same else []
+        self.adopted: list[int] = []
         """Blocks that the last core has left."""
+        if self._table[: RECORD.size] == self._fingerprint:
+            self.adopted = self._adopt()
+        else:
+            self._table[: RECORD.size] = bytes(RECORD.size)
         self._write_anew()
         pool.seals = self
         self.wake_fd: Final = os.eventfd(0, os.EFD_NONBLOCK)
@@ -132,8 +138,8 @@ class KeptBlocks:
         return [block for _, block, _ in sorted(sound)]
 
     def _write_anew(self) -> None:
-        """Have the table say what this core's pool remembers: only what it has adopted."""
-        self._table[: RECORD.size] = bytes(RECORD.size)
+        """Have the table say what this core's pool remembers: only what it has adopted. One that is
+        killed meanwhile leaves what it found."""
         kept = {block: order for order, block in enumerate(self.adopted, 1)}
         for block in range(self._pool.num_blocks):
             ORDER.pack_into(self._table, _place(block), kept.get(block, 0))
