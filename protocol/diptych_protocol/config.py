@@ -312,6 +312,8 @@ class EngineConfig(EngineSettings, frozen=True, omit_defaults=True):
             ("speculative_config",
              spec is None or not spec.drafts or self.tensor_parallel_size == 1,
              "must have the method ngram where tensor_parallel_size is above 1"),
+            ("kv_keep", not self.kv_keep or self.enable_prefix_caching,
+             "must be left out without enable_prefix_caching, by which kept KV is found"),
             ("lora_modules", self.name not in self.lora_modules,
              f"may not name {self.name!r}: that is the model's own name"),
         ):  # fmt: skip

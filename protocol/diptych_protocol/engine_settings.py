@@ -266,6 +266,16 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seed: Annotated[
         int, Meta(description="Seeds dummy weights and requests that bring no seed.")
     ] = 0
+    kv_keep: Annotated[
+        str,
+        Meta(
+            pattern="^(/[A-Za-z0-9._-]+)*$",
+            max_length=512,
+            title="the path of a folder",
+            description="Folder in memory, such as /dev/shm, in which KV outlives an engine that "
+            "dies: the next one goes on with it (docs/handoff.md). Left out: none. CPUs only.",
+        ),
+    ] = ""
     max_loras: Annotated[
         int,
         Meta(

@@ -223,7 +223,9 @@ class Controls:
             self._core.hand_offs.store.clear()
 
     def _retire_store(self) -> None:
-        """What is on disk is of the weights that the engine has started with."""
+        """What is on disk, or kept, is of the weights that the engine has started with."""
+        if self._core.hand_offs.kept is not None:
+            self._core.hand_offs.kept.retire()
         if self._core.hand_offs.store is not None:
             self._core.hand_offs.store.retire()
 

@@ -113,6 +113,8 @@ class EngineCore:
         """This engine is about to leave; every client is to know."""
         self.leaving = False
         """It takes neither requests nor calls any more."""
+        self.failed = False
+        """It ends because of an error, and another will take its place."""
         self.dummy_steps = 0
         """See `SchedulerStats`; this and the next are counted by whoever drives the core."""
         self.malformed_messages = 0
@@ -354,6 +356,8 @@ class EngineCore:
         if self.scheduler.stakes is not None:
             self._step_ended = now if plan.scheduled and self.scheduler.has_work else 0.0
         self.hand_offs.lend_computed()
+        if self.hand_offs.kept is not None:
+            self.hand_offs.kept.seal()
         if self.hand_offs.store is not None:
             self.hand_offs.store.save()
 
@@ -471,6 +475,8 @@ class EngineCore:
 
     def close(self) -> None:
         self.grammars.close()
+        if self.hand_offs.kept is not None:
+            self.hand_offs.kept.close(failed=self.failed)
         if self.hand_offs.store is not None:
             self.hand_offs.store.close()
         if self.connector is not None:

@@ -23,7 +23,7 @@ class KVMemory:
 
     The memory of a tensor-parallel worker may be a mapping of a file without a name (a memfd) that
     the lead maps too, because the hinge runs there. Such a file disappears with the last process
-    that has it.
+    that has it. Where KV is kept, it is a file that stays, with what it contains.
     """
 
     def __init__(
@@ -32,8 +32,11 @@ class KVMemory:
         dtype: torch.dtype,
         device: torch.device,
         shared_fd: int | None = None,
+        *,
+        kept: bool = False,
     ) -> None:
-        """`shared_fd`: an empty file for the memory; on a CPU only.
+        """`shared_fd`: a file for the memory; on a CPU only. kept: it was the memory of another
+        process, and has all its pages from the start, since one that finds no room ends a process.
 
         Raises `InvalidRequestError` if the system, or a limit of this process, does not have enough
         memory.
@@ -41,8 +44,10 @@ class KVMemory:
         self._pages: mmap.mmap | None = None
         self._shared = shared_fd is not None
         self._num_bytes = num_bytes
+        self._kept_fd = shared_fd if kept else None
         if shared_fd is not None or device.type == "cpu":
             self._pages = _mapped(num_bytes, shared_fd)
+            self._reserve()
         if self._pages is not None and not self._shared:
             # Blocks are touched for the first time in the middle of a hand-off. Small pages cost
             # far more there than the copy itself.
@@ -68,6 +73,24 @@ class KVMemory:
         if storage.nbytes() < self._num_bytes:
             storage.resize_(self._num_bytes)
             self.tensor.zero_()
+        self._reserve()
+
+    def _reserve(self) -> None:
+        if self._kept_fd is not None:
+            reserve(self._kept_fd, self._num_bytes)
+
+
+def reserve(fd: int, num_bytes: int) -> None:
+    """Have a file in the folder of `kv_keep` have all its pages. Raises `InvalidRequestError` if
+    there is no room."""
+    try:
+        os.posix_fallocate(fd, 0, num_bytes)
+    except OSError as exc:
+        raise InvalidRequestError(
+            f"kv_keep: the folder has no room for {num_bytes / 2**30:.1f} GiB of KV: {exc}; give "
+            "its tmpfs more, or ask for fewer kv_cache_bytes",
+            param="kv_keep",
+        ) from exc
 
 
 def _mapped(num_bytes: int, shared_fd: int | None) -> mmap.mmap:

@@ -96,12 +96,12 @@ class ModelRunner:
         config: EngineConfig,
         source: ModelSource,
         shard: Shard = WHOLE,
-        kv_memory_fd: int | None = None,
+        kv_memory_fds: Sequence[int] = (),
     ) -> None:
         """Load the model, or a rank's share of it.
 
-        `kv_memory_fd`: see `KVMemory`. Raises `InvalidRequestError` for a device or model that
-        cannot work.
+        `kv_memory_fds`: the first is for `KVMemory`. Raises `InvalidRequestError` for a device or
+        model that cannot work.
         """
         shard.check(source.config)
         self._source, self._seed, self._shard = source, config.seed, shard
@@ -130,7 +130,7 @@ class ModelRunner:
             kernels.try_all()  # what cannot be multiplied must not be packed
         self._load()
         log.info("%s loaded in %.1f s", source.uri, time.monotonic() - started)
-        memory = self._allocate_cache(config, layers, kv_memory_fd)
+        memory = self._allocate_cache(config, layers, next(iter(kv_memory_fds), None))
         self._prepare_steps(config)
         self._offer_calls(config, memory)
 
@@ -180,7 +180,8 @@ class ModelRunner:
         # Behind the blocks there is one that stays empty, for those that windows have passed.
         num_here = self.num_blocks + self.kv_groups.windowed
         num_bytes = (num_here + records) * self.block_bytes
-        memory = KVMemory(num_bytes, self._kv_dtype, self._device, kv_memory_fd)
+        kept = bool(config.kv_keep)
+        memory = KVMemory(num_bytes, self._kv_dtype, self._device, kv_memory_fd, kept=kept)
         whole = memory.tensor.view(-1, self.block_bytes // self._kv_dtype.itemsize)
         shape = block_shape(of_group, config.block_size)
         blocks = whole[:, : math.prod(shape)].view(-1, *shape)
@@ -554,7 +555,9 @@ class ModelRunner:
         num_prompt = min(WARM_UP_TOKENS, room - 1)
         num_blocks = (num_prompt // self._block_size + 1) * count
         most = self._rows.size if self._graphs is not None else 1
-        requests = [warm_up_request(i, num_prompt, num_blocks) for i in range(most)]
+        written = list(range(self.num_blocks - num_blocks, self.num_blocks))
+        before = self.kv_cache[written].clone()  # another process may have left something
+        requests = [warm_up_request(i, num_prompt, written) for i in range(most)]
         names = [request.request_id for request in requests]
         self.execute(
             StepPlan([ScheduledRequest(requests[0], 0, num_prompt, samples=False)], num_prompt, [])
@@ -565,10 +568,10 @@ class ModelRunner:
             self.execute(StepPlan(some, len(some), removed=[]))
         if self._device.type != "cpu":  # the other kernel that draws
             self.execute(StepPlan([], 0, removed=names))
-            filtered = warm_up_request(0, num_prompt, num_blocks, min_p=0.5)
+            filtered = warm_up_request(0, num_prompt, written, min_p=0.5)
             self.execute(StepPlan([ScheduledRequest(filtered, num_prompt, 1, samples=True)], 1, []))
         self.execute(StepPlan([], 0, removed=names))
-        self.kv_cache[requests[0].block_ids] = 0
+        self.kv_cache[written] = before
 
 
 def _to_array(numbers: list[int]) -> NDArray[np.int64]:

@@ -10,8 +10,10 @@ from diptych_protocol import SamplingParams
 WARM_UP_TOKENS: Final = 8
 
 
-def warm_up_request(index: int, num_prompt: int, num_blocks: int, min_p: float = 0.0) -> Request:
-    """Return a prompt of this many tokens, and one more. All such requests write to the same, first
+def warm_up_request(
+    index: int, num_prompt: int, block_ids: list[int], min_p: float = 0.0
+) -> Request:
+    """Return a prompt of this many tokens, and one more. All such requests write to the same
     blocks; nobody reads the results."""
     return Request(
         request_id=f"warm-up {index}",
@@ -22,5 +24,5 @@ def warm_up_request(index: int, num_prompt: int, num_blocks: int, min_p: float =
         eos_token_id=None,
         max_total_tokens=num_prompt + 1,
         seed=0,
-        block_ids=list(range(num_blocks)),
+        block_ids=block_ids,
     )

@@ -42,7 +42,7 @@ class BlockFiles:
         folder, or others may write to it.
         """
         self._max_bytes, self._recipe = max_bytes, hashlib.sha256(recipe).hexdigest()[:32]
-        self.folder, self._lock = _take_folder(parent)
+        self.folder, self._lock = take_folder(parent)
         self._sizes: OrderedDict[str, int] = OrderedDict()
         """What is there, in the order of use."""
         self.num_bytes = 0
@@ -160,7 +160,9 @@ def _seal(name: str, parts: Sequence[memoryview]) -> bytes:
     return digest.digest()
 
 
-def _take_folder(parent: Path) -> tuple[Path, int]:
+def take_folder(parent: Path) -> tuple[Path, int]:
+    """Return the first folder below `parent` that no other engine has locked, and the lock. Raises
+    `OSError`."""
     for number in range(MAX_FOLDERS):
         folder = parent / str(number)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diptych_engine.handoff.block_store import BlockStore
+from diptych_engine.handoff.kept_blocks import KeptBlocks
 from diptych_engine.handoff.prefix_fetches import PrefixFetches
 from diptych_engine.scheduling.request import LoadOrder, Request, RequestStatus
 from diptych_engine.scheduling.scheduler import Scheduler
@@ -75,6 +76,8 @@ class HandOffs:
         """Told of the blocks that a load will fill; whoever builds the core may set it."""
         self.store: BlockStore | None = None
         """Keeps blocks on disk; whoever builds the core may set it."""
+        self.kept: KeptBlocks | None = None
+        """Keeps blocks for the next core; whoever builds the core may set it."""
 
     # --- requests come and go -----------------------------------------------------------------
 

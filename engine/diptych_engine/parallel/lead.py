@@ -57,11 +57,13 @@ class LeadRunner(ModelRunner):
     """Plans, samples and computes its own share, as a single runner does; workers compute the
     others."""
 
-    def __init__(self, config: EngineConfig, source: ModelSource) -> None:
+    def __init__(
+        self, config: EngineConfig, source: ModelSource, kv_memory_fds: Sequence[int] = ()
+    ) -> None:
         """Start the workers and load the model, each rank its share.
 
-        Raises `InvalidRequestError` for a model that cannot be divided so, `EngineDeadError` when a
-        worker does not start.
+        `kv_memory_fds`: a file for each rank's KV, or none. Raises `InvalidRequestError` for a
+        model that cannot be divided so, `EngineDeadError` when a worker does not start.
         """
         size = config.tensor_parallel_size
         directory = Path(tempfile.mkdtemp(prefix="diptych-ranks-"))
@@ -74,8 +76,9 @@ class LeadRunner(ModelRunner):
             shard.check(source.config)
             check_hinge(config, choose_device(config))
             for rank in range(1, size):
-                self._workers.append(WorkerProcess(config, rank, directory, self._context))
-            super().__init__(config, source, shard=shard)
+                fds = [os.dup(fd) for fd in kv_memory_fds[rank : rank + 1]]
+                self._workers.append(WorkerProcess(config, rank, directory, self._context, fds))
+            super().__init__(config, source, shard=shard, kv_memory_fds=kv_memory_fds)
             deadline = time.monotonic() + START_TIMEOUT_S
             for worker in self._workers:
                 worker.answer(STARTED, deadline)
@@ -177,8 +180,14 @@ class WorkerProcess:
     """A worker as the lead sees it."""
 
     def __init__(
-        self, config: EngineConfig, rank: int, directory: Path, context: zmq.Context[Any]
+        self,
+        config: EngineConfig,
+        rank: int,
+        directory: Path,
+        context: zmq.Context[Any],
+        shared: list[int],
     ) -> None:
+        """shared: the file that its KV cache is in, if there is one already."""
         self.rank = rank
         self._socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -191,11 +200,11 @@ class WorkerProcess:
             *("--directory", str(directory)),
             *("--parent-pid", str(os.getpid())),
         ]
-        self._shared: list[int] = []
-        """The file that its KV cache is in, if the hinge needs it."""
-        if config.kv_transfer is not None:
-            self._shared.append(os.memfd_create(f"diptych-kv-{rank}"))
-            command += ["--kv-memory-fd", str(self._shared[0])]
+        self._shared = shared
+        if not shared and config.kv_transfer is not None:  # the hinge needs one
+            shared.append(os.memfd_create(f"diptych-kv-{rank}"))
+        if shared:
+            command += ["--kv-memory-fd", str(shared[0])]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=self._shared)
         self.ended_fd = os.pidfd_open(self._process.pid)
         self._poller = zmq.Poller()

@@ -72,7 +72,8 @@ class Worker:
         try:
             source = resolve_model(self._config.model)
             shard = Shard(self._group.rank, self._group.size, self._group.sum_)
-            runner = ModelRunner(self._config, source, shard=shard, kv_memory_fd=self._kv_memory_fd)
+            fds = [] if self._kv_memory_fd is None else [self._kv_memory_fd]
+            runner = ModelRunner(self._config, source, shard=shard, kv_memory_fds=fds)
             gc.enable()
             self._answer(Answer(STARTED))
             self._group.join()

@@ -14,12 +14,26 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from diptych_engine.scheduling.kv_groups import NULL_BLOCK, ONE_GROUP, KVGroups
 from diptych_engine.scheduling.pinned_blocks import PinnedBlocks
 
 Name = bytes | tuple[bytes, int]
 """The hash of a prefix, with the number of the group unless that is the first."""
+
+
+class Seals(Protocol):
+    """Follows which blocks' contents are remembered; `KeptBlocks` does."""
+
+    def remembered(self, block: int, name: Name) -> None:
+        """A held block contains a prefix from now on."""
+
+    def forgotten(self, block: int) -> None:
+        """A block's content may change from now on."""
+
+    def used(self, block: int, *, held: bool) -> None:
+        """A block with a prefix has its first holder, or no holder any more."""
 
 
 class BlockPool:
@@ -50,6 +64,7 @@ class BlockPool:
         self.unsaved: deque[tuple[int, bytes]] | None = None
         """Blocks that came to be remembered, and their hashes, for whoever keeps them elsewhere;
         None: nobody does. Of several groups only the first one's."""
+        self.seals: Seals | None = None
         self._elsewhere: set[bytes] = set()
         """The hashes of blocks that can be read back from there. Others are told of them as of
         those that are remembered here."""
@@ -140,7 +155,10 @@ class BlockPool:
                     self._num_set_aside -= 1
                 else:
                     del self._free[block]
-                self.num_remembered -= self._hash_of[block] is not None
+                if self._hash_of[block] is not None:
+                    self.num_remembered -= 1
+                    if self.seals is not None:
+                        self.seals.used(block, held=True)
             self._holders[block] += 1
 
     def allocate(self, count: int) -> list[int]:
@@ -167,6 +185,8 @@ class BlockPool:
                 raise RuntimeError(f"block {block} is released more often than it was taken")
             self._holders[block] -= 1
             if self._holders[block] == 0:
+                if self.seals is not None and self._hash_of[block] is not None:
+                    self.seals.used(block, held=False)
                 if block in self._pinned:
                     self._num_set_aside += 1
                     self.num_remembered += 1
@@ -222,6 +242,18 @@ class BlockPool:
             self._note(name, remembered=True)
             if self.unsaved is not None and not group:
                 self.unsaved.append((block, block_hash))
+            if self.seals is not None:
+                self.seals.remembered(block, name)
+
+    def adopt(self, block: int, name: Name) -> None:
+        """Have an unused block contain a prefix, which is forgotten after all others. Another block
+        that contains it already is kept."""
+        if name not in self._block_of:
+            self._hash_of[block] = name
+            self._block_of[name] = block
+            self._note(name, remembered=True)
+            self.num_remembered += 1
+            self._free.move_to_end(block)
 
     def forget_all(self, *, even_held: bool = False) -> bool:
         """Forget every cached prefix. False, and nothing changes, while any block is held, unless
@@ -240,6 +272,8 @@ class BlockPool:
             del self._block_of[block_hash]
             self._hash_of[block] = None
             self._note(block_hash, remembered=False)
+            if self.seals is not None:
+                self.seals.forgotten(block)
 
     # --- for those who follow what is remembered ------------------------------------------------
 

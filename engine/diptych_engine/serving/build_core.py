@@ -5,20 +5,26 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from collections.abc import Sequence
+from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from diptych_engine.control.controls import Controls
 from diptych_engine.control.core import EngineCore
 from diptych_engine.control.image_intake import ImageIntake
 from diptych_engine.control.weight_calls import WeightCalls
 from diptych_engine.execution.grammar_compiler import GrammarCompiler
+from diptych_engine.execution.placement import choose_device
 from diptych_engine.execution.processor import keep_freed_memory
 from diptych_engine.execution.runner import ModelRunner
 from diptych_engine.execution.worker_extension import named
 from diptych_engine.handoff.block_copies import for_the_hinge
 from diptych_engine.handoff.block_files import BlockFiles
 from diptych_engine.handoff.block_store import BlockStore
+from diptych_engine.handoff.kept_blocks import KeptBlocks, KeptFiles
 from diptych_engine.lora.table import LoraCalls
 from diptych_engine.models.loader import weights_stamp
 from diptych_engine.parallel.lead import LeadRunner
@@ -68,12 +74,40 @@ def longest_context(config: EngineConfig, model: ModelConfig, runner: ModelRunne
     return min(limit, runner.num_blocks * config.block_size)
 
 
+def recipe_of(config: EngineConfig, source: ModelSource, description: EngineDescription) -> bytes:
+    """Return what names everything besides tokens that KV depends on."""
+    same = {
+        field: value
+        for field, value in description.compat.items()
+        if field not in ("model", "weights", "revision")
+    }
+    settings = config.block_size, config.weight_packing, config.executor_class
+    return repr((sorted(same.items()), *settings)).encode() + weights_stamp(source, config.seed)
+
+
+def as_bytes(memory: Sequence[torch.Tensor]) -> list[NDArray[np.uint8]]:
+    """The KV of each rank, in host memory, as [num_blocks, block bytes]."""
+    return [blocks.flatten(1).view(torch.uint8).numpy() for blocks in memory]
+
+
+def start_runner(config: EngineConfig, source: ModelSource) -> tuple[ModelRunner, KeptFiles | None]:
+    """Load the model; with `kv_keep` into the memory of files. Raises `InvalidRequestError`."""
+    start = executor_class(config)
+    if not config.kv_keep:
+        return start(config, source), None
+    if choose_device(config).type != "cpu":
+        raise InvalidRequestError(
+            "kv_keep must be left out on a GPU, whose memory ends with its process", param="kv_keep"
+        )
+    try:
+        files = KeptFiles(Path(config.kv_keep), config.tensor_parallel_size)
+    except OSError as exc:
+        raise InvalidRequestError(f"kv_keep: KV cannot be kept: {exc}", param="kv_keep") from exc
+    return start(config, source, kv_memory_fds=files.memory_fds), files
+
+
 def kept_on_disk(
-    config: EngineConfig,
-    source: ModelSource,
-    description: EngineDescription,
-    runner: ModelRunner,
-    scheduler: Scheduler,
+    config: EngineConfig, recipe: bytes, runner: ModelRunner, scheduler: Scheduler
 ) -> BlockStore:
     """Open the tier of KV blocks on disk. Raises `InvalidRequestError` where there can be none."""
     memory = runner.kv_memory()
@@ -83,15 +117,6 @@ def kept_on_disk(
             "are not kept on disk",
             param="kv_disk_bytes",
         )
-    same = {
-        field: value
-        for field, value in description.compat.items()
-        if field not in ("model", "weights", "revision")
-    }
-    recipe = repr(
-        (sorted(same.items()), config.block_size, config.weight_packing, config.executor_class)
-    ).encode()
-    recipe += weights_stamp(source, config.seed)
     try:
         files = BlockFiles(user_folder("kv"), config.kv_disk_bytes, recipe)
     except (OSError, RuntimeError) as exc:  # RuntimeError: the user has no home
@@ -99,9 +124,7 @@ def kept_on_disk(
             f"kv_disk_bytes: no KV blocks can be kept on disk: {exc}", param="kv_disk_bytes"
         ) from exc
     log.info("%d KV blocks were found in %s", len(files), files.folder)
-    return BlockStore(
-        files, [blocks.flatten(1).view(torch.uint8).numpy() for blocks in memory], scheduler
-    )
+    return BlockStore(files, as_bytes(memory), scheduler)
 
 
 def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCore:
@@ -115,7 +138,7 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
     model = source.config
     keep_freed_memory()  # before there are threads
     grammars = GrammarCompiler(source, config.reasoning_parser)
-    runner = executor_class(config)(config, source)
+    runner, files = start_runner(config, source)
     runner.warm_up()
     vocabulary = grammars.wait_until_ready()
     description = EngineDescription(
@@ -207,8 +230,16 @@ def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCor
     core.mark_launched = mark
     if runner.routed is not None:
         core.hand_offs.before_load = runner.routed.forget
+    recipe = recipe_of(config, source, description) if files or config.kv_disk_bytes else b""
+    if files is not None:
+        kept = KeptBlocks(files, as_bytes(runner.kv_memory()), scheduler.pool, recipe)
+        log.info(
+            "%d of %d KV blocks were left by a former engine", len(kept.adopted), runner.num_blocks
+        )
+        core.hand_offs.kept = kept
+        core.watched[kept.wake_fd] = kept.seal_more
     if config.kv_disk_bytes:
-        store = kept_on_disk(config, source, description, runner, scheduler)
+        store = kept_on_disk(config, recipe, runner, scheduler)
         core.hand_offs.store = store
         core.watched[store.wake_fd] = store.handle_events
     core.watched.update(runner.watched)

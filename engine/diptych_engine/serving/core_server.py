@@ -126,6 +126,7 @@ class CoreServer(WireServer):
             self._send_outputs()
         except BaseException as exc:
             log.exception("the engine core failed")
+            self._core.failed = True
             self._last_words = str(exc) or type(exc).__name__
             raise
         finally:

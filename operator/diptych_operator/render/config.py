@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from diptych_operator.api.base import SpecPart, snake_case
-from diptych_operator.api.engine import reasoning_parser
+from diptych_operator.api.engine import Engine, reasoning_parser
 from diptych_operator.api.names import (
     ENGINE_FILE,
     ROUTER_FILE,
@@ -65,6 +65,14 @@ def engine_config(service: InferenceService, pool: Pool, revision: str, model: s
         journey_events=True,  # `diptych trace` shows them
         **settings,
     )
+
+
+def kept_volume(engine: Engine) -> tuple[str, dict[str, Any]]:
+    """Return where KV outlives a container, and the volume: memory of the pod, within its limit."""
+    memory = 1 << 30 if engine.kv_cache_memory == "auto" else int(_amount(engine.kv_cache_memory))
+    with_seals = memory * engine.tensor_parallel_size * 17 // 16
+    limit = f"{-(-with_seals >> 20)}Mi"
+    return engine.kv_keep, {"emptyDir": {"medium": "Memory", "sizeLimit": limit}}
 
 
 def cpu_threads(pool: Pool, ranks: int) -> int | None:

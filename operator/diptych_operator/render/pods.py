@@ -30,7 +30,7 @@ from diptych_operator.api.names import (
 from diptych_operator.api.pools import PoolName
 from diptych_operator.api.router import Batches
 from diptych_operator.api.service import InferenceService
-from diptych_operator.render.config import config_hash, engine_config_map
+from diptych_operator.render.config import config_hash, engine_config_map, kept_volume
 from diptych_operator.render.deployment import (
     LINGER_SECONDS,
     Pods,
@@ -145,6 +145,8 @@ def engine_objects(
         keys_volume(service, KeySets(keys.current)),
     ]
     pods = Pods(role, pool, replicas, container, volumes, config_hash(config), model, revision)
+    if service.spec.engine.kv_keep:
+        pods = replace(pods, scratch={"kept-kv": kept_volume(service.spec.engine)})
     made = deployment(service, pods)
     made["metadata"]["labels"][KEYS_LABEL] = keys.current
     return [config, made]

@@ -348,6 +348,20 @@ def test_kv_cache_disk_is_told_to_engines_in_bytes() -> None:
         assert msgspec.json.decode(text, type=EngineConfig).kv_disk_bytes == 3 << 30
 
 
+@pytest.mark.parametrize(("asked", "size"), [("2Gi", "2176Mi"), ("auto", "1088Mi")])
+def test_kept_kv_lies_in_memory_that_outlives_a_container(asked: str, size: str) -> None:
+    spec = service({"engine": {"kvKeep": "/dev/shm", "kvCacheMemory": asked}})
+    deployments = by_kind(render(spec, SECRETS), "Deployment")
+    for pool in ("prefill", "decode"):
+        pod = deployments[f"svc-{pool}-{revision(spec)}"]["spec"]["template"]["spec"]
+        volume = {"name": "kept-kv", "emptyDir": {"medium": "Memory", "sizeLimit": size}}
+        assert volume in pod["volumes"]
+        mount = {"name": "kept-kv", "mountPath": "/dev/shm"}
+        assert mount in pod["containers"][0]["volumeMounts"]
+    router = deployments["svc-router"]["spec"]["template"]["spec"]
+    assert "kept-kv" not in str(router)
+
+
 def test_the_secret_holds_the_key_files_that_programs_read() -> None:
     (secret,) = by_kind(render(service({}), SECRETS), "Secret").values()
     files = {name: base64.b64decode(text).decode() for name, text in secret["data"].items()}

@@ -261,7 +261,8 @@ GOOD: dict[str, dict[str, Any]] = {
 OTHER_THAN_DEFAULT: dict[str, Any] = {
     "speculativeConfig": {},
     "kvCacheMemory": "2Gi", "device": "cpu", "dtype": "bfloat16", "weightPacking": "none",
-    "cpuLevel": "avx2", "kvCacheDtype": "bfloat16", "kvCacheDisk": "1Gi", "blockSize": 32,
+    "cpuLevel": "avx2", "kvCacheDtype": "bfloat16", "kvCacheDisk": "1Gi", "kvKeep": "/dev/shm",
+    "blockSize": 32,
     "gpuMemoryUtilization": 0.5,
     "maxModelLen": 64, "maxNumSeqs": 8, "maxNumBatchedTokens": 4096, "enoughPromptTokens": 8,
     "asyncScheduling": False, "maxNumWaiting": 8, "schedulingPolicy": "priority",

@@ -1,0 +1,214 @@
+"""KV blocks that outlive the core that computed them.
+
+With `kv_keep` a core's KV memory is files in a folder in memory, one for each rank. Beside them
+lies a table of seals, with a record for each block:
+
+    order           when the block was last used; 0: nothing is sealed
+    hash, group     the tokens and the group of layers whose KV it contains
+    checksum        of hash, group, and the block's bytes in each rank
+
+A block is sealed when the pool has come to remember it, and its record is emptied when the pool
+forgets it, before anything is written to it. The next core of the same recipe remembers the blocks
+whose checksums are right, and computes the rest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diptych_engine.execution.kv_memory import reserve
+from diptych_engine.handoff.block_files import take_folder
+from diptych_engine.scheduling.block_pool import BlockPool, Name
+from diptych_frontend.processors import usable_processors
+from diptych_kernels.made_once import is_private, try_lock
+
+RECORD: Final = struct.Struct("<Q16sII")
+ORDER: Final = struct.Struct("<Q")
+PREFIX: Final = struct.Struct("<16sI")
+HELD: Final = 1 << 63
+"""The bit of an order that a request which runs uses the block. What was remembered last is then
+forgotten first, the tail of a prompt, as a pool does."""
+BYTES_AT_ONCE: Final = 64 << 20
+"""What is sealed between two steps. It takes 10 ms."""
+
+
+class KeptFiles:
+    """The files of one core, in a folder that no other core has locked."""
+
+    def __init__(self, parent: Path, ranks: int) -> None:
+        """Raises `OSError` if there can be no folder, or others may write to it."""
+        own = parent / f"diptych-{os.geteuid()}"
+        own.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not is_private(own.lstat()):
+            raise PermissionError(f"others may write to {own}")
+        self.folder, self._lock = take_folder(own)
+        self.memory_fds = [self._memory_of(rank) for rank in range(ranks)]
+
+    def _memory_of(self, rank: int) -> int:
+        path = self.folder / f"memory-{rank}"
+        memory = _opened(path)
+        # The last core's other ranks end after it, and may be in a step.
+        if rank and not try_lock(memory):
+            os.close(memory)
+            path.unlink()
+            memory = _opened(path)
+            try_lock(memory)
+        return memory
+
+    def table(self, num_bytes: int) -> mmap.mmap:
+        """Return the seals, which a new file has none of. Raises `InvalidRequestError` if there is
+        no room."""
+        seals = _opened(self.folder / "seals")
+        try:
+            os.ftruncate(seals, num_bytes)
+            reserve(seals, num_bytes)
+            return mmap.mmap(seals, num_bytes)
+        finally:
+            os.close(seals)
+
+    def remove(self) -> None:
+        """Remove the files. Their memory is free when this process has ended."""
+        for path in self.folder.iterdir():
+            path.unlink()
+
+    def close(self) -> None:
+        """Leave the folder to the next core."""
+        for descriptor in (*self.memory_fds, self._lock):
+            os.close(descriptor)
+
+
+class KeptBlocks:
+    """The seals of one core, whose thread calls everything."""
+
+    def __init__(
+        self,
+        files: KeptFiles,
+        memory: Sequence[NDArray[np.uint8]],
+        pool: BlockPool,
+        recipe: bytes,
+    ) -> None:
+        """Have a new pool remember what the last core has left, and seal what it comes to remember.
+
+        memory: the KV of each rank, [>= num_blocks, block bytes], in the files. recipe: names
+        everything besides tokens that KV depends on. Raises `InvalidRequestError` if there is no
+        room.
+        """
+        self._files, self._memory, self._pool = files, memory, pool
+        self._table = files.table(RECORD.size * (1 + pool.num_blocks))
+        self._at_once = max(1, BYTES_AT_ONCE // sum(blocks.shape[1] for blocks in memory))
+        self._unsealed: dict[int, tuple[Name, int]] = {}
+        """Blocks to be sealed, with what their records will say."""
+        geometry = repr([blocks.shape for blocks in memory]).encode()
+        self._fingerprint = hashlib.sha256(recipe + geometry).digest()
+        self.adopted: list[int] = []
+        """Blocks that the last core has left."""
+        if self._table[: RECORD.size] == self._fingerprint:
+            self.adopted = self._adopt()
+        else:
+            self._table[: RECORD.size] = bytes(RECORD.size)
+        self._write_anew()
+        pool.seals = self
+        self.wake_fd: Final = os.eventfd(0, os.EFD_NONBLOCK)
+        """Readable when `seal` has more to do."""
+
+    def _adopt(self) -> list[int]:
+        sealed = []
+        for block in range(self._pool.num_blocks):
+            order, *record = RECORD.unpack_from(self._table, _place(block))
+            if order:
+                last = order if order < HELD else HELD + (2 * HELD - order)
+                sealed.append((last, block, record))
+        with ThreadPoolExecutor(math.ceil(usable_processors())) as threads:
+            sums = threads.map(lambda s: self._checksum(s[1], s[2][0], s[2][1]), sealed)
+            sound = [s for s, checksum in zip(sealed, sums, strict=True) if s[2][2] == checksum]
+        for _, block, (block_hash, group, _) in sorted(sound):
+            self._pool.adopt(block, (block_hash, group) if group else block_hash)
+        return [block for _, block, _ in sorted(sound)]
+
+    def _write_anew(self) -> None:
+        """Have the table say what this core's pool remembers: only what it has adopted. One that is
+        killed meanwhile leaves what it found."""
+        kept = {block: order for order, block in enumerate(self.adopted, 1)}
+        for block in range(self._pool.num_blocks):
+            ORDER.pack_into(self._table, _place(block), kept.get(block, 0))
+        self._clock = len(kept)
+        self._table[: RECORD.size] = self._fingerprint
+
+    # --- what the pool says, between steps ----------------------------------------------------
+
+    def remembered(self, block: int, name: Name) -> None:
+        """See `Seals.remembered`."""
+        self._clock += 1
+        self._unsealed[block] = name, self._clock | HELD
+
+    def forgotten(self, block: int) -> None:
+        """See `Seals.forgotten`."""
+        self._unsealed.pop(block, None)
+        ORDER.pack_into(self._table, _place(block), 0)
+
+    def used(self, block: int, *, held: bool) -> None:
+        """See `Seals.used`."""
+        self._clock += 1
+        order = self._clock | HELD if held else self._clock
+        if block in self._unsealed:
+            self._unsealed[block] = self._unsealed[block][0], order
+        else:
+            ORDER.pack_into(self._table, _place(block), order)
+
+    def seal(self) -> None:
+        """Seal what the pool has come to remember; call after a step, and when `wake_fd` is
+        readable."""
+        for block in list(self._unsealed)[: self._at_once]:
+            name, order = self._unsealed.pop(block)
+            block_hash, group = (name, 0) if isinstance(name, bytes) else name
+            checksum = self._checksum(block, block_hash, group)
+            RECORD.pack_into(self._table, _place(block), order, block_hash, group, checksum)
+        if self._unsealed:
+            os.eventfd_write(self.wake_fd, 1)
+
+    def seal_more(self) -> None:
+        """Call when `wake_fd` is readable."""
+        os.eventfd_read(self.wake_fd)
+        self.seal()
+
+    def _checksum(self, block: int, block_hash: bytes, group: int) -> int:
+        checksum = zlib.crc32(PREFIX.pack(block_hash, group))
+        for rank in self._memory:
+            checksum = zlib.crc32(rank[block], checksum)
+        return checksum
+
+    # --- the end ------------------------------------------------------------------------------
+
+    def retire(self) -> None:
+        """Leave nothing to the next core, whose weights may be others than this one's are now."""
+        self._pool.seals = None
+        self._unsealed.clear()
+        self._table[: RECORD.size] = bytes(RECORD.size)
+
+    def close(self, *, failed: bool) -> None:
+        """failed: the next core shall find the blocks. Otherwise no memory is left in use."""
+        self._pool.seals = None
+        if not failed:
+            self._files.remove()
+        self._files.close()
+        os.close(self.wake_fd)
+
+
+def _opened(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def _place(block: int) -> int:
+    return RECORD.size * (1 + block)

@@ -1,0 +1,422 @@
+"""KV that outlives a core: which blocks the next one goes on with, and which it never takes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_kit.core import DUMMY, core_request, make_core, run, tokens
+from engine_kit.handoff import prompt_of
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from model_kit.families import published
+
+from diptych_engine.control.controls import Controls
+from diptych_engine.control.core import EngineCore
+from diptych_engine.execution.kv_memory import KVMemory
+from diptych_engine.handoff.kept_blocks import ORDER, RECORD, KeptBlocks, KeptFiles
+from diptych_engine.scheduling.block_pool import BlockPool, Name
+from diptych_engine.serving import build_core
+from diptych_protocol import EngineConfig, InvalidRequestError
+
+BLOCKS, BYTES, RANKS = 16, 96, 2
+BLOCK = 16
+PROMPT = prompt_of(3, 4 * BLOCK + 5)
+NUM_DAMAGED = 1000
+NAMES: list[Name] = [bytes([n]) * 16 for n in range(12)]
+NAMES += [(name, 1) for name in NAMES[:4] if isinstance(name, bytes)]
+
+
+class Life:
+    """One core's pool, memory and seals, until it is killed."""
+
+    def __init__(self, folder: Path, blocks: int = BLOCKS, recipe: bytes = b"same") -> None:
+        self.pool, self.files = BlockPool(blocks), KeptFiles(folder, RANKS)
+        self.memory = [
+            KVMemory(blocks * BYTES, torch.uint8, torch.device("cpu"), fd, kept=True)
+            .tensor.numpy()
+            .reshape(blocks, BYTES)
+            for fd in self.files.memory_fds
+        ]
+        self.kept = KeptBlocks(self.files, self.memory, self.pool, recipe)
+
+    def compute(self, block: int, content: bytes) -> None:
+        for rank, part in enumerate(np.frombuffer(content, np.uint8).reshape(RANKS, BYTES)):
+            self.memory[rank][block] = part
+
+    def content(self, block: int) -> bytes:
+        return b"".join(rank[block].tobytes() for rank in self.memory)
+
+    def remembered(self) -> dict[Name, int]:
+        return dict(self.pool._block_of)
+
+    def fill(self, names: Sequence[Name], rng: random.Random) -> dict[Name, bytes]:
+        """Compute, seal and release blocks of these names. Returns their contents."""
+        contents = {name: rng.randbytes(RANKS * BYTES) for name in names}
+        for name, block in zip(names, self.pool.allocate(len(names)), strict=True):
+            self.compute(block, contents[name])
+            block_hash, group = (name, 0) if isinstance(name, bytes) else name
+            self.pool.remember(block, block_hash, group)
+            self.pool.release([block])
+        self.kept.seal()
+        return contents
+
+    def kill(self) -> None:
+        """As the system does: no code of it runs any more, and its locks are free."""
+        os.close(self.kept.wake_fd)
+        self.pool.seals = None
+        self.files.close()
+        del self.kept, self.memory  # the mappings
+
+
+class Lives(RuleBasedStateMachine):
+    """What a core goes on with is exactly what the last one had sealed and not forgotten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.rng = random.Random(0)
+        self.begin({})
+
+    @initialize(count=st.integers(0, 8))
+    def fill(self, count: int) -> None:
+        self.life.fill(NAMES[:count], self.rng)
+        self.sealed = self.life.remembered()
+
+    def begin(self, sealed: dict[Name, bytes]) -> None:
+        self.life = Life(self.folder)
+        self.held: list[int] = []
+        here = self.life.remembered()
+        assert {name: self.life.content(block) for name, block in here.items()} == sealed
+        assert set(self.life.kept.adopted) == set(here.values())
+        self.life.pool.check_integrity()
+        self.sealed = here
+
+    @precondition(lambda self: self.life.pool.num_free)
+    @rule(count=st.integers(1, 4), computed=st.booleans())
+    def allocate(self, count: int, computed: bool) -> None:
+        taken = self.life.pool.allocate(min(count, self.life.pool.num_free))
+        self.sealed = {name: block for name, block in self.sealed.items() if block not in taken}
+        for block in taken:
+            content = self.rng.randbytes(RANKS * BYTES)
+            self.life.compute(block, content if computed else content[:BYTES] + bytes(BYTES))
+        self.held += taken
+
+    @precondition(lambda self: self.held)
+    @rule(name=st.sampled_from(NAMES), data=st.data())
+    def remember(self, name: Name, data: st.DataObject) -> None:
+        block_hash, group = (name, 0) if isinstance(name, bytes) else name
+        self.life.pool.remember(data.draw(st.sampled_from(self.held)), block_hash, group)
+
+    @rule()
+    def seal(self) -> None:
+        self.life.kept.seal()
+        self.sealed = self.life.remembered()
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        block = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        self.life.pool.release([block])
+
+    @rule(name=st.sampled_from(NAMES))
+    def take(self, name: Name) -> None:
+        block = self.life.remembered().get(name)
+        if block is not None:
+            self.life.pool.take([block])
+            self.held.append(block)
+
+    @rule(name=st.sampled_from(NAMES[:12]), seconds=st.sampled_from([0.0, 100.0]))
+    def pin(self, name: bytes, seconds: float) -> None:
+        self.life.pool.pin([name], "tenant", seconds)
+
+    @rule()
+    def forget(self) -> None:
+        self.life.pool.forget_all(even_held=True)
+        self.sealed = {}
+
+    @rule()
+    def kill(self) -> None:
+        left = {name: self.life.content(block) for name, block in self.sealed.items()}
+        self.life.kill()
+        self.begin(left)
+
+    def teardown(self) -> None:
+        self.life.kill()
+        shutil.rmtree(self.folder)
+
+
+TestLives = Lives.TestCase
+
+
+def test_blocks_are_forgotten_in_the_order_in_which_the_last_core_would_have(
+    tmp_path: Path,
+) -> None:
+    life, rng = Life(tmp_path), random.Random(1)
+    life.fill(NAMES[:8], rng)
+    pool, blocks = life.pool, life.remembered()
+    for name in (NAMES[2], NAMES[0]):  # used again, and no more
+        pool.take([blocks[name]])
+        pool.release([blocks[name]])
+    pool.take([blocks[NAMES[5]]])  # in use at the end, as what the last request computed
+    head, tail = pool.allocate(2)
+    for name, block in zip(NAMES[8:10], (head, tail), strict=True):
+        assert isinstance(name, bytes)
+        pool.remember(block, name)
+    life.kept.seal()
+    life.kill()
+    life = Life(tmp_path)
+    order: list[Name] = []
+    for _ in range(BLOCKS):
+        before = set(life.remembered())
+        life.pool.allocate(1)
+        order += before - set(life.remembered())
+    assert order == [NAMES[n] for n in (1, 3, 4, 6, 7, 2, 0, 9, 8, 5)]
+
+
+@dataclass
+class Damage:
+    """What is in a folder, as bytes that may be changed."""
+
+    seals: bytearray
+    memory: list[bytearray]
+    stale: list[bytes]
+    """The memory before the last blocks were computed."""
+
+    def do(self, rng: random.Random) -> None:
+        block, other = rng.sample(range(BLOCKS), 2)
+        one, two = slice(block * BYTES, (block + 1) * BYTES), slice(other * BYTES, None)
+        two = slice(two.start, two.start + BYTES)
+        rank = rng.randrange(RANKS)
+        memory = self.memory[rank]
+        first, second = (RECORD.size * (1 + number) for number in (block, other))
+        record, another = slice(first, first + RECORD.size), slice(second, second + RECORD.size)
+        match rng.randrange(8):
+            case 0:  # torn: the end is what was there before
+                cut = block * BYTES + rng.randrange(BYTES)
+                memory[cut : one.stop] = self.stale[rank][cut : one.stop]
+            case 1:
+                memory[rng.randrange(len(memory))] ^= 1 << rng.randrange(8)
+            case 2:  # foreign
+                memory[one] = rng.randbytes(BYTES)
+            case 3:  # stale
+                memory[one] = self.stale[rank][one]
+            case 4:  # swapped
+                memory[one], memory[two] = memory[two], memory[one]
+            case 5:  # seals swapped
+                self.seals[record], self.seals[another] = self.seals[another], self.seals[record]
+            case 6:
+                self.seals[first + rng.randrange(RECORD.size)] ^= 1 << rng.randrange(8)
+            case _:  # truncated, and as long as before when it is opened again
+                cut = rng.randrange(len(memory) * 7 // 8, len(memory))
+                memory[cut:] = bytes(len(memory) - cut)
+
+
+def test_blocks_that_are_not_as_they_were_sealed_are_never_served(tmp_path: Path) -> None:
+    rng = random.Random(7)
+    life = Life(tmp_path)
+    life.fill(NAMES, rng)
+    folder = life.files.folder
+    places = [folder / "seals", *(folder / f"memory-{rank}" for rank in range(RANKS))]
+    stale = [rank.tobytes() for rank in life.memory]
+    life.pool.forget_all()
+    contents = life.fill(NAMES, rng)
+    life.kill()
+    whole = [path.read_bytes() for path in places]
+    served = 0
+    for _ in range(NUM_DAMAGED // 5):
+        seals, *memory = map(bytearray, whole)
+        damage = Damage(seals, memory, stale)
+        for _ in range(5):
+            damage.do(rng)
+        for path, content in zip(places, (damage.seals, *damage.memory), strict=True):
+            path.write_bytes(content)
+        life = Life(tmp_path)
+        for name, block in life.remembered().items():
+            assert life.content(block) == contents[name]
+        served += len(life.kept.adopted)
+        life.pool.check_integrity()
+        life.kill()
+    assert served > NUM_DAMAGED  # others were sound
+
+
+@pytest.mark.parametrize("cut", ["seals", "memory-1"])
+def test_files_that_are_too_short_cost_what_they_lack(tmp_path: Path, cut: str) -> None:
+    life = Life(tmp_path)
+    contents = life.fill(NAMES[:8], random.Random(3))
+    place = life.files.folder / cut
+    life.kill()
+    os.truncate(place, place.stat().st_size // 4)
+    life = Life(tmp_path)
+    assert 2 <= len(life.kept.adopted) < 8
+    for name, block in life.remembered().items():
+        assert life.content(block) == contents[name]
+    life.kill()
+
+
+def test_another_recipe_or_geometry_finds_nothing_and_leaves_nothing(tmp_path: Path) -> None:
+    for other in ({"recipe": b"other"}, {"blocks": BLOCKS // 2}):
+        life = Life(tmp_path)
+        life.fill(NAMES[:4], random.Random(3))
+        life.kill()
+        for changed in (other, {}):
+            life = Life(tmp_path, **changed)
+            assert not life.kept.adopted
+            life.kill()
+
+
+def test_a_core_that_lives_keeps_its_files_to_itself(tmp_path: Path) -> None:
+    first = Life(tmp_path)
+    first.fill(NAMES[:4], random.Random(3))
+    second = Life(tmp_path)
+    assert not second.kept.adopted
+    assert first.files.folder != second.files.folder
+    first.kill()
+    third = Life(tmp_path)
+    assert len(third.kept.adopted) == 4
+    third.kill()
+    second.kill()
+
+
+def test_memory_that_a_rank_of_the_last_core_may_still_write_to_is_not_taken(
+    tmp_path: Path,
+) -> None:
+    life = Life(tmp_path)
+    life.fill(NAMES[:4], random.Random(3))
+    rank = os.dup(life.files.memory_fds[1])
+    life.kill()
+    life = Life(tmp_path)
+    assert not life.kept.adopted
+    os.pwrite(rank, b"\1" * BYTES, 0)
+    assert not life.memory[1].any()
+    os.close(rank)
+    life.kill()
+
+
+def test_a_folder_that_others_may_write_to_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / f"diptych-{os.geteuid()}").mkdir(mode=0o777)
+    (tmp_path / f"diptych-{os.geteuid()}").chmod(0o777)
+    with pytest.raises(InvalidRequestError, match="others may write") as caught:
+        make_core(kv_keep=str(tmp_path))
+    assert caught.value.param == "kv_keep"
+
+
+def test_much_is_sealed_between_several_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diptych_engine.handoff.kept_blocks.BYTES_AT_ONCE", 3 * RANKS * BYTES)
+    life = Life(tmp_path)
+    life.fill(NAMES[:8], random.Random(3))
+    for _ in range(2):
+        assert os.eventfd_read(life.kept.wake_fd) == 1
+        os.eventfd_write(life.kept.wake_fd, 1)
+        life.kept.seal_more()
+    with pytest.raises(BlockingIOError):
+        os.eventfd_read(life.kept.wake_fd)
+    life.kill()
+    life = Life(tmp_path)
+    assert len(life.kept.adopted) == 8
+    life.kill()
+
+
+# --- cores --------------------------------------------------------------------------------------
+
+
+def answer(core: EngineCore, prompt: list[int] = PROMPT) -> tuple[list[int], int | None]:
+    """Return the tokens, and how many of the prompt were cached."""
+    [outputs] = run(core, core_request("r", prompt, max_tokens=8, ignore_eos=True)).values()
+    return tokens(outputs), outputs[0].num_cached_tokens
+
+
+def fail(cores: list[EngineCore]) -> None:
+    """End a core because of an error, and give its mappings back as the end of a process does."""
+    cores[0].failed = True
+    cores.pop().close()
+    gc.collect()
+
+
+@pytest.mark.parametrize(
+    "kind", ["one group", "windows", pytest.param("two ranks", marks=pytest.mark.slow)]
+)
+def test_a_core_goes_on_with_what_the_one_before_it_had_computed(tmp_path: Path, kind: str) -> None:
+    model = DUMMY + "&num_attention_heads=4&num_key_value_heads=2"
+    if kind == "windows":
+        model = str(tmp_path / "model")
+        published("gemma3_text", Path(model))
+    keep = tmp_path / "keep"
+    settings: dict[str, Any] = {"kv_keep": str(keep), "block_size": BLOCK}
+    settings["tensor_parallel_size"] = 2 if kind == "two ranks" else 1
+    cores = [make_core(model, **settings)]
+    expected, cached = answer(cores[0])
+    assert not cached
+    fail(cores)
+    core = make_core(model, **settings)
+    assert answer(core) == (expected, 4 * BLOCK)
+    assert core.scheduler.stats.prompt_tokens_computed == len(PROMPT) - 4 * BLOCK
+    core.close()
+    core = make_core(model, **settings)
+    assert answer(core) == (expected, 0), "an orderly end leaves nothing"
+    core.close()
+    assert not [path for path in keep.rglob("*") if path.is_file()]
+
+
+def test_new_weights_end_what_was_kept(tmp_path: Path) -> None:
+    cores = [make_core(kv_keep=str(tmp_path))]
+    answer(cores[0])
+    Controls(cores[0]).forget_everything()
+    answer(cores[0])
+    fail(cores)
+    core = make_core(kv_keep=str(tmp_path))
+    assert answer(core)[1] == 0
+    core.close()
+
+
+def test_a_core_that_slept_keeps_what_it_computes_then(tmp_path: Path) -> None:
+    cores = [make_core(kv_keep=str(tmp_path))]
+    expected, _ = answer(cores[0])
+    controls = Controls(cores[0])
+    controls.sleep(1)
+    cores[0].deferred.settle()
+    controls.wake_up()
+    assert answer(cores[0]) == (expected, 0)
+    del controls
+    fail(cores)
+    core = make_core(kv_keep=str(tmp_path))
+    assert answer(core) == (expected, 4 * BLOCK)
+    core.close()
+
+
+def test_a_gpu_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_core, "choose_device", lambda _: torch.device("cuda"))
+    with pytest.raises(InvalidRequestError, match="kv_keep must be left out on a GPU"):
+        make_core(kv_keep=str(tmp_path))
+
+
+def test_a_folder_without_prefixes_is_refused_by_name() -> None:
+    config = EngineConfig(model=DUMMY, kv_keep="/dev/shm", enable_prefix_caching=False)
+    with pytest.raises(InvalidRequestError, match="kv_keep must be left out without"):
+        config.check()
+
+
+def test_a_folder_without_room_is_refused_by_name() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        files = KeptFiles(Path(folder), 1)
+        with pytest.raises(InvalidRequestError, match="kv_keep: the folder has no room") as caught:
+            KVMemory(1 << 43, torch.uint8, torch.device("cpu"), files.memory_fds[0], kept=True)
+        assert caught.value.param == "kv_keep"
+        files.close()
+
+
+def test_an_order_is_the_beginning_of_a_record() -> None:
+    """An empty record is one whose order is 0, whatever follows it."""
+    assert RECORD.format.startswith(ORDER.format)
