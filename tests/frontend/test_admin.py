@@ -13,6 +13,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from diptych_frontend.admin.calls import MAX_BODY_BYTES, build_admin_app, report, seconds_of
+from diptych_frontend.openai.exchange import decode_json
+from diptych_protocol import InvalidRequestError
+from diptych_protocol.control_calls import StartProfile
 
 
 class Waited(msgspec.Struct):
@@ -113,3 +116,9 @@ async def test_wrong_methods_and_large_bodies_are_refused(
     assert (await http.get("/admin/wait", headers=headers)).status_code == 405
     large = await http.post("/admin/wait", headers=headers, content=b"x" * (MAX_BODY_BYTES + 1))
     assert large.status_code == 413
+
+
+def test_what_a_call_says_of_its_own_field_is_told_with_its_name() -> None:
+    with pytest.raises(InvalidRequestError, match=r"^profile_prefix must be") as caught:
+        decode_json(b'{"profile_prefix": "../x"}', msgspec.json.Decoder(StartProfile))
+    assert caught.value.param == "profile_prefix"

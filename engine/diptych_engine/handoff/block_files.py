@@ -28,6 +28,8 @@ MAX_FOLDERS: Final = 64
 """Engines of one user on one machine that may keep blocks."""
 NAME: Final = re.compile("[0-9a-f]{32}-[0-9a-f]{32}")
 SEAL_BYTES: Final = hashlib.sha256().digest_size
+SAFELY: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+"""Through no link, and without waiting for the other end of a FIFO."""
 
 
 class BlockFiles:
@@ -110,7 +112,7 @@ class BlockFiles:
     def write(self, name: str, parts: Sequence[memoryview]) -> int:
         """Write a block whole or not at all; returns the bytes of its file. Raises `OSError`."""
         part = self.folder / f"{name}{PART}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | SAFELY
         content: list[memoryview | bytes] = [*parts, _seal(name, parts)]
         size = sum(map(len, content))
         handle = os.open(part, flags, 0o600)
@@ -130,7 +132,7 @@ class BlockFiles:
         """Read a block. False: it is not there, or not as it was written; the parts then contain
         anything."""
         try:
-            handle = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            handle = os.open(self.folder / name, os.O_RDONLY | SAFELY)
         except OSError:
             return False
         try:

@@ -252,6 +252,8 @@ class LimitedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
+        if len(self.url or b"") >= MAX_HEAD_BYTES:  # uvicorn cannot read it
+            self._fault = _head_too_large()
         self._refuse(self._fault or InvalidRequestError(f"this is not HTTP: {msg}"))
 
     def _refuse(self, exc: InvalidRequestError | EngineOverloadedError) -> None:

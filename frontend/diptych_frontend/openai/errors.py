@@ -140,6 +140,8 @@ def from_decode_error(exc: Exception) -> InvalidRequestError:
         return InvalidRequestError("the body is nested too deeply")
     if not isinstance(exc, msgspec.ValidationError):
         return InvalidRequestError(f"the body is not valid JSON: {exc}", code="invalid_json")
+    if isinstance(cause := exc.__cause__, InvalidRequestError):  # a type says it of its own field
+        return InvalidRequestError(str(cause), param=cause.param)
     located = _AT_PATH.match(str(exc))
     problem, path = located.group("problem", "path") if located else (str(exc), None)
     named = _NAMED_FIELD.match(problem)

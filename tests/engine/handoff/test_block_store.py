@@ -167,6 +167,11 @@ def link(path: Path) -> None:
     path.symlink_to(path.with_suffix(".moved"))
 
 
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 def each(damage: Callable[[Path], object]) -> Callable[[list[Path]], object]:
     return lambda paths: [damage(path) for path in paths]
 
@@ -178,6 +183,7 @@ DAMAGES: dict[str, Callable[[list[Path]], object]] = {
     "flipped": each(flip),
     "under another's name": rotate,
     "a link": each(link),
+    "a pipe": each(pipe),
     "gone": each(lambda path: path.unlink()),
 }
 

@@ -55,6 +55,7 @@ async def answer_to(url: str, *pieces: bytes) -> bytes:
         pytest.param([REQUEST, b"X: " + b"y" * (80 << 10) + b"\r\n\r\n"], id="long"),
         pytest.param([REQUEST, b"X: y", *[b"y" * (16 << 10)] * 6], id="one without an end"),
         pytest.param([b"GET /", *[b"y" * (16 << 10)] * 6], id="a line without an end"),
+        pytest.param([b"GET /" + b"y" * (64 << 10) + b" HTTP/1.1\r\n\r\n"], id="a long line"),
     ],
 )
 async def test_headers_are_bounded_in_number_and_size(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -18,12 +19,14 @@ from diptych_kv_transfer.connector import key_of, with_literals
 from diptych_kv_transfer.signing.handshake import Session
 from diptych_kv_transfer.signing.keys import PUBLIC_KEY, HingeKey
 from diptych_kv_transfer.tables.events import Connected, ConnectFailed, Event, PeerLost, Received
-from diptych_kv_transfer.transports.ucx import requests, ucx_transport
+from diptych_kv_transfer.transports.ucx import loiterers, requests, ucx_transport
 from diptych_kv_transfer.transports.ucx.libucp import IN_PROGRESS
+from diptych_kv_transfer.transports.ucx.loiterers import Loiterers
 from diptych_kv_transfer.transports.ucx.stream import MESSAGE
 from diptych_kv_transfer.transports.ucx.ucx_transport import UcxTransport
 from diptych_protocol import CurveKeys, InvalidRequestError, KVTransferConfig
 
+LOOPBACK = "127.0.0.1"
 KEYS = CurveKeys("P" * 40, "S" * 40)
 KEY = HingeKey.of(KEYS)
 
@@ -151,6 +154,55 @@ def test_strangers_are_few_and_keep_nobody_out(make: Make, monkeypatch: pytest.M
     until(lambda: len(ours.transport._connections) <= 3, ours, crowd)
     friend.connect(ours)
     until(lambda: ours.of(Connected) and friend.of(Connected), ours, crowd, friend)
+
+
+@pytest.mark.parametrize("sent", [b"", b"\1", bytes(9), b"x" * 5000], ids=["", "1", "9", "5000"])
+@pytest.mark.parametrize("then", ["stays", "closes", "resets"])
+def test_who_never_asks_for_a_connection_is_cut_off_in_time(
+    make: Make, monkeypatch: pytest.MonkeyPatch, sent: bytes, then: str
+) -> None:
+    """UCX reads no more than a request, and would look at the rest for ever. Who is connected
+    stays."""
+    monkeypatch.setattr(ucx_transport, "LOOK_S", 0.05)
+    ours, friend = make(), make()
+    friend.connect(ours)
+    until(lambda: ours.of(Connected) and friend.of(Connected), ours, friend)
+    port = ours.transport.port
+    ours.transport._loiterers = Loiterers(port, 0.1, 64)
+    with ExitStack() as stack:
+        strangers = [stack.enter_context(socket.create_connection((LOOPBACK, port)))]
+        strangers.append(stack.enter_context(socket.create_connection((LOOPBACK, port))))
+        for stranger in strangers:
+            stranger.sendall(sent)
+        until(lambda: num_accepted(port) == 3)
+        for stranger in strangers if then != "stays" else []:
+            if then == "resets":
+                stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            stranger.close()
+        until(lambda: num_accepted(port) == 1, ours, friend)
+        [peer] = [event.peer for event in friend.of(Connected)]
+        friend.transport.send(peer, b"still here")
+        until(lambda: ours.of(Received), ours, friend)
+        assert not ours.of(PeerLost)
+
+
+def test_those_who_never_ask_for_a_connection_are_few(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ucx_transport, "LOOK_S", 0.05)
+    ours = make()
+    port = ours.transport.port
+    ours.transport._loiterers = Loiterers(port, 3600.0, 3)
+    with ExitStack() as stack:
+        for _ in range(8):
+            stack.enter_context(socket.create_connection((LOOPBACK, port)))
+        until(lambda: num_accepted(port) > 3, ours)
+        until(lambda: num_accepted(port) == 3, ours)
+
+
+def num_accepted(port: int) -> int:
+    """How many sockets of this process others have connected to at this port."""
+    return sum(1 for _ in loiterers._accepted_at(port))
 
 
 @pytest.mark.parametrize("damage", ["edited", "repeated", "left out", "unproven"])

@@ -39,6 +39,7 @@ from diptych_kv_transfer.tables.events import (
 from diptych_kv_transfer.transports.ucx import frames, libucp
 from diptych_kv_transfer.transports.ucx.exchange import Exchange, ExchangeError
 from diptych_kv_transfer.transports.ucx.libucp import UcpError
+from diptych_kv_transfer.transports.ucx.loiterers import LOOK_S, Loiterers
 from diptych_kv_transfer.transports.ucx.requests import drop_unexpected
 from diptych_kv_transfer.transports.ucx.same_host import SameHost, may_read, network_transports
 from diptych_kv_transfer.transports.ucx.stream import FRAME, HANDSHAKE, MESSAGE, Stream, StreamError
@@ -81,6 +82,8 @@ class _Connection:
     prove_by: float
     address: Address | None
     """The address that we connected to; None if the peer connected to us."""
+    caller: Address | None
+    """The address that the peer connected from; None if we connected to it."""
     exchange: Exchange | None = None
     """Set once the peer has proven itself."""
     lost: bool = False
@@ -126,6 +129,9 @@ class UcxTransport:
                 raise OSError(f"cannot listen for KV transfers on {host}:{port}: {exc}") from exc
             undo.pop_all()
         self._key = key
+        self._loiterers = Loiterers(self.port, HANDSHAKE_TIMEOUT_S, MAX_STRANGERS)
+        self._look_at = 0.0
+        """When to look for them next."""
         self._same_host = open_same_host()
         self._connections: dict[Peer, _Connection] = {}
         self._not_ended: list[tuple[Stream, list[UcxTransfer]]] = []
@@ -188,8 +194,11 @@ class UcxTransport:
             self._key, secrets.token_bytes(NONCE_BYTES), connects=address is not None
         )
         prove_by = time.monotonic() + HANDSHAKE_TIMEOUT_S
-        connection = _Connection(endpoint, Stream(endpoint), handshake, prove_by, address)
+        caller = None if address is not None else endpoint.caller
+        connection = _Connection(endpoint, Stream(endpoint), handshake, prove_by, address, caller)
         self._connections[peer] = connection
+        if address is None and caller is None:  # it could not be told from a loiterer
+            connection.cut("UCX does not say who has connected")
         if handshake.opening:
             connection.stream.shake(handshake.opening)
         strangers = [x for x in self._connections.values() if x.is_stranger]
@@ -278,11 +287,9 @@ class UcxTransport:
         return events
 
     def _patience(self, timeout_s: float | None) -> float | None:
-        """The same, or until somebody should have proven itself."""
+        """The same, or until somebody should have proven itself, or is looked for."""
         waiting = [x.prove_by for x in self._connections.values() if x.exchange is None]
-        if not waiting:
-            return timeout_s
-        left = max(0.0, min(waiting) - time.monotonic())
+        left = max(0.0, min([self._look_at, *waiting]) - time.monotonic())
         return left if timeout_s is None else min(left, timeout_s)
 
     def _sleepy(self) -> bool:
@@ -307,6 +314,10 @@ class UcxTransport:
                 break
         drop_unexpected(self._worker.handle)
         self._accept()
+        if (now := time.monotonic()) >= self._look_at:
+            known = {x.caller for x in self._connections.values() if x.caller is not None}
+            self._loiterers.cut_off(known, now)
+            self._look_at = now + LOOK_S
         for peer, connection in list(self._connections.items()):
             self._collect_from(peer, connection)
 

@@ -187,6 +187,16 @@ class Endpoint:
         lib.ucp_request_free(request)
 
     @property
+    def caller(self) -> tuple[str, int] | None:
+        """Return the IPv4 address and port that an accepted connection came from; None if UCX does
+        not know."""
+        attributes = libucp.EndpointAttributes(field_mask=libucp.EP_ATTR_FIELD_REMOTE_SOCKADDR)
+        if lib.ucp_ep_query(self.handle, byref(attributes)) != libucp.OK:
+            return None
+        address = bytes(attributes.remote_sockaddr)
+        return socket.inet_ntoa(address[4:8]), int.from_bytes(address[2:4], "big")
+
+    @property
     def transports(self) -> str:
         """Return the UCX transports that it uses, with commas; empty if UCX does not know."""
         entries = (libucp.TransportEntry * MAX_TRANSPORTS)()
