@@ -6,7 +6,7 @@ import os
 import random
 import resource
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +15,7 @@ from select import POLLIN, poll
 import pytest
 from engine_kit.core import CLIENT, core_request, make_core, step, tokens
 from engine_kit.handoff import prompt_of, save_toy
-from waits import Deadline
+from waits import PATIENCE_S, Deadline
 
 from diptych_engine.control.controls import Controls
 from diptych_engine.control.core import EngineCore
@@ -320,17 +320,17 @@ def test_a_reset_that_comes_while_blocks_are_written_leaves_none_of_them(
 def test_a_prefix_from_a_disk_that_hangs_is_computed_and_the_next_does_not_wait(
     model: str,
     expected: list[int],
-    cache: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(block_store, "READ_TIMEOUT_S", 0.1)
-    hashes: list[bytes] = []
-    extend_block_hashes(hashes, PROMPT, BLOCK, None)
-    (first,) = (path for path in blocks_in(cache) if path.name.endswith(hashes[0].hex()))
+    goes_on, read = threading.Event(), BlockFiles.read
+
+    def hangs(self: BlockFiles, name: str, parts: Sequence[memoryview]) -> bool:
+        return goes_on.wait(PATIENCE_S) and read(self, name, parts)
+
+    monkeypatch.setattr(BlockFiles, "read", hangs)
     with started(model) as engine:
-        first.unlink()
-        os.mkfifo(first)  # whoever opens it to read waits for a writer
         for name in ("one", "another"):
             request = core_request(name, PROMPT, max_tokens=8, ignore_eos=True)
             assert tokens(engine.until_finished(request)) == expected
@@ -339,7 +339,7 @@ def test_a_prefix_from_a_disk_that_hangs_is_computed_and_the_next_does_not_wait(
         store = engine.core.hand_offs.store
         assert store is not None
         assert not store.at_rest
-        os.close(os.open(first, os.O_WRONLY))
+        goes_on.set()
         engine.settle()
         pool = engine.core.scheduler.pool
         assert pool.num_free == pool.num_blocks
