@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from engine_kit.core import SAME_IN_ANY_BATCH
+from engine_kit.core import BATCHED
 from service_kit import Streaming, all_usable, cores, engine_config, link_of, routing
 from waits import PATIENCE_S
 
@@ -28,7 +28,7 @@ async def test_streams_of_killed_engines_go_on_with_what_was_computed(
         engine_config(
             name,
             MODEL,
-            weight_packing=SAME_IN_ANY_BATCH,
+            weight_packing=BATCHED,
             num_blocks=1024,
             kv_keep=str(tmp_path / name),
         )

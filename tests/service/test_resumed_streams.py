@@ -20,7 +20,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 from browser_kit import CHROMIUM, WITHOUT_CHROMIUM, chromium, watched_pages
-from engine_kit.core import SAME_IN_ANY_BATCH
+from engine_kit.core import BATCHED
 from forwarder import forwarder
 from free_ports import free_port
 from page_scenes import Scene
@@ -102,9 +102,7 @@ async def read(
 @pytest.fixture(scope="module")
 def engines(keys_dir: Path) -> Iterator[list[Core]]:
     names = "prefill-0", "decode-0"
-    configs = [
-        engine_config(x, MODEL, weight_packing=SAME_IN_ANY_BATCH, num_blocks=512) for x in names
-    ]
+    configs = [engine_config(x, MODEL, weight_packing=BATCHED, num_blocks=512) for x in names]
     with cores(keys_dir, *configs) as started:
         yield started
 

@@ -25,7 +25,7 @@ DUMMY = f"dummy://?vocab_size={VOCABULARY}&num_hidden_layers=2&hidden_size=32"
 """A small model with random weights and no tokenizer."""
 EXACT = "none"
 """Weight packing of tests that compare the tokens of a few small batches."""
-SAME_IN_ANY_BATCH = "q8"
+BATCHED = "q8"
 """The same where many tokens are drawn: torch's products of floats differ with the batch on some
 processors, so that one of 5,000 tokens of a temperature did."""
 
