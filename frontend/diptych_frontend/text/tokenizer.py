@@ -71,9 +71,10 @@ class Tokenizer:
 
     @cached_property
     def vocabulary(self) -> str:
-        """`EngineDescription.vocabulary`. It takes some 0.1 s."""
-        tokens = sorted(self.backend.get_vocab().items(), key=lambda each: each[1])
-        return hashlib.sha256(repr(tokens).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+        """`EngineDescription.vocabulary`. It takes 35 ms for 50,000 tokens."""
+        ids = self.backend.get_vocab()
+        texts = "\0".join([str(self.highest_id), *sorted(ids, key=ids.__getitem__)])
+        return hashlib.sha256(texts.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
     def special_ids_of(self, texts: Collection[str]) -> frozenset[int]:
         """Return the special tokens that are one of these texts."""
