@@ -35,7 +35,7 @@ from diptych_router.requests.pool_client import PoolClient
 
 STREAMS = 8
 LENGTH = 250
-LONGER = 400
+LONGER = 1500
 """Tokens of answers that a browser looks at."""
 TOLD = 5
 """Events that each client has, at least, when the router dies."""

@@ -383,16 +383,26 @@ class AsyncEngine(EngineClient):
         last = EngineCoreOutput(request.request_id, rest) if rest else beginning
         last.finish_reason, last.stop_reason = kept.finish_reason, kept.stop_reason
         ended = self.output_processor.process([beginning])
+        request.generated_token_ids = kept.token_ids
         if rest:
             # The reader takes the beginning in this turn of the loop, so nothing is joined to it.
-            asyncio.get_running_loop().call_soon(self._tell, last)
-        if kept.finish_reason is None and not ended:
-            request.generated_token_ids = kept.token_ids
+            asyncio.get_running_loop().call_soon(self._tell, request, last, queue)
+        elif kept.finish_reason is None and not ended:
             self._submit(request)
 
-    def _tell(self, output: EngineCoreOutput) -> None:
+    def _tell(
+        self, request: EngineCoreRequest, output: EngineCoreOutput, queue: Collector[Any]
+    ) -> None:
+        """Tell the rest of a beginning, and only then have more computed: on a busy loop an engine
+        answers before what it is told to do soon."""
         if ended := self.output_processor.process([output]):
             self._withdraw(ended)
+        elif request.request_id in self.output_processor.answers:
+            try:
+                self._submit(request)
+            except Exception as exc:
+                self._end(queue)
+                queue.fail(exc if isinstance(exc, DiptychError) else _unexpected(exc))
 
     def _end(self, collector: Collector[Any]) -> None:
         """Forget a request, and abort what is left of it."""
