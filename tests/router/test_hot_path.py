@@ -16,8 +16,8 @@ import pytest_asyncio
 from benchmarks.call_path import CHAT, COMPLETION, REQUESTS, STEP_MS, ask, routing, shortest
 
 CEILINGS = {False: 1074, True: 1150}
-"""Whether the answer is streamed -> calls of Python and built-in functions for a request. A quick
-machine wakes the event loop for more of a stream's tokens: a Zen 5 took 1129 to 1146."""
+"""Whether the answer is streamed -> calls of Python and built-in functions for a request. Those
+of libraries differ from run to run: a stream took 1129 to 1146 on a Zen 5, ours 388 each time."""
 
 TOKENS, TOKEN_CEILING = 40, 103
 """Tokens of the longer of two streams, and the most calls for a token, with the event loop's
