@@ -7,8 +7,8 @@ from typing import Any
 import jinja2
 import pytest
 
-from diptych_frontend.text.templates.chat_template import Arguments, ChatTemplate
-from diptych_frontend.text.templates.confined_templates import ConfinedTemplate
+from diptych_frontend.text.templates.chat_template import ChatTemplate
+from diptych_frontend.text.templates.confined_templates import Arguments, ConfinedTemplate
 from diptych_protocol import InvalidRequestError
 
 USER = {"role": "user", "content": "Hi é \ud800"}

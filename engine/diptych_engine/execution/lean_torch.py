@@ -2,7 +2,8 @@
 
 Torch describes its operators once more in Python, for tensors without data and for `torch.compile`.
 These descriptions take as much of a start as all modules of ours. Only others' code needs them,
-such as a worker extension: they are imported before that is, or when torch compiles.
+such as a worker extension: they are imported before that is, or when torch compiles. So is what
+exports models.
 """
 
 from __future__ import annotations
@@ -11,36 +12,47 @@ import gc
 import importlib
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_loader
 from types import ModuleType
-from typing import Final
+from typing import Any, Final
 
 DESCRIPTIONS: Final = "torch._meta_registrations"
 """The last module that `import torch` imports. What it imports ends in a circle if anything else
 imports it first."""
+LATER: Final = ("torch.export", DESCRIPTIONS)
 COMPILERS: Final = ("torch._dynamo", "torch._inductor")
 
 
 class _Later(MetaPathFinder, Loader):
-    """Finds an almost empty module in the place of `DESCRIPTIONS`, until there is a compiler."""
+    """Finds almost empty modules in the places of `LATER`, until somebody needs one."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname in COMPILERS:
             whole_torch()
-        return spec_from_loader(fullname, self) if fullname == DESCRIPTIONS else None
+        return spec_from_loader(fullname, self) if fullname in LATER else None
 
     def exec_module(self, module: ModuleType) -> None:
         """Do the one thing of theirs that every process needs: else there is no `Generator`. Older
         releases of torch do not do it."""
         import torch  # it is just being imported
 
+        module.__getattr__ = partial(_of_the_whole, module.__name__)  # type: ignore[method-assign]
         if hasattr(torch._C, "_set_generator_metaclass"):
             base = importlib.import_module("torch._opaque_base")
             torch._C._set_generator_metaclass(base.OpaqueBaseMeta)
+
+
+def _of_the_whole(module: str, name: str) -> Any:
+    """Return what others' code asks an almost empty module for."""
+    if name.startswith("__") and name != "__path__":  # `inspect` looks through all modules
+        raise AttributeError(name)
+    whole_torch()
+    return getattr(sys.modules[module], name)
 
 
 def start_lean() -> None:
@@ -54,5 +66,7 @@ def whole_torch() -> None:
     """Import what `start_lean` has left out. Safe to call at any time."""
     for finder in [each for each in sys.meta_path if isinstance(each, _Later)]:
         sys.meta_path.remove(finder)
-        sys.modules.pop(DESCRIPTIONS, None)
-        importlib.import_module(DESCRIPTIONS)
+        for name in LATER:
+            sys.modules.pop(name, None)
+        for name in LATER:
+            importlib.import_module(name)

@@ -47,7 +47,7 @@ from diptych_frontend.openai.responses import (
 from diptych_frontend.reasoning.parser import AnswerReaders, ReasoningParser
 from diptych_frontend.reasoning.request_options import Effort, effort_kwargs, effort_variables
 from diptych_frontend.text.answer_tokens import AnswerToken, AnswerTokens
-from diptych_frontend.text.templates.chat_template import Arguments
+from diptych_frontend.text.templates.confined_templates import Arguments
 from diptych_frontend.tool_calls.calls import ParsedCall
 from diptych_frontend.tool_calls.formats import HERMES, ToolCallFormat, takes_tools
 from diptych_frontend.tool_calls.parser import ToolCallParser

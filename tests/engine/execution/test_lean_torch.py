@@ -1,4 +1,4 @@
-"""Cores start without torch's descriptions of operators in Python, which others' code needs."""
+"""Cores start without what only others' code needs of torch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from waits import PATIENCE_S
 LATE = {
     *("PIL", "grpc", "httpx", "kubernetes", "numba", "opentelemetry", "scipy", "starlette"),
     *("torch._decomp", "torch._dynamo", "torch._inductor", "torch._prims", "torch._refs"),
+    *("jinja2", "torch.export.unflatten"),
     *("transformers", "uvicorn", "xgrammar"),
 }
 """What no core needs for a token."""
@@ -41,8 +42,10 @@ def test_what_a_core_has_imported_by_its_first_token(
     [
         "from diptych_engine.execution.worker_extension import named; named('torch:compile', 'x')",
         "import torch._dynamo",
+        "torch.export.export",
+        "from torch.export import unflatten",
     ],
-    ids=["code of others", "a compiler"],
+    ids=["code of others", "a compiler", "an export", "a part of what exports"],
 )
 def test_torch_is_whole_before(then: str) -> None:
     """`matrix_exp` of a tensor without data is described in Python only."""
@@ -58,5 +61,7 @@ whole_torch()  # once more: nothing is imported twice
 assert torch.linalg.matrix_exp(torch.empty(2, 2, device="meta")).shape == (2, 2)
 assert torch.Generator().manual_seed(1).initial_seed() == 1
 assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item() == 2
+exported = torch.export.export(torch.nn.Identity(), (torch.ones(1),))
+assert exported.module()(torch.ones(1)).item() == 1
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE_S)

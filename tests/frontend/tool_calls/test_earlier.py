@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from diptych_frontend.text.templates.chat_template import Arguments, ChatTemplate
+from diptych_frontend.text.templates.chat_template import ChatTemplate
+from diptych_frontend.text.templates.confined_templates import Arguments
 from diptych_frontend.tool_calls.earlier import one_call_each, one_thought_each, short_ids
 from diptych_frontend.tool_calls.formats import FORMATS
 from diptych_protocol import InvalidRequestError

@@ -41,25 +41,6 @@ class GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class Arguments(dict[str, Any]):
-    """The arguments of a call: an object for templates that use one, and JSON for those that insert
-    it into text."""
-
-    def __init__(self, arguments: dict[str, Any], written: str) -> None:
-        """written: the JSON that the client sent."""
-        super().__init__(arguments)
-        self._written = written
-
-    def __str__(self) -> str:
-        return self._written
-
-    def __add__(self, after: object) -> str:
-        return self._written + after if isinstance(after, str) else NotImplemented
-
-    def __radd__(self, before: object) -> str:
-        return before + self._written if isinstance(before, str) else NotImplemented
-
-
 class ChatTemplate:
     """Renders conversations with the names and filters that published templates use."""
 

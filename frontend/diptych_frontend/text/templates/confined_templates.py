@@ -8,19 +8,40 @@ from __future__ import annotations
 
 import functools
 import json
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import msgspec
 
 from diptych_frontend.confined.processes import ConfinedWork, WorkBounds, WorkFailedError, serve
-from diptych_frontend.text.templates.chat_template import Arguments, ChatTemplate
 from diptych_protocol import InvalidRequestError
+
+if TYPE_CHECKING:
+    from diptych_frontend.text.templates.chat_template import ChatTemplate
 
 BOUNDS: Final = WorkBounds(
     memory_bytes=512 << 20, seconds=5, message_bytes=64 << 20, idle_seconds=3600
 )
 """8,192 messages of a body of 4 MiB take 42 ms. An idle process has 24 MB; after an hour without
 chats it ends, and the next chat waits for a new one."""
+
+
+class Arguments(dict[str, Any]):
+    """The arguments of a call: an object for templates that use one, and JSON for those that insert
+    it into text."""
+
+    def __init__(self, arguments: dict[str, Any], written: str) -> None:
+        """written: the JSON that the client sent."""
+        super().__init__(arguments)
+        self._written = written
+
+    def __str__(self) -> str:
+        return self._written
+
+    def __add__(self, after: object) -> str:
+        return self._written + after if isinstance(after, str) else NotImplemented
+
+    def __radd__(self, before: object) -> str:
+        return before + self._written if isinstance(before, str) else NotImplemented
 
 
 class TemplateRefusal(msgspec.Struct, array_like=True):
@@ -80,6 +101,9 @@ def _refuse(why: str) -> NoReturn:
 
 @functools.lru_cache(4)
 def _known(template: bytes) -> ChatTemplate:
+    # Only this process needs Jinja.
+    from diptych_frontend.text.templates.chat_template import ChatTemplate
+
     return ChatTemplate(*json.loads(template))
 
 
