@@ -19,7 +19,8 @@ REQUEST = Load(1, 16, 2)
 async def first_token_s(url: str, model: str) -> float:
     """Seconds from sending a server its first request to the first token of the answer."""
     [prompt] = prompts(REQUEST, seed=0)
-    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
+    # Reading certificates, which no server here has, would take 33 ms of the time measured.
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, verify=False) as client:
         sample = await stream_completion(client, model, prompt, REQUEST.output_tokens)
     return sample.ttft_s
 

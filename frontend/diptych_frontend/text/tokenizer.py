@@ -64,16 +64,24 @@ class Tokenizer:
         self._token_texts: dict[int, str] = {}
         self._token_bytes: dict[int, bytes] = {}
         self._decoder = b"" if backend.decoder is None else backend.decoder.__getstate__()
-        vocabulary = backend.get_vocab()
-        self._longest_token = max(map(len, vocabulary), default=1)
-        self.highest_id = max(vocabulary.values(), default=-1)
         self.remembered = ChainMemo(REMEMBERED_BYTES)
+
+    @cached_property
+    def highest_id(self) -> int:
+        """The highest token id that has a text; -1 without any."""
+        return max(self.backend.get_vocab().values(), default=-1)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """In characters."""
+        return max(map(len, self.backend.get_vocab()), default=1)
 
     @cached_property
     def vocabulary(self) -> str:
         """`EngineDescription.vocabulary`. It takes 35 ms for 50,000 tokens."""
         ids = self.backend.get_vocab()
-        texts = "\0".join([str(self.highest_id), *sorted(ids, key=ids.__getitem__)])
+        highest = max(ids.values(), default=-1)
+        texts = "\0".join([str(highest), *sorted(ids, key=ids.__getitem__)])
         return hashlib.sha256(texts.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
     def special_ids_of(self, texts: Collection[str]) -> frozenset[int]:
