@@ -58,10 +58,13 @@ def requests(phases: Sequence[Phase]) -> list[Request]:
     return found
 
 
-def simulate(prefill: int, phases: Sequence[Phase] = PHASES, *, elastic: bool) -> Log:
+def simulate(
+    prefill: int, phases: Sequence[Phase] = PHASES, *, elastic: bool, routers: int = 1
+) -> Log:
     plan = replace(
         on_paper().plan(prefill, PODS - prefill, 1, POLICIES["prefix_aware"]),
         disaggregate="always",
+        routers=routers,
         promised_s=PROMISED.ttft_s,
         elastic_gap_s=PROMISED.tpot_s if elastic else None,
     )
@@ -77,11 +80,12 @@ def kept(log: Log) -> list[float]:
 
 def run() -> dict[str, Any]:
     began, rows = time.monotonic(), []
-    for phases, prefill in product((PHASES, MORE), (2, 4, 5)):
+    for routers, phases, prefill in product((1, 3), (PHASES, MORE), (2, 4, 5)):
         for elastic in (False, True):
-            log = simulate(prefill, phases, elastic=elastic)
+            log = simulate(prefill, phases, elastic=elastic, routers=routers)
             rows.append(
                 {
+                    "routers": routers,
                     "requests/s": ", ".join(f"{phase.rate:g}" for phase in phases),
                     "at first": f"{prefill} prefill, {PODS - prefill} decode",
                     "roles": "elastic" if elastic else "fixed",
@@ -105,10 +109,10 @@ def main() -> None:
         f"{PROMISED.ttft_s:g} s to the first token, {PROMISED.tpot_s * 1e3:g} ms for each later "
         f"one. Each phase lasts {PHASE_S:g} s. What counts is the part of its requests that kept "
         f"both promises, from {AGAIN_S:g} s after the load has turned.", "",
-        f"| requests/s | at first | roles | {' | '.join(names)} | turns | failed |",
-        f"|---|---|---|{'---:|' * (len(names) + 2)}",
+        f"| routers | requests/s | at first | roles | {' | '.join(names)} | turns | failed |",
+        f"|---:|---|---|---|{'---:|' * (len(names) + 2)}",
         *(
-            f"| {row['requests/s']} | {row['at first']} | {row['roles']} "
+            f"| {row['routers']} | {row['requests/s']} | {row['at first']} | {row['roles']} "
             f"| {' | '.join(f'{part:.1%}' for part in row['kept'])} "
             f"| {row['turns']} | {row['failed']} |"
             for row in results["rows"]

@@ -344,7 +344,7 @@ class PrefixChanges(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
 
 class Heartbeat(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """A sign that a core's loop is running, for clients that called `FOLLOW_HEARTBEAT`. They pass a
-    name of theirs, the same to all engines."""
+    name of theirs, the same to all engines, and may pass a role to give the engine."""
 
     within_s: float
     """The core promises its next heartbeat within this many seconds."""
@@ -357,6 +357,8 @@ class Heartbeat(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     followers: int = 1
     requests: int = 0
     """With statistics: how many requests of all followers had arrived when they were made."""
+    role: str = ""
+    """The last role that a follower has given the engine; empty: none has since its start."""
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

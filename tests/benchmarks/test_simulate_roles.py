@@ -13,3 +13,11 @@ def test_promises_are_kept_again_within_seconds_after_the_load_has_turned() -> N
     assert not log.unanswered
     assert len(log.turns) < 2 * elastic.PODS
     assert min(elastic.kept(elastic.simulate(2, elastic=False))) < 0.8
+
+
+@pytest.mark.slow
+def test_beside_other_routers_roles_that_follow_the_load_are_worth_as_much() -> None:
+    fixed = elastic.kept(elastic.simulate(4, elastic=False, routers=3))
+    log = elastic.simulate(2, elastic=True, routers=3)
+    assert min(elastic.kept(log)) > min(fixed)
+    assert not log.unanswered

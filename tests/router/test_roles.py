@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from toy_pools import Fleet, idle, request
 
 from diptych_router.choosing.roles import (
+    ANSWER_S,
     OTHER,
     PAUSE_S,
     REST_S,
@@ -37,6 +38,7 @@ def play(
     for tick, demand in enumerate(seen):
         role = turns.due(demand, engines, tick * TICK_S)
         if role is not None:
+            turns.turned(role, tick * TICK_S)
             engines[role] += 1
             engines[OTHER[role]] -= 1
             found.append((tick * TICK_S, role))
@@ -123,9 +125,33 @@ def strained(fleet: Fleet, watch: Watch) -> list[str]:
             row.report(idle(queued_prompt_tokens=10**6), 0, now)
         key = watch.due(home_of(fleet), now)
         if key is not None:
-            fleet.table.turn(key)
+            watch.turned(fleet.table.turn(key), now)
             found.append(key)
     return found
+
+
+def test_a_role_that_nobody_takes_is_given_again_only_after_a_while() -> None:
+    fleet = Fleet(1, 3)
+    watch = Watch(fleet.table, 1, 1.0, 1.0)
+    asked = []
+    for tick in range(30):
+        for row in fleet.table.tables["prefill"].rows:
+            row.report(idle(queued_prompt_tokens=10**6), 0, tick * TICK_S)
+        if watch.due(home_of(fleet), tick * TICK_S) is not None:
+            asked.append(tick * TICK_S)
+    assert len(asked) > 1
+    assert all(b - a >= ANSWER_S - 1e-9 for a, b in pairwise(asked))
+
+
+def test_only_the_first_router_gives_roles() -> None:
+    fleet = Fleet(1, 3)
+    fleet.rows["p0"].routers = 2, 1
+    fleet.table.tables["prefill"].find_homes()
+    watch = Watch(fleet.table, 1, 1.0, 1.0)
+    assert strained(fleet, watch) == []
+    fleet.rows["p0"].routers = 2, 0  # the first is gone
+    fleet.table.tables["prefill"].find_homes()
+    assert len(strained(fleet, watch)) == 2
 
 
 def test_the_decode_engine_with_the_fewest_streams_computes_the_prompts_that_wait() -> None:
@@ -135,7 +161,7 @@ def test_the_decode_engine_with_the_fewest_streams_computes_the_prompts_that_wai
     assert strained(fleet, Watch(fleet.table, 1, 1.0, 1.0)) == ["d1", "d2"]
 
 
-@pytest.mark.parametrize("why", ["a rollout", "another router", "nobody decodes"])
+@pytest.mark.parametrize("why", ["a rollout", "nobody decodes"])
 def test_roles_return_where_nobody_may_give_them(why: str) -> None:
     fleet = Fleet(1, 3)
     watch = Watch(fleet.table, 1, 1.0, 1.0)
@@ -144,9 +170,6 @@ def test_roles_return_where_nobody_may_give_them(why: str) -> None:
     match why:
         case "a rollout":
             fleet.table.is_up(fleet.rows["p0"], "another")
-        case "another router":
-            fleet.rows["p0"].routers = 2, 0
-            fleet.table.tables["prefill"].find_homes()
         case _:
             [row] = fleet.table.tables["decode"].rows
             row["usable"] = False

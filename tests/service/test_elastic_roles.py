@@ -38,16 +38,20 @@ async def test_engines_turn_as_the_load_turns_and_every_answer_stays_the_same(
     configs = [engine_config(n, SLOW, num_blocks=2048, max_num_seqs=2) for n in names]
     with cores(keys_dir, *configs) as engines:
         prefill, *decode = (engine.address for engine in engines)
-        async with routing(
-            SLOW, keys_dir, [prefill], decode, **promises(elastic_roles=1)
-        ) as client:
-            await all_usable(client, 3)
-            await turn_there_and_back(client, engines, eventually)
-            assert min(client.pools.turns.values()) >= 1
-            said = router_report(client)
-            assert [engine.verified for engine in said.engines] == [True] * 3
-            assert [engine.home for engine in said.engines].count("decode") == 2
-            assert all(canary.ok for canary in said.canaries)
+        place = SLOW, keys_dir, [prefill], decode
+        async with (
+            routing(*place, **promises(elastic_roles=1)) as client,
+            routing(*place, **promises(elastic_roles=1)) as other,
+        ):
+            for router in (client, other):
+                await all_usable(router, 3)
+            await turn_there_and_back([client, other], engines, eventually)
+            for router in (client, other):
+                assert min(router.pools.turns.values()) >= 1
+                said = router_report(router)
+                assert [engine.verified for engine in said.engines] == [True] * 3
+                assert [engine.home for engine in said.engines].count("decode") == 2
+                assert all(canary.ok for canary in said.canaries)
 
 
 def promises(**settings: object) -> dict[str, Any]:
@@ -58,10 +62,13 @@ def promises(**settings: object) -> dict[str, Any]:
 
 
 async def turn_there_and_back(
-    client: PoolClient, engines: list[Core], eventually: Callable[..., Coroutine[Any, Any, None]]
+    routers: list[PoolClient],
+    engines: list[Core],
+    eventually: Callable[..., Coroutine[Any, Any, None]],
 ) -> None:
-    """Long prompts come while answers are written, and then more answers than one engine holds."""
-    links = [link_of(client, engine) for engine in engines]
+    """Long prompts come while answers are written, and then more answers than one engine holds, all
+    by one of the routers."""
+    client, links = routers[0], [link_of(router, e) for router in routers for e in engines]
     before = [await answer(client, WRITING, user) for user in range(2)]
 
     async def write(user: int) -> None:
@@ -72,11 +79,12 @@ async def turn_there_and_back(
         while not turned.is_set():
             await answer(client, READING, user)
 
+    both = 2 * len(routers)
     for role, others in (("prefill", read), ("decode", write)):
         turned = asyncio.Event()
         async with asyncio.timeout(FOR_EVER_S), asyncio.TaskGroup() as load:
             for user in range(2):
                 load.create_task(write(user))
                 load.create_task(others(user))
-            await eventually(lambda role=role: [link.role for link in links].count(role) == 2)
+            await eventually(lambda role=role: [link.role for link in links].count(role) == both)
             turned.set()

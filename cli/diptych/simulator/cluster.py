@@ -20,7 +20,7 @@ from diptych.simulator.reports import expected_news, prefix_news, statistics
 from diptych.simulator.routing import Router, WouldBeLate
 from diptych.simulator.workload import Request
 from diptych_protocol.wire import Heartbeat
-from diptych_router.choosing.roles import Watch
+from diptych_router.choosing.roles import OTHER, Watch
 from diptych_router.engines.engine_table import Role
 from diptych_router.requests.pools.pools import ROLES_INTERVAL_S
 
@@ -358,7 +358,9 @@ class Simulation:
         key = roles.due(self._home, self.now)
         if key is not None:
             pod = self.pods[key]
-            pod.role = self.routers[0].fleet.turn(key, key)
+            pod.role = OTHER[pod.role]
+            for router in self.routers:
+                router.turned(key, pod.role, self.now)
             self.log.turns.append((self.now, key, pod.role))
             if pod.role == "prefill" and not pod.busy:
                 self._move_streams(pod)

@@ -14,6 +14,7 @@ from diptych_router.choosing.first_token import FirstToken
 from diptych_router.choosing.fleet_table import FleetTable
 from diptych_router.choosing.policy import Decision
 from diptych_router.choosing.roles import Watch
+from diptych_router.engines.engine_table import Role
 from diptych_router.engines.pair_rates import NOWHERE, Location
 from diptych_router.requests.pools.pools import EXPECTED_S
 from diptych_router.requests.promises import Caution
@@ -67,6 +68,12 @@ class Router:
                     raise WouldBeLate
             self.fleet.placed(view, decision, now)
         return decision
+
+    def turned(self, key: str, role: Role, now: float) -> None:
+        """A pod has said that it has another role."""
+        self.fleet.turn(key, key)
+        if self.roles is not None:
+            self.roles.turned(role, now)
 
     def saw_first(self, expected: FirstToken | None, took_s: float) -> None:
         """A user has the first token of a request of which that was expected."""

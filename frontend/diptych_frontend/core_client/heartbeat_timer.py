@@ -68,17 +68,21 @@ class HeartbeatTimer:
         self.followers: dict[bytes, str] = {}
         """Client -> its name, in the order of names."""
         self.steps = StepTimes()
+        self._role = ""
         self._due = 0.0
         self._promised = 0.0
         """Until when the last word said that there may be silence."""
 
-    def follow(self, client: bytes, name: object = "") -> bool:
-        """A client wants to hear the beats; False: too many do already. The next one is due."""
+    def follow(self, client: bytes, name: object = "", role: object = None) -> bool:
+        """A client wants to hear the beats; False: too many do already. The next one is due, and
+        from now on beats say the role, if there is one."""
         if client not in self.followers and len(self.followers) >= MAX_FOLLOWERS:
             return False
         self.followers[client] = str(name)[:MAX_NAME]
         self.followers = dict(sorted(self.followers.items(), key=itemgetter(1)))
         self._due = 0.0
+        if role is not None:
+            self._role = str(role)[:MAX_NAME]
         return True
 
     def forget(self, client: bytes) -> None:
@@ -98,6 +102,7 @@ class HeartbeatTimer:
         numbers, followers = self.numbers(), list(self.followers.items())
         received = [num_received(client) for client, _ in followers]
         heartbeat.followers, heartbeat.requests = len(numbers), sum(received)
+        heartbeat.role = self._role
         for (client, name), own in zip(followers, received, strict=True):
             heartbeat.follower = numbers[name or client]
             yield client, own

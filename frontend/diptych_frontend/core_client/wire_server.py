@@ -109,7 +109,7 @@ class WireServer(ABC):
                 if call.method == wire.FOLLOW_PREFIXES:
                     self._follow_prefixes(client)
                 elif call.method == wire.FOLLOW_HEARTBEAT:
-                    if not self._timer.follow(client, *call.args[:1]):
+                    if not self._timer.follow(client, *call.args[:2]):
                         log.warning("a client may not hear the heartbeat: too many do")
                 else:
                     self._call(client, call)

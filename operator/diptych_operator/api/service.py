@@ -267,15 +267,13 @@ ELASTIC_PROMISED = Rule(
     "needs spec.slo.ttftMs and spec.slo.interTokenMs",
     ".router.elasticRoles",
 )
-ELASTIC_ALONE = Rule(
+ELASTIC_POOLS = Rule(
     "self.router.elasticRoles == 0 || self.engine.runtime == 'diptych' && "
-    "self.router.replicas <= 1 && "
     "!has(self.decode.autoscaling) && !(has(self.prefill) && has(self.prefill.autoscaling))",
     lambda spec: (
-        not spec.router.elastic_roles
-        or (spec.engine.runtime == "diptych" and spec.router.replicas <= 1 and not _scales(spec))
+        not spec.router.elastic_roles or (spec.engine.runtime == "diptych" and not _scales(spec))
     ),
-    "needs the runtime diptych, one router, and no autoscaling",
+    "needs the runtime diptych and no autoscaling",
     ".router.elasticRoles",
 )
 
@@ -300,7 +298,7 @@ SPEC_RULES = (
     PREFILL_PROMISED,
     DECODE_PROMISED,
     ELASTIC_PROMISED,
-    ELASTIC_ALONE,
+    ELASTIC_POOLS,
     CANARY_PROMISED,
     *RUNTIME_RULES,
 )

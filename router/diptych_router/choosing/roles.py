@@ -1,7 +1,8 @@
 """Decides which engine changes its role, where roles are elastic (`elasticRoles`).
 
-Every engine can compute prompts and generate. Its role is a lease on traffic, which the router
-gives: prefill engines get prompts, decode engines get what those hand over. The *strain* of a pool
+Every engine can compute prompts and generate. Its role is a lease on traffic: prefill engines get
+prompts, decode engines get what those hand over. The first of a service's routers gives the roles,
+and engines tell them to all. The *strain* of a pool
 is how much of a promise of `slo` it uses up: of the first token's in the prefill pool, of the later
 tokens' in the decode pool. An engine turns if that lowers the larger of both strains by so much
 that demand may change by a fifth before it pays to turn back. The caller passes the time.
@@ -26,6 +27,8 @@ PAUSE_S: Final = 0.5
 than what they tell of."""
 REST_S: Final = 5.0
 """From a turn to one in the other direction."""
+ANSWER_S: Final = 2.0
+"""An engine that has not turned after this time does not know of roles, or is gone."""
 WINDOW_S: Final = 1.0
 """For the demand, what was seen this long ago counts 1/e of what is seen now."""
 CROWDED: Final = 1 / 16
@@ -63,6 +66,12 @@ class RoleTurns:
         self._turned_at = -math.inf
         self._calm_at = -math.inf
         """When the strain was last low."""
+        self._asked_at = -math.inf
+        """When an engine was given a role that it has not taken yet."""
+
+    def turned(self, role: Role, now: float) -> None:
+        """An engine has taken a role, by whatever router."""
+        self._newest, self._turned_at, self._asked_at = role, now, -math.inf
 
     def due(
         self, demand: Mapping[Role, Demand], engines: Mapping[Role, int], now: float
@@ -71,7 +80,7 @@ class RoleTurns:
         before = max(demand[role].strain(engines[role]) for role in ROLES)
         if before < STRAINED:
             self._calm_at = now
-        if now < max(self._calm_at, self._turned_at) + PAUSE_S:
+        if now < max(max(self._calm_at, self._turned_at) + PAUSE_S, self._asked_at + ANSWER_S):
             return None
         for role, giver in OTHER.items():
             back = self._newest == giver
@@ -79,7 +88,7 @@ class RoleTurns:
                 continue
             taken = demand[role].strain(engines[role] + 1)
             if max(taken, demand[giver].strain(engines[giver] - 1)) <= WORTH * before:
-                self._newest, self._turned_at = role, now
+                self._asked_at = now
                 return role
         return None
 
@@ -113,25 +122,27 @@ class Watch:
         self._seen_at = -math.inf
         self._totals = (0.0, 0)
         """As of then: seconds of prompts in the prefill pool, tokens in the decode pool."""
+        self.turned = self._turns.turned
 
     def due(self, home: Mapping[str, Role], now: float) -> str | None:
-        """Return the key of an engine that turns now; None: none does. Call it often.
+        """Return the key of an engine that turns now; None: none does, or another router gives
+        the roles. Call it often, and `turned` when an engine has turned.
 
         A role that lost all its engines gets back those that had it from the start. So does each
-        role while not all engines fit together, as in a rollout, or if there are several routers:
-        only one can give roles.
+        role while not all engines fit together, as in a rollout.
 
         home: each engine's role from the start, by its key.
         """
         able = {role: self._able(role) for role in ROLES}
         demand = self._demand(able, now)
+        if any(table.share.number for table in self._fleet.tables.values()):
+            return None
         alike = len({row["fingerprint"] for rows in able.values() for row in rows}) == 1
-        alone = all(table.share.count == 1 for table in self._fleet.tables.values())
         for role, rows in able.items():
             away = [row for row in able[OTHER[role]] if home[row.key] == role]
-            if away and not (alike and alone and rows):
+            if away and not (alike and rows):
                 return away[0].key
-        if not (alike and alone and all(able.values())):
+        if not (alike and all(able.values())):
             return None
         wanted = self._turns.due(demand, {role: len(rows) for role, rows in able.items()}, now)
         if wanted is None:

@@ -31,7 +31,7 @@ from diptych_protocol import (
 from diptych_protocol.config import MAX_PLACE_CHARACTERS
 from diptych_protocol.wire import DOUBT_KV, FOLLOW_HEARTBEAT, FOLLOW_PREFIXES, Heartbeat
 from diptych_router.engines.descriptions import common_to_leases
-from diptych_router.engines.engine_table import EngineRow, Role
+from diptych_router.engines.engine_table import ROLES, EngineRow, Role
 from diptych_router.engines.liveness import Liveness
 from diptych_router.engines.pair_rates import NOWHERE, Location
 
@@ -86,6 +86,8 @@ class EngineLink:
         """What it does now: see `turn`."""
         self.home: Role = role
         """The pool that discovery finds it in."""
+        self.given: Role = role
+        """The role that it tells all routers."""
         self.has_turned = False
         self.endpoint = self.name = endpoint
         """The name is that of the engine, while one answers."""
@@ -176,8 +178,13 @@ class EngineLink:
             self.kept_out = kept_out
             self._refresh_row()
 
+    def give(self, role: Role) -> None:
+        """Ask the engine to tell all routers that it has this role now."""
+        with contextlib.suppress(NotConnectedError, ClientClosedError):
+            self.client.tell(FOLLOW_HEARTBEAT, self._router, role)
+
     def turn(self, role: Role) -> None:
-        """Give it another role. Its connection and its requests stay."""
+        """Treat it as one of another role. Its connection and its requests stay."""
         log.info("engine %s turns from %s to %s", self.name, self.role, role)
         self.role, self.has_turned = role, True
 
@@ -384,6 +391,7 @@ class EngineLink:
     def _take_heartbeat(self, heartbeat: Heartbeat, num_received: int) -> None:
         now = time.monotonic()
         self.row.heard(heartbeat, num_received, now)
+        self.given = next((role for role in ROLES if role == heartbeat.role), self.home)
         if heartbeat.adapters is not None:
             self.row.adapters.tell(heartbeat.adapters, now)
         if self._liveness.beat(heartbeat, now):

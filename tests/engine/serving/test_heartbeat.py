@@ -82,6 +82,23 @@ def test_a_promise_ends_as_soon_as_the_loop_turns() -> None:
     assert timer.wait_s(1.2) == pytest.approx(BEAT_S)
 
 
+def test_what_one_follower_says_of_the_role_all_hear_at_once_until_another_says_otherwise() -> None:
+    timer = HeartbeatTimer()
+
+    def heard() -> list[str]:
+        beat = timer.beat(1.0)
+        assert beat is not None, "the next one is due at once"
+        return [beat.role for _ in timer.addressed(beat, lambda _: 0)]
+
+    timer.follow(b"1", "a")
+    timer.follow(b"2", "b", "prefill")
+    assert heard() == ["prefill", "prefill"]
+    timer.follow(b"3", "c")
+    assert heard() == ["prefill"] * 3
+    timer.follow(b"1", "a", "decode")
+    assert heard() == ["decode"] * 3
+
+
 def test_the_number_of_followers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat_timer, "MAX_FOLLOWERS", 2)
     timer = HeartbeatTimer()

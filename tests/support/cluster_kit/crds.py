@@ -60,7 +60,7 @@ from diptych_operator.api.service import (
     CANARY_STEPS,
     DECODE_PROMISED,
     DRAIN_OUTLIVES_LEASE,
-    ELASTIC_ALONE,
+    ELASTIC_POOLS,
     ELASTIC_PROMISED,
     PREFILL_PROMISED,
     ROLLOUT_STEP,
@@ -370,11 +370,6 @@ BROKEN: dict[str, Broken] = {
         "spec.router.elasticRoles",
         ELASTIC_PROMISED,
     ),
-    "two routers that give roles": Broken(
-        {"router": {"elasticRoles": 1, "replicas": 2}, "slo": _PROMISES},
-        "spec.router.elasticRoles",
-        ELASTIC_ALONE,
-    ),
     "roles of vLLM, whose pools are configured for one": Broken(
         vllm_spec(
             prefill={"replicas": 1},
@@ -382,12 +377,12 @@ BROKEN: dict[str, Broken] = {
             slo=_PROMISES,
         ),
         "spec.router.elasticRoles",
-        ELASTIC_ALONE,
+        ELASTIC_POOLS,
     ),
     "roles in a pool that scales": Broken(
         {"router": {"elasticRoles": 1}, "slo": _PROMISES, "decode": _ATTAINS},
         "spec.router.elasticRoles",
-        ELASTIC_ALONE,
+        ELASTIC_POOLS,
     ),
     "a canary without a promise to keep": Broken(
         {

@@ -31,7 +31,7 @@ from diptych_protocol.wire import PrefixChanges
 from diptych_router.choosing.fleet_table import FOR_A_PAIR, FleetTable
 from diptych_router.choosing.policies import policy_of
 from diptych_router.choosing.policy import Decision, RequestView
-from diptych_router.choosing.roles import Watch
+from diptych_router.choosing.roles import OTHER, Watch
 from diptych_router.engines.descriptions import compat_mismatch
 from diptych_router.engines.discovery import Target, resolve
 from diptych_router.engines.engine_link import CALL_ERRORS, EngineLink, ReadKeys, key_of
@@ -316,16 +316,22 @@ class Pools:
         self._changed()
 
     async def _follow_load(self) -> None:
-        """Turn engines to the role that promises need, for ever."""
+        """Give engines the roles that promises need, and treat them as what they say, for ever."""
         slo = self._config.slo
         ttft_s, gap_s = (slo.ttft_ms or 0) / 1e3, (slo.inter_token_ms or 0) / 1e3
         watch = Watch(self.fleet, self._config.elastic_roles, ttft_s, gap_s)
         while True:
             await asyncio.sleep(ROLES_INTERVAL_S)
+            now = time.monotonic()
+            for link in self._up():
+                if link.given != link.role:
+                    self._turn(link)
+                    watch.turned(link.role, now)
             homes = {key: link.home for key, link in self.links.items()}
-            key = watch.due(homes, time.monotonic())
+            key = watch.due(homes, now)
             if key is not None:
-                self._turn(self.links[key])
+                link = self.links[key]
+                link.give(OTHER[link.role])
 
     def _turn(self, link: EngineLink) -> None:
         role = self.fleet.turn(link.key, link.description.engine_id if link.description else "")
