@@ -4,6 +4,7 @@ code."""
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -24,6 +25,8 @@ def run_program(name: str, main: Coroutine[Any, Any, None]) -> None:
     signal.signal(signal.SIGTERM, _end)
     setup_logging(name)
     resolve_struct_types()
+    gc.freeze()  # what was imported stays, and is not looked through while requests wait
+    gc.enable()
     try:
         uvloop.run(main)
     except (InvalidRequestError, OSError, *UNREADABLE) as exc:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from contextlib import AbstractAsyncContextManager, nullcontext
+
+if __name__ == "__main__":
+    gc.disable()  # imports make no garbage; `run_program` enables it again
 
 from diptych_frontend.openai.server import Site, listen, serve_sites
 from diptych_frontend.program import run_program
