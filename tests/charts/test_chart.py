@@ -103,6 +103,10 @@ MATRIX: dict[str, dict[str, Any]] = {
         "securityContext": {"runAsUser": 10001, "fsGroupChangePolicy": "OnRootMismatch"},
         "networkPolicy": {"enabled": True, "extraEgressRules": [{"ports": [{"port": 3128}]}]},
         "podDefaults": POD_DEFAULTS,
+        "prePull": {
+            "enabled": True, "images": ["engine", "router", "vllmConnector"],
+            "nodeSelector": {"pool": "models"}, "tolerations": [{"operator": "Exists"}],
+        },
         "testService": {"model": {"uri": "package://m/m.gguf"}, "prefill": {}, "decode": {}},
     },
     "long names": {"fullnameOverride": "x" * 63},
@@ -120,7 +124,8 @@ def as_helm_writes(value: object) -> str:
 
 def pods(objects: list[Object]) -> list[Object]:
     """The specification of every pod: of Deployments and bare ones."""
-    templates = [d["spec"]["template"] for d in of_kind(objects, "Deployment")]
+    kinds = ("Deployment", "DaemonSet")
+    templates = [d["spec"]["template"] for kind in kinds for d in of_kind(objects, kind)]
     return [pod["spec"] for pod in templates + of_kind(objects, "Pod")]
 
 
@@ -210,14 +215,14 @@ def test_no_crd_where_another_release_brings_it(helm: Helm) -> None:
 def test_every_pod_is_restricted(helm: Helm, values: dict[str, Any]) -> None:
     """As the Pod Security Standard "restricted" has it, with a read-only root besides."""
     found = pods(helm.render(values))
-    assert len(found) == 2, "the operator and the test"
+    assert len(found) == 2 + ("prePull" in values), "the operator, the test, who has images"
     for pod in found:
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["securityContext"]["runAsUser"] == 10001
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
         assert all("hostPath" not in volume for volume in pod.get("volumes", ()))
-        for container in pod["containers"]:
+        for container in pod["containers"] + pod.get("initContainers", []):
             assert container["securityContext"] == {
                 "allowPrivilegeEscalation": False,
                 "readOnlyRootFilesystem": True,
@@ -378,7 +383,11 @@ def test_every_object_has_the_common_labels_and_keeps_those_it_is_known_by(helm:
     for item in helm.render(MATRIX["everything set"]):
         labels = item["metadata"]["labels"]
         assert labels["cost"] == "ml", item["kind"]
-        assert labels["app.kubernetes.io/name"] in ("diptych-operator", "diptych-test")
+        assert labels["app.kubernetes.io/name"] in (
+            "diptych-operator",
+            "diptych-test",
+            "diptych-images",
+        )
 
 
 def test_security_contexts_are_merged_over_the_charts(helm: Helm) -> None:
@@ -498,6 +507,22 @@ def test_a_disruption_budget_never_blocks_a_lone_pod(
     helm: Helm, values: dict[str, Any], rendered: bool
 ) -> None:
     assert bool(of_kind(helm.render(values), "PodDisruptionBudget")) is rendered
+
+
+def test_a_pod_on_each_node_needs_the_images_of_services_before_they_do(helm: Helm) -> None:
+    values = {"prePull": {"enabled": True, "nodeSelector": {"pool": "models"}}}
+    objects = helm.render(values)
+    fetches = only(objects, "DaemonSet")["spec"]
+    pod = fetches["template"]["spec"]
+    said = pods(objects)[0]["containers"][0]["args"]
+    assert pod["nodeSelector"] == {"pool": "models"}
+    assert [c["name"] for c in pod["initContainers"]] == ["engine", "router"]
+    for container in pod["initContainers"]:
+        assert f"--{container['name']}-image={container['image']}" in said
+    selector = fetches["selector"]["matchLabels"]
+    assert selector.items() <= fetches["template"]["metadata"]["labels"].items()
+    operators = only(objects, "Deployment")["spec"]["selector"]["matchLabels"]
+    assert not operators.items() <= fetches["template"]["metadata"]["labels"].items()
 
 
 def test_selectors_pick_the_operator_and_not_the_test_pod(helm: Helm) -> None:

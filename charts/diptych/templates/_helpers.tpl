@@ -48,10 +48,15 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- include "diptych.fullname" . | trunc 35 | trimSuffix "-" }}-test
 {{- end -}}
 
-{{/* Labels of what `helm test` makes, which no selector of the operator's picks. */}}
-{{- define "diptych.testLabels" -}}
-{{- $ours := dict "app.kubernetes.io/name" "diptych-test" "app.kubernetes.io/instance" .Release.Name -}}
-{{- toYaml (merge $ours (default dict .Values.commonLabels)) -}}
+{{/*
+Labels of what is not the operator's, so that no selector of the operator's picks it: (list $ "test")
+for what `helm test` makes, (list $ "images") for what fetches images.
+*/}}
+{{- define "diptych.labelsOf" -}}
+{{- $root := first . -}}
+{{- $ours := dict "app.kubernetes.io/instance" $root.Release.Name -}}
+{{- $ours = set $ours "app.kubernetes.io/name" (printf "diptych-%s" (last .)) -}}
+{{- toYaml (merge $ours (default dict $root.Values.commonLabels)) -}}
 {{- end -}}
 
 {{/* The image of a component: (list $ "operator"), (list $ "engine") and so on. */}}
@@ -91,4 +96,16 @@ app.kubernetes.io/instance: {{ .Release.Name }}
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
+{{- end -}}
+
+{{/* What a container has that only has to be there. */}}
+{{- define "diptych.idles" -}}
+resources:
+  requests:
+    cpu: 1m
+    memory: 16Mi
+  limits:
+    memory: 64Mi
+securityContext:
+  {{- include "diptych.containerSecurityContext" . | nindent 2 }}
 {{- end -}}
