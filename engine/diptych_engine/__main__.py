@@ -13,6 +13,7 @@ as soon as neither a request nor a lease is left, or after `drain_seconds`. The 
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 
 import msgspec
@@ -50,9 +51,11 @@ async def run(args: argparse.Namespace) -> None:
     core = CoreProcess(config, public, args.keys) if alone else None
     try:
         # Imported late: the core loads torch and the model meanwhile.
-        from diptych_engine.pod import serve
+        from diptych_engine.pod import Standby, serve
 
-        await serve(args, config, public, core)
+        with contextlib.closing(Standby(config, public, args.keys)) as standby:
+            while (core := await serve(args, config, public, core, standby)) is not None:
+                pass
     finally:
         if core is not None:
             core.stop()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+from functools import partial
+from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -25,6 +27,62 @@ from diptych_protocol import DiptychError, EngineConfig
 log = logging.getLogger(__name__)
 
 MAX_DRAIN_S = 86400.0
+STANDBY_AFTER_S = 2.0
+"""The first steps of a core have the processors for themselves."""
+STANDBY_AGAIN_S = 60.0
+"""After one that has ended while it stood by, as for want of memory."""
+
+
+class Standby:
+    """The core that takes over from one that dies, if there is to be one."""
+
+    def __init__(self, config: EngineConfig, public: str | None, keys_dir: Path | None) -> None:
+        """public: the endpoint for routers."""
+        self._make = partial(CoreProcess, config, public, keys_dir, stands_by=True)
+        self._wanted = config.standby
+        self._core: CoreProcess | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Have one from soon on, beside a core that serves."""
+        if self._wanted:
+            self._task = asyncio.create_task(self._keep(), name="standby")
+
+    async def _keep(self) -> None:
+        after_s = STANDBY_AFTER_S
+        while True:
+            await asyncio.sleep(after_s)
+            cause: Exception
+            try:
+                self._core = self._make()
+                cause = await self._core.wait()
+            except OSError as exc:  # there can be no other process now
+                cause = exc
+            after_s = STANDBY_AGAIN_S
+            log.warning("%s: it stood by; the next one starts in %d s", cause, after_s)
+
+    def take(self, former: CoreProcess | None) -> CoreProcess | None:
+        """Let it serve in place of one that has ended, and return it. None: there is none."""
+        self._cancel()
+        core, self._core = self._core, None
+        if core is None or former is None:
+            return None
+        if former.ended() is None or core.ended() is not None:
+            core.stop()
+            return None
+        core.take_over()
+        return core
+
+    def close(self) -> None:
+        """Have none any more. Safe to call twice."""
+        self._wanted = False
+        self._cancel()
+        if self._core is not None:
+            self._core.stop()
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
 
 
 class AdminRoutes:
@@ -52,12 +110,16 @@ class AdminRoutes:
 
 
 async def serve(
-    args: argparse.Namespace, config: EngineConfig, public: str | None, core: CoreProcess | None
-) -> None:
-    """Serve until SIGTERM.
+    args: argparse.Namespace,
+    config: EngineConfig,
+    public: str | None,
+    core: CoreProcess | None,
+    standby: Standby,
+) -> CoreProcess | None:
+    """Serve until SIGTERM, or until the core dies: then return the one that has taken over.
 
     public: the endpoint for routers. core: the engine's own, if it starts already. Raises
-    `EngineDeadError` when it dies.
+    `EngineDeadError` when it dies, and none takes over.
     """
     listener = listen(args.host, args.port)
     api_listener = listen(args.host, args.api_port) if args.api_port is not None else None
@@ -85,6 +147,7 @@ async def serve(
         sites.append(Site(build_admin_app(args.keys, routes), admin_listener))
 
     async def drain() -> None:
+        standby.close()
         try:
             log.info("leaving: %s", await engine.drain(config.drain_seconds))
         except DiptychError as exc:
@@ -99,13 +162,20 @@ async def serve(
         )
     )
     death = asyncio.create_task(engine.died())
+    end = death if core is None else asyncio.create_task(core.wait())  # death may be told later
+    standby.start()
     try:
-        await asyncio.wait((server, death), return_when=asyncio.FIRST_COMPLETED)
-        if not server.done():
-            raise death.result()  # the pod is restarted as a whole
-        server.result()
+        await asyncio.wait((server, death, end), return_when=asyncio.FIRST_COMPLETED)
+        if server.done():
+            server.result()
+            return None
+        successor = standby.take(core)
+        if successor is None:
+            raise await death  # the pod is restarted as a whole
+        log.warning("%s; the one that stood by takes over", await end)
+        return successor
     finally:
-        for task in (server, death):
+        for task in (server, death, end):
             task.cancel()
-        await asyncio.gather(server, death, return_exceptions=True)
+        await asyncio.gather(server, death, end, return_exceptions=True)
         engine.shutdown()

@@ -314,6 +314,10 @@ class EngineConfig(EngineSettings, frozen=True, omit_defaults=True):
              "must have the method ngram where tensor_parallel_size is above 1"),
             ("kv_keep", not self.kv_keep or self.enable_prefix_caching,
              "must be left out without enable_prefix_caching, by which kept KV is found"),
+            ("standby", not self.standby or bool(self.kv_keep),
+             "needs kv_keep, a folder in memory"),
+            ("standby", not self.standby or self.data_parallel_size == 1,
+             "must be left out where data_parallel_size is above 1"),
             ("lora_modules", self.name not in self.lora_modules,
              f"may not name {self.name!r}: that is the model's own name"),
         ):  # fmt: skip

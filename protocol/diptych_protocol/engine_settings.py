@@ -273,9 +273,16 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             max_length=512,
             title="the path of a folder",
             description="Folder in memory, such as /dev/shm, in which KV outlives an engine that "
-            "dies: the next one goes on with it (docs/handoff.md). Left out: none. CPUs only.",
+            "dies (docs/handoff.md). CPUs only.",
         ),
     ] = ""
+    standby: Annotated[
+        bool,
+        Meta(
+            description="A second process stands by in each pod, and goes on when the first dies. "
+            "Needs `kv_keep`."
+        ),
+    ] = False
     max_loras: Annotated[
         int,
         Meta(

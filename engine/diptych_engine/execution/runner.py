@@ -96,12 +96,12 @@ class ModelRunner:
         config: EngineConfig,
         source: ModelSource,
         shard: Shard = WHOLE,
-        kv_memory_fds: Sequence[int] = (),
+        kv_memory_fds: Callable[[], Sequence[int]] = tuple,
     ) -> None:
         """Load the model, or a rank's share of it.
 
-        `kv_memory_fds`: the first is for `KVMemory`. Raises `InvalidRequestError` for a device or
-        model that cannot work.
+        `kv_memory_fds`: called when it is loaded; the first is for `KVMemory`. Raises
+        `InvalidRequestError` for a device or model that cannot work.
         """
         shard.check(source.config)
         self._source, self._seed, self._shard = source, config.seed, shard
@@ -130,7 +130,7 @@ class ModelRunner:
             kernels.try_all()  # what cannot be multiplied must not be packed
         self._load()
         log.info("%s loaded in %.1f s", source.uri, time.monotonic() - started)
-        memory = self._allocate_cache(config, layers, next(iter(kv_memory_fds), None))
+        memory = self._allocate_cache(config, layers, next(iter(kv_memory_fds()), None))
         self._prepare_steps(config)
         self._offer_calls(config, memory)
 

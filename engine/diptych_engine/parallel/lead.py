@@ -58,12 +58,16 @@ class LeadRunner(ModelRunner):
     others."""
 
     def __init__(
-        self, config: EngineConfig, source: ModelSource, kv_memory_fds: Sequence[int] = ()
+        self,
+        config: EngineConfig,
+        source: ModelSource,
+        kv_memory_fds: Callable[[], Sequence[int]] = tuple,
     ) -> None:
         """Start the workers and load the model, each rank its share.
 
-        `kv_memory_fds`: a file for each rank's KV, or none. Raises `InvalidRequestError` for a
-        model that cannot be divided so, `EngineDeadError` when a worker does not start.
+        `kv_memory_fds`: returns a file for each rank's KV, or none; called at once. Raises
+        `InvalidRequestError` for a model that cannot be divided so, `EngineDeadError` when a worker
+        does not start.
         """
         size = config.tensor_parallel_size
         directory = Path(tempfile.mkdtemp(prefix="diptych-ranks-"))
@@ -75,10 +79,11 @@ class LeadRunner(ModelRunner):
         try:
             shard.check(source.config)
             check_hinge(config, choose_device(config))
+            given = kv_memory_fds()
             for rank in range(1, size):
-                fds = [os.dup(fd) for fd in kv_memory_fds[rank : rank + 1]]
+                fds = [os.dup(fd) for fd in given[rank : rank + 1]]
                 self._workers.append(WorkerProcess(config, rank, directory, self._context, fds))
-            super().__init__(config, source, shard=shard, kv_memory_fds=kv_memory_fds)
+            super().__init__(config, source, shard=shard, kv_memory_fds=lambda: given)
             deadline = time.monotonic() + START_TIMEOUT_S
             for worker in self._workers:
                 worker.answer(STARTED, deadline)

@@ -73,7 +73,7 @@ class Worker:
             source = resolve_model(self._config.model)
             shard = Shard(self._group.rank, self._group.size, self._group.sum_)
             fds = [] if self._kv_memory_fd is None else [self._kv_memory_fd]
-            runner = ModelRunner(self._config, source, shard=shard, kv_memory_fds=fds)
+            runner = ModelRunner(self._config, source, shard=shard, kv_memory_fds=lambda: fds)
             gc.enable()
             self._answer(Answer(STARTED))
             self._group.join()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +40,7 @@ from diptych_kv_transfer import open_connector
 from diptych_protocol import (
     CurveKeys,
     EngineConfig,
+    EngineDeadError,
     EngineDescription,
     InvalidRequestError,
     SchedulerStats,
@@ -90,8 +91,11 @@ def as_bytes(memory: Sequence[torch.Tensor]) -> list[NDArray[np.uint8]]:
     return [blocks.flatten(1).view(torch.uint8).numpy() for blocks in memory]
 
 
-def start_runner(config: EngineConfig, source: ModelSource) -> tuple[ModelRunner, KeptFiles | None]:
-    """Load the model; with `kv_keep` into the memory of files. Raises `InvalidRequestError`."""
+def start_runner(
+    config: EngineConfig, source: ModelSource, stand_by: Callable[[], None]
+) -> tuple[ModelRunner, KeptFiles | None]:
+    """Load the model; with `kv_keep` its KV lies in files, which are taken after `stand_by`. Raises
+    `InvalidRequestError`."""
     start = executor_class(config)
     if not config.kv_keep:
         return start(config, source), None
@@ -99,11 +103,21 @@ def start_runner(config: EngineConfig, source: ModelSource) -> tuple[ModelRunner
         raise InvalidRequestError(
             "kv_keep must be left out on a GPU, whose memory ends with its process", param="kv_keep"
         )
-    try:
-        files = KeptFiles(Path(config.kv_keep), config.tensor_parallel_size)
-    except OSError as exc:
-        raise InvalidRequestError(f"kv_keep: KV cannot be kept: {exc}", param="kv_keep") from exc
-    return start(config, source, kv_memory_fds=files.memory_fds), files
+    taken: list[KeptFiles] = []
+    stamp = weights_stamp(source, config.seed)
+
+    def take() -> Sequence[int]:
+        stand_by()
+        if weights_stamp(source, config.seed) != stamp:
+            raise EngineDeadError(f"the weights of {config.model} are others than were loaded")
+        try:
+            taken.append(KeptFiles(Path(config.kv_keep), config.tensor_parallel_size))
+        except OSError as exc:
+            why = f"kv_keep: KV cannot be kept: {exc}"
+            raise InvalidRequestError(why, param="kv_keep") from exc
+        return taken[0].memory_fds
+
+    return start(config, source, kv_memory_fds=take), taken[0]
 
 
 def kept_on_disk(
@@ -127,18 +141,24 @@ def kept_on_disk(
     return BlockStore(files, as_bytes(memory), scheduler)
 
 
-def build_core(config: EngineConfig, keys: CurveKeys | None = None) -> EngineCore:
+def build_core(
+    config: EngineConfig,
+    keys: CurveKeys | None = None,
+    stand_by: Callable[[], None] = lambda: None,
+) -> EngineCore:
     """Load the model and build the engine.
 
-    keys: the service's, by which its engines authenticate each other; see `open_connector`. Raises
-    `InvalidRequestError` for a configuration or model that cannot work.
+    keys: the service's, by which its engines authenticate each other; see `open_connector`.
+    stand_by: with `kv_keep`, called before anything is taken that only one core can have; returns
+    when this core may take it. Raises `InvalidRequestError` for a configuration or model that
+    cannot work.
     """
     config.check()
     source = resolve_model(config.model)
     model = source.config
     keep_freed_memory()  # before there are threads
     grammars = GrammarCompiler(source, config.reasoning_parser)
-    runner, files = start_runner(config, source)
+    runner, files = start_runner(config, source, stand_by)
     runner.warm_up()
     vocabulary = grammars.wait_until_ready()
     description = EngineDescription(

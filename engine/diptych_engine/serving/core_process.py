@@ -2,6 +2,9 @@
 
 `python -m diptych_engine.serving.core_process --config JSON --local ENDPOINT`, started by an
 `AsyncLLM`; ends with it. Exit codes: 0 after SIGTERM, 2 for bad input, 1 otherwise.
+
+Without `--local` it stands by: it loads the model, and takes nothing that another core has until a
+line of its standard input says where it is to serve.
 """
 
 from __future__ import annotations
@@ -93,13 +96,20 @@ class Membership:
             raise InvalidRequestError(f"rank {self._rank} cannot become rank {rank}")
 
 
-def serve(
-    config: EngineConfig,
-    endpoints: list[tuple[str, CurveKeys | None]],
-    keys: CurveKeys | None,
-) -> None:
-    """Run one engine until SIGTERM."""
-    core = build_core(config, keys)
+def stand_by() -> str:
+    """Return where this core is to serve, once it is; ends with the owner's end of the pipe."""
+    log.info("the engine core stands by")
+    return sys.stdin.readline().strip() or sys.exit(0)
+
+
+def serve(config: EngineConfig, local: str, public: str, keys: CurveKeys | None) -> None:
+    """Run one engine until SIGTERM. local: for its owner; empty: it stands by. public: for routers;
+    empty: none."""
+    places = [local] if local else []
+    # Ctrl-C reaches the whole foreground group; the owner decides when the core ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    core = build_core(config, keys, lambda: None if places else places.append(stand_by()))
+    endpoints = [(places[0], None), *([(public, keys)] if public else [])]
     timeout_s = config.shutdown_timeout_s
     if config.data_parallel_lockstep and config.data_parallel_size > 1:
         group = join_group(group_of(config))
@@ -108,8 +118,6 @@ def serve(
         server = CoreServer(core, endpoints, timeout_s, config.data_parallel_rank)
     core.offer(*Membership(core, config, server.stop).calls)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
-    # Ctrl-C reaches the whole foreground group; the owner decides when the core ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.freeze()  # what exists now stays, a megabyte of garbage among it: no time to look for it
     gc.enable()
     log.info("the engine core is ready")
@@ -119,8 +127,8 @@ def serve(
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m diptych_engine.serving.core_process")
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
-    parser.add_argument("--local", required=True, help="ipc:// endpoint of the owner")
-    parser.add_argument("--public", help="tcp:// endpoint for routers; needs --keys")
+    parser.add_argument("--local", default="", help="ipc:// endpoint of the owner")
+    parser.add_argument("--public", default="", help="tcp:// endpoint for routers; needs --keys")
     parser.add_argument("--keys", type=Path, help="directory with the service's CURVE keys")
     parser.add_argument("--parent-pid", type=int, required=True, help="the owner's process id")
     args = parser.parse_args()
@@ -129,13 +137,10 @@ def main() -> None:
     try:
         config = msgspec.json.decode(args.config, type=EngineConfig)
         setup_logging(config.engine_id or "engine")
-        endpoints: list[tuple[str, CurveKeys | None]] = [(args.local, None)]
         keys = None if args.keys is None else read_keys(args.keys)
-        if args.public:
-            if keys is None:
-                raise InvalidRequestError("--public needs --keys", param="keys")
-            endpoints.append((args.public, keys))
-        serve(config, endpoints, keys)
+        if args.public and keys is None:
+            raise InvalidRequestError("--public needs --keys", param="keys")
+        serve(config, args.local, args.public, keys)
     except (InvalidRequestError, *UNREADABLE) as exc:
         sys.exit(fail(2, f"bad configuration: {exc}"))
     except zmq.ZMQError as exc:

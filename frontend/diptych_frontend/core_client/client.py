@@ -42,7 +42,7 @@ SUCCESSOR_S = 0.5
 UTILITY_TIMEOUT_S = 60.0
 CONNECT_POLL_S = 0.5
 """Beside ZMQ's own news of connections, which may have come just before somebody waits for it."""
-RECONNECT_MS, MOST_RECONNECT_MS, LOCAL_RECONNECT_MS = 50, 200, 10
+RECONNECT_MS, MOST_RECONNECT_MS, LOCAL_RECONNECT_MS = 50, 100, 10
 """ZMQ's waits between attempts to connect, at first and at most: somebody may wait for the core
 that starts there. On this machine an attempt costs next to nothing."""
 CONNECT_TIMEOUT_MS = 3000

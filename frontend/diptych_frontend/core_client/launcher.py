@@ -59,23 +59,38 @@ class CoreProcess:
     public_endpoint: str | None = None
     """A tcp:// endpoint for routers; needs `keys_dir`."""
     keys_dir: Path | None = None
+    stands_by: bool = False
+    """It loads the model, and serves from `take_over` on; needs `kv_keep`."""
     process: subprocess.Popen[bytes] = field(init=False)
     keys: CurveKeys | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="diptych-core-"))
-        self.endpoint = f"ipc://{self._directory}/core"
+        self._directory: Path | None = None
+        self.endpoint = ""
         command = [
             *(sys.executable, "-m", "diptych_engine.serving.core_process"),
             *("--config", msgspec.json.encode(self.config).decode()),
-            *("--local", self.endpoint),
             *("--parent-pid", str(os.getpid())),
         ]
+        if not self.stands_by:
+            command += ["--local", self._make_endpoint()]
         if self.public_endpoint is not None:
             command += ["--public", self.public_endpoint]
         if self.keys_dir is not None:
             command += ["--keys", str(self.keys_dir)]
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        stdin = subprocess.PIPE if self.stands_by else subprocess.DEVNULL
+        self.process = subprocess.Popen(command, stdin=stdin)
+
+    def _make_endpoint(self) -> str:
+        self._directory = Path(tempfile.mkdtemp(prefix="diptych-core-"))
+        self.endpoint = f"ipc://{self._directory}/core"
+        return self.endpoint
+
+    def take_over(self) -> None:
+        """Let a core that stands by serve, since the one before it has ended."""
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError), self.process.stdin as pipe:
+                pipe.write(f"{self._make_endpoint()}\n".encode())
 
     def ended(self) -> EngineDeadError | None:
         """How the process ended; None while it is alive."""
@@ -97,7 +112,8 @@ class CoreProcess:
 
         Nothing is left behind then, however this process ends.
         """
-        shutil.rmtree(self._directory, ignore_errors=True)
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     def terminate(self) -> None:
         """Ask the process to end; does not wait for it."""

@@ -162,7 +162,7 @@ def _not_for_vllm(field: msgspec.inspect.Field) -> Rule:
     else:
         cel = f"self.{name} == {json.dumps(default).replace(chr(34), chr(39))}"
     argument = VLLM_INSTEAD.get(field.name)
-    remedy = f"; give {argument} in engine.args" if argument else ", which has nothing like it"
+    remedy = f"; give {argument} in engine.args" if argument else ", which lacks it"
     return Rule(
         f"self.runtime != 'vllm' || {cel}",
         partial(_is_default, field.name, default),
@@ -206,13 +206,19 @@ DRAFTS_OF_ONE_RANK = Rule(
     "must be ngram where tensorParallelSize is above 1: several ranks have no draft model",
     ".speculativeConfig.method",
 )
+STANDBY_KEEPS_KV = Rule(
+    "self.runtime == 'vllm' || !self.standby || has(self.kvKeep) && self.kvKeep != ''",
+    lambda engine: engine.runtime == "vllm" or not engine.standby or bool(engine.kv_keep),
+    "needs kvKeep, a folder in memory",
+    ".standby",
+)
 NOT_FOR_VLLM = tuple(
     _not_for_vllm(field)
     for field in msgspec.inspect.type_info(Engine).fields  # type: ignore[attr-defined]
     if field.name not in VLLM_HAS
 )
 ENGINE_RULES = (
-    STEP_BUDGET, VLLM_IMAGE, ARGS_FOR_VLLM, DRAFTS_OF_ONE_RANK, *NOT_FOR_VLLM,
+    STEP_BUDGET, VLLM_IMAGE, ARGS_FOR_VLLM, DRAFTS_OF_ONE_RANK, STANDBY_KEEPS_KV, *NOT_FOR_VLLM,
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from diptych_engine.execution.kv_memory import KVMemory
 from diptych_engine.handoff.kept_blocks import ORDER, RECORD, KeptBlocks, KeptFiles
 from diptych_engine.scheduling.block_pool import BlockPool, Name
 from diptych_engine.serving import build_core
-from diptych_protocol import EngineConfig, InvalidRequestError
+from diptych_protocol import EngineConfig, EngineDeadError, InvalidRequestError
 
 BLOCKS, BYTES, RANKS = 16, 96, 2
 BLOCK = 16
@@ -406,6 +407,33 @@ def test_a_folder_without_prefixes_is_refused_by_name() -> None:
     config = EngineConfig(model=DUMMY, kv_keep="/dev/shm", enable_prefix_caching=False)
     with pytest.raises(InvalidRequestError, match="kv_keep must be left out without"):
         config.check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [({"kv_keep": ""}, "needs kv_keep"), ({"data_parallel_size": 2}, "where data_parallel_size")],
+)
+def test_a_standby_that_could_not_take_over_is_refused(changes: dict[str, Any], what: str) -> None:
+    config = EngineConfig(model=DUMMY, **{"kv_keep": "/dev/shm", "standby": True, **changes})
+    with pytest.raises(InvalidRequestError, match=f"standby .*{what}"):
+        config.check()
+
+
+def test_a_core_that_stands_by_takes_nothing_before_its_turn(tmp_path: Path) -> None:
+    cores = [make_core(kv_keep=str(tmp_path))]
+    expected, _ = answer(cores[0])
+    core = make_core(kv_keep=str(tmp_path), stand_by=lambda: fail(cores))
+    assert answer(core) == (expected, 4 * BLOCK)
+    core.close()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_core_that_stood_by_with_former_weights_never_serves(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    published("llama", folder)
+    changed = partial(os.utime, folder / "model.safetensors", (1, 1))
+    with pytest.raises(EngineDeadError, match="are others than were loaded"):
+        make_core(str(folder), kv_keep=str(tmp_path / "kv"), stand_by=changed)
 
 
 def test_a_folder_without_room_is_refused_by_name() -> None:

@@ -254,7 +254,7 @@ def test_each_field_is_vllms_too_or_refused_where_vllm_runs() -> None:
         ({"engine": {"dtype": "bfloat16"}},
          "spec.engine.dtype: is not for the runtime vllm; give --dtype in engine.args"),
         ({"engine": {"cpuLevel": "avx2"}},
-         "spec.engine.cpuLevel: is not for the runtime vllm, which has nothing like it"),
+         "spec.engine.cpuLevel: is not for the runtime vllm, which lacks it"),
         ({"engine": {"args": ["--tensor-parallel-size=2"]}},
          "spec.engine.args: must not hold --tensor-parallel-size, whole or abbreviated: set "
          "spec.engine.tensorParallelSize"),

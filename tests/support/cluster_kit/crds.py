@@ -26,6 +26,7 @@ from diptych_operator.api.engine import (
     DRAFTS_OF_ONE_RANK,
     LOOK_UP_ORDER,
     NOT_FOR_VLLM,
+    STANDBY_KEEPS_KV,
     STEP_BUDGET,
     VLLM_IMAGE,
 )
@@ -262,6 +263,7 @@ OTHER_THAN_DEFAULT: dict[str, Any] = {
     "speculativeConfig": {},
     "kvCacheMemory": "2Gi", "device": "cpu", "dtype": "bfloat16", "weightPacking": "none",
     "cpuLevel": "avx2", "kvCacheDtype": "bfloat16", "kvCacheDisk": "1Gi", "kvKeep": "/dev/shm",
+    "standby": True,
     "blockSize": 32,
     "gpuMemoryUtilization": 0.5,
     "maxModelLen": 64, "maxNumSeqs": 8, "maxNumBatchedTokens": 4096, "enoughPromptTokens": 8,
@@ -329,6 +331,9 @@ BROKEN: dict[str, Broken] = {
         },
         "spec.engine.speculativeConfig.method",
         DRAFTS_OF_ONE_RANK,
+    ),
+    "a standby that finds no KV": Broken(
+        {"engine": {"standby": True}}, "spec.engine.standby", STANDBY_KEEPS_KV
     ),
     "a rollout that cannot move": Broken(
         {"rollout": {"maxSurge": 0}}, "spec.rollout", ROLLOUT_STEP

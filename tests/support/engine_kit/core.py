@@ -5,6 +5,7 @@ On the import path of the tests (pytest's `pythonpath`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from waits import Deadline
@@ -30,14 +31,20 @@ BATCHED = "q8"
 processors, so that one of 5,000 tokens of a temperature did."""
 
 
-def make_core(model: str = DUMMY, *, keys: CurveKeys | None = None, **options: Any) -> EngineCore:
+def make_core(
+    model: str = DUMMY,
+    *,
+    keys: CurveKeys | None = None,
+    stand_by: Callable[[], None] = lambda: None,
+    **options: Any,
+) -> EngineCore:
     fields: dict[str, Any] = {
         "num_blocks": 64,
         "num_threads": 1,
         "max_num_seqs": 8,
         "weight_packing": EXACT,
     }
-    return build_core(EngineConfig(model=model, **{**fields, **options}), keys)
+    return build_core(EngineConfig(model=model, **{**fields, **options}), keys, stand_by)
 
 
 def guess_always(core: EngineCore) -> None:
