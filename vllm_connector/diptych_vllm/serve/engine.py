@@ -178,6 +178,12 @@ class ServedVllm:
         return source_of(list(self._llm.get_kv_event_sources().values()))
 
     @property
+    def adapter_places(self) -> tuple[int, int]:
+        """How many adapters a step may use, and how many are kept; 0 if it takes none."""
+        lora = self._config.lora_config
+        return (0, 0) if lora is None else (lora.max_loras, lora.max_cpu_loras or lora.max_loras)
+
+    @property
     def can_sleep(self) -> bool:
         return bool(self._config.model_config.enable_sleep_mode)
 
