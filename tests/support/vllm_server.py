@@ -49,7 +49,7 @@ class VllmServer:
         self,
         model: str,
         log: Path,
-        kv_transfer: Mapping[str, Any],
+        kv_transfer: Mapping[str, Any] | None,
         *more: str,
         environment: Mapping[str, str] | None = None,
     ) -> None:
@@ -60,7 +60,7 @@ class VllmServer:
         command = [
             *SERVE, model, "--port", str(self.port), "--served-model-name", MODEL, *OPTIONS,
             "--max-model-len", "1024", "--block-size", "32", "--num-gpu-blocks-override", "512",
-            "--kv-transfer-config", json.dumps(kv_transfer), *more,
+            *(("--kv-transfer-config", json.dumps(kv_transfer)) if kv_transfer else ()), *more,
         ]  # fmt: skip
         with log.open("wb") as output:
             self.process = subprocess.Popen(

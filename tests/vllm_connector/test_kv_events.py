@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from vllm_kit.sent import request
 from waits import PATIENCE_S
 
-from diptych_protocol import EngineCoreRequest
+from diptych_protocol import EngineCoreRequest, LoRARequest
 from diptych_protocol.wire import PREFIX_KEY_BYTES
 from diptych_router.engines.known_prefixes import BlockNamer, BlockNaming
 from diptych_vllm.serve.event_socket import EventSource, follow, source_of
@@ -56,8 +56,11 @@ def prompt(salt: str | None) -> EngineCoreRequest:
 def keys(salt: str | None = None, blocks: int = 3) -> list[bytes]:
     """Those that a router looks up for a prompt of `TOKENS`."""
     found = BlockNamer().keys(prompt(salt), TOKENS, BlockNaming(SIZE)).tobytes()
-    cut = [found[at : at + PREFIX_KEY_BYTES] for at in range(0, len(found), PREFIX_KEY_BYTES)]
-    return cut[:blocks]
+    return cut(found)[:blocks]
+
+
+def cut(found: bytes) -> list[bytes]:
+    return [found[at : at + PREFIX_KEY_BYTES] for at in range(0, len(found), PREFIX_KEY_BYTES)]
 
 
 def known(blocks: RememberedBlocks) -> set[bytes]:
@@ -90,12 +93,26 @@ def test_blocks_get_the_keys_that_prompts_are_looked_up_by(salt: str | None) -> 
     assert set(keys(None)).isdisjoint(keys("salt"))
 
 
+@pytest.mark.parametrize("salt", [None, "salt"])
+def test_blocks_of_an_adapter_get_the_keys_of_its_name_and_content(salt: str | None) -> None:
+    own = ["sql@1f"]
+    news = batch(
+        stored(b"a", b"b", lora_name=own[0], extra_keys=[[*own, salt] if salt else own, own]),
+        stored(b"c", parent=b"b", start=8, lora_name=own[0], extra_keys=[own]),
+    )
+    with_it = msgspec.structs.replace(prompt(salt), lora_request=LoRARequest("sql", 3, "/sql"))
+    expected = BlockNamer().keys(with_it, TOKENS, BlockNaming(SIZE, "1f")).tobytes()
+    assert b"".join(sorted(known(remembered(news)))) == b"".join(sorted(cut(expected)))
+
+
 @pytest.mark.parametrize(
     "event",
     [
         stored(b"c", parent=b"unknown"),
         stored(b"a", medium="CPU"),
-        stored(b"a", lora_name="sql"),
+        stored(b"a", lora_name="sql", extra_keys=[["sql"]]),
+        stored(b"a", lora_name="sql@1f", extra_keys=[["sql@1f", "salt", "more"]]),
+        stored(b"a", b"b", lora_name="sql@1f", extra_keys=[["sql@1f"], None]),
         stored(b"a", group_idx=1, kv_cache_spec_kind=WINDOW),
         stored(b"a", extra_keys=[["image", 3]]),
         stored(b"a", b"b", extra_keys=[None, [["image", 3]]]),

@@ -12,24 +12,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-from free_ports import free_port
 from model_kit.sensitive_model import ANSWER_TOKENS, Question, questions
+from span_collector import Received, span_collector
 from vllm_kit.environment import PYTHONPATH, VENV, needs_nixl, needs_vllm
+from vllm_kit.wired import LENDS, Wired, handed_over, sent, started_servers, tokens_of, wired
 from vllm_server import MODEL, VllmServer, connector_config, save_model_for_vllm
-from waits import FOR_EVER_S, PATIENCE_S
+from waits import FOR_EVER_S
 
-from diptych_frontend.core_client.client import CoreClient
 from diptych_protocol import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    EngineDescription,
     FinishReason,
     KVTransferParams,
     PoolingParams,
-    SamplingParams,
     fingerprint,
 )
 from diptych_protocol.block_hashes import extend_block_hashes, root_hash, salted
@@ -40,12 +34,9 @@ pytestmark = [*needs_vllm, pytest.mark.timeout(1800)]
 
 Eventually = Callable[[Callable[[], Any]], Awaitable[None]]
 BLOCK = 32
-WIRE = ("--middleware", "diptych_vllm.serve.middleware.Wire")
-DRAIN = ("--shutdown-timeout", "60")
 CHUNKS = ("--max-num-batched-tokens", str(3 * BLOCK))
 UNUSED = {"kv_connector": "DiptychConnector", "kv_connector_module_path": "diptych_vllm.connector",
           "kv_role": "kv_both", "kv_load_failure_policy": "fail"}  # fmt: skip
-LENDS: dict[str, Any] = {"do_remote_decode": True}
 
 
 @pytest.fixture(scope="module")
@@ -59,122 +50,33 @@ def asked(model: str) -> list[Question]:
     return questions(model, 20, shortest=24, longest=600)
 
 
-class Wired:
-    """A server, and a client of its wire."""
-
-    def __init__(self, server: VllmServer, port: int) -> None:
-        self.server = server
-        self.heard: list[EngineCoreOutputs] = []
-        self.lost = ""
-        self.about = EngineDescription("", "", "", 0, 0, 0, 0, "", {}, 0, 0)
-        self.client = CoreClient(
-            f"tcp://127.0.0.1:{port}", None, on_outputs=self.heard.append, on_lost=self._lose
-        )
-
-    def _lose(self, cause: Exception) -> None:
-        self.lost = str(cause)
-
-    def outputs(self, request_id: str) -> list[EngineCoreOutput]:
-        return [x for message in self.heard for x in message.outputs if x.request_id == request_id]
-
-    async def run(self, prompt: list[int], **fields: Any) -> list[EngineCoreOutput]:
-        """The whole answer."""
-        asked = sent(prompt, **fields)
-        self.client.add(asked)
-        async with asyncio.timeout(PATIENCE_S):
-            while not any(x.finished for x in self.outputs(asked.request_id)):
-                await asyncio.sleep(0.01)
-        return self.outputs(asked.request_id)
-
-    async def blocks_free(self) -> int:
-        return (await self.client.fetch_stats()).blocks_free
-
-
-def sent(prompt: list[int], **fields: Any) -> EngineCoreRequest:
-    """fields: of the request, or else of its sampling parameters."""
-    own = {x: fields.pop(x) for x in list(fields) if x in EngineCoreRequest.__struct_fields__}
-    transfer = fields.pop("transfer", None)
-    if transfer is not None:
-        fields["extra_args"] = {PARAM: transfer}
-    params = {"temperature": 0.0, "ignore_eos": True, "max_tokens": ANSWER_TOKENS, **fields}
-    made = EngineCoreRequest(
-        request_id=secrets.token_hex(8), prompt_token_ids=prompt, mm_features=None,
-        sampling_params=SamplingParams(**params), pooling_params=None, eos_token_id=None,
-        arrival_time=0.0, lora_request=None, cache_salt=None, data_parallel_rank=None,
-    )  # fmt: skip
-    return msgspec.structs.replace(made, **own)
-
-
-def tokens_of(outputs: list[EngineCoreOutput]) -> list[int]:
-    return [token for output in outputs for token in output.new_token_ids]
-
-
-def _started(
-    model: str, folder: Path, transfers: list[dict[str, Any]], *options: str
-) -> Iterator[list[tuple[VllmServer, int]]]:
-    started = []
-    try:
-        for number, transfer in enumerate(transfers):
-            port = free_port()
-            variables = {
-                "DIPTYCH_CORE_PORT": str(port), "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
-            }  # fmt: skip
-            events = {
-                "enable_kv_cache_events": True, "publisher": "zmq",
-                "endpoint": f"ipc://{folder}/events-{number}",
-                "replay_endpoint": f"ipc://{folder}/replay-{number}",
-            }  # fmt: skip
-            more = ("--kv-events-config", msgspec.json.encode(events).decode(), *options)
-            log = folder / f"vllm-{number}.log"
-            server = VllmServer(model, log, transfer, *WIRE, *DRAIN, *more, environment=variables)
-            started.append((server, port))
-        for server, _ in started:
-            server.wait_until_ready()
-        yield started
-    finally:
-        for server, _ in started:
-            server.kill()
+@pytest.fixture(scope="module")
+def collector() -> Iterator[tuple[str, list[Received]]]:
+    with span_collector() as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
 def ours(
-    model: str, tmp_path_factory: pytest.TempPathFactory
+    model: str, collector: tuple[str, list[Received]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[tuple[VllmServer, int]]]:
     settings = connector_config(lease_seconds=60, load_timeout_s=60)
-    folder = tmp_path_factory.mktemp("ours")
-    yield from _started(model, folder, [settings, settings], *CHUNKS)
-
-
-async def _wired(servers: list[tuple[VllmServer, int]]) -> list[Wired]:
-    wired = [Wired(*server) for server in servers]
-    for each in wired:
-        each.about = await each.client.describe(PATIENCE_S)
-    return wired
+    folder, traces = tmp_path_factory.mktemp("ours"), ("--otlp-traces-endpoint", collector[0])
+    yield from started_servers(
+        model, folder, [settings, settings], *CHUNKS, "--scheduling-policy", "priority", *traces,
+        environment={
+            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "100",
+        },
+    )  # fmt: skip
 
 
 @pytest.fixture
 async def pair(ours: list[tuple[VllmServer, int]]) -> AsyncIterator[list[Wired]]:
     """A prefill and a decode engine, over our connector."""
-    wired = await _wired(ours)
-    yield wired
-    for each in wired:
+    clients = await wired(ours)
+    yield clients
+    for each in clients:
         each.client.close()
-
-
-async def handed_over(
-    p: Wired, d: Wired, question: Question, **fields: Any
-) -> tuple[list[int], int]:
-    """An answer whose prompt P computes, and how many tokens of the prompt D says came from it."""
-    lent = await p.run(question.prompt, max_tokens=1, transfer=LENDS, **fields)
-    known = tokens_of(lent)
-    rest = await d.run(
-        question.prompt,
-        transfer=lent[-1].kv_transfer_params,
-        generated_token_ids=known or None,
-        **fields,
-    )
-    return known + tokens_of(rest), sum(output.num_received_tokens for output in rest)
 
 
 @pytest.mark.parametrize(
@@ -225,6 +127,38 @@ async def test_vllm_counts_what_it_generates_for_the_wire(pair: list[Wired]) -> 
     before = await asyncio.to_thread(server.metric, name)
     await pair[0].run([1, 2, 3], max_tokens=5)
     assert await asyncio.to_thread(server.metric, name) == before + 5
+
+
+async def test_a_priority_decides_who_is_computed_first(pair: list[Wired]) -> None:
+    """A step has room for one of the prompts."""
+    engine = pair[0]
+    await engine.client.call("pause_generation", "keep", False)
+    late, urgent = (
+        sent([number] * (3 * BLOCK - 1), priority=number, max_tokens=1) for number in (9, 1)
+    )
+    for request in (late, urgent):
+        engine.client.add(request)
+    await engine.client.call("resume_generation")
+    await engine.run([4], max_tokens=1, priority=10)
+    ended = [x.request_id for message in engine.heard for x in message.outputs if x.finished]
+    assert ended[:2] == [urgent.request_id, late.request_id]
+    assert engine.about.scheduling_policy == "priority"
+
+
+async def test_vllm_s_span_is_in_the_caller_s_trace(
+    pair: list[Wired], collector: tuple[str, list[Received]], eventually: Eventually
+) -> None:
+    assert pair[0].about.tracing_enabled
+    trace, parent = secrets.token_hex(16), secrets.token_hex(8)
+    await pair[0].run(
+        [1, 2, 3], max_tokens=2, trace_headers={"traceparent": f"00-{trace}-{parent}-01"}
+    )
+    await eventually(
+        lambda: (
+            ("llm_request", parent)
+            in [(span.name, span.parent_id) for span in collector[1] if span.trace_id == trace]
+        )
+    )
 
 
 async def test_an_answer_goes_on_where_another_engine_stopped(
@@ -402,14 +336,14 @@ def of_nixl(
         }
         for role in ("kv_producer", "kv_consumer")
     ]
-    yield from _started(model, tmp_path_factory.mktemp("nixl"), transfers, *CHUNKS)
+    yield from started_servers(model, tmp_path_factory.mktemp("nixl"), transfers, *CHUNKS)
 
 
 @with_nixl
 async def test_p_and_d_answer_as_one_engine_over_nixl(
     of_nixl: list[tuple[VllmServer, int]], asked: list[Question]
 ) -> None:
-    p, d = await _wired(of_nixl)
+    p, d = await wired(of_nixl)
     assert not d.about.abilities.checks_kv, "its answers are compared instead"
     for question in asked[:8]:
         answer, received = await handed_over(p, d, question, cache_salt="whole")
@@ -435,7 +369,7 @@ async def test_a_rejection_at_d_frees_what_p_holds(
     asked: list[Question],
     eventually: Eventually,
 ) -> None:
-    p, d = await _wired(of_nixl)
+    p, d = await wired(of_nixl)
     lent = await p.run(asked[10].prompt, max_tokens=1, transfer=LENDS)
     total = (await p.client.fetch_stats()).blocks_total
     await d.client.call("reject_kv_transfer", "r", lent[-1].kv_transfer_params)
@@ -454,14 +388,14 @@ def of_vectors(
     model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[tuple[VllmServer, int]]]:
     folder = tmp_path_factory.mktemp("vectors")
-    yield from _started(model, folder, [UNUSED], "--runner", "pooling", "--convert", "embed")
+    yield from started_servers(model, folder, [UNUSED], "--runner", "pooling", "--convert", "embed")
 
 
 @pytest.mark.slow
 async def test_vectors_are_those_of_http(
     of_vectors: list[tuple[VllmServer, int]], asked: list[Question]
 ) -> None:
-    [engine] = await _wired(of_vectors)
+    [engine] = await wired(of_vectors)
     assert engine.about.tasks == ("embed", "token_embed")
     prompt = asked[0].prompt
     body = {"model": MODEL, "input": prompt}

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from diptych_protocol import InvalidRequestError
 from diptych_vllm.serve.load import VllmLoad
+from diptych_vllm.versions import num_cores
 
 
 @dataclass
@@ -62,6 +67,25 @@ def test_gauges_are_the_newest_and_totals_add_up() -> None:
     assert (stats.tokens_generated, stats.num_preemptions, stats.steps) == (3, 1, 2)
     assert (stats.prompt_tokens_computed, stats.remote_kv_tokens) == (8, 5)
     assert stats.kv_transfer is None
+
+
+def test_cores_report_one_by_one() -> None:
+    load = VllmLoad(128, "", 32, num_cores=2)
+    load.take(Step(2, 1, kv_cache_usage=0.5), Work(2), 1.0, 0)
+    load.take(Step(3, 0, 2, kv_cache_usage=0.25), Work(3), 2.0, 1)
+    stats = load.stats
+    assert (stats.num_running, stats.num_waiting, stats.blocks_free) == (5, 3, 128 - 32 - 16)
+    load.take(Step(), Work(2), 3.0, 0)
+    assert (stats.num_running, stats.num_waiting, stats.blocks_free) == (3, 2, 128 - 16)
+    assert (stats.tokens_generated, stats.seconds_stepping) == (7, 2.0)
+
+
+def test_several_api_servers_are_refused_by_name() -> None:
+    """vLLM starts as many as cores, if nobody says how many."""
+    parallel = SimpleNamespace(_api_process_count=2)
+    llm = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel))
+    with pytest.raises(InvalidRequestError, match="add --api-server-count 1"):
+        num_cores(llm)
 
 
 def test_guesses_add_up() -> None:

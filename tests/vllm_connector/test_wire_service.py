@@ -143,6 +143,8 @@ class Engine:
     async def reject(self, params: dict[str, Any]) -> None:
         self.rejected.append(params)
 
+    adapter_places: tuple[int, int] = (0, 0)
+
     async def add_lora(self, adapter: LoRARequest) -> bool:
         return True
 

@@ -46,6 +46,19 @@ def add_stat_logger(llm: Any, logger: Any) -> None:
     loggers.stat_loggers.append(logger)
 
 
+def num_cores(llm: Any) -> int:
+    """How many data-parallel cores an `AsyncLLM` has. Raises `InvalidRequestError` if it shares
+    them with others, which vLLM gives neither all outputs nor the port of the wire."""
+    parallel = llm.vllm_config.parallel_config
+    if parallel._api_process_count > 1:
+        raise InvalidRequestError(
+            f"vLLM has {parallel._api_process_count} API servers, and the wire is in one: add "
+            "--api-server-count 1",
+            param="api_server_count",
+        )
+    return len(llm.engine_core.engine_ranks_managed)
+
+
 class RawOutputs:
     """Passes the outputs of one request on as vLLM's core made them.
 

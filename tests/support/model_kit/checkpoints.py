@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +86,16 @@ def save_adapter(
     *,
     rank: int = 4,
     modules: Sequence[str] = tuple(MODULES),
+    shapes: Mapping[str, tuple[int, int]] = MODULES,
     **config: Any,
 ) -> str:
-    """A PEFT adapter with random matrices; returns its path."""
+    """A PEFT adapter with random matrices; returns its path. shapes: as `MODULES`."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for layer in range(SIZES["num_hidden_layers"]):
         for module in modules:
-            num_outputs, num_inputs = MODULES[module]
+            num_outputs, num_inputs = shapes[module]
             name = f"base_model.model.model.layers.{layer}.{module}"
             a = torch.randn(rank, num_inputs, generator=generator)
             b = torch.randn(num_outputs, rank, generator=generator)

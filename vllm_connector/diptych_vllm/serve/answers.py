@@ -21,6 +21,7 @@ from diptych_protocol import (
 )
 from diptych_protocol.kv_transfer_params import PARAM
 from diptych_protocol.wire import ErrorKind
+from diptych_vllm.serve.adapters import VllmAdapters
 from diptych_vllm.serve.early import EarlyPrompts
 from diptych_vllm.serve.engine_view import ServedEngine
 from diptych_vllm.serve.hand_off import FETCHES, TooLateError, VllmHandOffs, asked_of
@@ -47,6 +48,7 @@ class VllmAnswers:
     def __init__(
         self,
         engine: ServedEngine,
+        adapters: VllmAdapters,
         hand_offs: VllmHandOffs,
         put: Callable[[bytes, EngineCoreOutput], None],
         on_death: Callable[[], None],
@@ -58,7 +60,7 @@ class VllmAnswers:
             on_death: called when the engine's core has ended.
             early: makes the prompts that are fetched early, of a function that runs one of them.
         """
-        self._engine, self._hand_offs = engine, hand_offs
+        self._engine, self._adapters, self._hand_offs = engine, adapters, hand_offs
         self._put, self._on_death = put, on_death
         self._early = early(self._fetch_early)
         self._open: dict[Key, asyncio.Task[None]] = {}
@@ -144,7 +146,8 @@ class VllmAnswers:
             self._put(client, failure(name, f"{whose}{exc}", kind, param))
 
     async def _pool(self, client: bytes, request: EngineCoreRequest, params: PoolingParams) -> None:
-        vectors = await self._engine.pool(self._salted(request), params)
+        async with self._adapters.using(self._salted(request)) as own:
+            vectors = await self._engine.pool(own, params)
         self._put(
             client,
             EngineCoreOutput(
@@ -182,7 +185,8 @@ class VllmAnswers:
             self._put(client, output)
 
         try:
-            await self._engine.generate(self._salted(_with(request, told)), take)
+            async with self._adapters.using(self._salted(_with(request, told))) as own:
+                await self._engine.generate(own, take)
         except Exception as exc:
             if reads and not begun and not self._engine.has_died(exc):
                 await self._give_back(request.request_id, asked)
@@ -220,7 +224,8 @@ class VllmAnswers:
         try:
             async with asyncio.timeout(EARLY_S):
                 told = self._hand_offs.told(asked_of(request))
-                await self._engine.generate(self._salted(_with(request, told)), take)
+                async with self._adapters.using(self._salted(_with(request, told))) as own:
+                    await self._engine.generate(own, take)
         except Exception as exc:  # the request then fetches its KV itself
             log.info("request %s: its KV did not come early: %r", request.request_id, exc)
             return None

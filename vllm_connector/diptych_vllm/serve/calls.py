@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 
-from diptych_protocol import InvalidRequestError, LoRARequest
+from diptych_protocol import InvalidRequestError
 from diptych_protocol.control_calls import (
     CONTROL_CALLS,
     AddLora,
@@ -27,6 +26,7 @@ from diptych_protocol.control_calls import (
     StopProfile,
     WakeUp,
 )
+from diptych_vllm.serve.adapters import VllmAdapters
 
 _BY_METHOD = {kind.METHOD: kind for kind in CONTROL_CALLS}
 
@@ -37,7 +37,7 @@ class VllmCalls:
     def __init__(
         self,
         llm: Any,
-        add_lora: Callable[[LoRARequest], Awaitable[bool]],
+        adapters: VllmAdapters,
         *,
         can_sleep: bool,
         has_adapters: bool,
@@ -48,10 +48,8 @@ class VllmCalls:
             can_sleep: whether it can free memory while it does nothing.
             has_adapters: whether it was started with support for adapters.
         """
-        self._llm, self._add_lora = llm, add_lora
+        self._llm, self._adapters = llm, adapters
         self._can_sleep, self._has_adapters = can_sleep, has_adapters
-        self.adapters: dict[int, str] = {}
-        """The adapters that calls have loaded, by their ids."""
 
     async def run(self, method: str, args: list[Any]) -> Any:
         """Carry out a call. Raises `InvalidRequestError` for a call that vLLM does not offer, and
@@ -107,16 +105,13 @@ class VllmCalls:
             raise InvalidRequestError("this vLLM takes no adapters: start it with --enable-lora")
         match call:
             case AddLora():
-                added = await self._add_lora(call.lora_request)
-                self.adapters[call.lora_request.lora_int_id] = call.lora_request.lora_name
-                return added
+                return await self._adapters.add(call.lora_request)
             case RemoveLora():
-                self.adapters.pop(call.lora_id, None)
-                return await self._llm.remove_lora(call.lora_id)
+                return await self._adapters.remove(call.lora_id)
             case ListLoras():
-                return sorted(await self._llm.list_loras())
+                return self._adapters.listed()
             case PinLora():
-                return await self._llm.pin_lora(call.lora_id)
+                return await self._adapters.pin(call.lora_id)
         raise InvalidRequestError("engines of the runtime vllm do not offer this call")
 
     def _check_sleep(self, level: int) -> None:

@@ -47,6 +47,7 @@ from diptych_vllm.versions import (
     add_raw,
     add_stat_logger,
     handshakes,
+    num_cores,
     offer_raw_outputs,
     series_of,
 )
@@ -67,7 +68,7 @@ class LoadLogger(AggregateStatLoggerBase):
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
-        self._load.take(scheduler_stats, iteration_stats, time.monotonic())
+        self._load.take(scheduler_stats, iteration_stats, time.monotonic(), engine_idx)
 
     def record_sleep_state(self, is_awake: int, level: int) -> None:
         # Its name says the opposite of what vLLM passes: 1 when it falls asleep.
@@ -96,7 +97,10 @@ class ServedVllm:
         )
         self.engine_id: str = "" if transfer is None else transfer.engine_id or ""
         cache = config.cache_config
-        self.load = VllmLoad(cache.num_gpu_blocks or 0, self.connector, cache.block_size)
+        self._num_cores = num_cores(llm)
+        self.load = VllmLoad(
+            cache.num_gpu_blocks or 0, self.connector, cache.block_size, self._num_cores
+        )
         self.announced_from: int | None = None
         add_stat_logger(llm, LoadLogger(self.load))
         offer_raw_outputs(llm)
@@ -122,7 +126,7 @@ class ServedVllm:
                 "connector": self.connector,
                 "revision": settings.revision,
             },
-            max_num_seqs=self._config.scheduler_config.max_num_seqs,
+            max_num_seqs=self._config.scheduler_config.max_num_seqs * self._num_cores,
             pid=os.getpid(),
             kv_transfer=bool(self.connector),
             revision=settings.revision,
@@ -176,6 +180,12 @@ class ServedVllm:
     def event_source(self) -> EventSource | None:
         """Return where it publishes its KV events; see `source_of`. Raises `EventsError`."""
         return source_of(list(self._llm.get_kv_event_sources().values()))
+
+    @property
+    def adapter_places(self) -> tuple[int, int]:
+        """How many adapters a step may use, and how many are kept; 0 if it takes none."""
+        lora = self._config.lora_config
+        return (0, 0) if lora is None else (lora.max_loras, lora.max_cpu_loras or lora.max_loras)
 
     @property
     def can_sleep(self) -> bool:

@@ -26,6 +26,10 @@ class ServedEngine(Protocol):
     @property
     def abilities(self) -> Abilities: ...
     @property
+    def adapter_places(self) -> tuple[int, int]:
+        """How many adapters a step may use, and how many are kept; 0 if it takes none."""
+
+    @property
     def can_sleep(self) -> bool: ...
     @property
     def remembers(self) -> bool:
@@ -43,7 +47,7 @@ class ServedEngine(Protocol):
         """Tell the connector that nobody will read the blocks that these parameters name."""
 
     async def add_lora(self, adapter: LoRARequest) -> bool:
-        """Load an adapter."""
+        """Load an adapter under an id that vLLM does not know."""
 
     def error_of(self, error: Exception) -> tuple[ErrorKind, str | None]:
         """Return the meaning of an exception, and the field that it names."""

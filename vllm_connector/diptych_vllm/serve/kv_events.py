@@ -13,13 +13,16 @@ import msgspec
 from msgspec import Meta
 
 from diptych_protocol import UNREADABLE, UtilityError
-from diptych_protocol.block_hashes import extend_block_hashes, root_hash, salted
+from diptych_protocol.block_hashes import adapted, extend_block_hashes, root_hash, salted
 
 ON_THE_DEVICE: Final = (None, "GPU")
 """The `medium` of blocks that a request can use at once; the CPU build says GPU, too."""
 WHOLE: Final = ("full_attention", "mla_attention", "sink_full_attention")
 """Kinds of layers that need the whole prefix, and so keep all its blocks. Others give back those
 behind their window, though the prefix can still be used."""
+
+BY_DIGEST: Final = "@"
+"""Stands between the name of an adapter and the digest of its files, in its name in vLLM."""
 
 _Hash = bytes | int
 _Token = Annotated[int, Meta(ge=0, lt=1 << 62)]
@@ -121,10 +124,10 @@ class RememberedBlocks:
             self._changes[mine] = remembered
 
     def _store(self, event: BlockStored) -> None:
-        """Record stored blocks. Those of an adapter, of another group, outside the device, or with
+        """Record stored blocks. Those of another group, outside the device, or with
         an unknown beginning are left out. The group that is followed is the first one that needs
         whole prefixes; until one is known, it is the first group."""
-        if event.medium not in ON_THE_DEVICE or event.lora_name is not None:
+        if event.medium not in ON_THE_DEVICE:
             return
         group = event.group_idx or 0
         if not self._is_whole and event.kv_cache_spec_kind in WHOLE:
@@ -153,16 +156,21 @@ class RememberedBlocks:
 
     def _parent_of(self, event: BlockStored) -> bytes | None:
         """Return the hash that precedes the first of its blocks; None if it is not known, or if the
-        blocks depend on more than tokens and a salt."""
-        first, *others = event.extra_keys or [None]
-        if any(others):
+        blocks depend on more than tokens, an adapter of the wire, and a salt."""
+        name = event.lora_name
+        named = [] if name is None else [name]
+        first, *others = [keys or [] for keys in event.extra_keys or [named]]
+        if first[: len(named)] != named or any(keys != named for keys in others):
             return None
+        [salt, *more] = [*first[len(named) :], None]
         if event.parent_block_hash is not None:
-            return None if first else self._hashes.get(event.parent_block_hash)
-        if not first:
-            return root_hash(None)
-        [salt, *more] = first
-        return root_hash(salted(salt)) if isinstance(salt, str) and not more else None
+            return None if more else self._hashes.get(event.parent_block_hash)
+        if more[1:] or not isinstance(salt, str | None):
+            return None
+        adapter, by_digest, digest = (name or "").rpartition(BY_DIGEST)
+        if name is None:
+            return root_hash(salted(salt))
+        return root_hash(adapted(salt, adapter, digest)) if by_digest else None
 
     def _remove(self, event: BlockRemoved) -> None:
         if event.medium not in ON_THE_DEVICE or (event.group_idx or 0) != self._group:

@@ -70,10 +70,19 @@ class WorkReport(Protocol):
 
 
 class VllmLoad:
-    """Running totals of one engine, and its gauges."""
+    """Running totals of one engine, and its gauges. Its data-parallel cores report one by one."""
 
-    def __init__(self, blocks_total: int, connector: str, block_size: int) -> None:
-        """connector: the name of the KV connector in vLLM; empty if there is none."""
+    def __init__(
+        self, blocks_total: int, connector: str, block_size: int, num_cores: int = 1
+    ) -> None:
+        """
+        Args:
+            blocks_total: those of all cores.
+            connector: the name of the KV connector in vLLM; empty if there is none.
+        """
+        self._num_cores = num_cores
+        self._gauges: dict[int, tuple[int, int, float]] = {}
+        """Core -> its running requests, those that wait, and the share of its blocks in use."""
         self._counts_itself, self._block_size = connector == OURS, block_size
         self.stats = SchedulerStats(blocks_total=blocks_total, blocks_free=blocks_total)
         if connector:
@@ -81,16 +90,23 @@ class VllmLoad:
             self.stats.kv_transfer = KVTransferStats(transport=transport)
         self._last_report = 0.0
 
-    def take(self, report: StepReport | None, work: WorkReport | None, now: float) -> None:
-        """Apply the report of a step that ended at this time, in seconds."""
+    def take(
+        self, report: StepReport | None, work: WorkReport | None, now: float, core: int = 0
+    ) -> None:
+        """Apply a core's report of a step that ended at this time, in seconds."""
         stats = self.stats
         if report is not None:
             self._count_time(now)
             stats.steps += 1
-            stats.num_running = report.num_running_reqs
-            stats.num_waiting = report.num_waiting_reqs + report.num_skipped_waiting_reqs
-            used = min(max(report.kv_cache_usage, 0.0), 1.0)
-            stats.blocks_free = stats.blocks_total - round(used * stats.blocks_total)
+            self._gauges[core] = (
+                report.num_running_reqs,
+                report.num_waiting_reqs + report.num_skipped_waiting_reqs,
+                min(max(report.kv_cache_usage, 0.0), 1.0),
+            )
+            running, waiting, used = zip(*self._gauges.values(), strict=True)
+            stats.num_running, stats.num_waiting = sum(running), sum(waiting)
+            blocks_used = round(sum(used) * stats.blocks_total / self._num_cores)
+            stats.blocks_free = stats.blocks_total - blocks_used
             stats.prefix_cache_queries += report.prefix_cache_stats.queries
             stats.prefix_cache_hits += report.prefix_cache_stats.hits
             self._count_moves(report.kv_connector_stats or {})

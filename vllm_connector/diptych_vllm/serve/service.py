@@ -35,6 +35,7 @@ from diptych_protocol.wire import (
     Heartbeat,
     UtilityCall,
 )
+from diptych_vllm.serve.adapters import VllmAdapters
 from diptych_vllm.serve.answers import VllmAnswers
 from diptych_vllm.serve.calls import VllmCalls
 from diptych_vllm.serve.early import EarlyPrompts
@@ -67,14 +68,18 @@ class WireService(WireServer):
             memory: the blocks that the engine has cached; None if they are not known.
             on_death: called when the engine's core has ended.
         """
-        super().__init__(None if memory is None else PrefixNews(memory, dict))
+        self._adapters = VllmAdapters(engine)
+        digests = self._adapters.digests
+        super().__init__(None if memory is None else PrefixNews(memory, digests))
         self._engine, self._about, self._hand_offs = engine, about, hand_offs
         self._deliver, self._on_death = send, on_death
         self._loop = asyncio.get_running_loop()
-        self._answers = VllmAnswers(engine, hand_offs, self._put, on_death, self._early_prompts)
+        self._answers = VllmAnswers(
+            engine, self._adapters, hand_offs, self._put, on_death, self._early_prompts
+        )
         self._control = VllmCalls(
             engine.llm,
-            engine.add_lora,
+            self._adapters,
             can_sleep=engine.can_sleep,
             has_adapters=engine.abilities.adapters,
         )
@@ -202,7 +207,7 @@ class WireService(WireServer):
         self.tell_prefixes()
 
     def _tell_beat(self, heartbeat: Heartbeat) -> None:
-        heartbeat.adapters = list(self._control.adapters.values())
+        heartbeat.adapters = list(self._adapters.digests())
         self._tell_heartbeat(heartbeat, None if heartbeat.in_call else self._stats())
 
     def _tell_state(self) -> None:
