@@ -8,6 +8,8 @@ import importlib
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from copy import copy
+from functools import cache
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -83,12 +85,34 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
     importlib.import_module("torch")
+    _read_vocabulary_once()
     here = Path(__file__).parent
     if [Path(config.invocation_params.dir, arg) for arg in config.args] == [here]:
         files = sorted(map(str, here.rglob("test_*.py")))
         number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
         first = len(files) * number // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
         config.args = files[first:] + files[:first]
+
+
+def _read_vocabulary_once() -> None:
+    """To read that of the real model takes 0.1 s. Each of some hundred engines and routers in the
+    tests' own process has a tokenizer of its own on it, which remembers nothing."""
+    from diptych_frontend.chain_memo import ChainMemo
+    from diptych_frontend.model_files.model_source import ModelSource
+    from diptych_frontend.text import renderer
+    from diptych_frontend.text.tokenizer import REMEMBERED_BYTES, Tokenizer
+    from diptych_frontend.text.tokenizer_files import load_tokenizer
+
+    read = cache(load_tokenizer)
+
+    def load(source: ModelSource) -> Tokenizer | None:
+        if source.uri != SMOLLM2:
+            return load_tokenizer(source)
+        own = copy(read(source))
+        vars(own).update(_token_texts={}, _token_bytes={}, remembered=ChainMemo(REMEMBERED_BYTES))
+        return own
+
+    vars(renderer)["load_tokenizer"] = load
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -19,7 +19,7 @@ import httpx
 import msgspec
 import pytest
 import pytest_asyncio
-from browser_kit import CHROMIUM, WITHOUT_CHROMIUM, chromium, watched_pages
+from browser_kit import CHROMIUM, WITHOUT_CHROMIUM, Pages, chromium
 from engine_kit.core import BATCHED
 from forwarder import forwarder
 from free_ports import free_port
@@ -248,7 +248,7 @@ def test_the_page_and_bench_get_the_rest_from_another_router(routers: list[Route
         forwarder([lost.port, other.port]) as url,
         chromium() as browser,
         ThreadPoolExecutor(1) as thread,
-        watched_pages(browser, url, "Failed to load resource") as open_page,
+        Pages(browser, url, "Failed to load resource").watched() as open_page,
     ):
         scene = Scene(open_page())
         asked: list[Request] = []

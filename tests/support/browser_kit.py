@@ -28,6 +28,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 """The program; None: it is not installed."""
 WITHOUT_CHROMIUM = f"needs Chromium: none of {', '.join(NAMES)} is on the path"
+VIEWPORT = {"width": 1280, "height": 720}
 START_S = 3 * PATIENCE_S
 """Three engines start at once, and those that decode give way to everything else."""
 OPTIONS = (
@@ -54,31 +55,67 @@ def chromium(*options: str) -> Iterator[Browser]:
             browser.close()
 
 
-@contextlib.contextmanager
-def watched_pages(browser: Browser, url: str, refusals: str) -> Iterator[Callable[..., Page]]:
-    """Yield a function that opens a page, in a context of its own with the options that it gets.
-    What a page complains about fails the test, except for answers of the server that a test
-    provokes: `refusals` is in their words."""
-    complaints: list[str] = []
-    contexts = []
+class Pages:
+    """The page of a service, opened in a browser again and again.
 
-    def note(said: Any) -> None:
-        if said.type == "error" and refusals not in said.text:
-            complaints.append(said.text)
+    What it complains about fails the test, except for answers of the server that a test provokes:
+    `refusals` is in their words. A new page, with a process and a cache of its own, takes a second
+    of a processor. So the page of one test is emptied for the next: it has kept nothing then.
+    """
 
-    def opened(**options: Any) -> Page:
-        contexts.append(browser.new_context(**options))
-        page = contexts[-1].new_page()
+    def __init__(self, browser: Browser, url: str, refusals: str) -> None:
+        self._browser, self._url, self._refusals = browser, url, refusals
+        self._complaints: list[str] = []
+        self._emptied: list[Page] = []
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[Callable[..., Page]]:
+        """Yield a function that opens a page, apart from the others, for a user of this kind.
+        `once`: the test leaves behind what cannot be undone."""
+        opened: list[tuple[Page, bool]] = []
+
+        def open_one(
+            *,
+            viewport: Any = VIEWPORT,
+            color_scheme: Any = "light",
+            reduced_motion: Any = "no-preference",
+            once: bool = False,
+        ) -> Page:
+            page = self._emptied.pop() if self._emptied else self._new()
+            opened.append((page, once))
+            page.set_viewport_size(viewport)
+            page.emulate_media(color_scheme=color_scheme, reduced_motion=reduced_motion)
+            page.goto(self._url)
+            return page
+
+        self._complaints.clear()
+        yield open_one
+        for page, once in opened:
+            if once:
+                page.context.close()
+            else:
+                self._empty(page)
+        assert self._complaints == []
+
+    def _new(self) -> Page:
+        def note(said: Any) -> None:
+            if said.type == "error" and self._refusals not in said.text:
+                self._complaints.append(said.text)
+
+        page = self._browser.new_context().new_page()
         page.set_default_timeout(PATIENCE_S * 1000)
-        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("pageerror", lambda error: self._complaints.append(str(error)))
         page.on("console", note)
-        page.goto(url)
         return page
 
-    yield opened
-    for context in contexts:
-        context.close()
-    assert complaints == []
+    def _empty(self, page: Page) -> None:
+        """Forget what it has kept, on a file of the service, where nothing runs."""
+        for other in page.context.pages:
+            if other != page:
+                other.close()
+        page.goto(f"{self._url}/ui/page.css")
+        page.evaluate("() => { localStorage.clear(); sessionStorage.clear(); }")
+        self._emptied.append(page)
 
 
 @dataclass(frozen=True)

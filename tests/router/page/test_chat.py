@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from browser_kit import CHROMIUM, WITHOUT_CHROMIUM, chromium, watched_pages
+from browser_kit import CHROMIUM, WITHOUT_CHROMIUM, Pages, chromium
 from page_kit import Echo, served_echo
 from page_scenes import PHONE, Scene
 from playwright.sync_api import Browser, expect
@@ -38,13 +38,18 @@ def browser() -> Iterator[Browser]:
         yield started
 
 
+@pytest.fixture(scope="module")
+def pages(served: Echo, browser: Browser) -> Pages:
+    return Pages(browser, served.url, "Failed to load resource")
+
+
 Open = Callable[..., Scene]
 
 
 @pytest.fixture
-def open_page(echo: Echo, browser: Browser) -> Iterator[Open]:
+def open_page(echo: Echo, pages: Pages) -> Iterator[Open]:
     """Open the page in a browser that has kept nothing. What it complains about fails the test."""
-    with watched_pages(browser, echo.url, "Failed to load resource") as open_one:
+    with pages.watched() as open_one:
 
         def opened(**options: Any) -> Scene:
             scene = Scene(open_one(**options))
@@ -423,7 +428,7 @@ def test_what_is_no_conversation_is_not_opened(open_page: Open) -> None:
 def test_a_browser_that_keeps_nothing_says_so_and_still_answers(
     open_page: Open, storage: str
 ) -> None:
-    scene = open_page()
+    scene = open_page(once=True)
     scene.page.add_init_script(storage)
     scene.page.reload()
     asked_and_answered(scene, "one")

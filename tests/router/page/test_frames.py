@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-from browser_kit import CHROMIUM, WITHOUT_CHROMIUM, chromium, watched_pages
+from browser_kit import CHROMIUM, WITHOUT_CHROMIUM, Pages, chromium
 from page_frames import counter
 from page_kit import Echo, served_echo
 from page_scenes import Scene
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import expect
 from waits import wait_until
 
 from diptych_router.telling.page.panels import (
@@ -73,15 +73,15 @@ def echo() -> Iterator[Echo]:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as started:
-        yield started
+def pages(echo: Echo) -> Iterator[Pages]:
+    with chromium() as browser:
+        yield Pages(browser, echo.url, REFUSED)
 
 
 @pytest.fixture
-def scene(echo: Echo, browser: Browser) -> Iterator[Scene]:
+def scene(echo: Echo, pages: Pages) -> Iterator[Scene]:
     echo.pools = pools(0)
-    with watched_pages(browser, echo.url, REFUSED) as open_one:
+    with pages.watched() as open_one:
         scene = Scene(open_one())
         expect(scene.page.locator(".engine")).to_have_count(ENGINES)
         yield scene

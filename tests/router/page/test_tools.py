@@ -7,20 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from browser_kit import CHROMIUM, WITHOUT_CHROMIUM, chromium, watched_pages
+from browser_kit import CHROMIUM, WITHOUT_CHROMIUM, Pages, chromium
 from page_kit import Echo, Thinking, served_echo
 from page_scenes import PHONE, Scene
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import expect
 
 from diptych_protocol import TokensPrompt
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=WITHOUT_CHROMIUM)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +23,16 @@ def echo() -> Iterator[Echo]:
         yield served
 
 
+@pytest.fixture(scope="module")
+def pages(echo: Echo) -> Iterator[Pages]:
+    with chromium() as browser:
+        yield Pages(browser, echo.url, "Failed to load resource")
+
+
 @pytest.fixture
-def scene(echo: Echo, browser: Browser) -> Iterator[Scene]:
+def scene(echo: Echo, pages: Pages) -> Iterator[Scene]:
     """A page whose model may call tools. What it complains about fails the test."""
-    with watched_pages(browser, echo.url, "Failed to load resource") as open_one:
+    with pages.watched() as open_one:
         scene = Scene(open_one(viewport=PHONE))
         scene.set_numbers(max_tokens=500)
         scene.page.select_option("#tool_choice", "auto")
