@@ -281,8 +281,10 @@ def decode_body(
             raise
         try:
             raw = decode_json(body, _any, max_values)
-        except InvalidRequestError:  # a number that no type takes, such as 1e400
-            raise exc from None
+        except InvalidRequestError as untyped:
+            if isinstance(untyped.__cause__, msgspec.ValidationError):  # a number such as 1e400
+                raise exc from None
+            raise
         exchange = exchange_of(scope)
         left_out = leave_out(raw, decoder.type, refuses_unknown=exchange.refuses_unknown)
         if not left_out:
